@@ -1,0 +1,84 @@
+# Two commands for a newcomer: `make demo` and `make test`. Everything runs in .venv, which is built once.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+WORKERS ?= 2
+PYTEST_ARGS ?=
+
+bin := $(VENV)/bin
+pip := $(bin)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+pytest := $(bin)/python -m pytest
+proofs := $(wildcard tests/proof tests/meta)
+
+.PHONY: help env demo test proof bench gpu docs lint types format clean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+
+# torch alone and first: its version is then settled, and nothing that needs "some torch" can bring another one.
+$(VENV)/.torch: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 10) else "bagua_ref needs Python 3.10 or newer; use make PYTHON=...")'
+	@echo "Creating $(VENV) and installing torch (a minute or two) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(pip) --upgrade pip
+	@$(pip) "$$(grep '^torch==' constraints.txt)"
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+	@echo "Installing bagua_ref and what the demo needs ..."
+	@$(pip) -e '.[demo]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	@echo "Installing the development tools ..."
+	@$(pip) -e '.[dev]'
+	@touch $@
+
+env: $(VENV)/.dev  ## build .venv with everything for development
+	@echo "Ready: source $(bin)/activate"
+
+demo: $(VENV)/.demo  ## train on handwritten digits with every algorithm, 4 processes; writes demo-report/index.html
+	@$(bin)/bagua-ref demo
+
+test: lint types docs  ## everything that must be green: style, types, docs, examples, all properties (quick profile)
+	$(pytest) -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+proof: $(VENV)/.dev  ## the slow proofs that CI adds
+ifeq ($(proofs),)
+	@echo "No slow proofs yet: tests/proof and tests/meta do not exist."
+else
+	$(pytest) --hypothesis-profile=full $(proofs) $(PYTEST_ARGS)
+endif
+
+bench: $(VENV)/.dev  ## every comparison with a peer; one table and one JSON file each
+	@for script in benchmarks/*.py; do echo "== $$script"; $(bin)/python "$$script"; done
+
+# On a machine with a GPU the environment is often someone else's, so this takes the Python at hand unless .venv sees the GPU.
+has_gpu = $(1) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null
+gpu:  ## tests that need a CUDA device, from the source tree
+	@if $(call has_gpu,$(bin)/python); then python=$(bin)/python; \
+	elif $(call has_gpu,$(PYTHON)); then python=$(PYTHON); \
+	else echo "make gpu: neither $(bin)/python nor $(PYTHON) has a torch that sees a CUDA device; nothing was run."; exit 1; fi; \
+	PYTHONPATH=src "$$python" -m pytest -m gpu $(PYTEST_ARGS)
+
+docs: $(VENV)/.dev  ## build the documentation into site/, strictly
+	NO_MKDOCS_2_WARNING=1 $(bin)/mkdocs build --strict
+
+lint: $(VENV)/.dev
+	$(bin)/ruff format --check .
+	$(bin)/ruff check .
+
+types: $(VENV)/.dev
+	$(bin)/mypy
+
+format: $(VENV)/.dev  ## rewrite the code as `make lint` wants it
+	$(bin)/ruff format .
+	$(bin)/ruff check --fix .
+
+clean:  ## remove what was built, .venv included
+	rm -rf $(VENV) .tox .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site demo-report
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
