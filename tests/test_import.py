@@ -1,0 +1,124 @@
+"""Importing bagua_ref only defines names: it starts nothing, changes nothing, pulls in no optional package and is quick."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[1] / "src"
+LIMIT_S = 0.15
+
+PROBE = """
+import json, logging, os, sys
+import torch, torch.distributed
+
+def state():
+    return {
+        "environment": dict(os.environ),
+        "log handlers": [repr(h) for h in logging.root.handlers],
+        "random numbers": torch.initial_seed(),
+        "torch threads": torch.get_num_threads(),
+        "default dtype": str(torch.get_default_dtype()),
+        "torch.distributed is set up": torch.distributed.is_initialized(),
+        "search path": list(sys.path),
+    }
+
+started = []
+STARTS = ("_thread.start_new_thread", "_thread.start_joinable_thread", "subprocess.Popen", "os.fork", "os.forkpty",
+          "os.posix_spawn", "os.exec", "os.system", "socket.connect", "socket.bind")
+sys.addaudithook(lambda event, args: started.append(event) if event in STARTS else None)
+before, loaded = state(), set(sys.modules)
+{statement}
+after = state()
+print(json.dumps({
+    "started": started,
+    "changed": [name for name in before if before[name] != after[name]],
+    "loaded": sorted(set(sys.modules) - loaded),
+}))
+"""
+
+OPTIONAL = {
+    "cupy", "fakeredis", "hiredis", "hypothesis", "jsonschema", "matplotlib", "redis", "rich", "safetensors", "sklearn", "triton",
+}  # fmt: skip
+
+
+def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    return subprocess.run(
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, check=True, timeout=120
+    )
+
+
+def probe(statement: str) -> dict[str, list[str]]:
+    return json.loads(run_python("-c", PROBE.replace("{statement}", statement)).stdout)
+
+
+def test_import_starts_no_thread_and_no_process() -> None:
+    assert probe("import bagua_ref")["started"] == []
+
+
+def test_import_changes_nothing_of_the_process() -> None:
+    assert probe("import bagua_ref")["changed"] == []
+
+
+def test_import_brings_no_optional_package() -> None:
+    loaded = {name.split(".")[0] for name in probe("import bagua_ref")["loaded"]}
+    assert "bagua_ref" in loaded
+    assert not loaded & OPTIONAL
+
+
+def test_the_probe_sees_what_it_looks_for() -> None:
+    planted = (
+        "import logging, os, subprocess, sys, threading, hypothesis;"
+        "threading.Thread(target=int).start(); subprocess.run([sys.executable, '-c', '']); logging.basicConfig()"
+    )
+    seen = probe(planted)
+    assert any("thread" in event for event in seen["started"])
+    assert "subprocess.Popen" in seen["started"]
+    assert seen["changed"] == ["log handlers"]
+    assert "hypothesis" in seen["loaded"]
+
+
+def own_seconds(report: str) -> float:
+    """Sum what `-X importtime` says modules took themselves, without torch's and all that torch's own imports bring.
+
+    The report lists children before parents, each two columns deeper: read backwards, a module's children follow it.
+    """
+    total, inside_torch = 0, None
+    for line in reversed(report.splitlines()):
+        row = re.fullmatch(r"import time:\s*(\d+) \|\s*\d+ \| (\s*)(\S+)", line)
+        if row is None:
+            continue
+        microseconds, depth, module = int(row[1]), len(row[2]), row[3]
+        if inside_torch is not None and depth > inside_torch:
+            continue
+        inside_torch = depth if module.split(".")[0] == "torch" else None
+        total += 0 if inside_torch is not None else microseconds
+    return total / 1e6
+
+
+def test_own_seconds_leaves_out_torch_and_its_children() -> None:
+    report = """
+import time: self [us] | cumulative | imported package
+import time:        10 |         10 |   numpy
+import time:       100 |        110 | torch
+import time:         7 |          7 |     json
+import time:       100 |        107 |   torch.distributed
+import time:         2 |          2 |     queue
+import time:         3 |          5 |   bagua_ref.runtime
+import time:         4 |        116 | bagua_ref
+"""
+    assert own_seconds(report) == 9 / 1e6
+
+
+def test_import_takes_little_time_of_its_own() -> None:
+    times = [
+        own_seconds(run_python("-X", "importtime", "-c", "import torch.distributed\nimport bagua_ref").stderr.split("| torch\n")[-1])
+        for _ in range(5)
+    ]
+    assert statistics.median(times) <= LIMIT_S, f"seconds of five imports: {times}"

@@ -1,0 +1,243 @@
+"""The house has floors: imports go down only. Read from the source with ast, so that nothing needs to be installed or run."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "bagua_ref"
+SOURCE = Path(__file__).parents[1] / "src" / PACKAGE
+
+TOP = 10
+"""The package itself, `bagua_ref/__init__.py`, sits above every room and gathers the public names."""
+
+SIDE = -1
+"""Rooms beside the floors: the public face of the simulated world and the oracle."""
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Rooms of one layer, as patterns of module names without the package's, and the layers they may import."""
+
+    layer: int
+    rooms: tuple[str, ...]
+    may_import: frozenset[int]
+
+
+def layers(*parts: int | range) -> frozenset[int]:
+    return frozenset(layer for part in parts for layer in (part if isinstance(part, range) else (part,)))
+
+
+# The table of the architecture. A floor may always import itself; cycles are another test's business.
+HOUSE = (
+    Floor(0, ("errors", "env", "types", "runtime"), layers(0)),
+    Floor(1, ("backends.base", "communicators.base", "communicators.collectives", "communicators.topology"), layers(range(2))),
+    Floor(
+        2,
+        (
+            "backends", "backends.reference", "backends.reference.*", "backends.cuda", "backends.cuda.*",
+            "communicators", "communicators.torch_distributed", "communicators.simulated", "communicators.scheduler",
+            "communicators.hierarchical",
+        ),
+        layers(range(3)),
+    ),
+    Floor(3, ("comm_ops", "comm_ops.*"), layers(range(2), 3)),
+    Floor(4, ("tensor", "bucket", "utils"), layers(range(5))),
+    Floor(5, ("scheduling", "scheduling.*"), layers(0, 4, 5)),
+    Floor(6, ("communication",), layers(range(3), 6)),
+    Floor(7, ("algorithms", "algorithms.*"), layers(range(2), range(3, 8))),
+    Floor(8, ("data_parallel", "data_parallel.*", "distributed"), layers(range(9))),
+    Floor(9, ("contrib", "contrib.*"), layers(range(10))),
+    Floor(9, ("cli", "cli.*", "__main__"), layers(range(10), SIDE, TOP)),
+    Floor(SIDE, ("simulation", "simulation.*", "conformance", "conformance.*"), layers(range(6), SIDE)),
+    Floor(TOP, ("",), layers(range(11), SIDE)),
+)  # fmt: skip
+
+LONG_FILES = {
+    "communicators/base.py": "one contract: each collective in both forms with its validation, which transports must not repeat",
+}
+"""Files over 400 lines and why each is one room."""
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement's target, as a full module name."""
+
+    target: str
+    line: int
+    in_function: bool
+
+
+def floor_of(module: str) -> Floor | None:
+    """Return the floor on which ``module`` (a full name) lives; the most exact pattern decides."""
+    inner = module.removeprefix(PACKAGE).removeprefix(".")
+    found = [(len(room), floor) for floor in HOUSE for room in floor.rooms if fnmatchcase(inner, room)]
+    return max(found, key=lambda entry: entry[0])[1] if found else None
+
+
+def module_name(path: Path) -> str:
+    parts = (PACKAGE, *path.relative_to(SOURCE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def sources() -> dict[str, Path]:
+    return {module_name(path): path for path in sorted(SOURCE.rglob("*.py"))}
+
+
+def imports_of(source: str, module: str, is_package: bool, modules: set[str]) -> Iterator[Import]:
+    """Yield what ``source`` imports; names taken from a package count as the submodule where there is one."""
+
+    def visit(node: ast.AST, in_function: bool) -> Iterator[Import]:
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            for child in node.orelse:
+                yield from visit(child, in_function)
+            return
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, node.lineno, in_function)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                here = module.split(".") if is_package else module.split(".")[:-1]
+                base = ".".join(here[: len(here) - node.level + 1] + ([base] if base else []))
+            for alias in node.names:
+                submodule = f"{base}.{alias.name}"
+                yield Import(submodule if submodule in modules else base, node.lineno, in_function)
+        inside = in_function or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, inside)
+
+    yield from visit(ast.parse(source), False)
+
+
+def is_ours(module: str) -> bool:
+    return module == PACKAGE or module.startswith(f"{PACKAGE}.")
+
+
+def complaint(module: str, imported: Import) -> str | None:
+    """Say what is wrong with one import, or None."""
+    here, there = floor_of(module), floor_of(imported.target)
+    where = f"{module} line {imported.line}"
+    if imported.target.split(".")[0] == "cupy" and module != f"{PACKAGE}.backends.cuda.launcher":
+        return f"{where} imports cupy; only backends/cuda/launcher.py may"
+    if not is_ours(imported.target) or here is None:
+        return None
+    if there is None:
+        return f"{where} imports {imported.target}, which is in no known room"
+    rooms = {name.split(".")[1] for name in (module, imported.target) if "." in name}
+    if rooms == {"backends", "communicators"}:
+        return f"{where} imports {imported.target}; backends and communicators never import each other"
+    if here.layer == SIDE and imported.in_function:
+        return None
+    if there.layer not in here.may_import:
+        return f"{where} (layer {here.layer}) imports {imported.target} (layer {there.layer}); allowed: {sorted(here.may_import)}"
+    return None
+
+
+def package_imports() -> dict[str, list[Import]]:
+    found = sources()
+    return {
+        module: list(imports_of(path.read_text(), module, path.name == "__init__.py", set(found))) for module, path in found.items()
+    }
+
+
+def find_cycle(graph: dict[str, set[str]]) -> list[str] | None:
+    """Return the modules along one cycle, or None."""
+    finished: set[str] = set()
+
+    def walk(module: str, trail: list[str]) -> list[str] | None:
+        if module in trail:
+            return [*trail[trail.index(module) :], module]
+        if module in finished:
+            return None
+        for target in sorted(graph.get(module, ())):
+            if cycle := walk(target, [*trail, module]):
+                return cycle
+        finished.add(module)
+        return None
+
+    for start in sorted(graph):
+        if cycle := walk(start, []):
+            return cycle
+    return None
+
+
+def test_every_module_lives_in_a_known_room() -> None:
+    homeless = [module for module in sources() if floor_of(module) is None]
+    assert sources(), f"no sources under {SOURCE}"
+    assert not homeless, "give these a room in the architecture's table first"
+
+
+def test_imports_go_down_only() -> None:
+    wrong = [found for module, imports in package_imports().items() for entry in imports if (found := complaint(module, entry))]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_there_are_no_cycles() -> None:
+    graph = {
+        module: {
+            entry.target
+            for entry in imports
+            if is_ours(entry.target) and entry.target != module and not (entry.in_function and floor_of(module).layer == SIDE)
+        }
+        for module, imports in package_imports().items()
+    }
+    assert find_cycle(graph) is None
+
+
+def test_files_are_short_or_explained() -> None:
+    long = {
+        str(path.relative_to(SOURCE)): count for path in sources().values() if (count := len(path.read_text().splitlines())) > 400
+    }
+    unexplained = {name: count for name, count in long.items() if name not in LONG_FILES}
+    assert not unexplained, "over 400 lines: would two rooms be clearer?"
+    assert set(LONG_FILES) <= set(long), "explained, but short by now: take them off the list"
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "expected"),
+    [
+        ("types", "import bagua_ref.bucket", "layer 4"),
+        ("comm_ops.centralized", "from bagua_ref.communicators.simulated import SimulatedWorld", "layer 2"),
+        ("scheduling.engine", "from bagua_ref import communication", "layer 6"),
+        ("scheduling.engine", "def f():\n    from ..communication import send", "layer 6"),
+        ("algorithms.bytegrad", "from bagua_ref.backends import get_backend", "layer 2"),
+        ("backends.base", "from bagua_ref.communicators.topology import Topology", "never import each other"),
+        ("communicators.base", "from ..backends.base import KernelBackend", "never import each other"),
+        ("backends.reference.kernels", "def f():\n    import cupy.cuda", "only backends/cuda/launcher.py"),
+        ("bucket", "from bagua_ref import init_process_group", "layer 10"),
+        ("bucket", "from bagua_ref.attic import chest", "no known room"),
+        ("conformance.cases", "from bagua_ref.distributed import BaguaModule", "layer 8"),
+        ("algorithms.base", "from bagua_ref.simulation import SimulatedWorld", "layer -1"),
+    ],
+)
+def test_a_planted_violation_is_found(module: str, source: str, expected: str) -> None:
+    modules = {*sources(), f"{PACKAGE}.communication"}
+    found = [complaint(f"{PACKAGE}.{module}", entry) for entry in imports_of(source, f"{PACKAGE}.{module}", False, modules)]
+    assert len(found) == 1
+    assert expected in found[0]
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("types", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from bagua_ref.bucket import BaguaBucket"),
+        ("backends.cuda.launcher", "import cupy"),
+        ("bucket", "from bagua_ref.backends import get_backend\nfrom bagua_ref.comm_ops.python_op import PythonOp"),
+        ("simulation", "def run():\n    from bagua_ref.distributed import BaguaModule"),
+        ("cli.demo", "import bagua_ref\nfrom bagua_ref.conformance import cases"),
+    ],
+)
+def test_what_the_table_allows_passes(module: str, source: str) -> None:
+    entries = imports_of(source, f"{PACKAGE}.{module}", False, set(sources()))
+    assert [complaint(f"{PACKAGE}.{module}", entry) for entry in entries if complaint(f"{PACKAGE}.{module}", entry)] == []
+
+
+def test_a_planted_cycle_is_found() -> None:
+    assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["b", "c", "b"]
+    assert find_cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) is None
