@@ -1,0 +1,126 @@
+"""Every collective as a plain function over the tensors of all ranks, in rank order: what a communicator must compute (S3.9).
+
+Nothing here knows of threads, groups or transports: tensors go in by rank, results are written into the receivers' tensors.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from bagua_ref.types import ReduceOp
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+__all__ = [
+    "allgather",
+    "allreduce_inplace",
+    "alltoall",
+    "broadcast",
+    "combine",
+    "gather",
+    "reduce_inplace",
+    "reduce_scatter",
+    "scatter",
+]
+
+_COMBINE: dict[ReduceOp, Callable[..., Tensor]] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.AVG: torch.add,
+    ReduceOp.PRODUCT: torch.mul,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.BOR: torch.bitwise_or,
+    ReduceOp.BAND: torch.bitwise_and,
+    ReduceOp.BXOR: torch.bitwise_xor,
+}
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
+
+def combine(tensors: Sequence[Tensor], op: ReduceOp) -> Tensor:
+    """Return ((tensor 0 op tensor 1) op tensor 2) ... as a new tensor of their dtype (S3.9).
+
+    16-bit floats are combined in float32 and rounded once; AVG is SUM divided by the number of tensors, integers wrap around.
+
+    Args:
+        tensors: one per rank, equal in shape and dtype; unchanged.
+        op: AVG only on floats, bitwise only on integers.
+
+    >>> combine([torch.tensor([1.0]), torch.tensor([2.0])], ReduceOp.AVG)
+    tensor([1.5000])
+    """
+    dtype = tensors[0].dtype
+    wide = _WIDER.get(dtype, dtype)
+    total = tensors[0].to(wide, copy=True)
+    for tensor in tensors[1:]:
+        _COMBINE[op](total, tensor.to(wide), out=total)
+    if op is ReduceOp.AVG:
+        # A divisor on the tensor's device: torch multiplies a CUDA tensor by the rounded reciprocal of a Python number.
+        total.div_(torch.tensor(len(tensors), dtype=wide, device=total.device))
+    return total.to(dtype)
+
+
+def broadcast(tensors: Sequence[Tensor], src: int) -> None:
+    """Write ``src``'s tensor into every other rank's."""
+    for rank, tensor in enumerate(tensors):
+        if rank != src:
+            _fill(tensor, tensors[src])
+
+
+def reduce_inplace(tensors: Sequence[Tensor], dst: int, op: ReduceOp) -> None:
+    """Write the combination of all tensors into ``dst``'s."""
+    _fill(tensors[dst], combine(tensors, op))
+
+
+def allreduce_inplace(tensors: Sequence[Tensor], op: ReduceOp) -> None:
+    """Write the combination of all tensors into every one."""
+    total = combine(tensors, op)
+    for tensor in tensors:
+        _fill(tensor, total)
+
+
+def gather(sends: Sequence[Tensor], recv: Tensor) -> None:
+    """Write what every rank sends, in rank order, into ``recv``, n times as large."""
+    _fill(recv, _concatenate(sends))
+
+
+def allgather(sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> None:
+    """Write what every rank sends, in rank order, into every rank's receiver, n times as large."""
+    everything = _concatenate(sends)
+    for recv in recvs:
+        _fill(recv, everything)
+
+
+def scatter(send: Tensor, recvs: Sequence[Tensor]) -> None:
+    """Write chunk r of ``send``, n times as large, into rank r's receiver."""
+    chunks = send.reshape(len(recvs), -1) if send.numel() else [send] * len(recvs)
+    for recv, chunk in zip(recvs, chunks, strict=True):
+        _fill(recv, chunk)
+
+
+def reduce_scatter(sends: Sequence[Tensor], recvs: Sequence[Tensor], op: ReduceOp) -> None:
+    """Write chunk r of the combination of all that is sent into rank r's receiver."""
+    scatter(combine(sends, op), recvs)
+
+
+def alltoall(sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> None:
+    """Write chunk r of what rank s sends into chunk s of rank r's receiver."""
+    n = len(sends)
+    if sends[0].numel() == 0:
+        return
+    # One stacked tensor: rank r receives a column of it, which costs n copies where pairs of chunks would cost n * n.
+    chunks = _concatenate(sends).view(n, n, -1)
+    for rank, recv in enumerate(recvs):
+        _fill(recv, chunks[:, rank])
+
+
+def _concatenate(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _fill(tensor: Tensor, values: Tensor) -> None:
+    tensor.copy_(values.reshape(tensor.shape) if values.is_contiguous() else values.contiguous().view(tensor.shape))

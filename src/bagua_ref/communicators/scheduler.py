@@ -1,0 +1,479 @@
+"""Many threads of which one runs at a time, in an order drawn from a seed, on a clock that costs no time.
+
+What ranks send each other lives in ``simulated.py``; here are only threads, waiting and time.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import math
+import queue
+import random
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from bagua_ref.errors import SimulationError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["Scheduler", "SimulatedEvent", "SimulatedLock", "SimulatedQueue", "SimulatedThread", "Ticket", "format_ranks"]
+
+_POLLS = 1_000
+_WAKE_UPS = 100_000
+
+
+class _Unwind(BaseException):
+    """Ends a thread at the point where it waits, once the run is over."""
+
+
+class Ticket:
+    """One thread's wait for one thing.
+
+    Attributes:
+        what: for messages: "rank 3 waits " and this.
+        collective: only other ranks can end this wait.
+        granted: it is over, and ``value`` is what came of it.
+    """
+
+    __slots__ = ("collective", "deadline", "granted", "passes", "task", "value", "what")
+
+    def __init__(self, task: Task | None, what: str, collective: bool = False) -> None:
+        self.task, self.what, self.collective = task, what, collective
+        self.granted, self.value = False, None  # type: bool, Any
+        self.deadline, self.passes = math.inf, False
+
+
+class Task:
+    """A thread under the scheduler; ``rank`` is the rank whose process it would be part of."""
+
+    def __init__(self, rank: int, name: str, is_main: bool, function: Callable[[], None]) -> None:
+        self.rank, self.name, self.is_main, self.function = rank, name, is_main, function
+        self.context = contextvars.copy_context()
+        self.baton = threading.Lock()
+        self.baton.acquire()
+        self.ident: int | None = None
+        self.ticket: Ticket | None = None
+        self.ready = self.unwinding = self.done = False
+        self.joining: list[Ticket] = []
+
+    def __repr__(self) -> str:
+        return f"rank {self.rank}" if self.is_main else f"rank {self.rank}'s thread {self.name!r}"
+
+
+class Scheduler:
+    """Runs one main function per rank and the threads that they spawn, exactly one at a time.
+
+    A thread keeps running until it waits or yields; who runs next is drawn from ``random.Random(seed)``, so a program and a seed
+    give one interleaving. When nobody can run, the clock advances to the earliest deadline. When that cannot help, because
+    ranks wait for each other, the run ends with a SimulationError that says who waits for what.
+
+    Each rank has its own state of torch's, Python's and NumPy's global CPU random generators, as a process would.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.time = 0.0
+        self._random = random.Random(seed)  # noqa: S311
+        self._tasks: dict[Task, None] = {}
+        self._threads: list[threading.Thread] = []
+        self._ready: list[Task] = []
+        self._current: Task | None = None
+        self._returned: list[int] = []
+        self._mains = self._polls = self._wake_ups = 0
+        self._switching = self._ending = False
+        self._failure: BaseException | None = None
+        self._over = threading.Lock()
+        self._generators: list[_Generators] = []
+
+    # What the caller of a simulation does.
+
+    def run(self, functions: Sequence[Callable[[], None]]) -> None:
+        """Run function r as rank r's main thread, until all have returned or one has raised; its exception is raised here."""
+        self._over.acquire()
+        outside = _Generators()
+        self._generators = [outside] * len(functions)
+        self._mains = len(functions)
+        try:
+            for rank, function in enumerate(functions):
+                self._start(Task(rank, f"rank {rank}", True, function))
+            first = self._pick()
+            assert first is not None
+            self._resume(first)
+            self._over.acquire()
+        except BaseException:  # KeyboardInterrupt, or no more threads: the running thread ends the others at its next step
+            self._ending = True
+            if self._current is None and self._tasks:
+                self._resume(next(iter(self._tasks)))
+            if self._tasks:
+                self._over.acquire()
+            raise
+        finally:
+            for thread in self._threads:
+                thread.join()
+            outside.restore()
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    # What threads do.
+
+    def spawn(self, function: Callable[[], None], name: str) -> SimulatedThread:
+        """Start a thread of the calling thread's rank."""
+        task = Task(self._calling().rank, name, False, function)
+        self._start(task)
+        self.yield_()
+        return SimulatedThread(self, task)
+
+    def ticket(self, what: str, collective: bool = False) -> Ticket:
+        """Return a ticket for the calling thread; outside of the run one with which it cannot wait."""
+        return Ticket(self._current if self._is_calling() else None, what, collective)
+
+    def grant(self, ticket: Ticket, value: Any = None) -> None:
+        """End a wait."""
+        ticket.granted, ticket.value = True, value
+        self._polls = 0
+        if ticket.task is not None and ticket.task.ticket is ticket:
+            self._make_ready(ticket.task)
+
+    def wait(self, ticket: Ticket, timeout: float | None = None, passes: bool = False) -> bool:
+        """Wait until the ticket is granted, at most ``timeout`` virtual seconds; return whether it was.
+
+        Args:
+            ticket: the calling thread's.
+            timeout: None for no limit.
+            passes: this wait ends by itself, as a sleep does.
+        """
+        if ticket.granted:
+            return True
+        if timeout is not None and timeout <= 0:
+            self.poll()
+            return ticket.granted
+        task = self._calling()
+        ticket.deadline = math.inf if timeout is None else self.time + timeout
+        ticket.passes = passes or (timeout is not None and not task.is_main and not ticket.collective)
+        self._polls = 0
+        task.ticket = ticket  # from here on a grant, be it by a finalizer in between, makes the task ready
+        if not ticket.granted or task.ready:
+            self._switch(task)
+        task.ticket = None
+        return ticket.granted
+
+    def sleep(self, seconds: float) -> None:
+        """Wait for virtual seconds."""
+        if not seconds >= 0:
+            raise ValueError(f"seconds={seconds!r} to sleep must be 0 or more")
+        self.yield_()
+        self.wait(self.ticket("to sleep"), seconds, passes=True)
+
+    def yield_(self) -> None:
+        """Let any thread that can run go first. Nothing happens when called from outside of the run."""
+        # A finalizer may call this while its thread is choosing the next one.
+        if self._switching or not self._is_calling():
+            return
+        task = self._calling()
+        if not task.unwinding:
+            self._make_ready(task)
+            self._switch(task)
+
+    def poll(self) -> None:
+        """Yield in a call that only asks. After 1,000 in a row sleeping threads are woken: a loop of questions must end."""
+        self._polls += 1
+        if self._polls > _POLLS:
+            passing = [t.ticket for t in self._tasks if t.ticket and t.ticket.passes and not t.ready]
+            if passing:
+                self._advance(min(ticket.deadline for ticket in passing))
+        self.yield_()
+
+    def _is_calling(self) -> bool:
+        return self._current is not None and self._current.ident == threading.get_ident()
+
+    def _calling(self) -> Task:
+        if self._current is None or not self._is_calling():
+            raise SimulationError(
+                f"thread {threading.current_thread().name!r} would have to wait for simulated ranks, but is not one of this run's "
+                "threads; start threads by bagua_ref.runtime.current_world().spawn and use a communicator only during its run"
+            )
+        return self._current
+
+    # How one thread hands over to the next.
+
+    def _start(self, task: Task) -> None:
+        thread = threading.Thread(target=self._main, args=(task,), name=task.name, daemon=True)
+        thread.start()
+        self._threads.append(thread)
+        self._tasks[task] = None
+        self._make_ready(task)
+
+    def _main(self, task: Task) -> None:
+        task.baton.acquire()
+        task.ident = threading.get_ident()
+        try:
+            if not self._ending:
+                # A backward inside a rank stays on the rank's thread.
+                with torch.autograd.set_multithreading_enabled(False):
+                    task.context.run(task.function)
+        except _Unwind:
+            pass
+        except BaseException as error:
+            self._fail(error, f"raised in {task!r} of the simulated world")
+        self._finish(task)
+
+    def _fail(self, error: BaseException, note: str = "") -> None:
+        if self._failure is None:
+            self._failure = error
+            if note and hasattr(error, "add_note"):
+                error.add_note(note)
+        self._ending = True
+
+    def _finish(self, task: Task) -> None:
+        task.done = True
+        del self._tasks[task]
+        for ticket in task.joining:
+            self.grant(ticket)
+        if task.is_main:
+            self._returned.append(task.rank)
+            self._mains -= 1
+            self._ending = self._ending or self._mains == 0
+        following = self._pick()
+        if following is None:
+            self._current = None
+            self._over.release()
+        else:
+            self._resume(following)
+
+    def _make_ready(self, task: Task) -> None:
+        if not task.ready and not task.done:
+            task.ready = True
+            self._ready.append(task)
+
+    def _switch(self, task: Task) -> None:
+        """Let the next thread run until it is this one's turn again."""
+        if not self._ending:
+            self._switching = True
+            following = self._pick()
+            self._switching = False
+            if following is not None and following is not task:
+                self._resume(following)
+                task.baton.acquire()
+        if self._ending:
+            task.unwinding = True
+            raise _Unwind
+
+    def _pick(self) -> Task | None:
+        while not self._ready and not self._ending:
+            self._let_time_pass()
+        if self._ending:
+            return next(iter(self._tasks), None)
+        index = int(self._random.random() * len(self._ready))
+        self._ready[index], self._ready[-1] = self._ready[-1], self._ready[index]
+        task = self._ready.pop()
+        task.ready = False
+        if task.is_main:
+            self._wake_ups = 0
+        return task
+
+    def _resume(self, task: Task) -> None:
+        if self._current is not None and self._current.rank != task.rank:
+            self._generators[self._current.rank] = _Generators()
+            self._generators[task.rank].restore()
+        self._current = task
+        task.baton.release()
+
+    # Time.
+
+    def _let_time_pass(self) -> None:
+        """Nobody can run: go to the earliest deadline, or end the run if that cannot help."""
+        tickets = [task.ticket for task in self._tasks if task.ticket]
+        timed = [ticket for ticket in tickets if ticket.deadline < math.inf]
+        # A rank's own timeout is a watchdog. While ranks wait for each other it would only report later what is known now.
+        stuck = any(ticket.collective for ticket in tickets)
+        if not any(ticket.passes or not stuck for ticket in timed):
+            self._fail(SimulationError(f"the simulated ranks wait for each other and none can go on: {self._who_waits()}"))
+            return
+        if not any(ticket.task and ticket.task.is_main for ticket in timed):
+            self._wake_ups += 1
+            if self._wake_ups > _WAKE_UPS:
+                self._fail(
+                    SimulationError(f"only background threads have run for {_WAKE_UPS} wake-ups, up to {self.time} s: {self._who_waits()}")
+                )
+                return
+        self._advance(min(ticket.deadline for ticket in timed))
+
+    def _advance(self, time: float) -> None:
+        self.time = max(self.time, time)
+        for task in self._tasks:
+            if task.ticket is not None and task.ticket.deadline <= self.time:
+                self._make_ready(task)
+
+    def _who_waits(self) -> str:
+        waits: dict[str, list[int]] = {}
+        for task in sorted(self._tasks, key=lambda task: task.rank):
+            if task.ticket is not None:
+                where = "" if task.is_main else f" in its thread {task.name!r}"
+                waits.setdefault(f"{task.ticket.what}{where}", []).append(task.rank)
+        sentences = [f"{format_ranks(ranks)} wait{'s' * (len(ranks) == 1)} {what}" for what, ranks in waits.items()]
+        if self._returned:
+            sentences.append(f"{format_ranks(sorted(self._returned))} {'has' if len(self._returned) == 1 else 'have'} returned")
+        return "; ".join(sentences)
+
+
+class SimulatedThread:
+    """A thread of a simulated rank."""
+
+    def __init__(self, scheduler: Scheduler, task: Task) -> None:
+        self._scheduler, self._task = scheduler, task
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until it has ended."""
+        self._scheduler.yield_()
+        ticket = self._scheduler.ticket(f"for the end of {self._task!r}")
+        self._task.joining.append(ticket)
+        if not self._task.done:
+            self._scheduler.wait(ticket, timeout)
+
+    def is_alive(self) -> bool:
+        """Return whether it has not ended."""
+        self._scheduler.poll()
+        return not self._task.done
+
+
+class SimulatedLock:
+    """A lock whose waiters get it in the order in which they came."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._held = False
+        self._waiting: deque[Ticket] = deque()
+
+    def acquire(self, timeout: float = -1) -> bool:
+        """Take the lock; False when ``timeout`` seconds (negative: no limit) pass first."""
+        self._scheduler.yield_()
+        ticket = self._scheduler.ticket("for a lock")
+        self._waiting.append(ticket)
+        self._pass_on()
+        if self._scheduler.wait(ticket, None if timeout < 0 else timeout):
+            return True
+        self._waiting.remove(ticket)
+        return False
+
+    def release(self) -> None:
+        """Hand the lock to the first waiter. Never switches threads: finalizers may call it."""
+        if not self._held:
+            raise RuntimeError("release of a lock that is not held")
+        self._held = False
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        if self._waiting and not self._held:
+            self._held = True
+            self._scheduler.grant(self._waiting.popleft())
+
+    def __enter__(self) -> SimulatedLock:
+        self.acquire()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
+
+
+class SimulatedEvent:
+    """As `threading.Event`."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._is_set = False
+        self._waiting: deque[Ticket] = deque()
+
+    def set(self) -> None:
+        """Let all waiters go on."""
+        self._is_set = True
+        self._release()
+        self._scheduler.yield_()
+
+    def clear(self) -> None:
+        """Make later waiters wait."""
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        """Return whether it is set."""
+        self._scheduler.poll()
+        return self._is_set
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is set; False when ``timeout`` seconds pass first."""
+        self._scheduler.yield_()
+        ticket = self._scheduler.ticket("for an event")
+        self._waiting.append(ticket)
+        if self._is_set:
+            self._release()
+        if self._scheduler.wait(ticket, timeout):
+            return True
+        self._waiting.remove(ticket)
+        return False
+
+    def _release(self) -> None:
+        while self._waiting:
+            self._scheduler.grant(self._waiting.popleft())
+
+
+class SimulatedQueue:
+    """As `queue.SimpleQueue`."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._items: deque[Any] = deque()
+        self._waiting: deque[Ticket] = deque()
+
+    def put(self, item: Any) -> None:
+        """Append ``item``."""
+        self._items.append(item)
+        self._deliver()
+        self._scheduler.yield_()
+
+    def get(self, timeout: float | None = None) -> Any:
+        """Remove and return the first item; `queue.Empty` when ``timeout`` seconds pass first."""
+        self._scheduler.yield_()
+        ticket = self._scheduler.ticket("for a queue's next item")
+        self._waiting.append(ticket)
+        self._deliver()
+        if self._scheduler.wait(ticket, timeout):
+            return ticket.value
+        self._waiting.remove(ticket)
+        raise queue.Empty
+
+    def _deliver(self) -> None:
+        while self._items and self._waiting:
+            self._scheduler.grant(self._waiting.popleft(), self._items.popleft())
+
+
+class _Generators:
+    """The states of the process's random generators at one moment."""
+
+    def __init__(self) -> None:
+        self._torch = torch.get_rng_state()
+        self._python = random.getstate()
+        self._numpy = np.random.get_state()  # noqa: NPY002
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._torch)
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)  # noqa: NPY002
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Return ascending ranks in words.
+
+    >>> format_ranks([0, 2, 3, 4])
+    'ranks 0, 2-4'
+    """
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1] = [runs[-1][0], rank]
+        else:
+            runs.append([rank])
+    return f"rank{'s' * (len(ranks) > 1)} " + ", ".join("-".join(map(str, run)) for run in runs)

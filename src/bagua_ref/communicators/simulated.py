@@ -1,0 +1,349 @@
+"""Many ranks in one process: a communicator whose collectives are plain functions that the last rank to arrive runs for all."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from bagua_ref.communicators import collectives
+from bagua_ref.communicators.base import Communicator
+from bagua_ref.communicators.scheduler import (
+    Scheduler,
+    SimulatedEvent,
+    SimulatedLock,
+    SimulatedQueue,
+    SimulatedThread,
+    Ticket,
+    format_ranks,
+)
+from bagua_ref.errors import CommunicationError, CommunicationTimeoutError, SimulationError
+from bagua_ref.runtime import Identity, World
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from bagua_ref.types import ReduceOp
+
+__all__ = ["SimulatedCommunicator", "SimulatedNetwork", "SimulatedRankWorld", "SimulatedTransport"]
+
+
+class SimulatedRankWorld(World):
+    """The world of one rank: its threads, locks, events, queues and clock are the scheduler's."""
+
+    def __init__(self, scheduler: Scheduler, identity: Identity, transport: SimulatedTransport) -> None:
+        self._scheduler, self._identity = scheduler, identity
+        self.transport = transport
+
+    def __repr__(self) -> str:
+        return f"SimulatedRankWorld(rank {self._identity.rank} of {self._identity.world_size})"
+
+    @property
+    def identity(self) -> Identity:
+        """Who this rank is."""
+        return self._identity
+
+    def spawn(self, function: Callable[[], None], name: str) -> SimulatedThread:
+        """Run ``function()`` on a new thread of this rank; it ends silently when all ranks' main functions have returned."""
+        return self._scheduler.spawn(function, name)
+
+    def event(self) -> SimulatedEvent:
+        """Return a new event."""
+        return SimulatedEvent(self._scheduler)
+
+    def lock(self) -> SimulatedLock:
+        """Return a new fair lock."""
+        return SimulatedLock(self._scheduler)
+
+    def queue(self) -> SimulatedQueue:
+        """Return a new unbounded queue."""
+        return SimulatedQueue(self._scheduler)
+
+    def sleep(self, seconds: float) -> None:
+        """Wait for ``seconds`` of virtual time."""
+        self._scheduler.sleep(seconds)
+
+    def now(self) -> float:
+        """Return the virtual time, which passes only while every thread waits."""
+        self._scheduler.poll()
+        return self._scheduler.time
+
+
+class _Call:
+    """One rank's part in a collective: what it calls, and the tensors it brings."""
+
+    def __init__(self, ticket: Ticket, what: str, send: Tensor | None, recv: Tensor | None, alike: Tensor | None) -> None:
+        self.ticket, self.what, self.send, self.recv, self.alike = ticket, what, send, recv, alike
+        self.error: Exception | None = None
+
+    def __str__(self) -> str:
+        return self.what if self.alike is None else f"{self.what} of {_describe(self.alike)}"
+
+
+class _Group:
+    """What the communicators of one group share: who has arrived at the next collective, and messages under way."""
+
+    def __init__(self, scheduler: Scheduler, name: str, ranks: tuple[int, ...], timeout: float) -> None:
+        self.scheduler, self.name, self.ranks, self.timeout = scheduler, name, ranks, timeout
+        self.calls: dict[int, _Call] = {}
+        self.messages: dict[tuple[int, int], deque[Tensor]] = {}
+        self.receiving: dict[tuple[int, int], Ticket] = {}
+        self.broken: str | None = None
+
+    def give_up(self, reason: str) -> None:
+        """Make all operations, also those under way, raise."""
+        self.broken = self.broken or reason
+        for ticket in [call.ticket for call in self.calls.values()] + list(self.receiving.values()):
+            self.scheduler.grant(ticket)
+        self.calls, self.receiving = {}, {}
+
+    def check(self) -> None:
+        """Raise if the group has been given up."""
+        if self.broken is not None:
+            raise CommunicationError(self.broken)
+
+    def wait(self, ticket: Ticket, rank: int) -> None:
+        """Wait for other ranks."""
+        if not self.scheduler.wait(ticket, None if self.timeout == math.inf else self.timeout):
+            self.give_up(f"group {self.name!r} was given up: rank {self.ranks[rank]} waited {ticket.what} for {self.timeout} s")
+            raise CommunicationTimeoutError(f"rank {self.ranks[rank]} waited {ticket.what} for {self.timeout} s")
+        self.check()
+
+
+class SimulatedCommunicator(Communicator):
+    """A communicator between threads of one process (S3.9).
+
+    Ranks meet: each leaves its tensors, the last one computes for all. Reductions go in rank order. Ranks that call different
+    collectives, or the same with arguments that do not fit, all get the same error, and the communicator stays usable.
+    Messages are buffered: `send` never waits.
+    """
+
+    def __init__(self, group: _Group, rank: int) -> None:
+        super().__init__(rank, len(group.ranks), group.name)
+        self._group = group
+        self._closed = False
+
+    def abort(self) -> None:
+        """Give the whole group up: operations under way and later ones raise CommunicationError on every rank."""
+        self._group.give_up(f"rank {self._group.ranks[self._rank]} aborted group {self.name!r}")
+
+    def close(self) -> None:
+        """Make this rank's later operations raise; the other ranks' are left alone."""
+        self._closed = True
+
+    def barrier(self) -> None:
+        """Return once every rank has called it."""
+        self._meet("barrier()", None, None, lambda sends, recvs: None)
+
+    def _broadcast(self, tensor: Tensor, src: int) -> None:
+        self._meet(f"broadcast(src={src})", tensor, tensor, lambda sends, recvs: collectives.broadcast(recvs, src))
+
+    def _reduce_inplace(self, tensor: Tensor, dst: int, op: ReduceOp) -> None:
+        what = f"reduce(dst={dst}, op={op.name})"
+        self._meet(what, tensor, tensor, lambda sends, recvs: collectives.reduce_inplace(recvs, dst, op))
+
+    def _gather(self, send_tensor: Tensor, recv_tensor: Tensor, dst: int) -> None:
+        self._meet(f"gather(dst={dst})", send_tensor, recv_tensor, lambda sends, recvs: collectives.gather(sends, recvs[dst]))
+
+    def _scatter(self, send_tensor: Tensor, recv_tensor: Tensor, src: int) -> None:
+        scatter = lambda sends, recvs: collectives.scatter(sends[src], recvs)  # noqa: E731
+        self._meet(f"scatter(src={src})", send_tensor, recv_tensor, scatter, alike=recv_tensor)
+
+    def _allreduce_inplace(self, tensor: Tensor, op: ReduceOp) -> None:
+        self._meet(f"allreduce(op={op.name})", tensor, tensor, lambda sends, recvs: collectives.allreduce_inplace(recvs, op))
+
+    def _allgather(self, send_tensor: Tensor, recv_tensor: Tensor) -> None:
+        self._meet("allgather()", send_tensor, recv_tensor, collectives.allgather)
+
+    def _reduce_scatter(self, send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp) -> None:
+        reduce_scatter = lambda sends, recvs: collectives.reduce_scatter(sends, recvs, op)  # noqa: E731
+        self._meet(f"reduce_scatter(op={op.name})", send_tensor, recv_tensor, reduce_scatter)
+
+    def _alltoall(self, send_tensor: Tensor, recv_tensor: Tensor) -> None:
+        self._meet("alltoall()", send_tensor, recv_tensor, collectives.alltoall)
+
+    def _meet(
+        self,
+        what: str,
+        send: Tensor | None,
+        recv: Tensor | None,
+        function: Callable[[list[Any], list[Any]], None],
+        *,
+        alike: Tensor | None = None,
+    ) -> None:
+        """Bring this rank's tensors; once all ranks have, ``function(sends, recvs)`` moves the data for all of them.
+
+        Args:
+            what: the collective and the arguments in which all ranks must agree.
+            send: what this rank sends; None for a barrier.
+            recv: where its result goes.
+            function: one of `collectives`.
+            alike: the tensor that must have the same size and dtype on all ranks; None for ``send``.
+        """
+        group = self._group
+        self._check_open()
+        group.scheduler.yield_()
+        group.check()
+        ticket = group.scheduler.ticket("", collective=True)
+        # As a library does, write past autograd: into leaves that need a gradient too, and without a new version.
+        sent, received = (None if t is None else t.data for t in (send, recv))
+        call = _Call(ticket, what, sent, received, send if alike is None else alike)
+        ticket.what = f"in {call} of group {self.name!r}"
+        if self._rank in group.calls:
+            raise SimulationError(
+                f"two threads of rank {group.ranks[self._rank]} use group {self.name!r} at once: "
+                f"one is in {group.calls[self._rank]}, one calls {call}"
+            )
+        group.calls[self._rank] = call
+        if len(group.calls) < self._nranks:
+            group.wait(ticket, self._rank)
+        else:
+            calls = [group.calls[rank] for rank in range(self._nranks)]
+            group.calls = {}
+            error = self._disagreement(calls)
+            if error is None:
+                function([c.send for c in calls], [c.recv for c in calls])
+            for other in calls:
+                other.error = copy.copy(error)
+                group.scheduler.grant(other.ticket)
+            group.scheduler.yield_()
+        if call.error is not None:
+            raise call.error
+
+    def _disagreement(self, calls: list[_Call]) -> Exception | None:
+        first = calls[0]
+        for rank, call in enumerate(calls):
+            if call.what == first.what and call.alike is not None and first.alike is not None:
+                if call.alike.dtype != first.alike.dtype:
+                    return TypeError(self._both(calls, rank, "use the same dtype"))
+                if call.alike.numel() != first.alike.numel():
+                    return ValueError(self._both(calls, rank, "bring equally many elements"))
+            elif call.what != first.what:
+                return SimulationError(self._both(calls, rank, "call the same collective with the same arguments"))
+        return None
+
+    def _both(self, calls: list[_Call], rank: int, rule: str) -> str:
+        ranks = self._group.ranks
+        return (
+            f"in group {self.name!r} rank {ranks[0]} calls {calls[0]}, but rank {ranks[rank]} calls {calls[rank]}; all ranks must {rule}"
+        )
+
+    def _send(self, tensor: Tensor, dst: int) -> None:
+        self._exchange([(tensor, dst)], [])
+
+    def _recv(self, tensor: Tensor, src: int) -> None:
+        self._exchange([], [(tensor, src)])
+
+    def _exchange(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> None:
+        self._check_open()
+        for tensor, dst in sends:
+            self._post(tensor, dst)
+        self._group.scheduler.yield_()
+        for tensor, src in recvs:
+            self._take(tensor, src)
+
+    def _post(self, tensor: Tensor, dst: int) -> None:
+        group, path = self._group, (self._rank, dst)
+        group.messages.setdefault(path, deque()).append(tensor.detach().clone())
+        if path in group.receiving:
+            group.scheduler.grant(group.receiving.pop(path))
+
+    def _take(self, tensor: Tensor, src: int) -> None:
+        group, path = self._group, (src, self._rank)
+        group.check()
+        messages = group.messages.setdefault(path, deque())
+        receiver = f"rank {group.ranks[self._rank]}"
+        while not messages:
+            if path in group.receiving:
+                raise SimulationError(f"two threads of {receiver} receive from {src} of group {self.name!r} at once")
+            what = f"in recv(src={src}) of {_describe(tensor)} of group {self.name!r}"
+            group.receiving[path] = group.scheduler.ticket(what, collective=True)
+            group.wait(group.receiving[path], self._rank)
+        message = messages.popleft()
+        sentence = (
+            f"in group {self.name!r} rank {group.ranks[src]} sent {_describe(message)}, but {receiver} receives {_describe(tensor)}"
+        )
+        if message.dtype != tensor.dtype:
+            raise TypeError(f"{sentence}; the dtypes must be equal")
+        if message.numel() != tensor.numel():
+            raise ValueError(f"{sentence}; the numbers of elements must be equal")
+        tensor.data.copy_(message.view(tensor.shape))
+
+    def _check_open(self) -> None:
+        self._group.check()
+        if self._closed:
+            raise CommunicationError(f"rank {self._group.ranks[self._rank]} has closed its communicator of group {self.name!r}")
+
+
+class SimulatedNetwork:
+    """What the ranks of one run share: their nodes, the group of all, and groups that are being connected."""
+
+    def __init__(self, scheduler: Scheduler, node_of: tuple[int, ...]) -> None:
+        self.scheduler, self.node_of = scheduler, node_of
+        self.everyone = _Group(scheduler, "simulated", tuple(range(len(node_of))), math.inf)
+        self.connecting: dict[str, tuple[_Group, dict[int, Ticket]]] = {}
+
+
+class SimulatedTransport:
+    """How one rank of a simulated world reaches the others (`bagua_ref.types.Transport`)."""
+
+    def __init__(self, network: SimulatedNetwork, rank: int) -> None:
+        self._network, self._rank = network, rank
+        self._communicators: list[SimulatedCommunicator] = []
+        self.node_of: tuple[int, ...] = network.node_of
+
+    def __repr__(self) -> str:
+        return f"SimulatedTransport(rank {self._rank} of {len(self.node_of)})"
+
+    def everyone(self) -> SimulatedCommunicator:
+        """Return this rank's communicator of all ranks of the run, which waits without a limit."""
+        return SimulatedCommunicator(self._network.everyone, self._rank)
+
+    def connect(self, name: str, ranks: Sequence[int], timeout: float) -> SimulatedCommunicator:
+        """Return this rank's communicator for the global ``ranks``; blocks until all of them have called.
+
+        Args:
+            name: the group's, equal on all of its ranks.
+            ranks: global ranks, in group order; this rank is one of them.
+            timeout: virtual seconds that an operation of the group waits for other ranks.
+
+        Raises:
+            ValueError: ranks are not distinct ranks of this world, or this rank is not among them.
+            SimulationError: the ranks disagree about ``ranks``.
+        """
+        ranks, scheduler = tuple(ranks), self._network.scheduler
+        if len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(len(self.node_of))):
+            raise ValueError(f"ranks={ranks} must be distinct ranks of this world, 0 to {len(self.node_of) - 1}")
+        if self._rank not in ranks:
+            raise ValueError(f"ranks={ranks} must contain the calling rank {self._rank}")
+        scheduler.yield_()
+        group, waiting = self._network.connecting.setdefault(name, (_Group(scheduler, name, ranks, timeout), {}))
+        if group.ranks != ranks:
+            raise SimulationError(
+                f"group {name!r} is being connected by {format_ranks(sorted(waiting))} for ranks {group.ranks}, "
+                f"but rank {self._rank} connects it for ranks {ranks}"
+            )
+        ticket = scheduler.ticket(f"in connect({name!r}, ranks={ranks})", collective=True)
+        waiting[self._rank] = ticket
+        if len(waiting) == len(ranks):
+            del self._network.connecting[name]
+            for other in waiting.values():
+                scheduler.grant(other)
+            scheduler.yield_()
+        else:
+            group.wait(ticket, ranks.index(self._rank))
+        self._communicators.append(SimulatedCommunicator(group, ranks.index(self._rank)))
+        return self._communicators[-1]
+
+    def close(self) -> None:
+        """Close all of this rank's connections; it may connect anew."""
+        for communicator in self._communicators:
+            communicator.close()
+        self._communicators.clear()
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')} element{'s' * (tensor.numel() != 1)}"

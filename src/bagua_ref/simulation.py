@@ -1,0 +1,94 @@
+"""The public face of the simulated world: any number of ranks in one process, deterministic, on a virtual clock."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from bagua_ref.communicators.scheduler import Scheduler
+from bagua_ref.communicators.simulated import SimulatedNetwork, SimulatedRankWorld, SimulatedTransport
+from bagua_ref.runtime import Identity, use_world
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["SimulatedWorld"]
+
+T = TypeVar("T")
+
+
+class SimulatedWorld:
+    """Ranks as threads of this process, of which one runs at a time, in an order drawn from a seed (S1).
+
+    Inside `run` everything that asks who it is, communicates, waits, starts threads through `bagua_ref.runtime` or tells time
+    sees the simulated rank: ``get_rank()``, ``init_process_group()``, ``with_bagua`` and samplers work unchanged, and
+    torch.distributed is never initialised. A sleep costs no real time.
+
+    Args:
+        world_size: the number of ranks, at least 1.
+        nodes: how many ranks each node has, in rank order; None: all are on one node.
+        seed: of the interleaving. The same program and seed give the same interleaving and results.
+
+    Raises:
+        ValueError: ``nodes`` are not positive numbers that sum to ``world_size``.
+
+    >>> def program(comm):
+    ...     x = torch.tensor([float(comm.rank())])
+    ...     comm.allreduce_inplace(x)
+    ...     return x.item()
+    >>> SimulatedWorld(4, nodes=(3, 1)).run(program)
+    [6.0, 6.0, 6.0, 6.0]
+    """
+
+    def __init__(self, world_size: int, nodes: Sequence[int] | None = None, seed: int = 0) -> None:
+        for name, value in (("world_size", world_size), ("seed", seed)):
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{name}={value!r} must be an int")
+        if world_size < 1:
+            raise ValueError(f"world_size={world_size} must be at least 1")
+        sizes = (world_size,) if nodes is None else tuple(nodes)
+        if any(not isinstance(size, int) or size < 1 for size in sizes) or sum(sizes) != world_size:
+            raise ValueError(f"nodes={sizes} must be numbers of ranks, each at least 1, that sum to world_size={world_size}")
+        self.world_size, self.nodes, self.seed = world_size, sizes, seed
+        self.virtual_time = 0.0
+        """The virtual seconds that the last `run` took."""
+
+    def __repr__(self) -> str:
+        return f"SimulatedWorld({self.world_size}, nodes={self.nodes}, seed={self.seed})"
+
+    def run(self, function: Callable[..., T], *args: Any) -> list[T]:
+        """Call ``function(comm, *args)`` on every rank, comm being its communicator of all ranks; return the results by rank.
+
+        Each run starts from a fresh world: no groups, time 0, the seed's interleaving. Every rank has its own state of the
+        global random generators, which starts as the caller's. torch uses one thread meanwhile.
+
+        Raises:
+            SimulationError: ranks wait for each other, so that none can go on; the message says who waits for what.
+            BaseException: what the first rank to fail raised, as it is; the other ranks are ended.
+        """
+        scheduler = Scheduler(self.seed)
+        node_of = tuple(node for node, size in enumerate(self.nodes) for _ in range(size))
+        network = SimulatedNetwork(scheduler, node_of)
+        results: dict[int, T] = {}
+
+        def main(rank: int) -> None:
+            transport = SimulatedTransport(network, rank)
+            with use_world(SimulatedRankWorld(scheduler, self._identity(rank, node_of[rank]), transport)):
+                results[rank] = function(transport.everyone(), *args)
+
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            scheduler.run([partial(main, rank) for rank in range(self.world_size)])
+        finally:
+            torch.set_num_threads(threads)
+            self.virtual_time = scheduler.time
+        return [results[rank] for rank in range(self.world_size)]
+
+    def _identity(self, rank: int, node: int) -> Identity:
+        first = sum(self.nodes[:node])
+        return Identity(
+            rank=rank, world_size=self.world_size, local_rank=rank - first, local_world_size=self.nodes[node], node_rank=node
+        )
