@@ -10,7 +10,7 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 
 bin := $(VENV)/bin
-pip := $(bin)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+pip := $(bin)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
 pytest := $(bin)/python -m pytest
 proofs := $(wildcard tests/proof tests/meta)
 

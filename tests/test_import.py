@@ -49,9 +49,7 @@ OPTIONAL = {
 
 def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    return subprocess.run(
-        [sys.executable, *arguments], env=environment, capture_output=True, text=True, check=True, timeout=120
-    )
+    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=True, timeout=120)
 
 
 def probe(statement: str) -> dict[str, list[str]]:
@@ -118,7 +116,9 @@ import time:         4 |        116 | bagua_ref
 
 def test_import_takes_little_time_of_its_own() -> None:
     times = [
-        own_seconds(run_python("-X", "importtime", "-c", "import torch.distributed\nimport bagua_ref").stderr.split("| torch\n")[-1])
+        own_seconds(
+            run_python("-X", "importtime", "-c", "import torch.distributed\nimport bagua_ref").stderr.split("| torch\n")[-1]
+        )
         for _ in range(5)
     ]
     assert statistics.median(times) <= LIMIT_S, f"seconds of five imports: {times}"
