@@ -1,0 +1,197 @@
+"""Which kernel backends there are and which one is used.
+
+The choice, in this order: the argument ``backend=``; `use_backend`; the environment variable BAGUA_REF_BACKEND; ``"cuda"``
+for CUDA tensors where it can run; else ``"reference"``. A backend that was asked for and cannot run is an error, never
+silently another one. Backends are named by "module:Class" and imported only when asked for; other packages add theirs with
+`register_backend` or under the entry point group ``bagua_ref.backends``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+from contextvars import ContextVar, Token
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+
+import torch
+
+from bagua_ref.backends.base import KernelBackend, payload_bytes
+from bagua_ref.errors import BackendUnavailableError
+
+__all__ = ["KernelBackend", "available_backends", "get_backend", "payload_bytes", "register_backend", "use_backend"]
+
+_ENTRY_POINTS = "bagua_ref.backends"
+_VARIABLE = "BAGUA_REF_BACKEND"
+
+
+@dataclass(frozen=True)
+class _Registration:
+    target: str
+    hint: str
+
+
+_registered: dict[str, _Registration] = {}
+_instances: dict[str, KernelBackend] = {}
+_lock = threading.RLock()
+_process_wide: list[use_backend] = []
+_in_context: ContextVar[use_backend | None] = ContextVar("bagua_ref_backend", default=None)
+
+
+def register_backend(name: str, target: str, *, hint: str = "") -> None:
+    """Make a backend known by name; nothing is imported until somebody asks for it.
+
+    Args:
+        name: what `get_backend` is to know it by.
+        target: ``"module:Class"``; the class is a `KernelBackend` that is made without arguments, once.
+        hint: what to install when it cannot run, such as ``"pip install my-kernels"``.
+
+    Raises:
+        ValueError: target is not of this form, or name already stands for another target.
+    """
+    module, colon, attribute = target.partition(":")
+    if not (module and colon and attribute):
+        raise ValueError(f"target={target!r} must be of the form 'module:Class'")
+    with _lock:
+        known = _registered.get(name)
+        if known is not None and known.target != target:
+            raise ValueError(f"name={name!r} already stands for {known.target!r}; take another name for {target!r}")
+        _registered[name] = _Registration(target, hint)
+
+
+def get_backend(backend: str | KernelBackend | None = None, device: torch.device | str | None = None) -> KernelBackend:
+    """Return the backend to use.
+
+    Args:
+        backend: a name, or a backend, which is returned as it is; None: what `use_backend` or BAGUA_REF_BACKEND say, else
+            ``"cuda"`` if ``device`` is a CUDA device and it can run, else ``"reference"``.
+        device: where the tensors are; only matters when nothing else chooses.
+
+    Raises:
+        ValueError: no backend has this name; the message lists those that are installed.
+        BackendUnavailableError: it cannot run here; the message says why and what to install.
+
+    >>> get_backend("reference")
+    ReferenceBackend()
+    """
+    if isinstance(backend, KernelBackend):
+        return backend
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(f"backend={backend!r} must be a name, a KernelBackend or None")
+    if backend is not None:
+        return _load(backend, f"backend={backend!r}")
+    choice = _in_context.get() or (_process_wide[-1] if _process_wide else None)
+    if choice is not None and choice.name is not None:
+        return _load(choice.name, f"use_backend({choice.name!r})")
+    variable = os.environ.get(_VARIABLE)
+    if variable:
+        return _load(variable, f"{_VARIABLE}={variable!r}")
+    if device is not None and torch.device(device).type == "cuda":
+        try:
+            return _load("cuda", "backend='cuda'")
+        except BackendUnavailableError:
+            pass  # nobody asked for it by name; the reference works on CUDA tensors too
+    return _load("reference", "backend='reference'")
+
+
+class use_backend:  # noqa: N801 - reads as the verb it is
+    """Choose the backend wherever none is given as an argument.
+
+    Called as a function, the choice holds for the whole process until the next one. As a context manager it holds inside the
+    block only, for this thread and those that a `bagua_ref.runtime.World` starts from it, and goes before the process's.
+
+    Args:
+        name: a backend's name; None: go on with BAGUA_REF_BACKEND and the device, as if nothing had been chosen.
+
+    Raises:
+        ValueError: no backend has this name; the message lists those that are installed.
+        BackendUnavailableError: it cannot run here; the message says why and what to install.
+
+    >>> with use_backend("reference"):
+    ...     get_backend()
+    ReferenceBackend()
+    """
+
+    def __init__(self, name: str | None) -> None:
+        self.name = name
+        self._tokens: list[Token[use_backend | None]] = []
+        if name is not None:
+            _load(name, f"use_backend({name!r})")
+        with _lock:
+            _process_wide.append(self)
+
+    def __enter__(self) -> use_backend:
+        # Only now is it known that this was not a plain call, so the process's choice is taken back.
+        with _lock:
+            if self in _process_wide:
+                _process_wide.remove(self)
+        self._tokens.append(_in_context.set(self))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _in_context.reset(self._tokens.pop())
+
+
+def available_backends() -> dict[str, str | None]:
+    """Return every known backend's name with the reason why it cannot run here, None where it can.
+
+    Imports all of them to find out.
+
+    >>> available_backends()["reference"] is None
+    True
+    """
+    reasons: dict[str, str | None] = {}
+    for name in sorted({*_registered, *_installed()}):
+        try:
+            _load(name, f"backend={name!r}")
+            reasons[name] = None
+        except BackendUnavailableError as error:
+            reasons[name] = str(error)
+    return reasons
+
+
+def _installed() -> dict[str, _Registration]:
+    """Return what other packages offer as entry points."""
+    return {
+        point.name: _Registration(point.value, f"it comes from {point.dist.name if point.dist else 'an installed package'}")
+        for point in entry_points(group=_ENTRY_POINTS)
+    }
+
+
+def _load(name: str, asked: str) -> KernelBackend:
+    """Return the one instance of a backend; ``asked`` is how the user chose it, for messages."""
+    instance = _instances.get(name)
+    if instance is not None:
+        return instance
+    registration = _registered.get(name) or _installed().get(name)
+    if registration is None:
+        names = ", ".join(map(repr, sorted({*_registered, *_installed()})))
+        raise ValueError(f"{asked} is not a known kernel backend; installed are {names}")
+    with _lock:
+        if name not in _instances:
+            _instances[name] = _backend_class(registration, asked)()
+        return _instances[name]
+
+
+def _backend_class(registration: _Registration, asked: str) -> type[KernelBackend]:
+    module, _, attribute = registration.target.partition(":")
+    advice = f"; {registration.hint}" if registration.hint else ""
+    try:
+        backend_class = getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{module}.".startswith(f"{error.name}."):
+            raise BackendUnavailableError(f"{asked} cannot run: {module} is not part of what is installed") from error
+        raise BackendUnavailableError(f"{asked} cannot run: {error}{advice}") from error
+    except Exception as error:  # a foreign module's import may fail in any way
+        raise BackendUnavailableError(f"{asked} cannot run: importing {module}: {type(error).__name__}: {error}{advice}") from error
+    if not (isinstance(backend_class, type) and issubclass(backend_class, KernelBackend)):
+        raise BackendUnavailableError(f"{asked} cannot run: {registration.target} is not a KernelBackend class")
+    reason = backend_class.unavailable_reason()
+    if reason is not None:
+        raise BackendUnavailableError(f"{asked} cannot run: {reason}{advice}")
+    return backend_class
+
+
+register_backend("reference", "bagua_ref.backends.reference:ReferenceBackend")
+register_backend("cuda", "bagua_ref.backends.cuda.launcher:CudaBackend", hint="pip install 'bagua_ref[cuda12]' (or [cuda13])")

@@ -1,0 +1,153 @@
+"""ReferenceBackend: every kernel a few lines of NumPy that look like their clause, for tensors on any device."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+
+from bagua_ref.backends.base import KernelBackend
+from bagua_ref.backends.reference import codec
+from bagua_ref.backends.reference.blocks import BLOCK, Array, blocks, load, scratch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+__all__ = ["ReferenceBackend"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _silent(kernel: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Keep NumPy from warning of infinities and NaN: here they are results."""
+
+    @functools.wraps(kernel)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with np.errstate(all="ignore"):
+            return kernel(*args, **kwargs)
+
+    return run
+
+
+class ReferenceBackend(KernelBackend):
+    """The executable form of SPEC's kernels. NumPy has no fused multiply-add, so that each line below rounds (S1)."""
+
+    name = "reference"
+
+    @_silent
+    def _add_(self, x: Tensor, y: Tensor) -> None:
+        with scratch() as buffers:
+            for a, b in blocks(buffers, x, y):
+                np.add(a, b, out=a)
+
+    @_silent
+    def _subtract_(self, x: Tensor, y: Tensor) -> None:
+        with scratch() as buffers:
+            for a, b in blocks(buffers, x, y):
+                np.subtract(a, b, out=a)
+
+    @_silent
+    def _add_scaled_(self, x: Tensor, y: Tensor, factor: float) -> None:
+        with scratch() as buffers:
+            for a, b in blocks(buffers, x, y):
+                product = np.multiply(b, a.dtype.type(factor), out=buffers.like(2, b))
+                np.add(a, product, out=a)
+
+    @_silent
+    def _average_(self, x: Tensor, y: Tensor) -> None:
+        with scratch() as buffers:
+            for a, b in blocks(buffers, x, y):
+                np.add(a, b, out=a)
+                np.divide(a, 2, out=a)
+
+    @_silent
+    def _divide_(self, x: Tensor, divisor: float) -> None:
+        with scratch() as buffers:
+            for (a,) in blocks(buffers, x):
+                np.divide(a, a.dtype.type(divisor), out=a)
+
+    def _combine_ring_(self, x: Tensor, left: Tensor, right: Tensor, weight: Tensor) -> None:
+        self.add_scaled_(x, left, 1 / 3)
+        self.add_scaled_(x, right, 1 / 3)
+        self.add_scaled_(x, weight, -5 / 3)
+
+    @_silent
+    def _async_average_(self, x: Tensor, reduced: Tensor, snapshot: Tensor, nranks: int) -> None:
+        with scratch() as buffers:
+            for a, total, old in blocks(buffers, x, reduced, snapshot):
+                change = np.divide(total, a.dtype.type(nranks), out=buffers.like(3, a))
+                np.subtract(change, old, out=change)
+                np.add(a, change, out=a)
+
+    @_silent
+    def _update_momentum_(self, m: Tensor, grad: Tensor, beta1: float, one_minus_beta1: float) -> None:
+        with scratch() as buffers:
+            for a, g in blocks(buffers, m, grad):
+                np.multiply(a, a.dtype.type(beta1), out=a)
+                gain = np.multiply(g, a.dtype.type(one_minus_beta1), out=buffers.like(2, g))
+                np.add(a, gain, out=a)
+
+    @_silent
+    def _reduce_chunks_(self, x: Tensor, num_chunks: int, target_chunk: int, average: bool) -> None:
+        chunks = _rows(x, num_chunks)
+        width = max(1, BLOCK // num_chunks)
+        with scratch() as buffers:
+            for start in range(0, chunks.shape[1], width):
+                total = _sum_in_order(load(chunks[:, start : start + width], buffers, 0))
+                if average:
+                    total /= total.dtype.type(num_chunks)
+                chunks[target_chunk, start : start + width].copy_(torch.from_numpy(total))
+
+    @_silent
+    def _compress_minmax_uint8(self, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor) -> None:
+        chunks, payload = _rows(x, num_chunks), _rows(out, num_chunks)
+        if target_chunk is not None:
+            chunks, payload = chunks[target_chunk : target_chunk + 1], payload[target_chunk : target_chunk + 1]
+        on_cpu = payload if payload.device.type == "cpu" else torch.empty_like(payload, device="cpu")
+        with scratch() as buffers:
+            codec.compress(chunks, on_cpu, buffers)
+        if on_cpu is not payload:
+            payload.copy_(on_cpu)
+
+    @_silent
+    def _decompress_minmax_uint8(self, payload: Tensor, num_chunks: int, out: Tensor) -> None:
+        with scratch() as buffers:
+            codec.decompress(_rows(payload, num_chunks).cpu(), _rows(out, num_chunks), buffers)
+
+    def _gather_flat(self, tensors: Sequence[Tensor], out: Tensor) -> None:
+        start = 0
+        for tensor in tensors:
+            out.detach()[start : start + tensor.numel()].view(tensor.shape).copy_(tensor.detach())
+            start += tensor.numel()
+
+    def _scatter_flat(self, flat: Tensor, tensors: Sequence[Tensor]) -> None:
+        start = 0
+        for tensor in tensors:
+            tensor.detach().copy_(flat.detach()[start : start + tensor.numel()].view(tensor.shape))
+            start += tensor.numel()
+
+    def _order_by_complexity(self, keys: Tensor) -> Tensor:
+        values = keys.detach().cpu()
+        if values.dtype is torch.bfloat16:
+            values = values.float()
+        return torch.from_numpy(np.argsort(values.numpy(), kind="stable")).to(keys.device)
+
+
+def _rows(flat: Tensor, num_rows: int) -> Tensor:
+    return flat.detach().view(num_rows, flat.numel() // num_rows)
+
+
+def _sum_in_order(rows: Array) -> Array:
+    """Return ((+0 + row 0) + row 1) + ... in this order (S3.7)."""
+    zero = rows.dtype.type(0)
+    if rows.shape[1] == 1:
+        # NumPy adds whole rows one after another, but what it can see as one line of numbers pairwise.
+        total: Array = np.add.accumulate(rows, axis=0)[-1] + zero
+    else:
+        total = np.add.reduce(rows, axis=0, initial=zero)
+    return total

@@ -1,0 +1,105 @@
+"""Walking through tensors in blocks that stay in the cache, as float32 (or float64) NumPy arrays, and the buffers for it."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+__all__ = ["BLOCK", "Array", "Scratch", "blocks", "computed_in", "load", "scratch", "store", "tiles"]
+
+Array: TypeAlias = npt.NDArray[Any]
+
+BLOCK = 65536
+"""Elements per block: two float32 buffers of it fit into a core's second-level cache."""
+
+
+class Scratch:
+    """The buffers of one running kernel, made when first used and kept for the next kernel."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def tensor(self, slot: int, size: int, dtype: torch.dtype) -> Tensor:
+        """Return ``size`` elements of buffer number ``slot``, with whatever they hold."""
+        if size > BLOCK:
+            return torch.empty(size, dtype=dtype)
+        buffer = self._buffers.get((slot, dtype))
+        if buffer is None:
+            buffer = self._buffers[slot, dtype] = torch.empty(BLOCK, dtype=dtype)
+        return buffer[:size]
+
+    def like(self, slot: int, array: Array) -> Array:
+        """Return buffer number ``slot`` in the shape and type of a float array."""
+        dtype = torch.float64 if array.dtype == np.float64 else torch.float32
+        return self.tensor(slot, array.size, dtype).numpy().reshape(array.shape)
+
+
+_free: list[Scratch] = []
+
+
+@contextmanager
+def scratch() -> Iterator[Scratch]:
+    """Lend buffers. One set per kernel that runs at the same time, not per thread: a simulated world has thousands of threads."""
+    try:
+        lent = _free.pop()
+    except IndexError:
+        lent = Scratch()
+    try:
+        yield lent
+    finally:
+        _free.append(lent)
+
+
+def computed_in(x: Tensor) -> torch.dtype:
+    """Return the type that x's arithmetic uses (S1)."""
+    return torch.float64 if x.dtype is torch.float64 else torch.float32
+
+
+def load(x: Tensor, buffers: Scratch, slot: int) -> Array:
+    """Return x in the type of its arithmetic: x's own memory where it can be, else a copy in buffer number ``slot``."""
+    if _usable(x):
+        return x.numpy()
+    # torch converts 16-bit floats several times as fast as NumPy, which has no bfloat16 at all.
+    return buffers.tensor(slot, x.numel(), computed_in(x)).view(x.shape).copy_(x).numpy()
+
+
+def store(values: Array, x: Tensor) -> None:
+    """Round what `load` gave back to x's dtype into x; nothing to do where it is x's own memory."""
+    if not _usable(x):
+        x.copy_(torch.from_numpy(values))
+
+
+def _usable(x: Tensor) -> bool:
+    return x.dtype is computed_in(x) and x.device.type == "cpu"
+
+
+def blocks(buffers: Scratch, x: Tensor, *sources: Tensor) -> Iterator[list[Array]]:
+    """Yield x and the sources block by block; what the caller leaves in x's array is stored in x, rounded once.
+
+    Takes buffers 0 to ``len(sources)``.
+    """
+    tensors = [tensor.detach() for tensor in (x, *sources)]
+    for start in range(0, x.numel(), BLOCK):
+        parts = [tensor[start : start + BLOCK] for tensor in tensors]
+        arrays = [load(part, buffers, slot) for slot, part in enumerate(parts)]
+        yield arrays
+        store(arrays[0], parts[0])
+
+
+def tiles(num_rows: int, num_columns: int) -> Iterator[tuple[slice, slice]]:
+    """Cut a matrix into tiles of at most `BLOCK` elements: many whole rows where they are short, parts of one where not."""
+    if num_columns == 0:
+        return
+    rows, columns = max(1, BLOCK // num_columns), min(BLOCK, num_columns)
+    for row in range(0, num_rows, rows):
+        for column in range(0, num_columns, columns):
+            yield slice(row, min(row + rows, num_rows)), slice(column, min(column + columns, num_columns))

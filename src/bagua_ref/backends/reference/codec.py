@@ -1,0 +1,90 @@
+"""MinMaxUInt8 in NumPy: S4 line by line, a matrix row for each chunk."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from bagua_ref.backends.base import HEADER_BYTES
+from bagua_ref.backends.reference.blocks import Array, Scratch, load, store, tiles
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["compress", "decompress"]
+
+_POISON = {
+    torch.float16: np.frombuffer(bytes.fromhex("007e007e"), np.uint8),
+    torch.bfloat16: np.frombuffer(bytes.fromhex("c07fc07f"), np.uint8),
+    torch.float32: np.frombuffer(bytes.fromhex("0000c07f0000c07f"), np.uint8),
+}
+"""The headers NaN, NaN as bytes (S4.4); conversions give a NaN whatever bits they like."""
+
+
+class Grid(NamedTuple):
+    """Where each chunk's 256 levels lie (S4.2): a column of float32 per quantity."""
+
+    scale: Array
+    upper: Array
+    lower: Array
+
+
+def grid_between(low: Array, high: Array) -> Grid:
+    """Return the grids between minima and maxima, operation by operation in float32 (S4.2)."""
+    scale = np.float32(255) / ((high - low) + np.float32(1e-7))
+    upper = np.rint(high * scale)
+    return Grid(scale, upper, upper - np.float32(255))
+
+
+def compress(x: Tensor, payload: Tensor, buffers: Scratch) -> None:
+    """Write the blocks of x's rows to payload's rows (S4.1, S4.2, S4.4)."""
+    low, high = _ends(x, buffers)
+    grid = grid_between(low, high)
+    poisoned = ~np.isfinite(np.hstack([low, high, high - low, high * grid.scale, low * grid.scale])).all(axis=1, keepdims=True)
+    payload_rows = payload.numpy()
+    header = torch.from_numpy(np.hstack([low, high])).to(x.dtype).view(torch.uint8).numpy()
+    payload_rows[:, :HEADER_BYTES] = 0
+    payload_rows[:, : header.shape[1]] = np.where(poisoned, _POISON[x.dtype], header)
+    payload_rows[:, HEADER_BYTES + x.shape[1] :] = 0
+    levels = payload_rows[:, HEADER_BYTES : HEADER_BYTES + x.shape[1]]
+    for rows, columns in tiles(*x.shape):
+        tile = load(x[rows, columns], buffers, 0)
+        level = buffers.like(1, tile)
+        np.multiply(tile, grid.scale[rows], out=level)
+        np.rint(level, out=level)
+        # S4.2 takes the minimum with upper here. Rounding keeps order, so x <= max makes x*scale <= upper already.
+        np.subtract(level, grid.lower[rows], out=level)
+        np.clip(level, 0, 255, out=level)
+        np.copyto(levels[rows, columns], level, casting="unsafe")
+    levels[poisoned[:, 0]] = 0
+
+
+def decompress(payload: Tensor, out: Tensor, buffers: Scratch) -> None:
+    """Write the values of payload's rows to out's rows (S4.3)."""
+    item = out.element_size()
+    header = payload[:, : 2 * item].contiguous().view(out.dtype).float().numpy()
+    grid = grid_between(header[:, :1], header[:, 1:])
+    levels = payload.numpy()[:, HEADER_BYTES : HEADER_BYTES + out.shape[1]]
+    largest = np.float32(torch.finfo(out.dtype).max)
+    for rows, columns in tiles(*out.shape):
+        target = out[rows, columns]
+        value = load(target, buffers, 0)
+        np.add(levels[rows, columns], grid.lower[rows], out=value)
+        np.divide(value, grid.scale[rows], out=value)
+        np.clip(value, -largest, largest, out=value)
+        store(value, target)
+
+
+def _ends(x: Tensor, buffers: Scratch) -> tuple[Array, Array]:
+    """Return each row's minimum and maximum as float32 columns, NaN where the row has one; a zero is +0; no columns: 0."""
+    if x.shape[1] == 0:
+        return np.zeros((x.shape[0], 1), np.float32), np.zeros((x.shape[0], 1), np.float32)
+    low, high = np.full((x.shape[0], 1), np.inf, np.float32), np.full((x.shape[0], 1), -np.inf, np.float32)
+    for rows, columns in tiles(*x.shape):
+        tile = load(x[rows, columns], buffers, 0)
+        np.minimum(low[rows], tile.min(axis=1, keepdims=True), out=low[rows])
+        np.maximum(high[rows], tile.max(axis=1, keepdims=True), out=high[rows])
+    zero = np.float32(0)
+    return low + zero, high + zero
