@@ -1,0 +1,103 @@
+"""Bagua reborn: PyTorch training with relaxed communication, and the reference that other implementations test against.
+
+Importing it puts the methods of `BaguaTensor` on ``torch.Tensor``, those of `BaguaModule` on ``torch.nn.Module`` and
+``bagua_patch`` and its companions on torch's ``ProcessGroup``; nothing else happens.
+"""
+
+import torch as _torch
+
+from bagua_ref import algorithms, communication, data_parallel
+from bagua_ref.backends import available_backends, get_backend, register_backend, use_backend
+from bagua_ref.communication import (
+    BaguaProcessGroupPatch,
+    ReduceOp,
+    allgather,
+    allgather_inplace,
+    allreduce,
+    allreduce_coalesced_inplace,
+    allreduce_inplace,
+    alltoall,
+    alltoall_inplace,
+    alltoall_v,
+    alltoall_v_inplace,
+    barrier,
+    broadcast,
+    broadcast_coalesced,
+    broadcast_object,
+    destroy_process_group,
+    gather,
+    gather_inplace,
+    init_process_group,
+    is_initialized,
+    new_group,
+    recv,
+    reduce,
+    reduce_inplace,
+    reduce_scatter,
+    reduce_scatter_inplace,
+    scatter,
+    scatter_inplace,
+    send,
+)
+from bagua_ref.distributed import BaguaModule
+from bagua_ref.env import get_local_rank, get_local_size, get_rank, get_world_size
+from bagua_ref.tensor import BaguaTensor
+
+__all__ = [
+    "BaguaModule",
+    "BaguaTensor",
+    "ReduceOp",
+    "algorithms",
+    "allgather",
+    "allgather_inplace",
+    "allreduce",
+    "allreduce_coalesced_inplace",
+    "allreduce_inplace",
+    "alltoall",
+    "alltoall_inplace",
+    "alltoall_v",
+    "alltoall_v_inplace",
+    "available_backends",
+    "barrier",
+    "broadcast",
+    "broadcast_coalesced",
+    "broadcast_object",
+    "communication",
+    "data_parallel",
+    "destroy_process_group",
+    "gather",
+    "gather_inplace",
+    "get_backend",
+    "get_local_rank",
+    "get_local_size",
+    "get_rank",
+    "get_world_size",
+    "init_process_group",
+    "is_initialized",
+    "new_group",
+    "recv",
+    "reduce",
+    "reduce_inplace",
+    "reduce_scatter",
+    "reduce_scatter_inplace",
+    "register_backend",
+    "scatter",
+    "scatter_inplace",
+    "send",
+    "use_backend",
+]
+
+__version__ = "0.1.0"
+
+
+def _install(mixin: type, target: type) -> None:
+    """Put the methods and properties of ``mixin`` on ``target``, never over one that is there."""
+    for name, member in vars(mixin).items():
+        if not name.startswith("__") and not hasattr(target, name):
+            setattr(target, name, member)
+
+
+_install(BaguaTensor, _torch.Tensor)
+_install(BaguaModule, _torch.nn.Module)
+if _torch.distributed.is_available():
+    _install(BaguaProcessGroupPatch, _torch.distributed.ProcessGroup)

@@ -1,0 +1,167 @@
+"""The contract of an algorithm and the registry of names (S5, S5.7)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from bagua_ref.bucket import BaguaBucket
+from bagua_ref.tensor import BaguaTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+    from torch import Tensor
+
+    from bagua_ref.scheduling.engine import Engine
+    from bagua_ref.types import Group
+
+__all__ = ["Algorithm", "AlgorithmImpl", "GlobalAlgorithmRegistry", "TrainingContext"]
+
+
+class TrainingContext(Protocol):
+    """What an algorithm sees of the training it takes part in.
+
+    Attributes:
+        module: the wrapped module.
+        process_group: the module's own group, which only its background worker uses.
+        bagua_module_name: unique in this process.
+        bagua_buckets: the buckets in the order in which they are scheduled.
+        bagua_optimizers: as passed when wrapping.
+        bagua_train_step_counter: training forwards begun so far; the step under way is this less one.
+        _bagua_backend: the engine; ``wait_pending_comm_ops()`` waits for what is scheduled.
+    """
+
+    module: torch.nn.Module
+    process_group: Group
+    bagua_module_name: str
+    bagua_buckets: list[BaguaBucket]
+    bagua_optimizers: list[torch.optim.Optimizer]
+    bagua_train_step_counter: int
+    _bagua_backend: Engine
+
+    def bagua_build_params(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """Return the parameters that take part, in the order of ``named_parameters()`` (S2.1)."""
+        ...
+
+
+class AlgorithmImpl:
+    """An algorithm at work on one module; the base class all-reduces nothing but moves gradients through buckets.
+
+    Override what differs. The hooks that the ``init_*_hook`` methods return are called in this order in each training step:
+    reset check, forward-pre, per-parameter backward, post-backward, post-optimizer-step (S5).
+
+    Args:
+        process_group: the group to communicate in.
+    """
+
+    def __init__(self, process_group: Group) -> None:
+        self.process_group = process_group
+
+    def need_reset(self) -> bool:
+        """Return whether tensors, buckets and operations must be made anew; asked before each training forward."""
+        return False
+
+    def init_tensors(self, bagua_ddp: TrainingContext) -> list[Tensor]:
+        """Return the tensors to communicate, first to be ready first: gradients, last layer first (S2.1)."""
+        return [
+            BaguaTensor.ensure_bagua_tensor(
+                BaguaTensor.bagua_ensure_grad(parameter),  # type: ignore[arg-type]
+                name,
+                bagua_ddp.bagua_module_name,
+                getter_closure=_get_grad,
+                setter_closure=_set_grad,
+            )
+            for name, parameter in reversed(bagua_ddp.bagua_build_params())
+        ]
+
+    def tensors_to_buckets(self, tensors: Sequence[Sequence[Tensor]], do_flatten: bool) -> list[BaguaBucket]:
+        """Return one bucket for each list of tensors, named "0", "1", ... (S2.1)."""
+        return [BaguaBucket(bucket, str(place), flatten=do_flatten) for place, bucket in enumerate(tensors)]
+
+    def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
+        """Append the operations to a new bucket."""
+
+    def init_forward_pre_hook(self, bagua_ddp: TrainingContext) -> Callable[[Any], object]:
+        """Return ``hook(input)``, called before each training forward."""
+        return lambda input: None
+
+    def init_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[str, torch.nn.Parameter], object]:
+        """Return ``hook(name, parameter)``, called when a parameter's gradient is accumulated; here it marks it ready."""
+        return lambda name, parameter: BaguaTensor.bagua_mark_communication_ready(parameter)  # type: ignore[arg-type]
+
+    def init_post_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[], object]:
+        """Return ``hook()``, called once at the end of the outermost backward; here it waits for communication."""
+        return bagua_ddp._bagua_backend.wait_pending_comm_ops
+
+    def init_post_optimizer_step_hook(self, bagua_ddp: TrainingContext) -> Callable[[torch.optim.Optimizer], object]:
+        """Return ``hook(optimizer)``, called after each optimizer's step."""
+        return lambda optimizer: None
+
+
+class Algorithm:
+    """What a user asks for; `reify` makes the implementation for one wrapped module.
+
+    >>> Algorithm.init("gradient_allreduce")
+    GradientAllReduceAlgorithm(hierarchical=False, average=True)
+    """
+
+    def reify(self, process_group: Group) -> AlgorithmImpl:
+        """Return an implementation that communicates in ``process_group``."""
+        raise NotImplementedError(f"{type(self).__name__} must define reify(process_group)")
+
+    @classmethod
+    def init(cls, name: str, **kwargs: Any) -> Algorithm:
+        """Return the algorithm registered as ``name``, made with ``kwargs`` (S5.7).
+
+        Raises:
+            ValueError: no algorithm has this name; the message lists those that exist.
+        """
+        algorithm: Algorithm = GlobalAlgorithmRegistry.get(name)(**kwargs)
+        return algorithm
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
+
+class _AlgorithmRegistry(dict):  # type: ignore[type-arg]
+    """Algorithms by name."""
+
+    def register(self, name: str, algorithm: Callable[..., Algorithm], description: str | None = None) -> None:
+        """Let ``Algorithm.init(name, **kwargs)`` call ``algorithm(**kwargs)``.
+
+        Raises:
+            ValueError: the name is taken by another algorithm.
+        """
+        if name in self and self[name][0] is not algorithm:
+            raise ValueError(f"name={name!r} is already registered for {self[name][0]!r}; choose another")
+        self[name] = (algorithm, description or (algorithm.__doc__ or "").partition("\n")[0])
+
+    def get(self, name: str) -> Callable[..., Algorithm]:  # type: ignore[override]
+        """Return what is registered as ``name``.
+
+        Raises:
+            ValueError: nothing is.
+        """
+        if name not in self:
+            raise ValueError(f"name={name!r} is not a registered algorithm; there are {', '.join(map(repr, sorted(self)))}")
+        found: Callable[..., Algorithm] = self[name][0]
+        return found
+
+    def available_algorithms(self) -> list[str]:
+        """Return the registered names."""
+        return list(self)
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name}: {description}" for name, (_, description) in self.items())
+
+
+GlobalAlgorithmRegistry = _AlgorithmRegistry()
+
+
+def _get_grad(parameter: Tensor) -> Tensor | None:
+    return parameter.grad
+
+
+def _set_grad(parameter: Tensor, grad: Tensor) -> None:
+    parameter.grad = grad

@@ -1,0 +1,311 @@
+"""A bucket: tensors that communicate together, their flat storage, and the operations on it (S2.2, S2.3)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from bagua_ref.backends import get_backend
+from bagua_ref.comm_ops import CentralizedFullPrecision, CentralizedLowPrecision, CentralizedScatterGather, CommOp, Hierarchical, PythonOp
+from bagua_ref.errors import NotInitializedError
+from bagua_ref.runtime import current_world
+from bagua_ref.tensor import BaguaTensor, registration
+from bagua_ref.utils import check_contiguous, overlapping
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from bagua_ref.backends.base import KernelBackend
+    from bagua_ref.types import Group
+
+__all__ = ["BaguaBucket"]
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class BaguaBucket:
+    """Tensors that are communicated as one, and the operations to run once all are ready.
+
+    Args:
+        tensors: bagua tensors whose effective tensors share a dtype and a device and do not overlap.
+        name: unique among a module's buckets.
+        flatten: move the effective tensors into one contiguous storage, unless they already are (S2.3); otherwise each operation
+            gathers them into a buffer and copies the result back.
+        alignment: if above 1, a padding tensor makes the number of elements divisible by it (S2.2).
+        backend: the kernels, by name or instance; None chooses as `bagua_ref.backends.get_backend`.
+
+    Attributes:
+        padding_tensor: the padding, None if none is needed.
+
+    Raises:
+        ValueError: no tensors, a name twice, overlap, mixed devices, no effective tensor, alignment below 1.
+        TypeError: mixed dtypes.
+
+    >>> bucket = BaguaBucket([torch.ones(3).ensure_bagua_tensor("a")], "0", flatten=True, alignment=4)
+    >>> bucket.flattened_tensor(), bucket.bytes()
+    (tensor([1., 1., 1., 0.]), 12)
+
+    Source: ``bagua/torch_api/bucket.py`` of Bagua 0.9.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        name: str,
+        flatten: bool,
+        alignment: int = 1,
+        *,
+        backend: str | KernelBackend | None = None,
+    ) -> None:
+        tensors = list(tensors)
+        effective = _check_tensors(tensors, name)
+        if not isinstance(alignment, int) or isinstance(alignment, bool) or alignment < 1:
+            raise ValueError(f"alignment={alignment!r} of bucket {name!r} must be an int, 1 or more")
+        self.tensors, self.name, self.flatten, self.backend = tensors, name, flatten, backend
+        self.dtype, self.device = effective[0].dtype, effective[0].device
+        self.running: object = None
+        """The operation under way, or the last one."""
+        self._ops: list[Callable[[Tensor], Any]] = []
+        self._background_groups: dict[Group, Group] = {}
+        numel = sum(t.numel() for t in effective)
+        self._padding = -numel % alignment
+        self._numel = numel + self._padding
+        self.padding_tensor: Tensor | None = None
+        if self._padding:
+            zeros = cast("BaguaTensor", torch.zeros(self._padding, dtype=self.dtype, device=self.device))
+            self.padding_tensor = BaguaTensor.ensure_bagua_tensor(zeros, f"bagua_padding_tensor_bucket_{name}")
+        self._flat: Tensor | None = None
+        """Where operations work: the effective tensors' own storage if flat, else a buffer made when it is first needed."""
+        self._views: list[Tensor] = []
+        """If flat, the part of ``_flat`` that is each tensor's, in its shape."""
+        if flatten:
+            self._flatten_storage(effective)
+
+    def __repr__(self) -> str:
+        return (
+            f"BaguaBucket({self.name!r}, {len(self.tensors)} tensors, {self._numel} x {self.dtype} on {self.device}, "
+            f"{'flat' if self.flatten else 'not flat'}, operations {self._ops})"
+        )
+
+    # Storage.
+
+    def effective_tensors(self) -> list[Tensor]:
+        """Return what communication works on, without padding.
+
+        Raises:
+            ValueError: a tensor has no effective tensor.
+        """
+        return _effective(self.tensors, self.name)
+
+    def bytes(self) -> int:
+        """Return the number of bytes of the effective tensors; padding does not count (S2.2)."""
+        return sum(t.numel() * t.element_size() for t in self.effective_tensors())
+
+    def flattened_tensor(self) -> Tensor:
+        """Return a new flat tensor with the elements of all effective tensors and the padding, in order."""
+        parts = [t.detach().reshape(-1) for t in self.effective_tensors()]
+        return torch.cat(parts + ([self.padding_tensor] if self.padding_tensor is not None else []))
+
+    def check_flatten(self) -> bool:
+        """Return whether the effective tensors and the padding are contiguous in memory (S2.3)."""
+        return check_contiguous(self.effective_tensors() + ([self.padding_tensor] if self.padding_tensor is not None else []))
+
+    def _flatten_storage(self, effective: list[Tensor]) -> None:
+        """Move the effective tensors into one contiguous storage, if they do not lie in one already (S2.3)."""
+        adjacent = self.check_flatten()
+        if adjacent and self._numel:
+            first = next(t for t in effective if t.numel()).detach()
+            self._flat = first.as_strided((self._numel,), (1,))
+        else:
+            self._flat = torch.empty(self._numel, dtype=self.dtype, device=self.device)
+        offset = 0
+        for tensor in effective:
+            self._views.append(self._flat[offset : offset + tensor.numel()].view(tensor.shape))
+            offset += tensor.numel()
+        if adjacent:
+            return
+        torch._foreach_copy_(self._views, [t.detach() for t in effective])
+        for tensor, view in zip(effective, self._views, strict=True):
+            tensor.data = view
+        if self.padding_tensor is not None:
+            self._flat[offset:] = 0
+            self.padding_tensor.data = self._flat[offset:]
+
+    def _load(self) -> Tensor:
+        """Return the flat tensor with the effective tensors' values, wherever they are, and zero padding (S2.2, S2.3)."""
+        effective = [self._effective_or_zero(proxy) for proxy in self.tensors]
+        if not self.flatten:
+            if self._flat is None:
+                self._flat = torch.empty(self._numel, dtype=self.dtype, device=self.device)
+            filled = self._numel - self._padding
+            get_backend(self.backend, self.device).gather_flat([t.detach() for t in effective], self._flat[:filled])
+        assert self._flat is not None
+        if self._padding:
+            self._flat[self._numel - self._padding :] = 0
+        strayed = [
+            (proxy, tensor, view)
+            for proxy, tensor, view in zip(self.tensors, effective, self._views, strict=bool(self._views))
+            if tensor.data_ptr() != view.data_ptr() or tensor.stride() != view.stride()
+        ]
+        if strayed:
+            torch._foreach_copy_([view for _, _, view in strayed], [tensor.detach() for _, tensor, _ in strayed])
+            for proxy, _, view in strayed:
+                registration(proxy).replace(proxy, view)
+        return self._flat
+
+    def _effective_or_zero(self, proxy: Tensor) -> Tensor:
+        """Return the effective tensor; where zero_grad() removed a gradient and none came, a new zero one."""
+        known = registration(proxy)
+        tensor = known.effective(proxy)
+        if tensor is None:
+            tensor = torch.zeros(proxy.shape, dtype=self.dtype, device=self.device)
+            known.replace(proxy, tensor)
+        if tensor.layout != torch.strided:
+            raise NotImplementedError(f"tensor {known.name!r} is {tensor.layout}; only dense tensors can be communicated")
+        return tensor
+
+    def execute(self) -> None:
+        """Run the operations in order; the background worker calls this when all tensors are ready (S2.4)."""
+        for op in self._ops:
+            self.running = op
+            flat = self._load()
+            op(flat)
+            if not self.flatten:
+                filled = self._numel - self._padding
+                get_backend(self.backend, self.device).scatter_flat(flat[:filled], [t.detach() for t in self.effective_tensors()])
+        if self.flatten and any(isinstance(op, PythonOp) for op in self._ops):
+            self._load()  # a Python function may have put other tensors in place
+
+    # Operations.
+
+    def clear_ops(self) -> BaguaBucket:
+        """Forget all operations; return the bucket."""
+        self._ops.clear()
+        return self
+
+    def append_python_op(self, python_function: Callable[[str], object], group: Group | None = None) -> BaguaBucket:
+        """Append ``python_function(bucket_name)``, which runs on the background worker (S3.8); return the bucket.
+
+        Args:
+            python_function: may read and write the bucket's tensors.
+            group: accepted for compatibility; the function communicates as it likes.
+        """
+        if not callable(python_function):
+            raise TypeError(f"python_function={python_function!r} must be callable with the bucket's name")
+        self._ops.append(PythonOp(python_function, self.name))
+        return self
+
+    def append_centralized_synchronous_op(
+        self,
+        hierarchical: bool = False,
+        average: bool = True,
+        scattergather: bool = False,
+        compression: str | None = None,
+        group: Group | None = None,
+    ) -> BaguaBucket:
+        """Append a sum or mean over all ranks (S3.1 to S3.3); return the bucket. Collective over the group.
+
+        Args:
+            hierarchical: operate between node leaders, reducing and broadcasting inside nodes.
+            average: the mean instead of the sum.
+            scattergather: by all-to-all and all-gather instead of all-reduce; the number of elements, padding included, must
+                divide by the number of ranks (hierarchical: of leaders). See ``alignment``.
+            compression: None or "MinMaxUInt8", which needs scattergather.
+            group: None is the default group.
+
+        Raises:
+            ValueError: compression without scattergather, unknown compression, a size that does not divide.
+            TypeError: a dtype that cannot be averaged or compressed.
+            NotInitializedError: no group is given and there is no default one.
+        """
+        self._check_centralized(average, scattergather, compression)
+        group = self._background_group(group)
+        kernels = get_backend(self.backend, self.device)
+        intra = group.get_intra_node_communicator() if hierarchical else None
+        comm = group.get_inter_node_communicator() if hierarchical else group.get_global_communicator()
+        leaders = comm.nranks()
+        if scattergather and self._numel % leaders:
+            raise ValueError(
+                f"bucket {self.name!r} has {self._numel} elements, which do not divide into {leaders} equal chunks as scattergather=True "
+                f"needs; create it with alignment={leaders}"
+            )
+        op: CommOp
+        if compression is not None:
+            op = CentralizedLowPrecision(comm, kernels, average)
+        elif scattergather:
+            op = CentralizedScatterGather(comm, kernels, average)
+        else:
+            op = CentralizedFullPrecision(comm, kernels, average)
+        if intra is not None:
+            op = Hierarchical(
+                intra,
+                kernels,
+                op if intra.rank() == 0 else None,
+                divisor=len(group.ranks) / leaders if average else None,
+                in_rank_order=compression is not None,
+            )
+        self._ops.append(op)
+        return self
+
+    def _check_centralized(self, average: bool, scattergather: bool, compression: str | None) -> None:
+        if compression not in (None, "MinMaxUInt8"):
+            raise ValueError(f"compression={compression!r} must be None or 'MinMaxUInt8'")
+        if compression is not None and not scattergather:
+            raise ValueError(f"compression={compression!r} needs scattergather=True, not {scattergather!r}")
+        if compression is not None and self.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            raise TypeError(f"compression={compression!r} takes float16, bfloat16 or float32, not bucket {self.name!r}'s {self.dtype}")
+        if (average or scattergather) and self.dtype not in _FLOATS:
+            raise TypeError(f"bucket {self.name!r} is {self.dtype}; a mean or scattergather=True needs one of {', '.join(map(str, _FLOATS))}")
+
+    def _background_group(self, group: Group | None) -> Group:
+        """Return a group of the same ranks whose communicators only the background worker uses.
+
+        Two threads in one gloo group can get each other's data, silently; so operations never run on the group that the
+        caller's thread may use.
+        """
+        if group is None:
+            group = current_world().default_group
+            if group is None:
+                raise NotInitializedError("there is no process group yet; call bagua_ref.init_process_group() first")
+        if not hasattr(group, "for_background"):
+            raise TypeError(f"group={group!r} must be a BaguaProcessGroup; make one with bagua_ref.communication.new_group or from_torch_group")
+        if group not in self._background_groups:
+            self._background_groups[group] = group.for_background()
+        return self._background_groups[group]
+
+
+def _check_tensors(tensors: list[Tensor], name: str) -> list[Tensor]:
+    """Return the effective tensors, which can share a bucket (S2.6)."""
+    if not tensors:
+        raise ValueError(f"tensors=[] of bucket {name!r} must hold at least one tensor")
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"tensors of bucket {name!r} must be torch tensors, not {type(tensor).__name__}")
+    names = [registration(tensor).name for tensor in tensors]
+    if len(set(names)) < len(names):
+        raise ValueError(f"tensors {names} of bucket {name!r}: a name stands twice")
+    effective = _effective(tensors, name)
+    for what, values, error in (
+        ("dtypes", [t.dtype for t in effective], TypeError),
+        ("devices", [t.device for t in effective], ValueError),
+    ):
+        if len(set(values)) > 1:
+            raise error(f"tensors of bucket {name!r} have different {what}, {sorted(set(map(str, values)))}; one bucket takes one")
+    if (pair := overlapping(effective)) is not None:
+        raise ValueError(f"tensors {names[pair[0]]!r} and {names[pair[1]]!r} of bucket {name!r} overlap in memory")
+    return effective
+
+
+def _effective(tensors: list[Tensor], name: str) -> list[Tensor]:
+    found = []
+    for proxy in tensors:
+        tensor = registration(proxy).effective(proxy)
+        if tensor is None:
+            raise ValueError(
+                f"tensor {registration(proxy).name!r} of bucket {name!r} has no effective tensor; for a gradient call bagua_ensure_grad() first"
+            )
+        found.append(tensor)
+    return found

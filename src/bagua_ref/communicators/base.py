@@ -1,0 +1,434 @@
+"""The contract of a communicator: collectives between the ranks of one group, validated once for every transport (S3.9).
+
+A transport (torch.distributed, the simulation) fills in the methods with a leading underscore; they see only arguments that
+fit. What does not fit is a ValueError or TypeError before anything is sent.
+"""
+
+from __future__ import annotations
+
+import pickle
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bagua_ref.types import ReduceOp
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+__all__ = ["Communicator", "NonMember"]
+
+REDUCIBLE = (
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.uint8, torch.int8, torch.int32, torch.int64,
+)  # fmt: skip
+_BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
+
+
+class Communicator(ABC):
+    """Collectives between ``nranks()`` ranks, of which this is number ``rank()`` (S3.9).
+
+    All ranks call the same collectives in the same order, from one thread at a time. Tensors are contiguous; movement takes
+    any dtype, reduction the float and integer types that gloo and NCCL both know. ``src`` and ``dst`` count ranks within this
+    communicator.
+
+    Attributes:
+        name: the group's name, for messages.
+        bytes_sent: what this rank has sent so far, by formula: all-reduce 2(n-1)/n of the tensor, all-gather, reduce-scatter and
+            all-to-all (n-1)/n of the full buffer, reduce and broadcast (n-1)/n (the mean over ranks of n-1 copies), send, gather
+            and scatter what leaves this rank.
+    """
+
+    def __init__(self, rank: int, nranks: int, name: str) -> None:
+        self._rank, self._nranks, self.name = rank, nranks, name
+        self._bytes_sent = 0.0
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, rank {self._rank} of {self._nranks})"
+
+    def rank(self) -> int:
+        """Return this rank's number within the communicator."""
+        return self._rank
+
+    def nranks(self) -> int:
+        """Return how many ranks there are."""
+        return self._nranks
+
+    @property
+    def bytes_sent(self) -> int:
+        """Return the bytes that this rank has sent, by formula."""
+        return round(self._bytes_sent)
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Give the connection up; operations under way and later ones raise CommunicationError."""
+
+    # Point to point.
+
+    def send(self, tensor: Tensor, dst: int) -> None:
+        """Send ``tensor`` to rank ``dst``, which calls `recv` with one of the same size and dtype."""
+        self._check_peer("dst", dst)
+        self._check("tensor", tensor)
+        self._bytes_sent += _nbytes(tensor)
+        self._send(tensor, dst)
+
+    def recv(self, tensor: Tensor, src: int) -> None:
+        """Fill ``tensor`` with what rank ``src`` sends."""
+        self._check_peer("src", src)
+        self._check("tensor", tensor)
+        self._recv(tensor, src)
+
+    def exchange(self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]) -> None:
+        """Send and receive several tensors at once, so that rings and pairs cannot deadlock; a rank may be its own peer.
+
+        Args:
+            sends: (tensor, dst) pairs; two for one peer arrive in this order.
+            recvs: (tensor, src) pairs.
+        """
+        for tensor, peer in sends:
+            self._check_rank("dst", peer)
+            self._check("sends", tensor)
+            self._bytes_sent += _nbytes(tensor) if peer != self._rank else 0
+        for tensor, peer in recvs:
+            self._check_rank("src", peer)
+            self._check("recvs", tensor)
+        own_sends = [tensor for tensor, peer in sends if peer == self._rank]
+        own_recvs = [tensor for tensor, peer in recvs if peer == self._rank]
+        if [t.numel() for t in own_sends] != [t.numel() for t in own_recvs]:
+            raise ValueError(f"exchange of rank {self._rank} with itself must receive what it sends")
+        for sent, received in zip(own_sends, own_recvs, strict=True):
+            received.view(-1).copy_(sent.view(-1))
+        self._exchange(
+            [(t, peer) for t, peer in sends if peer != self._rank], [(t, peer) for t, peer in recvs if peer != self._rank]
+        )
+
+    # One to all, all to one.
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> None:
+        """Give every rank ``src``'s values of ``tensor``."""
+        self._check_rank("src", src)
+        self._check("tensor", tensor)
+        self._bytes_sent += _nbytes(tensor) * self._others
+        self._broadcast(tensor, src)
+
+    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
+        """Return ``src``'s ``obj`` on every rank; pickled, length first. Only for groups whose members trust each other."""
+        self._check_rank("src", src)
+        device = self.object_device()
+        payload = torch.empty(0, dtype=torch.uint8, device=device)
+        if self._rank == src:
+            payload = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8).to(device)
+        length = torch.tensor([payload.numel()], dtype=torch.int64, device=device)
+        self.broadcast(length, src)
+        if self._rank != src:
+            payload = torch.empty(int(length.item()), dtype=torch.uint8, device=device)
+        self.broadcast(payload, src)
+        return obj if self._rank == src else pickle.loads(payload.cpu().numpy().tobytes())  # noqa: S301
+
+    def object_device(self) -> torch.device:
+        """Return the device on which `broadcast_object` moves its bytes."""
+        return torch.device("cpu")
+
+    def reduce(self, send_tensor: Tensor, recv_tensor: Tensor, dst: int, op: ReduceOp = ReduceOp.SUM) -> None:
+        """Combine ``send_tensor`` over ranks into ``dst``'s ``recv_tensor``; elsewhere recv_tensor is unchanged."""
+        self._check_rank("dst", dst)
+        op = self._check_reduction(op, send_tensor, recv_tensor, 1, 1)
+        self._bytes_sent += _nbytes(send_tensor) * self._others
+        if self._rank == dst:
+            recv_tensor.copy_(send_tensor)
+            self._reduce_inplace(recv_tensor, dst, op)
+        else:
+            self._reduce_inplace(send_tensor.clone(), dst, op)
+
+    def reduce_inplace(self, tensor: Tensor, dst: int, op: ReduceOp = ReduceOp.SUM) -> None:
+        """Combine ``tensor`` over ranks into ``dst``'s; elsewhere it is unchanged."""
+        self._check_rank("dst", dst)
+        op = self._check_reduction(op, tensor, tensor, 1, 1)
+        self._bytes_sent += _nbytes(tensor) * self._others
+        # A library may use the senders' tensors as scratch space.
+        self._reduce_inplace(tensor if self._rank == dst else tensor.clone(), dst, op)
+
+    def gather(self, send_tensor: Tensor, recv_tensor: Tensor, dst: int) -> None:
+        """Collect every rank's ``send_tensor`` in rank order in ``dst``'s ``recv_tensor``, n times as large."""
+        self._check_rank("dst", dst)
+        self._check("send_tensor", send_tensor)
+        if self._rank == dst:
+            self._check_pair(send_tensor, recv_tensor, self._nranks, 1)
+        else:
+            self._bytes_sent += _nbytes(send_tensor)
+        self._gather(send_tensor, recv_tensor, dst)
+
+    def gather_inplace(self, tensor: Tensor, count: int, dst: int) -> None:
+        """As `gather`: ``dst``'s tensor holds n*count elements, its own in chunk dst; elsewhere ``count`` are sent."""
+        own = self._check_inplace_chunk(tensor, count, "dst", dst)
+        self._bytes_sent += _nbytes(own) if self._rank != dst else 0
+        self._gather(own.clone() if self._rank == dst else own, tensor, dst)
+
+    def scatter(self, send_tensor: Tensor, recv_tensor: Tensor, src: int) -> None:
+        """Give each rank its chunk of ``src``'s ``send_tensor``, n times as large as ``recv_tensor``."""
+        self._check_rank("src", src)
+        self._check("recv_tensor", recv_tensor)
+        if self._rank == src:
+            self._check_pair(send_tensor, recv_tensor, 1, self._nranks)
+            self._bytes_sent += _nbytes(recv_tensor) * (self._nranks - 1)
+        self._scatter(send_tensor, recv_tensor, src)
+
+    def scatter_inplace(self, tensor: Tensor, count: int, src: int) -> None:
+        """As `scatter`: ``src``'s tensor holds n*count elements and stays as it is; elsewhere ``count`` arrive."""
+        own = self._check_inplace_chunk(tensor, count, "src", src)
+        self._bytes_sent += _nbytes(own) * (self._nranks - 1) if self._rank == src else 0
+        self._scatter(tensor, own.clone() if self._rank == src else own, src)
+
+    # All to all.
+
+    def allreduce(self, send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
+        """Combine ``send_tensor`` over ranks into every rank's ``recv_tensor``."""
+        op = self._check_reduction(op, send_tensor, recv_tensor, 1, 1)
+        self._bytes_sent += 2 * _nbytes(send_tensor) * self._others
+        recv_tensor.copy_(send_tensor)
+        self._allreduce_inplace(recv_tensor, op)
+
+    def allreduce_inplace(self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
+        """Combine ``tensor`` over ranks, in place on every rank."""
+        op = self._check_reduction(op, tensor, tensor, 1, 1)
+        self._bytes_sent += 2 * _nbytes(tensor) * self._others
+        self._allreduce_inplace(tensor, op)
+
+    def allgather(self, send_tensor: Tensor, recv_tensor: Tensor) -> None:
+        """Collect every rank's ``send_tensor`` in rank order in every rank's ``recv_tensor``, n times as large."""
+        self._check_pair(send_tensor, recv_tensor, self._nranks, 1)
+        self._bytes_sent += _nbytes(recv_tensor) * self._others
+        self._allgather(send_tensor, recv_tensor)
+
+    def allgather_inplace(self, tensor: Tensor) -> None:
+        """As `allgather`; what this rank sends is chunk ``rank()`` of its tensor."""
+        own = self._own_chunk(tensor)
+        self._bytes_sent += _nbytes(tensor) * self._others
+        self._allgather(own.clone(), tensor)
+
+    def reduce_scatter(self, send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
+        """Combine ``send_tensor``, n times as large as ``recv_tensor``, over ranks; rank r receives chunk r."""
+        op = self._check_reduction(op, send_tensor, recv_tensor, 1, self._nranks)
+        self._bytes_sent += _nbytes(send_tensor) * self._others
+        self._reduce_scatter(send_tensor, recv_tensor, op)
+
+    def reduce_scatter_inplace(self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
+        """As `reduce_scatter`; the result is chunk ``rank()`` of the tensor, whose other chunks stay as they were."""
+        op = self._check_reduction(op, tensor, tensor, 1, 1)
+        own = self._own_chunk(tensor)
+        self._bytes_sent += _nbytes(tensor) * self._others
+        result = torch.empty_like(own)
+        self._reduce_scatter(tensor, result, op)
+        own.copy_(result)
+
+    def alltoall(self, send_tensor: Tensor, recv_tensor: Tensor) -> None:
+        """Send chunk d of n to rank d; chunk s of ``recv_tensor`` comes from rank s."""
+        self._check_pair(send_tensor, recv_tensor, 1, 1)
+        self._own_chunk(send_tensor)
+        self._bytes_sent += _nbytes(send_tensor) * self._others
+        self._alltoall(send_tensor, recv_tensor)
+
+    def alltoall_inplace(self, tensor: Tensor) -> None:
+        """As `alltoall`, sending from and receiving into one tensor."""
+        self._own_chunk(tensor)
+        self._bytes_sent += _nbytes(tensor) * self._others
+        self._alltoall(tensor.clone(), tensor)
+
+    def alltoall_v(
+        self,
+        send_tensor: Tensor,
+        send_counts: Sequence[int],
+        send_displs: Sequence[int],
+        recv_tensor: Tensor,
+        recv_counts: Sequence[int],
+        recv_displs: Sequence[int],
+    ) -> None:
+        """As MPI_Alltoallv: ``send_counts[d]`` elements from ``send_displs[d]`` on go to rank d; likewise received."""
+        self._check("send_tensor", send_tensor)
+        self._check("recv_tensor", recv_tensor)
+        self._check_same_kind(send_tensor, recv_tensor)
+        sends = self._slices("send", send_tensor, send_counts, send_displs)
+        recvs = self._slices("recv", recv_tensor, recv_counts, recv_displs)
+        r = self._rank
+        if sends[r].numel() != recvs[r].numel():
+            raise ValueError(
+                f"send_counts[{r}]={sends[r].numel()} and recv_counts[{r}]={recvs[r].numel()} are what rank {r} sends to itself; "
+                "they must be equal"
+            )
+        self.exchange(list(zip(sends, range(self._nranks), strict=True)), list(zip(recvs, range(self._nranks), strict=True)))
+
+    def alltoall_v_inplace(self, tensor: Tensor, counts: Sequence[int], displs: Sequence[int]) -> None:
+        """As `alltoall_v` with the same counts and displacements in both directions, on one tensor."""
+        self._check("tensor", tensor)
+        self._slices("", tensor, counts, displs)
+        self.alltoall_v(tensor.clone(), counts, displs, tensor, counts, displs)
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Return once every rank has called it."""
+
+    # What a transport fills in. Tensors are contiguous and fit; `op` is never AVG on integers, never bitwise on floats.
+
+    @abstractmethod
+    def _send(self, tensor: Tensor, dst: int) -> None: ...
+
+    @abstractmethod
+    def _recv(self, tensor: Tensor, src: int) -> None: ...
+
+    @abstractmethod
+    def _exchange(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> None: ...
+
+    @abstractmethod
+    def _broadcast(self, tensor: Tensor, src: int) -> None: ...
+
+    @abstractmethod
+    def _reduce_inplace(self, tensor: Tensor, dst: int, op: ReduceOp) -> None:
+        """Other ranks' tensors may be overwritten."""
+
+    @abstractmethod
+    def _gather(self, send_tensor: Tensor, recv_tensor: Tensor, dst: int) -> None: ...
+
+    @abstractmethod
+    def _scatter(self, send_tensor: Tensor, recv_tensor: Tensor, src: int) -> None: ...
+
+    @abstractmethod
+    def _allreduce_inplace(self, tensor: Tensor, op: ReduceOp) -> None: ...
+
+    @abstractmethod
+    def _allgather(self, send_tensor: Tensor, recv_tensor: Tensor) -> None: ...
+
+    @abstractmethod
+    def _reduce_scatter(self, send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp) -> None: ...
+
+    @abstractmethod
+    def _alltoall(self, send_tensor: Tensor, recv_tensor: Tensor) -> None: ...
+
+    # Validation.
+
+    @property
+    def _others(self) -> float:
+        return (self._nranks - 1) / self._nranks
+
+    def _check_rank(self, argument: str, rank: int) -> None:
+        if not isinstance(rank, int) or isinstance(rank, bool):
+            raise TypeError(f"{argument}={rank!r} must be an int, a rank of {self!r}")
+        if not 0 <= rank < self._nranks:
+            raise ValueError(f"{argument}={rank} must be a rank of {self!r}, 0 to {self._nranks - 1}")
+
+    def _check_peer(self, argument: str, rank: int) -> None:
+        self._check_rank(argument, rank)
+        if rank == self._rank:
+            raise ValueError(f"{argument}={rank} is this rank itself; it must be another one of {self!r}")
+
+    def _check(self, argument: str, tensor: Tensor) -> None:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{argument} must be a torch.Tensor, not {type(tensor).__name__}")
+        if tensor.layout != torch.strided or not tensor.is_contiguous():
+            raise ValueError(
+                f"{argument} of shape {tuple(tensor.shape)} and strides {_strides(tensor)} must be contiguous; "
+                "pass tensor.contiguous() and copy the result back"
+            )
+
+    def _check_same_kind(self, send_tensor: Tensor, recv_tensor: Tensor) -> None:
+        if send_tensor.dtype != recv_tensor.dtype:
+            raise TypeError(f"send_tensor is {send_tensor.dtype}, recv_tensor {recv_tensor.dtype}; they must be equal")
+        if send_tensor.device != recv_tensor.device:
+            raise ValueError(f"send_tensor is on {send_tensor.device}, recv_tensor on {recv_tensor.device}; they must be equal")
+
+    def _check_pair(self, send_tensor: Tensor, recv_tensor: Tensor, send_times: int, recv_times: int) -> None:
+        """Check that send_tensor times ``send_times`` is as large as recv_tensor times ``recv_times``."""
+        self._check("send_tensor", send_tensor)
+        self._check("recv_tensor", recv_tensor)
+        self._check_same_kind(send_tensor, recv_tensor)
+        if send_tensor.numel() * send_times != recv_tensor.numel() * recv_times:
+            larger = f"{send_times} x " if send_times > 1 else ""
+            divided = f"/ {recv_times} " if recv_times > 1 else ""
+            raise ValueError(
+                f"recv_tensor has {recv_tensor.numel()} elements; with send_tensor's {send_tensor.numel()} on {self!r} it must "
+                f"have {larger}{send_tensor.numel()} {divided}".rstrip()
+            )
+
+    def _check_reduction(
+        self, op: ReduceOp, send_tensor: Tensor, recv_tensor: Tensor, send_times: int, recv_times: int
+    ) -> ReduceOp:
+        try:
+            op = ReduceOp(op)
+        except ValueError:
+            raise ValueError(f"op={op!r} must be one of {', '.join(f'{o.name}={o.value}' for o in ReduceOp)}") from None
+        self._check_pair(send_tensor, recv_tensor, send_times, recv_times)
+        if send_tensor.dtype not in REDUCIBLE:
+            raise TypeError(f"a {send_tensor.dtype} tensor cannot be reduced; allowed are {', '.join(map(str, REDUCIBLE))}")
+        if op is ReduceOp.AVG and not send_tensor.is_floating_point():
+            raise TypeError(f"op=AVG needs a floating-point tensor, not {send_tensor.dtype}; use SUM and divide as you need")
+        if op in _BITWISE and send_tensor.is_floating_point():
+            raise TypeError(f"op={op.name} needs an integer tensor, not {send_tensor.dtype}")
+        return op
+
+    def _own_chunk(self, tensor: Tensor) -> Tensor:
+        self._check("tensor", tensor)
+        if tensor.numel() % self._nranks:
+            raise ValueError(f"a tensor of {tensor.numel()} elements does not divide into {self._nranks} equal chunks for {self!r}")
+        count = tensor.numel() // self._nranks
+        return tensor.view(-1)[self._rank * count : (self._rank + 1) * count]
+
+    def _check_inplace_chunk(self, tensor: Tensor, count: int, argument: str, root: int) -> Tensor:
+        """Return the ``count`` elements of this rank; the root's tensor holds n * count, the others' count."""
+        self._check_rank(argument, root)
+        self._check("tensor", tensor)
+        if not isinstance(count, int) or count < 0:
+            raise ValueError(f"count={count!r} must be a number of elements, 0 or more")
+        needed = count * self._nranks if self._rank == root else count
+        if tensor.numel() != needed:
+            raise ValueError(f"tensor has {tensor.numel()} elements; with count={count} on {self!r} and {argument}={root} it must have {needed}")
+        return self._own_chunk(tensor) if self._rank == root else tensor.view(-1)
+
+    def _slices(self, what: str, tensor: Tensor, counts: Sequence[int], displs: Sequence[int]) -> list[Tensor]:
+        prefix = f"{what}_" if what else ""
+        for argument, values in (("counts", counts), ("displs", displs)):
+            if len(values) != self._nranks or any(v < 0 for v in values):
+                raise ValueError(f"{prefix}{argument}={list(values)} must be {self._nranks} numbers of elements, none negative")
+        for count, displ in zip(counts, displs, strict=True):
+            if displ + count > tensor.numel():
+                raise ValueError(
+                    f"{prefix}displs={list(displs)} and {prefix}counts={list(counts)} reach beyond the tensor's {tensor.numel()} elements"
+                )
+        flat = tensor.view(-1)
+        return [flat[displ : displ + count] for count, displ in zip(counts, displs, strict=True)]
+
+
+class NonMember:
+    """Stands for a communicator that this rank is not in: every collective returns at once and changes nothing (S3.9)."""
+
+    bytes_sent = 0
+
+    def __init__(self, nranks: int, name: str) -> None:
+        self._nranks, self.name = nranks, name
+
+    def __repr__(self) -> str:
+        return f"NonMember({self.name!r} of {self._nranks} ranks)"
+
+    def rank(self) -> int:
+        """Return -1."""
+        return -1
+
+    def nranks(self) -> int:
+        """Return how many ranks the group has."""
+        return self._nranks
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(Communicator, name):
+            raise AttributeError(name)
+        if name == "broadcast_object":
+            return lambda obj, src=0: obj
+        return lambda *args, **kwargs: None
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _strides(tensor: Tensor) -> Any:
+    return tensor.stride() if tensor.layout == torch.strided else tensor.layout

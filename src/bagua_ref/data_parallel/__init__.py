@@ -1,0 +1,1 @@
+"""Training: hooks, bucketing and state broadcast behind ``with_bagua`` (S5)."""

@@ -1,0 +1,226 @@
+"""A module in distributed training: its buckets, and the hooks that drive them (S2.1, S5)."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bagua_ref.backends import use_backend
+from bagua_ref.data_parallel.bucketing import split_into_buckets
+from bagua_ref.data_parallel.state_broadcast import broadcast_state
+from bagua_ref.env import get_default_bucket_size
+from bagua_ref.runtime import use_world
+from bagua_ref.scheduling.engine import Engine
+from bagua_ref.utils import NotCopied
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from bagua_ref.algorithms.base import Algorithm
+    from bagua_ref.backends.base import KernelBackend
+    from bagua_ref.bucket import BaguaBucket
+    from bagua_ref.runtime import World
+    from bagua_ref.types import Group
+
+__all__ = ["WrappedModule"]
+
+_counter = itertools.count()
+
+
+class WrappedModule(NotCopied):
+    """The training context of one module: what `bagua_ref.algorithms.base.TrainingContext` promises, and the hooks.
+
+    Making one is collective over ``group``: it takes a group of its own from it and broadcasts the first rank's state.
+    A deep copy or pickle of the module is an ordinary module, without hooks.
+
+    Args:
+        module: to train; hooks are put on it and its parameters.
+        optimizers: whose state is broadcast, and whose steps the algorithm sees.
+        algorithm: makes the implementation.
+        group: the ranks that train together.
+        world: of this rank.
+        do_flatten: keep each bucket's tensors in one storage.
+        backend: the kernels; None chooses as `bagua_ref.backends.get_backend`.
+        find_unused_parameters: parameters that a backward does not reach count as having zero gradient.
+        timeout: seconds without progress after which waiting raises.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        algorithm: Algorithm,
+        group: Group,
+        world: World,
+        *,
+        do_flatten: bool = True,
+        backend: str | KernelBackend | None = None,
+        find_unused_parameters: bool = False,
+        timeout: float = 300.0,
+    ) -> None:
+        self._module = weakref.ref(module)
+        self.bagua_module_name = getattr(module, "_bagua_module_name", None) or f"bagua_module_{next(_counter)}"
+        self.bagua_optimizers = list(optimizers)
+        self.bagua_buckets: list[BaguaBucket] = []
+        self.bagua_train_step_counter = 0
+        self._world, self._do_flatten, self._backend_name = world, do_flatten, backend
+        self._find_unused_parameters = find_unused_parameters
+        self._ignored = {
+            *getattr(module, "_bagua_params_and_buffers_to_ignore", ()),
+            *getattr(module, "_ddp_params_and_buffers_to_ignore", ()),
+        }
+        self._synchronizing = False
+        """Whether the last training forward was entered outside `no_sync`."""
+        self._skipping = False
+        self._in_backward = False
+        self._bagua_backend = Engine(world, self.bagua_module_name, timeout)
+        self.bagua_build_params()  # refuse what cannot be trained before anything is sent
+        self.process_group = group.for_background()
+        broadcast_state(module, optimizers, self.process_group.get_global_communicator(), self._ignored)
+        self.bagua_algorithm = algorithm.reify(self.process_group)
+        self._handles: list[Any] = []
+        self._reset()
+        self._handles.append(module.register_forward_pre_hook(_ForwardPre(self)))
+        for name, parameter in self.bagua_build_params():
+            self._handles.append(parameter.register_post_accumulate_grad_hook(self._accumulated(name)))
+        for optimizer in self.bagua_optimizers:
+            self._handles.append(optimizer.register_step_post_hook(lambda opt, args, kwargs: self._post_optimizer_step(opt)))
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The wrapped module."""
+        module = self._module()
+        assert module is not None, "the module's hooks and properties are the only way here"
+        return module
+
+    def bagua_build_params(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """Return the parameters that need a gradient and are not ignored, as ``named_parameters()`` names them (S2.1).
+
+        Raises:
+            NotImplementedError: a parameter gets sparse gradients.
+        """
+        sparse = {id(p): m for m in self.module.modules() if getattr(m, "sparse", False) for p in m.parameters(recurse=False)}
+        parameters = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad and name not in self._ignored]
+        for name, parameter in parameters:
+            if id(parameter) in sparse:
+                raise NotImplementedError(
+                    f"parameter {name!r} of {sparse[id(parameter)]!r} gets sparse gradients, which cannot be communicated; use "
+                    f"sparse=False or list it in module._bagua_params_and_buffers_to_ignore"
+                )
+        return parameters
+
+    def _reset(self) -> None:
+        """Ask the algorithm for tensors, buckets, operations and hooks (S5); the state is not broadcast again."""
+        algorithm = self.bagua_algorithm
+        self._bagua_backend.wait_pending_comm_ops()
+        with use_world(self._world), nullcontext() if self._backend_name is None else use_backend(self._backend_name):
+            tensors = algorithm.init_tensors(self)
+            self.bagua_buckets = algorithm.tensors_to_buckets(
+                split_into_buckets(tensors, get_default_bucket_size()), self._do_flatten
+            )
+            for bucket in self.bagua_buckets:
+                bucket.clear_ops()
+                algorithm.init_operations(self, bucket)
+        self._bagua_backend.register_ordered_buckets(self.bagua_buckets)
+        self._forward_pre_hook = algorithm.init_forward_pre_hook(self)
+        self._backward_hook = algorithm.init_backward_hook(self)
+        self._post_backward_hook = algorithm.init_post_backward_hook(self)
+        self._post_step_hook = algorithm.init_post_optimizer_step_hook(self)
+
+    def forward_pre(self, input: Any) -> None:
+        """Begin a training step (S5)."""
+        if not self.module.training or _inside_backward():  # checkpointing computes forwards anew
+            return
+        self._synchronizing = not self._skipping
+        if self._in_backward:  # the last backward failed half-way
+            self._in_backward = False
+            self._bagua_backend.abandon_round()
+        self.bagua_train_step_counter += 1
+        if self.bagua_algorithm.need_reset():
+            self._reset()
+        if self._synchronizing:
+            self._forward_pre_hook(input)
+
+    def _accumulated(self, name: str) -> Any:
+        def hook(parameter: torch.nn.Parameter) -> None:
+            if not self._synchronizing or not self.module.training:
+                return
+            if not self._in_backward:
+                self._in_backward = True
+                self._bagua_backend.begin_backward()
+                torch.autograd.Variable._execution_engine.queue_callback(self._graph_task_ended)  # type: ignore[attr-defined]
+            self._backward_hook(name, parameter)
+
+        return hook
+
+    def _graph_task_ended(self) -> None:
+        """Go on to post-backward, at the end of the outermost backward.
+
+        A reentrant checkpoint runs a backward inside one: then a node of the outer one is still being evaluated, and what
+        follows waits until that node is done.
+        """
+        node = torch._C._current_autograd_node()
+        if node is None:
+            self._post_backward()
+        else:
+            queue = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+            node.register_hook(lambda *_: queue(self._graph_task_ended))
+
+    def _post_backward(self) -> None:
+        self._in_backward = False
+        self._bagua_backend.end_backward(self._find_unused_parameters)
+        self._post_backward_hook()
+
+    def _post_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.module.training and self._synchronizing:
+            self._post_step_hook(optimizer)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Skip all communication of training forwards entered in this context, and of their backwards (S5)."""
+        before, self._skipping = self._skipping, True
+        try:
+            yield
+        finally:
+            self._skipping = before
+
+    def close(self) -> None:
+        """Wait for pending operations, take the hooks off and end the background thread."""
+        try:
+            self._bagua_backend.wait_pending_comm_ops()
+        finally:
+            for handle in self._handles:
+                handle.remove()
+            self._bagua_backend.close()
+
+
+class _ForwardPre:
+    """The forward-pre hook; copies and pickles of the module get one that does nothing."""
+
+    def __init__(self, wrapped: WrappedModule) -> None:
+        self._wrapped = wrapped
+
+    def __call__(self, module: torch.nn.Module, input: Any) -> None:
+        self._wrapped.forward_pre(input)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _nothing
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _get_nothing, ()
+
+
+def _nothing(module: torch.nn.Module, input: Any) -> None:
+    """Stand in for a forward-pre hook in a copy."""
+
+
+def _get_nothing() -> Any:
+    return _nothing
+
+
+def _inside_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]

@@ -1,0 +1,65 @@
+"""Who this rank is and what the environment says (S1), under the original's names."""
+
+from __future__ import annotations
+
+import os
+
+from bagua_ref.runtime import current_world, find_free_port
+
+__all__ = [
+    "find_free_network_port",
+    "get_default_bucket_size",
+    "get_local_rank",
+    "get_local_size",
+    "get_master_addr",
+    "get_node_rank",
+    "get_rank",
+    "get_world_size",
+]
+
+
+def get_rank() -> int:
+    """Return this rank among all ranks, 0 without a launcher (S1)."""
+    return current_world().identity.rank
+
+
+def get_world_size() -> int:
+    """Return the number of ranks, 1 without a launcher (S1)."""
+    return current_world().identity.world_size
+
+
+def get_local_rank() -> int:
+    """Return this rank's place on its node (S1)."""
+    return current_world().identity.local_rank
+
+
+def get_local_size() -> int:
+    """Return the number of ranks on this node (S1)."""
+    return current_world().identity.local_world_size
+
+
+def get_node_rank() -> int:
+    """Return this rank's node (S1)."""
+    return current_world().identity.node_rank
+
+
+def get_default_bucket_size() -> int:
+    """Return BAGUA_DEFAULT_BUCKET_SIZE in bytes, 10 MiB if unset (S1).
+
+    Raises:
+        ValueError: it is not a positive integer.
+    """
+    text = os.environ.get("BAGUA_DEFAULT_BUCKET_SIZE", str(10 * 1024**2))
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"BAGUA_DEFAULT_BUCKET_SIZE={text!r} must be a positive number of bytes")
+    return int(text)
+
+
+def get_master_addr() -> str:
+    """Return MASTER_ADDR, 127.0.0.1 if unset (S1)."""
+    return os.environ.get("MASTER_ADDR", "127.0.0.1")
+
+
+def find_free_network_port() -> int:
+    """Return a TCP port of this machine that was free a moment ago."""
+    return find_free_port()

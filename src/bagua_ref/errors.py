@@ -1,0 +1,36 @@
+"""The exceptions of bagua_ref that are not plain ``ValueError`` or ``TypeError``."""
+
+from __future__ import annotations
+
+__all__ = [
+    "BackendUnavailableError",
+    "BaguaError",
+    "CommunicationError",
+    "CommunicationTimeoutError",
+    "NotInitializedError",
+    "SimulationError",
+]
+
+
+class BaguaError(RuntimeError):
+    """Base of every exception that bagua_ref defines."""
+
+
+class NotInitializedError(BaguaError):
+    """A process group is needed and ``init_process_group()`` has not been called."""
+
+
+class BackendUnavailableError(BaguaError):
+    """A kernel backend was asked for by name and cannot run here; the message says why and what to install."""
+
+
+class CommunicationError(BaguaError):
+    """A bucket operation or collective failed; the message names bucket and operation (S2.5)."""
+
+
+class CommunicationTimeoutError(CommunicationError, TimeoutError):
+    """No progress within the timeout; the message names what was waited for (S2.5)."""
+
+
+class SimulationError(BaguaError):
+    """The simulated world cannot go on: ranks wait for each other, or in different collectives."""

@@ -1,0 +1,244 @@
+"""The world a rank lives in: who it is, how it starts threads, waits and tells time.
+
+Everything that blocks goes through the current `World`, so that a simulated world can schedule it. The current world is one
+ContextVar; a thread started by `World.spawn` inherits it (plain threads would see the process's real world instead).
+"""
+
+from __future__ import annotations
+
+import contextvars
+import os
+import queue
+import socket
+import threading
+import time
+from abc import ABC, abstractmethod
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from bagua_ref.types import Group, Transport
+
+__all__ = ["Event", "Identity", "Lock", "Queue", "RealWorld", "Thread", "World", "current_world", "use_world"]
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who a rank is (S1): its place among all ranks and on its node."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+
+    @staticmethod
+    def from_environment() -> Identity:
+        """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and GROUP_RANK or NODE_RANK; nothing set is a world of one."""
+
+        def read(default: int, *names: str) -> int:
+            for name in names:
+                value = os.environ.get(name)
+                if value is not None:
+                    try:
+                        return int(value)
+                    except ValueError:
+                        raise ValueError(f"environment variable {name}={value!r} must be an integer") from None
+            return default
+
+        return Identity(
+            rank=read(0, "RANK"),
+            world_size=read(1, "WORLD_SIZE"),
+            local_rank=read(0, "LOCAL_RANK"),
+            local_world_size=read(1, "LOCAL_WORLD_SIZE"),
+            node_rank=read(0, "GROUP_RANK", "NODE_RANK"),
+        )
+
+
+class Event(Protocol):
+    """As `threading.Event`."""
+
+    def set(self) -> None: ...  # noqa: D102
+    def clear(self) -> None: ...  # noqa: D102
+    def is_set(self) -> bool: ...  # noqa: D102
+    def wait(self, timeout: float | None = None) -> bool: ...  # noqa: D102
+
+
+class Lock(Protocol):
+    """As `threading.Lock`, but fair: waiters get it in the order in which they came."""
+
+    def acquire(self, timeout: float = -1) -> bool: ...  # noqa: D102
+    def release(self) -> None: ...  # noqa: D102
+    def __enter__(self) -> Any: ...  # noqa: D105
+    def __exit__(self, *exc: object) -> None: ...  # noqa: D105
+
+
+class Queue(Protocol):
+    """As `queue.SimpleQueue`; ``get`` raises `queue.Empty` when ``timeout`` seconds pass."""
+
+    def put(self, item: Any) -> None: ...  # noqa: D102
+    def get(self, timeout: float | None = None) -> Any: ...  # noqa: D102
+
+
+class Thread(Protocol):
+    """A thread started by `World.spawn`."""
+
+    def join(self, timeout: float | None = None) -> None: ...  # noqa: D102
+    def is_alive(self) -> bool: ...  # noqa: D102
+
+
+class World(ABC):
+    """What a rank needs of its surroundings."""
+
+    default_group: Group | None = None
+    """The group that ``init_process_group()`` made."""
+
+    transport: Transport | None = None
+    """How ranks are connected; None before ``init_process_group()`` in real life."""
+
+    @property
+    @abstractmethod
+    def identity(self) -> Identity:
+        """Who this rank is."""
+
+    @abstractmethod
+    def spawn(self, function: Callable[[], None], name: str) -> Thread:
+        """Run ``function()`` on a new daemon thread in which this world is current."""
+
+    @abstractmethod
+    def event(self) -> Event:
+        """Return a new event."""
+
+    @abstractmethod
+    def lock(self) -> Lock:
+        """Return a new fair lock."""
+
+    @abstractmethod
+    def queue(self) -> Queue:
+        """Return a new unbounded queue."""
+
+    @abstractmethod
+    def sleep(self, seconds: float) -> None:
+        """Wait for ``seconds``."""
+
+    @abstractmethod
+    def now(self) -> float:
+        """Return seconds on a clock that never goes back."""
+
+
+class FairLock:
+    """A lock whose waiters get it in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._held = False
+        self._waiting: list[threading.Lock] = []
+
+    def acquire(self, timeout: float = -1) -> bool:
+        """Take the lock; False when ``timeout`` seconds (negative: no limit) pass first."""
+        with self._mutex:
+            if not self._held:
+                self._held = True
+                return True
+            ticket = threading.Lock()
+            ticket.acquire()
+            self._waiting.append(ticket)
+        if ticket.acquire(timeout=timeout):
+            return True
+        with self._mutex:
+            if ticket in self._waiting:
+                self._waiting.remove(ticket)
+                return False
+        return True  # handed over just as the time ran out
+
+    def release(self) -> None:
+        """Hand the lock to the first waiter."""
+        with self._mutex:
+            if not self._held:
+                raise RuntimeError("release of a lock that is not held")
+            if self._waiting:
+                self._waiting.pop(0).release()
+            else:
+                self._held = False
+
+    def __enter__(self) -> FairLock:
+        self.acquire()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
+
+
+class _RealQueue(queue.SimpleQueue):  # type: ignore[type-arg]
+    def get(self, timeout: float | None = None) -> Any:  # type: ignore[override]
+        return super().get(timeout=timeout)
+
+
+class RealWorld(World):
+    """This process: one rank, real threads, the monotonic clock."""
+
+    def __init__(self) -> None:
+        self.known_identity: Identity | None = None
+        """Set by ``init_process_group()``, which may know more than the environment."""
+
+    @property
+    def identity(self) -> Identity:
+        """Who this rank is: as ``init_process_group()`` found it, before that as the environment says."""
+        return self.known_identity or Identity.from_environment()
+
+    def spawn(self, function: Callable[[], None], name: str) -> threading.Thread:
+        """Run ``function()`` on a new daemon thread with a copy of the caller's context."""
+        context = contextvars.copy_context()
+        thread = threading.Thread(target=context.run, args=(function,), name=name, daemon=True)
+        thread.start()
+        return thread
+
+    def event(self) -> Event:
+        """Return a `threading.Event`."""
+        return threading.Event()
+
+    def lock(self) -> Lock:
+        """Return a fair lock."""
+        return FairLock()
+
+    def queue(self) -> Queue:
+        """Return a `queue.SimpleQueue`."""
+        return _RealQueue()
+
+    def sleep(self, seconds: float) -> None:
+        """Wait for ``seconds``."""
+        time.sleep(seconds)
+
+    def now(self) -> float:
+        """Return `time.monotonic`."""
+        return time.monotonic()
+
+
+_real_world = RealWorld()
+_current: contextvars.ContextVar[World] = contextvars.ContextVar("bagua_ref_world", default=_real_world)
+
+
+def current_world() -> World:
+    """Return the world of the calling thread: the real one unless it runs inside a simulation."""
+    return _current.get()
+
+
+@contextmanager
+def use_world(world: World) -> Iterator[World]:
+    """Make ``world`` current in this context."""
+    token = _current.set(world)
+    try:
+        yield world
+    finally:
+        _current.reset(token)
+
+
+def find_free_port() -> int:
+    """Return a TCP port that was free a moment ago, found by binding."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port

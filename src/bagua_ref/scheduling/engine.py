@@ -1,0 +1,148 @@
+"""The schedule of one module's buckets behind two verbs: mark ready, wait for what is pending (S2.4 to S2.6)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bagua_ref.errors import CommunicationError
+from bagua_ref.scheduling.readiness import Readiness
+from bagua_ref.scheduling.worker import Worker
+from bagua_ref.tensor import registration
+from bagua_ref.utils import overlapping
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from bagua_ref.bucket import BaguaBucket
+    from bagua_ref.runtime import World
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """Runs a module's buckets on one background worker, every rank in the same order.
+
+    Args:
+        world: whose threads and clock to use.
+        name: the module's, for messages and the thread.
+        timeout: seconds without progress after which waiting raises (S2.5).
+    """
+
+    def __init__(self, world: World, name: str = "", timeout: float = 300.0) -> None:
+        self.name = name
+        self._worker: Worker[_BucketRun] = Worker(world, f"bagua_ref worker {name}", timeout)
+        self._buckets: list[BaguaBucket] = []
+        self._readiness: Readiness[str] = Readiness([])
+
+    def __repr__(self) -> str:
+        return f"Engine({self.name!r}, {len(self._buckets)} buckets)"
+
+    def register_ordered_buckets(self, buckets: Sequence[BaguaBucket]) -> None:
+        """Take ``buckets`` in this order, once pending operations are finished; all marks are cleared (S2.4).
+
+        Raises:
+            ValueError: a name is registered twice, or non-empty tensors overlap (S2.6); nothing is changed.
+        """
+        self.wait_pending_comm_ops()
+        tensors = [tensor for bucket in buckets for tensor in bucket.tensors]
+        names = [registration(tensor).name for tensor in tensors]
+        for kind, known in (("bucket", [bucket.name for bucket in buckets]), ("tensor", names)):
+            twice = next((name for place, name in enumerate(known) if name in known[:place]), None)
+            if len(set(known)) < len(known):
+                raise ValueError(f"{kind} name {twice!r} is registered twice; names must be unique within a module's buckets")
+        effective = [tensor for bucket in buckets for tensor in bucket.effective_tensors()]
+        if (pair := overlapping(effective)) is not None:
+            raise ValueError(f"tensors {names[pair[0]]!r} and {names[pair[1]]!r} overlap in memory; a tensor can be in one bucket only")
+        for bucket in self._buckets:
+            for tensor in bucket.tensors:
+                registration(tensor).sink = None
+        for tensor in tensors:
+            registration(tensor).sink = self
+        self._buckets = list(buckets)
+        self._readiness = Readiness([[registration(tensor).name for tensor in bucket.tensors] for bucket in buckets])
+
+    def mark_ready(self, tensor: Tensor) -> None:
+        """Tick ``tensor`` off; run its bucket when that is complete and all before it are scheduled (S2.4).
+
+        Raises:
+            ValueError: its bucket has already been scheduled in this round.
+        """
+        for place in self._readiness.mark(registration(tensor).name):
+            self._worker.submit(_BucketRun(self._buckets[place]))
+
+    def wait_pending_comm_ops(self) -> None:
+        """Return when everything scheduled has finished (S2.5).
+
+        Raises:
+            CommunicationError: an operation failed; names bucket and operation, caused by the first error.
+            CommunicationTimeoutError: no progress within the timeout; names bucket and operation.
+        """
+        for run in self._worker.wait():
+            if run.error is not None:
+                error = run.error
+                raise CommunicationError(f"{run.describe()}: {type(error).__name__}: {error}") from error
+
+    def begin_backward(self) -> None:
+        """Keep to one round until `end_backward`: a tensor marked again after its bucket was scheduled is an error."""
+        if self._readiness.complete:
+            self._readiness.reset()
+        self._readiness.hold = True
+
+    def abandon_round(self) -> None:
+        """Forget the marks of a backward that failed half-way."""
+        self._readiness.hold = False
+        self._readiness.reset()
+
+    def end_backward(self, mark_unused: bool) -> None:
+        """End the round; once anything was marked in it, all its buckets must have been scheduled (S2.5).
+
+        Args:
+            mark_unused: mark the rest, with zero gradient, instead of raising.
+
+        Raises:
+            CommunicationError: buckets are incomplete; names their unmarked tensors.
+        """
+        self._readiness.hold = False
+        if not self._readiness.started:
+            return
+        missing = {self._buckets[place].name: names for place, names in self._readiness.unmarked().items()}
+        if mark_unused:
+            for bucket in self._buckets:
+                for tensor in bucket.tensors:
+                    if registration(tensor).name in missing.get(bucket.name, ()):
+                        self.mark_ready(tensor)
+            return
+        self._readiness.reset()
+        listed = "; ".join(f"bucket {bucket!r}: {', '.join(map(repr, names)) or 'none'}" for bucket, names in missing.items())
+        raise CommunicationError(
+            f"backward ended while some tensors of module {self.name!r} had not been marked ready ({listed}). If parameters may go "
+            "unused in a step, pass find_unused_parameters=True, or freeze them before wrapping."
+        )
+
+    def close(self) -> None:
+        """End the background thread once pending operations are finished."""
+        for bucket in self._buckets:
+            for tensor in bucket.tensors:
+                known = registration(tensor)
+                if known.sink is self:
+                    known.sink = None
+        self._worker.close()
+
+
+class _BucketRun:
+    """One execution of a bucket's operations."""
+
+    def __init__(self, bucket: BaguaBucket) -> None:
+        self.bucket = bucket
+        self.error: BaseException | None = None
+
+    def __call__(self) -> None:
+        try:
+            self.bucket.execute()
+        except Exception as error:
+            self.error = error
+
+    def describe(self) -> str:
+        return f"bucket {self.bucket.name!r}, operation {self.bucket.running!r}"

@@ -1,0 +1,81 @@
+"""Which buckets may run: a pure state machine, without threads or tensors (S2.4)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+__all__ = ["Readiness"]
+
+Item = TypeVar("Item", bound="Hashable")
+
+
+class Readiness(Generic[Item]):
+    """Ticks items off and says which buckets to schedule, always in the order in which they were registered (S2.4).
+
+    A round begins with the first mark and is complete when every bucket was scheduled; the next mark begins another one.
+    While ``hold`` is True a complete round is not left: a mark then is an error, as the item's bucket has already run.
+
+    Args:
+        buckets: the items of each bucket, no item twice.
+
+    >>> readiness = Readiness([["a", "b"], ["c"]])
+    >>> readiness.mark("c"), readiness.mark("a"), readiness.mark("b")
+    ([], [], [0, 1])
+    """
+
+    def __init__(self, buckets: Sequence[Sequence[Item]]) -> None:
+        self._bucket_of = {item: place for place, items in enumerate(buckets) for item in items}
+        if len(self._bucket_of) != sum(map(len, buckets)):
+            raise ValueError("an item is in two buckets, or twice in one")
+        self._items = [tuple(items) for items in buckets]
+        self.hold = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all marks and begin a new round."""
+        self._marked: set[Item] = set()
+        self._missing = [len(items) for items in self._items]
+        self._next = 0
+        """Buckets before this one have been scheduled in this round."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether every bucket was scheduled in this round."""
+        return self._next == len(self._items)
+
+    @property
+    def started(self) -> bool:
+        """Whether anything was marked in this round, and not every bucket scheduled."""
+        return bool(self._marked) and not self.complete
+
+    def mark(self, item: Item) -> list[int]:
+        """Tick ``item`` off; return the buckets to schedule now, in order.
+
+        Marking twice before the bucket is scheduled does nothing.
+
+        Raises:
+            ValueError: its bucket was already scheduled in this round.
+            KeyError: it is in no bucket.
+        """
+        place = self._bucket_of[item]
+        if self.complete and not self.hold:
+            self.reset()
+        if place < self._next:
+            raise ValueError(f"{item!r} was marked again in a round in which its bucket had already been scheduled")
+        if item in self._marked:
+            return []
+        self._marked.add(item)
+        self._missing[place] -= 1
+        first = self._next
+        while self._next < len(self._items) and self._missing[self._next] == 0:
+            self._next += 1
+        return list(range(first, self._next))
+
+    def unmarked(self) -> dict[int, list[Item]]:
+        """Return the items not yet marked of each bucket that this round has not scheduled."""
+        return {
+            place: [item for item in self._items[place] if item not in self._marked] for place in range(self._next, len(self._items))
+        }

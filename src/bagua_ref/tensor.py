@@ -1,0 +1,192 @@
+"""Proxy and effective tensors: which tensor a user registers, and which one communication works on (S1)."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from bagua_ref.utils import NotCopied
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from bagua_ref.types import ReadinessSink
+
+    Getter = Callable[[Tensor], Tensor | None]
+    Setter = Callable[[Tensor, Tensor], object]
+
+__all__ = ["BaguaTensor", "Registration", "registration"]
+
+_unnamed = itertools.count()
+
+
+class Registration(NotCopied):
+    """What bagua_ref knows of a proxy tensor: its name, how its effective tensor is reached, and who waits for it.
+
+    Attributes:
+        name: unique within its module's buckets.
+        module_name: the wrapped module that it belongs to, or "".
+        getter: returns the effective tensor; None: the proxy itself.
+        setter: puts another effective tensor in place; None: its storage is replaced.
+        sink: told when the tensor is ready; set when its bucket is registered.
+    """
+
+    def __init__(self, name: str, module_name: str, getter: Getter | None, setter: Setter | None) -> None:
+        self.name, self.module_name, self.getter, self.setter = name, module_name, getter, setter
+        self.sink: ReadinessSink | None = None
+
+    def __repr__(self) -> str:
+        return f"Registration({self.name!r} of module {self.module_name!r})"
+
+    def effective(self, proxy: Tensor) -> Tensor | None:
+        """Return the effective tensor, None where there is none yet (a gradient that zero_grad removed)."""
+        return proxy if self.getter is None else self.getter(proxy)
+
+    def replace(self, proxy: Tensor, tensor: Tensor) -> None:
+        """Make ``tensor`` the effective one."""
+        if self.setter is not None:
+            self.setter(proxy, tensor)
+            return
+        effective = self.effective(proxy)
+        if effective is None:
+            raise ValueError(f"tensor {self.name!r} has no effective tensor, and no setter_closure to put one in place")
+        effective.data = tensor
+
+
+def registration(tensor: Tensor) -> Registration:
+    """Return the registration of ``tensor``.
+
+    Raises:
+        ValueError: it is not a bagua tensor.
+    """
+    found = getattr(tensor, "_bagua_registration", None)
+    if found is None:
+        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is not a bagua tensor; call tensor.ensure_bagua_tensor(name) first")
+    return cast("Registration", found)
+
+
+class BaguaTensor:
+    """The methods that bagua_ref puts on ``torch.Tensor``.
+
+    Source: ``bagua/torch_api/tensor.py`` of Bagua 0.9.
+    """
+
+    def is_bagua_tensor(self) -> bool:
+        """Return whether this tensor is registered as a proxy tensor."""
+        return getattr(self, "_bagua_registration", None) is not None
+
+    def ensure_bagua_tensor(
+        self,
+        name: str | None = None,
+        module_name: str | None = None,
+        getter_closure: Getter | None = None,
+        setter_closure: Setter | None = None,
+    ) -> Tensor:
+        """Register this tensor, in place, as the proxy of ``getter_closure(self)``, or of itself (S1); return it.
+
+        Registering again replaces the closures. Within one module the name cannot change.
+
+        Args:
+            name: unique within its module's buckets; one is made up if None.
+            module_name: the wrapped module that it belongs to.
+            getter_closure: returns the effective tensor, e.g. ``lambda p: p.grad``.
+            setter_closure: puts another effective tensor in place, e.g. ``lambda p, t: setattr(p, "grad", t)``.
+
+        Raises:
+            ValueError: it already has another name in this module.
+
+        >>> torch.ones(2).ensure_bagua_tensor("w").is_bagua_tensor()
+        True
+        """
+        tensor = _as_tensor(self)
+        for argument, closure in (("getter_closure", getter_closure), ("setter_closure", setter_closure)):
+            if closure is not None and not callable(closure):
+                raise TypeError(f"{argument}={closure!r} must be callable or None")
+        known: Registration | None = getattr(tensor, "_bagua_registration", None)
+        if known is not None and known.module_name == (module_name or ""):
+            if name is not None and name != known.name:
+                raise ValueError(f"name={name!r}: this tensor is already registered as {known.name!r} in module {known.module_name!r}")
+            name = known.name
+        if name is None:
+            name = f"bagua_tensor_{next(_unnamed)}"
+        tensor._bagua_registration = Registration(name, module_name or "", getter_closure, setter_closure)  # type: ignore[attr-defined]
+        return tensor
+
+    def to_bagua_tensor(
+        self,
+        name: str | None = None,
+        module_name: str | None = None,
+        getter_closure: Getter | None = None,
+        setter_closure: Setter | None = None,
+    ) -> Tensor:
+        """Return a new bagua tensor that shares this one's storage; this one is left as it is.
+
+        If this tensor later moves to other storage, the new one does not follow. Arguments as `ensure_bagua_tensor`.
+        """
+        view: Tensor = _as_tensor(self).detach().view(_as_tensor(self).shape)
+        return cast("BaguaTensor", view).ensure_bagua_tensor(name, module_name, getter_closure, setter_closure)
+
+    def bagua_getter_closure(self) -> Tensor | None:
+        """Return the effective tensor (S1)."""
+        return registration(_as_tensor(self)).effective(_as_tensor(self))
+
+    def bagua_setter_closure(self, tensor: Tensor) -> None:
+        """Make ``tensor`` the effective one."""
+        registration(_as_tensor(self)).replace(_as_tensor(self), tensor)
+
+    def bagua_backend_tensor(self) -> Registration:
+        """Return what bagua_ref holds about this tensor."""
+        return registration(_as_tensor(self))
+
+    def bagua_ensure_grad(self) -> Tensor:
+        """Give a parameter a zero gradient if it has none; return the parameter."""
+        tensor = _as_tensor(self)
+        if tensor.grad is None:
+            tensor.grad = torch.zeros_like(tensor, memory_format=torch.contiguous_format, requires_grad=False)
+        return tensor
+
+    def bagua_mark_communication_ready(self) -> None:
+        """Say that this tensor is ready; its bucket runs when all its tensors are (S2.4).
+
+        On CUDA the operations wait for what was queued on the current stream so far.
+        """
+        found = registration(_as_tensor(self))
+        if found.sink is None:
+            raise ValueError(f"tensor {found.name!r} is in no registered bucket, so it cannot be marked ready")
+        found.sink.mark_ready(_as_tensor(self))
+
+    def bagua_mark_communication_ready_without_synchronization(self) -> None:
+        """Say that this tensor is ready now, without waiting for the current CUDA stream; on a CPU the same as above."""
+        BaguaTensor.bagua_mark_communication_ready(self)
+
+    def bagua_set_storage(self, storage: torch.UntypedStorage | torch.TypedStorage, storage_offset: int = 0) -> None:
+        """Move the effective tensor to ``storage``, row-major from element ``storage_offset`` on; values become the storage's.
+
+        Raises:
+            ValueError: it does not fit there.
+        """
+        tensor = _as_tensor(self)
+        found: Registration | None = getattr(tensor, "_bagua_registration", None)
+        effective = tensor if found is None else found.effective(tensor)
+        if effective is None:
+            raise ValueError("this tensor has no effective tensor; call bagua_ensure_grad() first")
+        untyped = storage.untyped() if hasattr(storage, "untyped") else storage
+        needed = (storage_offset + effective.numel()) * effective.element_size()
+        if storage_offset < 0 or needed > untyped.nbytes():
+            raise ValueError(
+                f"storage_offset={storage_offset}: {effective.numel()} elements of {effective.dtype} from there on need {needed} bytes, "
+                f"the storage has {untyped.nbytes()}"
+            )
+        view = torch.empty(0, dtype=effective.dtype, device=effective.device).set_(untyped, storage_offset, effective.shape)  # type: ignore[call-overload]
+        if found is None:
+            tensor.data = view
+        else:
+            found.replace(tensor, view)
+
+
+def _as_tensor(mixin: object) -> Tensor:
+    """Return ``self`` of a method that runs on torch.Tensor, typed as what it is."""
+    return cast("Tensor", mixin)

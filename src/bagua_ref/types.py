@@ -1,0 +1,81 @@
+"""Types shared by all layers: reduction operators and the protocols through which lower rooms see higher ones."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+__all__ = ["Group", "ReadinessSink", "ReduceOp", "Transport"]
+
+
+class ReduceOp(IntEnum):
+    """How a reducing collective combines ranks (S3.9), with the numbers of the original Bagua.
+
+    AVG is SUM divided by the number of ranks and needs floating-point tensors; BAND, BOR and BXOR need integers.
+
+    >>> ReduceOp.AVG
+    <ReduceOp.AVG: 10>
+    """
+
+    SUM = 0
+    PRODUCT = 1
+    MIN = 2
+    MAX = 3
+    BOR = 7
+    BAND = 8
+    BXOR = 9
+    AVG = 10
+
+
+class Transport(Protocol):
+    """How a world connects ranks: torch.distributed in real life, the scheduler in a simulation."""
+
+    node_of: tuple[int, ...]
+    """The node of each global rank, by rank."""
+
+    def connect(self, name: str, ranks: Sequence[int], timeout: float) -> Any:
+        """Return this rank's Communicator for the global ``ranks``.
+
+        Called by exactly these ranks, each with the same ``name``, which no other group has; blocks until all have called.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release every connection."""
+        ...
+
+
+@runtime_checkable
+class Group(Protocol):
+    """What bucket operations need of a process group; `bagua_ref.communication.BaguaProcessGroup` is one."""
+
+    ranks: tuple[int, ...]
+
+    def get_global_communicator(self) -> Any:
+        """Return the communicator of all ranks of the group (S1)."""
+        ...
+
+    def get_inter_node_communicator(self) -> Any:
+        """Return the communicator of the leaders (S1)."""
+        ...
+
+    def get_intra_node_communicator(self) -> Any:
+        """Return the communicator of the group's ranks on this node (S1)."""
+        ...
+
+    def for_background(self) -> Group:
+        """Return a group of the same ranks that no caller's thread uses."""
+        ...
+
+
+class ReadinessSink(Protocol):
+    """Where a tensor reports that it is ready; the scheduling engine is one."""
+
+    def mark_ready(self, tensor: Tensor) -> None:
+        """Tick ``tensor`` off in its bucket (S2.4)."""
+        ...

@@ -1,0 +1,100 @@
+"""Helpers on lists of tensors, under the original's names; contiguity as S2.3 defines it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._utils import _flatten_dense_tensors as flatten
+from torch._utils import _unflatten_dense_tensors as unflatten
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+__all__ = [
+    "NotCopied",
+    "apply_flattened_call",
+    "apply_flattened_call_all",
+    "check_contiguous",
+    "flatten",
+    "get_flattened_tensor",
+    "overlapping",
+    "unflatten",
+]
+
+
+class NotCopied:
+    """Hangs on a module or tensor without following it: ``copy.deepcopy`` and ``pickle`` put None in its place."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+def apply_flattened_call(bucket: Sequence[Tensor], call: Callable[..., object], extra_args: Sequence[Any] | None = None) -> None:
+    """Call ``call(flat, *extra_args)`` on the tensors put together, then copy the result back into them.
+
+    Args:
+        bucket: tensors of one dtype and device.
+        call: works in place on a flat tensor.
+        extra_args: further arguments of ``call``.
+
+    >>> a, b = torch.ones(2), torch.ones(3)
+    >>> apply_flattened_call([a, b], lambda flat: flat.mul_(2)); b
+    tensor([2., 2., 2.])
+    """
+    flat = flatten(bucket)
+    call(flat, *(extra_args or ()))
+    for tensor, result in zip(bucket, unflatten(flat, bucket), strict=True):
+        tensor.detach().copy_(result)
+
+
+def apply_flattened_call_all(tensors: Sequence[Tensor], call: Callable[[Tensor], object]) -> None:
+    """As `apply_flattened_call` on tensors of any dtypes and devices, one call for each kind."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for bucket in kinds.values():
+        apply_flattened_call(bucket, call)
+
+
+def check_contiguous(tensors: Sequence[Tensor]) -> bool:
+    """Return whether ``tensors`` lie row-major, adjacent and in order in one storage (S2.3); empty ones fit anywhere.
+
+    >>> flat = torch.zeros(6); check_contiguous([flat[:2], flat[2:]])
+    True
+    """
+    filled = [t for t in tensors if t.numel()]
+    if not all(t.is_contiguous() for t in filled):
+        return False
+    return all(
+        before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
+        and before.data_ptr() + before.numel() * before.element_size() == after.data_ptr()
+        for before, after in zip(filled, filled[1:], strict=False)
+    )
+
+
+def get_flattened_tensor(tensors: Sequence[Tensor]) -> Tensor:
+    """Return a new flat tensor with the elements of ``tensors``, which share dtype and device, in order."""
+    if not tensors:
+        raise ValueError("tensors=[] must hold at least one tensor")
+    return torch.cat([t.detach().reshape(-1) for t in tensors])
+
+
+def overlapping(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
+    """Return the places of two non-empty tensors that share memory, None if there are none."""
+    spans = sorted((*_span(t), place) for place, t in enumerate(tensors) if t.numel())
+    for (_, end, first), (start, _, second) in zip(spans, spans[1:], strict=False):
+        if start < end:
+            return min(first, second), max(first, second)
+    return None
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return the address of the first byte of ``tensor`` and that after its last."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
