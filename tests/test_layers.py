@@ -49,7 +49,7 @@ HOUSE = (
     Floor(3, ("comm_ops", "comm_ops.*"), layers(range(2), 3)),
     Floor(4, ("tensor", "bucket", "utils"), layers(range(5))),
     Floor(5, ("scheduling", "scheduling.*"), layers(0, 4, 5)),
-    Floor(6, ("communication",), layers(range(3), 6)),
+    Floor(6, ("communication", "process_group"), layers(range(3), 6)),
     Floor(7, ("algorithms", "algorithms.*"), layers(range(2), range(3, 8))),
     Floor(8, ("data_parallel", "data_parallel.*", "distributed"), layers(range(9))),
     Floor(9, ("contrib", "contrib.*"), layers(range(10))),

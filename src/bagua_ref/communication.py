@@ -1,0 +1,255 @@
+"""The collectives of `bagua.torch_api.communication` as functions (S3.9); the process groups are in `process_group`.
+
+``comm=None`` is the default group's global communicator. A rank outside ``comm`` returns at once, with nothing changed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bagua_ref.communicators.base import Communicator, NonMember
+from bagua_ref.process_group import (
+    BaguaProcessGroup,
+    BaguaProcessGroupPatch,
+    MaybeCommunicator,
+    _get_default_group,
+    _rank_not_in_comm,
+    _rank_not_in_group,  # noqa: F401  of the original's module, too
+    destroy_process_group,
+    from_torch_group,
+    get_communicator,
+    init_process_group,
+    is_initialized,
+    new_group,
+)
+from bagua_ref.types import ReduceOp
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+
+__all__ = [
+    "BaguaProcessGroup",
+    "BaguaProcessGroupPatch",
+    "ReduceOp",
+    "allgather",
+    "allgather_inplace",
+    "allreduce",
+    "allreduce_coalesced_inplace",
+    "allreduce_inplace",
+    "alltoall",
+    "alltoall_inplace",
+    "alltoall_v",
+    "alltoall_v_inplace",
+    "barrier",
+    "broadcast",
+    "broadcast_coalesced",
+    "broadcast_object",
+    "destroy_process_group",
+    "from_torch_group",
+    "gather",
+    "gather_inplace",
+    "get_communicator",
+    "init_process_group",
+    "is_initialized",
+    "new_group",
+    "recv",
+    "reduce",
+    "reduce_inplace",
+    "reduce_scatter",
+    "reduce_scatter_inplace",
+    "scatter",
+    "scatter_inplace",
+    "send",
+]
+
+_COALESCED_BYTES = 32 * 1024**2  # as much is copied together before it is sent: few messages, little memory
+
+
+def _on(comm: MaybeCommunicator | None) -> Any:
+    if comm is None:
+        return _get_default_group().get_global_communicator()
+    if not isinstance(comm, (Communicator, NonMember)):
+        raise TypeError(f"comm={comm!r} must be a communicator, such as group.get_global_communicator()")
+    return comm
+
+
+@torch.no_grad()
+def send(tensor: Tensor, dst: int, comm: MaybeCommunicator | None = None) -> None:
+    """Send ``tensor`` to rank ``dst``, which calls `recv` (S3.9)."""
+    _on(comm).send(tensor, dst)
+
+
+@torch.no_grad()
+def recv(tensor: Tensor, src: int, comm: MaybeCommunicator | None = None) -> None:
+    """Fill ``tensor`` with what rank ``src`` sends (S3.9)."""
+    _on(comm).recv(tensor, src)
+
+
+@torch.no_grad()
+def broadcast(tensor: Tensor, src: int = 0, comm: MaybeCommunicator | None = None) -> None:
+    """Give every rank ``src``'s values of ``tensor`` (S3.9)."""
+    _on(comm).broadcast(tensor, src)
+
+
+@torch.no_grad()
+def broadcast_coalesced(tensors: Sequence[Tensor], src: int = 0, comm: MaybeCommunicator | None = None) -> None:
+    """As `broadcast` for each tensor, in fewer messages; any mix of shapes, strides, dtypes and devices (S3.9)."""
+    communicator = _on(comm)
+    for flat, members in _coalesced(tensors):
+        communicator.broadcast(flat, src)
+        _scatter_flat(flat, members)
+
+
+def broadcast_object(obj: Any, src: int = 0, comm: MaybeCommunicator | None = None) -> Any:
+    """Return ``src``'s ``obj`` on every rank, by pickle: only among ranks that trust each other (S3.9)."""
+    return _on(comm).broadcast_object(obj, src)
+
+
+@torch.no_grad()
+def reduce(
+    send_tensor: Tensor, recv_tensor: Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, comm: MaybeCommunicator | None = None
+) -> None:
+    """Combine ``send_tensor`` over ranks into ``dst``'s ``recv_tensor`` (S3.9)."""
+    _on(comm).reduce(send_tensor, recv_tensor, dst, op)
+
+
+@torch.no_grad()
+def reduce_inplace(tensor: Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, comm: MaybeCommunicator | None = None) -> None:
+    """Combine ``tensor`` over ranks into ``dst``'s; elsewhere it stays (S3.9)."""
+    _on(comm).reduce_inplace(tensor, dst, op)
+
+
+@torch.no_grad()
+def allreduce(send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp = ReduceOp.SUM, comm: MaybeCommunicator | None = None) -> None:
+    """Combine ``send_tensor`` over ranks into every ``recv_tensor`` (S3.9)."""
+    _on(comm).allreduce(send_tensor, recv_tensor, op)
+
+
+@torch.no_grad()
+def allreduce_inplace(tensor: Tensor, op: ReduceOp = ReduceOp.SUM, comm: MaybeCommunicator | None = None) -> None:
+    """Combine ``tensor`` over ranks, in place on every rank (S3.9)."""
+    _on(comm).allreduce_inplace(tensor, op)
+
+
+@torch.no_grad()
+def allreduce_coalesced_inplace(
+    tensors: Sequence[Tensor], op: ReduceOp = ReduceOp.SUM, comm: MaybeCommunicator | None = None
+) -> None:
+    """As `allreduce_inplace` for each tensor, in fewer messages; any mix of shapes, strides, dtypes and devices (S3.9)."""
+    communicator = _on(comm)
+    if _rank_not_in_comm(communicator):
+        return
+    for tensor in tensors:  # all of them before the first is sent
+        communicator._check_reduction(op, tensor.new_empty(0), tensor.new_empty(0), 1, 1)
+    for flat, members in _coalesced(tensors):
+        communicator.allreduce_inplace(flat, op)
+        _scatter_flat(flat, members)
+
+
+@torch.no_grad()
+def allgather(send_tensor: Tensor, recv_tensor: Tensor, comm: MaybeCommunicator | None = None) -> None:
+    """Collect every ``send_tensor`` in rank order in every ``recv_tensor``, n times as large (S3.9)."""
+    _on(comm).allgather(send_tensor, recv_tensor)
+
+
+@torch.no_grad()
+def allgather_inplace(tensor: Tensor, comm: MaybeCommunicator | None = None) -> None:
+    """As `allgather`; this rank sends its own of the n chunks (S3.9)."""
+    _on(comm).allgather_inplace(tensor)
+
+
+@torch.no_grad()
+def gather(send_tensor: Tensor, recv_tensor: Tensor, dst: int, comm: MaybeCommunicator | None = None) -> None:
+    """Collect every ``send_tensor`` in rank order in ``dst``'s ``recv_tensor``, n times as large (S3.9)."""
+    _on(comm).gather(send_tensor, recv_tensor, dst)
+
+
+@torch.no_grad()
+def gather_inplace(tensor: Tensor, count: int, dst: int, comm: MaybeCommunicator | None = None) -> None:
+    """As `gather`; n * count elements on ``dst``, its own in place, count elsewhere (S3.9)."""
+    _on(comm).gather_inplace(tensor, count, dst)
+
+
+@torch.no_grad()
+def scatter(send_tensor: Tensor, recv_tensor: Tensor, src: int, comm: MaybeCommunicator | None = None) -> None:
+    """Give each rank its chunk of ``src``'s ``send_tensor``, n times as large as ``recv_tensor`` (S3.9)."""
+    _on(comm).scatter(send_tensor, recv_tensor, src)
+
+
+@torch.no_grad()
+def scatter_inplace(tensor: Tensor, count: int, src: int, comm: MaybeCommunicator | None = None) -> None:
+    """As `scatter`; n * count elements on ``src``, which keeps them, count elsewhere (S3.9)."""
+    _on(comm).scatter_inplace(tensor, count, src)
+
+
+@torch.no_grad()
+def reduce_scatter(
+    send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp = ReduceOp.SUM, comm: MaybeCommunicator | None = None
+) -> None:
+    """Combine ``send_tensor``, n times as large as ``recv_tensor``, over ranks; rank r receives chunk r (S3.9)."""
+    _on(comm).reduce_scatter(send_tensor, recv_tensor, op)
+
+
+@torch.no_grad()
+def reduce_scatter_inplace(tensor: Tensor, op: ReduceOp = ReduceOp.SUM, comm: MaybeCommunicator | None = None) -> None:
+    """As `reduce_scatter` into this rank's own chunk; the others stay (S3.9)."""
+    _on(comm).reduce_scatter_inplace(tensor, op)
+
+
+@torch.no_grad()
+def alltoall(send_tensor: Tensor, recv_tensor: Tensor, comm: MaybeCommunicator | None = None) -> None:
+    """Send chunk d of n to rank d; chunk s of ``recv_tensor`` comes from rank s (S3.9)."""
+    _on(comm).alltoall(send_tensor, recv_tensor)
+
+
+@torch.no_grad()
+def alltoall_inplace(tensor: Tensor, comm: MaybeCommunicator | None = None) -> None:
+    """As `alltoall` on one tensor (S3.9)."""
+    _on(comm).alltoall_inplace(tensor)
+
+
+@torch.no_grad()
+def alltoall_v(
+    send_tensor: Tensor,
+    send_counts: Sequence[int],
+    send_displs: Sequence[int],
+    recv_tensor: Tensor,
+    recv_counts: Sequence[int],
+    recv_displs: Sequence[int],
+    comm: MaybeCommunicator | None = None,
+) -> None:
+    """As MPI_Alltoallv: per peer a count and a displacement in elements, for sending and for receiving (S3.9)."""
+    _on(comm).alltoall_v(send_tensor, send_counts, send_displs, recv_tensor, recv_counts, recv_displs)
+
+
+@torch.no_grad()
+def alltoall_v_inplace(tensor: Tensor, counts: Sequence[int], displs: Sequence[int], comm: MaybeCommunicator | None = None) -> None:
+    """As `alltoall_v` on one tensor, counts and displacements the same in both directions (S3.9)."""
+    _on(comm).alltoall_v_inplace(tensor, counts, displs)
+
+
+def barrier(comm: MaybeCommunicator | None = None) -> None:
+    """Return once every rank has called it (S3.9)."""
+    _on(comm).barrier()
+
+
+def _coalesced(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    """Yield flat copies of tensors of one dtype and device, and the tensors in them; the same cuts on every rank."""
+    by_kind: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
+    for tensor in tensors:
+        batches = by_kind.setdefault((tensor.dtype, tensor.device), [[]])
+        if batches[-1] and sum(t.nbytes for t in batches[-1]) + tensor.nbytes > _COALESCED_BYTES:
+            batches.append([])
+        batches[-1].append(tensor)
+    for batches in by_kind.values():
+        for batch in batches:
+            yield torch.cat([tensor.reshape(-1) for tensor in batch]), batch
+
+
+def _scatter_flat(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(values.view(tensor.shape))

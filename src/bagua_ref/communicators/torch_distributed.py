@@ -1,0 +1,407 @@
+"""Ranks as processes, connected by torch.distributed: gloo for CPU tensors, NCCL for CUDA tensors (S3.9).
+
+Each communicator owns process groups that it builds from the job's store, so that no two threads ever share one by accident
+and torch's own group bookkeeping is not needed. How processes find each other is `bagua_ref.communication`'s business.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import socket
+import threading
+import time
+import weakref
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from bagua_ref.communicators.base import Communicator
+from bagua_ref.communicators.collectives import combine
+from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
+from bagua_ref.types import ReduceOp
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["TorchDistributedCommunicator", "TorchDistributedTransport"]
+
+_TICK = timedelta(milliseconds=200)  # how soon a waiting collective notices abort() or Ctrl-C
+_EAGER_BYTES = 256 * 1024  # up to here one round of messages beats gloo's all-reduce, which takes two
+_EAGER_RANKS = 8
+
+
+class TorchDistributedTransport:
+    """The processes of one job, found through a store that all of them share.
+
+    Collective: every rank of the job makes one, with the same ``world_size``; returns when all have.
+
+    Args:
+        store: the job's torch store; several jobs in a row may use one.
+        rank: this process, of ``world_size``.
+        world_size: how many processes there are.
+        local_world_size: ranks per node, consecutive; None: GROUP_RANK or NODE_RANK tells the node, else the host's name.
+        timeout: seconds to wait for the other ranks.
+
+    Attributes:
+        node_of: the node of each global rank; nodes are numbered as they first appear.
+        owns_gpu: whether every rank has a GPU of its own.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int, local_world_size: int | None, timeout: float) -> None:
+        prefixed = _prefixed("bagua_ref", store)
+        # Ranks arrive once each per job, so the count of arrivals tells which job on this store it is.
+        job = (prefixed.add("arrivals", 1) - 1) // world_size
+        self._store = _prefixed(str(job), prefixed)
+        self.rank = rank
+        self._communicators: weakref.WeakSet[TorchDistributedCommunicator] = weakref.WeakSet()
+        node = os.environ.get("GROUP_RANK", os.environ.get("NODE_RANK", socket.gethostname()))
+        if local_world_size is not None:
+            node = str(rank // local_world_size)
+        gpus, visible = torch.cuda.device_count() if dist.is_nccl_available() else 0, os.environ.get("CUDA_VISIBLE_DEVICES")
+        self._store.set(f"rank{rank}", json.dumps([node, gpus, visible]))
+        keys = [f"rank{r}" for r in range(world_size)]
+        try:
+            self._store.wait(keys, timedelta(seconds=timeout))
+        except RuntimeError as error:
+            raise CommunicationTimeoutError(
+                f"rank {rank} waited {timeout:g} s for all {world_size} ranks to call init_process_group(): {_reason(error)}"
+            ) from None
+        found = [json.loads(self._store.get(key)) for key in keys]
+        names = list(dict.fromkeys(name for name, _, _ in found))
+        self.node_of = tuple(names.index(name) for name, _, _ in found)
+        self.owns_gpu = all(
+            gpus >= len(peers) or (gpus > 0 and len({v for _, _, v in peers}) == len(peers))
+            for (name, gpus, _) in found
+            for peers in [[other for other in found if other[0] == name]]
+        )
+        self.uses_nccl = False
+        """Whether CUDA tensors go through NCCL; if not, through the host's memory and gloo."""
+
+    def connect(self, name: str, ranks: Sequence[int], timeout: float) -> TorchDistributedCommunicator:
+        """Return this rank's communicator for the global ``ranks``; blocks until all of them have called.
+
+        Raises:
+            CommunicationTimeoutError: one of them has not within ``timeout`` seconds.
+        """
+        # A store's connection serves one request at a time: threads that wait for different groups would hold each other up.
+        clone = getattr(self._store, "clone", None)
+        store = _prefixed(name, clone() if clone else self._store)
+        communicator = TorchDistributedCommunicator(store, name, ranks, self.rank, timeout, self.uses_nccl)
+        self._communicators.add(communicator)
+        return communicator
+
+    def close(self) -> None:
+        """Abort every communicator."""
+        for communicator in list(self._communicators):
+            communicator.abort()
+
+
+class TorchDistributedCommunicator(Communicator):
+    """A `Communicator` over gloo and, from the first CUDA tensor on, NCCL.
+
+    Whatever moves without arithmetic moves as bytes, so any dtype does. 16-bit floats are added up in float32 and rounded once,
+    where gloo would round, and overflow, at every rank. A rank that dies or does not come within the timeout makes the others
+    raise; the communicator is of no use after that.
+
+    Args:
+        store: where the members find each other, theirs alone.
+        name: the group's name, for messages.
+        ranks: the members as global ranks, in group order.
+        global_rank: which of them this process is.
+        timeout: seconds without progress after which a collective raises.
+        uses_nccl: whether CUDA tensors go through NCCL.
+    """
+
+    def __init__(self, store: Store, name: str, ranks: Sequence[int], global_rank: int, timeout: float, uses_nccl: bool) -> None:
+        super().__init__(list(ranks).index(global_rank), len(ranks), name)
+        self.ranks = tuple(ranks)
+        self._store, self._timeout, self._uses_nccl = store, timedelta(seconds=timeout), uses_nccl
+        self._turn = threading.Lock()
+        self._closed = ""
+        self._sent_to, self._received_from = [0] * self._nranks, [0] * self._nranks
+        self._gloo: Any = None
+        self._nccl: Any = None
+        try:
+            self._gloo = dist.ProcessGroupGloo(_prefixed("gloo", store), self._rank, self._nranks, timeout=self._timeout)
+        except RuntimeError as error:
+            raise self._failure("connect", error) from None
+        # Nobody may leave, and take the store along, before all are connected.
+        self.barrier()
+
+    def abort(self) -> None:
+        """Give the connection up; operations under way and later ones raise CommunicationError."""
+        self._closed = self._closed or "it was aborted or its process group destroyed"
+        # A collective under way notices within a tick, and drops its groups itself.
+        if self._turn.acquire(timeout=5 * _TICK.total_seconds()):
+            self._drop()
+            self._turn.release()
+
+    def barrier(self) -> None:
+        """Return once every rank has called it."""
+        self._run("barrier", None, lambda group: [group.barrier()])
+
+    # Movement.
+
+    def _send(self, tensor: Tensor, dst: int) -> None:
+        self._exchange([(tensor, dst)], [], "send")
+
+    def _recv(self, tensor: Tensor, src: int) -> None:
+        self._exchange([], [(tensor, src)], "recv")
+
+    def _exchange(
+        self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]], collective: str = "exchange"
+    ) -> None:
+        sends = [(self._reachable(tensor), peer) for tensor, peer in sends if tensor.numel()]
+        recvs = [(tensor, peer) for tensor, peer in recvs if tensor.numel()]
+        landings = [(self._reachable(tensor), peer) for tensor, peer in recvs]
+        if not sends and not recvs:
+            return
+        if self._over_nccl((sends or landings)[0][0]):
+            self._run(collective, (sends or landings)[0][0], lambda group: self._start_on_nccl(group, sends, landings))
+        else:
+            self._run(collective, None, lambda group: self._start_on_gloo(group, sends, landings), ticking=False)
+        for (tensor, _), (landing, _) in zip(recvs, landings, strict=True):
+            _bring_back(tensor, landing)
+
+    def _start_on_gloo(self, group: Any, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]) -> list[Any]:
+        # The k-th tensor to a peer carries tag k, so that order is kept whatever thread of gloo's takes it up.
+        works = []
+        for tensor, peer in recvs:
+            works.append(group.recv([_bytes(tensor)], peer, self._received_from[peer] % 2**30))
+            self._received_from[peer] += 1
+        for tensor, peer in sends:
+            works.append(group.send([_bytes(tensor)], peer, self._sent_to[peer] % 2**30))
+            self._sent_to[peer] += 1
+        return works
+
+    def _start_on_nccl(self, group: Any, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]) -> list[Any]:
+        group._start_coalescing()
+        for tensor, peer in recvs:
+            group.recv([_bytes(tensor)], peer, 0)
+        for tensor, peer in sends:
+            group.send([_bytes(tensor)], peer, 0)
+        return [group._end_coalescing()]
+
+    def _broadcast(self, tensor: Tensor, src: int) -> None:
+        if tensor.numel():
+            here = self._reachable(tensor)
+            self._run("broadcast", here, lambda group: [group.broadcast(_bytes(here), src)])
+            _bring_back(tensor, here)
+
+    def _gather(self, send_tensor: Tensor, recv_tensor: Tensor, dst: int) -> None:
+        if self._rank != dst:
+            self._exchange([(send_tensor, dst)], [], "gather")
+            return
+        chunks = self._chunks(recv_tensor)
+        self._exchange([], [(chunk, peer) for peer, chunk in enumerate(chunks) if peer != dst], "gather")
+        chunks[dst].copy_(_bytes(send_tensor))
+
+    def _scatter(self, send_tensor: Tensor, recv_tensor: Tensor, src: int) -> None:
+        if self._rank != src:
+            self._exchange([], [(recv_tensor, src)], "scatter")
+            return
+        chunks = self._chunks(send_tensor)
+        self._exchange([(chunk, peer) for peer, chunk in enumerate(chunks) if peer != src], [], "scatter")
+        _bytes(recv_tensor).copy_(chunks[src])
+
+    def _allgather(self, send_tensor: Tensor, recv_tensor: Tensor) -> None:
+        if self._over_nccl(send_tensor):
+            self._run("allgather", send_tensor, lambda group: [group._allgather_base(_bytes(recv_tensor), _bytes(send_tensor))])
+            return
+        # Straight into place; gloo's own all-gather goes through a buffer and takes twice the time.
+        chunks = self._chunks(recv_tensor)
+        chunks[self._rank].copy_(_bytes(send_tensor))
+        peers = [peer for peer in range(self._nranks) if peer != self._rank]
+        self._exchange([(send_tensor, peer) for peer in peers], [(chunks[peer], peer) for peer in peers], "allgather")
+
+    def _alltoall(self, send_tensor: Tensor, recv_tensor: Tensor) -> None:
+        if send_tensor.numel():
+            send, recv = self._reachable(send_tensor), self._reachable(recv_tensor)
+            self._run("alltoall", send, lambda group: [group.alltoall_base(_bytes(recv), _bytes(send), [], [])])
+            _bring_back(recv_tensor, recv)
+
+    # Reduction. NCCL knows every operator; gloo needs help with AVG and 16-bit floats.
+
+    def _reduce_inplace(self, tensor: Tensor, dst: int, op: ReduceOp) -> None:
+        if not tensor.numel():
+            return
+        if tensor.element_size() == 2 and not self._over_nccl(tensor):
+            inputs = tensor.new_empty(self._nranks * tensor.numel() if self._rank == dst else 0)
+            self._gather(tensor, inputs, dst)
+            if self._rank == dst:
+                tensor.view(-1).copy_(combine(inputs.chunk(self._nranks), op))
+            return
+        here = self._reachable(tensor)
+        native = self._native(op, here)
+        self._run("reduce", here, lambda group: [group.reduce(here, dst, native)])
+        if op is ReduceOp.AVG and self._rank == dst:
+            self._finish_average(here)
+        _bring_back(tensor, here)
+
+    def _allreduce_inplace(self, tensor: Tensor, op: ReduceOp) -> None:
+        if not tensor.numel():
+            return
+        if not self._over_nccl(tensor):
+            if self._nranks <= _EAGER_RANKS and tensor.numel() * tensor.element_size() * self._nranks <= _EAGER_BYTES:
+                inputs = tensor.new_empty(self._nranks * tensor.numel())
+                self._allgather(tensor, inputs)
+                tensor.view(-1).copy_(combine(inputs.chunk(self._nranks), op))
+                return
+            if tensor.element_size() == 2:
+                self._allreduce_by_chunks(tensor.view(-1), op)
+                return
+        here = self._reachable(tensor)
+        native = self._native(op, here)
+        self._run("allreduce", here, lambda group: [group.allreduce([here], native)])
+        if op is ReduceOp.AVG:
+            self._finish_average(here)
+        _bring_back(tensor, here)
+
+    def _allreduce_by_chunks(self, flat: Tensor, op: ReduceOp) -> None:
+        """Each rank reduces one chunk and gives it to all: what an all-reduce sends, but the arithmetic is ours."""
+        missing = -flat.numel() % self._nranks
+        padded = torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
+        own = padded.new_empty(padded.numel() // self._nranks)
+        self._reduce_scatter(padded, own, op)
+        self._allgather(own, padded)
+        if missing:
+            flat.copy_(padded[: flat.numel()])
+
+    def _reduce_scatter(self, send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp) -> None:
+        if not send_tensor.numel():
+            return
+        if self._over_nccl(send_tensor):
+            options = dist.ReduceScatterOptions()
+            options.reduceOp = self._native(op, send_tensor)
+            self._run("reduce_scatter", send_tensor, lambda group: [group._reduce_scatter_base(recv_tensor, send_tensor, options)])
+            return
+        # gloo's own takes five times as long.
+        inputs = torch.empty_like(send_tensor)
+        self._alltoall(send_tensor, inputs)
+        recv_tensor.view(-1).copy_(combine(inputs.view(-1).chunk(self._nranks), op))
+
+    def _native(self, op: ReduceOp, tensor: Tensor) -> Any:
+        averages = op is ReduceOp.AVG and not self._over_nccl(tensor)
+        return getattr(dist.ReduceOp, "SUM" if averages else op.name)
+
+    def _finish_average(self, tensor: Tensor) -> None:
+        if not self._over_nccl(tensor):
+            tensor.div_(torch.tensor(self._nranks, dtype=tensor.dtype))
+
+    # Running.
+
+    def _over_nccl(self, tensor: Tensor) -> bool:
+        return tensor.is_cuda and self._uses_nccl
+
+    def _reachable(self, tensor: Tensor) -> Tensor:
+        """Return ``tensor``, or a copy in the host's memory if it must go through gloo and is elsewhere."""
+        return tensor if tensor.device.type == "cpu" or self._over_nccl(tensor) else tensor.cpu()
+
+    def _chunks(self, tensor: Tensor) -> list[Tensor]:
+        flat = _bytes(tensor)
+        count = flat.numel() // self._nranks
+        return [flat[i * count : (i + 1) * count] for i in range(self._nranks)]
+
+    def _run(self, collective: str, tensor: Tensor | None, start: Callable[[Any], list[Any]], ticking: bool = True) -> None:
+        """Start ``collective`` on the process group for ``tensor`` and wait for it."""
+        if not self._turn.acquire(blocking=False):
+            raise CommunicationError(
+                f"{collective} on {self!r}: another thread is inside a collective of this communicator, and two at once would mix "
+                "up their data; give each thread a group of its own (new_group)"
+            )
+        group = works = work = None
+        try:
+            if self._closed:
+                raise CommunicationError(f"{collective} on {self!r}: {self._closed}")
+            over_nccl = tensor is not None and self._over_nccl(tensor)
+            group = self._nccl_group() if over_nccl else self._gloo
+            works = start(group)
+            for work in works:
+                if over_nccl:
+                    self._wait_for_nccl(work)
+                elif ticking:
+                    self._wait_for_gloo(work, group)
+                else:
+                    work.wait()
+        except CommunicationError:
+            self._drop()
+            raise
+        except RuntimeError as error:
+            # Nothing may keep the connections alive: that they close is what tells the other ranks.
+            del group, works, work
+            error.__traceback__ = None
+            raise self._failure(collective, error) from None
+        finally:
+            self._turn.release()
+
+    def _wait_for_gloo(self, work: Any, group: Any) -> None:
+        while True:
+            try:
+                work.wait(_TICK)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()  # raises what went wrong, if anything did
+                    return
+                if self._closed:
+                    # Destroying a group joins its threads, one of which is still waiting for a peer: leave it to the process's end.
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+                    raise CommunicationError(f"a collective on {self!r} was given up: {self._closed}") from None
+
+    def _wait_for_nccl(self, work: Any) -> None:
+        work.wait()  # orders the current stream only
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        while not work.is_completed():
+            if self._closed or time.monotonic() > deadline:
+                raise RuntimeError(self._closed or f"timed out after {self._timeout.total_seconds():g} s")
+            time.sleep(2e-5)
+
+    def _nccl_group(self) -> Any:
+        if self._nccl is None:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = self._timeout
+            self._nccl = dist.ProcessGroupNCCL(_prefixed("nccl", self._store), self._rank, self._nranks, options)
+        return self._nccl
+
+    def _failure(self, collective: str, error: RuntimeError) -> CommunicationError:
+        """Close this communicator for good, which tells the other ranks, and return what to raise."""
+        self._closed = self._closed or f"it failed before, in {collective}"
+        self._drop()
+        reason = _reason(error)
+        kind = CommunicationTimeoutError if re.search(r"time(d )?out", reason, re.IGNORECASE) else CommunicationError
+        return kind(
+            f"{collective} on {self!r} of global ranks {list(self.ranks)} failed: {reason}. A rank has died, left, or not come "
+            f"within {self._timeout.total_seconds():g} s."
+        )
+
+    def _drop(self) -> None:
+        nccl, self._nccl, self._gloo = self._nccl, None, None
+        if nccl is not None:
+            nccl.abort()
+
+
+def _prefixed(name: str, store: Store) -> Store:
+    return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def _bring_back(tensor: Tensor, here: Tensor) -> None:
+    if here is not tensor:
+        tensor.copy_(here)
+
+
+def _reason(error: RuntimeError) -> str:
+    """The first sentence of torch's message, without the place in torch's sources."""
+    text = re.sub(r"^\[[^\]]*\.(cc|cpp):\d+\]\s*", "", str(error))
+    return text.split(". This is typically", 1)[0].splitlines()[0].rstrip(".") if text else type(error).__name__

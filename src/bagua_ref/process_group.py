@@ -1,0 +1,367 @@
+"""Process groups: which ranks communicate, how they find each other, and how they part (S1)."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import weakref
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, cast
+
+import torch.distributed as dist
+
+from bagua_ref.communicators.base import Communicator, NonMember
+from bagua_ref.communicators.topology import Topology
+from bagua_ref.communicators.torch_distributed import TorchDistributedTransport
+from bagua_ref.errors import NotInitializedError
+from bagua_ref.runtime import Identity, current_world
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from bagua_ref.runtime import RealWorld, World
+    from bagua_ref.types import Transport
+
+__all__ = [
+    "BaguaProcessGroup",
+    "BaguaProcessGroupPatch",
+    "MaybeCommunicator",
+    "destroy_process_group",
+    "from_torch_group",
+    "get_communicator",
+    "init_process_group",
+    "is_initialized",
+    "new_group",
+]
+MaybeCommunicator = Communicator | NonMember
+
+
+@dataclass
+class _Job:
+    """What the process groups of one ``init_process_group()`` share; they outlive neither it nor its world."""
+
+    world: World
+    transport: Transport
+    timeout: float
+    owns_transport: bool = False
+    owns_torch_group: bool = False
+    taken: set[str] = field(default_factory=set)
+    groups: weakref.WeakValueDictionary[str, BaguaProcessGroup] = field(default_factory=weakref.WeakValueDictionary)
+    counters: dict[str, Iterator[int]] = field(default_factory=dict)
+
+    def next_name(self, stem: str) -> str:
+        """Return ``stem`` with the next number: the same on all ranks, as all make their groups in the same order."""
+        return f"{stem}{next(self.counters.setdefault(stem, itertools.count()))}"
+
+
+class BaguaProcessGroup:
+    """Some ranks that communicate, all together, on one node, or leaders only (S1).
+
+    Making a group costs nothing; its ranks connect when they first ask for a communicator, which all of them must do in the
+    same order. One thread at a time uses a group.
+
+    Args:
+        ranks: global ranks, all different.
+        stream: the CUDA stream to communicate on; not used.
+        group_name: no other group has it, and all ranks give it alike.
+
+    Attributes:
+        ranks: the global ranks, in group order.
+        group_name: see above.
+        is_background: whether `for_background` made it.
+
+    Raises:
+        ValueError: ranks are empty, repeated or out of range, or the name is taken.
+        NotInitializedError: ``init_process_group()`` has not been called.
+    """
+
+    def __init__(
+        self, ranks: Sequence[int], stream: Any, group_name: str, *, is_background: bool = False, job: _Job | None = None
+    ) -> None:
+        if job is None:
+            job = _get_default_group()._job
+        size = len(job.transport.node_of)
+        if not ranks or len(set(ranks)) != len(ranks) or not all(isinstance(r, int) and 0 <= r < size for r in ranks):
+            raise ValueError(f"ranks={list(ranks)} must be one or more different ranks between 0 and {size - 1}")
+        if group_name in job.taken:
+            raise ValueError(f"group_name={group_name!r} is taken; give each group a name of its own")
+        self.ranks, self.stream, self.group_name, self.is_background = tuple(ranks), stream, group_name, is_background
+        self._job: _Job = job
+        self._closed = False
+        self._rank = job.world.identity.rank
+        self._communicators: dict[str, MaybeCommunicator] = {}
+        job.taken.add(group_name)
+        job.groups[group_name] = self
+
+    def __repr__(self) -> str:
+        return f"BaguaProcessGroup({self.group_name!r}, ranks {list(self.ranks)}{', closed' if self._closed else ''})"
+
+    def __contains__(self, rank: object) -> bool:
+        return rank in self.ranks
+
+    def get_global_communicator(self) -> Any:
+        """Return the communicator of all ranks of the group (S1), or a `NonMember` on any other rank."""
+        return self._connect("global", self.ranks)
+
+    def get_inter_node_communicator(self) -> Any:
+        """Return the communicator of the leaders, one per node (S1), or a `NonMember` on any other rank."""
+        return self._connect("inter", self._topology.leaders)
+
+    def get_intra_node_communicator(self) -> Any:
+        """Return the communicator of the group's ranks on this node (S1), or a `NonMember` on a rank outside the group."""
+        node = self._topology.node_of[self._rank]
+        return self._connect("intra", self._topology.node(self._rank), f"intra{node}")
+
+    def for_background(self) -> BaguaProcessGroup:
+        """Return a new group of the same ranks that no caller's thread uses; all of them call this in the same order."""
+        if self.is_background:
+            return self
+        name = self._job.next_name(f"{self.group_name}/background")
+        return BaguaProcessGroup(self.ranks, self.stream, name, is_background=True, job=self._job)
+
+    def close(self) -> None:
+        """Give up all connections; later use raises."""
+        self._closed = True
+        for communicator in self._communicators.values():
+            communicator.abort()
+        self._communicators.clear()
+
+    @property
+    def _topology(self) -> Topology:
+        return Topology(self.ranks, self._job.transport.node_of)
+
+    def _connect(self, kind: str, ranks: tuple[int, ...], name: str = "") -> MaybeCommunicator:
+        if self._closed:
+            raise NotInitializedError(f"{self!r} was closed; call init_process_group() and make a new group")
+        if kind not in self._communicators:
+            name = f"{self.group_name}/{name or kind}"
+            self._communicators[kind] = (
+                self._job.transport.connect(name, ranks, self._job.timeout) if self._rank in ranks else NonMember(len(ranks), name)
+            )
+        return self._communicators[kind]
+
+
+def init_process_group(
+    store: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+    local_world_size: int = -1,
+    *,
+    backend: str | None = None,
+    timeout: float = 300.0,
+) -> None:
+    """Find the other ranks and make the default group of all of them (S1). Every rank calls it.
+
+    Uses torch's default process group if there is one. Else makes it from ``store``, ``rank`` and ``world_size``, or from the
+    environment as ``torchrun`` sets it; with nothing set this is a world of one.
+
+    Args:
+        store: a torch.distributed store that all ranks share; needs ``rank`` and ``world_size``.
+        rank: this process; -1: as the environment says.
+        world_size: how many there are; -1: as the environment says.
+        local_world_size: ranks per node, consecutive; -1: GROUP_RANK or NODE_RANK tells the node, else the host name.
+        backend: of torch's group and of CUDA tensors, "gloo" or "nccl"; None: nccl if every rank has its own GPU, else gloo.
+        timeout: seconds without progress after which connecting or a collective raises.
+
+    Raises:
+        RuntimeError: it was called before; `destroy_process_group` undoes that.
+        ValueError: an argument is out of range, or disagrees with torch's default group.
+        CommunicationTimeoutError: the other ranks did not come in time.
+
+    >>> init_process_group(); get_communicator("default", "global").nranks()
+    1
+    >>> destroy_process_group()
+    """
+    world = current_world()
+    if world.default_group is not None:
+        raise RuntimeError("init_process_group() was called already; call destroy_process_group() first")
+    if backend not in (None, "gloo", "nccl"):
+        raise ValueError(f"backend={backend!r} must be 'gloo', 'nccl' or None (nccl if every rank has its own GPU)")
+    if local_world_size != -1 and local_world_size < 1:
+        raise ValueError(f"local_world_size={local_world_size} must be 1 or more, or -1 (ask the launcher)")
+    if not timeout > 0:
+        raise ValueError(f"timeout={timeout} must be more than 0 seconds")
+    if world.transport is not None:
+        job = _Job(world, world.transport, timeout)
+    else:
+        job = _join(cast("RealWorld", world), store, rank, world_size, local_world_size, backend, timeout)
+    world.default_group = BaguaProcessGroup(range(len(job.transport.node_of)), None, "default", job=job)
+
+
+def _join(
+    world: RealWorld, store: Any, rank: int, world_size: int, local_world_size: int, backend: str | None, timeout: float
+) -> _Job:
+    owns_torch_group = not dist.is_initialized()
+    if owns_torch_group:
+        store, rank, world_size = _rendezvous(store, rank, world_size, timeout)
+    else:
+        for name, given, known in (("rank", rank, dist.get_rank()), ("world_size", world_size, dist.get_world_size())):
+            if given not in (-1, known):
+                raise ValueError(f"{name}={given} disagrees with torch.distributed, which is initialized with {known}")
+        existing = dist.get_backend()
+        if backend is not None and backend not in existing:
+            raise ValueError(f"backend={backend!r} disagrees with torch.distributed, which is initialized with {existing!r}")
+        # torch keeps each attempt of an elastic launch apart in this store.
+        store, rank, world_size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    transport = TorchDistributedTransport(store, rank, world_size, local_world_size if local_world_size > 0 else None, timeout)
+    if owns_torch_group:
+        chosen = backend or ("nccl" if transport.owns_gpu else "gloo")
+        dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size)
+    transport.uses_nccl = "nccl" in dist.get_backend()
+    node = transport.node_of[rank]
+    world.known_identity = Identity(
+        rank=rank,
+        world_size=world_size,
+        local_rank=transport.node_of[:rank].count(node),
+        local_world_size=transport.node_of.count(node),
+        node_rank=node,
+    )
+    world.transport = transport
+    # Connections that live on into the interpreter's shutdown can abort the process.
+    atexit.register(_destroy_at_exit, world, os.getpid())
+    return _Job(world, transport, timeout, owns_transport=True, owns_torch_group=owns_torch_group)
+
+
+def _rendezvous(store: Any, rank: int, world_size: int, timeout: float) -> tuple[Any, int, int]:
+    from torch.distributed.rendezvous import rendezvous
+
+    if store is not None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank={rank} and world_size={world_size} must be given with store, with 0 <= rank < world_size")
+        return store, rank, world_size
+    if rank == -1 and world_size == -1 and not {"RANK", "WORLD_SIZE"} & os.environ.keys():
+        return dist.HashStore(), 0, 1  # type: ignore[attr-defined]
+    found: tuple[Any, int, int] = next(rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout)))
+    return found
+
+
+def destroy_process_group() -> None:
+    """Close every communicator and forget the default group; does nothing if there is none.
+
+    torch's default group is destroyed only if `init_process_group` made it. Ranks need not call it together, but one that is
+    still inside a collective raises CommunicationError.
+    """
+    world = current_world()
+    if world.default_group is not None:
+        _destroy(world)
+
+
+def _destroy(world: World) -> None:
+    job = cast("BaguaProcessGroup", world.default_group)._job
+    world.default_group = None
+    for group in list(job.groups.values()):
+        group.close()
+    if not job.owns_transport:
+        return
+    job.transport.close()
+    world.transport = None
+    cast("RealWorld", world).known_identity = None
+    atexit.unregister(_destroy_at_exit)
+    if job.owns_torch_group and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _destroy_at_exit(world: World, pid: int) -> None:
+    # A forked child shares the connections, which are its parent's to close.
+    if world.default_group is not None and os.getpid() == pid:
+        _destroy(world)
+
+
+def is_initialized() -> bool:
+    """Return whether ``init_process_group()`` has been called (and not undone)."""
+    return current_world().default_group is not None
+
+
+def _get_default_group() -> BaguaProcessGroup:
+    """Return the group of all ranks.
+
+    Raises:
+        NotInitializedError: ``init_process_group()`` has not been called.
+    """
+    group = current_world().default_group
+    if group is None:
+        raise NotInitializedError("there is no process group yet; call bagua_ref.init_process_group() first")
+    return cast("BaguaProcessGroup", group)
+
+
+def new_group(ranks: Sequence[int] | None = None, stream: Any = None) -> BaguaProcessGroup:
+    """Return a group of ``ranks`` (None: all), in ascending order. Every rank of the default group calls it, members or not.
+
+    Raises:
+        ValueError: ranks are empty, repeated or out of range.
+    """
+    job = _get_default_group()._job
+    ranks = sorted(ranks) if ranks is not None else range(len(job.transport.node_of))
+    return BaguaProcessGroup(ranks, stream, job.next_name("group"))
+
+
+def from_torch_group(group: Any, stream: Any = None) -> BaguaProcessGroup:
+    """Return a new group of the same ranks as torch's ``group``; all its members call it in the same order."""
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group={group!r} must be a torch.distributed.ProcessGroup that this rank is a member of")
+    job = _get_default_group()._job
+    return BaguaProcessGroup(dist.get_process_group_ranks(group), stream, job.next_name(f"torch/{group.group_name}/"))
+
+
+def get_communicator(group_name: str, comm_name: str) -> Any:
+    """Return a communicator of the group with this name: comm_name "global", "inter" or "intra"."""
+    groups = _get_default_group()._job.groups
+    if group_name not in groups:
+        raise ValueError(f"group_name={group_name!r} must be one of {sorted(groups)}")
+    getters = {
+        "global": BaguaProcessGroup.get_global_communicator,
+        "inter": BaguaProcessGroup.get_inter_node_communicator,
+        "intra": BaguaProcessGroup.get_intra_node_communicator,
+    }
+    if comm_name not in getters:
+        raise ValueError(f"comm_name={comm_name!r} must be one of {sorted(getters)}")
+    return getters[comm_name](groups[group_name])
+
+
+def _rank_not_in_comm(comm: MaybeCommunicator | None = None) -> bool:
+    return isinstance(comm, NonMember)
+
+
+def _rank_not_in_group(group: BaguaProcessGroup | None = None) -> bool:
+    return group is not None and group._rank not in group.ranks
+
+
+# torch's groups take no attributes of ours.
+_patched: weakref.WeakKeyDictionary[Any, BaguaProcessGroup] = weakref.WeakKeyDictionary()
+
+
+class BaguaProcessGroupPatch:
+    """What importing bagua_ref puts on torch's ProcessGroup: the Bagua group of the same ranks."""
+
+    def bagua_patch(self, stream: Any = None) -> Any:
+        """Make the Bagua group of these ranks, once; all members call it in the same order. Returns the torch group."""
+        known = _patched.get(self)
+        if known is None or known._closed:
+            _patched[self] = from_torch_group(self, stream)
+        return self
+
+    @property
+    def bagua_pg(self) -> BaguaProcessGroup:
+        """The group that `bagua_patch` made."""
+        return _patched_group(self)
+
+    def bagua_get_global_communicator(self) -> Any:
+        """As `BaguaProcessGroup.get_global_communicator`."""
+        return _patched_group(self).get_global_communicator()
+
+    def bagua_get_inter_node_communicator(self) -> Any:
+        """As `BaguaProcessGroup.get_inter_node_communicator`."""
+        return _patched_group(self).get_inter_node_communicator()
+
+    def bagua_get_intra_node_communicator(self) -> Any:
+        """As `BaguaProcessGroup.get_intra_node_communicator`."""
+        return _patched_group(self).get_intra_node_communicator()
+
+
+def _patched_group(torch_group: Any) -> BaguaProcessGroup:
+    group = _patched.get(torch_group)
+    if group is None:
+        raise NotInitializedError("this torch process group has no Bagua group yet; call its bagua_patch() first")
+    return group
