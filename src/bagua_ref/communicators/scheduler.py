@@ -1,19 +1,17 @@
 """Many threads of which one runs at a time, in an order drawn from a seed, on a clock that costs no time.
 
-What ranks send each other lives in ``simulated.py``; here are only threads, waiting and time.
+What ranks send each other lives in ``simulated.py``, their locks and queues in `bagua_ref.simulation`; here are threads, waiting
+and time.
 """
 
 from __future__ import annotations
 
 import contextvars
 import math
-import queue
 import random
 import threading
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from bagua_ref.errors import SimulationError
@@ -21,7 +19,7 @@ from bagua_ref.errors import SimulationError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["Scheduler", "SimulatedEvent", "SimulatedLock", "SimulatedQueue", "SimulatedThread", "Ticket", "format_ranks"]
+__all__ = ["Scheduler", "Task", "Ticket", "format_ranks"]
 
 _POLLS = 1_000
 _WAKE_UPS = 100_000
@@ -72,12 +70,13 @@ class Scheduler:
     give one interleaving. When nobody can run, the clock advances to the earliest deadline. When that cannot help, because
     ranks wait for each other, the run ends with a SimulationError that says who waits for what.
 
-    Each rank has its own state of torch's, Python's and NumPy's global CPU random generators, as a process would.
+    Each rank has its own state of torch's CPU generator and of Python's `random`, as a process would; other globals of the
+    process, NumPy's legacy generator among them, are shared.
     """
 
     def __init__(self, seed: int) -> None:
         self.time = 0.0
-        self._random = random.Random(seed)  # noqa: S311
+        self._random = random.Random(seed)
         self._tasks: dict[Task, None] = {}
         self._threads: list[threading.Thread] = []
         self._ready: list[Task] = []
@@ -121,12 +120,12 @@ class Scheduler:
 
     # What threads do.
 
-    def spawn(self, function: Callable[[], None], name: str) -> SimulatedThread:
+    def spawn(self, function: Callable[[], None], name: str) -> Task:
         """Start a thread of the calling thread's rank."""
         task = Task(self._calling().rank, name, False, function)
         self._start(task)
         self.yield_()
-        return SimulatedThread(self, task)
+        return task
 
     def ticket(self, what: str, collective: bool = False) -> Ticket:
         """Return a ticket for the calling thread; outside of the run one with which it cannot wait."""
@@ -298,7 +297,7 @@ class Scheduler:
             self._wake_ups += 1
             if self._wake_ups > _WAKE_UPS:
                 self._fail(
-                    SimulationError(f"only background threads have run for {_WAKE_UPS} wake-ups, up to {self.time} s: {self._who_waits()}")
+                    SimulationError(f"only background threads woke up, {_WAKE_UPS} times until {self.time} s: {self._who_waits()}")
                 )
                 return
         self._advance(min(ticket.deadline for ticket in timed))
@@ -321,147 +320,15 @@ class Scheduler:
         return "; ".join(sentences)
 
 
-class SimulatedThread:
-    """A thread of a simulated rank."""
-
-    def __init__(self, scheduler: Scheduler, task: Task) -> None:
-        self._scheduler, self._task = scheduler, task
-
-    def join(self, timeout: float | None = None) -> None:
-        """Wait until it has ended."""
-        self._scheduler.yield_()
-        ticket = self._scheduler.ticket(f"for the end of {self._task!r}")
-        self._task.joining.append(ticket)
-        if not self._task.done:
-            self._scheduler.wait(ticket, timeout)
-
-    def is_alive(self) -> bool:
-        """Return whether it has not ended."""
-        self._scheduler.poll()
-        return not self._task.done
-
-
-class SimulatedLock:
-    """A lock whose waiters get it in the order in which they came."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self._held = False
-        self._waiting: deque[Ticket] = deque()
-
-    def acquire(self, timeout: float = -1) -> bool:
-        """Take the lock; False when ``timeout`` seconds (negative: no limit) pass first."""
-        self._scheduler.yield_()
-        ticket = self._scheduler.ticket("for a lock")
-        self._waiting.append(ticket)
-        self._pass_on()
-        if self._scheduler.wait(ticket, None if timeout < 0 else timeout):
-            return True
-        self._waiting.remove(ticket)
-        return False
-
-    def release(self) -> None:
-        """Hand the lock to the first waiter. Never switches threads: finalizers may call it."""
-        if not self._held:
-            raise RuntimeError("release of a lock that is not held")
-        self._held = False
-        self._pass_on()
-
-    def _pass_on(self) -> None:
-        if self._waiting and not self._held:
-            self._held = True
-            self._scheduler.grant(self._waiting.popleft())
-
-    def __enter__(self) -> SimulatedLock:
-        self.acquire()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.release()
-
-
-class SimulatedEvent:
-    """As `threading.Event`."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self._is_set = False
-        self._waiting: deque[Ticket] = deque()
-
-    def set(self) -> None:
-        """Let all waiters go on."""
-        self._is_set = True
-        self._release()
-        self._scheduler.yield_()
-
-    def clear(self) -> None:
-        """Make later waiters wait."""
-        self._is_set = False
-
-    def is_set(self) -> bool:
-        """Return whether it is set."""
-        self._scheduler.poll()
-        return self._is_set
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is set; False when ``timeout`` seconds pass first."""
-        self._scheduler.yield_()
-        ticket = self._scheduler.ticket("for an event")
-        self._waiting.append(ticket)
-        if self._is_set:
-            self._release()
-        if self._scheduler.wait(ticket, timeout):
-            return True
-        self._waiting.remove(ticket)
-        return False
-
-    def _release(self) -> None:
-        while self._waiting:
-            self._scheduler.grant(self._waiting.popleft())
-
-
-class SimulatedQueue:
-    """As `queue.SimpleQueue`."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self._items: deque[Any] = deque()
-        self._waiting: deque[Ticket] = deque()
-
-    def put(self, item: Any) -> None:
-        """Append ``item``."""
-        self._items.append(item)
-        self._deliver()
-        self._scheduler.yield_()
-
-    def get(self, timeout: float | None = None) -> Any:
-        """Remove and return the first item; `queue.Empty` when ``timeout`` seconds pass first."""
-        self._scheduler.yield_()
-        ticket = self._scheduler.ticket("for a queue's next item")
-        self._waiting.append(ticket)
-        self._deliver()
-        if self._scheduler.wait(ticket, timeout):
-            return ticket.value
-        self._waiting.remove(ticket)
-        raise queue.Empty
-
-    def _deliver(self) -> None:
-        while self._items and self._waiting:
-            self._scheduler.grant(self._waiting.popleft(), self._items.popleft())
-
-
 class _Generators:
     """The states of the process's random generators at one moment."""
 
     def __init__(self) -> None:
-        self._torch = torch.get_rng_state()
-        self._python = random.getstate()
-        self._numpy = np.random.get_state()  # noqa: NPY002
+        self._torch, self._python = torch.get_rng_state(), random.getstate()
 
     def restore(self) -> None:
         torch.set_rng_state(self._torch)
         random.setstate(self._python)
-        np.random.set_state(self._numpy)  # noqa: NPY002
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

@@ -9,17 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from bagua_ref.communicators import collectives
 from bagua_ref.communicators.base import Communicator
-from bagua_ref.communicators.scheduler import (
-    Scheduler,
-    SimulatedEvent,
-    SimulatedLock,
-    SimulatedQueue,
-    SimulatedThread,
-    Ticket,
-    format_ranks,
-)
+from bagua_ref.communicators.scheduler import Scheduler, Ticket, format_ranks
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError, SimulationError
-from bagua_ref.runtime import Identity, World
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,48 +19,7 @@ if TYPE_CHECKING:
 
     from bagua_ref.types import ReduceOp
 
-__all__ = ["SimulatedCommunicator", "SimulatedNetwork", "SimulatedRankWorld", "SimulatedTransport"]
-
-
-class SimulatedRankWorld(World):
-    """The world of one rank: its threads, locks, events, queues and clock are the scheduler's."""
-
-    def __init__(self, scheduler: Scheduler, identity: Identity, transport: SimulatedTransport) -> None:
-        self._scheduler, self._identity = scheduler, identity
-        self.transport = transport
-
-    def __repr__(self) -> str:
-        return f"SimulatedRankWorld(rank {self._identity.rank} of {self._identity.world_size})"
-
-    @property
-    def identity(self) -> Identity:
-        """Who this rank is."""
-        return self._identity
-
-    def spawn(self, function: Callable[[], None], name: str) -> SimulatedThread:
-        """Run ``function()`` on a new thread of this rank; it ends silently when all ranks' main functions have returned."""
-        return self._scheduler.spawn(function, name)
-
-    def event(self) -> SimulatedEvent:
-        """Return a new event."""
-        return SimulatedEvent(self._scheduler)
-
-    def lock(self) -> SimulatedLock:
-        """Return a new fair lock."""
-        return SimulatedLock(self._scheduler)
-
-    def queue(self) -> SimulatedQueue:
-        """Return a new unbounded queue."""
-        return SimulatedQueue(self._scheduler)
-
-    def sleep(self, seconds: float) -> None:
-        """Wait for ``seconds`` of virtual time."""
-        self._scheduler.sleep(seconds)
-
-    def now(self) -> float:
-        """Return the virtual time, which passes only while every thread waits."""
-        self._scheduler.poll()
-        return self._scheduler.time
+__all__ = ["SimulatedCommunicator", "SimulatedNetwork", "SimulatedTransport"]
 
 
 class _Call:
@@ -226,10 +176,8 @@ class SimulatedCommunicator(Communicator):
         return None
 
     def _both(self, calls: list[_Call], rank: int, rule: str) -> str:
-        ranks = self._group.ranks
-        return (
-            f"in group {self.name!r} rank {ranks[0]} calls {calls[0]}, but rank {ranks[rank]} calls {calls[rank]}; all ranks must {rule}"
-        )
+        who, other = self._group.ranks[0], self._group.ranks[rank]
+        return f"in group {self.name!r} rank {who} calls {calls[0]}, but rank {other} calls {calls[rank]}; all ranks must {rule}"
 
     def _send(self, tensor: Tensor, dst: int) -> None:
         self._exchange([(tensor, dst)], [])

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from bagua_ref.communicators.scheduler import Scheduler
-from bagua_ref.communicators.simulated import SimulatedNetwork, SimulatedRankWorld, SimulatedTransport
+from bagua_ref.communicators.simulated import SimulatedNetwork, SimulatedTransport
 from bagua_ref.runtime import Identity, use_world
+from bagua_ref.simulation.rank_world import SimulatedRankWorld
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -61,8 +62,8 @@ class SimulatedWorld:
     def run(self, function: Callable[..., T], *args: Any) -> list[T]:
         """Call ``function(comm, *args)`` on every rank, comm being its communicator of all ranks; return the results by rank.
 
-        Each run starts from a fresh world: no groups, time 0, the seed's interleaving. Every rank has its own state of the
-        global random generators, which starts as the caller's. torch uses one thread meanwhile.
+        Each run starts from a fresh world: no groups, time 0, the seed's interleaving. Every rank has its own state of torch's CPU
+        generator and of Python's `random`, which starts as the caller's. torch uses one thread meanwhile.
 
         Raises:
             SimulationError: ranks wait for each other, so that none can go on; the message says who waits for what.

@@ -1,0 +1,183 @@
+"""The world of one simulated rank: threads, locks, events, queues and time, all of them the scheduler's."""
+
+from __future__ import annotations
+
+import queue
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from bagua_ref.runtime import Identity, World
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from bagua_ref.communicators.scheduler import Scheduler, Task, Ticket
+    from bagua_ref.communicators.simulated import SimulatedTransport
+
+__all__ = ["SimulatedEvent", "SimulatedLock", "SimulatedQueue", "SimulatedRankWorld", "SimulatedThread"]
+
+
+class SimulatedRankWorld(World):
+    """The world of one rank: its threads, locks, events, queues and clock are the scheduler's."""
+
+    def __init__(self, scheduler: Scheduler, identity: Identity, transport: SimulatedTransport) -> None:
+        self._scheduler, self._identity = scheduler, identity
+        self.transport = transport
+
+    def __repr__(self) -> str:
+        return f"SimulatedRankWorld(rank {self._identity.rank} of {self._identity.world_size})"
+
+    @property
+    def identity(self) -> Identity:
+        """Who this rank is."""
+        return self._identity
+
+    def spawn(self, function: Callable[[], None], name: str) -> SimulatedThread:
+        """Run ``function()`` on a new thread of this rank; it ends silently when all ranks' main functions have returned."""
+        return SimulatedThread(self._scheduler, self._scheduler.spawn(function, name))
+
+    def event(self) -> SimulatedEvent:
+        """Return a new event."""
+        return SimulatedEvent(self._scheduler)
+
+    def lock(self) -> SimulatedLock:
+        """Return a new fair lock."""
+        return SimulatedLock(self._scheduler)
+
+    def queue(self) -> SimulatedQueue:
+        """Return a new unbounded queue."""
+        return SimulatedQueue(self._scheduler)
+
+    def sleep(self, seconds: float) -> None:
+        """Wait for ``seconds`` of virtual time."""
+        self._scheduler.sleep(seconds)
+
+    def now(self) -> float:
+        """Return the virtual time, which passes only while every thread waits."""
+        self._scheduler.poll()
+        return self._scheduler.time
+
+
+class SimulatedThread:
+    """A thread of a simulated rank."""
+
+    def __init__(self, scheduler: Scheduler, task: Task) -> None:
+        self._scheduler, self._task = scheduler, task
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until it has ended."""
+        self._scheduler.yield_()
+        ticket = self._scheduler.ticket(f"for the end of {self._task!r}")
+        self._task.joining.append(ticket)
+        if not self._task.done:
+            self._scheduler.wait(ticket, timeout)
+
+    def is_alive(self) -> bool:
+        """Return whether it has not ended."""
+        self._scheduler.poll()
+        return not self._task.done
+
+
+class _Line:
+    """Threads that wait for one thing, first come, first served."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._waiting: deque[Ticket] = deque()
+
+    def _serve(self) -> None:
+        """Grant what there is to those who wait."""
+        raise NotImplementedError
+
+    def _stand(self, what: str, timeout: float | None) -> Ticket:
+        self._scheduler.yield_()
+        ticket = self._scheduler.ticket(what)
+        # First in line, then a look at what there is: a finalizer that releases a lock in between is not missed.
+        self._waiting.append(ticket)
+        self._serve()
+        if not self._scheduler.wait(ticket, timeout):
+            self._waiting.remove(ticket)
+        return ticket
+
+
+class SimulatedLock(_Line):
+    """A lock whose waiters get it in the order in which they came."""
+
+    _held = False
+
+    def acquire(self, timeout: float = -1) -> bool:
+        """Take the lock; False when ``timeout`` seconds (negative: no limit) pass first."""
+        return self._stand("for a lock", None if timeout < 0 else timeout).granted
+
+    def release(self) -> None:
+        """Hand the lock to the first waiter. Never switches threads: finalizers may call it."""
+        if not self._held:
+            raise RuntimeError("release of a lock that is not held")
+        self._held = False
+        self._serve()
+
+    def _serve(self) -> None:
+        if self._waiting and not self._held:
+            self._held = True
+            self._scheduler.grant(self._waiting.popleft())
+
+    def __enter__(self) -> SimulatedLock:
+        self.acquire()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
+
+
+class SimulatedEvent(_Line):
+    """As `threading.Event`."""
+
+    _is_set = False
+
+    def set(self) -> None:
+        """Let all waiters go on."""
+        self._is_set = True
+        self._serve()
+        self._scheduler.yield_()
+
+    def clear(self) -> None:
+        """Make later waiters wait."""
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        """Return whether it is set."""
+        self._scheduler.poll()
+        return self._is_set
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is set; False when ``timeout`` seconds pass first."""
+        return self._stand("for an event", timeout).granted
+
+    def _serve(self) -> None:
+        while self._is_set and self._waiting:
+            self._scheduler.grant(self._waiting.popleft())
+
+
+class SimulatedQueue(_Line):
+    """As `queue.SimpleQueue`."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__(scheduler)
+        self._items: deque[Any] = deque()
+
+    def put(self, item: Any) -> None:
+        """Append ``item``."""
+        self._items.append(item)
+        self._serve()
+        self._scheduler.yield_()
+
+    def get(self, timeout: float | None = None) -> Any:
+        """Remove and return the first item; `queue.Empty` when ``timeout`` seconds pass first."""
+        ticket = self._stand("for a queue's next item", timeout)
+        if not ticket.granted:
+            raise queue.Empty
+        return ticket.value
+
+    def _serve(self) -> None:
+        while self._items and self._waiting:
+            self._scheduler.grant(self._waiting.popleft(), self._items.popleft())
