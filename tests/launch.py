@@ -1,0 +1,140 @@
+"""Start real worker processes for a test, give them a world over gloo, and collect what each returns or raises.
+
+The parent holds the store through which workers find each other, as torch's elastic launcher does, so no port is ever guessed.
+Workers come from a server process that has imported torch once; each ends by barrier, destroy, flush, ``os._exit``.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import bagua_ref
+
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(["torch", "torch.distributed", "bagua_ref"])
+
+
+@dataclass
+class Outcome:
+    """How a worker ended: its result, or the exception with its traceback as text; neither if it died."""
+
+    result: Any = None
+    error: BaseException | None = None
+    traceback: str = ""
+    exitcode: int | None = None
+    """None: killed at the time limit."""
+
+
+def launch(function: Callable[..., Any], nranks: int, *args: Any, **options: Any) -> list[Any]:
+    """Return what ``function(*args)`` returns in each of ``nranks`` processes, in rank order; `outcomes` has the options.
+
+    Raises:
+        AssertionError: a worker raised, died or did not end in time; the message holds every rank's story.
+    """
+    ended = outcomes(function, nranks, *args, **options)
+    if any(o.exitcode != 0 for o in ended):
+        stories = [f"rank {r}: exit code {o.exitcode}\n{o.traceback}" for r, o in enumerate(ended) if o.exitcode != 0]
+        raise AssertionError(f"{function.__name__} failed in {len(stories)} of {nranks} workers\n" + "\n".join(stories))
+    return [o.result for o in ended]
+
+
+def outcomes(
+    function: Callable[..., Any],
+    nranks: int,
+    *args: Any,
+    nodes: Sequence[int] | None = None,
+    init: bool = True,
+    collective_timeout: float = 60.0,
+    limit: float = 120.0,
+) -> list[Outcome]:
+    """Run ``function(*args)`` in each of ``nranks`` processes and return how each ended.
+
+    Args:
+        function: of a module that workers can import.
+        nranks: how many workers.
+        args: picklable.
+        nodes: ranks per node, in rank order; None: all on one.
+        init: whether to call ``init_process_group()`` first.
+        collective_timeout: its timeout.
+        limit: seconds after which workers are killed.
+    """
+    nodes = tuple(nodes or (nranks,))
+    assert sum(nodes) == nranks
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    places = [(node, local, size) for node, size in enumerate(nodes) for local in range(size)]
+    workers, pipes = [], []
+    for rank, (node, local, size) in enumerate(places):
+        environment = {
+            "RANK": rank, "WORLD_SIZE": nranks, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": node,
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port,
+            "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": 0,
+        }  # fmt: skip
+        here, there = _processes.Pipe(duplex=False)
+        work = (there, environment, function, args, init, collective_timeout)
+        workers.append(_processes.Process(target=_work, args=work, name=f"rank {rank}", daemon=True))
+        pipes.append(here)
+        workers[-1].start()
+        there.close()
+    try:
+        return _collect(workers, pipes, limit)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.join()
+
+
+def _collect(workers: list[Any], pipes: list[Connection], limit: float) -> list[Outcome]:
+    ended = [Outcome() for _ in workers]
+    deadline = time.monotonic() + limit
+    waiting = dict(zip(pipes, range(len(pipes)), strict=True))
+    while waiting and (ready := wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))):
+        for pipe in ready:
+            rank = waiting.pop(pipe)
+            try:
+                ended[rank] = pickle.loads(pipe.recv_bytes())
+            except EOFError:  # it died
+                ended[rank].traceback = "no word from it\n"
+    for outcome, worker in zip(ended, workers, strict=True):
+        worker.join(timeout=max(0.0, deadline - time.monotonic()))
+        outcome.exitcode = worker.exitcode
+    return ended
+
+
+def _work(
+    pipe: Connection, environment: dict[str, Any], function: Callable[..., Any], args: Any, init: bool, collective_timeout: float
+) -> None:
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    torch.set_num_threads(1)
+    outcome = Outcome()
+    try:
+        if init:
+            bagua_ref.init_process_group(timeout=collective_timeout)
+        outcome.result = function(*args)
+        if bagua_ref.is_initialized():
+            bagua_ref.barrier()
+            bagua_ref.destroy_process_group()
+    except BaseException as error:
+        outcome.error, outcome.traceback = error, traceback.format_exc()
+    try:
+        message = pickle.dumps(outcome)
+    except Exception:  # an exception that cannot be pickled: its text is enough
+        outcome.result = outcome.error = None
+        outcome.traceback += traceback.format_exc()
+        message = pickle.dumps(outcome)
+    pipe.send_bytes(message)
+    pipe.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1 if outcome.traceback else 0)
