@@ -14,7 +14,7 @@ SOURCE = Path(__file__).parents[1] / "src"
 LIMIT_S = 0.15
 
 PROBE = """
-import json, logging, os, sys
+import json, logging, os, sys, threading
 import torch, torch.distributed
 
 def state():
@@ -26,12 +26,14 @@ def state():
         "default dtype": str(torch.get_default_dtype()),
         "torch.distributed is set up": torch.distributed.is_initialized(),
         "search path": list(sys.path),
+        "native threads": len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else None,
     }
 
 started = []
-STARTS = ("_thread.start_new_thread", "_thread.start_joinable_thread", "subprocess.Popen", "os.fork", "os.forkpty",
-          "os.posix_spawn", "os.exec", "os.system", "socket.connect", "socket.bind")
+STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system", "socket.connect", "socket.bind")
 sys.addaudithook(lambda event, args: started.append(event) if event in STARTS else None)
+start = threading.Thread.start
+threading.Thread.start = lambda thread: (started.append("threading.Thread.start"), start(thread))
 before, loaded = state(), set(sys.modules)
 {statement}
 after = state()
@@ -76,8 +78,7 @@ def test_the_probe_sees_what_it_looks_for() -> None:
         "threading.Thread(target=int).start(); subprocess.run([sys.executable, '-c', '']); logging.basicConfig()"
     )
     seen = probe(planted)
-    assert any("thread" in event for event in seen["started"])
-    assert "subprocess.Popen" in seen["started"]
+    assert seen["started"] == ["threading.Thread.start", "subprocess.Popen"]
     assert seen["changed"] == ["log handlers"]
     assert "hypothesis" in seen["loaded"]
 
