@@ -12,8 +12,9 @@ SOURCE = Path(__file__).parents[1] / "src" / "bagua_ref"
 
 # From what users call first down to what only contributors read.
 ROOMS = (
-    "distributed", "data_parallel", "algorithms", "communication", "process_group", "simulation", "contrib", "backends", "communicators",
-    "bucket", "tensor", "comm_ops", "scheduling", "env", "runtime", "types", "errors", "utils", "cli", "conformance",
+    "distributed", "data_parallel", "algorithms", "communication", "process_group", "simulation", "contrib",
+    "backends", "communicators", "bucket", "tensor", "comm_ops", "scheduling", "env", "runtime", "types", "errors",
+    "utils", "cli", "conformance",
 )  # fmt: skip
 
 
