@@ -326,6 +326,8 @@ class Communicator(ABC):
     def _check(self, argument: str, tensor: Tensor) -> None:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{argument} must be a torch.Tensor, not {type(tensor).__name__}")
+        if tensor.is_conj() or tensor.is_neg():
+            raise ValueError(f"{argument} is a lazily conjugated or negated view; pass tensor.resolve_conj().resolve_neg()")
         if tensor.layout != torch.strided or not tensor.is_contiguous():
             raise ValueError(
                 f"{argument} of shape {tuple(tensor.shape)} and strides {_strides(tensor)} must be contiguous; "

@@ -1,18 +1,14 @@
 """Ranks as processes, connected by torch.distributed: gloo for CPU tensors, NCCL for CUDA tensors (S3.9).
 
 Each communicator owns process groups that it builds from the job's store, so that no two threads ever share one by accident
-and torch's own group bookkeeping is not needed. How processes find each other is `bagua_ref.communication`'s business.
+and torch's own group bookkeeping is not needed. How processes find each other is `bagua_ref.process_group`'s business.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import re
 import socket
-import threading
-import time
 import weakref
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -22,7 +18,8 @@ import torch.distributed as dist
 
 from bagua_ref.communicators.base import Communicator
 from bagua_ref.communicators.collectives import combine
-from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
+from bagua_ref.communicators.connection import Connection, prefixed, reason
+from bagua_ref.errors import CommunicationTimeoutError
 from bagua_ref.types import ReduceOp
 
 if TYPE_CHECKING:
@@ -33,7 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = ["TorchDistributedCommunicator", "TorchDistributedTransport"]
 
-_TICK = timedelta(milliseconds=200)  # how soon a waiting collective notices abort() or Ctrl-C
 _EAGER_BYTES = 256 * 1024  # up to here one round of messages beats gloo's all-reduce, which takes two
 _EAGER_RANKS = 8
 
@@ -56,10 +52,9 @@ class TorchDistributedTransport:
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, local_world_size: int | None, timeout: float) -> None:
-        prefixed = _prefixed("bagua_ref", store)
         # Ranks arrive once each per job, so the count of arrivals tells which job on this store it is.
-        job = (prefixed.add("arrivals", 1) - 1) // world_size
-        self._store = _prefixed(str(job), prefixed)
+        job = (prefixed("bagua_ref", store).add("arrivals", 1) - 1) // world_size
+        self._store = prefixed(f"bagua_ref/{job}", store)
         self.rank = rank
         self._communicators: weakref.WeakSet[TorchDistributedCommunicator] = weakref.WeakSet()
         node = os.environ.get("GROUP_RANK", os.environ.get("NODE_RANK", socket.gethostname()))
@@ -72,7 +67,7 @@ class TorchDistributedTransport:
             self._store.wait(keys, timedelta(seconds=timeout))
         except RuntimeError as error:
             raise CommunicationTimeoutError(
-                f"rank {rank} waited {timeout:g} s for all {world_size} ranks to call init_process_group(): {_reason(error)}"
+                f"rank {rank} waited {timeout:g} s for all {world_size} ranks to call init_process_group(): {reason(error)}"
             ) from None
         found = [json.loads(self._store.get(key)) for key in keys]
         names = list(dict.fromkeys(name for name, _, _ in found))
@@ -93,7 +88,7 @@ class TorchDistributedTransport:
         """
         # A store's connection serves one request at a time: threads that wait for different groups would hold each other up.
         clone = getattr(self._store, "clone", None)
-        store = _prefixed(name, clone() if clone else self._store)
+        store = prefixed(name, clone() if clone else self._store)
         communicator = TorchDistributedCommunicator(store, name, ranks, self.rank, timeout, self.uses_nccl)
         self._communicators.add(communicator)
         return communicator
@@ -122,31 +117,17 @@ class TorchDistributedCommunicator(Communicator):
 
     def __init__(self, store: Store, name: str, ranks: Sequence[int], global_rank: int, timeout: float, uses_nccl: bool) -> None:
         super().__init__(list(ranks).index(global_rank), len(ranks), name)
-        self.ranks = tuple(ranks)
-        self._store, self._timeout, self._uses_nccl = store, timedelta(seconds=timeout), uses_nccl
-        self._turn = threading.Lock()
-        self._closed = ""
+        self.ranks, self._uses_nccl = tuple(ranks), uses_nccl
         self._sent_to, self._received_from = [0] * self._nranks, [0] * self._nranks
-        self._gloo: Any = None
-        self._nccl: Any = None
-        try:
-            self._gloo = dist.ProcessGroupGloo(_prefixed("gloo", store), self._rank, self._nranks, timeout=self._timeout)
-        except RuntimeError as error:
-            raise self._failure("connect", error) from None
-        # Nobody may leave, and take the store along, before all are connected.
-        self.barrier()
+        self._connection = Connection(store, self._rank, self._nranks, timeout, f"{self!r} of global ranks {list(ranks)}")
 
     def abort(self) -> None:
         """Give the connection up; operations under way and later ones raise CommunicationError."""
-        self._closed = self._closed or "it was aborted or its process group destroyed"
-        # A collective under way notices within a tick, and drops its groups itself.
-        if self._turn.acquire(timeout=5 * _TICK.total_seconds()):
-            self._drop()
-            self._turn.release()
+        self._connection.abort()
 
     def barrier(self) -> None:
         """Return once every rank has called it."""
-        self._run("barrier", None, lambda group: [group.barrier()])
+        self._connection.run("barrier", lambda group: [group.barrier()])
 
     # Movement.
 
@@ -164,10 +145,9 @@ class TorchDistributedCommunicator(Communicator):
         landings = [(self._reachable(tensor), peer) for tensor, peer in recvs]
         if not sends and not recvs:
             return
-        if self._over_nccl((sends or landings)[0][0]):
-            self._run(collective, (sends or landings)[0][0], lambda group: self._start_on_nccl(group, sends, landings))
-        else:
-            self._run(collective, None, lambda group: self._start_on_gloo(group, sends, landings), ticking=False)
+        over_nccl = self._over_nccl((sends or landings)[0][0])
+        start = self._start_on_nccl if over_nccl else self._start_on_gloo
+        self._connection.run(collective, lambda group: start(group, sends, landings), over_nccl, interruptible=False)
         for (tensor, _), (landing, _) in zip(recvs, landings, strict=True):
             _bring_back(tensor, landing)
 
@@ -228,42 +208,40 @@ class TorchDistributedCommunicator(Communicator):
             self._run("alltoall", send, lambda group: [group.alltoall_base(_bytes(recv), _bytes(send), [], [])])
             _bring_back(recv_tensor, recv)
 
-    # Reduction. NCCL knows every operator; gloo needs help with AVG and 16-bit floats.
+    # Reduction: the library's where it can, else chunks move and `combine` adds them up.
 
     def _reduce_inplace(self, tensor: Tensor, dst: int, op: ReduceOp) -> None:
         if not tensor.numel():
             return
-        if tensor.element_size() == 2 and not self._over_nccl(tensor):
+        if not self._library_reduces(tensor, op):
             inputs = tensor.new_empty(self._nranks * tensor.numel() if self._rank == dst else 0)
             self._gather(tensor, inputs, dst)
             if self._rank == dst:
-                tensor.view(-1).copy_(combine(inputs.chunk(self._nranks), op))
+                _flat(tensor).copy_(combine(inputs.chunk(self._nranks), op))
             return
-        here = self._reachable(tensor)
+        here = self._reachable(tensor.detach())
         native = self._native(op, here)
         self._run("reduce", here, lambda group: [group.reduce(here, dst, native)])
-        if op is ReduceOp.AVG and self._rank == dst:
-            self._finish_average(here)
-        _bring_back(tensor, here)
+        if self._rank == dst:
+            self._finish(here, op)
+            _bring_back(tensor, here)
 
     def _allreduce_inplace(self, tensor: Tensor, op: ReduceOp) -> None:
         if not tensor.numel():
             return
-        if not self._over_nccl(tensor):
-            if self._nranks <= _EAGER_RANKS and tensor.numel() * tensor.element_size() * self._nranks <= _EAGER_BYTES:
-                inputs = tensor.new_empty(self._nranks * tensor.numel())
-                self._allgather(tensor, inputs)
-                tensor.view(-1).copy_(combine(inputs.chunk(self._nranks), op))
-                return
-            if tensor.element_size() == 2:
-                self._allreduce_by_chunks(tensor.view(-1), op)
-                return
-        here = self._reachable(tensor)
-        native = self._native(op, here)
-        self._run("allreduce", here, lambda group: [group.allreduce([here], native)])
-        if op is ReduceOp.AVG:
-            self._finish_average(here)
-        _bring_back(tensor, here)
+        small = self._nranks <= _EAGER_RANKS and tensor.numel() * tensor.element_size() * self._nranks <= _EAGER_BYTES
+        if small and not self._over_nccl(tensor):
+            inputs = tensor.new_empty(self._nranks * tensor.numel())
+            self._allgather(tensor, inputs)
+            _flat(tensor).copy_(combine(inputs.chunk(self._nranks), op))
+        elif not self._library_reduces(tensor, op):
+            self._allreduce_by_chunks(_flat(tensor), op)
+        else:
+            here = self._reachable(tensor.detach())
+            native = self._native(op, here)
+            self._run("allreduce", here, lambda group: [group.allreduce([here], native)])
+            self._finish(here, op)
+            _bring_back(tensor, here)
 
     def _allreduce_by_chunks(self, flat: Tensor, op: ReduceOp) -> None:
         """Each rank reduces one chunk and gives it to all: what an all-reduce sends, but the arithmetic is ours."""
@@ -278,7 +256,7 @@ class TorchDistributedCommunicator(Communicator):
     def _reduce_scatter(self, send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp) -> None:
         if not send_tensor.numel():
             return
-        if self._over_nccl(send_tensor):
+        if self._over_nccl(send_tensor) and self._library_reduces(send_tensor, op):
             options = dist.ReduceScatterOptions()
             options.reduceOp = self._native(op, send_tensor)
             self._run("reduce_scatter", send_tensor, lambda group: [group._reduce_scatter_base(recv_tensor, send_tensor, options)])
@@ -286,17 +264,21 @@ class TorchDistributedCommunicator(Communicator):
         # gloo's own takes five times as long.
         inputs = torch.empty_like(send_tensor)
         self._alltoall(send_tensor, inputs)
-        recv_tensor.view(-1).copy_(combine(inputs.view(-1).chunk(self._nranks), op))
+        _flat(recv_tensor).copy_(combine(_flat(inputs).chunk(self._nranks), op))
+
+    def _library_reduces(self, tensor: Tensor, op: ReduceOp) -> bool:
+        if self._over_nccl(tensor):
+            return op not in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
+        # gloo rounds 16-bit floats at every rank, and what it makes of a NaN in MIN or MAX depends on where it comes from.
+        return tensor.element_size() != 2 and not (op in (ReduceOp.MIN, ReduceOp.MAX) and tensor.is_floating_point())
 
     def _native(self, op: ReduceOp, tensor: Tensor) -> Any:
-        averages = op is ReduceOp.AVG and not self._over_nccl(tensor)
-        return getattr(dist.ReduceOp, "SUM" if averages else op.name)
+        sums = op is ReduceOp.AVG and not self._over_nccl(tensor)
+        return getattr(dist.ReduceOp, "SUM" if sums else op.name)
 
-    def _finish_average(self, tensor: Tensor) -> None:
-        if not self._over_nccl(tensor):
+    def _finish(self, tensor: Tensor, op: ReduceOp) -> None:
+        if op is ReduceOp.AVG and not self._over_nccl(tensor):
             tensor.div_(torch.tensor(self._nranks, dtype=tensor.dtype))
-
-    # Running.
 
     def _over_nccl(self, tensor: Tensor) -> bool:
         return tensor.is_cuda and self._uses_nccl
@@ -310,86 +292,12 @@ class TorchDistributedCommunicator(Communicator):
         count = flat.numel() // self._nranks
         return [flat[i * count : (i + 1) * count] for i in range(self._nranks)]
 
-    def _run(self, collective: str, tensor: Tensor | None, start: Callable[[Any], list[Any]], ticking: bool = True) -> None:
-        """Start ``collective`` on the process group for ``tensor`` and wait for it."""
-        if not self._turn.acquire(blocking=False):
-            raise CommunicationError(
-                f"{collective} on {self!r}: another thread is inside a collective of this communicator, and two at once would mix "
-                "up their data; give each thread a group of its own (new_group)"
-            )
-        group = works = work = None
-        try:
-            if self._closed:
-                raise CommunicationError(f"{collective} on {self!r}: {self._closed}")
-            over_nccl = tensor is not None and self._over_nccl(tensor)
-            group = self._nccl_group() if over_nccl else self._gloo
-            works = start(group)
-            for work in works:
-                if over_nccl:
-                    self._wait_for_nccl(work)
-                elif ticking:
-                    self._wait_for_gloo(work, group)
-                else:
-                    work.wait()
-        except CommunicationError:
-            self._drop()
-            raise
-        except RuntimeError as error:
-            # Nothing may keep the connections alive: that they close is what tells the other ranks.
-            del group, works, work
-            error.__traceback__ = None
-            raise self._failure(collective, error) from None
-        finally:
-            self._turn.release()
-
-    def _wait_for_gloo(self, work: Any, group: Any) -> None:
-        while True:
-            try:
-                work.wait(_TICK)
-                return
-            except RuntimeError:
-                if work.is_completed():
-                    work.wait()  # raises what went wrong, if anything did
-                    return
-                if self._closed:
-                    # Destroying a group joins its threads, one of which is still waiting for a peer: leave it to the process's end.
-                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-                    raise CommunicationError(f"a collective on {self!r} was given up: {self._closed}") from None
-
-    def _wait_for_nccl(self, work: Any) -> None:
-        work.wait()  # orders the current stream only
-        deadline = time.monotonic() + self._timeout.total_seconds()
-        while not work.is_completed():
-            if self._closed or time.monotonic() > deadline:
-                raise RuntimeError(self._closed or f"timed out after {self._timeout.total_seconds():g} s")
-            time.sleep(2e-5)
-
-    def _nccl_group(self) -> Any:
-        if self._nccl is None:
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = self._timeout
-            self._nccl = dist.ProcessGroupNCCL(_prefixed("nccl", self._store), self._rank, self._nranks, options)
-        return self._nccl
-
-    def _failure(self, collective: str, error: RuntimeError) -> CommunicationError:
-        """Close this communicator for good, which tells the other ranks, and return what to raise."""
-        self._closed = self._closed or f"it failed before, in {collective}"
-        self._drop()
-        reason = _reason(error)
-        kind = CommunicationTimeoutError if re.search(r"time(d )?out", reason, re.IGNORECASE) else CommunicationError
-        return kind(
-            f"{collective} on {self!r} of global ranks {list(self.ranks)} failed: {reason}. A rank has died, left, or not come "
-            f"within {self._timeout.total_seconds():g} s."
-        )
-
-    def _drop(self) -> None:
-        nccl, self._nccl, self._gloo = self._nccl, None, None
-        if nccl is not None:
-            nccl.abort()
+    def _run(self, collective: str, tensor: Tensor, start: Callable[[Any], list[Any]]) -> None:
+        self._connection.run(collective, start, over_nccl=self._over_nccl(tensor))
 
 
-def _prefixed(name: str, store: Store) -> Store:
-    return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(-1)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -397,11 +305,5 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _bring_back(tensor: Tensor, here: Tensor) -> None:
-    if here is not tensor:
-        tensor.copy_(here)
-
-
-def _reason(error: RuntimeError) -> str:
-    """The first sentence of torch's message, without the place in torch's sources."""
-    text = re.sub(r"^\[[^\]]*\.(cc|cpp):\d+\]\s*", "", str(error))
-    return text.split(". This is typically", 1)[0].splitlines()[0].rstrip(".") if text else type(error).__name__
+    if here.device != tensor.device:
+        tensor.detach().copy_(here)

@@ -1,0 +1,166 @@
+"""The life of one communicator's process groups: made from a store, used by one thread at a time, given up at the first failure."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import threading
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["Connection", "prefixed", "reason"]
+
+_TICK = timedelta(milliseconds=200)  # how soon a waiting collective notices abort() or Ctrl-C
+
+
+class Connection:
+    """A gloo process group and, from its first use on, a NCCL one, between the same ranks.
+
+    Collective: returns when every rank has connected.
+
+    Args:
+        store: where the ranks find each other, theirs alone.
+        rank: this process, of ``nranks``.
+        nranks: how many there are.
+        timeout: seconds without progress after which a collective raises.
+        title: what error messages call it.
+    """
+
+    def __init__(self, store: Store, rank: int, nranks: int, timeout: float, title: str) -> None:
+        self._store, self._rank, self._nranks, self._title = store, rank, nranks, title
+        self._timeout = timedelta(seconds=timeout)
+        self._turn = threading.Lock()
+        self._closed = ""
+        self._gloo: Any = None
+        self._nccl: Any = None
+        try:
+            self._gloo = dist.ProcessGroupGloo(prefixed("gloo", store), rank, nranks, timeout=self._timeout)
+        except RuntimeError as error:
+            raise self._failure("connect", error) from None
+        # Nobody may leave, and take the store along, before all are connected.
+        self.run("connect", lambda group: [group.barrier()])
+
+    def run(self, collective: str, start: Callable[[Any], list[Any]], over_nccl: bool = False, interruptible: bool = True) -> None:
+        """Start ``collective`` on a process group and wait until it is done.
+
+        Args:
+            collective: its name, for messages.
+            start: takes the process group, returns works to wait for.
+            over_nccl: which group.
+            interruptible: whether gloo can wait for these works a little at a time; it cannot for send and recv.
+
+        Raises:
+            CommunicationTimeoutError: no progress within the timeout.
+            CommunicationError: it failed otherwise, `abort` was called, or two threads are at it; none of it can be repeated.
+        """
+        if not self._turn.acquire(blocking=False):
+            raise CommunicationError(
+                f"{collective} on {self._title}: another thread is inside a collective of this communicator, and two at once would "
+                "mix up their data; give each thread a group of its own (new_group)"
+            )
+        group = works = work = None
+        try:
+            if self._closed:
+                raise CommunicationError(f"{collective} on {self._title}: {self._closed}")
+            group = self._nccl_group() if over_nccl else self._gloo
+            works = start(group)
+            for work in works:
+                if over_nccl:
+                    self._wait_for_nccl(work)
+                elif interruptible:
+                    self._wait_for_gloo(work)
+                else:
+                    work.wait()
+        except CommunicationError:
+            _keep_forever(group)
+            self._drop()
+            raise
+        except RuntimeError as error:
+            # Nothing may keep the connections alive: that they close is what tells the other ranks.
+            del group, works, work
+            error.__traceback__ = None
+            raise self._failure(collective, error) from None
+        except BaseException:  # Ctrl-C, say: what is under way cannot be taken back
+            self._closed = self._closed or f"it was interrupted before, in {collective}"
+            _keep_forever(group)
+            self._drop()
+            raise
+        finally:
+            self._turn.release()
+
+    def abort(self) -> None:
+        """Give the connection up; what is under way and all that comes later raises CommunicationError."""
+        self._closed = self._closed or "it was aborted or its process group destroyed"
+        # A collective under way notices within a tick, and drops the groups itself.
+        if self._turn.acquire(timeout=5 * _TICK.total_seconds()):
+            self._drop()
+            self._turn.release()
+
+    def _wait_for_gloo(self, work: Any) -> None:
+        while True:
+            try:
+                work.wait(_TICK)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()  # raises what went wrong, if anything did
+                    return
+                if self._closed:
+                    raise CommunicationError(f"a collective on {self._title} was given up: {self._closed}") from None
+
+    def _wait_for_nccl(self, work: Any) -> None:
+        work.wait()  # orders the current stream only
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        while not work.is_completed():
+            if self._closed or time.monotonic() > deadline:
+                raise RuntimeError(self._closed or f"timed out after {self._timeout.total_seconds():g} s")
+            time.sleep(2e-5)
+
+    def _nccl_group(self) -> Any:
+        if self._nccl is None:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = self._timeout
+            self._nccl = dist.ProcessGroupNCCL(prefixed("nccl", self._store), self._rank, self._nranks, options)
+        return self._nccl
+
+    def _failure(self, collective: str, error: RuntimeError) -> CommunicationError:
+        """Close for good, which tells the other ranks, and return what to raise."""
+        self._closed = self._closed or f"it failed before, in {collective}"
+        self._drop()
+        why = reason(error)
+        if re.search(r"time(d )?out", why, re.IGNORECASE):
+            limit = self._timeout.total_seconds()
+            return CommunicationTimeoutError(f"{collective} on {self._title}: a rank has not come within {limit:g} s ({why})")
+        return CommunicationError(f"{collective} on {self._title} failed; a rank has died or left ({why})")
+
+    def _drop(self) -> None:
+        nccl, self._nccl, self._gloo = self._nccl, None, None
+        if nccl is not None:
+            nccl.abort()
+
+
+def prefixed(name: str, store: Store) -> Store:
+    """Return a view of ``store`` in which all keys start with ``name``."""
+    return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+
+
+def reason(error: RuntimeError) -> str:
+    """Return the first sentence of torch's message, without the place in torch's sources."""
+    text = re.sub(r"^\[[^\]]*\.(cc|cpp):\d+\]\s*", "", str(error)) or type(error).__name__
+    return text.split(". This is typically", 1)[0].splitlines()[0].rstrip(".")
+
+
+def _keep_forever(group: Any) -> None:
+    """Leave ``group`` to the end of the process: destroying it joins its threads, one of which may be waiting for a peer."""
+    if group is not None:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
