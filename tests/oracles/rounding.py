@@ -1,0 +1,91 @@
+"""Numbers rounded to a float type, one at a time, in plain Python: float16, bfloat16, float32 and float64 by name.
+
+Every function works on Python floats, which are float64. One operation (+ - * /) on two float32 numbers done in float64 and
+then rounded to float32 is rounded correctly: 53 bits are more than 2 * 24 + 2. Nothing here imports bagua_ref.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+
+INF, NAN = math.inf, math.nan
+
+LARGEST = {"float16": 65504.0, "bfloat16": 255 / 128 * 2.0**127, "float32": (2 - 2.0**-23) * 2.0**127}
+
+
+def f32(value: float) -> float:
+    """Round to float32, to nearest-even, beyond the range to infinity."""
+    try:
+        return struct.unpack("<f", struct.pack("<f", value))[0]
+    except OverflowError:
+        return math.copysign(INF, value)
+
+
+def f16(value: float) -> float:
+    try:
+        return struct.unpack("<e", struct.pack("<e", value))[0]
+    except OverflowError:
+        return math.copysign(INF, value)
+
+
+def bf16(value: float) -> float:
+    """Round a float32 number to bfloat16, its upper 16 bits."""
+    if not math.isfinite(value):
+        return value
+    bits = float32_bits(value)
+    low, high = bits & 0xFFFF, bits >> 16
+    if low > 0x8000 or (low == 0x8000 and high & 1):
+        high += 1  # may carry into the exponent, up to infinity: just what rounding means
+    return float32_of_bits(high << 16)
+
+
+def to(dtype: str, value: float) -> float:
+    """Round what was computed in float32 (float64 for float64) to dtype, as it is stored."""
+    return {"float16": f16, "bfloat16": bf16, "float32": f32, "float64": float}[dtype](value)
+
+
+def arithmetic(dtype: str):
+    """Return the rounding after each operation on numbers of dtype (S1)."""
+    return float if dtype == "float64" else f32
+
+
+def float32_bits(value: float) -> int:
+    return struct.unpack("<I", struct.pack("<f", value))[0]
+
+
+def float32_of_bits(bits: int) -> float:
+    return struct.unpack("<f", struct.pack("<I", bits))[0]
+
+
+def divide(a: float, b: float) -> float:
+    """Divide as IEEE does, where Python raises."""
+    if b != 0:
+        return a / b
+    if a == 0 or math.isnan(a):
+        return NAN
+    return math.copysign(INF, a) * math.copysign(1.0, b)
+
+
+def rint(value: float) -> float:
+    """Round to the nearest integer, halves to even; what has no fraction (and infinities, NaN) stays."""
+    if not math.isfinite(value):
+        return value
+    return math.copysign(float(round(value)), value)  # Python's round is half-to-even and exact
+
+
+def encode(dtype: str, value: float) -> bytes:
+    """Return a number of dtype as its little-endian bytes."""
+    if dtype == "float16":
+        return struct.pack("<e", value)
+    if dtype == "bfloat16":
+        return struct.pack("<f", value)[2:]
+    return struct.pack("<f", value)
+
+
+def decode(dtype: str, data: bytes) -> float:
+    if dtype == "float16":
+        return struct.unpack("<e", data)[0]
+    if dtype == "bfloat16":
+        return struct.unpack("<f", b"\0\0" + data)[0]
+    return struct.unpack("<f", data)[0]
