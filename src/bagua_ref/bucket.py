@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from bagua_ref.backends import get_backend
-from bagua_ref.comm_ops import CentralizedFullPrecision, CentralizedLowPrecision, CentralizedScatterGather, CommOp, Hierarchical, PythonOp
+from bagua_ref.comm_ops import (
+    CentralizedFullPrecision,
+    CentralizedLowPrecision,
+    CentralizedScatterGather,
+    CommOp,
+    Hierarchical,
+    PythonOp,
+)
 from bagua_ref.errors import NotInitializedError
 from bagua_ref.runtime import current_world
 from bagua_ref.tensor import BaguaTensor, registration
@@ -229,8 +236,8 @@ class BaguaBucket:
         leaders = comm.nranks()
         if scattergather and self._numel % leaders:
             raise ValueError(
-                f"bucket {self.name!r} has {self._numel} elements, which do not divide into {leaders} equal chunks as scattergather=True "
-                f"needs; create it with alignment={leaders}"
+                f"bucket {self.name!r} has {self._numel} elements, which do not divide into {leaders} equal chunks "
+                f"as scattergather=True needs; create it with alignment={leaders}"
             )
         op: CommOp
         if compression is not None:
@@ -256,9 +263,13 @@ class BaguaBucket:
         if compression is not None and not scattergather:
             raise ValueError(f"compression={compression!r} needs scattergather=True, not {scattergather!r}")
         if compression is not None and self.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-            raise TypeError(f"compression={compression!r} takes float16, bfloat16 or float32, not bucket {self.name!r}'s {self.dtype}")
+            raise TypeError(
+                f"compression={compression!r} takes float16, bfloat16 or float32, not bucket {self.name!r}'s {self.dtype}"
+            )
         if (average or scattergather) and self.dtype not in _FLOATS:
-            raise TypeError(f"bucket {self.name!r} is {self.dtype}; a mean or scattergather=True needs one of {', '.join(map(str, _FLOATS))}")
+            raise TypeError(
+                f"bucket {self.name!r} is {self.dtype}; a mean or scattergather=True needs one of {', '.join(map(str, _FLOATS))}"
+            )
 
     def _background_group(self, group: Group | None) -> Group:
         """Return a group of the same ranks whose communicators only the background worker uses.
@@ -271,7 +282,9 @@ class BaguaBucket:
             if group is None:
                 raise NotInitializedError("there is no process group yet; call bagua_ref.init_process_group() first")
         if not hasattr(group, "for_background"):
-            raise TypeError(f"group={group!r} must be a BaguaProcessGroup; make one with bagua_ref.communication.new_group or from_torch_group")
+            raise TypeError(
+                f"group={group!r} must be a BaguaProcessGroup; make one with bagua_ref.communication.new_group or from_torch_group"
+            )
         if group not in self._background_groups:
             self._background_groups[group] = group.for_background()
         return self._background_groups[group]
@@ -305,7 +318,8 @@ def _effective(tensors: list[Tensor], name: str) -> list[Tensor]:
         tensor = registration(proxy).effective(proxy)
         if tensor is None:
             raise ValueError(
-                f"tensor {registration(proxy).name!r} of bucket {name!r} has no effective tensor; for a gradient call bagua_ensure_grad() first"
+                f"tensor {registration(proxy).name!r} of bucket {name!r} has no effective tensor; "
+                "for a gradient call bagua_ensure_grad() first"
             )
         found.append(tensor)
     return found

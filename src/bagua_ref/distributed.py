@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from bagua_ref.algorithms.base import Algorithm
+from bagua_ref.backends import get_backend
 from bagua_ref.data_parallel.wrapped_module import WrappedModule
 from bagua_ref.errors import NotInitializedError
 from bagua_ref.runtime import current_world
@@ -71,28 +72,41 @@ class BaguaModule:
         """
         module = _module(self)
         optimizers = _check(module, optimizers, algorithm, timeout)
+        if backend is not None:
+            get_backend(backend)  # refuse what cannot run before anything is sent
         world = current_world()
         group = process_group if process_group is not None else world.default_group
         if group is None:
             raise NotInitializedError("call bagua_ref.init_process_group() before with_bagua()")
         if not hasattr(group, "for_background"):
-            raise TypeError(f"process_group={process_group!r} must be a BaguaProcessGroup or None; see bagua_ref.communication.new_group")
+            raise TypeError(
+                f"process_group={process_group!r} must be a BaguaProcessGroup or None; see bagua_ref.communication.new_group"
+            )
         if world.identity.rank not in group.ranks:
-            raise ValueError(f"process_group={group!r} does not hold this rank, {world.identity.rank}; only its ranks may wrap a module")
-        if (before := _wrapped_or_none(module)) is not None:
+            raise ValueError(
+                f"process_group={group!r} does not hold this rank, {world.identity.rank}; only its ranks may wrap a module"
+            )
+        before = _wrapped_or_none(module)
+        if before is not None:
+            before._bagua_backend.wait_pending_comm_ops()
+        try:
+            module._bagua = WrappedModule(  # type: ignore[assignment]
+                module,
+                optimizers,
+                algorithm,
+                group,
+                world,
+                do_flatten=do_flatten,
+                backend=backend,
+                find_unused_parameters=find_unused_parameters,
+                timeout=timeout,
+            )
+        except Exception:
+            if before is not None:
+                before.reset()  # the tensors may have been registered for the new algorithm already
+            raise
+        if before is not None:
             before.close()
-            module._bagua = None
-        module._bagua = WrappedModule(  # type: ignore[assignment]
-            module,
-            optimizers,
-            algorithm,
-            group,
-            world,
-            do_flatten=do_flatten,
-            backend=backend,
-            find_unused_parameters=find_unused_parameters,
-            timeout=timeout,
-        )
         return module
 
     def no_sync(self) -> AbstractContextManager[None]:

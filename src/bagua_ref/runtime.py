@@ -72,8 +72,8 @@ class Lock(Protocol):
 
     def acquire(self, timeout: float = -1) -> bool: ...  # noqa: D102
     def release(self) -> None: ...  # noqa: D102
-    def __enter__(self) -> Any: ...  # noqa: D105
-    def __exit__(self, *exc: object) -> None: ...  # noqa: D105
+    def __enter__(self) -> Any: ...
+    def __exit__(self, *exc: object) -> None: ...
 
 
 class Queue(Protocol):

@@ -11,6 +11,7 @@ from torch import Tensor
 from bagua_ref.utils import NotCopied
 
 if TYPE_CHECKING:
+    import weakref
     from collections.abc import Callable
 
     from bagua_ref.types import ReadinessSink
@@ -31,12 +32,13 @@ class Registration(NotCopied):
         module_name: the wrapped module that it belongs to, or "".
         getter: returns the effective tensor; None: the proxy itself.
         setter: puts another effective tensor in place; None: its storage is replaced.
-        sink: told when the tensor is ready; set when its bucket is registered.
+        sink: told when the tensor is ready; set when its bucket is registered. A weak reference, so that a tensor that lives on
+            does not keep the training alive.
     """
 
     def __init__(self, name: str, module_name: str, getter: Getter | None, setter: Setter | None) -> None:
         self.name, self.module_name, self.getter, self.setter = name, module_name, getter, setter
-        self.sink: ReadinessSink | None = None
+        self.sink: weakref.ref[ReadinessSink] | None = None
 
     def __repr__(self) -> str:
         return f"Registration({self.name!r} of module {self.module_name!r})"
@@ -64,7 +66,9 @@ def registration(tensor: Tensor) -> Registration:
     """
     found = getattr(tensor, "_bagua_registration", None)
     if found is None:
-        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is not a bagua tensor; call tensor.ensure_bagua_tensor(name) first")
+        raise ValueError(
+            f"a tensor of shape {tuple(tensor.shape)} is not a bagua tensor; call tensor.ensure_bagua_tensor(name) first"
+        )
     return cast("Registration", found)
 
 
@@ -108,7 +112,9 @@ class BaguaTensor:
         known: Registration | None = getattr(tensor, "_bagua_registration", None)
         if known is not None and known.module_name == (module_name or ""):
             if name is not None and name != known.name:
-                raise ValueError(f"name={name!r}: this tensor is already registered as {known.name!r} in module {known.module_name!r}")
+                raise ValueError(
+                    f"name={name!r}: this tensor is already registered as {known.name!r} in module {known.module_name!r}"
+                )
             name = known.name
         if name is None:
             name = f"bagua_tensor_{next(_unnamed)}"
@@ -154,9 +160,10 @@ class BaguaTensor:
         On CUDA the operations wait for what was queued on the current stream so far.
         """
         found = registration(_as_tensor(self))
-        if found.sink is None:
+        sink = None if found.sink is None else found.sink()
+        if sink is None:
             raise ValueError(f"tensor {found.name!r} is in no registered bucket, so it cannot be marked ready")
-        found.sink.mark_ready(_as_tensor(self))
+        sink.mark_ready(_as_tensor(self))
 
     def bagua_mark_communication_ready_without_synchronization(self) -> None:
         """Say that this tensor is ready now, without waiting for the current CUDA stream; on a CPU the same as above."""
@@ -173,12 +180,12 @@ class BaguaTensor:
         effective = tensor if found is None else found.effective(tensor)
         if effective is None:
             raise ValueError("this tensor has no effective tensor; call bagua_ensure_grad() first")
-        untyped = storage.untyped() if hasattr(storage, "untyped") else storage
+        untyped = storage if isinstance(storage, torch.UntypedStorage) else storage._untyped_storage
         needed = (storage_offset + effective.numel()) * effective.element_size()
         if storage_offset < 0 or needed > untyped.nbytes():
             raise ValueError(
-                f"storage_offset={storage_offset}: {effective.numel()} elements of {effective.dtype} from there on need {needed} bytes, "
-                f"the storage has {untyped.nbytes()}"
+                f"storage_offset={storage_offset}: {effective.numel()} elements of {effective.dtype} from there on need "
+                f"{needed} bytes, the storage has {untyped.nbytes()}"
             )
         view = torch.empty(0, dtype=effective.dtype, device=effective.device).set_(untyped, storage_offset, effective.shape)  # type: ignore[call-overload]
         if found is None:

@@ -72,6 +72,10 @@ class Group(Protocol):
         """Return a group of the same ranks that no caller's thread uses."""
         ...
 
+    def close(self) -> None:
+        """Give up all connections."""
+        ...
+
 
 class ReadinessSink(Protocol):
     """Where a tensor reports that it is ready; the scheduling engine is one."""

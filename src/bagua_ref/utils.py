@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,7 +75,7 @@ def check_contiguous(tensors: Sequence[Tensor]) -> bool:
     return all(
         before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
         and before.data_ptr() + before.numel() * before.element_size() == after.data_ptr()
-        for before, after in zip(filled, filled[1:], strict=False)
+        for before, after in itertools.pairwise(filled)
     )
 
 
@@ -88,7 +89,7 @@ def get_flattened_tensor(tensors: Sequence[Tensor]) -> Tensor:
 def overlapping(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
     """Return the places of two non-empty tensors that share memory, None if there are none."""
     spans = sorted((*_span(t), place) for place, t in enumerate(tensors) if t.numel())
-    for (_, end, first), (start, _, second) in zip(spans, spans[1:], strict=False):
+    for (_, end, first), (start, _, second) in itertools.pairwise(spans):
         if start < end:
             return min(first, second), max(first, second)
     return None

@@ -32,13 +32,17 @@ class TrainingContext(Protocol):
         _bagua_backend: the engine; ``wait_pending_comm_ops()`` waits for what is scheduled.
     """
 
-    module: torch.nn.Module
     process_group: Group
     bagua_module_name: str
     bagua_buckets: list[BaguaBucket]
     bagua_optimizers: list[torch.optim.Optimizer]
     bagua_train_step_counter: int
     _bagua_backend: Engine
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The wrapped module."""
+        ...
 
     def bagua_build_params(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Return the parameters that take part, in the order of ``named_parameters()`` (S2.1)."""

@@ -66,6 +66,10 @@ class Communicator(ABC):
     def abort(self) -> None:
         """Give the connection up; operations under way and later ones raise CommunicationError."""
 
+    def close(self) -> None:
+        """End this rank's use of it: later operations raise CommunicationError."""
+        self.abort()
+
     # Point to point.
 
     def send(self, tensor: Tensor, dst: int) -> None:
@@ -384,7 +388,9 @@ class Communicator(ABC):
             raise ValueError(f"count={count!r} must be a number of elements, 0 or more")
         needed = count * self._nranks if self._rank == root else count
         if tensor.numel() != needed:
-            raise ValueError(f"tensor has {tensor.numel()} elements; with count={count} on {self!r} and {argument}={root} it must have {needed}")
+            raise ValueError(
+                f"tensor has {tensor.numel()} elements; with count={count} on {self!r} and {argument}={root} it must have {needed}"
+            )
         return self._own_chunk(tensor) if self._rank == root else tensor.view(-1)
 
     def _slices(self, what: str, tensor: Tensor, counts: Sequence[int], displs: Sequence[int]) -> list[Tensor]:

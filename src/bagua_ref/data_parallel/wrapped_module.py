@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bagua_ref.backends import use_backend
 from bagua_ref.data_parallel.bucketing import split_into_buckets
 from bagua_ref.data_parallel.state_broadcast import broadcast_state
 from bagua_ref.env import get_default_bucket_size
@@ -18,7 +17,7 @@ from bagua_ref.scheduling.engine import Engine
 from bagua_ref.utils import NotCopied
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from bagua_ref.algorithms.base import Algorithm
     from bagua_ref.backends.base import KernelBackend
@@ -67,7 +66,7 @@ class WrappedModule(NotCopied):
         self.bagua_optimizers = list(optimizers)
         self.bagua_buckets: list[BaguaBucket] = []
         self.bagua_train_step_counter = 0
-        self._world, self._do_flatten, self._backend_name = world, do_flatten, backend
+        self._world, self._do_flatten, self._backend = world, do_flatten, backend
         self._find_unused_parameters = find_unused_parameters
         self._ignored = {
             *getattr(module, "_bagua_params_and_buffers_to_ignore", ()),
@@ -78,17 +77,18 @@ class WrappedModule(NotCopied):
         self._skipping = False
         self._in_backward = False
         self._bagua_backend = Engine(world, self.bagua_module_name, timeout)
-        self.bagua_build_params()  # refuse what cannot be trained before anything is sent
+        split_into_buckets([p for _, p in self.bagua_build_params()], 1)  # refuse what cannot be trained before anything is sent
         self.process_group = group.for_background()
+        self._owns_group = self.process_group is not group
         broadcast_state(module, optimizers, self.process_group.get_global_communicator(), self._ignored)
         self.bagua_algorithm = algorithm.reify(self.process_group)
         self._handles: list[Any] = []
-        self._reset()
+        self.reset()
         self._handles.append(module.register_forward_pre_hook(_ForwardPre(self)))
         for name, parameter in self.bagua_build_params():
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._accumulated(name)))
         for optimizer in self.bagua_optimizers:
-            self._handles.append(optimizer.register_step_post_hook(lambda opt, args, kwargs: self._post_optimizer_step(opt)))
+            self._handles.append(optimizer.register_step_post_hook(self._stepped()))
 
     @property
     def module(self) -> torch.nn.Module:
@@ -113,17 +113,18 @@ class WrappedModule(NotCopied):
                 )
         return parameters
 
-    def _reset(self) -> None:
+    def reset(self) -> None:
         """Ask the algorithm for tensors, buckets, operations and hooks (S5); the state is not broadcast again."""
         algorithm = self.bagua_algorithm
         self._bagua_backend.wait_pending_comm_ops()
-        with use_world(self._world), nullcontext() if self._backend_name is None else use_backend(self._backend_name):
+        with use_world(self._world):
             tensors = algorithm.init_tensors(self)
             self.bagua_buckets = algorithm.tensors_to_buckets(
                 split_into_buckets(tensors, get_default_bucket_size()), self._do_flatten
             )
             for bucket in self.bagua_buckets:
                 bucket.clear_ops()
+                bucket.backend = bucket.backend or self._backend
                 algorithm.init_operations(self, bucket)
         self._bagua_backend.register_ordered_buckets(self.bagua_buckets)
         self._forward_pre_hook = algorithm.init_forward_pre_hook(self)
@@ -141,21 +142,40 @@ class WrappedModule(NotCopied):
             self._bagua_backend.abandon_round()
         self.bagua_train_step_counter += 1
         if self.bagua_algorithm.need_reset():
-            self._reset()
+            self.reset()
         if self._synchronizing:
             self._forward_pre_hook(input)
 
-    def _accumulated(self, name: str) -> Any:
-        def hook(parameter: torch.nn.Parameter) -> None:
-            if not self._synchronizing or not self.module.training:
-                return
-            if not self._in_backward:
-                self._in_backward = True
-                self._bagua_backend.begin_backward()
-                torch.autograd.Variable._execution_engine.queue_callback(self._graph_task_ended)  # type: ignore[attr-defined]
-            self._backward_hook(name, parameter)
+    # Hooks on parameters and optimizers hold this object weakly: the collector cannot see through a parameter's C++ part.
+
+    def _accumulated(self, name: str) -> Callable[[torch.Tensor], None]:
+        this = weakref.ref(self)
+
+        def hook(parameter: torch.Tensor) -> None:
+            wrapped = this()
+            if wrapped is not None:
+                wrapped._grad_accumulated(name, parameter)
 
         return hook
+
+    def _stepped(self) -> Callable[[torch.optim.Optimizer, Any, Any], None]:
+        this = weakref.ref(self)
+
+        def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            wrapped = this()
+            if wrapped is not None and wrapped.module.training and wrapped._synchronizing:
+                wrapped._post_step_hook(optimizer)
+
+        return hook
+
+    def _grad_accumulated(self, name: str, parameter: Any) -> None:
+        if not self._synchronizing or not self.module.training:
+            return
+        if not self._in_backward:
+            self._in_backward = True
+            self._bagua_backend.begin_backward()
+            torch.autograd.Variable._execution_engine.queue_callback(self._graph_task_ended)
+        self._backward_hook(name, parameter)
 
     def _graph_task_ended(self) -> None:
         """Go on to post-backward, at the end of the outermost backward.
@@ -167,17 +187,13 @@ class WrappedModule(NotCopied):
         if node is None:
             self._post_backward()
         else:
-            queue = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+            queue = torch.autograd.Variable._execution_engine.queue_callback
             node.register_hook(lambda *_: queue(self._graph_task_ended))
 
     def _post_backward(self) -> None:
         self._in_backward = False
         self._bagua_backend.end_backward(self._find_unused_parameters)
         self._post_backward_hook()
-
-    def _post_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.module.training and self._synchronizing:
-            self._post_step_hook(optimizer)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -189,13 +205,12 @@ class WrappedModule(NotCopied):
             self._skipping = before
 
     def close(self) -> None:
-        """Wait for pending operations, take the hooks off and end the background thread."""
-        try:
-            self._bagua_backend.wait_pending_comm_ops()
-        finally:
-            for handle in self._handles:
-                handle.remove()
-            self._bagua_backend.close()
+        """Take the hooks off, end the background thread and give its connections up."""
+        for handle in self._handles:
+            handle.remove()
+        self._bagua_backend.close()
+        if self._owns_group:
+            self.process_group.close()
 
 
 class _ForwardPre:
@@ -223,4 +238,4 @@ def _get_nothing() -> Any:
 
 
 def _inside_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
+    return torch._C._current_graph_task_id() != -1

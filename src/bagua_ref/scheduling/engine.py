@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 from bagua_ref.errors import CommunicationError
@@ -54,12 +55,14 @@ class Engine:
                 raise ValueError(f"{kind} name {twice!r} is registered twice; names must be unique within a module's buckets")
         effective = [tensor for bucket in buckets for tensor in bucket.effective_tensors()]
         if (pair := overlapping(effective)) is not None:
-            raise ValueError(f"tensors {names[pair[0]]!r} and {names[pair[1]]!r} overlap in memory; a tensor can be in one bucket only")
+            raise ValueError(
+                f"tensors {names[pair[0]]!r} and {names[pair[1]]!r} overlap in memory; a tensor can be in one bucket only"
+            )
         for bucket in self._buckets:
             for tensor in bucket.tensors:
                 registration(tensor).sink = None
         for tensor in tensors:
-            registration(tensor).sink = self
+            registration(tensor).sink = weakref.ref(self)
         self._buckets = list(buckets)
         self._readiness = Readiness([[registration(tensor).name for tensor in bucket.tensors] for bucket in buckets])
 
@@ -122,13 +125,14 @@ class Engine:
         )
 
     def close(self) -> None:
-        """End the background thread once pending operations are finished."""
+        """End the background thread once pending operations are finished, or the timeout has passed."""
         for bucket in self._buckets:
             for tensor in bucket.tensors:
                 known = registration(tensor)
-                if known.sink is self:
+                if known.sink is not None and known.sink() is self:
                     known.sink = None
         self._worker.close()
+        self._worker.join()
 
 
 class _BucketRun:

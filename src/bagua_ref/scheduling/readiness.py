@@ -77,5 +77,6 @@ class Readiness(Generic[Item]):
     def unmarked(self) -> dict[int, list[Item]]:
         """Return the items not yet marked of each bucket that this round has not scheduled."""
         return {
-            place: [item for item in self._items[place] if item not in self._marked] for place in range(self._next, len(self._items))
+            place: [item for item in self._items[place] if item not in self._marked]
+            for place in range(self._next, len(self._items))
         }

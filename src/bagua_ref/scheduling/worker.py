@@ -77,10 +77,10 @@ class Worker(Generic[AnyJob]):
         jobs, self._jobs = self._jobs, []
         return jobs
 
-    def join(self, timeout: float) -> None:
-        """Wait for the thread to end after `close`."""
+    def join(self) -> None:
+        """Wait for the thread to end after `close`, at most the timeout."""
         if self._thread is not None:
-            self._thread.join(timeout)
+            self._thread.join(self.timeout)
 
 
 class _Counter:

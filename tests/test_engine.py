@@ -1,0 +1,196 @@
+"""The worker and the two verbs, mark and wait (S2.4 to S2.6)."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import bagua_ref
+from bagua_ref.bucket import BaguaBucket
+from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
+from bagua_ref.runtime import RealWorld, current_world
+from bagua_ref.scheduling.engine import Engine
+from bagua_ref.simulation import SimulatedWorld
+
+
+def bucket_of(name: str, *functions: Any, tensors: int = 1) -> BaguaBucket:
+    made = [torch.ones(2).ensure_bagua_tensor(f"{name}{place}") for place in range(tensors)]
+    bucket = BaguaBucket(made, name, flatten=True)
+    for function in functions:
+        bucket.append_python_op(function)
+    return bucket
+
+
+def mark(*buckets: BaguaBucket) -> None:
+    for bucket in buckets:
+        for tensor in bucket.tensors:
+            tensor.bagua_mark_communication_ready()
+
+
+def test_S2_4_buckets_run_in_registered_order_on_one_other_thread() -> None:
+    ran = []
+    engine = Engine(RealWorld(), "m")
+    buckets = [bucket_of(name, lambda name: ran.append((name, threading.current_thread().name)), tensors=2) for name in "abc"]
+    engine.register_ordered_buckets(buckets)
+    for _ in range(3):
+        mark(buckets[2], buckets[0], buckets[1])
+        engine.wait_pending_comm_ops()
+    assert [name for name, _ in ran] == list("abc") * 3
+    assert {thread for _, thread in ran} == {"bagua_ref worker m"}
+    engine.close()
+
+
+def test_S2_4_operations_of_a_bucket_run_in_the_order_appended() -> None:
+    ran = []
+    engine = Engine(RealWorld())
+    bucket = bucket_of("a", lambda _: ran.append(1), lambda _: ran.append(2), lambda _: ran.append(3))
+    engine.register_ordered_buckets([bucket])
+    mark(bucket)
+    engine.wait_pending_comm_ops()
+    assert ran == [1, 2, 3]
+    engine.close()
+
+
+def test_S2_5_an_error_is_raised_on_the_waiting_thread_and_the_worker_stays_usable() -> None:
+    engine = Engine(RealWorld())
+    fail = [True]
+    ran = []
+
+    def risky(name: str) -> None:
+        if fail[0]:
+            raise ZeroDivisionError("by design")
+        ran.append(name)
+
+    first, second = bucket_of("a", risky), bucket_of("b", ran.append)
+    engine.register_ordered_buckets([first, second])
+    mark(first, second)
+    with pytest.raises(
+        CommunicationError, match=r"bucket 'a', operation PythonOp\(.*risky\): ZeroDivisionError: by design"
+    ) as raised:
+        engine.wait_pending_comm_ops()
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+    assert ran == ["b"]
+    fail[0] = False
+    mark(first, second)
+    engine.wait_pending_comm_ops()
+    assert ran == ["b", "a", "b"]
+    engine.close()
+
+
+def test_S2_5_no_progress_names_bucket_and_operation() -> None:
+    release = threading.Event()
+    engine = Engine(RealWorld(), timeout=0.2)
+    bucket = bucket_of("slow", lambda _: release.wait(30))
+    engine.register_ordered_buckets([bucket])
+    mark(bucket)
+    with pytest.raises(CommunicationTimeoutError, match=r"no progress for 0.2 s: bucket 'slow', operation PythonOp"):
+        engine.wait_pending_comm_ops()
+    release.set()
+    engine.wait_pending_comm_ops()
+    engine.close()
+
+
+def test_S2_5_the_timeout_is_per_progress_and_the_simulated_clock_counts() -> None:
+    def rank(comm: Any) -> None:
+        world = current_world()
+        engine = Engine(world, timeout=100)
+        steady = [bucket_of(name, lambda _: world.sleep(80)) for name in "abc"]
+        engine.register_ordered_buckets(steady)
+        mark(*steady)
+        engine.wait_pending_comm_ops()  # 240 s in all, but never 100 without progress
+        stuck = bucket_of("d", lambda _: world.sleep(101))
+        engine.register_ordered_buckets([stuck])
+        mark(stuck)
+        with pytest.raises(CommunicationTimeoutError, match="bucket 'd'"):
+            engine.wait_pending_comm_ops()
+
+    SimulatedWorld(1).run(rank)
+
+
+def test_S2_4_marking_again_before_the_bucket_runs_does_nothing_and_registering_clears_marks() -> None:
+    ran = []
+    engine = Engine(RealWorld())
+    bucket = bucket_of("a", ran.append, tensors=2)
+    engine.register_ordered_buckets([bucket])
+    bucket.tensors[0].bagua_mark_communication_ready()
+    bucket.tensors[0].bagua_mark_communication_ready()
+    engine.register_ordered_buckets([bucket])
+    bucket.tensors[1].bagua_mark_communication_ready()
+    engine.wait_pending_comm_ops()
+    assert ran == []
+    bucket.tensors[0].bagua_mark_communication_ready()
+    engine.wait_pending_comm_ops()
+    assert ran == ["a"]
+    engine.close()
+
+
+def test_S2_6_what_is_registered_twice_or_overlaps_is_refused_and_nothing_changes() -> None:
+    ran = []
+    engine = Engine(RealWorld())
+    good = bucket_of("good", ran.append)
+    engine.register_ordered_buckets([good])
+    flat = torch.ones(4)
+    overlapping = [
+        BaguaBucket([part.ensure_bagua_tensor(f"part{place}")], str(place), flatten=False)
+        for place, part in enumerate((flat[:3], flat[2:]))
+    ]
+    same_tensor_name = [BaguaBucket([torch.ones(1).ensure_bagua_tensor("w")], name, flatten=False) for name in "ab"]
+    for buckets, message in (
+        ([bucket_of("a"), bucket_of("a")], "bucket name 'a' is registered twice"),
+        (same_tensor_name, "tensor name 'w' is registered twice"),
+        (overlapping, "'part0' and 'part1' overlap"),
+        ([good, good], "registered twice"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.register_ordered_buckets(buckets)
+    mark(good)
+    engine.wait_pending_comm_ops()
+    assert ran == ["good"]
+    engine.close()
+
+
+def test_a_tensor_of_a_closed_engine_cannot_be_marked() -> None:
+    engine = Engine(RealWorld())
+    bucket = bucket_of("a")
+    engine.register_ordered_buckets([bucket])
+    engine.close()
+    with pytest.raises(ValueError, match="'a0' is in no registered bucket"):
+        mark(bucket)
+
+
+def test_a_forgotten_engine_takes_its_thread_along() -> None:
+    engine = Engine(RealWorld(), "forgotten")
+    bucket = bucket_of("a", lambda _: None)
+    engine.register_ordered_buckets([bucket])
+    mark(bucket)
+    engine.wait_pending_comm_ops()
+    thread = next(t for t in threading.enumerate() if t.name == "bagua_ref worker forgotten")
+    del engine
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_every_rank_issues_the_same_sequence_whatever_its_order_of_marks() -> None:
+    def rank(comm: Any) -> list[float]:
+        bagua_ref.init_process_group()
+        engine = Engine(current_world())
+        buckets = []
+        for place in range(4):
+            tensor = torch.full((3,), float(comm.rank() + 10 * place)).ensure_bagua_tensor(f"t{place}")
+            buckets.append(BaguaBucket([tensor], str(place), flatten=True).append_centralized_synchronous_op(average=False))
+        engine.register_ordered_buckets(buckets)
+        for _ in range(2):
+            order = list(range(4))
+            torch.manual_seed(comm.rank())
+            for place in torch.randperm(4).tolist():
+                mark(buckets[order[place]])
+            engine.wait_pending_comm_ops()
+        return [bucket.tensors[0][0].item() for bucket in buckets]
+
+    for result in SimulatedWorld(3, seed=5).run(rank):
+        assert result == [3 * (0 + 1 + 2 + 30 * place) for place in range(4)]

@@ -1,0 +1,749 @@
+"""Training through with_bagua, in the simulated world: hooks, buckets and what users do to models (S2.1, S2.5, S5)."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import bagua_ref
+from bagua_ref.algorithms import Algorithm, AlgorithmImpl, ByteGradAlgorithm, GlobalAlgorithmRegistry, GradientAllReduceAlgorithm
+from bagua_ref.bucket import BaguaBucket
+from bagua_ref.errors import CommunicationError, NotInitializedError
+from bagua_ref.simulation import SimulatedWorld
+
+
+def simulate(ranks: int, function: Callable[[int], Any], nodes: tuple[int, ...] | None = None) -> list[Any]:
+    """Run ``function(rank)`` on every rank, with a default group."""
+
+    def main(comm: Any) -> Any:
+        bagua_ref.init_process_group()
+        return function(comm.rank())
+
+    return SimulatedWorld(ranks, nodes=nodes).run(main)
+
+
+def network(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def batch(rank: int, step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(1000 * rank + step)).to(dtype)
+
+
+def weights(module: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1).clone() for p in module.parameters()])
+
+
+def train(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range, **zero: Any) -> None:
+    for step in steps:
+        optimizer.zero_grad(**zero)
+        module(batch(rank, step)).square().mean().backward()
+        optimizer.step()
+
+
+def by_hand(ranks: int, steps: int) -> torch.Tensor:
+    """The weights after data-parallel SGD with momentum, with one model and the mean of the ranks' gradients."""
+    module = network()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    for step in range(steps):
+        optimizer.zero_grad()
+        sum(module(batch(rank, step)).square().mean() for rank in range(ranks)).div(ranks).backward()
+        optimizer.step()
+    return weights(module)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("do_flatten", [True, False])
+@pytest.mark.parametrize("hierarchical", [True, False])
+def test_S5_1_gradient_allreduce_is_large_batch_training(hierarchical: bool, do_flatten: bool, set_to_none: bool) -> None:
+    def rank(r: int) -> torch.Tensor:
+        module = network(seed=r)  # wrapping broadcasts the first rank's
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        wrapped = module.with_bagua([optimizer], GradientAllReduceAlgorithm(hierarchical=hierarchical), do_flatten=do_flatten)
+        assert wrapped is module
+        train(module, optimizer, r, range(6), set_to_none=set_to_none)
+        return weights(module)
+
+    results = simulate(3, rank, nodes=(2, 1))
+    for result in results:
+        torch.testing.assert_close(result, by_hand(3, 6))
+        assert torch.equal(result, results[0])
+
+
+def test_S5_1_the_sum_is_n_times_the_mean() -> None:
+    def rank(r: int, average: bool) -> torch.Tensor:
+        module = network()
+        module.with_bagua([], GradientAllReduceAlgorithm(average=average))
+        module(batch(r, 0)).square().mean().backward()
+        return torch.cat([p.grad.reshape(-1) for p in module.parameters()])
+
+    sums, means = (simulate(4, lambda r, average=average: rank(r, average)) for average in (False, True))
+    torch.testing.assert_close(sums[0], 4 * means[0])
+
+
+@pytest.mark.parametrize("do_flatten", [True, False])
+def test_S5_2_bytegrad_keeps_ranks_identical_and_near_full_precision(do_flatten: bool) -> None:
+    def rank(r: int) -> torch.Tensor:
+        module = network()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        module.with_bagua([optimizer], ByteGradAlgorithm(), do_flatten=do_flatten)
+        train(module, optimizer, r, range(6))
+        return weights(module)
+
+    results = simulate(5, rank, nodes=(2, 3))
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert 0 < (results[0] - by_hand(5, 6)).abs().max() < 0.02
+
+
+def test_S5_2_buckets_are_aligned_to_ranks_and_leaders() -> None:
+    def rank(r: int) -> list[int]:
+        flat, hierarchical = network(), network()
+        flat.with_bagua([], ByteGradAlgorithm(hierarchical=False))
+        hierarchical.with_bagua([], ByteGradAlgorithm())
+        return [module.bagua_buckets[0].flattened_tensor().numel() for module in (flat, hierarchical)]
+
+    assert simulate(5, rank, nodes=(1, 2, 2))[0] == [85, 90]  # 83 parameters; 5 ranks, lcm(5, 3)
+
+
+def test_S5_hooks_are_called_in_order_and_only_in_training() -> None:
+    calls: list[str] = []
+
+    class Spy(AlgorithmImpl):
+        def need_reset(self) -> bool:
+            calls.append("reset?")
+            return False
+
+        def init_forward_pre_hook(self, ctx: Any) -> Any:
+            return lambda input: calls.append(f"forward {tuple(input[0].shape)}")
+
+        def init_backward_hook(self, ctx: Any) -> Any:
+            return lambda name, parameter: calls.append(name)
+
+        def init_post_backward_hook(self, ctx: Any) -> Any:
+            return lambda: calls.append("post-backward")
+
+        def init_post_optimizer_step_hook(self, ctx: Any) -> Any:
+            return lambda optimizer: calls.append(type(optimizer).__name__)
+
+    class SpyAlgorithm(Algorithm):
+        def reify(self, process_group: Any) -> Spy:
+            return Spy(process_group)
+
+    def rank(r: int) -> None:
+        module = network()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        module.with_bagua([optimizer], SpyAlgorithm())
+        train(module, optimizer, r, range(1))
+        assert calls[:2] == ["reset?", "forward (4, 6)"]
+        assert calls[6:] == ["post-backward", "SGD"]
+        assert sorted(calls[2:6]) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+        calls.clear()
+        module.eval()
+        module(batch(r, 0)).sum().backward()
+        optimizer.step()
+        assert calls == []
+        assert module.bagua_train_step_counter == 1
+        module.train()
+        with module.no_sync():
+            output = module(batch(r, 0))
+        output.sum().backward()
+        optimizer.step()
+        assert calls == ["reset?"]
+        assert module.bagua_train_step_counter == 2
+
+    simulate(1, rank)
+
+
+def test_S5_a_custom_algorithm_written_as_a_user_would() -> None:
+    class SignSum(AlgorithmImpl):
+        """Majority vote: what is communicated is the gradient's sign."""
+
+        def init_operations(self, ctx: Any, bucket: BaguaBucket) -> None:
+            def to_sign(name: str) -> None:
+                for tensor in bucket.tensors:
+                    tensor.grad.sign_()
+
+            bucket.append_python_op(to_sign)
+            bucket.append_centralized_synchronous_op(average=False)  # in the default group
+            bucket.append_python_op(to_sign)
+
+    class Majority(Algorithm):
+        def __init__(self, scale: int = 1) -> None:
+            self.scale = scale
+
+        def reify(self, process_group: Any) -> SignSum:
+            return SignSum(process_group)
+
+    GlobalAlgorithmRegistry.register("majority", Majority, "signs only")
+    try:
+
+        def rank(r: int) -> torch.Tensor:
+            module = nn.Linear(3, 1, bias=False)
+            module.with_bagua([], Algorithm.init("majority", scale=2))
+            module(torch.tensor([[1.0, -1.0, 1.0 if r else -3.0]])).sum().backward()
+            return module.weight.grad
+
+        for grad in simulate(3, rank):
+            assert grad.tolist() == [[1, -1, 1]]
+        assert "majority: signs only" in str(GlobalAlgorithmRegistry)
+        assert "majority" in GlobalAlgorithmRegistry.available_algorithms()
+        with pytest.raises(ValueError, match="'majority' is already registered"):
+            GlobalAlgorithmRegistry.register("majority", GradientAllReduceAlgorithm)
+    finally:
+        del GlobalAlgorithmRegistry["majority"]
+
+
+def test_need_reset_makes_buckets_and_operations_anew_but_does_not_broadcast() -> None:
+    class Resetting(AlgorithmImpl):
+        made = 0
+        wanted = False
+
+        def need_reset(self) -> bool:
+            wanted, self.wanted = self.wanted, False
+            return wanted
+
+        def init_operations(self, ctx: Any, bucket: BaguaBucket) -> None:
+            self.made += 1
+            bucket.append_centralized_synchronous_op(group=self.process_group)
+
+    class ResettingAlgorithm(Algorithm):
+        def reify(self, process_group: Any) -> Resetting:
+            return Resetting(process_group)
+
+    def rank(r: int) -> None:
+        module = network()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        module.with_bagua([optimizer], ResettingAlgorithm())
+        train(module, optimizer, r, range(2))
+        module.bagua_algorithm.wanted = True
+        with torch.no_grad():
+            module[0].bias[0] = r
+        train(module, optimizer, r, range(2, 3))
+        assert module.bagua_algorithm.made == 2
+        assert module[0].bias[0].round() == r
+        train(module, optimizer, r, range(3, 5))
+
+    simulate(2, rank)
+
+
+def test_no_sync_accumulates_and_the_next_backward_reduces_the_sum() -> None:
+    def rank(r: int) -> torch.Tensor:
+        module = network()
+        module.with_bagua([], GradientAllReduceAlgorithm())
+        with module.no_sync():
+            module(batch(r, 0)).square().mean().backward()
+        module(batch(r, 1)).square().mean().backward()
+        return torch.cat([p.grad.reshape(-1) for p in module.parameters()])
+
+    expected = network()
+    for r in range(3):
+        for step in range(2):
+            (expected(batch(r, step)).square().mean() / 3).backward()
+    for grad in simulate(3, rank):
+        torch.testing.assert_close(grad, torch.cat([p.grad.reshape(-1) for p in expected.parameters()]))
+
+
+def test_no_sync_on_a_plain_module_does_nothing() -> None:
+    with nn.Linear(2, 2).no_sync():
+        pass
+
+
+def test_wrapping_again_replaces_the_algorithm_and_ends_the_old_thread() -> None:
+    def rank(r: int) -> torch.Tensor:
+        module = network()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        module.with_bagua([optimizer], ByteGradAlgorithm())
+        old = module._bagua
+        train(module, optimizer, r, range(2))
+        module.with_bagua([optimizer], GradientAllReduceAlgorithm())
+        train(module, optimizer, r, range(2, 4))
+        assert old.bagua_train_step_counter == 2
+        assert module.bagua_train_step_counter == 2
+        assert type(module.bagua_algorithm).__name__ == "GradientAllReduceAlgorithmImpl"
+        return weights(module)
+
+    results = simulate(2, rank)
+    assert torch.equal(results[0], results[1])
+    assert 0 < (results[0] - by_hand(2, 4)).abs().max() < 0.02
+
+
+def test_several_models_at_once_do_not_mix() -> None:
+    def rank(r: int) -> torch.Tensor:
+        modules = [network(), network()]
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in modules]
+        for module, optimizer in zip(modules, optimizers, strict=True):
+            module.with_bagua([optimizer], GradientAllReduceAlgorithm())
+        assert modules[0].bagua_module_name != modules[1].bagua_module_name
+        for step in range(3):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            losses = [module(batch(r, step)).square().mean() for module in modules]
+            sum(losses).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        assert torch.equal(weights(modules[0]), weights(modules[1]))
+        return weights(modules[0])
+
+    torch.testing.assert_close(simulate(2, rank)[1], by_hand(2, 3))
+
+
+def test_S2_1_shared_frozen_and_ignored_parameters() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(3))
+            self.first = nn.Linear(3, 3)
+            self.second = nn.Linear(3, 3)
+            self.second.weight = self.first.weight
+            self.frozen = nn.Linear(3, 3)
+            self.frozen.requires_grad_(False)
+            self.ignored = nn.Linear(3, 3)
+            self._bagua_params_and_buffers_to_ignore = ["ignored.weight"]
+            self._ddp_params_and_buffers_to_ignore = ["ignored.bias"]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.ignored(self.second(self.frozen(self.first(x * self.w))))
+
+    def rank(r: int) -> tuple[list[str], list[float]]:
+        torch.manual_seed(r)
+        module = Odd()
+        module.with_bagua([], GradientAllReduceAlgorithm())
+        module(torch.ones(1, 3)).sum().backward()
+        names = [t.bagua_backend_tensor().name for bucket in module.bagua_buckets for t in bucket.tensors]
+        return names, [
+            p.sum().item() for p in (module.first.weight, module.frozen.weight, module.ignored.weight, module.first.weight.grad)
+        ]
+
+    (names, zero), (_, one) = simulate(2, rank)
+    assert names == ["second.bias", "first.bias", "first.weight", "w"]
+    assert zero[:2] == one[:2]
+    assert zero[2] != one[2]
+    assert zero[3] == one[3]
+
+
+def test_S2_1_bucket_size_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sizes() -> list[list[str]]:
+        def rank(r: int) -> list[list[str]]:
+            module = nn.Sequential(
+                nn.Linear(4, 4), nn.Linear(4, 4).to(torch.float64), nn.Linear(4, 2).to(torch.bfloat16), nn.Linear(4, 4)
+            )
+            module.with_bagua([], GradientAllReduceAlgorithm())
+            return [[t.bagua_backend_tensor().name for t in bucket.tensors] for bucket in module.bagua_buckets]
+
+        return simulate(1, rank)[0]
+
+    assert sizes() == [["2.bias", "2.weight"], ["3.bias", "3.weight", "0.bias", "0.weight"], ["1.bias", "1.weight"]]
+    monkeypatch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", "64")
+    assert sizes() == [["2.bias", "2.weight"], ["3.bias", "3.weight"], ["0.bias", "0.weight"], ["1.bias", "1.weight"]]
+    monkeypatch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", "1")
+    assert [len(bucket) for bucket in sizes()] == [1] * 8
+    monkeypatch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", "1k")
+    with pytest.raises(ValueError, match="BAGUA_DEFAULT_BUCKET_SIZE='1k'"):
+        sizes()
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, use_reentrant: bool, which: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+        self.use_reentrant, self.which = use_reentrant, which
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name in "abc":
+            layer = getattr(self, name)
+            x = checkpoint(layer, x, use_reentrant=self.use_reentrant) if name in self.which else layer(x)
+            x = x.tanh()
+        return x
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("which", ["a", "b", "c", "abc"])
+def test_S2_5_post_backward_runs_once_with_checkpoints(use_reentrant: bool, which: str) -> None:
+    def rank(r: int) -> list[torch.Tensor]:
+        module = Checkpointed(use_reentrant, which)
+        module.with_bagua([], GradientAllReduceAlgorithm())
+        wrapped = module._bagua
+        ends = []
+        original = wrapped._post_backward_hook
+        wrapped._post_backward_hook = lambda: (ends.append(1), original())
+        for step in range(2):
+            module.zero_grad()
+            module(batch(r, step)[:, :4].requires_grad_()).square().sum().backward()
+        assert ends == [1, 1]
+        return [p.grad for p in module.parameters()]
+
+    results = simulate(2, rank)
+    expected = Checkpointed(False, "")
+    for r in range(2):
+        (expected(batch(r, 1)[:, :4]).square().sum() / 2).backward()
+    for parameter, grad in zip(expected.parameters(), results[0], strict=True):
+        torch.testing.assert_close(grad, parameter.grad)
+
+
+def test_S2_5_post_backward_runs_once_with_a_checkpoint_in_a_checkpoint_and_around_the_module() -> None:
+    class Nested(Checkpointed):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(lambda t: checkpoint(self.a, self.b(t), use_reentrant=True), self.c(x), use_reentrant=True)
+
+    def rank(r: int) -> None:
+        for around in (False, True):
+            module = Nested(True, "")
+            module.with_bagua([], GradientAllReduceAlgorithm())
+            ends = []
+            original = module._bagua._post_backward_hook
+            module._bagua._post_backward_hook = lambda ends=ends, original=original: (ends.append(1), original())
+            x = torch.randn(2, 4, requires_grad=True)
+            output = checkpoint(module, x, use_reentrant=True) if around else module(x)
+            output.sum().backward()
+            assert ends == [1]
+            assert module.bagua_train_step_counter == 1
+
+    simulate(2, rank)
+
+
+def test_S2_4_a_layer_in_two_reentrant_checkpoints_is_an_error_once_its_bucket_has_run() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.first = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = checkpoint(self.layer, self.first(x), use_reentrant=True)
+            return checkpoint(self.layer, x, use_reentrant=True)
+
+    def rank(r: int) -> None:
+        module = Twice()  # one bucket: still open when the layer fires again, as the first layer comes last
+        module.with_bagua([], GradientAllReduceAlgorithm())
+        module(torch.randn(2, 4)).sum().backward()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", "1")
+            module.with_bagua([], GradientAllReduceAlgorithm())
+        # The order of registration is first.bias, first.weight, layer.bias, layer.weight: the layer's buckets wait.
+        module(torch.randn(2, 4)).sum().backward()
+
+    simulate(1, rank)
+
+    class TwiceAfter(Twice):
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+            self.first, self.layer = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def failing(r: int) -> None:
+        module = TwiceAfter()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", "1")
+            module.with_bagua([], GradientAllReduceAlgorithm())
+        with pytest.raises(ValueError, match=r"'layer\.(bias|weight)' was marked again"):
+            module(torch.randn(2, 4)).sum().backward()
+
+    simulate(1, failing)
+
+
+class Partly(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.used, self.unused = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor, both: bool = False) -> torch.Tensor:
+        return self.used(x) + (self.unused(x) if both else 0)
+
+
+def test_S2_5_an_unused_parameter_is_an_error_that_names_it_and_training_can_go_on() -> None:
+    def rank(r: int) -> None:
+        module = Partly()
+        module.with_bagua([], GradientAllReduceAlgorithm())
+        for _ in range(2):
+            with pytest.raises(
+                CommunicationError, match=r"bucket '0': 'unused\.bias', 'unused\.weight'.*find_unused_parameters=True"
+            ):
+                module(batch(r, 0)).sum().backward()
+            module.zero_grad()
+            module(batch(r, 0), both=True).sum().backward()
+
+    simulate(2, rank)
+
+
+def test_S2_5_find_unused_parameters_counts_them_as_zero() -> None:
+    def rank(r: int) -> nn.Module:
+        module = Partly()
+        module.with_bagua([], GradientAllReduceAlgorithm(), find_unused_parameters=True)
+        module.zero_grad()
+        module(torch.ones(1, 6), both=r == 0).sum().backward()
+        return module.unused.weight.grad
+
+    for grad in simulate(4, rank):
+        assert (grad == 0.25).all()
+
+
+def test_an_exception_in_backward_leaves_training_usable() -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            raise ZeroDivisionError("in backward")
+
+    class Sometimes(nn.Module):
+        fail = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.a(x)
+            return self.b(Fails.apply(x) if self.fail else x)
+
+    def rank(r: int) -> None:
+        module = Sometimes()
+        module.with_bagua([], GradientAllReduceAlgorithm())
+        for _ in range(2):
+            module.fail = True
+            with pytest.raises(ZeroDivisionError):
+                module(batch(r, 0)).sum().backward()
+            module.fail = False
+            module.zero_grad()
+            module(batch(r, 0)).sum().backward()
+
+    simulate(2, rank)
+
+
+def test_an_error_in_an_operation_reaches_backward_with_its_bucket() -> None:
+    class Broken(AlgorithmImpl):
+        def init_operations(self, ctx: Any, bucket: BaguaBucket) -> None:
+            def explode(name: str) -> None:
+                raise ArithmeticError("boom")
+
+            bucket.append_python_op(explode)
+
+    class BrokenAlgorithm(Algorithm):
+        def reify(self, process_group: Any) -> Broken:
+            return Broken(process_group)
+
+    def rank(r: int) -> None:
+        module = network()
+        module.with_bagua([], BrokenAlgorithm())
+        for _ in range(2):
+            with pytest.raises(CommunicationError, match=r"bucket '0', operation PythonOp\(.*explode\): ArithmeticError: boom"):
+                module(batch(r, 0)).sum().backward()
+
+    simulate(1, rank)
+
+
+def test_gradient_clipping_sees_reduced_gradients() -> None:
+    def rank(r: int) -> float:
+        module = network()
+        module.with_bagua([], GradientAllReduceAlgorithm())
+        (module(batch(r, 0)).sum() * (100 if r else 1)).backward()
+        return nn.utils.clip_grad_norm_(module.parameters(), 1.0).item()
+
+    norms = simulate(3, rank)
+    assert len(set(norms)) == 1
+
+
+def test_grad_scaler_sees_an_overflow_of_one_rank_on_all() -> None:
+    def rank(r: int) -> tuple[float, bool]:
+        module = network()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        module.with_bagua([optimizer], ByteGradAlgorithm())
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        before = weights(module)
+        scaler.scale(module(batch(r, 0)).mean() * (float("inf") if r == 1 else 1)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return scaler.get_scale(), torch.equal(before, weights(module))
+
+    assert simulate(3, rank) == [(2.0, True)] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", ["gradient_allreduce", "bytegrad"])
+def test_other_float_types(name: str, dtype: torch.dtype) -> None:
+    def rank(r: int) -> torch.Tensor:
+        module = network().to(dtype)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        module.with_bagua([optimizer], Algorithm.init(name))
+        for step in range(3):
+            optimizer.zero_grad()
+            module(batch(r, step, dtype)).square().mean().backward()
+            optimizer.step()
+        return weights(module)
+
+    if name == "bytegrad" and dtype == torch.float64:
+        with pytest.raises(TypeError, match="float64"):
+            simulate(2, rank)
+        return
+    results = simulate(2, rank)
+    assert results[0].dtype == dtype
+    assert torch.equal(results[0], results[1])
+    assert results[0].isfinite().all()
+
+
+def test_S5_wrapping_broadcasts_parameters_buffers_and_optimizers() -> None:
+    def rank(r: int) -> Any:
+        torch.manual_seed(r)
+        module = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
+        module.register_buffer("flag", torch.tensor([r % 2 == 0]))
+        module.register_buffer("transient", torch.tensor(float(r)), persistent=False)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1 + r, betas=(0.5 + r / 10, 0.9))
+        for step in range(r + 1):
+            optimizer.zero_grad()
+            module(batch(r, step)).square().mean().backward()
+            optimizer.step()
+        module.with_bagua([optimizer], GradientAllReduceAlgorithm())
+        return dict(module.named_parameters()) | dict(module.named_buffers()), optimizer.state_dict()
+
+    results = simulate(3, rank)
+    tensors, state = results[0]
+    for other_tensors, other_state in results[1:]:
+        for name, tensor in tensors.items():
+            assert torch.equal(other_tensors[name], tensor), name
+        assert other_state["param_groups"] == state["param_groups"]
+        for key, entry in state["state"].items():
+            for name, value in entry.items():
+                assert torch.equal(other_state["state"][key][name], value), name
+
+
+def test_a_copy_or_pickle_of_a_wrapped_module_is_an_ordinary_module() -> None:
+    def rank(r: int) -> None:
+        module = network()
+        module.with_bagua([], GradientAllReduceAlgorithm())
+        for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+            other(batch(r, 0)).sum().backward()
+            assert torch.equal(weights(other), weights(module))
+            assert module.bagua_train_step_counter == 0
+            with pytest.raises(AttributeError):
+                other.bagua_buckets  # noqa: B018
+
+    simulate(2, rank)
+
+
+def test_a_forgotten_model_takes_its_thread_along() -> None:
+    bagua_ref.init_process_group()
+    try:
+        module = network()
+        module.bagua_module_name = "forgotten model"
+        module.with_bagua([], GradientAllReduceAlgorithm())
+        module(batch(0, 0)).sum().backward()
+        thread = next(t for t in threading.enumerate() if "forgotten model" in t.name)
+        del module
+        gc.collect()
+        thread.join(10)
+        assert not thread.is_alive()
+    finally:
+        bagua_ref.destroy_process_group()
+
+
+def test_with_bagua_before_init_process_group_names_it() -> None:
+    def rank(comm: Any) -> None:
+        with pytest.raises(NotInitializedError, match=r"init_process_group\(\) before with_bagua\(\)"):
+            network().with_bagua([], GradientAllReduceAlgorithm())
+
+    SimulatedWorld(1).run(rank)
+
+
+BAD_ARGUMENTS: list[Any] = [
+    ({"algorithm": "bytegrad"}, TypeError, "algorithm='bytegrad'"),
+    ({"optimizers": None}, TypeError, "optimizers=None"),
+    ({"optimizers": ["SGD"]}, TypeError, r"optimizers=\['SGD'\]"),
+    ({"process_group": 3}, TypeError, "process_group=3"),
+    ({"timeout": 0}, ValueError, "timeout=0"),
+    ({"backend": "abacus"}, ValueError, "abacus"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), BAD_ARGUMENTS)
+def test_bad_arguments_are_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    def rank(r: int) -> None:
+        module = network()
+        with pytest.raises(error, match=message):
+            module.with_bagua(**{"optimizers": [], "algorithm": GradientAllReduceAlgorithm(), **arguments})
+        module.with_bagua([], GradientAllReduceAlgorithm())
+        module(batch(r, 0)).sum().backward()
+
+    simulate(2, rank)
+
+
+def test_a_failed_wrapping_leaves_the_old_one_at_work() -> None:
+    class Refusing(AlgorithmImpl):
+        def init_operations(self, ctx: Any, bucket: BaguaBucket) -> None:
+            bucket.append_centralized_synchronous_op(compression="zip")
+
+    class RefusingAlgorithm(Algorithm):
+        def reify(self, process_group: Any) -> Refusing:
+            return Refusing(process_group)
+
+    def rank(r: int) -> torch.Tensor:
+        module = network()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        module.with_bagua([optimizer], GradientAllReduceAlgorithm())
+        train(module, optimizer, r, range(2))
+        with pytest.raises(ValueError, match="compression='zip'"):
+            module.with_bagua([optimizer], RefusingAlgorithm())
+        train(module, optimizer, r, range(2, 4))
+        return weights(module)
+
+    torch.testing.assert_close(simulate(2, rank)[0], by_hand(2, 4))
+
+
+def test_bad_modules_are_refused() -> None:
+    def rank(r: int) -> None:
+        with pytest.raises(ValueError, match="nothing to train"):
+            nn.ReLU().with_bagua([], GradientAllReduceAlgorithm())
+        with pytest.raises(NotImplementedError, match=r"'0\.weight'.*sparse"):
+            nn.Sequential(nn.Embedding(3, 2, sparse=True)).with_bagua([], GradientAllReduceAlgorithm())
+        with pytest.raises(TypeError, match="complex64"):
+            nn.Linear(2, 2, dtype=torch.complex64).with_bagua([], GradientAllReduceAlgorithm())
+        with pytest.raises(ValueError, match="differ between ranks"):
+            nn.Linear(2, 2 + r).with_bagua([], GradientAllReduceAlgorithm())
+
+    simulate(2, rank)
+
+
+def test_a_rank_outside_the_group_cannot_wrap() -> None:
+    def rank(r: int) -> None:
+        group = bagua_ref.new_group([0, 2])
+        module = network()
+        if r == 1:
+            with pytest.raises(ValueError, match="does not hold this rank, 1"):
+                module.with_bagua([], GradientAllReduceAlgorithm(), process_group=group)
+        else:
+            module.with_bagua([], GradientAllReduceAlgorithm(), process_group=group)
+            module(batch(r, 0)).sum().backward()
+            assert module.bagua_buckets[0].tensors
+
+    simulate(3, rank)
+
+
+def test_unknown_algorithm_lists_what_there_is() -> None:
+    with pytest.raises(ValueError, match="'telepathy' is not a registered algorithm; there are 'bytegrad', 'gradient_allreduce'"):
+        Algorithm.init("telepathy")
+
+
+def test_1024_ranks_train() -> None:
+    def rank(r: int) -> float:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(40, 50), nn.ReLU(), nn.Linear(50, 9))  # 2,509 parameters
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+        module.with_bagua([optimizer], GradientAllReduceAlgorithm())
+        for step in range(5):
+            optimizer.zero_grad()
+            module(torch.full((2, 40), float(r + step) / 1024)).square().mean().backward()
+            optimizer.step()
+        return weights(module).sum().item()
+
+    assert len(set(simulate(1024, rank))) == 1
