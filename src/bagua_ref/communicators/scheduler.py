@@ -21,8 +21,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Scheduler", "Task", "Ticket", "format_ranks"]
 
-_POLLS = 1_000
+_POLLS = 10_000
+"""Questions in a row after which sleeping threads are woken: a loop of questions must end."""
+
 _WAKE_UPS = 100_000
+"""Deadlines in a row that only woke background threads, after which ranks that wait without a limit wait in vain."""
+
+_SENTENCES = 16
+"""What a message lists at most."""
 
 
 class _Unwind(BaseException):
@@ -105,9 +111,9 @@ class Scheduler:
             self._over.acquire()
         except BaseException:  # KeyboardInterrupt, or no more threads: the running thread ends the others at its next step
             self._ending = True
-            if self._current is None and self._tasks:
-                self._resume(next(iter(self._tasks)))
             if self._tasks:
+                if self._current is None:
+                    self._resume(next(iter(self._tasks)))
                 self._over.acquire()
             raise
         finally:
@@ -128,8 +134,8 @@ class Scheduler:
         return task
 
     def ticket(self, what: str, collective: bool = False) -> Ticket:
-        """Return a ticket for the calling thread; outside of the run one with which it cannot wait."""
-        return Ticket(self._current if self._is_calling() else None, what, collective)
+        """Return a ticket for the calling thread; outside of the run one with which it cannot wait, or none at all to meet ranks."""
+        return Ticket(self._calling() if collective or self._is_calling() else None, what, collective)
 
     def grant(self, ticket: Ticket, value: Any = None) -> None:
         """End a wait."""
@@ -170,7 +176,6 @@ class Scheduler:
 
     def yield_(self) -> None:
         """Let any thread that can run go first. Nothing happens when called from outside of the run."""
-        # A finalizer may call this while its thread is choosing the next one.
         if self._switching or not self._is_calling():
             return
         task = self._calling()
@@ -179,7 +184,7 @@ class Scheduler:
             self._switch(task)
 
     def poll(self) -> None:
-        """Yield in a call that only asks. After 1,000 in a row sleeping threads are woken: a loop of questions must end."""
+        """Yield in a call that only asks; many in a row wake sleeping threads."""
         self._polls += 1
         if self._polls > _POLLS:
             passing = [t.ticket for t in self._tasks if t.ticket and t.ticket.passes and not t.ready]
@@ -218,7 +223,8 @@ class Scheduler:
         except _Unwind:
             pass
         except BaseException as error:
-            self._fail(error, f"raised in {task!r} of the simulated world")
+            if not task.unwinding:
+                self._fail(error, f"raised in {task!r} of the simulated world")
         self._finish(task)
 
     def _fail(self, error: BaseException, note: str = "") -> None:
@@ -230,7 +236,8 @@ class Scheduler:
 
     def _finish(self, task: Task) -> None:
         task.done = True
-        del self._tasks[task]
+        # Freed here and not when the thread dies: by then the next one runs.
+        del self._tasks[task], task.function, task.context
         for ticket in task.joining:
             self.grant(ticket)
         if task.is_main:
@@ -239,7 +246,7 @@ class Scheduler:
             self._ending = self._ending or self._mains == 0
         following = self._pick()
         if following is None:
-            self._current = None
+            self._current, self._switching = None, False
             self._over.release()
         else:
             self._resume(following)
@@ -252,10 +259,10 @@ class Scheduler:
     def _switch(self, task: Task) -> None:
         """Let the next thread run until it is this one's turn again."""
         if not self._ending:
-            self._switching = True
             following = self._pick()
-            self._switching = False
-            if following is not None and following is not task:
+            if following is None or following is task:
+                self._switching = False
+            else:
                 self._resume(following)
                 task.baton.acquire()
         if self._ending:
@@ -263,6 +270,8 @@ class Scheduler:
             raise _Unwind
 
     def _pick(self) -> Task | None:
+        """Return who runs next. Until it does, finalizers must not switch."""
+        self._switching = True
         while not self._ready and not self._ending:
             self._let_time_pass()
         if self._ending:
@@ -280,6 +289,7 @@ class Scheduler:
             self._generators[self._current.rank] = _Generators()
             self._generators[task.rank].restore()
         self._current = task
+        self._switching = False
         task.baton.release()
 
     # Time.
@@ -312,9 +322,11 @@ class Scheduler:
         waits: dict[str, list[int]] = {}
         for task in sorted(self._tasks, key=lambda task: task.rank):
             if task.ticket is not None:
-                where = "" if task.is_main else f" in its thread {task.name!r}"
+                where = "" if task.is_main else f" in thread {task.name!r}"
                 waits.setdefault(f"{task.ticket.what}{where}", []).append(task.rank)
         sentences = [f"{format_ranks(ranks)} wait{'s' * (len(ranks) == 1)} {what}" for what, ranks in waits.items()]
+        if len(sentences) > _SENTENCES:
+            sentences[_SENTENCES:] = [f"{len(sentences) - _SENTENCES} more wait"]
         if self._returned:
             sentences.append(f"{format_ranks(sorted(self._returned))} {'has' if len(self._returned) == 1 else 'have'} returned")
         return "; ".join(sentences)

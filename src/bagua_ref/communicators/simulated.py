@@ -274,6 +274,7 @@ class SimulatedTransport:
                 f"group {name!r} is being connected by {format_ranks(sorted(waiting))} for ranks {group.ranks}, "
                 f"but rank {self._rank} connects it for ranks {ranks}"
             )
+        group.check()
         ticket = scheduler.ticket(f"in connect({name!r}, ranks={ranks})", collective=True)
         waiting[self._rank] = ticket
         if len(waiting) == len(ranks):
