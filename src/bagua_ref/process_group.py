@@ -103,16 +103,16 @@ class BaguaProcessGroup:
 
     def get_global_communicator(self) -> Any:
         """Return the communicator of all ranks of the group (S1), or a `NonMember` on any other rank."""
-        return self._connect("global", self.ranks)
+        return self._communicators.get("global") or self._connect("global", "global", self.ranks)
 
     def get_inter_node_communicator(self) -> Any:
         """Return the communicator of the leaders, one per node (S1), or a `NonMember` on any other rank."""
-        return self._connect("inter", self._topology.leaders)
+        return self._communicators.get("inter") or self._connect("inter", "inter", self._topology.leaders)
 
     def get_intra_node_communicator(self) -> Any:
         """Return the communicator of the group's ranks on this node (S1), or a `NonMember` on a rank outside the group."""
-        node = self._topology.node_of[self._rank]
-        return self._connect("intra", self._topology.node(self._rank), f"intra{node}")
+        node = self._job.transport.node_of[self._rank]
+        return self._communicators.get("intra") or self._connect("intra", f"intra{node}", self._topology.node(self._rank))
 
     def for_background(self) -> BaguaProcessGroup:
         """Return a new group of the same ranks that no caller's thread uses; all of them call this in the same order."""
@@ -125,21 +125,21 @@ class BaguaProcessGroup:
         """Give up all connections; later use raises."""
         self._closed = True
         for communicator in self._communicators.values():
-            communicator.abort()
+            communicator.close()
         self._communicators.clear()
 
     @property
     def _topology(self) -> Topology:
         return Topology(self.ranks, self._job.transport.node_of)
 
-    def _connect(self, kind: str, ranks: tuple[int, ...], name: str = "") -> MaybeCommunicator:
+    def _connect(self, kind: str, name: str, ranks: tuple[int, ...]) -> MaybeCommunicator:
         if self._closed:
             raise NotInitializedError(f"{self!r} was closed; call init_process_group() and make a new group")
-        if kind not in self._communicators:
-            name = f"{self.group_name}/{name or kind}"
-            self._communicators[kind] = (
-                self._job.transport.connect(name, ranks, self._job.timeout) if self._rank in ranks else NonMember(len(ranks), name)
-            )
+        name = f"{self.group_name}/{name}"
+        if self._rank in ranks and self._rank in self.ranks:
+            self._communicators[kind] = self._job.transport.connect(name, ranks, self._job.timeout)
+        else:
+            self._communicators[kind] = NonMember(len(ranks), name)
         return self._communicators[kind]
 
 
