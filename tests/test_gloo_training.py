@@ -1,0 +1,100 @@
+"""The real path does what the simulated one does: training over gloo processes (S5.1, S5.2)."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.launch import launch, outcomes
+from torch import nn
+
+import bagua_ref
+from bagua_ref.algorithms import ByteGradAlgorithm, GradientAllReduceAlgorithm
+from bagua_ref.conformance.tolerances import EXACT, SUM, assert_equal
+from bagua_ref.errors import CommunicationError
+from bagua_ref.simulation import SimulatedWorld
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 5))
+
+
+def weights(module: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in module.parameters()])
+
+
+def train(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: int) -> list[torch.Tensor]:
+    """Return the gradients, after communication, of every step."""
+    gradients = []
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        module(torch.randn(8, 20, generator=generator)).square().mean().backward()
+        gradients.append(torch.cat([p.grad.reshape(-1) for p in module.parameters()]))
+        optimizer.step()
+    return gradients
+
+
+def train_ours_and_torchs(steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+    ours, theirs = network(), nn.parallel.DistributedDataParallel(network())
+    for module in (ours, theirs):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        if module is ours:
+            module.with_bagua([optimizer], GradientAllReduceAlgorithm())
+        train(module, optimizer, dist.get_rank(), steps)
+    return weights(ours), weights(theirs.module)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_S5_1_gradient_allreduce_gives_torch_ddps_weights_after_20_steps(ranks: int) -> None:
+    for ours, theirs in launch(train_ours_and_torchs, ranks, 20):
+        # Each of 20 steps adds the rounding of one sum to weights of magnitude at most about 1.
+        assert_equal(ours, theirs, SUM(20 * ranks), magnitude=1.0)
+
+
+def train_bytegrad() -> list[torch.Tensor]:
+    """Return every step's gradients and the last weights, hierarchical and not."""
+    seen = []
+    for hierarchical in (True, False):
+        module = network()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        module.with_bagua([optimizer], ByteGradAlgorithm(hierarchical=hierarchical))
+        seen += [*train(module, optimizer, bagua_ref.get_rank(), 5), weights(module)]
+    return seen
+
+
+@pytest.mark.parametrize("nodes", [(2,), (2, 2), (1, 3)])
+def test_S5_2_bytegrad_is_bit_identical_across_ranks_and_to_the_simulation(nodes: tuple[int, ...]) -> None:
+    def rank(comm: Any) -> list[torch.Tensor]:
+        bagua_ref.init_process_group()
+        return train_bytegrad()
+
+    real = launch(train_bytegrad, sum(nodes), nodes=nodes)
+    simulated = SimulatedWorld(sum(nodes), nodes=nodes).run(rank)
+    for result in [*real, *simulated]:
+        for tensor, first in zip(result, real[0], strict=True):
+            assert_equal(tensor, first, EXACT)
+
+
+def train_and_lose_a_peer() -> str:
+    module = network()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    module.with_bagua([optimizer], ByteGradAlgorithm(hierarchical=False), timeout=5)
+    train(module, optimizer, bagua_ref.get_rank(), 2)
+    if bagua_ref.get_rank() == 1:
+        os._exit(3)
+    try:
+        train(module, optimizer, 0, 3)
+    except CommunicationError as error:
+        return str(error)
+    return "no error"
+
+
+def test_S2_5_a_peer_that_dies_is_an_error_that_names_bucket_and_operation() -> None:
+    survivor, dead = outcomes(train_and_lose_a_peer, 2, collective_timeout=5, limit=60)
+    assert dead.exitcode == 3
+    assert "bucket '0', operation CentralizedLowPrecision" in survivor.result
