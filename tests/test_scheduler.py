@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
+import weakref
 
 import pytest
 import torch
@@ -216,3 +218,68 @@ def test_too_few_threads(monkeypatch):
         SimulatedWorld(4).run(lambda comm: comm.barrier())
     monkeypatch.undo()
     assert not any(thread.is_alive() for thread in started)
+
+
+def test_a_rank_that_waits_within_backward_is_unwound():
+    def program(comm):
+        x = torch.ones(1, requires_grad=True)
+        x.register_hook(lambda grad: comm.barrier())
+        if comm.rank() == 1:
+            current_world().sleep(1)
+            raise LookupError("not there")
+        (x * 2).sum().backward()
+
+    with pytest.raises(LookupError, match="not there"):
+        SimulatedWorld(2).run(program)
+
+
+class WithFinalizer:
+    def __init__(self, function, *arguments):
+        self.cycle = self
+        weakref.finalize(self, function, *arguments)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_run_that_ends_within_a_finalizer_ends_silently(seed):
+    """pytest turns what a finalizer raises into an error."""
+
+    def program(comm):
+        if comm.rank() == 1:
+            raise LookupError("not there")
+        while True:
+            for function in (current_world().queue().put, current_world().event().set):
+                thing = WithFinalizer(function, *[1] * (function.__name__ == "put"))
+                del thing.cycle, thing
+            current_world().sleep(1)
+
+    with pytest.raises(LookupError, match="not there"):
+        SimulatedWorld(4, seed=seed).run(program)
+
+
+def test_garbage_is_collected_at_the_same_points_in_every_run(monkeypatch):
+    monkeypatch.setattr("bagua_ref.communicators.scheduler._COLLECT", 50)
+
+    def program(comm):
+        world, items, trace = current_world(), current_world().queue(), []
+
+        def consume():
+            while True:
+                trace.append((world.now(), items.get()))
+
+        world.spawn(consume, "consumer")
+        for step in range(100):
+            WithFinalizer(items.put, step)
+            world.sleep(1)
+        return trace
+
+    threshold = gc.get_threshold()
+    traces = []
+    try:
+        for generation_0 in (1, 50, 10_000):
+            gc.set_threshold(generation_0)
+            traces.append(SimulatedWorld(2).run(program))
+    finally:
+        gc.set_threshold(*threshold)
+    assert gc.isenabled()
+    assert len(traces[0][0]) > 50
+    assert traces[1:] == traces[:1] * 2

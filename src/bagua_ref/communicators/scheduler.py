@@ -7,6 +7,7 @@ and time.
 from __future__ import annotations
 
 import contextvars
+import gc
 import math
 import random
 import threading
@@ -26,6 +27,9 @@ _POLLS = 10_000
 
 _WAKE_UPS = 100_000
 """Deadlines in a row that only woke background threads, after which ranks that wait without a limit wait in vain."""
+
+_COLLECT = 20_000
+"""Switches between two garbage collections."""
 
 _SENTENCES = 16
 """What a message lists at most."""
@@ -88,7 +92,7 @@ class Scheduler:
         self._ready: list[Task] = []
         self._current: Task | None = None
         self._returned: list[int] = []
-        self._mains = self._polls = self._wake_ups = 0
+        self._mains = self._polls = self._wake_ups = self._switches = 0
         self._switching = self._ending = False
         self._failure: BaseException | None = None
         self._over = threading.Lock()
@@ -99,6 +103,9 @@ class Scheduler:
     def run(self, functions: Sequence[Callable[[], None]]) -> None:
         """Run function r as rank r's main thread, until all have returned or one has raised; its exception is raised here."""
         self._over.acquire()
+        # Finalizers may wake threads. Python collects whenever it likes, which would make the interleaving depend on the past.
+        collects = gc.isenabled()
+        gc.disable()
         outside = _Generators()
         self._generators = [outside] * len(functions)
         self._mains = len(functions)
@@ -120,6 +127,8 @@ class Scheduler:
             for thread in self._threads:
                 thread.join()
             outside.restore()
+            if collects:
+                gc.enable()
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
@@ -134,7 +143,7 @@ class Scheduler:
         return task
 
     def ticket(self, what: str, collective: bool = False) -> Ticket:
-        """Return a ticket for the calling thread; outside of the run one with which it cannot wait, or none at all to meet ranks."""
+        """Return a ticket for the calling thread: outside of the run one with which it cannot wait, an error to meet ranks."""
         return Ticket(self._calling() if collective or self._is_calling() else None, what, collective)
 
     def grant(self, ticket: Ticket, value: Any = None) -> None:
@@ -174,14 +183,18 @@ class Scheduler:
         self.yield_()
         self.wait(self.ticket("to sleep"), seconds, passes=True)
 
-    def yield_(self) -> None:
-        """Let any thread that can run go first. Nothing happens when called from outside of the run."""
+    def yield_(self, ends: bool = True) -> None:
+        """Let any thread that can run go first. Nothing happens when called from outside of the run.
+
+        Args:
+            ends: the thread may be ended here, once the run is over; False in calls that finalizers make, as they cannot raise.
+        """
         if self._switching or not self._is_calling():
             return
         task = self._calling()
-        if not task.unwinding:
+        if not task.unwinding and (ends or not self._ending):
             self._make_ready(task)
-            self._switch(task)
+            self._switch(task, ends)
 
     def poll(self) -> None:
         """Yield in a call that only asks; many in a row wake sleeping threads."""
@@ -256,7 +269,7 @@ class Scheduler:
             task.ready = True
             self._ready.append(task)
 
-    def _switch(self, task: Task) -> None:
+    def _switch(self, task: Task, ends: bool = True) -> None:
         """Let the next thread run until it is this one's turn again."""
         if not self._ending:
             following = self._pick()
@@ -265,7 +278,7 @@ class Scheduler:
             else:
                 self._resume(following)
                 task.baton.acquire()
-        if self._ending:
+        if self._ending and ends:
             task.unwinding = True
             raise _Unwind
 
@@ -288,6 +301,9 @@ class Scheduler:
         if self._current is not None and self._current.rank != task.rank:
             self._generators[self._current.rank] = _Generators()
             self._generators[task.rank].restore()
+        self._switches += 1
+        if self._switches % _COLLECT == 0:
+            gc.collect()
         self._current = task
         self._switching = False
         task.baton.release()

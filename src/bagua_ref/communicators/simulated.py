@@ -196,8 +196,9 @@ class SimulatedCommunicator(Communicator):
     def _post(self, tensor: Tensor, dst: int) -> None:
         group, path = self._group, (self._rank, dst)
         group.messages.setdefault(path, deque()).append(tensor.detach().clone())
-        if path in group.receiving:
-            group.scheduler.grant(group.receiving.pop(path))
+        ticket = group.receiving.pop(path, None)
+        if ticket is not None:
+            group.scheduler.grant(ticket)
 
     def _take(self, tensor: Tensor, src: int) -> None:
         group, path = self._group, (src, self._rank)

@@ -138,7 +138,7 @@ class SimulatedEvent(_Line):
         """Let all waiters go on."""
         self._is_set = True
         self._serve()
-        self._scheduler.yield_()
+        self._scheduler.yield_(ends=False)
 
     def clear(self) -> None:
         """Make later waiters wait."""
@@ -169,7 +169,7 @@ class SimulatedQueue(_Line):
         """Append ``item``."""
         self._items.append(item)
         self._serve()
-        self._scheduler.yield_()
+        self._scheduler.yield_(ends=False)
 
     def get(self, timeout: float | None = None) -> Any:
         """Remove and return the first item; `queue.Empty` when ``timeout`` seconds pass first."""
