@@ -10,6 +10,8 @@ from bagua_ref.tensor import BaguaTensor
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import weakref
+
     import torch
     from torch import Tensor
 
@@ -61,6 +63,28 @@ class AlgorithmImpl:
 
     def __init__(self, process_group: Group) -> None:
         self.process_group = process_group
+
+    _context: weakref.ref[TrainingContext] | None = None
+    """The training that this implementation takes part in; set when a module is wrapped."""
+
+    @property
+    def context(self) -> TrainingContext:
+        """The training that this implementation takes part in."""
+        context = self._context() if self._context is not None else None
+        if context is None:
+            raise RuntimeError(f"{type(self).__name__} takes part in no training; wrap a module with it first")
+        return context
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs besides the model's and the optimizers' state, to go on as if nothing had happened.
+
+        Each rank saves its own. Subclasses add to it.
+        """
+        return {"train_step_counter": self.context.bagua_train_step_counter}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state``; after wrapping, after loading the model's and the optimizers' state, on every rank."""
+        self.context.bagua_train_step_counter = state["train_step_counter"]
 
     def need_reset(self) -> bool:
         """Return whether tensors, buckets and operations must be made anew; asked before each training forward."""

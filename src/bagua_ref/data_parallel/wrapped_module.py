@@ -82,6 +82,7 @@ class WrappedModule(NotCopied):
         self._owns_group = self.process_group is not group
         broadcast_state(module, optimizers, self.process_group.get_global_communicator(), self._ignored)
         self.bagua_algorithm = algorithm.reify(self.process_group)
+        self.bagua_algorithm._context = weakref.ref(self)
         self._handles: list[Any] = []
         self.reset()
         self._handles.append(module.register_forward_pre_hook(_ForwardPre(self)))
