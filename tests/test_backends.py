@@ -1,0 +1,379 @@
+"""Choosing a backend, and what its kernels do where properties do not reach: bad arguments, big sizes, threads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from importlib.metadata import EntryPoint
+
+import pytest
+import torch
+
+import bagua_ref.backends as registry
+from bagua_ref.backends import KernelBackend, available_backends, get_backend, register_backend, use_backend
+from bagua_ref.backends.reference import ReferenceBackend
+from bagua_ref.backends.reference.blocks import BLOCK
+from bagua_ref.conformance.tolerances import EXACT, SUM, ULP, assert_equal
+from bagua_ref.errors import BackendUnavailableError
+
+kernels = get_backend("reference")
+
+
+class Other(ReferenceBackend):
+    name = "other"
+
+
+class NoDevice(ReferenceBackend):
+    name = "no-device"
+
+    @classmethod
+    def unavailable_reason(cls) -> str:
+        return "this machine has no such device"
+
+
+@pytest.fixture
+def clean(monkeypatch):
+    """Give the test a registry of its own, with two more backends."""
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    monkeypatch.setattr(registry, "_instances", {})
+    monkeypatch.setattr(registry, "_process_wide", [])
+    monkeypatch.delenv("BAGUA_REF_BACKEND", raising=False)
+    monkeypatch.setitem(sys.modules, "others", sys.modules[__name__])
+    register_backend("other", "others:Other")
+    register_backend("no-device", "others:NoDevice", hint="pip install a-device")
+
+
+@pytest.mark.usefixtures("clean")
+class TestChoice:
+    def test_the_reference_is_the_default_and_one_instance(self):
+        assert isinstance(get_backend(), ReferenceBackend)
+        assert get_backend() is get_backend("reference") is get_backend(None, device="cpu")
+
+    def test_an_instance_is_returned_as_it_is(self):
+        mine = Other()
+        assert get_backend(mine) is mine
+
+    def test_argument_before_use_backend_before_variable(self, monkeypatch):
+        monkeypatch.setenv("BAGUA_REF_BACKEND", "other")
+        assert get_backend().name == "other"
+        use_backend("reference")
+        assert get_backend().name == "reference"
+        assert get_backend("other").name == "other"
+        use_backend(None)
+        assert get_backend().name == "other"
+
+    def test_a_cuda_tensor_gets_the_reference_where_cuda_cannot_run(self, monkeypatch):
+        monkeypatch.setitem(registry._registered, "cuda", registry._Registration("others:NoDevice", ""))
+        assert get_backend(None, device="cuda:0").name == "reference"
+
+    def test_a_cuda_tensor_gets_cuda_where_it_can_run(self, monkeypatch):
+        monkeypatch.setitem(registry._registered, "cuda", registry._Registration("others:Other", ""))
+        assert get_backend(None, device=torch.device("cuda", 1)).name == "other"
+        assert get_backend(None, device="cpu").name == "reference"
+        use_backend("reference")
+        assert get_backend(None, device="cuda:1").name == "reference"
+
+    def test_the_block_ends_the_choice(self):
+        with use_backend("other"):
+            assert get_backend().name == "other"
+            with use_backend(None):
+                assert get_backend().name == "reference"
+            with use_backend("reference"):
+                assert get_backend().name == "reference"
+            assert get_backend().name == "other"
+        assert get_backend().name == "reference"
+
+    def test_the_block_goes_before_the_process_and_leaves_it_as_it_was(self):
+        use_backend("other")
+
+        def fail() -> None:
+            assert get_backend().name == "reference"
+            raise KeyError
+
+        with pytest.raises(KeyError), use_backend("reference"):
+            fail()
+        assert get_backend().name == "other"
+
+    def test_one_thread_s_block_is_not_another_s(self):
+        seen, inside, done = [], threading.Event(), threading.Event()
+
+        def other_thread() -> None:
+            inside.wait(10)
+            seen.append(get_backend().name)
+            use_backend("other")
+            done.set()
+
+        thread = threading.Thread(target=other_thread)
+        thread.start()
+        with use_backend("other"):
+            inside.set()
+            done.wait(10)
+        thread.join()
+        assert seen == ["reference"]
+        assert get_backend().name == "other"  # the plain call was for the whole process
+
+    def test_a_world_s_thread_takes_the_block_along(self):
+        from bagua_ref.runtime import current_world
+
+        seen: list[str] = []
+        with use_backend("other"):
+            thread = current_world().spawn(lambda: seen.append(get_backend().name), "test")
+        thread.join()
+        assert seen == ["other"]
+
+    def test_an_unknown_name_lists_what_is_installed(self, monkeypatch):
+        message = r"'fast'\W+is not a known kernel backend; installed are 'cuda', 'no-device', 'other', 'reference'"
+        with pytest.raises(ValueError, match=message):
+            get_backend("fast")
+        with pytest.raises(ValueError, match=message):
+            use_backend("fast")
+        assert get_backend().name == "reference"
+        monkeypatch.setenv("BAGUA_REF_BACKEND", "fast")
+        with pytest.raises(ValueError, match="BAGUA_REF_BACKEND=" + message):
+            get_backend()
+
+    def test_what_is_no_name_is_a_type_error(self):
+        with pytest.raises(TypeError, match="backend=3 must be a name, a KernelBackend or None"):
+            get_backend(3)
+
+    def test_asked_for_and_not_able_is_an_error_with_reason_and_advice(self):
+        for ask in (get_backend, use_backend):
+            with pytest.raises(BackendUnavailableError, match=r"no-device.* this machine has no such device; pip install a-device"):
+                ask("no-device")
+        assert get_backend().name == "reference"
+
+    def test_available_backends_says_why_not(self):
+        register_backend("broken", "no_such_package.kernels:Backend", hint="pip install no-such-package")
+        register_backend("wrong", "json:JSONDecoder")
+        reasons = available_backends()
+        assert reasons["reference"] is None
+        assert reasons["other"] is None
+        assert "this machine has no such device" in reasons["no-device"]
+        assert "no_such_package.kernels is not part of what is installed" in reasons["broken"]
+        assert "json:JSONDecoder is not a KernelBackend class" in reasons["wrong"]
+        assert set(reasons) == {"cuda", "reference", "other", "no-device", "broken", "wrong"}
+
+    def test_a_missing_dependency_is_named_with_what_to_install(self, monkeypatch, tmp_path):
+        (tmp_path / "needy_backend.py").write_text("import no_such_dependency\n")
+        (tmp_path / "failing_backend.py").write_text("raise OSError('the driver is too old')\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        register_backend("needy", "needy_backend:Backend", hint="pip install no-such-dependency")
+        with pytest.raises(BackendUnavailableError, match="No module named 'no_such_dependency'; pip install no-such-dependency"):
+            get_backend("needy")
+        register_backend("failing", "failing_backend:Backend")
+        with pytest.raises(BackendUnavailableError, match="importing failing_backend: OSError: the driver is too old"):
+            get_backend("failing")
+
+    def test_a_name_stands_for_one_target(self):
+        register_backend("other", "others:Other")
+        with pytest.raises(ValueError, match="name='other' already stands for 'others:Other'"):
+            register_backend("other", "elsewhere:Other")
+        with pytest.raises(ValueError, match="target='elsewhere' must be of the form 'module:Class'"):
+            register_backend("new", "elsewhere")
+
+    def test_another_package_s_entry_point_is_imported_only_when_asked_for(self, monkeypatch, tmp_path):
+        (tmp_path / "third_party_kernels.py").write_text(
+            "from bagua_ref.backends.reference import ReferenceBackend\nclass Third(ReferenceBackend):\n    name = 'third'\n"
+        )
+        monkeypatch.syspath_prepend(tmp_path)
+        point = EntryPoint("third", "third_party_kernels:Third", "bagua_ref.backends")
+        monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == point.group else [])
+        with pytest.raises(ValueError, match=r"installed are .*'third'"):
+            get_backend("fast")
+        assert "third_party_kernels" not in sys.modules
+        assert get_backend("third").name == "third"
+        assert available_backends()["third"] is None
+
+
+def test_importing_the_registry_imports_no_backend():
+    script = (
+        "import sys, bagua_ref.backends; "
+        "print([m for m in sys.modules if m.startswith('cupy') or m.startswith('bagua_ref.backends.') and not m.endswith('.base')])"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    assert run.stdout.strip() == "[]"
+
+
+SMALL = torch.zeros(4)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda k: k.add_([1.0], SMALL), TypeError, "x is a list; it must be a torch.Tensor"),
+        (lambda k: k.add_(SMALL.int(), SMALL.int()), TypeError, "x is torch.int32; it must be one of torch.float16"),
+        (lambda k: k.add_(SMALL, SMALL.half()), TypeError, "y is torch.float16; with x of torch.float32 it must be torch.float32"),
+        (lambda k: k.add_(SMALL, torch.zeros(5)), ValueError, "y has 5 elements; with x of 4 it must have 4"),
+        (lambda k: k.add_(torch.zeros(2, 2), SMALL), ValueError, r"x of shape \(2, 2\) .* must be 1-D and contiguous"),
+        (lambda k: k.add_(torch.zeros(8)[::2], SMALL), ValueError, r"x of shape \(4,\) and strides \(2,\) must be"),
+        (lambda k: k.add_(torch.zeros(4).to_sparse(), SMALL), ValueError, "must be 1-D and contiguous"),
+        (lambda k: k.add_(SMALL, SMALL), ValueError, "y overlaps x in memory; they must lie apart"),
+        (
+            lambda k: k.subtract_(torch.zeros(4), torch.zeros(4, device="meta")),
+            ValueError,
+            "y is on meta; it must be on x's device cpu",
+        ),
+        (lambda k: k.add_scaled_(torch.zeros(4), SMALL, "half"), TypeError, "factor='half' must be a number"),
+        (lambda k: k.divide_(torch.zeros(4), 0), ValueError, "divisor=0 is 0"),
+        (lambda k: k.divide_(torch.zeros(4), 1e-60), ValueError, "divisor=1e-60 is 0 in torch.float32 arithmetic"),
+        (lambda k: k.combine_ring_(SMALL, torch.zeros(4), torch.zeros(4), SMALL), ValueError, "weight overlaps x in memory"),
+        (lambda k: k.combine_ring_(SMALL, torch.zeros(4), torch.zeros(3), torch.zeros(4)), ValueError, "right has 3 elements"),
+        (lambda k: k.async_average_(SMALL, torch.zeros(4), torch.zeros(4), 0), ValueError, "nranks=0 must be at least 1"),
+        (
+            lambda k: k.async_average_(SMALL.half(), SMALL.half(), SMALL.half(), 2),
+            TypeError,
+            "reduced is torch.float16; .* torch.float32",
+        ),
+        (lambda k: k.update_momentum_(SMALL, torch.zeros(4), 1.5), ValueError, "beta1=1.5 must be from 0 to 1"),
+        (lambda k: k.update_momentum_(SMALL, torch.zeros(4), float("nan")), ValueError, "beta1=nan must be from 0 to 1"),
+        (lambda k: k.update_momentum_(SMALL, torch.zeros(3), 0.9), ValueError, "grad has 3 elements; with m of 4"),
+        (lambda k: k.reduce_chunks_(SMALL, 3, 0, True), ValueError, "num_chunks=3 must divide"),
+        (lambda k: k.reduce_chunks_(SMALL, 2, 2, True), ValueError, "target_chunk=2 must be from 0 to"),
+        (lambda k: k.gather_flat([SMALL, SMALL], torch.zeros(7)), ValueError, "tensors have 8 elements together; out has 7"),
+        (
+            lambda k: k.gather_flat([SMALL.half()], torch.zeros(4)),
+            TypeError,
+            r"tensors\[0\] is torch.float16; it must be out's dtype",
+        ),
+        (lambda k: k.gather_flat([3], torch.zeros(4)), TypeError, r"tensors\[0\] is a int; it must be a torch.Tensor"),
+        (lambda k: k.gather_flat([SMALL.to("meta")], torch.zeros(4)), ValueError, r"tensors\[0\] is on meta"),
+        (lambda k: k.scatter_flat(SMALL, [SMALL.view(2, 2).t()]), ValueError, r"tensors\[0\] overlaps flat in memory"),
+        (lambda k: k.order_by_complexity(torch.zeros(2, 2)), ValueError, "keys of shape"),
+        (lambda k: k.order_by_complexity(torch.zeros(2, dtype=torch.complex64)), TypeError, "keys is torch.complex64"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(call, error, message):
+    with pytest.raises(error, match=message):
+        call(kernels)
+    assert_equal(SMALL, torch.zeros(4), EXACT)
+
+
+def test_a_backend_for_one_kind_of_device_refuses_the_others():
+    class OnlyCuda(Other):
+        device_types = ("cuda",)
+
+    with pytest.raises(ValueError, match="x is on cpu; backend 'other' works on cuda tensors"):
+        OnlyCuda().add_(torch.zeros(1), torch.zeros(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("size", [BLOCK - 1, BLOCK, 3 * BLOCK + 7])
+def test_sizes_that_cross_a_block(size, dtype):
+    """torch's separate operations on float32 (float64) copies, each of which rounds once, are the same kernels."""
+    generator = torch.Generator().manual_seed(1)
+    x, y, z = (torch.randn(size, generator=generator).to(dtype) for _ in range(3))
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    a, b, c = x.to(wide), y.to(wide), z.to(wide)
+
+    def check(kernel, expected: torch.Tensor) -> None:
+        actual = x.clone()
+        kernel(actual)
+        assert_equal(actual, expected.to(dtype), EXACT)
+
+    check(lambda t: kernels.add_(t, y), a + b)
+    check(lambda t: kernels.subtract_(t, y), a - b)
+    check(lambda t: kernels.add_scaled_(t, y, 0.1), a + b * torch.tensor(0.1, dtype=wide))
+    check(lambda t: kernels.average_(t, y), (a + b) / 2)
+    check(lambda t: kernels.divide_(t, 3), a / 3)
+    check(lambda t: kernels.async_average_(t, b, z, 3), a + (b / 3 - c))
+    keep, gain = torch.tensor(0.9, dtype=wide), torch.tensor(1 - 0.9, dtype=wide)
+    check(lambda t: kernels.update_momentum_(t, y, 0.9), a * keep + b * gain)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("num_chunks", "size"), [(9, 1), (1024, 1), (1024, 2), (1024, 3), (100, 65), (3, BLOCK + 1), (1024, 65), (BLOCK + 1, 2)]
+)
+@pytest.mark.parametrize("average", [False, True])
+def test_S3_7_many_chunks_are_added_in_order(num_chunks, size, average, dtype):
+    x = torch.randn(num_chunks * size, generator=torch.Generator().manual_seed(2)).to(dtype)
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    chunks = x.view(num_chunks, size).to(wide)
+    total = torch.zeros(size, dtype=wide)
+    for chunk in chunks:
+        total = total + chunk
+    expected = x.clone().view(num_chunks, size)
+    expected[num_chunks // 2] = (total / num_chunks if average else total).to(dtype)
+    kernels.reduce_chunks_(x, num_chunks, num_chunks // 2, average)
+    assert_equal(x.view(num_chunks, size), expected, EXACT)
+
+
+def test_autograd_does_not_see_the_kernels():
+    parameter = torch.nn.Parameter(torch.ones(6))
+    kernels.add_(parameter, torch.ones(6, requires_grad=True))
+    kernels.reduce_chunks_(parameter, 2, 0, False)
+    assert parameter.tolist() == [4.0] * 3 + [2.0] * 3
+    kernels.scatter_flat(parameter, [torch.nn.Parameter(torch.zeros(2, 3))])
+    kernels.decompress_minmax_uint8(kernels.compress_minmax_uint8(parameter, 2), 2, parameter)
+    assert parameter.requires_grad
+    assert parameter.is_leaf
+
+
+def test_infinities_are_results_and_warn_nobody(recwarn):
+    x = torch.full((4,), 3e38)
+    kernels.add_(x, torch.full((4,), 3e38))
+    kernels.subtract_(x, torch.full((4,), float("inf")))
+    kernels.compress_minmax_uint8(x, 2)
+    assert x.isnan().all()
+    assert not recwarn.list
+
+
+def test_kernels_on_many_threads_do_not_share_buffers():
+    """16-bit kernels go through the lent buffers, so a shared one would show."""
+    generator = torch.Generator().manual_seed(3)
+    inputs = [torch.randn(3 * BLOCK, generator=generator).to(torch.bfloat16) for _ in range(4)]
+    expected = [kernels.compress_minmax_uint8(x, 3) for x in inputs]
+    wrong: list[int] = []
+
+    def work(index: int) -> None:
+        for _ in range(10):
+            if not torch.equal(kernels.compress_minmax_uint8(inputs[index], 3), expected[index]):
+                wrong.append(index)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_every_kernel_is_abstract_behind_its_checks():
+    public = {name for name in vars(KernelBackend) if not name.startswith("_") and callable(getattr(KernelBackend, name))}
+    assert {f"_{name}" for name in public - {"unavailable_reason"}} == set(KernelBackend.__abstractmethods__)
+
+
+class TestTolerances:
+    def test_exact_tells_the_sign_of_zero_but_not_the_bits_of_nan(self):
+        nans = torch.tensor([0x7FC0, 0x7FFF], dtype=torch.int16).view(torch.bfloat16)
+        assert_equal(nans[:1], nans[1:], EXACT)
+        with pytest.raises(AssertionError, match=r"first at \(0,\): -0.0 instead of 0.0"):
+            assert_equal(torch.tensor([-0.0]), torch.tensor([0.0]), EXACT)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+    def test_ulp_counts_steps(self, dtype):
+        one = torch.ones(1, dtype=dtype)
+        next_but_one = one + 2 * torch.finfo(dtype).eps
+        assert_equal(next_but_one, one, ULP(2))
+        assert_equal(-next_but_one, -one, ULP(2))
+        with pytest.raises(AssertionError, match=r"tolerance ULP\(1\)"):
+            assert_equal(next_but_one, one, ULP(1))
+
+    def test_sum_grows_with_the_ranks_and_what_they_added(self):
+        zero, off = torch.zeros(1), torch.tensor([3e-7])
+        assert_equal(off, zero, SUM(4), magnitude=1.0)
+        with pytest.raises(AssertionError, match=r"tolerance SUM\(2\)"):
+            assert_equal(off, zero, SUM(2), magnitude=1.0)
+        with pytest.raises(AssertionError, match=r"tolerance SUM\(4\)"):
+            assert_equal(off, zero, SUM(4))
+
+    @pytest.mark.parametrize("tolerance", [EXACT, ULP(4), SUM(4)], ids=lambda tolerance: tolerance.name)
+    def test_infinities_shapes_and_dtypes_are_never_tolerated(self, tolerance):
+        largest = torch.tensor([torch.finfo(torch.float32).max])
+        for actual in (torch.tensor([float("inf")]), torch.tensor([float("nan")]), largest.double(), largest.view(1, 1)):
+            with pytest.raises(AssertionError):
+                assert_equal(actual, largest, tolerance)
+        assert_equal(torch.tensor([float("inf")]), torch.tensor([float("inf")]), tolerance)
+        with pytest.raises(AssertionError, match="1 of 2 elements differ"):
+            assert_equal(torch.tensor([1, 2]), torch.tensor([1, 3]), tolerance)

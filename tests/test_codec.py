@@ -1,0 +1,149 @@
+"""MinMaxUInt8 (S4): pinned vectors, sizes that cross the reference's blocks, bad arguments."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from tests.oracles import codec_scalar
+from tests.oracles.rounding import float32_of_bits
+
+from bagua_ref.backends import get_backend, payload_bytes
+from bagua_ref.backends.reference.blocks import BLOCK
+from bagua_ref.conformance.tolerances import EXACT, assert_equal
+
+COMPRESSIBLE = (torch.float16, torch.bfloat16, torch.float32)
+kernels = get_backend("reference")
+
+
+def round_trip(x: torch.Tensor, num_chunks: int = 1) -> torch.Tensor:
+    out = torch.full_like(x, 5)
+    kernels.decompress_minmax_uint8(kernels.compress_minmax_uint8(x, num_chunks), num_chunks, out)
+    return out
+
+
+def block(header: str, levels: list[int]) -> bytes:
+    return (bytes.fromhex(header).ljust(32, b"\0") + bytes(levels)).ljust(payload_bytes(len(levels), 1), b"\0")
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "header", "levels"),
+    [
+        ([0.0, 1.0, 2.0], torch.float32, "00000000 00000040", [0, 128, 255]),
+        ([-253.5, 1.5], torch.float32, "00807dc3 0000c03f", [0, 255]),  # S4.2: the lower clamp, -1 without it
+        ([1.0, 1.0], torch.float32, "0000803f 0000803f", [255, 255]),  # S4.2: the upper clamp, 256 without it
+        ([-0.0, -0.0], torch.float32, "00000000 00000000", [255, 255]),  # S4.1: a zero is written +0
+        ([-1.0, -0.0], torch.float16, "00bc 0000", [0, 255]),
+        ([-1.0, 3.0], torch.bfloat16, "80bf 4040", [0, 255]),
+        ([1e30, 1e30], torch.float32, "0000c07f 0000c07f", [0, 0]),  # S4.4: max*scale overflows
+        ([-3e38, 3e38], torch.float32, "0000c07f 0000c07f", [0, 0]),  # S4.4: max - min overflows
+        ([1.0, math.nan], torch.float32, "0000c07f 0000c07f", [0, 0]),
+        ([1.0, -math.inf], torch.float16, "007e 007e", [0, 0]),
+        ([math.nan, 2.0], torch.bfloat16, "c07f c07f", [0, 0]),
+        ([], torch.float32, "00000000 00000000", []),  # S4.4
+    ],
+)
+def test_S4_pinned_vectors(values, dtype, header, levels):
+    x = torch.tensor(values, dtype=dtype)
+    assert bytes(kernels.compress_minmax_uint8(x, 1).tolist()) == block(header, levels)
+    assert codec_scalar.compress_chunk(x.tolist(), str(dtype).removeprefix("torch.")) == block(header, levels)
+
+
+def test_S4_3_what_lies_beyond_float16_is_its_largest_number():
+    # Levels 0 and 255 stand for -127 and 128 steps of 513.8: the upper one, 65760, would be stored as infinity.
+    x = torch.tensor([-65504.0, 65504.0], dtype=torch.float16)
+    assert_equal(round_trip(x), torch.tensor([-65248.0, 65504.0], dtype=torch.float16), EXACT)
+
+
+def test_S4_3_what_lies_beyond_float32_is_its_largest_number():
+    largest = torch.finfo(torch.float32).max
+    x = torch.tensor([-largest / 2, largest / 2])
+    restored = round_trip(x)
+    assert restored.isfinite().all()
+    payload = torch.zeros(64, dtype=torch.uint8)
+    payload[:8] = torch.tensor([-largest, largest]).view(torch.uint8)  # no compressor writes this: its difference overflows
+    payload[32:34] = torch.tensor([0, 200])
+    out = torch.zeros(2)
+    kernels.decompress_minmax_uint8(payload, 1, out)
+    assert_equal(out, torch.tensor([-largest, -largest]), EXACT)
+
+
+def test_S4_6_the_pinned_vector_needs_one_and_a_half_steps():
+    low, high = float32_of_bits(0xC018B111), float32_of_bits(0x4027C5B4)
+    x = torch.tensor([high, low])
+    errors = (round_trip(x).double() - x.double()).abs()
+    scale = codec_scalar.grid(low, high)[0]
+    assert errors.max() > 0.5 / scale + 2.0**-22 * high
+    assert errors.max() <= codec_scalar.bound(low, high, 0.0, "float32")
+
+
+@pytest.mark.parametrize("dtype", COMPRESSIBLE, ids=str)
+@pytest.mark.parametrize(
+    ("num_chunks", "size"), [(1, BLOCK), (1, 2 * BLOCK + 1), (3, BLOCK + 7), (70, 1000), (1024, 64), (1024, 1), (2 * BLOCK, 1)]
+)
+def test_sizes_that_cross_a_block(num_chunks, size, dtype):
+    x = torch.randn(num_chunks * size, generator=torch.Generator().manual_seed(0)).mul_(3).to(dtype)
+    chunks = x.view(num_chunks, size).double()
+    payload = kernels.compress_minmax_uint8(x, num_chunks)
+    blocks, restored = payload.view(num_chunks, -1), round_trip(x, num_chunks).view(num_chunks, size)
+    headers = blocks[:, : 2 * x.element_size()].contiguous().view(dtype)
+    assert_equal(headers, torch.stack([chunks.amin(1), chunks.amax(1)], 1).to(dtype), EXACT)
+    picked = random.Random(0)
+    places = [(picked.randrange(num_chunks), picked.randrange(size)) for _ in range(200)]
+    for row, column in [*places, (0, 0), (num_chunks - 1, size - 1), (0, min(BLOCK, size) - 1), (0, min(BLOCK, size - 1))]:
+        grid = codec_scalar.grid(*headers[row].tolist())
+        assert blocks[row, 32 + column].item() == codec_scalar.level_of(chunks[row, column].item(), *grid)
+        block = bytes(blocks[row, :32].tolist()) + bytes([blocks[row, 32 + column].item()])
+        assert restored[row, column].item() == codec_scalar.decompress_chunk(block, 1, str(dtype).removeprefix("torch."))[0]
+
+
+def test_payload_bytes_grows_in_steps_of_32():
+    assert [payload_bytes(count, 1) for count in (0, 1, 32, 33)] == [32, 64, 64, 96]
+    assert payload_bytes(99, 3) == 3 * 96
+    with pytest.raises(ValueError, match="num_chunks=2 must divide the number of elements, which is 5"):
+        payload_bytes(5, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.uint8], ids=str)
+def test_S4_5_other_dtypes_are_refused_by_name(dtype):
+    x, payload = torch.zeros(4, dtype=dtype), torch.zeros(64, dtype=torch.uint8)
+    with pytest.raises(TypeError, match=rf"x is {dtype}; it must be one of torch.float16, torch.bfloat16, torch.float32"):
+        kernels.compress_minmax_uint8(x, 1)
+    with pytest.raises(TypeError, match=f"out is {dtype}"):
+        kernels.decompress_minmax_uint8(payload, 1, x)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"num_chunks": 3}, ValueError, "num_chunks=3 must divide the number of elements, which is 4"),
+        ({"num_chunks": 0}, ValueError, "num_chunks=0 must be at least 1"),
+        ({"num_chunks": -2}, ValueError, "num_chunks=-2 must be at least 1"),
+        ({"num_chunks": 2.0}, TypeError, "num_chunks=2.0 must be an integer"),
+        ({"num_chunks": 2, "target_chunk": 2}, ValueError, "target_chunk=2 must be from 0 to num_chunks - 1 = 1"),
+        ({"num_chunks": 2, "target_chunk": -1}, ValueError, "target_chunk=-1 must be from 0 to num_chunks - 1 = 1"),
+        ({"num_chunks": 2, "target_chunk": "a"}, TypeError, "target_chunk='a' must be an integer"),
+        ({"num_chunks": 1, "out": torch.zeros(63, dtype=torch.uint8)}, ValueError, "out has 63 elements; .* must have 64"),
+        ({"num_chunks": 1, "out": torch.zeros(64)}, TypeError, "out is torch.float32; .* must be torch.uint8"),
+        ({"num_chunks": 1, "out": torch.zeros(128, dtype=torch.uint8)[::2]}, ValueError, "out .* must be 1-D and contiguous"),
+        ({"num_chunks": 1, "out": torch.zeros(64, dtype=torch.uint8, device="meta")}, ValueError, "out is on meta"),
+    ],
+)
+def test_compress_refuses(arguments, error, message):
+    with pytest.raises(error, match=message):
+        kernels.compress_minmax_uint8(torch.zeros(4), **arguments)
+
+
+def test_decompress_refuses_a_payload_of_the_wrong_size_and_leaves_out_alone():
+    out = torch.ones(4)
+    with pytest.raises(ValueError, match="payload has 64 elements; with out of 4 it must have 128"):
+        kernels.decompress_minmax_uint8(torch.zeros(64, dtype=torch.uint8), 2, out)
+    assert_equal(out, torch.ones(4), EXACT)
+
+
+def test_payload_and_tensor_must_lie_apart():
+    memory = torch.zeros(128, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="out overlaps x in memory"):
+        kernels.compress_minmax_uint8(memory[:64].view(torch.float32)[:8], 1, out=memory[16:80])
