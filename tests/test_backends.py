@@ -12,7 +12,7 @@ import torch
 
 import bagua_ref.backends as registry
 from bagua_ref.backends import KernelBackend, available_backends, get_backend, register_backend, use_backend
-from bagua_ref.backends.reference import ReferenceBackend
+from bagua_ref.backends.reference import ReferenceBackend, blocks
 from bagua_ref.backends.reference.blocks import BLOCK
 from bagua_ref.conformance.tolerances import EXACT, SUM, ULP, assert_equal
 from bagua_ref.errors import BackendUnavailableError
@@ -297,6 +297,46 @@ def test_S3_7_many_chunks_are_added_in_order(num_chunks, size, average, dtype):
     expected[num_chunks // 2] = (total / num_chunks if average else total).to(dtype)
     kernels.reduce_chunks_(x, num_chunks, num_chunks // 2, average)
     assert_equal(x.view(num_chunks, size), expected, EXACT)
+
+
+def run_every_kernel(device: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return what each kernel makes of the same numbers on a device, on the CPU."""
+    numbers = torch.randn(5, 2 * BLOCK + 6, generator=torch.Generator().manual_seed(4)).to(dtype).to(device)
+    x, y, left, right = numbers[0], numbers[1], numbers[2], numbers[3]
+    kernels.add_(x, y)
+    kernels.subtract_(x, left)
+    kernels.add_scaled_(x, y, 0.1)
+    kernels.average_(x, right)
+    kernels.divide_(x, 7)
+    kernels.combine_ring_(x, left, right, y)
+    kernels.async_average_(x, left.to(torch.float64 if dtype is torch.float64 else torch.float32), right, 3)
+    kernels.update_momentum_(x, y, 0.9)
+    kernels.reduce_chunks_(x, 2, 1, average=True)
+    results = [x, kernels.order_by_complexity(x)]
+    if dtype is not torch.float64:
+        payload = kernels.compress_minmax_uint8(x, 2)
+        kernels.compress_minmax_uint8(y, 2, target_chunk=1, out=payload)
+        kernels.decompress_minmax_uint8(payload, 2, y)
+        results += [payload, y]
+    flat = torch.empty_like(x)
+    kernels.gather_flat([left[5:], right[:5]], flat)
+    kernels.scatter_flat(flat, [left[:4], right[4:]])
+    return [result.cpu() for result in (*results, flat, left, right)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_tensors_that_cannot_be_used_in_place_are_copied_in_and_out(dtype, monkeypatch):
+    expected = run_every_kernel("cpu", dtype)
+    monkeypatch.setattr(blocks, "_usable", lambda x: False)
+    for actual, wanted in zip(run_every_kernel("cpu", dtype), expected, strict=True):
+        assert_equal(actual, wanted, EXACT)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_the_reference_gives_the_same_on_cuda_tensors(dtype):
+    for actual, wanted in zip(run_every_kernel("cuda", dtype), run_every_kernel("cpu", dtype), strict=True):
+        assert_equal(actual, wanted, EXACT)
 
 
 def test_autograd_does_not_see_the_kernels():

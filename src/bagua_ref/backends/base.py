@@ -7,6 +7,7 @@ backend is in `bagua_ref.backends`.
 
 from __future__ import annotations
 
+import ctypes
 import operator
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
@@ -445,4 +446,4 @@ def _rounded(name: str, value: float, x: Tensor) -> float:
         number = float(value)
     except (TypeError, ValueError):
         raise TypeError(f"{name}={value!r} must be a number") from None
-    return number if x.dtype is torch.float64 else torch.tensor(number, dtype=torch.float32).item()
+    return number if x.dtype is torch.float64 else ctypes.c_float(number).value

@@ -10,7 +10,7 @@ import torch
 
 from bagua_ref.backends.base import KernelBackend
 from bagua_ref.backends.reference import codec
-from bagua_ref.backends.reference.blocks import BLOCK, Array, blocks, load, scratch
+from bagua_ref.backends.reference.blocks import BLOCK, Array, blocks, reader, scratch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -97,11 +97,13 @@ class ReferenceBackend(KernelBackend):
         chunks = _rows(x, num_chunks)
         width = max(1, BLOCK // num_chunks)
         with scratch() as buffers:
+            read = reader(chunks, buffers, 0)
             for start in range(0, chunks.shape[1], width):
-                total = _sum_in_order(load(chunks[:, start : start + width], buffers, 0))
+                columns = slice(start, start + width)
+                total = _sum_in_order(read((slice(None), columns)))
                 if average:
                     total /= total.dtype.type(num_chunks)
-                chunks[target_chunk, start : start + width].copy_(torch.from_numpy(total))
+                chunks[target_chunk, columns].copy_(torch.from_numpy(total))
 
     @_silent
     def _compress_minmax_uint8(self, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor) -> None:

@@ -10,13 +10,14 @@ import numpy.typing as npt
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
-__all__ = ["BLOCK", "Array", "Scratch", "blocks", "computed_in", "load", "scratch", "store", "tiles"]
+__all__ = ["BLOCK", "Array", "Scratch", "blocks", "computed_in", "reader", "scratch", "tiles", "writer"]
 
 Array: TypeAlias = npt.NDArray[Any]
+Index: TypeAlias = slice | tuple[slice, slice]
 
 BLOCK = 65536
 """Elements per block: two float32 buffers of it fit into a core's second-level cache."""
@@ -64,18 +65,25 @@ def computed_in(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype is torch.float64 else torch.float32
 
 
-def load(x: Tensor, buffers: Scratch, slot: int) -> Array:
-    """Return x in the type of its arithmetic: x's own memory where it can be, else a copy in buffer number ``slot``."""
+def reader(x: Tensor, buffers: Scratch, slot: int) -> Callable[[Index], Array]:
+    """Return ``read(index)``: a part of x in the type of its arithmetic, x's own memory where it can be.
+
+    Elsewhere it is a copy in buffer number ``slot``, good until the next one.
+    """
     if _usable(x):
-        return x.numpy()
-    # torch converts 16-bit floats several times as fast as NumPy, which has no bfloat16 at all.
-    return buffers.tensor(slot, x.numel(), computed_in(x)).view(x.shape).copy_(x).numpy()
+        return x.numpy().__getitem__
+
+    def convert(index: Index) -> Array:
+        part = x[index]
+        # torch converts 16-bit floats several times as fast as NumPy, which has no bfloat16 at all.
+        return buffers.tensor(slot, part.numel(), computed_in(x)).view(part.shape).copy_(part).numpy()
+
+    return convert
 
 
-def store(values: Array, x: Tensor) -> None:
-    """Round what `load` gave back to x's dtype into x; nothing to do where it is x's own memory."""
-    if not _usable(x):
-        x.copy_(torch.from_numpy(values))
+def writer(x: Tensor) -> Callable[[Index, Array], object]:
+    """Return ``write(index, values)``: round what a `reader` of x gave back to x's dtype; nothing to do in x's own memory."""
+    return (lambda index, values: None) if _usable(x) else (lambda index, values: x[index].copy_(torch.from_numpy(values)))
 
 
 def _usable(x: Tensor) -> bool:
@@ -87,12 +95,13 @@ def blocks(buffers: Scratch, x: Tensor, *sources: Tensor) -> Iterator[list[Array
 
     Takes buffers 0 to ``len(sources)``.
     """
-    tensors = [tensor.detach() for tensor in (x, *sources)]
+    readers = [reader(tensor.detach(), buffers, slot) for slot, tensor in enumerate((x, *sources))]
+    write = writer(x.detach())
     for start in range(0, x.numel(), BLOCK):
-        parts = [tensor[start : start + BLOCK] for tensor in tensors]
-        arrays = [load(part, buffers, slot) for slot, part in enumerate(parts)]
+        block = slice(start, min(start + BLOCK, x.numel()))
+        arrays = [read(block) for read in readers]
         yield arrays
-        store(arrays[0], parts[0])
+        write(block, arrays[0])
 
 
 def tiles(num_rows: int, num_columns: int) -> Iterator[tuple[slice, slice]]:

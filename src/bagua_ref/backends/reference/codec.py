@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from bagua_ref.backends.base import HEADER_BYTES
-from bagua_ref.backends.reference.blocks import Array, Scratch, load, store, tiles
+from bagua_ref.backends.reference.blocks import Array, Scratch, reader, tiles, writer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,8 +49,9 @@ def compress(x: Tensor, payload: Tensor, buffers: Scratch) -> None:
     payload_rows[:, : header.shape[1]] = np.where(poisoned, _POISON[x.dtype], header)
     payload_rows[:, HEADER_BYTES + x.shape[1] :] = 0
     levels = payload_rows[:, HEADER_BYTES : HEADER_BYTES + x.shape[1]]
+    read = reader(x, buffers, 0)
     for rows, columns in tiles(*x.shape):
-        tile = load(x[rows, columns], buffers, 0)
+        tile = read((rows, columns))
         level = buffers.like(1, tile)
         np.multiply(tile, grid.scale[rows], out=level)
         np.rint(level, out=level)
@@ -68,13 +69,13 @@ def decompress(payload: Tensor, out: Tensor, buffers: Scratch) -> None:
     grid = grid_between(header[:, :1], header[:, 1:])
     levels = payload.numpy()[:, HEADER_BYTES : HEADER_BYTES + out.shape[1]]
     largest = np.float32(torch.finfo(out.dtype).max)
+    read, write = reader(out, buffers, 0), writer(out)
     for rows, columns in tiles(*out.shape):
-        target = out[rows, columns]
-        value = load(target, buffers, 0)
+        value = read((rows, columns))
         np.add(levels[rows, columns], grid.lower[rows], out=value)
         np.divide(value, grid.scale[rows], out=value)
         np.clip(value, -largest, largest, out=value)
-        store(value, target)
+        write((rows, columns), value)
 
 
 def _ends(x: Tensor, buffers: Scratch) -> tuple[Array, Array]:
@@ -82,8 +83,9 @@ def _ends(x: Tensor, buffers: Scratch) -> tuple[Array, Array]:
     if x.shape[1] == 0:
         return np.zeros((x.shape[0], 1), np.float32), np.zeros((x.shape[0], 1), np.float32)
     low, high = np.full((x.shape[0], 1), np.inf, np.float32), np.full((x.shape[0], 1), -np.inf, np.float32)
+    read = reader(x, buffers, 0)
     for rows, columns in tiles(*x.shape):
-        tile = load(x[rows, columns], buffers, 0)
+        tile = read((rows, columns))
         np.minimum(low[rows], tile.min(axis=1, keepdims=True), out=low[rows])
         np.maximum(high[rows], tile.max(axis=1, keepdims=True), out=high[rows])
     zero = np.float32(0)
