@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 import weakref
+from functools import partial
 
 import pytest
 
@@ -33,6 +34,21 @@ def test_spawned_threads_belong_to_their_rank():
         return seen.get_nowait()
 
     assert SimulatedWorld(2).run(program) == [(0, True, "helper"), (1, True, "helper")]
+
+
+def test_a_thread_that_has_ended_holds_nothing():
+    class Thing:
+        pass
+
+    def program(comm):
+        thing = Thing()
+        held = weakref.ref(thing)
+        thread = current_world().spawn(partial(repr, thing), "holder")
+        del thing
+        thread.join()
+        return held() is None
+
+    assert SimulatedWorld(1).run(program) == [True]
 
 
 def test_join_may_time_out():

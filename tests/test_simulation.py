@@ -169,6 +169,7 @@ def test_torch_uses_one_thread_within_and_as_many_as_before_after():
 def test_backward_runs_on_the_rank_s_own_thread():
     def program(comm):
         seen = []
+        assert not torch._C._is_multithreading_enabled()
         x = one(comm.rank()).requires_grad_()
         x.register_post_accumulate_grad_hook(lambda p: seen.append(threading.get_ident()) or comm.allreduce_inplace(p.grad))
         (x * (comm.rank() + 1)).sum().backward()

@@ -65,10 +65,9 @@ def combine(tensors: Sequence[Tensor], op: ReduceOp) -> Tensor:
 
 
 def broadcast(tensors: Sequence[Tensor], src: int) -> None:
-    """Write ``src``'s tensor into every other rank's."""
-    for rank, tensor in enumerate(tensors):
-        if rank != src:
-            _fill(tensor, tensors[src])
+    """Write ``src``'s tensor into every rank's."""
+    for tensor in tensors:
+        _fill(tensor, tensors[src])
 
 
 def reduce_inplace(tensors: Sequence[Tensor], dst: int, op: ReduceOp) -> None:

@@ -192,7 +192,7 @@ class Scheduler:
         if self._switching or not self._is_calling():
             return
         task = self._calling()
-        if not task.unwinding and (ends or not self._ending):
+        if not task.unwinding:
             self._make_ready(task)
             self._switch(task, ends)
 

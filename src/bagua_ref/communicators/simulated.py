@@ -47,7 +47,7 @@ class _Group:
         """Make all operations, also those under way, raise."""
         self.broken = self.broken or reason
         for ticket in [call.ticket for call in self.calls.values()] + list(self.receiving.values()):
-            self.scheduler.grant(ticket)
+            self.scheduler.grant(ticket, self.broken)
         self.calls, self.receiving = {}, {}
 
     def check(self) -> None:
@@ -56,11 +56,12 @@ class _Group:
             raise CommunicationError(self.broken)
 
     def wait(self, ticket: Ticket, rank: int) -> None:
-        """Wait for other ranks."""
+        """Wait for other ranks; what they have completed counts even if the group is given up before this rank runs again."""
         if not self.scheduler.wait(ticket, None if self.timeout == math.inf else self.timeout):
             self.give_up(f"group {self.name!r} was given up: rank {self.ranks[rank]} waited {ticket.what} for {self.timeout} s")
             raise CommunicationTimeoutError(f"rank {self.ranks[rank]} waited {ticket.what} for {self.timeout} s")
-        self.check()
+        if ticket.value is not None:
+            raise CommunicationError(ticket.value)
 
 
 class SimulatedCommunicator(Communicator):
