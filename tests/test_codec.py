@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -141,6 +145,16 @@ def test_decompress_refuses_a_payload_of_the_wrong_size_and_leaves_out_alone():
     with pytest.raises(ValueError, match="payload has 64 elements; with out of 4 it must have 128"):
         kernels.decompress_minmax_uint8(torch.zeros(64, dtype=torch.uint8), 2, out)
     assert_equal(out, torch.ones(4), EXACT)
+
+
+@pytest.mark.slow
+def test_the_benchmark_runs_and_its_three_forms_of_S4_agree(tmp_path):
+    script, table = Path(__file__).parents[1] / "benchmarks" / "codec.py", tmp_path / "codec.json"
+    subprocess.run([sys.executable, script, "--quick", "--json", table], check=True, capture_output=True, timeout=200)
+    result = json.loads(table.read_text())
+    assert [row["limit"] for row in result["rows"]] == ["at most 5", "-", "-", "-", "-", "-"]
+    assert all(row["ratio"] > 0 for row in result["rows"])
+    assert {"machine", "versions", "date"} <= set(result)
 
 
 def test_payload_and_tensor_must_lie_apart():

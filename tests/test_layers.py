@@ -36,7 +36,11 @@ def layers(*parts: int | range) -> frozenset[int]:
 # The table of the architecture. A floor may always import itself; cycles are another test's business.
 HOUSE = (
     Floor(0, ("errors", "env", "types", "runtime"), layers(0)),
-    Floor(1, ("backends.base", "communicators.base", "communicators.collectives", "communicators.topology"), layers(range(2))),
+    Floor(
+        1,
+        ("backends.base", "backends.checks", "communicators.base", "communicators.collectives", "communicators.topology"),
+        layers(range(2)),
+    ),
     Floor(
         2,
         (

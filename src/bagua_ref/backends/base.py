@@ -1,22 +1,31 @@
 """The contract of a kernel backend: about a dozen kernels on flat tensors, each with its exact rounding (S1, S3, S4, S5.5).
 
-Arguments are checked here, once, so that every backend refuses the same things with the same words. A backend fills in the
-methods with a leading underscore; they see only arguments that fit and numbers that are already rounded. How to get a
-backend is in `bagua_ref.backends`.
+Arguments are checked in front of the backends, once (the checks are in `bagua_ref.backends.checks`), so that all refuse the
+same things with the same words. A backend fills in the methods with a leading underscore; they see only arguments that fit
+and numbers that are already rounded. How to get a backend is in `bagua_ref.backends`.
 """
 
 from __future__ import annotations
 
-import ctypes
-import operator
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
+
+from bagua_ref.backends.checks import (
+    at_least_one,
+    check_beside,
+    check_flat,
+    check_parts,
+    check_target_chunk,
+    chunk_size_of,
+    rounded,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from torch import Tensor
 
 __all__ = ["COMPRESSIBLE", "FLOATS", "HEADER_BYTES", "KernelBackend", "payload_bytes"]
 
@@ -43,7 +52,7 @@ def payload_bytes(num_elements: int, num_chunks: int) -> int:
     >>> payload_bytes(100, num_chunks=2)
     192
     """
-    chunk_size = _chunk_size(num_elements, num_chunks)
+    chunk_size = chunk_size_of(num_elements, num_chunks)
     return num_chunks * (HEADER_BYTES + -(-chunk_size // HEADER_BYTES) * HEADER_BYTES)
 
 
@@ -93,13 +102,13 @@ class KernelBackend(ABC):
         tensor([2., 2.])
         """
         self._check_target("x", x, FLOATS)
-        _check_source("x", x, "y", y)
+        check_beside("x", x, "y", y)
         self._add_(x, y)
 
     def subtract_(self, x: Tensor, y: Tensor) -> None:
         """x <- x - y (S1); arguments as for `add_`."""
         self._check_target("x", x, FLOATS)
-        _check_source("x", x, "y", y)
+        check_beside("x", x, "y", y)
         self._subtract_(x, y)
 
     def add_scaled_(self, x: Tensor, y: Tensor, factor: float) -> None:
@@ -115,8 +124,8 @@ class KernelBackend(ABC):
         tensor([1.5000, 1.5000, 1.5000])
         """
         self._check_target("x", x, FLOATS)
-        _check_source("x", x, "y", y)
-        self._add_scaled_(x, y, _rounded("factor", factor, x))
+        check_beside("x", x, "y", y)
+        self._add_scaled_(x, y, rounded("factor", factor, x))
 
     def average_(self, x: Tensor, y: Tensor) -> None:
         """x <- (x + y) / 2, the sum rounded to float32, then halved, stored in x's dtype (S3.4).
@@ -125,7 +134,7 @@ class KernelBackend(ABC):
         Arguments as for `add_`.
         """
         self._check_target("x", x, FLOATS)
-        _check_source("x", x, "y", y)
+        check_beside("x", x, "y", y)
         self._average_(x, y)
 
     def divide_(self, x: Tensor, divisor: float) -> None:
@@ -136,10 +145,10 @@ class KernelBackend(ABC):
             divisor: taken as float32 (float64 where x is); not 0.
         """
         self._check_target("x", x, FLOATS)
-        rounded = _rounded("divisor", divisor, x)
-        if rounded == 0:
+        number = rounded("divisor", divisor, x)
+        if number == 0:
             raise ValueError(f"divisor={divisor!r} is 0 in {x.dtype} arithmetic; it must be another number")
-        self._divide_(x, rounded)
+        self._divide_(x, number)
 
     def combine_ring_(self, x: Tensor, left: Tensor, right: Tensor, weight: Tensor) -> None:
         """x += f32(1/3)*left; x += f32(1/3)*right; x += f32(-5/3)*weight: the first line of S3.5.
@@ -153,9 +162,9 @@ class KernelBackend(ABC):
             weight: likewise; may overlap left and right.
         """
         self._check_target("x", x, FLOATS)
-        _check_source("x", x, "left", left)
-        _check_source("x", x, "right", right)
-        _check_source("x", x, "weight", weight)
+        check_beside("x", x, "left", left)
+        check_beside("x", x, "right", right)
+        check_beside("x", x, "weight", weight)
         self._combine_ring_(x, left, right, weight)
 
     def async_average_(self, x: Tensor, reduced: Tensor, snapshot: Tensor, nranks: int) -> None:
@@ -168,9 +177,9 @@ class KernelBackend(ABC):
             nranks: how many ranks contributed, at least 1.
         """
         self._check_target("x", x, FLOATS)
-        _check_source("x", x, "reduced", reduced, torch.float64 if x.dtype is torch.float64 else torch.float32)
-        _check_source("x", x, "snapshot", snapshot)
-        self._async_average_(x, reduced, snapshot, _at_least_one("nranks", nranks))
+        check_beside("x", x, "reduced", reduced, torch.float64 if x.dtype is torch.float64 else torch.float32)
+        check_beside("x", x, "snapshot", snapshot)
+        self._async_average_(x, reduced, snapshot, at_least_one("nranks", nranks))
 
     def update_momentum_(self, m: Tensor, grad: Tensor, beta1: float) -> None:
         """m <- beta1*m + (1-beta1)*grad: both products rounded to float32, then their sum, stored in m's dtype (S5.5).
@@ -182,10 +191,11 @@ class KernelBackend(ABC):
                 from beta1 as given (both stay double where m is float64).
         """
         self._check_target("m", m, FLOATS)
-        _check_source("m", m, "grad", grad)
+        check_beside("m", m, "grad", grad)
+        keep = rounded("beta1", beta1, m)
         if not 0 <= beta1 <= 1:
             raise ValueError(f"beta1={beta1!r} must be from 0 to 1")
-        self._update_momentum_(m, grad, _rounded("beta1", beta1, m), _rounded("1 - beta1", 1.0 - beta1, m))
+        self._update_momentum_(m, grad, keep, rounded("beta1", 1.0 - beta1, m))
 
     # Chunks.
 
@@ -206,8 +216,8 @@ class KernelBackend(ABC):
         tensor([1., 2., 4., 6.])
         """
         self._check_target("x", x, FLOATS)
-        _chunk_size(x.numel(), num_chunks)
-        _check_target_chunk(target_chunk, num_chunks)
+        chunk_size_of(x.numel(), num_chunks)
+        check_target_chunk(target_chunk, num_chunks)
         self._reduce_chunks_(x, num_chunks, target_chunk, average)
 
     def compress_minmax_uint8(
@@ -240,15 +250,15 @@ class KernelBackend(ABC):
         >>> get_backend("reference").compress_minmax_uint8(torch.tensor([0.0, 1.0, 2.0]), num_chunks=1)[32:35].tolist()
         [0, 128, 255]
         """
-        self._check_target("x", x, COMPRESSIBLE, "MinMaxUInt8 compresses only these (S4.5)")
+        self._check_target("x", x, COMPRESSIBLE)
         size = payload_bytes(x.numel(), num_chunks)
         if target_chunk is not None:
-            _check_target_chunk(target_chunk, num_chunks)
+            check_target_chunk(target_chunk, num_chunks)
         if out is None:
             make = torch.empty if target_chunk is None else torch.zeros
             out = make(size, dtype=torch.uint8, device=x.device)
         else:
-            _check_source("x", x, "out", out, torch.uint8, size)
+            check_beside("x", x, "out", out, torch.uint8, size)
         self._compress_minmax_uint8(x, num_chunks, target_chunk, out)
         return out
 
@@ -263,8 +273,8 @@ class KernelBackend(ABC):
             num_chunks: how many, at least 1.
             out: the elements, float16, bfloat16 or float32; written.
         """
-        self._check_target("out", out, COMPRESSIBLE, "MinMaxUInt8 compresses only these (S4.5)")
-        _check_source("out", out, "payload", payload, torch.uint8, payload_bytes(out.numel(), num_chunks))
+        self._check_target("out", out, COMPRESSIBLE)
+        check_beside("out", out, "payload", payload, torch.uint8, payload_bytes(out.numel(), num_chunks))
         self._decompress_minmax_uint8(payload, num_chunks, out)
 
     # Movement and order.
@@ -276,8 +286,8 @@ class KernelBackend(ABC):
             tensors: of out's dtype, on its device; together as many elements as out.
             out: of any dtype; written.
         """
-        self._check_target("out", out, None)
-        _check_parts("out", out, tensors)
+        self._check_target("out", out)
+        check_parts("out", out, tensors)
         self._gather_flat(tensors, out)
 
     def scatter_flat(self, flat: Tensor, tensors: Sequence[Tensor]) -> None:
@@ -287,8 +297,8 @@ class KernelBackend(ABC):
             flat: of any dtype; unchanged.
             tensors: of flat's dtype, on its device; together as many elements as flat; written.
         """
-        self._check_target("flat", flat, None)
-        _check_parts("flat", flat, tensors)
+        self._check_target("flat", flat)
+        check_parts("flat", flat, tensors)
         self._scatter_flat(flat, tensors)
 
     def order_by_complexity(self, keys: Tensor) -> Tensor:
@@ -348,102 +358,7 @@ class KernelBackend(ABC):
     @abstractmethod
     def _order_by_complexity(self, keys: Tensor) -> Tensor: ...
 
-    def _check_target(self, name: str, x: Tensor, dtypes: tuple[torch.dtype, ...] | None, why: str = "") -> None:
-        _check_flat(name, x)
-        if dtypes is not None and x.dtype not in dtypes:
-            allowed = ", ".join(map(str, dtypes))
-            raise TypeError(f"{name} is {x.dtype}; it must be one of {allowed}{why and ': ' + why}")
+    def _check_target(self, name: str, x: Tensor, dtypes: tuple[torch.dtype, ...] | None = None) -> None:
+        check_flat(name, x, dtypes)
         if self.device_types is not None and x.device.type not in self.device_types:
             raise ValueError(f"{name} is on {x.device}; backend {self.name!r} works on {', '.join(self.device_types)} tensors")
-
-
-def _check_flat(name: str, x: Tensor) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
-    if x.layout is not torch.strided or x.dim() != 1 or not x.is_contiguous():
-        raise ValueError(
-            f"{name} of shape {tuple(x.shape)} and strides {x.stride() if x.layout is torch.strided else x.layout} must be 1-D "
-            f"and contiguous; pass {name}.view(-1) where its elements are contiguous"
-        )
-
-
-def _check_source(
-    target_name: str, target: Tensor, name: str, y: Tensor, dtype: torch.dtype | None = None, size: int | None = None
-) -> None:
-    """Refuse y unless it is flat, of target's (or the given) dtype and size, on target's device and apart from target."""
-    _check_flat(name, y)
-    dtype, size = dtype or target.dtype, target.numel() if size is None else size
-    if y.dtype is not dtype:
-        raise TypeError(f"{name} is {y.dtype}; with {target_name} of {target.dtype} it must be {dtype}")
-    if y.numel() != size:
-        raise ValueError(f"{name} has {y.numel()} elements; with {target_name} of {target.numel()} it must have {size}")
-    if y.device != target.device:
-        raise ValueError(f"{name} is on {y.device}; it must be on {target_name}'s device {target.device}")
-    if _overlap(target, y):
-        raise ValueError(f"{name} overlaps {target_name} in memory; they must lie apart")
-
-
-def _check_parts(name: str, flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    total = 0
-    for index, tensor in enumerate(tensors):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"tensors[{index}] is a {type(tensor).__name__}; it must be a torch.Tensor")
-        if tensor.dtype is not flat.dtype:
-            raise TypeError(f"tensors[{index}] is {tensor.dtype}; it must be {name}'s dtype {flat.dtype}")
-        if tensor.device != flat.device:
-            raise ValueError(f"tensors[{index}] is on {tensor.device}; it must be on {name}'s device {flat.device}")
-        if tensor.layout is not torch.strided:
-            raise ValueError(f"tensors[{index}] has layout {tensor.layout}; it must be a dense (strided) tensor")
-        if _overlap(flat, tensor):
-            raise ValueError(f"tensors[{index}] overlaps {name} in memory; they must lie apart")
-        total += tensor.numel()
-    if total != flat.numel():
-        raise ValueError(f"tensors have {total} elements together; {name} has {flat.numel()}, and it must be the same number")
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    if a.numel() == 0 or b.numel() == 0:
-        return False
-    return a.data_ptr() < _end(b) and b.data_ptr() < _end(a)
-
-
-def _end(x: Tensor) -> int:
-    """Return the address just after x's last element."""
-    if x.is_contiguous():
-        return x.data_ptr() + x.numel() * x.element_size()
-    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.data_ptr() + (last + 1) * x.element_size()
-
-
-def _at_least_one(name: str, value: int) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}={value!r} must be an integer") from None
-    if number < 1:
-        raise ValueError(f"{name}={value!r} must be at least 1")
-    return number
-
-
-def _chunk_size(num_elements: int, num_chunks: int) -> int:
-    if num_elements % _at_least_one("num_chunks", num_chunks):
-        raise ValueError(f"num_chunks={num_chunks} must divide the number of elements, which is {num_elements}")
-    return num_elements // num_chunks
-
-
-def _check_target_chunk(target_chunk: int, num_chunks: int) -> None:
-    try:
-        fits = 0 <= operator.index(target_chunk) < num_chunks
-    except TypeError:
-        raise TypeError(f"target_chunk={target_chunk!r} must be an integer") from None
-    if not fits:
-        raise ValueError(f"target_chunk={target_chunk!r} must be from 0 to num_chunks - 1 = {num_chunks - 1}")
-
-
-def _rounded(name: str, value: float, x: Tensor) -> float:
-    """Return value rounded to the type that x's arithmetic uses (S1)."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name}={value!r} must be a number") from None
-    return number if x.dtype is torch.float64 else ctypes.c_float(number).value

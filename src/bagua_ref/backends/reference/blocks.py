@@ -65,10 +65,11 @@ def computed_in(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype is torch.float64 else torch.float32
 
 
-def reader(x: Tensor, buffers: Scratch, slot: int) -> Callable[[Index], Array]:
+def reader(x: Tensor, buffers: Scratch, slot: int, *, fill: bool = True) -> Callable[[Index], Array]:
     """Return ``read(index)``: a part of x in the type of its arithmetic, x's own memory where it can be.
 
-    Elsewhere it is a copy in buffer number ``slot``, good until the next one.
+    Elsewhere it is a copy in buffer number ``slot``, good until the next one; ``fill=False`` leaves the copying out, for what is
+    only going to be written.
     """
     if _usable(x):
         return x.numpy().__getitem__
@@ -76,7 +77,8 @@ def reader(x: Tensor, buffers: Scratch, slot: int) -> Callable[[Index], Array]:
     def convert(index: Index) -> Array:
         part = x[index]
         # torch converts 16-bit floats several times as fast as NumPy, which has no bfloat16 at all.
-        return buffers.tensor(slot, part.numel(), computed_in(x)).view(part.shape).copy_(part).numpy()
+        buffer = buffers.tensor(slot, part.numel(), computed_in(x)).view(part.shape)
+        return (buffer.copy_(part) if fill else buffer).numpy()
 
     return convert
 

@@ -69,9 +69,9 @@ def decompress(payload: Tensor, out: Tensor, buffers: Scratch) -> None:
     grid = grid_between(header[:, :1], header[:, 1:])
     levels = payload.numpy()[:, HEADER_BYTES : HEADER_BYTES + out.shape[1]]
     largest = np.float32(torch.finfo(out.dtype).max)
-    read, write = reader(out, buffers, 0), writer(out)
+    target, write = reader(out, buffers, 0, fill=False), writer(out)
     for rows, columns in tiles(*out.shape):
-        value = read((rows, columns))
+        value = target((rows, columns))
         np.add(levels[rows, columns], grid.lower[rows], out=value)
         np.divide(value, grid.scale[rows], out=value)
         np.clip(value, -largest, largest, out=value)

@@ -1,0 +1,159 @@
+"""What all benchmarks share: alternating runs, one table, the same as JSON.
+
+args = common.arguments("What is measured.")
+medians = common.alternate({"ours": f, "copy": g}, rounds=7)
+rows = [common.Row("compress", "ms", 1e3 * medians["ours"], {"copy": 1e3 * medians["copy"]}, "copy", common.at_most(5.0))]
+sys.exit(common.report("codec", rows, args))
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+
+import bagua_ref
+
+PACKAGES = ("torch", "numpy", "redis", "cupy-cuda12x", "cupy-cuda13x")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What the ratio must keep to; none: it is only shown."""
+
+    kind: str = ""
+    value: float = 0.0
+
+    def holds(self, ratio: float) -> bool:
+        return not self.kind or (ratio <= self.value if self.kind == "at most" else ratio >= self.value)
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.value:g}" if self.kind else "-"
+
+
+NO_LIMIT = Limit()
+
+
+def at_most(value: float) -> Limit:
+    return Limit("at most", value)
+
+
+def at_least(value: float) -> Limit:
+    return Limit("at least", value)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    ``ours`` and ``peers`` are in ``unit`` (times or rates); the ratio is ours / peers[against].
+    """
+
+    work: str
+    unit: str
+    ours: float
+    peers: dict[str, float]
+    against: str
+    limit: Limit = NO_LIMIT
+    extra: dict[str, object] = field(default_factory=dict)
+    """Goes into the JSON only."""
+
+    @property
+    def ratio(self) -> float:
+        return self.ours / self.peers[self.against]
+
+
+def arguments(description: str, **options: dict) -> argparse.Namespace:
+    """Parse ``--quick``, ``--json PATH`` and further options: name -> keyword arguments of `add_argument`."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--quick", action="store_true", help="a smoke run: small, and no limit is judged")
+    parser.add_argument(
+        "--json", type=Path, metavar="PATH", help="where to write the same as JSON; default: benchmarks/results/, for full runs"
+    )
+    for name, settings in options.items():
+        parser.add_argument(f"--{name}", **settings)
+    return parser.parse_args()
+
+
+def alternate(functions: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Return each function's median time in seconds; they take turns, so that a busy moment of the machine hits them all."""
+    for function in functions.values():
+        function()  # touches memory, fills caches and pools
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(rounds):
+        for name, function in functions.items():
+            start = time.perf_counter()
+            function()
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def machine() -> dict[str, object]:
+    """Return what a reader needs to judge the numbers."""
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [
+            line.split(":", 1)[1].strip() for line in info.read_text(encoding="utf-8").splitlines() if line.startswith("model name")
+        ]
+        cpu = names[0] if names else cpu
+    return {
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "bagua_ref": bagua_ref.__version__}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def report(name: str, rows: Sequence[Row], args: argparse.Namespace) -> int:
+    """Print the table, write the JSON, and return the exit status: 1 if a limit was missed in a full run."""
+    peers = list(dict.fromkeys(peer for row in rows for peer in row.peers))
+    lines = [["work", "unit", "ours", *peers, "limit", "ratio"]]
+    for row in rows:
+        values = [f"{row.peers[peer]:.4g}" if peer in row.peers else "-" for peer in peers]
+        verdict = "" if row.limit.holds(row.ratio) else "  MISSED"
+        limit = f"{row.limit} x {row.against}" if row.limit.kind else "-"
+        lines.append([row.work, row.unit, f"{row.ours:.4g}", *values, limit, f"{row.ratio:.2f} x {row.against}{verdict}"])
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    for line in lines:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    path = args.json or (None if args.quick else Path(__file__).parent / "results" / f"{name}.json")
+    if path is not None:
+        result = {
+            "benchmark": name,
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "quick": args.quick,
+            "machine": machine(),
+            "versions": versions(),
+            "rows": [
+                {
+                    "work": row.work, "unit": row.unit, "ours": row.ours, "peers": row.peers, "against": row.against,
+                    "limit": str(row.limit), "ratio": row.ratio, "kept": row.limit.holds(row.ratio), **row.extra,
+                }
+                for row in rows
+            ],
+        }  # fmt: skip
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return 0 if args.quick else int(any(not row.limit.holds(row.ratio) for row in rows))
