@@ -78,7 +78,9 @@ class Scheduler:
 
     A thread keeps running until it waits or yields; who runs next is drawn from ``random.Random(seed)``, so a program and a seed
     give one interleaving. When nobody can run, the clock advances to the earliest deadline. When that cannot help, because
-    ranks wait for each other, the run ends with a SimulationError that says who waits for what.
+    ranks wait for each other, the run ends with a SimulationError that says who waits for what. A sleep, and a spawned thread's
+    wait with a timeout, are intervals: time may pass for them. A main thread's timeout is a watchdog: it fires only while nobody
+    is in a collective, as otherwise the SimulationError says the same earlier and better.
 
     Each rank has its own state of torch's CPU generator and of Python's `random`, as a process would; other globals of the
     process, NumPy's legacy generator among them, are shared.

@@ -25,7 +25,8 @@ class SimulatedWorld:
 
     Inside `run` everything that asks who it is, communicates, waits, starts threads through `bagua_ref.runtime` or tells time
     sees the simulated rank: ``get_rank()``, ``init_process_group()``, ``with_bagua`` and samplers work unchanged, and
-    torch.distributed is never initialised. A sleep costs no real time.
+    torch.distributed is never initialised. A sleep costs no real time. What a process shares, its ranks share here: environment,
+    globals of modules, devices; the exceptions are the random generators, see `run`.
 
     Args:
         world_size: the number of ranks, at least 1.
