@@ -8,6 +8,7 @@ import torch
 
 from bagua_ref.backends import get_backend
 from bagua_ref.comm_ops import (
+    AsynchronousModelAverage,
     CentralizedFullPrecision,
     CentralizedLowPrecision,
     CentralizedScatterGather,
@@ -256,6 +257,32 @@ class BaguaBucket:
             )
         self._ops.append(op)
         return self
+
+    def append_asynchronous_model_average_op(
+        self, peer_selection_mode: str, group: Group | None = None
+    ) -> AsynchronousModelAverage:
+        """Append a round of asynchronous averaging (S3.6); return the operation. Collective over the group.
+
+        Args:
+            peer_selection_mode: "all": the mean over all ranks.
+            group: None is the default group.
+
+        Raises:
+            ValueError: another peer_selection_mode, or the bucket is not flat.
+            TypeError: a dtype that is no float.
+        """
+        if peer_selection_mode != "all":
+            raise ValueError(f"peer_selection_mode={peer_selection_mode!r} must be 'all'")
+        if not self.flatten:
+            raise ValueError(
+                f"bucket {self.name!r} is not flat; an asynchronous average changes tensors in place and needs flatten=True"
+            )
+        self._check_centralized(average=True, scattergather=False, compression=None)
+        group = self._background_group(group)
+        kernels = get_backend(self.backend, self.device)
+        self._async_op = AsynchronousModelAverage(group.get_global_communicator(), kernels, current_world())
+        self._ops.append(self._async_op)
+        return self._async_op
 
     def _check_centralized(self, average: bool, scattergather: bool, compression: str | None) -> None:
         if compression not in (None, "MinMaxUInt8"):

@@ -89,6 +89,7 @@ class BaguaModule:
         before = _wrapped_or_none(module)
         if before is not None:
             before._bagua_backend.wait_pending_comm_ops()
+            take_up_again = before.bagua_algorithm.suspend()
         try:
             module._bagua = WrappedModule(  # type: ignore[assignment]
                 module,
@@ -104,6 +105,7 @@ class BaguaModule:
         except Exception:
             if before is not None:
                 before.reset()  # the tensors may have been registered for the new algorithm already
+                take_up_again()
             raise
         if before is not None:
             before.close()

@@ -116,8 +116,10 @@ class BaguaProcessGroup:
 
     def for_background(self) -> BaguaProcessGroup:
         """Return a new group of the same ranks that no caller's thread uses; all of them call this in the same order."""
-        if self.is_background:
-            return self
+        return self if self.is_background else self.sibling()
+
+    def sibling(self) -> BaguaProcessGroup:
+        """Return another background group of the same ranks; all of them call this in the same order."""
         name = self._job.next_name(f"{self.group_name}/background")
         return BaguaProcessGroup(self.ranks, self.stream, name, is_background=True, job=self._job)
 
@@ -203,12 +205,12 @@ def _join(
         existing = dist.get_backend()
         if backend is not None and backend not in existing:
             raise ValueError(f"backend={backend!r} disagrees with torch.distributed, which is initialized with {existing!r}")
-        # torch keeps each attempt of an elastic launch apart in this store.
         store, rank, world_size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
     transport = TorchDistributedTransport(store, rank, world_size, local_world_size if local_world_size > 0 else None, timeout)
     if owns_torch_group:
         chosen = backend or ("nccl" if transport.owns_gpu else "gloo")
-        dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size)
+        own = transport.store  # which no earlier attempt of an elastic launch has written to
+        dist.init_process_group(chosen, store=own, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
     transport.uses_nccl = "nccl" in dist.get_backend()
     node = transport.node_of[rank]
     world.known_identity = Identity(

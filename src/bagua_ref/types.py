@@ -72,6 +72,10 @@ class Group(Protocol):
         """Return a group of the same ranks that no caller's thread uses."""
         ...
 
+    def sibling(self) -> Group:
+        """Return a background group of the same ranks with connections of its own; all ranks call this in the same order."""
+        ...
+
     def close(self) -> None:
         """Give up all connections."""
         ...

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NotCopied",
+    "OwnHook",
     "apply_flattened_call",
     "apply_flattened_call_all",
     "check_contiguous",
@@ -34,6 +35,27 @@ class NotCopied:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
+
+
+class OwnHook:
+    """A hook on a module that stays behind when the module is copied or pickled: copies get one that does nothing."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the function."""
+        return self._function(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnHook:
+        return OwnHook(_do_nothing)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OwnHook, (_do_nothing,)
+
+
+def _do_nothing(*_: Any) -> None:
+    """Stand in for a hook."""
 
 
 def apply_flattened_call(bucket: Sequence[Tensor], call: Callable[..., object], extra_args: Sequence[Any] | None = None) -> None:

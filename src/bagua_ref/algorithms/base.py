@@ -8,13 +8,14 @@ from bagua_ref.bucket import BaguaBucket
 from bagua_ref.tensor import BaguaTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     import weakref
+    from collections.abc import Callable, Sequence
 
     import torch
     from torch import Tensor
 
+    from bagua_ref.backends.base import KernelBackend
+    from bagua_ref.runtime import World
     from bagua_ref.scheduling.engine import Engine
     from bagua_ref.types import Group
 
@@ -31,6 +32,8 @@ class TrainingContext(Protocol):
         bagua_buckets: the buckets in the order in which they are scheduled.
         bagua_optimizers: as passed when wrapping.
         bagua_train_step_counter: training forwards begun so far; the step under way is this less one.
+        world: of this rank; starts threads.
+        kernel_backend: what was asked for when wrapping.
         _bagua_backend: the engine; ``wait_pending_comm_ops()`` waits for what is scheduled.
     """
 
@@ -39,6 +42,8 @@ class TrainingContext(Protocol):
     bagua_buckets: list[BaguaBucket]
     bagua_optimizers: list[torch.optim.Optimizer]
     bagua_train_step_counter: int
+    world: World
+    kernel_backend: str | KernelBackend | None
     _bagua_backend: Engine
 
     @property
@@ -74,6 +79,13 @@ class AlgorithmImpl:
         if context is None:
             raise RuntimeError(f"{type(self).__name__} takes part in no training; wrap a module with it first")
         return context
+
+    def suspend(self) -> Callable[[], None]:
+        """Stop what communicates in the background, collectively, as the module is wrapped anew; return what takes it up again."""
+        return lambda: None
+
+    def close(self) -> None:
+        """Let go of everything outside the buckets; the module has another algorithm now."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs besides the model's and the optimizers' state, to go on as if nothing had happened.

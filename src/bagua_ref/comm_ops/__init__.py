@@ -1,5 +1,6 @@
 """One file for each bucket operation of S3; layer 3, knows kernels and communicators, not buckets."""
 
+from bagua_ref.comm_ops.asynchronous import AsynchronousModelAverage
 from bagua_ref.comm_ops.base import CommOp
 from bagua_ref.comm_ops.centralized import CentralizedFullPrecision, CentralizedScatterGather
 from bagua_ref.comm_ops.hierarchical import Hierarchical
@@ -7,6 +8,7 @@ from bagua_ref.comm_ops.low_precision import CentralizedLowPrecision
 from bagua_ref.comm_ops.python_op import PythonOp
 
 __all__ = [
+    "AsynchronousModelAverage",
     "CentralizedFullPrecision",
     "CentralizedLowPrecision",
     "CentralizedScatterGather",

@@ -14,7 +14,7 @@ from bagua_ref.data_parallel.state_broadcast import broadcast_state
 from bagua_ref.env import get_default_bucket_size
 from bagua_ref.runtime import use_world
 from bagua_ref.scheduling.engine import Engine
-from bagua_ref.utils import NotCopied
+from bagua_ref.utils import NotCopied, OwnHook
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -66,7 +66,7 @@ class WrappedModule(NotCopied):
         self.bagua_optimizers = list(optimizers)
         self.bagua_buckets: list[BaguaBucket] = []
         self.bagua_train_step_counter = 0
-        self._world, self._do_flatten, self._backend = world, do_flatten, backend
+        self.world, self._do_flatten, self.kernel_backend = world, do_flatten, backend
         self._find_unused_parameters = find_unused_parameters
         self._ignored = {
             *getattr(module, "_bagua_params_and_buffers_to_ignore", ()),
@@ -85,7 +85,7 @@ class WrappedModule(NotCopied):
         self.bagua_algorithm._context = weakref.ref(self)
         self._handles: list[Any] = []
         self.reset()
-        self._handles.append(module.register_forward_pre_hook(_ForwardPre(self)))
+        self._handles.append(module.register_forward_pre_hook(OwnHook(self._forwarding())))
         for name, parameter in self.bagua_build_params():
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._accumulated(name)))
         for optimizer in self.bagua_optimizers:
@@ -118,14 +118,13 @@ class WrappedModule(NotCopied):
         """Ask the algorithm for tensors, buckets, operations and hooks (S5); the state is not broadcast again."""
         algorithm = self.bagua_algorithm
         self._bagua_backend.wait_pending_comm_ops()
-        with use_world(self._world):
+        with use_world(self.world):
             tensors = algorithm.init_tensors(self)
             self.bagua_buckets = algorithm.tensors_to_buckets(
                 split_into_buckets(tensors, get_default_bucket_size()), self._do_flatten
             )
             for bucket in self.bagua_buckets:
-                bucket.clear_ops()
-                bucket.backend = bucket.backend or self._backend
+                bucket.backend = bucket.backend or self.kernel_backend
                 algorithm.init_operations(self, bucket)
         self._bagua_backend.register_ordered_buckets(self.bagua_buckets)
         self._forward_pre_hook = algorithm.init_forward_pre_hook(self)
@@ -133,8 +132,7 @@ class WrappedModule(NotCopied):
         self._post_backward_hook = algorithm.init_post_backward_hook(self)
         self._post_step_hook = algorithm.init_post_optimizer_step_hook(self)
 
-    def forward_pre(self, input: Any) -> None:
-        """Begin a training step (S5)."""
+    def _begin_forward(self, input: Any) -> None:
         if not self.module.training or _inside_backward():  # checkpointing computes forwards anew
             return
         self._synchronizing = not self._skipping
@@ -148,6 +146,16 @@ class WrappedModule(NotCopied):
             self._forward_pre_hook(input)
 
     # Hooks on parameters and optimizers hold this object weakly: the collector cannot see through a parameter's C++ part.
+
+    def _forwarding(self) -> Callable[[torch.nn.Module, Any], None]:
+        this = weakref.ref(self)
+
+        def hook(module: torch.nn.Module, input: Any) -> None:
+            wrapped = this()
+            if wrapped is not None:
+                wrapped._begin_forward(input)
+
+        return hook
 
     def _accumulated(self, name: str) -> Callable[[torch.Tensor], None]:
         this = weakref.ref(self)
@@ -209,33 +217,10 @@ class WrappedModule(NotCopied):
         """Take the hooks off, end the background thread and give its connections up."""
         for handle in self._handles:
             handle.remove()
+        self.bagua_algorithm.close()
         self._bagua_backend.close()
         if self._owns_group:
             self.process_group.close()
-
-
-class _ForwardPre:
-    """The forward-pre hook; copies and pickles of the module get one that does nothing."""
-
-    def __init__(self, wrapped: WrappedModule) -> None:
-        self._wrapped = wrapped
-
-    def __call__(self, module: torch.nn.Module, input: Any) -> None:
-        self._wrapped.forward_pre(input)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return _nothing
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _get_nothing, ()
-
-
-def _nothing(module: torch.nn.Module, input: Any) -> None:
-    """Stand in for a forward-pre hook in a copy."""
-
-
-def _get_nothing() -> Any:
-    return _nothing
 
 
 def _inside_backward() -> bool:

@@ -1,0 +1,328 @@
+"""Weights averaged in the background while every rank trains at its own speed (S5.6)."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl
+from bagua_ref.algorithms.weight_holder import WeightHolder
+from bagua_ref.bucket import BaguaBucket
+from bagua_ref.errors import CommunicationError
+from bagua_ref.tensor import BaguaTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+    from torch import Tensor
+
+    from bagua_ref.algorithms.base import TrainingContext
+    from bagua_ref.comm_ops import AsynchronousModelAverage
+    from bagua_ref.runtime import Thread, World
+    from bagua_ref.types import Group
+
+__all__ = ["AsyncModelAverageAlgorithm", "AsyncModelAverageAlgorithmImpl", "State"]
+
+
+class State(Enum):
+    """Where averaging stands on this rank. The allowed transitions are `TRANSITIONS`; `Rounds` alone makes them."""
+
+    IDLE = "no rounds yet; the next forward that is due starts them"
+    RUNNING = "a background thread averages every sync_interval_ms"
+    STOPPING = "abort was called; the thread goes on until all ranks have called it"
+    ABORTED = "all ranks have stopped; resume leads back to IDLE"
+    FAILED = "a round raised; the training thread raises it next"
+
+
+TRANSITIONS = {
+    State.IDLE: {State.RUNNING, State.STOPPING},
+    State.RUNNING: {State.STOPPING, State.FAILED},
+    State.STOPPING: {State.ABORTED, State.FAILED},
+    State.ABORTED: {State.IDLE},
+    State.FAILED: {State.ABORTED},
+}
+
+
+class Rounds:
+    """The background thread of one rank, and the one place that knows its state.
+
+    Args:
+        world: starts the thread.
+        name: of the thread.
+        buckets: of weights, each with one asynchronous operation.
+        group: the thread's own; given up when training is forgotten, so that a waiting thread ends.
+        interval: seconds between the end of a round and the next.
+    """
+
+    def __init__(self, world: World, name: str, buckets: list[BaguaBucket], group: Group, interval: float) -> None:
+        self._world, self._name, self._buckets, self._group, self._interval = world, name, buckets, group, interval
+        self.ops: list[AsynchronousModelAverage] = [bucket._async_op for bucket in buckets]
+        self.state = State.IDLE
+        self.error: BaseException | None = None
+        self.completed = 0
+        self._wake = world.event()
+        self._thread: Thread | None = None
+        self._forgotten = False
+
+    def _go(self, state: State) -> None:
+        assert state in TRANSITIONS[self.state], f"{self.state} -> {state}"
+        self.state = state
+
+    def start(self) -> None:
+        """Begin rounds, unless they run or were aborted."""
+        if self.state is State.IDLE:
+            self._go(State.RUNNING)
+            self._spawn()
+
+    def stop(self) -> None:
+        """Return once all ranks have called this; rounds go on until then. A second call does nothing.
+
+        Raises:
+            CommunicationError: a round failed.
+        """
+        if self.state in (State.IDLE, State.RUNNING):
+            idle = self.state is State.IDLE
+            for op in self.ops:
+                op.abort()
+            self._go(State.STOPPING)
+            self._wake.set()
+            if idle:  # other ranks may be in the middle of rounds: take part until they stop, too
+                self._spawn()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.raise_failure()
+
+    def resume(self) -> None:
+        """Let the next forward start rounds again after `stop`."""
+        if self.state is State.ABORTED:
+            for op in self.ops:
+                op.reset()
+            self._go(State.IDLE)
+
+    def raise_failure(self) -> None:
+        """Raise what ended the thread, if anything did, once; averaging is aborted then."""
+        if self.state is State.FAILED:
+            error, self.error = self.error, None
+            self._go(State.ABORTED)
+            raise CommunicationError(
+                f"asynchronous averaging stopped in round {self.completed}: {type(error).__name__}: {error}. Every rank must call "
+                "abort() before it ends"
+            ) from error
+
+    def forget(self) -> None:
+        """End the thread without the other ranks: nobody trains here any more."""
+        self._forgotten = True
+        self._wake.set()
+        self._group.close()
+
+    def _spawn(self) -> None:
+        self._wake.clear()
+        self._thread = self._world.spawn(self._run, self._name)
+
+    def _run(self) -> None:
+        try:
+            while not self._forgotten:
+                for bucket in self._buckets:
+                    bucket.execute()
+                    if bucket._async_op.get_status() == "stopped":
+                        self._go(State.ABORTED)
+                        return
+                self.completed += 1
+                if self.state is not State.STOPPING:
+                    self._wake.wait(self._interval)
+        except Exception as error:
+            if not self._forgotten:
+                self.error = error
+                self._go(State.FAILED)
+
+
+class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
+    """`AsyncModelAverageAlgorithm` at work on one module.
+
+    The weights' buckets, their operations and the background thread exist from the start: a rank that aborts in warm-up has
+    to take part in the rounds of ranks that are past it.
+    """
+
+    def __init__(
+        self, process_group: Group, peer_selection_mode: str = "all", sync_interval_ms: float = 500, warmup_steps: int = 0
+    ) -> None:
+        super().__init__(process_group)
+        self.peer_selection_mode, self.sync_interval_ms, self.warmup_steps = peer_selection_mode, sync_interval_ms, warmup_steps
+        self._warming_up = warmup_steps > 0
+        self._weight_buckets: list[BaguaBucket] = []
+
+    @property
+    def step(self) -> int:
+        """The training step under way, from 0 (S5)."""
+        return self.context.bagua_train_step_counter - 1
+
+    def need_reset(self) -> bool:
+        """Return True once, before the first step after warm-up."""
+        if self._warming_up and self.step >= self.warmup_steps:
+            self._warming_up = False
+            return True
+        return False
+
+    def init_tensors(self, bagua_ddp: TrainingContext) -> list[Tensor]:
+        """Return the gradients in warm-up, the weights after it."""
+        if self._warming_up:
+            return super().init_tensors(bagua_ddp)
+        # Proxies of the parameters, which may be registered for their gradients at the same time.
+        return [
+            BaguaTensor.to_bagua_tensor(
+                parameter,  # type: ignore[arg-type]
+                name,
+                bagua_ddp.bagua_module_name,
+                getter_closure=lambda _, parameter=parameter: parameter,  # type: ignore[misc]
+            )
+            for name, parameter in bagua_ddp.bagua_build_params()
+        ]
+
+    def tensors_to_buckets(self, tensors: Sequence[Sequence[Tensor]], do_flatten: bool) -> list[BaguaBucket]:
+        """Return the gradients' buckets in warm-up, after it one bucket of weights for each dtype and device.
+
+        Raises:
+            ValueError: do_flatten is False.
+        """
+        if not do_flatten:
+            raise ValueError(
+                "do_flatten=False: asynchronous averaging changes weights in their flat storage; it needs do_flatten=True"
+            )
+        if not self._weight_buckets:
+            self._prepare_rounds()
+        return super().tensors_to_buckets(tensors, do_flatten) if self._warming_up else self._weight_buckets
+
+    def _prepare_rounds(self) -> None:
+        context, warming_up = self.context, self._warming_up
+        self._warming_up = False
+        weights: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for proxy in self.init_tensors(context):
+            weights.setdefault((proxy.dtype, proxy.device), []).append(proxy)
+        self._warming_up = warming_up
+        group = self.process_group.sibling()
+        for place, proxies in enumerate(weights.values()):
+            bucket = BaguaBucket(proxies, str(place), flatten=True, backend=context.kernel_backend)
+            bucket.append_asynchronous_model_average_op(self.peer_selection_mode, group=group)
+            self._weight_buckets.append(bucket)
+        name = f"bagua_ref averaging {context.bagua_module_name}"
+        self._rounds = Rounds(context.world, name, self._weight_buckets, group, self.sync_interval_ms / 1000)
+        self._holder = WeightHolder(context.module, context.bagua_optimizers, self._rounds.ops)
+        weakref.finalize(self, self._rounds.forget).atexit = False
+
+    def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
+        """Append S3.1 to the gradients' buckets; the weights' have their operation already."""
+        if bucket not in self._weight_buckets:
+            bucket.append_centralized_synchronous_op(group=self.process_group)
+
+    def init_forward_pre_hook(self, bagua_ddp: TrainingContext) -> Callable[[Any], object]:
+        """Start rounds at the second forward after warm-up; raise what ended them."""
+
+        def hook(input: Any) -> None:
+            self._rounds.raise_failure()
+            if self.sync_interval_ms > 0 and self.step > self.warmup_steps:
+                self._rounds.start()
+
+        return hook
+
+    def init_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[str, torch.nn.Parameter], object]:
+        """Mark gradients ready in warm-up only."""
+        return super().init_backward_hook(bagua_ddp) if self._warming_up else lambda name, parameter: None
+
+    def init_post_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[], object]:
+        """Wait for the gradients, and give the weights back whatever the output was."""
+
+        def hook() -> None:
+            bagua_ddp._bagua_backend.wait_pending_comm_ops()
+            self._holder.drop_forward()
+
+        return hook
+
+    def abort(self, bagua_ddp: Any) -> None:
+        """Stop averaging on all ranks; returns when all have called this, while rounds go on (S5.6).
+
+        Collective, and idempotent until `resume`; from any state. There is no final averaging.
+
+        Args:
+            bagua_ddp: the wrapped module, its wrapper, or the training context.
+
+        Raises:
+            CommunicationError: a round failed, for instance because a rank died.
+        """
+        self._check_module(bagua_ddp)
+        self._holder.drop()
+        self._rounds.stop()
+
+    def resume(self, bagua_ddp: Any) -> None:
+        """Let training forwards start averaging again after `abort`; does nothing if it was not aborted (S5.6).
+
+        Args:
+            bagua_ddp: the wrapped module, its wrapper, or the training context.
+        """
+        self._check_module(bagua_ddp)
+        self._rounds.resume()
+
+    def _check_module(self, bagua_ddp: Any) -> None:
+        context = self.context
+        if bagua_ddp is not context and context.module not in (bagua_ddp, getattr(bagua_ddp, "module", None)):
+            raise ValueError(
+                f"{type(bagua_ddp).__name__} is not the module that this algorithm trains, {context.bagua_module_name!r}"
+            )
+
+    def suspend(self) -> Callable[[], None]:
+        """Abort, unless aborted already; return what resumes."""
+        if self._rounds.state is State.ABORTED:
+            return super().suspend()
+        self.abort(self.context)
+        return self._rounds.resume
+
+    def close(self) -> None:
+        """Take the hooks off and give the background thread's connections up."""
+        self._holder.close()
+        self._rounds.forget()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the step, and whether averaging was aborted."""
+        return {**super().state_dict(), "aborted": self._rounds.state is State.ABORTED}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state``; collective."""
+        super().load_state_dict(state)
+        if state["aborted"]:
+            self.abort(self.context)
+        else:
+            self.resume(self.context)
+
+
+class AsyncModelAverageAlgorithm(Algorithm):
+    """Weights are averaged in the background, at intervals of time, while every rank trains at its own speed (S5.6, S3.6).
+
+    Ranks need not take the same number of steps; call ``model.bagua_algorithm.abort(model)`` on every rank before evaluating
+    or ending.
+
+    Args:
+        peer_selection_mode: "all": the mean over all ranks.
+        sync_interval_ms: milliseconds between the end of a round and the next; 0: no rounds.
+        warmup_steps: steps of gradient all-reduce before that.
+
+    Raises:
+        ValueError: another peer_selection_mode, a negative interval or number of steps.
+
+    Source: asynchronous model average of Bagua 0.9.
+    """
+
+    def __init__(self, peer_selection_mode: str = "all", sync_interval_ms: float = 500, warmup_steps: int = 0) -> None:
+        if peer_selection_mode != "all":
+            raise ValueError(f"peer_selection_mode={peer_selection_mode!r} must be 'all'")
+        if isinstance(sync_interval_ms, bool) or not 0 <= sync_interval_ms < math.inf:
+            raise ValueError(f"sync_interval_ms={sync_interval_ms!r} must be 0 (no rounds) or a positive number of milliseconds")
+        if not isinstance(warmup_steps, int) or isinstance(warmup_steps, bool) or warmup_steps < 0:
+            raise ValueError(f"warmup_steps={warmup_steps!r} must be an int, 0 or more")
+        self.peer_selection_mode, self.sync_interval_ms, self.warmup_steps = peer_selection_mode, sync_interval_ms, warmup_steps
+
+    def reify(self, process_group: Group) -> AsyncModelAverageAlgorithmImpl:
+        """Return the implementation for one module."""
+        return AsyncModelAverageAlgorithmImpl(process_group, self.peer_selection_mode, self.sync_interval_ms, self.warmup_steps)

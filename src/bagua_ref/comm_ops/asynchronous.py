@@ -1,0 +1,145 @@
+"""Averaging weights with the other ranks while training goes on (S3.6)."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import torch
+
+from bagua_ref.comm_ops.base import CommOp
+from bagua_ref.types import ReduceOp
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from bagua_ref.backends.base import KernelBackend
+    from bagua_ref.communicators.base import Communicator
+    from bagua_ref.runtime import World
+
+__all__ = ["AsynchronousModelAverage", "WeightLock"]
+
+_GLANCE = 0.01
+"""Seconds after which a round that waits for the weights looks whether training has dropped them."""
+
+
+class WeightLock:
+    """Weights are used by training, or changed by a round of averaging, never both at once; whoever comes first goes first.
+
+    Training may hold it several times over (a closure's forward inside ``optimizer.step``), and another thread may release
+    what training holds; only one thread trains.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._lock = world.lock()
+        self._holds = 0
+        self._counting = threading.Lock()
+        self.on_wait: Callable[[], None] | None = None
+        """Called again and again while a round waits; may release what training no longer needs."""
+
+    def hold(self) -> None:
+        """Take the weights for training, once more."""
+        with self._counting:
+            if self._holds:
+                self._holds += 1
+                return
+        self._lock.acquire()
+        with self._counting:
+            self._holds = 1
+
+    def release(self) -> None:
+        """Give back one `hold`."""
+        with self._counting:
+            if not self._holds:
+                raise RuntimeError("unlock_weight() without lock_weight()")
+            self._holds -= 1
+            last = self._holds == 0
+        if last:
+            self._lock.release()
+
+    def take_for_round(self) -> None:
+        """Take the weights to change them."""
+        while not self._lock.acquire(timeout=_GLANCE):
+            if self.on_wait is not None:
+                self.on_wait()
+
+    def release_from_round(self) -> None:
+        """Give them back."""
+        self._lock.release()
+
+
+class AsynchronousModelAverage(CommOp):
+    """One round: ``x <- x + (mean over ranks of s - s)`` with the snapshot ``s <- x`` (S3.6).
+
+    agree on stopping -> s <- x -> r <- sum over ranks of s, in float32 -> under the weight lock x <- x + (r/n - s)
+
+    What training does to x between snapshot and update is kept. Each rank sends 2 (n-1)/n of x in float32 and 4 bytes to
+    agree; scratch is the snapshot and the sum. All ranks stop at the same round, once all have called `abort`.
+
+    As a context manager it holds the weight lock: ``with op: evaluate(model)``.
+
+    Args:
+        comm: the ranks; no other thread uses it.
+        kernels: the backend that computes.
+        world: of this rank; makes the lock.
+
+    Source: asynchronous model average of Bagua 0.9; Lian et al., "Asynchronous Decentralized Parallel SGD", ICML 2018
+    (arXiv:1710.06952).
+    """
+
+    def __init__(self, comm: Communicator, kernels: KernelBackend, world: World) -> None:
+        super().__init__(comm, kernels)
+        self.lock = WeightLock(world)
+        self._wants_to_stop = self._stopped = False
+        self._snapshot: Tensor | None = None
+        self._reduced: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> None:
+        """Run one round on ``x``, or agree to stop."""
+        if self._stopped:
+            return
+        flag = torch.tensor([int(self._wants_to_stop)], dtype=torch.int32, device=x.device)
+        self.comm.allreduce_inplace(flag, ReduceOp.MIN)
+        if flag.item():
+            self._stopped = True
+            return
+        if self._snapshot is None or self._reduced is None or self._snapshot.numel() != x.numel():
+            self._snapshot = torch.empty_like(x)
+            self._reduced = torch.empty_like(x, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+        self._snapshot.copy_(x)
+        self._reduced.copy_(self._snapshot)
+        self.comm.allreduce_inplace(self._reduced, ReduceOp.SUM)
+        self.lock.take_for_round()
+        try:
+            self.kernels.async_average_(x, self._reduced, self._snapshot, self.comm.nranks())
+        finally:
+            self.lock.release_from_round()
+
+    def lock_weight(self) -> None:
+        """Keep rounds from changing the weights until `unlock_weight`."""
+        self.lock.hold()
+
+    def unlock_weight(self) -> None:
+        """Let rounds change the weights again."""
+        self.lock.release()
+
+    def __enter__(self) -> AsynchronousModelAverage:
+        self.lock_weight()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.unlock_weight()
+
+    def abort(self) -> None:
+        """Ask to stop; rounds go on until all ranks have asked."""
+        self._wants_to_stop = True
+
+    def reset(self) -> None:
+        """Make rounds possible again after all have stopped."""
+        self._wants_to_stop = self._stopped = False
+
+    def get_status(self) -> str:
+        """Return "running", "stopping" (this rank has asked to stop) or "stopped" (all have)."""
+        return "stopped" if self._stopped else "stopping" if self._wants_to_stop else "running"

@@ -1,0 +1,638 @@
+"""Asynchronous model averaging: the operation, the state machine and every way to drop the weights (S3.6, S5.6)."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.launch import launch, outcomes
+from torch import nn
+
+import bagua_ref
+from bagua_ref.algorithms import AsyncModelAverageAlgorithm, GradientAllReduceAlgorithm
+from bagua_ref.algorithms.async_model_average import TRANSITIONS, State
+from bagua_ref.bucket import BaguaBucket
+from bagua_ref.conformance.tolerances import SUM, assert_equal
+from bagua_ref.errors import CommunicationError
+from bagua_ref.runtime import current_world
+from bagua_ref.simulation import SimulatedWorld
+
+
+def simulate(ranks: int, function: Callable[[int], Any], seed: int = 0) -> list[Any]:
+    def main(comm: Any) -> Any:
+        bagua_ref.init_process_group()
+        return function(comm.rank())
+
+    return SimulatedWorld(ranks, seed=seed).run(main)
+
+
+def network(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def wrapped(seed: int = 0, **arguments: Any) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    module = network(seed)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    module.with_bagua([optimizer], AsyncModelAverageAlgorithm(**{"sync_interval_ms": 100, **arguments}))
+    return module, optimizer, module.bagua_algorithm
+
+
+def weights(module: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1).clone() for p in module.parameters()])
+
+
+def step(module: nn.Module, optimizer: torch.optim.Optimizer, seconds: float = 0.05) -> None:
+    """One training step that takes ``seconds``, half of them inside forward and backward."""
+    optimizer.zero_grad()
+    loss = module(torch.randn(4, 6)).square().mean()
+    current_world().sleep(seconds / 2)
+    loss.backward()
+    optimizer.step()
+    current_world().sleep(seconds / 2)
+
+
+# The operation.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_S3_6_a_round_moves_every_rank_to_the_mean(dtype: torch.dtype) -> None:
+    def rank(r: int) -> torch.Tensor:
+        x = (torch.arange(5.0) * (r + 1)).to(dtype)
+        bucket = BaguaBucket([x.ensure_bagua_tensor("x")], "0", flatten=True)
+        op = bucket.append_asynchronous_model_average_op("all")
+        assert bucket._async_op is op
+        assert op.get_status() == "running"
+        bucket.execute()
+        return x
+
+    for result in simulate(3, rank):
+        assert_equal(result, (torch.arange(5.0) * 2).to(dtype), SUM(3), magnitude=8.0)
+
+
+def test_S3_6_what_training_does_meanwhile_is_kept() -> None:
+    def rank(r: int) -> torch.Tensor:
+        x = torch.full((4,), float(r))
+        bucket = BaguaBucket([x.ensure_bagua_tensor("x")], "0", flatten=True)
+        op = bucket.append_asynchronous_model_average_op("all")
+        world = current_world()
+        op.lock_weight()
+        thread = world.spawn(bucket.execute, "round")
+        world.sleep(1)  # the round waits for the weights
+        x.add_(10 * (r + 1))
+        assert x[0] == r + 10 * (r + 1)
+        op.unlock_weight()
+        thread.join()
+        return x
+
+    zero, one = simulate(2, rank)
+    assert zero.tolist() == [0.5 + 10] * 4
+    assert one.tolist() == [0.5 + 20] * 4
+
+
+def test_S3_6_all_stop_at_the_same_round_once_all_want_to() -> None:
+    def rank(r: int) -> tuple[int, str]:
+        bucket = BaguaBucket([torch.full((4,), float(r)).ensure_bagua_tensor("x")], "0", flatten=True)
+        op = bucket.append_asynchronous_model_average_op("all")
+        rounds = 0
+        while op.get_status() != "stopped":
+            if rounds == 2 + r:
+                op.abort()
+                assert op.get_status() == "stopping"
+            bucket.execute()
+            rounds += 1
+        bucket.execute()  # does nothing now
+        op.reset()
+        assert op.get_status() == "running"
+        bucket.execute()
+        return rounds, op.get_status()
+
+    assert simulate(3, rank) == [(5, "running")] * 3
+
+
+def test_the_operation_is_a_context_manager_for_the_lock() -> None:
+    def rank(r: int) -> None:
+        bucket = BaguaBucket([torch.ones(2).ensure_bagua_tensor("x")], "0", flatten=True)
+        op = bucket.append_asynchronous_model_average_op("all")
+        with op, op:
+            assert op.lock._holds == 2
+        assert op.lock._holds == 0
+        with pytest.raises(RuntimeError, match="without lock_weight"):
+            op.unlock_weight()
+
+    simulate(1, rank)
+
+
+def test_bad_input_of_the_operation() -> None:
+    def rank(r: int) -> None:
+        flat = BaguaBucket([torch.ones(2).ensure_bagua_tensor("x")], "0", flatten=True)
+        with pytest.raises(ValueError, match="peer_selection_mode='shift_one' must be 'all'"):
+            flat.append_asynchronous_model_average_op("shift_one")
+        with pytest.raises(ValueError, match="needs flatten=True"):
+            BaguaBucket([torch.ones(2).ensure_bagua_tensor("x")], "0", flatten=False).append_asynchronous_model_average_op("all")
+        with pytest.raises(TypeError, match="int64"):
+            BaguaBucket(
+                [torch.ones(2, dtype=torch.int64).ensure_bagua_tensor("x")], "0", True
+            ).append_asynchronous_model_average_op("all")
+
+    simulate(2, rank)
+
+
+# The algorithm.
+
+
+def test_S5_6_ranks_drift_apart_and_are_drawn_together() -> None:
+    def rank(r: int) -> tuple[torch.Tensor, int]:
+        torch.manual_seed(100 + r)
+        module, optimizer, algorithm = wrapped()
+        torch.manual_seed(100 + r)
+        for _ in range(60 if r == 0 else 20):  # the first is three times as fast
+            step(module, optimizer, 0.05 if r == 0 else 0.15)
+        algorithm.abort(module)
+        return weights(module), algorithm._rounds.completed
+
+    (zero, rounds), (one, same_rounds) = simulate(2, rank)
+    assert rounds == same_rounds
+    assert 20 <= rounds <= 32
+    alone = (network(0), network(0))
+    for r, module in enumerate(alone):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+        torch.manual_seed(100 + r)
+        for _ in range(60 if r == 0 else 20):
+            optimizer.zero_grad()
+            module(torch.randn(4, 6)).square().mean().backward()
+            optimizer.step()
+    apart = (weights(alone[0]) - weights(alone[1])).norm()
+    assert apart > 0.1
+    assert (zero - one).norm() < apart / 4
+
+
+def test_S5_6_warmup_is_exactly_that_many_steps_of_allreduce_and_rounds_start_at_the_second_forward_after_it() -> None:
+    def rank(r: int) -> list[tuple[bool, State]]:
+        module, optimizer, algorithm = wrapped(warmup_steps=3, sync_interval_ms=10_000)
+        seen = []
+        torch.manual_seed(r)
+        for _ in range(6):
+            optimizer.zero_grad()
+            module(torch.randn(4, 6)).square().mean().backward()
+            seen.append((torch.cat([p.grad.reshape(-1) for p in module.parameters()]).clone(), algorithm._rounds.state))
+            optimizer.step()
+        assert [bucket._async_op for bucket in module.bagua_buckets]
+        algorithm.abort(module)
+        return seen
+
+    zero, one = simulate(2, rank)
+    assert [torch.equal(a, b) for (a, _), (b, _) in zip(zero, one, strict=True)] == [True] * 3 + [False] * 3
+    assert [state for _, state in zero] == [State.IDLE] * 4 + [State.RUNNING] * 2
+
+
+def test_S5_6_an_interval_of_zero_means_no_rounds() -> None:
+    def rank(r: int) -> int:
+        module, optimizer, algorithm = wrapped(sync_interval_ms=0)
+        for _ in range(5):
+            step(module, optimizer)
+        assert algorithm._rounds.state is State.IDLE
+        algorithm.abort(module)
+        return algorithm._rounds.completed
+
+    assert simulate(2, rank) == [0, 0]
+
+
+def test_S5_6_the_interval_counts_from_the_end_of_a_round() -> None:
+    def rank(r: int) -> float:
+        module, optimizer, algorithm = wrapped(sync_interval_ms=1000)
+        for _ in range(2):
+            step(module, optimizer, 0)
+        started = current_world().now()
+        while algorithm._rounds.completed < 4:
+            current_world().sleep(0.05)
+        elapsed = current_world().now() - started
+        algorithm.abort(module)
+        return elapsed
+
+    for elapsed in simulate(2, rank):
+        assert 3.0 <= elapsed < 3.3
+
+
+def test_S5_6_weights_do_not_change_between_forward_and_the_end_of_backward() -> None:
+    def rank(r: int) -> None:
+        module, optimizer, algorithm = wrapped()
+        for _ in range(10):
+            optimizer.zero_grad()
+            loss = module(torch.randn(4, 6)).square().mean()
+            before = weights(module)
+            current_world().sleep(0.5)  # many intervals
+            assert torch.equal(before, weights(module))
+            loss.backward()
+            assert torch.equal(before, weights(module))
+            optimizer.step()
+            current_world().sleep(0.5)
+        assert algorithm._rounds.completed > 5
+        algorithm.abort(module)
+
+    simulate(2, rank)
+
+
+def holds(algorithm: Any) -> int:
+    algorithm._holder.collect()  # what a waiting round does
+    return sum(op.lock._holds for op in algorithm._rounds.ops)
+
+
+class Boom(Exception):
+    pass
+
+
+class Explosive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise Boom
+
+
+def drop_exception_in_forward(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    handle = module[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(Boom()))
+    with pytest.raises(Boom):
+        module(torch.randn(4, 6))
+    handle.remove()
+
+
+def drop_exception_in_loss(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def loss() -> None:
+        module(torch.randn(4, 6))
+        raise Boom
+
+    with pytest.raises(Boom):
+        loss()
+
+
+def drop_exception_in_backward(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with pytest.raises(Boom):
+        Explosive.apply(module(torch.randn(4, 6))).sum().backward()
+
+
+def drop_exception_deep_in_backward(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    handle = module[1].register_forward_hook(lambda module, args, output: Explosive.apply(output))
+    with pytest.raises(Boom):
+        module(torch.randn(4, 6)).sum().backward()
+    handle.remove()
+
+
+def drop_exception_in_step(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def closure() -> float:
+        raise Boom
+
+    with pytest.raises(Boom):
+        optimizer.step(closure)
+
+
+def drop_output_freed(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    output = module(torch.randn(4, 6))
+    assert module.bagua_algorithm._rounds.ops[0].lock._holds == 1
+    del output
+
+
+def drop_no_grad(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        module.kept = module(torch.randn(4, 6))
+
+
+def drop_eval(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    module.kept = module(torch.randn(4, 6))
+    module.eval()
+    module.bagua_algorithm._holder.collect()
+    assert module.bagua_algorithm._rounds.ops[0].lock._holds == 0
+    module.train()
+
+
+def drop_evaluation_forward(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    module.kept = module(torch.randn(4, 6))
+    module.eval()
+    module(torch.randn(4, 6))
+    module.train()
+
+
+def drop_optimizer_step(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    module.kept = module(torch.randn(4, 6))
+    optimizer.step()
+
+
+def drop_closure(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = module(torch.randn(4, 6)).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+def drop_backward(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    module.kept = module(torch.randn(4, 6))
+    module.kept.sum().backward(retain_graph=True)
+
+
+DROPS = [function for name, function in sorted(globals().items()) if name.startswith("drop_")]
+
+
+@pytest.mark.parametrize("drop", DROPS)
+def test_S5_6_nothing_is_held_whatever_happens_after_a_forward(drop: Callable[..., None]) -> None:
+    def rank(r: int) -> None:
+        module, optimizer, algorithm = wrapped()
+        step(module, optimizer)
+        drop(module, optimizer)
+        gc.collect()
+        assert holds(algorithm) == 0
+        before = algorithm._rounds.completed
+        for _ in range(3):
+            step(module, optimizer)
+        current_world().sleep(1)
+        assert algorithm._rounds.completed > before + 5
+        algorithm.abort(module)
+
+    simulate(2, rank)
+
+
+def test_S5_6_two_forwards_hold_once_and_the_last_one_counts() -> None:
+    def rank(r: int) -> None:
+        module, _, algorithm = wrapped()
+        outputs = [module(torch.randn(4, 6)), module(torch.randn(4, 6))]
+        assert holds(algorithm) == 1
+        sum(output.sum() for output in outputs).backward()
+        assert holds(algorithm) == 0
+
+    simulate(1, rank)
+
+
+SEQUENCES = ["a", "aa", "r", "ra", "ar", "arar", "aarra", "rra"]
+
+
+@pytest.mark.parametrize("where", ["before any forward", "in warm-up", "between forward and backward", "while rounds run"])
+@pytest.mark.parametrize("sequence", SEQUENCES)
+def test_S5_6_abort_and_resume_in_any_sequence_from_any_state(where: str, sequence: str) -> None:
+    def rank(r: int) -> None:
+        module, optimizer, algorithm = wrapped(warmup_steps=4 if where == "in warm-up" else 0)
+        steps = {"before any forward": 0, "in warm-up": 2, "between forward and backward": 4, "while rounds run": 4}[where]
+        for _ in range(steps):
+            step(module, optimizer)
+        loss = module(torch.randn(4, 6)).sum() if where == "between forward and backward" else None
+        current_world().sleep(0.3 * r)
+        for action in sequence:
+            algorithm.abort(module) if action == "a" else algorithm.resume(module)
+        if loss is not None:
+            loss.backward()
+        aborted = sequence.rindex("a") > sequence.rfind("r") if "a" in sequence else False
+        assert (algorithm._rounds.state is State.ABORTED) == aborted
+        before = algorithm._rounds.completed
+        for _ in range(8):
+            step(module, optimizer)
+        current_world().sleep(2)
+        assert (algorithm._rounds.completed > before) != aborted
+        algorithm.abort(module)
+        assert algorithm._rounds._thread is None
+
+    simulate(3, rank)
+
+
+def test_S5_6_ranks_may_abort_in_different_phases() -> None:
+    def rank(r: int) -> None:
+        module, optimizer, algorithm = wrapped(warmup_steps=2)
+        for _ in range(2 if r == 0 else 30):  # rank 0 aborts at the end of warm-up, the others are far beyond
+            step(module, optimizer)
+        algorithm.abort(module)
+        for _ in range(3):
+            step(module, optimizer)
+        assert algorithm._rounds.state is State.ABORTED
+
+    simulate(3, rank)
+
+
+def test_S5_6_an_abort_in_warmup_leaves_the_allreduce_and_holds_until_resume() -> None:
+    def rank(r: int) -> torch.Tensor:
+        module, optimizer, algorithm = wrapped(warmup_steps=4)
+        torch.manual_seed(r)
+        step(module, optimizer)
+        algorithm.abort(module)
+        for _ in range(3):
+            step(module, optimizer)
+        warm = weights(module)
+        for _ in range(5):
+            step(module, optimizer)
+        assert algorithm._rounds.completed == 0
+        return warm
+
+    zero, one = simulate(2, rank)
+    assert torch.equal(zero, one)
+
+
+def test_wrapping_anew_stops_the_rounds_and_the_new_algorithm_works() -> None:
+    def rank(r: int) -> torch.Tensor:
+        module, optimizer, old = wrapped()
+        torch.manual_seed(r)
+        for _ in range(5):
+            step(module, optimizer)
+        current_world().sleep(0.2 * r)
+        module.with_bagua([optimizer], GradientAllReduceAlgorithm())
+        assert old._rounds.state is State.ABORTED
+        assert old._rounds._thread is None
+        for _ in range(3):
+            step(module, optimizer)
+        return weights(module)
+
+    zero, one = simulate(2, rank)
+    assert torch.equal(zero, one)
+
+
+def test_a_failed_wrapping_takes_the_rounds_up_again() -> None:
+    def rank(r: int) -> None:
+        module, optimizer, algorithm = wrapped()
+        step(module, optimizer)
+        with pytest.raises(ValueError, match="do_flatten=False"):
+            module.with_bagua([optimizer], AsyncModelAverageAlgorithm(), do_flatten=False)
+        for _ in range(4):
+            step(module, optimizer)
+        assert algorithm._rounds.state is State.RUNNING
+        algorithm.abort(module)
+
+    simulate(2, rank)
+
+
+def test_a_run_may_end_without_abort() -> None:
+    def rank(r: int) -> State:
+        module, optimizer, algorithm = wrapped()
+        for _ in range(4):
+            step(module, optimizer)
+        return algorithm._rounds.state
+
+    before = set(threading.enumerate())
+    assert simulate(3, rank) == [State.RUNNING] * 3
+    assert set(threading.enumerate()) == before
+
+
+def test_S5_6_a_failed_round_is_raised_on_the_training_thread_once() -> None:
+    def rank(r: int) -> None:
+        module, optimizer, algorithm = wrapped()
+        for _ in range(3):
+            step(module, optimizer)
+
+        def explode(flat: Any) -> None:
+            raise Boom("in a round")
+
+        module.bagua_buckets[0]._ops.insert(0, explode)
+        current_world().sleep(1)
+        with pytest.raises(CommunicationError, match=r"asynchronous averaging stopped in round \d+: Boom: in a round"):
+            step(module, optimizer)
+        step(module, optimizer)
+        assert algorithm._rounds.state is State.ABORTED
+        assert holds(algorithm) == 0
+
+    simulate(2, rank)
+
+
+def test_a_checkpoint_keeps_step_and_abort() -> None:
+    def rank(r: int) -> None:
+        module, optimizer, algorithm = wrapped(warmup_steps=2)
+        for _ in range(4):
+            step(module, optimizer)
+        algorithm.abort(module)
+        state = copy.deepcopy(algorithm.state_dict())
+        other, other_optimizer, other_algorithm = wrapped(warmup_steps=2)
+        other.load_state_dict(module.state_dict())
+        other_algorithm.load_state_dict(state)
+        assert other.bagua_train_step_counter == 4
+        for _ in range(4):
+            step(other, other_optimizer)
+        assert other_algorithm._rounds.state is State.ABORTED
+        other_algorithm.resume(other)
+        for _ in range(2):
+            step(other, other_optimizer)
+        assert other_algorithm._rounds.state is State.RUNNING
+        other_algorithm.abort(other)
+
+    simulate(2, rank)
+
+
+def test_copies_of_the_module_hold_nothing() -> None:
+    def rank(r: int) -> None:
+        module, optimizer, algorithm = wrapped()
+        step(module, optimizer)
+        other = copy.deepcopy(module)
+        other(torch.randn(4, 6))
+        assert holds(algorithm) == 0
+        assert module.bagua_train_step_counter == 1
+        algorithm.abort(module)
+
+    simulate(2, rank)
+
+
+def test_learning_rate_schedulers_made_before_or_after_wrapping_work() -> None:
+    def rank(r: int) -> None:
+        module = network()
+        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        before = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        module.with_bagua([optimizer], AsyncModelAverageAlgorithm())
+        after = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        step(module, optimizer)
+        before.step()
+        after.step()
+        assert optimizer.param_groups[0]["lr"] == 0.25
+        module.with_bagua([optimizer], GradientAllReduceAlgorithm())
+        step(module, optimizer)
+
+    simulate(1, rank)
+
+
+BAD = [
+    ({"peer_selection_mode": "shift_one"}, "peer_selection_mode='shift_one' must be 'all'"),
+    ({"sync_interval_ms": -1}, "sync_interval_ms=-1"),
+    ({"sync_interval_ms": float("nan")}, "sync_interval_ms=nan"),
+    ({"warmup_steps": -1}, "warmup_steps=-1"),
+    ({"warmup_steps": 1.5}, "warmup_steps=1.5"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD)
+def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AsyncModelAverageAlgorithm(**arguments)
+
+
+def test_abort_of_another_module_is_refused() -> None:
+    def rank(r: int) -> None:
+        module, _, algorithm = wrapped()
+        with pytest.raises(ValueError, match="is not the module that this algorithm trains"):
+            algorithm.abort(network())
+        algorithm.abort(module._bagua)
+
+    simulate(1, rank)
+
+
+def test_every_state_is_reachable_and_left() -> None:
+    assert set(TRANSITIONS) == set(State) == {state for following in TRANSITIONS.values() for state in following}
+
+
+# Real processes.
+
+
+def real_cycles(cycles: int) -> tuple[int, int]:
+    module, optimizer, algorithm = wrapped(sync_interval_ms=1)
+    for cycle in range(cycles):
+        for _ in range(3):
+            optimizer.zero_grad()
+            module(torch.randn(4, 6)).square().mean().backward()
+            optimizer.step()
+        algorithm.abort(module)
+        if cycle % 3 == 0:
+            algorithm.abort(module)
+        algorithm.resume(module)
+    algorithm.abort(module)
+    return algorithm._rounds.completed, sum("averaging" in t.name for t in threading.enumerate())
+
+
+def test_S5_6_100_cycles_of_abort_and_resume_over_gloo() -> None:
+    (rounds, threads), (same, _) = launch(real_cycles, 2, 100, limit=60)
+    assert rounds == same
+    assert rounds > 0
+    assert threads == 0
+
+
+def ends_without_abort() -> int:
+    module, optimizer, algorithm = wrapped(sync_interval_ms=1)
+    deadline = time.monotonic() + 20
+    while algorithm._rounds.completed < 3 and time.monotonic() < deadline:
+        step(module, optimizer, 0)
+    return algorithm._rounds.completed
+
+
+def test_S5_6_a_process_may_end_without_abort() -> None:
+    assert all(rounds >= 3 for rounds in launch(ends_without_abort, 2, limit=60))
+
+
+def loses_a_peer() -> str:
+    module, optimizer, _algorithm = wrapped(sync_interval_ms=1)
+    for _ in range(5):
+        step(module, optimizer, 0.01)
+    if bagua_ref.get_rank() == 1:
+        os._exit(3)
+    try:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            step(module, optimizer, 0.01)
+    except CommunicationError as error:
+        return str(error)
+    return "no error"
+
+
+def test_S5_6_a_rank_that_dies_makes_the_others_raise() -> None:
+    survivor, dead = outcomes(loses_a_peer, 2, collective_timeout=5, limit=60)
+    assert dead.exitcode == 3
+    assert "asynchronous averaging stopped in round" in survivor.result, survivor
