@@ -157,6 +157,15 @@ def test_the_benchmark_runs_and_its_three_forms_of_S4_agree(tmp_path):
     assert {"machine", "versions", "date"} <= set(result)
 
 
+@pytest.mark.parametrize("dtype", COMPRESSIBLE, ids=str)
+def test_a_payload_may_begin_at_any_byte(dtype):
+    x, memory, out = torch.tensor([1.0, 5.0, 2.0], dtype=dtype), torch.zeros(67, dtype=torch.uint8), torch.zeros(3, dtype=dtype)
+    payload = kernels.compress_minmax_uint8(x, 1, out=memory[3:])
+    assert_equal(payload, kernels.compress_minmax_uint8(x, 1), EXACT)
+    kernels.decompress_minmax_uint8(payload, 1, out)
+    assert_equal(out, round_trip(x), EXACT)
+
+
 def test_payload_and_tensor_must_lie_apart():
     memory = torch.zeros(128, dtype=torch.uint8)
     with pytest.raises(ValueError, match="out overlaps x in memory"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,26 +23,18 @@ _POISON = {
 """The headers NaN, NaN as bytes (S4.4); conversions give a NaN whatever bits they like."""
 
 
-class Grid(NamedTuple):
-    """Where each chunk's 256 levels lie (S4.2): a column of float32 per quantity."""
-
-    scale: Array
-    upper: Array
-    lower: Array
-
-
-def grid_between(low: Array, high: Array) -> Grid:
-    """Return the grids between minima and maxima, operation by operation in float32 (S4.2)."""
+def grid_between(low: Array, high: Array) -> tuple[Array, Array]:
+    """Return scale and lower of the grids between minima and maxima, operation by operation in float32 (S4.2)."""
     scale = np.float32(255) / ((high - low) + np.float32(1e-7))
     upper = np.rint(high * scale)
-    return Grid(scale, upper, upper - np.float32(255))
+    return scale, upper - np.float32(255)
 
 
 def compress(x: Tensor, payload: Tensor, buffers: Scratch) -> None:
     """Write the blocks of x's rows to payload's rows (S4.1, S4.2, S4.4)."""
     low, high = _ends(x, buffers)
-    grid = grid_between(low, high)
-    poisoned = ~np.isfinite(np.hstack([low, high, high - low, high * grid.scale, low * grid.scale])).all(axis=1, keepdims=True)
+    scale, lower = grid_between(low, high)
+    poisoned = ~np.isfinite(np.hstack([low, high, high - low, high * scale, low * scale])).all(axis=1, keepdims=True)
     payload_rows = payload.numpy()
     header = torch.from_numpy(np.hstack([low, high])).to(x.dtype).view(torch.uint8).numpy()
     payload_rows[:, :HEADER_BYTES] = 0
@@ -53,10 +45,10 @@ def compress(x: Tensor, payload: Tensor, buffers: Scratch) -> None:
     for rows, columns in tiles(*x.shape):
         tile = read((rows, columns))
         level = buffers.like(1, tile)
-        np.multiply(tile, grid.scale[rows], out=level)
+        np.multiply(tile, scale[rows], out=level)
         np.rint(level, out=level)
         # S4.2 takes the minimum with upper here. Rounding keeps order, so x <= max makes x*scale <= upper already.
-        np.subtract(level, grid.lower[rows], out=level)
+        np.subtract(level, lower[rows], out=level)
         np.clip(level, 0, 255, out=level)
         np.copyto(levels[rows, columns], level, casting="unsafe")
     levels[poisoned[:, 0]] = 0
@@ -65,15 +57,15 @@ def compress(x: Tensor, payload: Tensor, buffers: Scratch) -> None:
 def decompress(payload: Tensor, out: Tensor, buffers: Scratch) -> None:
     """Write the values of payload's rows to out's rows (S4.3)."""
     item = out.element_size()
-    header = payload[:, : 2 * item].contiguous().view(out.dtype).float().numpy()
-    grid = grid_between(header[:, :1], header[:, 1:])
+    header = payload[:, : 2 * item].clone(memory_format=torch.contiguous_format).view(out.dtype).float().numpy()
+    scale, lower = grid_between(header[:, :1], header[:, 1:])
     levels = payload.numpy()[:, HEADER_BYTES : HEADER_BYTES + out.shape[1]]
     largest = np.float32(torch.finfo(out.dtype).max)
     target, write = reader(out, buffers, 0, fill=False), writer(out)
     for rows, columns in tiles(*out.shape):
         value = target((rows, columns))
-        np.add(levels[rows, columns], grid.lower[rows], out=value)
-        np.divide(value, grid.scale[rows], out=value)
+        np.add(levels[rows, columns], lower[rows], out=value)
+        np.divide(value, scale[rows], out=value)
         np.clip(value, -largest, largest, out=value)
         write((rows, columns), value)
 
