@@ -379,6 +379,6 @@ def outsiders_see_nothing(outside) -> None:
 
 
 CASES = (
-    broadcast, broadcast_object, reduce, allreduce, allreduce_large, reduce_scatter, allgather, gather, scatter, alltoall, alltoall_v,
-    send_and_recv, exchange, coalesced, parameters, refusals,
+    broadcast, broadcast_object, reduce, allreduce, allreduce_large, reduce_scatter, allgather, gather, scatter, alltoall,
+    alltoall_v, send_and_recv, exchange, coalesced, parameters, refusals,
 )  # fmt: skip

@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from tests import collective_cases as cases
 
 import bagua_ref
 from bagua_ref.communication import (
@@ -20,7 +21,6 @@ from bagua_ref.communication import (
 from bagua_ref.communicators.base import NonMember
 from bagua_ref.errors import CommunicationError, NotInitializedError
 from bagua_ref.simulation import SimulatedWorld
-from tests import collective_cases as cases
 
 WORLDS = {"one": (1,), "pair": (2,), "uneven": (1, 2), "three nodes": (2, 1, 2)}
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from bagua_ref.communicators.rendezvous import prefixed
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch._C._distributed_c10d import Store
 
-__all__ = ["Connection", "prefixed", "reason"]
+__all__ = ["Connection"]
 
 _TICK = timedelta(milliseconds=200)  # how soon a waiting collective notices abort() or Ctrl-C
 
@@ -137,7 +138,7 @@ class Connection:
         """Close for good, which tells the other ranks, and return what to raise."""
         self._closed = self._closed or f"it failed before, in {collective}"
         self._drop()
-        why = reason(error)
+        why = _reason(error)
         if re.search(r"time(d )?out", why, re.IGNORECASE):
             limit = self._timeout.total_seconds()
             return CommunicationTimeoutError(f"{collective} on {self._title}: a rank has not come within {limit:g} s ({why})")
@@ -149,12 +150,7 @@ class Connection:
             nccl.abort()
 
 
-def prefixed(name: str, store: Store) -> Store:
-    """Return a view of ``store`` in which all keys start with ``name``."""
-    return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
-
-
-def reason(error: RuntimeError) -> str:
+def _reason(error: RuntimeError) -> str:
     """Return the first sentence of torch's message, without the place in torch's sources."""
     text = re.sub(r"^\[[^\]]*\.(cc|cpp):\d+\]\s*", "", str(error)) or type(error).__name__
     return text.split(". This is typically", 1)[0].splitlines()[0].rstrip(".")

@@ -6,11 +6,9 @@ and torch's own group bookkeeping is not needed. How processes find each other i
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import weakref
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,8 +16,8 @@ import torch.distributed as dist
 
 from bagua_ref.communicators.base import Communicator
 from bagua_ref.communicators.collectives import combine
-from bagua_ref.communicators.connection import Connection, prefixed, reason
-from bagua_ref.errors import CommunicationTimeoutError
+from bagua_ref.communicators.connection import Connection
+from bagua_ref.communicators.rendezvous import meet, prefixed
 from bagua_ref.types import ReduceOp
 
 if TYPE_CHECKING:
@@ -49,27 +47,18 @@ class TorchDistributedTransport:
     Attributes:
         node_of: the node of each global rank; nodes are numbered as they first appear.
         owns_gpu: whether every rank has a GPU of its own.
+        store: the part of the store that only this job uses.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, local_world_size: int | None, timeout: float) -> None:
-        # Ranks arrive once each per job, so the count of arrivals tells which job on this store it is.
-        job = (prefixed("bagua_ref", store).add("arrivals", 1) - 1) // world_size
-        self._store = prefixed(f"bagua_ref/{job}", store)
-        self.rank = rank
-        self._communicators: weakref.WeakSet[TorchDistributedCommunicator] = weakref.WeakSet()
         node = os.environ.get("GROUP_RANK", os.environ.get("NODE_RANK", socket.gethostname()))
         if local_world_size is not None:
             node = str(rank // local_world_size)
-        gpus, visible = torch.cuda.device_count() if dist.is_nccl_available() else 0, os.environ.get("CUDA_VISIBLE_DEVICES")
-        self._store.set(f"rank{rank}", json.dumps([node, gpus, visible]))
-        keys = [f"rank{r}" for r in range(world_size)]
-        try:
-            self._store.wait(keys, timedelta(seconds=timeout))
-        except RuntimeError as error:
-            raise CommunicationTimeoutError(
-                f"rank {rank} waited {timeout:g} s for all {world_size} ranks to call init_process_group(): {reason(error)}"
-            ) from None
-        found = [json.loads(self._store.get(key)) for key in keys]
+        card = [node, torch.cuda.device_count() if dist.is_nccl_available() else 0, os.environ.get("CUDA_VISIBLE_DEVICES")]
+        job, found = meet(prefixed("bagua_ref", store), rank, world_size, card, timeout)
+        self.store = prefixed(f"bagua_ref/{job}", store)
+        self.rank = rank
+        self._communicators: weakref.WeakSet[TorchDistributedCommunicator] = weakref.WeakSet()
         names = list(dict.fromkeys(name for name, _, _ in found))
         self.node_of = tuple(names.index(name) for name, _, _ in found)
         self.owns_gpu = all(
@@ -87,8 +76,8 @@ class TorchDistributedTransport:
             CommunicationTimeoutError: one of them has not within ``timeout`` seconds.
         """
         # A store's connection serves one request at a time: threads that wait for different groups would hold each other up.
-        clone = getattr(self._store, "clone", None)
-        store = prefixed(name, clone() if clone else self._store)
+        clone = getattr(self.store, "clone", None)
+        store = prefixed(name, clone() if clone else self.store)
         communicator = TorchDistributedCommunicator(store, name, ranks, self.rank, timeout, self.uses_nccl)
         self._communicators.add(communicator)
         return communicator
@@ -176,12 +165,12 @@ class TorchDistributedCommunicator(Communicator):
             self._run("broadcast", here, lambda group: [group.broadcast(_bytes(here), src)])
             _bring_back(tensor, here)
 
-    def _gather(self, send_tensor: Tensor, recv_tensor: Tensor, dst: int) -> None:
+    def _gather(self, send_tensor: Tensor, recv_tensor: Tensor, dst: int, collective: str = "gather") -> None:
         if self._rank != dst:
-            self._exchange([(send_tensor, dst)], [], "gather")
+            self._exchange([(send_tensor, dst)], [], collective)
             return
         chunks = self._chunks(recv_tensor)
-        self._exchange([], [(chunk, peer) for peer, chunk in enumerate(chunks) if peer != dst], "gather")
+        self._exchange([], [(chunk, peer) for peer, chunk in enumerate(chunks) if peer != dst], collective)
         chunks[dst].copy_(_bytes(send_tensor))
 
     def _scatter(self, send_tensor: Tensor, recv_tensor: Tensor, src: int) -> None:
@@ -192,20 +181,20 @@ class TorchDistributedCommunicator(Communicator):
         self._exchange([(chunk, peer) for peer, chunk in enumerate(chunks) if peer != src], [], "scatter")
         _bytes(recv_tensor).copy_(chunks[src])
 
-    def _allgather(self, send_tensor: Tensor, recv_tensor: Tensor) -> None:
+    def _allgather(self, send_tensor: Tensor, recv_tensor: Tensor, collective: str = "allgather") -> None:
         if self._over_nccl(send_tensor):
-            self._run("allgather", send_tensor, lambda group: [group._allgather_base(_bytes(recv_tensor), _bytes(send_tensor))])
+            self._run(collective, send_tensor, lambda group: [group._allgather_base(_bytes(recv_tensor), _bytes(send_tensor))])
             return
         # Straight into place; gloo's own all-gather goes through a buffer and takes twice the time.
         chunks = self._chunks(recv_tensor)
         chunks[self._rank].copy_(_bytes(send_tensor))
         peers = [peer for peer in range(self._nranks) if peer != self._rank]
-        self._exchange([(send_tensor, peer) for peer in peers], [(chunks[peer], peer) for peer in peers], "allgather")
+        self._exchange([(send_tensor, peer) for peer in peers], [(chunks[peer], peer) for peer in peers], collective)
 
-    def _alltoall(self, send_tensor: Tensor, recv_tensor: Tensor) -> None:
+    def _alltoall(self, send_tensor: Tensor, recv_tensor: Tensor, collective: str = "alltoall") -> None:
         if send_tensor.numel():
             send, recv = self._reachable(send_tensor), self._reachable(recv_tensor)
-            self._run("alltoall", send, lambda group: [group.alltoall_base(_bytes(recv), _bytes(send), [], [])])
+            self._run(collective, send, lambda group: [group.alltoall_base(_bytes(recv), _bytes(send), [], [])])
             _bring_back(recv_tensor, recv)
 
     # Reduction: the library's where it can, else chunks move and `combine` adds them up.
@@ -215,7 +204,7 @@ class TorchDistributedCommunicator(Communicator):
             return
         if not self._library_reduces(tensor, op):
             inputs = tensor.new_empty(self._nranks * tensor.numel() if self._rank == dst else 0)
-            self._gather(tensor, inputs, dst)
+            self._gather(tensor, inputs, dst, "reduce")
             if self._rank == dst:
                 _flat(tensor).copy_(combine(inputs.chunk(self._nranks), op))
             return
@@ -232,7 +221,7 @@ class TorchDistributedCommunicator(Communicator):
         small = self._nranks <= _EAGER_RANKS and tensor.numel() * tensor.element_size() * self._nranks <= _EAGER_BYTES
         if small and not self._over_nccl(tensor):
             inputs = tensor.new_empty(self._nranks * tensor.numel())
-            self._allgather(tensor, inputs)
+            self._allgather(tensor, inputs, "allreduce")
             _flat(tensor).copy_(combine(inputs.chunk(self._nranks), op))
         elif not self._library_reduces(tensor, op):
             self._allreduce_by_chunks(_flat(tensor), op)
@@ -248,22 +237,22 @@ class TorchDistributedCommunicator(Communicator):
         missing = -flat.numel() % self._nranks
         padded = torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
         own = padded.new_empty(padded.numel() // self._nranks)
-        self._reduce_scatter(padded, own, op)
-        self._allgather(own, padded)
+        self._reduce_scatter(padded, own, op, "allreduce")
+        self._allgather(own, padded, "allreduce")
         if missing:
             flat.copy_(padded[: flat.numel()])
 
-    def _reduce_scatter(self, send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp) -> None:
+    def _reduce_scatter(self, send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp, collective: str = "reduce_scatter") -> None:
         if not send_tensor.numel():
             return
         if self._over_nccl(send_tensor) and self._library_reduces(send_tensor, op):
             options = dist.ReduceScatterOptions()
             options.reduceOp = self._native(op, send_tensor)
-            self._run("reduce_scatter", send_tensor, lambda group: [group._reduce_scatter_base(recv_tensor, send_tensor, options)])
+            self._run(collective, send_tensor, lambda group: [group._reduce_scatter_base(recv_tensor, send_tensor, options)])
             return
         # gloo's own takes five times as long.
         inputs = torch.empty_like(send_tensor)
-        self._alltoall(send_tensor, inputs)
+        self._alltoall(send_tensor, inputs, collective)
         _flat(recv_tensor).copy_(combine(_flat(inputs).chunk(self._nranks), op))
 
     def _library_reduces(self, tensor: Tensor, op: ReduceOp) -> bool:

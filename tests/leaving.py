@@ -1,0 +1,85 @@
+"""A script that two ranks run to its end, in one of several manners; leaving must be clean in all of them.
+
+``python leaving.py MANNER`` is one rank, told by RANK and friends who it is. ``python leaving.py MANNER TIMES`` forks TIMES
+pairs of ranks, one pair after the other, that end as interpreters do, and prints how each pair exited.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+
+import bagua_ref
+
+MANNERS = ("destroys", "forgets", "keeps references", "leaves early", "leaves a thread behind", "brings torch's group")
+kept = []  # survives the script's last line
+
+
+def script(manner: str) -> None:
+    """Use the default group, another one and a background one, then leave."""
+    torch.set_num_threads(1)
+    if manner == "brings torch's group":
+        dist.init_process_group("gloo")
+    bagua_ref.init_process_group(timeout=30)
+    rank = bagua_ref.get_rank()
+    groups = [bagua_ref.new_group(), bagua_ref.new_group([0]), bagua_ref.new_group().for_background()]
+    for size in (10, 300_000):
+        for group in groups:
+            x = torch.full((size,), rank + 1.0)
+            comm = group.get_global_communicator()
+            bagua_ref.allreduce_inplace(x, comm=comm)
+            assert x[0].item() == (3 if comm.nranks() == 2 else rank + 1)
+    if manner == "keeps references":
+        cycle = [groups, [group.get_global_communicator() for group in groups]]
+        cycle.append(cycle)
+        kept.append(cycle)
+    elif manner == "leaves early":
+        if rank == 1:
+            time.sleep(0.05)
+        x = torch.full((100_000,), float(rank))
+        bagua_ref.broadcast(x, 0)
+        assert x[0].item() == 0
+    elif manner == "leaves a thread behind":
+        threading.Thread(target=go_on, args=(groups[2].get_global_communicator(),), daemon=True).start()
+        time.sleep(0.02)
+    if manner in ("destroys", "brings torch's group"):
+        bagua_ref.destroy_process_group()
+        if manner == "brings torch's group":
+            dist.destroy_process_group()
+
+
+def go_on(comm) -> None:
+    x = torch.ones(100_000)
+    try:
+        while True:
+            comm.allreduce_inplace(x, bagua_ref.ReduceOp.AVG)
+    except bagua_ref.errors.CommunicationError as error:
+        assert x[0].item() == 1
+        kept.append(error)
+
+
+def fork_pairs(manner: str, times: int) -> None:
+    """Fork from a process without threads, not even a store's: a child could not end theirs."""
+    for _ in range(times):
+        port = bagua_ref.env.find_free_network_port()
+        children = []
+        for rank in range(2):
+            child = os.fork()
+            if child == 0:
+                os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+                script(manner)
+                return  # to the end of the interpreter, as a script does
+            children.append(child)
+        print(*[os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children], flush=True)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2:
+        script(sys.argv[1])
+    else:
+        fork_pairs(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,491 @@
+"""Real processes over gloo: what the simulated world cannot show (S1, S2.5, S3.9)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests import collective_cases as cases
+from tests import leaving
+from tests.launch import launch, outcomes
+
+import bagua_ref
+from bagua_ref import ReduceOp
+from bagua_ref.communication import _get_default_group, from_torch_group
+from bagua_ref.communicators.collectives import combine
+from bagua_ref.communicators.torch_distributed import TorchDistributedCommunicator
+from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
+
+
+def default_comm():
+    return _get_default_group().get_global_communicator()
+
+
+def run_case(name):
+    getattr(cases, name)(default_comm())
+
+
+@pytest.mark.parametrize("name", [case.__name__ for case in cases.CASES])
+@pytest.mark.parametrize("nranks", [2, 4])
+def test_S3_9_collectives(nranks, name):
+    launch(run_case, nranks, name)
+
+
+class ThroughTheHost(TorchDistributedCommunicator):
+    """Takes every tensor for one that gloo cannot reach, as CUDA tensors are where ranks share a GPU."""
+
+    def _reachable(self, tensor):
+        return (
+            torch.frombuffer(bytearray(tensor.numpy().tobytes()), dtype=tensor.dtype).view(tensor.shape)
+            if tensor.numel()
+            else tensor
+        )
+
+
+def random_shard(rank, size, dtype):
+    return torch.randn(size, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def reduce_random():
+    """Return what this rank gets for sizes on both sides of every switch, dtypes and operators."""
+    rank, n, results = bagua_ref.get_rank(), bagua_ref.get_world_size(), {}
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX):
+            for size in (60, 300_000):
+                x = random_shard(rank, size, dtype)
+                bagua_ref.allreduce_inplace(x, op)
+                y = random_shard(rank, size // n * n, dtype)
+                bagua_ref.reduce_scatter_inplace(y, op)
+                z = random_shard(rank, size, dtype)
+                bagua_ref.reduce_inplace(z, 0, op)
+                results[str(dtype), op.name, size] = x, y.chunk(n)[rank], z
+    return results
+
+
+@pytest.mark.parametrize("nranks", [2, 4])
+def test_S3_9_reductions_of_random_floats(nranks):
+    """All ranks get the same bits; where the arithmetic is ours it goes in rank order, 16 bits in float32, rounded once."""
+    results = launch(reduce_random, nranks)
+    for (dtype, op, size), (total, _, reduced) in results[0].items():
+        shards = [random_shard(rank, size, total.dtype) for rank in range(nranks)]
+        expected = combine(shards, ReduceOp[op])
+        exact = dtype != "torch.float32" or op == "MAX"
+        for rank in range(nranks):
+            everywhere, scattered, _ = results[rank][dtype, op, size]
+            assert torch.equal(everywhere, total)
+            parts = [shard[: size // nranks * nranks].chunk(nranks)[rank] for shard in shards]
+            assert torch.equal(scattered, combine(parts, ReduceOp[op]))
+        for result in (total, reduced):
+            assert torch.equal(result, expected) if exact else torch.allclose(result, expected, rtol=0, atol=1e-6)
+
+
+def sum_16_bit():
+    """2048 and 60000 are where float16 loses ones and nearly its range."""
+    results = []
+    for size in (4, 400_000):
+        ones = torch.full((size,), 2048.0 if bagua_ref.get_rank() == 0 else 1.0, dtype=torch.float16)
+        bagua_ref.allreduce_inplace(ones)
+        large = torch.full((size,), 60000.0, dtype=torch.float16)
+        bagua_ref.allreduce_inplace(large, ReduceOp.AVG)
+        bagua_ref.reduce_inplace(large, 0, ReduceOp.AVG)
+        results += [ones.unique().tolist(), large.unique().tolist()]
+    return results
+
+
+def test_S3_9_16_bit_floats_are_summed_in_float32():
+    assert launch(sum_16_bit, 3) == [[[2050.0], [60000.0]] * 2] * 3
+
+
+def max_of_nan():
+    results = []
+    for size in (4, 200_000):
+        x = torch.full((size,), float("nan") if bagua_ref.get_rank() == 1 else 1.0)
+        bagua_ref.allreduce_inplace(x, ReduceOp.MAX)
+        results.append(bool(x.isnan().all()))
+    return results
+
+
+def test_S3_9_a_nan_is_the_maximum_whoever_brings_it():
+    assert launch(max_of_nan, 3) == [[True, True]] * 3
+
+
+def large_ring():
+    """8 MiB each way between neighbours at once: more than any buffer on the way holds."""
+    rank, n, comm = bagua_ref.get_rank(), bagua_ref.get_world_size(), default_comm()
+    send = torch.full((2**21,), float(rank))
+    from_left, from_right = torch.empty(2**21), torch.empty(2**21)
+    comm.exchange([(send, (rank - 1) % n), (send, (rank + 1) % n)], [(from_left, (rank - 1) % n), (from_right, (rank + 1) % n)])
+    assert from_left.unique().tolist() == [(rank - 1) % n]
+    assert from_right.unique().tolist() == [(rank + 1) % n]
+    everything = torch.empty(n * 2**21)
+    bagua_ref.allgather(send, everything)
+    assert everything.view(n, -1)[:, -1].tolist() == list(range(n))
+
+
+@pytest.mark.parametrize("nranks", [2, 4])
+def test_large_tensors_do_not_wait_for_each_other(nranks):
+    launch(large_ring, nranks)
+
+
+def through_the_host():
+    group = _get_default_group()
+    transport = group._job.transport
+    comm = ThroughTheHost(transport.store, "host", group.ranks, transport.rank, 30.0, uses_nccl=False)
+    for case in (cases.broadcast, cases.reduce, cases.allreduce, cases.allreduce_large, cases.alltoall, cases.exchange):
+        case(comm)
+
+
+def places():
+    group = _get_default_group()
+    comms = group.get_global_communicator(), group.get_inter_node_communicator(), group.get_intra_node_communicator()
+    x = torch.tensor([10.0 ** bagua_ref.get_rank()])
+    bagua_ref.allreduce_inplace(x, comm=comms[2])
+    bagua_ref.allreduce_inplace(x, comm=comms[1])
+    bagua_ref.broadcast(x, 0, comms[2])
+    identity = (bagua_ref.env.get_node_rank(), bagua_ref.get_local_rank(), bagua_ref.get_local_size())
+    return identity, [(comm.rank(), comm.nranks()) for comm in comms], x.item()
+
+
+def test_S1_nodes_as_the_launcher_says():
+    assert launch(places, 4, nodes=(1, 3)) == [
+        ((0, 0, 1), [(0, 4), (0, 2), (0, 1)], 1111.0),
+        ((1, 0, 3), [(1, 4), (1, 2), (0, 3)], 1111.0),
+        ((1, 1, 3), [(2, 4), (-1, 2), (1, 3)], 1111.0),
+        ((1, 2, 3), [(3, 4), (-1, 2), (2, 3)], 1111.0),
+    ]
+
+
+def nodes_of_two():
+    bagua_ref.init_process_group(local_world_size=2)
+    return places()
+
+
+def nodes_by_host():
+    del os.environ["GROUP_RANK"]
+    bagua_ref.init_process_group()
+    return bagua_ref.env.get_node_rank()
+
+
+def test_S1_nodes_as_the_caller_says():
+    found = launch(nodes_of_two, 4, init=False)
+    assert [identity for identity, _, _ in found] == [(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2)]
+    assert found[3][1:] == ([(3, 4), (-1, 2), (1, 2)], 1111.0)
+
+
+def test_S1_nodes_by_host_name_without_a_launcher():
+    assert launch(nodes_by_host, 2, init=False) == [0, 0]
+
+
+def come_and_go():
+    totals = []
+    for _ in range(3):
+        bagua_ref.init_process_group(timeout=30)
+        x = torch.ones(1)
+        bagua_ref.allreduce_inplace(x)
+        totals.append(x.item())
+        bagua_ref.destroy_process_group()
+    return totals
+
+
+def come_and_go_within_torchs():
+    dist.init_process_group("gloo")
+    totals = come_and_go()
+    dist.barrier()
+    return totals
+
+
+@pytest.mark.parametrize("function", [come_and_go, come_and_go_within_torchs], ids=lambda f: f.__name__)
+def test_S1_one_store_serves_one_job_after_another(function):
+    assert launch(function, 2, init=False) == [[2.0] * 3] * 2
+
+
+def torch_subgroup():
+    torch_group = dist.new_group([0, 2])
+    if bagua_ref.get_rank() == 1:
+        with pytest.raises(TypeError, match="member"):
+            from_torch_group(torch_group)
+        return None
+    group = from_torch_group(torch_group)
+    x = torch.tensor([bagua_ref.get_rank() + 1.0])
+    bagua_ref.allreduce_inplace(x, comm=torch_group.bagua_patch().bagua_get_global_communicator())
+    bagua_ref.allreduce_inplace(x, comm=group.get_global_communicator())
+    return group.ranks, x.item()
+
+
+def test_a_group_of_torchs_among_some_ranks():
+    assert launch(torch_subgroup, 3) == [((0, 2), 8.0), None, ((0, 2), 8.0)]
+
+
+# Threads.
+
+
+def two_threads():
+    """Each thread has its own group and reduces its own numbers, sizes in no common order."""
+    rank, groups, wrong = bagua_ref.get_rank(), [bagua_ref.new_group(), bagua_ref.new_group().for_background()], []
+
+    def work(thread):
+        comm = groups[thread].get_global_communicator()  # both connect at once
+        for i in range(60):
+            size = 1 + (i * 7919 * (thread + 1)) % 90_000
+            x = torch.full((size,), float(rank + 1 + 10 * thread + i))
+            comm.allreduce_inplace(x)
+            expected = sum(r + 1.0 + 10 * thread + i for r in range(comm.nranks()))
+            if x.min().item() != expected or x.max().item() != expected:
+                wrong.append((thread, i))
+
+    threads = [threading.Thread(target=work, args=(thread,)) for thread in range(2)]
+    for thread in threads if rank % 2 else threads[::-1]:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return wrong
+
+
+@pytest.mark.parametrize("nranks", [2, 3])
+def test_two_threads_with_a_group_each(nranks):
+    assert launch(two_threads, nranks) == [[]] * nranks
+
+
+def two_threads_one_group():
+    comm, inside = default_comm(), threading.Event()
+
+    def wait_for_rank_1():
+        inside.set()
+        comm.barrier()
+
+    thread = threading.Thread(target=wait_for_rank_1)
+    if bagua_ref.get_rank() == 0:
+        thread.start()
+        inside.wait()
+        time.sleep(0.2)
+        with pytest.raises(CommunicationError, match="another thread"):
+            comm.allreduce_inplace(torch.ones(1))
+        time.sleep(0.2)  # only now does rank 1 come
+        bagua_ref.new_group().get_global_communicator().barrier()
+        thread.join()
+    else:
+        bagua_ref.new_group().get_global_communicator().barrier()
+        comm.barrier()
+    x = torch.ones(5)
+    comm.allreduce_inplace(x)  # no harm was done
+    return x.tolist()
+
+
+def test_two_threads_in_one_group_are_an_error_and_never_mixed_up():
+    assert launch(two_threads_one_group, 2) == [[2.0] * 5] * 2
+
+
+# Failures.
+
+
+def late():
+    """One second is longer than a wait in one piece takes."""
+    if bagua_ref.get_rank() == 1:
+        time.sleep(1)
+    x = torch.ones(300_000)
+    bagua_ref.allreduce_inplace(x)
+    if bagua_ref.get_rank() == 0:
+        time.sleep(1)
+    y = torch.ones(3)
+    bagua_ref.allreduce_inplace(y)
+    return x.sum().item(), y.sum().item()
+
+
+def test_a_late_rank_is_waited_for():
+    assert launch(late, 2) == [(600_000.0, 6.0)] * 2
+
+
+def die(collective):
+    bagua_ref.barrier()
+    if bagua_ref.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    collectives_that_wait()[collective]()
+
+
+def collectives_that_wait():
+    n, x = bagua_ref.get_world_size(), torch.ones(120_000)
+    return {
+        "allreduce": lambda: bagua_ref.allreduce_inplace(x),
+        "small allreduce": lambda: bagua_ref.allreduce_inplace(x[:10]),
+        "allgather": lambda: bagua_ref.allgather_inplace(x),
+        "alltoall": lambda: bagua_ref.alltoall_inplace(x),
+        "broadcast": lambda: bagua_ref.broadcast(x, 1),
+        "recv": lambda: bagua_ref.recv(x, 1),
+        "exchange": lambda: default_comm().exchange([(x, 1)], [(torch.empty(n), 1)]),
+        "barrier": bagua_ref.barrier,
+    }
+
+
+WAITING = ("allreduce", "small allreduce", "allgather", "alltoall", "broadcast", "recv", "exchange", "barrier")
+
+
+@pytest.mark.parametrize("collective", WAITING)
+@pytest.mark.parametrize("nranks", [2, 4])
+def test_S2_5_a_rank_that_dies_makes_the_others_raise(nranks, collective):
+    """At once, long before the timeout of a minute, and naming the collective, the group and the ranks."""
+    started = time.monotonic()
+    ended = outcomes(die, nranks, collective)
+    assert ended[1].exitcode == -signal.SIGKILL
+    assert time.monotonic() - started < 40
+    for rank in {*range(nranks)} - {1}:
+        error = ended[rank].error
+        assert isinstance(error, CommunicationError), ended[rank].traceback
+        for part in (collective.split()[-1], "default/global", f"rank {rank} of {nranks}", str(list(range(nranks)))):
+            assert part in str(error)
+
+
+def stay_away(collective):
+    comm = default_comm()
+    if bagua_ref.get_rank() == 1:
+        time.sleep(4)
+        return None
+    with pytest.raises(CommunicationTimeoutError, match="within 1 s"):
+        collectives_that_wait()[collective]()
+    with pytest.raises(CommunicationError, match="failed before"):
+        comm.barrier()
+    bagua_ref.destroy_process_group()
+    return "timed out"
+
+
+@pytest.mark.parametrize("collective", WAITING)
+def test_S2_5_a_rank_that_stays_away_makes_the_others_raise_in_time(collective):
+    started = time.monotonic()
+    ended = outcomes(stay_away, 2, collective, collective_timeout=1)
+    assert ended[0].result == "timed out", ended[0].traceback
+    assert isinstance(ended[1].error, CommunicationError)  # it came too late to a group that is no more
+    assert time.monotonic() - started < 40
+
+
+def never_connect():
+    group = bagua_ref.new_group()
+    if bagua_ref.get_rank() == 0:
+        with pytest.raises(CommunicationTimeoutError, match=r"connect.*group0/global"):
+            group.get_global_communicator()
+    else:
+        time.sleep(2)
+    bagua_ref.destroy_process_group()
+
+
+def test_S2_5_connecting_has_a_limit_too():
+    launch(never_connect, 2, collective_timeout=1)
+
+
+def alone():
+    with pytest.raises(CommunicationTimeoutError, match="all 2 ranks"):
+        bagua_ref.init_process_group(timeout=0.5)
+    assert not bagua_ref.is_initialized()
+    assert not dist.is_initialized()
+
+
+def alone_with_company(rank_that_comes):
+    if bagua_ref.get_rank() == rank_that_comes:
+        alone()
+
+
+def test_S1_nobody_waits_for_ever_for_the_others_to_start():
+    launch(alone_with_company, 2, 1, init=False)
+
+
+def abort_from_another_thread(collective):
+    comm = default_comm()
+    if bagua_ref.get_rank() == 1:
+        bagua_ref.new_group().get_global_communicator().barrier()
+        return
+    threading.Timer(0.5, comm.abort).start()
+    with pytest.raises(CommunicationError, match=r"given up|aborted"):
+        collectives_that_wait()[collective]()
+    with pytest.raises(CommunicationError, match="aborted"):
+        comm.barrier()
+    bagua_ref.new_group().get_global_communicator().barrier()  # other groups go on
+    bagua_ref.destroy_process_group()
+
+
+@pytest.mark.parametrize("collective", ["allreduce", "broadcast", "barrier"])
+def test_abort_ends_a_collective_under_way(collective):
+    ended = outcomes(abort_from_another_thread, 2, collective)
+    assert ended[0].exitcode == 0, ended[0].traceback
+
+
+def interrupt():
+    comm = default_comm()
+    if bagua_ref.get_rank() == 1:
+        bagua_ref.new_group().get_global_communicator().barrier()
+        return
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        bagua_ref.allreduce_inplace(torch.ones(300_000))
+    with pytest.raises(CommunicationError, match="interrupted before, in allreduce"):
+        comm.barrier()
+    bagua_ref.new_group().get_global_communicator().barrier()
+    bagua_ref.destroy_process_group()
+
+
+def test_ctrl_c_ends_a_collective_under_way():
+    ended = outcomes(interrupt, 2)
+    assert ended[0].exitcode == 0, ended[0].traceback
+
+
+# Scripts.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("manner", leaving.MANNERS)
+def test_a_script_leaves_cleanly(manner):
+    environment = {
+        **os.environ,
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(bagua_ref.env.find_free_network_port()),
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+    }
+    command = [sys.executable, leaving.__file__, manner]
+    ranks = [
+        subprocess.Popen(command, env={**environment, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True) for rank in range(2)
+    ]
+    try:
+        complaints = [rank.communicate(timeout=120)[1] for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0, 0], complaints
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+FAILS_ONCE = """
+import os, signal, torch, bagua_ref
+bagua_ref.init_process_group(timeout=30)
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+weight = torch.ones(4)
+for step in range(20):
+    gradient = weight * (bagua_ref.get_rank() + 1)
+    bagua_ref.allreduce_inplace(gradient, bagua_ref.ReduceOp.AVG)
+    weight -= 0.1 * gradient
+    if attempt == "0" and step == 7 and bagua_ref.get_rank() == 1:
+        {fail}
+print(f"trained {{attempt}} {{bagua_ref.get_rank()}} {{weight[0].item():.4f}}\n", end="", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fail", ['raise RuntimeError("once")', "os.kill(os.getpid(), signal.SIGKILL)"], ids=["raises", "is killed"]
+)
+def test_a_restarted_worker_group_trains_again(fail, tmp_path):
+    """As ``torchrun --max-restarts=1`` does it when one rank fails once."""
+    script = tmp_path / "fails_once.py"
+    script.write_text(FAILS_ONCE.format(fail=fail))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    port = bagua_ref.env.find_free_network_port()
+    ended = subprocess.run(
+        [*command, f"--master-port={port}", str(script)], env=environment, capture_output=True, text=True, timeout=180
+    )
+    assert ended.returncode == 0, ended.stderr
+    trained = sorted(line for line in ended.stdout.splitlines() if line.startswith("trained"))
+    assert trained == [f"trained 1 {rank} {0.85**20:.4f}" for rank in range(2)]

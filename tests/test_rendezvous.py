@@ -1,0 +1,59 @@
+"""Ranks that meet in a store, whatever is in it already (S1)."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from bagua_ref.communicators.rendezvous import meet
+from bagua_ref.errors import CommunicationTimeoutError
+
+
+def meet_all(store, order, timeout=20.0, attempt=""):
+    """Let the ranks meet, each on a thread, started in this order; return what each gets, by rank."""
+    with ThreadPoolExecutor(len(order)) as pool:
+        futures = {}
+        for rank in order:
+            futures[rank] = pool.submit(meet, store, rank, len(order), f"{attempt}card{rank}", timeout)
+            threading.Event().wait(0.01)
+        return [futures[rank].result() for rank in sorted(order)]
+
+
+@pytest.mark.parametrize("order", [(0,), (0, 1, 2), (2, 1, 0), (1, 0, 2)], ids=str)
+def test_all_learn_all_cards(order):
+    met = meet_all(dist.HashStore(), order)
+    names = {name for name, _ in met}
+    assert len(names) == 1
+    assert [cards for _, cards in met] == [[f"card{rank}" for rank in range(len(order))]] * len(order)
+
+
+def test_each_meeting_has_a_name_of_its_own():
+    store = dist.HashStore()
+    names = [meet_all(store, (1, 0), attempt=str(k))[0][0] for k in range(5)]
+    assert len(set(names)) == 5
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)], ids=str)
+@pytest.mark.parametrize("died", [(0,), (1,), (1, 2), (0, 2), (0, 1, 2)], ids=str)
+def test_an_attempt_that_failed_does_no_harm(died, order):
+    """Only the ranks in ``died`` came to the first attempt, if not all of them did; none of their papers is taken for new."""
+    store = dist.HashStore()
+    if len(died) == 3:
+        meet_all(store, died, attempt="old")
+    else:
+        with ThreadPoolExecutor() as pool:
+            for future in [pool.submit(meet, store, rank, 3, "old", 0.1) for rank in died]:
+                with pytest.raises(CommunicationTimeoutError):
+                    future.result()
+    met = meet_all(store, order, attempt="new")
+    assert [cards for _, cards in met] == [["newcard0", "newcard1", "newcard2"]] * 3
+
+
+def test_who_is_missing_is_named():
+    with pytest.raises(CommunicationTimeoutError, match=r"rank 0 waited 0.1 s in vain for ranks \[1, 2\] of 3"):
+        meet(dist.HashStore(), 0, 3, None, 0.1)
+    with pytest.raises(CommunicationTimeoutError, match=r"rank 1 waited 0.1 s in vain for all 2 ranks"):
+        meet(dist.HashStore(), 1, 2, None, 0.1)
