@@ -245,7 +245,7 @@ def holds(algorithm: Any) -> int:
     return sum(op.lock._holds for op in algorithm._rounds.ops)
 
 
-class Boom(Exception):
+class BoomError(Exception):
     pass
 
 
@@ -256,12 +256,12 @@ class Explosive(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        raise Boom
+        raise BoomError
 
 
 def drop_exception_in_forward(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    handle = module[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(Boom()))
-    with pytest.raises(Boom):
+    handle = module[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(BoomError()))
+    with pytest.raises(BoomError):
         module(torch.randn(4, 6))
     handle.remove()
 
@@ -269,29 +269,29 @@ def drop_exception_in_forward(module: nn.Module, optimizer: torch.optim.Optimize
 def drop_exception_in_loss(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     def loss() -> None:
         module(torch.randn(4, 6))
-        raise Boom
+        raise BoomError
 
-    with pytest.raises(Boom):
+    with pytest.raises(BoomError):
         loss()
 
 
 def drop_exception_in_backward(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    with pytest.raises(Boom):
+    with pytest.raises(BoomError):
         Explosive.apply(module(torch.randn(4, 6))).sum().backward()
 
 
 def drop_exception_deep_in_backward(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     handle = module[1].register_forward_hook(lambda module, args, output: Explosive.apply(output))
-    with pytest.raises(Boom):
+    with pytest.raises(BoomError):
         module(torch.randn(4, 6)).sum().backward()
     handle.remove()
 
 
 def drop_exception_in_step(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     def closure() -> float:
-        raise Boom
+        raise BoomError
 
-    with pytest.raises(Boom):
+    with pytest.raises(BoomError):
         optimizer.step(closure)
 
 
@@ -485,11 +485,11 @@ def test_S5_6_a_failed_round_is_raised_on_the_training_thread_once() -> None:
             step(module, optimizer)
 
         def explode(flat: Any) -> None:
-            raise Boom("in a round")
+            raise BoomError("in a round")
 
         module.bagua_buckets[0]._ops.insert(0, explode)
         current_world().sleep(1)
-        with pytest.raises(CommunicationError, match=r"asynchronous averaging stopped in round \d+: Boom: in a round"):
+        with pytest.raises(CommunicationError, match=r"asynchronous averaging stopped in round \d+: BoomError: in a round"):
             step(module, optimizer)
         step(module, optimizer)
         assert algorithm._rounds.state is State.ABORTED

@@ -730,7 +730,9 @@ def test_a_rank_outside_the_group_cannot_wrap() -> None:
 
 
 def test_unknown_algorithm_lists_what_there_is() -> None:
-    with pytest.raises(ValueError, match="'telepathy' is not a registered algorithm; there are .*'bytegrad'.*'gradient_allreduce'"):
+    with pytest.raises(
+        ValueError, match=r"'telepathy' is not a registered algorithm; there are .*'bytegrad'.*'gradient_allreduce'"
+    ):
         Algorithm.init("telepathy")
 
 
