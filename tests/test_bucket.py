@@ -105,6 +105,16 @@ def test_S2_3_an_operation_never_works_on_stale_storage(flatten: bool, how: str)
     assert torch.equal(made[0].grad, 4 * expected[0])
 
 
+@pytest.mark.parametrize("flatten", [True, False])
+def test_S3_8_what_a_python_op_writes_stays(flatten: bool) -> None:
+    made = named(torch.ones(2), torch.ones(3))
+    bucket = BaguaBucket(made, "b", flatten=flatten, alignment=4)
+    bucket.append_python_op(lambda name: made[1].mul_(5))
+    bucket.append_python_op(lambda name: made[0].add_(made[1][0]))
+    bucket.execute()
+    assert [t.tolist() for t in made] == [[6, 6], [5, 5, 5]]
+
+
 def test_S3_8_a_python_op_may_put_other_tensors_in_place() -> None:
     made = parameters((2,))
     bucket = BaguaBucket(made, "b", flatten=True)

@@ -98,6 +98,11 @@ class BaguaBucket:
             f"{'flat' if self.flatten else 'not flat'}, operations {self._ops})"
         )
 
+    @property
+    def kernels(self) -> KernelBackend:
+        """The backend that computes for this bucket, as things stand: see ``backend``."""
+        return get_backend(self.backend, self.device)
+
     # Storage.
 
     def effective_tensors(self) -> list[Tensor]:
@@ -149,7 +154,7 @@ class BaguaBucket:
             if self._flat is None:
                 self._flat = torch.empty(self._numel, dtype=self.dtype, device=self.device)
             filled = self._numel - self._padding
-            get_backend(self.backend, self.device).gather_flat([t.detach() for t in effective], self._flat[:filled])
+            self.kernels.gather_flat([t.detach() for t in effective], self._flat[:filled])
         assert self._flat is not None
         if self._padding:
             self._flat[self._numel - self._padding :] = 0
@@ -181,9 +186,9 @@ class BaguaBucket:
             self.running = op
             flat = self._load()
             op(flat)
-            if not self.flatten:
+            if not self.flatten and not isinstance(op, PythonOp):  # that one writes the tensors themselves
                 filled = self._numel - self._padding
-                get_backend(self.backend, self.device).scatter_flat(flat[:filled], [t.detach() for t in self.effective_tensors()])
+                self.kernels.scatter_flat(flat[:filled], [t.detach() for t in self.effective_tensors()])
         if self.flatten and any(isinstance(op, PythonOp) for op in self._ops):
             self._load()  # a Python function may have put other tensors in place
 
@@ -231,7 +236,7 @@ class BaguaBucket:
         """
         self._check_centralized(average, scattergather, compression)
         group = self._background_group(group)
-        kernels = get_backend(self.backend, self.device)
+        kernels = self.kernels
         intra = group.get_intra_node_communicator() if hierarchical else None
         comm = group.get_inter_node_communicator() if hierarchical else group.get_global_communicator()
         leaders = comm.nranks()
@@ -279,7 +284,7 @@ class BaguaBucket:
             )
         self._check_centralized(average=True, scattergather=False, compression=None)
         group = self._background_group(group)
-        kernels = get_backend(self.backend, self.device)
+        kernels = self.kernels
         self._async_op = AsynchronousModelAverage(group.get_global_communicator(), kernels, current_world())
         self._ops.append(self._async_op)
         return self._async_op
