@@ -55,7 +55,9 @@ else
 endif
 
 bench: $(VENV)/.dev  ## every comparison with a peer; one table and one JSON file each
-	@for script in benchmarks/*.py; do echo "== $$script"; $(bin)/python "$$script"; done
+	@missed=0; for script in $(shell grep -l '^if __name__' benchmarks/*.py); do \
+		echo "== $$script"; $(bin)/python "$$script" || missed=1; \
+	done; exit $$missed
 
 # On a machine with a GPU the environment is often someone else's, so this takes the Python at hand unless .venv sees the GPU.
 has_gpu = $(1) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null
