@@ -1,0 +1,91 @@
+"""The command line: ``bagua-ref demo`` trains with every algorithm, ``bagua-ref doctor`` says what this machine can do."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import bagua_ref
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``bagua-ref`` with ``argv`` (None: the process's arguments); return the exit code.
+
+    0: done. 1: the work failed. 2: bad input, raised as SystemExit by argparse. 130: interrupted.
+    """
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    try:
+        exit_code: int = arguments.command(parser, arguments)
+    except KeyboardInterrupt:
+        print("bagua-ref: interrupted", file=sys.stderr)
+        return 130
+    return exit_code
+
+
+def _demo(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    from bagua_ref.cli.demo import missing_packages, run_demo
+    from bagua_ref.cli.recipes import RECIPES, Settings
+
+    if missing := missing_packages():
+        print(f"bagua-ref demo needs {', '.join(missing)}: pip install 'bagua_ref[demo]'", file=sys.stderr)
+        return 1
+    try:
+        settings = Settings(
+            workers=arguments.workers,
+            epochs=arguments.epochs,
+            seed=arguments.seed,
+            algorithms=tuple(arguments.algorithms or RECIPES),
+            quick=arguments.quick,
+        )
+        arguments.output.mkdir(parents=True, exist_ok=True)
+    except ValueError as error:
+        parser.error(str(error))
+    except OSError as error:
+        parser.error(f"output={str(arguments.output)!r} must be a folder that can be written: {error}")
+    return run_demo(settings, arguments.output)
+
+
+def _doctor(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    from bagua_ref.cli.doctor import examine, print_findings
+
+    print_findings(examine(), as_json=arguments.json)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="bagua-ref", description="PyTorch training with relaxed communication.")
+    parser.add_argument("--version", action="version", version=f"bagua_ref {bagua_ref.__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    demo = commands.add_parser(
+        "demo",
+        help="train on handwritten digits with every algorithm and compare them",
+        description="Train a small network on scikit-learn's handwritten digits with every algorithm, on several processes of this "
+        "machine, and compare accuracy, traffic and speed. Writes index.html and results.json into the output folder.",
+    )
+    demo.set_defaults(command=_demo)
+    demo.add_argument("--workers", type=int, default=4, metavar="N", help="processes that train together (default: %(default)s)")
+    demo.add_argument("--epochs", type=int, default=10, metavar="N", help="passes over the training data (default: %(default)s)")
+    demo.add_argument("--algorithms", nargs="+", metavar="NAME", help="which to train with (default: all)")
+    demo.add_argument(
+        "--output", type=Path, default=Path("demo-report"), metavar="DIR", help="where to write (default: %(default)s)"
+    )
+    demo.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and batches (default: %(default)s)")
+    demo.add_argument("--quick", action="store_true", help="ten steps instead of all epochs, to see whether everything works")
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what is installed here, what can run, and why the rest cannot",
+        description="Print versions, kernel backends and why one cannot run, gloo, NCCL, GPUs, Redis and the environment.",
+    )
+    doctor.set_defaults(command=_doctor)
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    return parser

@@ -1,0 +1,121 @@
+"""One of the demo's worker processes: train with each algorithm in turn and write down every step for the parent to read."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import parameters_to_vector
+
+import bagua_ref
+from bagua_ref.cli.recipes import ALONE, RECIPES, Digits, Recipe, Settings, make_model
+from bagua_ref.process_group import _get_default_group
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from bagua_ref.process_group import BaguaProcessGroup
+
+__all__ = ["main", "train"]
+
+
+def train(name: str, settings: Settings, digits: Digits, report: Callable[..., None]) -> None:
+    """Train with algorithm ``name``, or alone, from the seed; every rank of the world calls it.
+
+    Args:
+        name: a name in `RECIPES`, or `ALONE` for one process that takes whole batches.
+        settings: how long.
+        digits: what to learn.
+        report: called with ``loss`` and ``bytes_sent`` (so far) after each step and with the ``result`` at the end.
+    """
+    alone = name == ALONE
+    recipe = Recipe() if alone else RECIPES[name]
+    torch.manual_seed(settings.seed)
+    model: Any = make_model()
+    traffic = _Traffic()
+    optimizer = recipe.make_optimizer(model.parameters())
+    if not alone:
+        model.with_bagua([optimizer], recipe.make_algorithm(name, optimizer))
+    share, shares = (0, 1) if alone else (bagua_ref.get_rank(), bagua_ref.get_world_size())
+    at_start = traffic.bytes_sent()  # wrapping broadcasts the weights, which is not training's traffic
+    begin = time.perf_counter()
+    for images, labels in digits.batches(settings, share, shares):
+        optimizer.zero_grad()
+        loss = cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        report(loss=loss.item(), bytes_sent=traffic.bytes_sent() - at_start)
+    seconds = time.perf_counter() - begin
+    if not alone and hasattr(model.bagua_algorithm, "abort"):
+        model.bagua_algorithm.abort(model)  # it averages in the background until told to stop
+    model.eval()
+    with torch.no_grad():
+        accuracy = (model(digits.test_images).argmax(1) == digits.test_labels).double().mean().item()
+    report(result={"accuracy": accuracy, "seconds": seconds, "weight_difference": 0.0 if alone else _weight_difference(model)})
+
+
+class _Traffic:
+    """Counts what this rank sends in process groups that are made from now on, those of one wrapped module."""
+
+    def __init__(self) -> None:
+        self._earlier = set(self._groups())
+
+    def _groups(self) -> dict[str, BaguaProcessGroup]:
+        return dict(_get_default_group()._job.groups)
+
+    def bytes_sent(self) -> int:
+        """Return what all communicators of these groups have sent so far, by formula."""
+        groups = [group for name, group in self._groups().items() if name not in self._earlier]
+        return sum(communicator.bytes_sent for group in groups for communicator in list(group._communicators.values()))
+
+
+def _weight_difference(model: torch.nn.Module) -> float:
+    """Return the largest difference between two ranks in any weight."""
+    highest = parameters_to_vector(model.parameters()).detach().clone()
+    lowest = highest.clone()
+    bagua_ref.allreduce_inplace(highest, bagua_ref.ReduceOp.MAX)
+    bagua_ref.allreduce_inplace(lowest, bagua_ref.ReduceOp.MIN)
+    return float((highest - lowest).max())
+
+
+@record
+def main(directory: str) -> None:
+    """Train with what ``settings.json`` in ``directory`` asks for; write one JSON object a line to ``rank<r>.jsonl``."""
+    torch.set_num_threads(1)  # workers outnumber cores
+    exchange = Path(directory)
+    known = json.loads((exchange / "settings.json").read_text())
+    settings = Settings(**{**known, "algorithms": tuple(known["algorithms"])})
+    digits = Digits.restore(exchange / "digits.npz")
+    parent = os.getppid()
+    bagua_ref.init_process_group(
+        backend="gloo", timeout=60 + settings.steps
+    )  # rank 0 trains alone while the others wait, some ms a step
+    rank = bagua_ref.get_rank()
+    Recipe().make_optimizer(make_model().parameters())  # the first optimizer makes torch import much; nobody's time should count it
+    bagua_ref.barrier()
+    with (exchange / f"rank{rank}.jsonl").open("w", buffering=1) as stream:
+        for name in (ALONE, *settings.algorithms):
+
+            def report(name: str = name, **news: Any) -> None:
+                stream.write(json.dumps({"algorithm": name, **news}) + "\n")
+                if os.getppid() != parent:
+                    os._exit(1)  # a launcher that was killed outright cannot end its workers
+
+            if name != ALONE or rank == 0:
+                train(name, settings, digits, report)
+            bagua_ref.barrier()
+    bagua_ref.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # gloo's threads sometimes abort a process that ends by itself
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,111 @@
+"""``bagua-ref doctor``: what is installed here, what can run, and why the rest cannot."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import bagua_ref
+from bagua_ref import env
+from bagua_ref.errors import BackendUnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+__all__ = ["examine", "print_findings"]
+
+_VARIABLES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT",
+    "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS",
+)  # fmt: skip
+
+
+def examine() -> dict[str, dict[str, Any]]:
+    """Return what there is on this machine: topics, each with its findings."""
+    return {
+        "versions": {
+            "bagua_ref": bagua_ref.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+        },
+        "kernel backends": {name: reason or "available" for name, reason in bagua_ref.available_backends().items()},
+        "communication": _communication(),
+        "GPUs": {"count": torch.cuda.device_count()}
+        | {f"{index}": torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())},
+        "redis": _redis(),
+        "environment": {
+            name: value for name, value in sorted(os.environ.items()) if name in _VARIABLES or name.startswith("BAGUA_")
+        },
+        "problems": _problems(),
+    }
+
+
+def print_findings(findings: Mapping[str, Mapping[str, Any]], *, as_json: bool) -> None:
+    """Print what `examine` returns, for people or as JSON."""
+    if as_json:
+        print(json.dumps(findings, indent=2))
+        return
+    for topic, entries in findings.items():
+        print(f"{topic}: none" if not entries else topic)
+        for name, finding in entries.items():
+            print(f"  {name:<20} {finding}")
+
+
+def _communication() -> dict[str, str]:
+    if not dist.is_available():
+        return {"torch.distributed": "not available: this torch was built without it"}
+    nccl = "not available: this torch was built without it"
+    if dist.is_nccl_available():
+        release = ".".join(map(str, torch.cuda.nccl.version()))
+        nccl = f"{release}, available" if torch.cuda.is_available() else f"{release}, but there is no GPU that this torch can use"
+    return {
+        "gloo": "available" if dist.is_gloo_available() else "not available: this torch was built without it",
+        "nccl": nccl,
+    }
+
+
+def _redis() -> dict[str, str]:
+    found = {}
+    for program in ("redis-server", "valkey-server"):
+        path = shutil.which(program)
+        found[program] = _first_line(path, "--version") if path is not None else "not on PATH"
+    for package in ("redis", "hiredis"):
+        try:
+            found[f"{package} (Python)"] = version(package)
+        except PackageNotFoundError:
+            found[f"{package} (Python)"] = "not installed"
+    return found
+
+
+def _first_line(*command: str) -> str:
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{command[0]} does not run: {error}"
+    return f"{(run.stdout or run.stderr).partition(chr(10))[0]} ({command[0]})"
+
+
+def _problems() -> dict[str, str]:
+    """Return what is set but cannot work."""
+    checks: dict[str, Callable[[], object]] = {
+        "launch": env.get_rank,
+        "bucket size": env.get_default_bucket_size,
+        "kernel backend": bagua_ref.get_backend,
+    }
+    found = {}
+    for name, check in checks.items():
+        try:
+            check()
+        except (ValueError, BackendUnavailableError) as error:
+            found[name] = str(error)
+    return found

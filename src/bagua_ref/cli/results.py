@@ -1,0 +1,127 @@
+"""What the demo's ranks report while they train, and what that comes to over all of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from bagua_ref.cli.recipes import ALONE, make_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bagua_ref.cli.recipes import Settings
+
+__all__ = ["Outcome", "RankReport", "Reports"]
+
+
+@dataclass
+class RankReport:
+    """What one rank has reported of one algorithm so far."""
+
+    losses: list[float] = field(default_factory=list)
+    """Of each step."""
+    bytes_sent: list[int] = field(default_factory=list)
+    """From the first step to each step."""
+    result: dict[str, float] | None = None
+    """Once it is done: accuracy on the test set, seconds, weight_difference."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What training with one algorithm came to.
+
+    Attributes:
+        algorithm: its name, or `ALONE`.
+        test_accuracy: the share of test images that a rank's model recognises, mean over ranks.
+        final_loss: training loss, mean over ranks and the last epoch.
+        bytes_per_step: sent per step and rank.
+        ratio: bytes_per_step to those of an all-reduce of the gradients in float32; None where nothing needs to be sent.
+        steps_per_second: of the slowest rank.
+        weight_difference: the largest between two ranks in any weight after the last step.
+        losses: per step, mean over ranks.
+        bytes_sent: from the first step to each step, mean over ranks.
+    """
+
+    algorithm: str
+    test_accuracy: float
+    final_loss: float
+    bytes_per_step: float
+    ratio: float | None
+    steps_per_second: float
+    weight_difference: float
+    losses: list[float]
+    bytes_sent: list[float]
+
+
+class Reports:
+    """All ranks' reports, read from the files that they write.
+
+    Args:
+        exchange: the folder of the files ``rank<r>.jsonl``.
+        settings: of the run.
+    """
+
+    def __init__(self, exchange: Path, settings: Settings) -> None:
+        self._settings = settings
+        self._files = [(exchange / f"rank{rank}.jsonl", rank) for rank in range(settings.workers)]
+        self._read = [0] * settings.workers
+        self.of = {
+            name: [RankReport() for _ in range(1 if name == ALONE else settings.workers)] for name in (ALONE, *settings.algorithms)
+        }
+        """Each algorithm's reports, by rank."""
+
+    def poll(self) -> None:
+        """Take in what was written since the last time."""
+        for path, rank in self._files:
+            if not path.exists():
+                continue
+            with path.open("rb") as stream:
+                stream.seek(self._read[rank])
+                whole, _, _ = stream.read().rpartition(b"\n")  # the last line may still be under way
+            if whole:
+                self._read[rank] += len(whole) + 1
+                for line in whole.splitlines():
+                    self._take(rank, json.loads(line))
+
+    def _take(self, rank: int, news: dict[str, Any]) -> None:
+        report = self.of[news["algorithm"]][rank]
+        if "result" in news:
+            report.result = news["result"]
+        else:
+            report.losses.append(news["loss"])
+            report.bytes_sent.append(news["bytes_sent"])
+
+    def steps_done(self, name: str) -> int:
+        """Return how many steps all ranks have finished with algorithm ``name``."""
+        return min(len(report.losses) for report in self.of[name])
+
+    def outcome(self, name: str) -> Outcome | None:
+        """Return what training with ``name`` came to, None while a rank is at work."""
+        reports = self.of[name]
+        results = [report.result for report in reports if report.result is not None]
+        if len(results) < len(reports):
+            return None
+        ranks = len(reports)
+        losses = [sum(step) / ranks for step in zip(*(report.losses for report in reports), strict=True)]
+        bytes_sent = [sum(step) / ranks for step in zip(*(report.bytes_sent for report in reports), strict=True)]
+        last_epoch = losses[-self._settings.steps_per_epoch :]
+        full = full_precision_bytes(ranks)
+        return Outcome(
+            algorithm=name,
+            test_accuracy=sum(result["accuracy"] for result in results) / ranks,
+            final_loss=sum(last_epoch) / len(last_epoch),
+            bytes_per_step=bytes_sent[-1] / len(bytes_sent),
+            ratio=bytes_sent[-1] / len(bytes_sent) / full if full else None,
+            steps_per_second=len(losses) / max(result["seconds"] for result in results),
+            weight_difference=max(result["weight_difference"] for result in results),
+            losses=losses,
+            bytes_sent=bytes_sent,
+        )
+
+
+def full_precision_bytes(ranks: int) -> float:
+    """Return what each of ``ranks`` sends per step when all gradients are all-reduced in float32: 2(n-1)/n of their bytes."""
+    parameters = sum(parameter.numel() for parameter in make_model().parameters())
+    return 2 * (ranks - 1) / ranks * 4 * parameters
