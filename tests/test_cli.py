@@ -1,0 +1,506 @@
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from rich.console import Console
+
+import bagua_ref
+from bagua_ref.algorithms import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry
+from bagua_ref.cli import demo, demo_worker, main
+from bagua_ref.cli.curves import draw_curves, trailing_mean
+from bagua_ref.cli.progress import readable_bytes, shown
+from bagua_ref.cli.recipes import ALONE, RECIPES, Digits, Recipe, Settings, make_model
+from bagua_ref.cli.report import print_table, write_report
+from bagua_ref.cli.results import Outcome, Reports, full_precision_bytes
+from bagua_ref.simulation import SimulatedWorld
+
+SOURCE = Path(__file__).parents[1] / "src"
+PARAMETERS = 38282
+
+
+@pytest.fixture(scope="module")
+def digits() -> Digits:
+    return Digits.load()
+
+
+@pytest.fixture
+def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Any, Recipe], None]]:
+    """Return a function that adds an algorithm and its recipe for one test."""
+    names = []
+
+    def add(name: str, algorithm: Any, recipe: Recipe) -> None:
+        GlobalAlgorithmRegistry.register(name, algorithm, "for a test")
+        names.append(name)
+        monkeypatch.setitem(RECIPES, name, recipe)
+
+    yield add
+    for name in names:
+        del GlobalAlgorithmRegistry[name]
+
+
+# The command line.
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["doctor", "--help"]])
+def test_help_ends_well(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 0
+    assert "usage: bagua-ref" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"bagua_ref {bagua_ref.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([], "COMMAND"),
+        (["fly"], "'fly'"),
+        (["demo", "--workers", "0"], "workers=0 must be 1 to 64"),
+        (["demo", "--workers", "65"], "workers=65 must be 1 to 64"),
+        (["demo", "--workers", "two"], "--workers: invalid int value: 'two'"),
+        (["demo", "--epochs", "0"], "epochs=0 must be"),
+        (["demo", "--seed", "-1"], "seed=-1 must be"),
+        (["demo", "--algorithms", "bytgrad"], "'bytgrad' is none of gradient_allreduce, bytegrad"),
+        (["demo", "--algorithms", "bytegrad", "bytegrad"], "names one twice"),
+        (["demo", "--output", f"{__file__}/report"], "must be a folder that can be written"),
+        (["doctor", "--yaml"], "--yaml"),
+    ],
+)
+def test_bad_input_is_named_and_exits_with_2(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(demo, "_EXTRA", {"rich": "rich", "no_such_module": "scikit-learn"})
+    assert main(["demo"]) == 1
+    assert capsys.readouterr().err == "bagua-ref demo needs scikit-learn: pip install 'bagua_ref[demo]'\n"
+
+
+def test_the_package_does_not_import_its_command_line() -> None:
+    probe = (
+        "import sys, bagua_ref; print([m for m in sys.modules if m.startswith(('bagua_ref.cli', 'rich', 'sklearn', 'matplotlib'))])"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    run = subprocess.run([sys.executable, "-c", probe], env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert run.stdout == "[]\n"
+
+
+# Doctor.
+
+
+def test_doctor_prints_every_topic(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    for topic in ("versions", "kernel backends", "communication", "GPUs", "redis", "environment", "problems"):
+        assert re.search(f"^{topic}", printed, re.MULTILINE), topic
+    assert re.search(r"reference +available\n", printed)
+
+
+def test_doctor_as_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", "4096")
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["versions"]["bagua_ref"] == bagua_ref.__version__
+    assert found["kernel backends"]["reference"] == "available"
+    assert set(found["kernel backends"]) == set(bagua_ref.available_backends())
+    assert found["communication"].keys() == {"gloo", "nccl"}
+    assert found["GPUs"]["count"] == torch.cuda.device_count()
+    assert found["environment"]["BAGUA_DEFAULT_BUCKET_SIZE"] == "4096"
+    assert found["problems"] == {}
+
+
+def test_doctor_names_what_is_set_but_cannot_work(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "first")
+    monkeypatch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", "-1")
+    monkeypatch.setenv("BAGUA_REF_BACKEND", "abacus")
+    assert main(["doctor", "--json"]) == 0
+    problems = json.loads(capsys.readouterr().out)["problems"]
+    assert "RANK='first'" in problems["launch"]
+    assert "BAGUA_DEFAULT_BUCKET_SIZE='-1'" in problems["bucket size"]
+    assert "abacus" in problems["kernel backend"]
+
+
+def test_doctor_asks_the_redis_server_for_its_version(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    server = tmp_path / "redis-server"
+    server.write_text("#!/bin/sh\necho Redis server v=9.9.9\n")
+    server.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["doctor", "--json"]) == 0
+    redis = json.loads(capsys.readouterr().out)["redis"]
+    assert redis["redis-server"] == f"Redis server v=9.9.9 ({server})"
+    assert redis["valkey-server"] == "not on PATH"
+
+
+# What is trained.
+
+
+def test_every_registered_algorithm_has_a_recipe() -> None:
+    assert list(RECIPES) == GlobalAlgorithmRegistry.available_algorithms(), "one line in cli/recipes.py"
+
+
+def test_the_shares_of_a_batch_make_the_whole(digits: Digits) -> None:
+    settings = Settings(workers=4, epochs=2)
+    whole = list(digits.batches(settings, 0, 1))
+    shares = [list(digits.batches(settings, share, 4)) for share in range(4)]
+    assert len(whole) == settings.steps == 44
+    for step, (images, labels) in enumerate(whole):
+        assert torch.equal(images, torch.cat([shares[share][step][0] for share in range(4)]))
+        assert torch.equal(labels, torch.cat([shares[share][step][1] for share in range(4)]))
+    first_epoch = torch.cat([images for images, _ in whole[:22]])
+    assert len(torch.unique(first_epoch, dim=0)) == len(torch.unique(digits.train_images, dim=0)) - 29
+
+
+def test_the_test_set_is_apart_from_the_training_set(digits: Digits) -> None:
+    assert (len(digits.train_labels), len(digits.test_labels)) == (1437, 360)
+    assert digits.train_images.shape == (1437, 1, 8, 8)
+    assert 0 <= digits.train_images.min() < digits.train_images.max() <= 1
+    together = torch.cat([digits.train_images, digits.test_images])
+    assert len(torch.unique(together, dim=0)) == 1797
+
+
+def test_digits_survive_the_way_to_a_worker(digits: Digits, tmp_path: Path) -> None:
+    digits.save(tmp_path / "digits.npz")
+    restored = Digits.restore(tmp_path / "digits.npz")
+    assert all(torch.equal(a, b) for a, b in zip(vars(digits).values(), vars(restored).values(), strict=True))
+
+
+def train_simulated(name: str, settings: Settings, digits: Digits, exchange: Path) -> Outcome:
+    """Train in one process as the workers do, and read their files as the parent does."""
+
+    def rank(comm: Any) -> None:
+        bagua_ref.init_process_group()
+        with (exchange / f"rank{comm.rank()}.jsonl").open("a") as stream:
+            if name != ALONE or comm.rank() == 0:
+                demo_worker.train(
+                    name, settings, digits, lambda **news: stream.write(json.dumps({"algorithm": name, **news}) + "\n")
+                )
+
+    SimulatedWorld(settings.workers).run(rank)
+    reports = Reports(exchange, settings)
+    reports.poll()
+    outcome = reports.outcome(name)
+    assert outcome is not None
+    return outcome
+
+
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_every_algorithm_trains_in_a_simulated_world(name: str, digits: Digits, tmp_path: Path) -> None:
+    settings = Settings(workers=2, epochs=3, algorithms=(name,))
+    outcome = train_simulated(name, settings, digits, tmp_path)
+    assert len(outcome.losses) == len(outcome.bytes_sent) == settings.steps
+    assert outcome.final_loss < outcome.losses[0]
+    assert outcome.bytes_sent == sorted(outcome.bytes_sent)
+
+
+def test_full_precision_equals_one_process_and_sends_what_the_formula_says(digits: Digits, tmp_path: Path) -> None:
+    settings = Settings(workers=4, epochs=1)
+    alone = train_simulated(ALONE, settings, digits, tmp_path)
+    together = train_simulated("gradient_allreduce", settings, digits, tmp_path)
+    assert together.losses == pytest.approx(alone.losses, rel=1e-3)
+    assert together.bytes_per_step == 2 * 3 / 4 * 4 * PARAMETERS == full_precision_bytes(4)
+    assert together.ratio == 1
+    assert together.weight_difference == 0
+    assert (alone.bytes_per_step, alone.ratio, alone.weight_difference) == (0, None, 0)
+
+
+def test_bytegrad_sends_a_byte_per_element_and_its_headers(digits: Digits, tmp_path: Path) -> None:
+    outcome = train_simulated("bytegrad", Settings(workers=4, quick=True), digits, tmp_path)
+    chunk = 32 + -(-(PARAMETERS + 2) // 4 // 32) * 32  # S4.1; two elements of padding
+    assert outcome.bytes_per_step == 2 * 3 / 4 * 4 * chunk
+    assert outcome.ratio == pytest.approx(0.252, abs=0.001)
+    assert outcome.weight_difference == 0
+
+
+class Background(Algorithm):
+    """An algorithm that must be told to stop."""
+
+    def reify(self, process_group: Any) -> AlgorithmImpl:
+        class Impl(AlgorithmImpl):
+            def abort(self, model: Any) -> None:
+                stopped.append(model.bagua_train_step_counter)
+
+        return Impl(process_group)
+
+
+stopped: list[int] = []
+
+
+def test_an_algorithm_that_works_in_the_background_is_stopped(digits: Digits, tmp_path: Path, register: Any) -> None:
+    register("background", Background, Recipe())
+    stopped.clear()
+    train_simulated("background", Settings(workers=2, algorithms=("background",), quick=True), digits, tmp_path)
+    assert stopped == [10, 10]
+
+
+def test_a_recipe_hands_the_optimizer_to_an_algorithm_that_wants_it(register: Any) -> None:
+    recipe = Recipe({"hierarchical": False}, optimizer_argument="its_optimizer")
+    register("greedy", SimpleNamespace, recipe)
+    optimizer = recipe.make_optimizer(make_model().parameters())
+    algorithm: Any = recipe.make_algorithm("greedy", optimizer)
+    assert algorithm.hierarchical is False
+    assert algorithm.its_optimizer is optimizer
+
+
+# What is reported.
+
+
+def write(exchange: Path, rank: int, *news: dict[str, Any]) -> None:
+    with (exchange / f"rank{rank}.jsonl").open("a") as stream:
+        stream.writelines(json.dumps(entry) + "\n" for entry in news)
+
+
+def step(algorithm: str, loss: float, sent: int) -> dict[str, Any]:
+    return {"algorithm": algorithm, "loss": loss, "bytes_sent": sent}
+
+
+def result(algorithm: str, accuracy: float, seconds: float, difference: float) -> dict[str, Any]:
+    return {"algorithm": algorithm, "result": {"accuracy": accuracy, "seconds": seconds, "weight_difference": difference}}
+
+
+def test_reports_combine_ranks_once_all_are_done(tmp_path: Path) -> None:
+    settings = Settings(workers=2, quick=True, algorithms=("bytegrad",))
+    reports = Reports(tmp_path, settings)
+    reports.poll()
+    write(tmp_path, 0, *(step("bytegrad", 4.0 - i, 100 * (i + 1)) for i in range(4)), result("bytegrad", 0.5, 1.0, 0.25))
+    write(tmp_path, 1, *(step("bytegrad", 2.0 - i, 300 * (i + 1)) for i in range(3)))
+    reports.poll()
+    assert reports.steps_done("bytegrad") == 3
+    assert reports.outcome("bytegrad") is None
+    with (tmp_path / "rank1.jsonl").open("a") as stream:
+        stream.write('{"algorithm": "bytegrad", "loss"')
+        stream.flush()
+        reports.poll()
+        assert reports.steps_done("bytegrad") == 3
+        stream.write(': -1.0, "bytes_sent": 1200}\n')
+    write(tmp_path, 1, result("bytegrad", 1.0, 2.0, 0.125))
+    reports.poll()
+    outcome = reports.outcome("bytegrad")
+    assert outcome == Outcome(
+        algorithm="bytegrad",
+        test_accuracy=0.75,
+        final_loss=(3.0 + 2.0 + 1.0 + 0.0) / 4,
+        bytes_per_step=200.0,
+        ratio=200.0 / (4 * PARAMETERS),
+        steps_per_second=2.0,
+        weight_difference=0.25,
+        losses=[3.0, 2.0, 1.0, 0.0],
+        bytes_sent=[200.0, 400.0, 600.0, 800.0],
+    )
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_shown_and_complete_at_the_end(terminal: bool, tmp_path: Path) -> None:
+    settings = Settings(workers=2, quick=True, algorithms=("bytegrad",))
+    reports = Reports(tmp_path, settings)
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=100)
+    with shown(reports, settings, console):
+        write(tmp_path, 0, *(step(ALONE, 1.0, 0) for _ in range(10)), result(ALONE, 0.5, 1.0, 0.0))
+        for rank in range(2):
+            write(tmp_path, rank, *(step("bytegrad", 0.5, 1000 * (i + 1)) for i in range(10)), result("bytegrad", 0.9, 1.0, 0.0))
+    printed = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())
+    assert "starting 2 workers" in printed
+    assert "loss 0.500, 10.0 kB sent" in printed
+    assert ("10/10" in printed) == terminal
+    assert ("bytegrad: test accuracy 90.0%" in printed) == (not terminal)
+    assert reports.outcome("bytegrad") is not None
+
+
+def test_an_error_while_showing_progress_is_raised(tmp_path: Path) -> None:
+    settings = Settings(workers=1, quick=True, algorithms=("bytegrad",))
+    (tmp_path / "rank0.jsonl").write_text("damage\n")
+    with pytest.raises(json.JSONDecodeError), shown(Reports(tmp_path, settings), settings, Console(file=io.StringIO())):
+        time.sleep(0.3)
+
+
+def outcomes() -> list[Outcome]:
+    losses = [2.0 / (i + 1) for i in range(10)]
+    return [
+        Outcome(ALONE, 0.98, 0.1, 0, None, 123.4, 0, losses, [0.0] * 10),
+        Outcome("gradient_allreduce", 0.975, 0.1234567, 153128, 1.0, 99.6, 0, losses, [153128.0 * (i + 1) for i in range(10)]),
+        Outcome("bytegrad", 0.97, 0.2, 38400, 0.2508, 80.0, 1.25e-7, losses, [38400.0 * (i + 1) for i in range(10)]),
+    ]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_table_fits_and_is_not_cut(width: int) -> None:
+    console = Console(file=io.StringIO(), width=width)
+    longest = Outcome("low_precision_decentralized", 0.97, 0.2, 229700, 0.2508, 80.0, 1.25e-7, [1.0], [1.0])
+    print_table([*outcomes(), longest], Settings(workers=2, quick=True), console)
+    lines = console.file.getvalue().splitlines()
+    assert lines[0].rstrip() == "2 workers, 10 steps of 64 images, 38,282 parameters"
+    assert "…" not in "".join(lines)
+    rows = {line.split()[0]: line.split() for line in lines if line.strip()}
+    assert rows["gradient_allreduce"] == ["gradient_allreduce", "97.5%", "0.1235", "153.1", "kB", "1.000", "100", "0"]
+    assert rows["bytegrad"] == ["bytegrad", "97.0%", "0.2000", "38.4", "kB", "0.251", "80", "1.2e-07"]
+    assert rows["single"] == ["single", "process", "98.0%", "0.1000", "-", "-", "123", "-"]
+    assert rows["low_precision_decentralized"][-1] == "1.2e-07"
+
+
+def test_the_page_stands_alone_and_holds_the_numbers(tmp_path: Path) -> None:
+    page = write_report(outcomes(), Settings(workers=2, quick=True), tmp_path)
+    assert page == tmp_path / "index.html"
+    check_page(page.read_text(), ["single process", "gradient_allreduce", "bytegrad", "153.1 kB", "0.251"])
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert [entry["algorithm"] for entry in found["results"]] == [ALONE, "gradient_allreduce", "bytegrad"]
+    assert found["settings"]["parameters"] == PARAMETERS
+
+
+def check_page(page: str, expected: list[str]) -> None:
+    for text in expected:
+        assert text in page
+    drawings = re.findall(r'(?:src|srcset)="([^"]*)"', page)
+    assert len(drawings) == 6
+    assert all(drawing.startswith("data:image/svg+xml;base64,") for drawing in drawings)
+    assert "href" not in page
+    assert "<script" not in page
+
+
+@pytest.mark.parametrize("kind", ["loss", "traffic", "loss by traffic"])
+def test_the_curves_are_drawn_for_light_and_dark(kind: str) -> None:
+    drawn = []
+    for dark in (False, True):
+        buffer = io.BytesIO()
+        figure = draw_curves(outcomes(), kind, 5, dark=dark)
+        figure.savefig(buffer, format="svg")
+        ElementTree.fromstring(buffer.getvalue())
+        (axes,) = figure.axes
+        assert len(axes.lines) == (3 if kind == "loss" else 2)
+        drawn.append(axes.xaxis.label.get_color())
+    assert drawn[0] != drawn[1]
+
+
+def test_trailing_mean_is_the_mean_of_what_came_last() -> None:
+    assert trailing_mean([1.0, 2.0, 3.0, 4.0], 3) == [1.0, 1.5, 2.0, 3.0]
+    assert trailing_mean([], 3) == []
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (2.5e6, "2.5 MB"), (3e12, "3000.0 GB")])
+def test_readable_bytes(count: float, text: str) -> None:
+    assert readable_bytes(count) == text
+
+
+# The whole demo, in real processes.
+
+
+@pytest.fixture
+def start_demo(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Return a function that starts the demo, whose files all go under ``tmp_path``."""
+    started = []
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        (tmp_path / "tmp").mkdir()
+        command = [
+            sys.executable,
+            "-m",
+            "bagua_ref.cli",
+            "demo",
+            "--workers",
+            "2",
+            "--output",
+            str(tmp_path / "report"),
+            *arguments,
+        ]
+        environment = {**os.environ, "PYTHONPATH": str(SOURCE), "TMPDIR": str(tmp_path / "tmp")}
+        started.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1)
+        )
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+
+
+def workers_of(tmp_path: Path) -> list[int]:
+    """Return the processes that were started with this test's folder as an argument."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+            except (FileNotFoundError, ProcessLookupError):
+                continue  # it ended meanwhile
+            if b"bagua_ref.cli.demo_worker" in words and str(tmp_path).encode() in b" ".join(words):
+                found.append(int(entry.name))
+    return found
+
+
+def finish(process: subprocess.Popen[str], tmp_path: Path) -> tuple[str, str]:
+    printed = process.communicate(timeout=120)
+    assert workers_of(tmp_path) == []
+    assert list((tmp_path / "tmp").iterdir()) == []
+    return printed
+
+
+def wait_for_training(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "gradient_allreduce: training" in line:
+            return
+    pytest.fail(f"the demo ended: {process.stderr.read() if process.stderr else ''}")
+
+
+def test_the_demo_end_to_end(tmp_path: Path, start_demo: Any) -> None:
+    process = start_demo("--quick")
+    out, err = finish(process, tmp_path)
+    assert process.returncode == 0, err
+    assert re.search(r"bytegrad: test accuracy [\d.]+%, loss [\d.]+, 384.0 kB sent", out)
+    assert re.search(r"gradient_allreduce +[\d.]+% +[\d.]+ +153.1 kB +1.000 +\d+ +0 *\n", out)
+    found = json.loads((tmp_path / "report" / "results.json").read_text())
+    assert [entry["algorithm"] for entry in found["results"]] == [ALONE, *RECIPES]
+    by_name = {entry["algorithm"]: entry for entry in found["results"]}
+    assert by_name["gradient_allreduce"]["bytes_per_step"] == 4 * PARAMETERS
+    assert by_name["gradient_allreduce"]["losses"] == pytest.approx(by_name[ALONE]["losses"], rel=1e-3)
+    assert by_name["bytegrad"]["ratio"] == pytest.approx(0.251, abs=0.001)
+    for entry in by_name.values():
+        assert len(entry["losses"]) == 10
+        assert entry["steps_per_second"] > 0
+    check_page((tmp_path / "report" / "index.html").read_text(), ["2 workers, 10 steps", "153.1 kB", "38.4 kB"])
+
+
+@pytest.mark.slow
+def test_interrupting_the_demo_ends_its_workers(tmp_path: Path, start_demo: Any) -> None:
+    process = start_demo("--epochs", "60")
+    wait_for_training(process)
+    assert len(workers_of(tmp_path)) == 2
+    process.send_signal(signal.SIGINT)
+    _, err = finish(process, tmp_path)
+    assert process.returncode == 130
+    assert err == "bagua-ref demo: SIGINT, workers ended\n"
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_is_named(tmp_path: Path, start_demo: Any) -> None:
+    process = start_demo("--epochs", "60")
+    wait_for_training(process)
+    os.kill(workers_of(tmp_path)[0], signal.SIGKILL)
+    _, err = finish(process, tmp_path)
+    assert process.returncode == 1
+    assert re.search(r"bagua-ref demo: worker \d (was ended by SIGKILL|failed with exit code 1)", err)
+    assert not (tmp_path / "report" / "results.json").exists()

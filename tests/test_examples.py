@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from bagua_ref.algorithms import GlobalAlgorithmRegistry
+from bagua_ref.simulation import SimulatedWorld
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(*command: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    ended = subprocess.run([sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def accuracy(printed: str) -> float:
+    found = re.search(r"test accuracy ([\d.]+)%", printed)
+    assert found, printed
+    return float(found[1]) / 100
+
+
+def test_torchrun_trains_with_bytegrad() -> None:
+    printed = run("-m", "torch.distributed.run", "--nproc_per_node=2", "examples/train_digits.py", "--algorithm", "bytegrad")
+    assert "bytegrad, 2 ranks" in printed
+    assert accuracy(printed) > 0.9
+    assert printed.count("epoch 10:") == 1
+
+
+def test_without_a_launcher_it_is_a_world_of_one() -> None:
+    printed = run("examples/train_digits.py", "--epochs", "5")
+    assert "gradient_allreduce, 1 rank:" in printed
+    assert accuracy(printed) > 0.9
+
+
+@pytest.mark.parametrize("name", GlobalAlgorithmRegistry.available_algorithms())
+def test_every_algorithm_trains(name: str) -> None:
+    main = load("train_digits").main
+    reached = SimulatedWorld(2).run(lambda comm: main(["--algorithm", name, "--epochs", "5"]))
+    assert reached[0] == reached[1]
+    assert reached[0] > 0.85
+
+
+def test_an_unknown_algorithm_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        load("train_digits").main(["--algorithm", "bytgrad"])
+    assert ended.value.code == 2
+    assert "'bytgrad'" in capsys.readouterr().err
+
+
+def test_every_example_is_listed() -> None:
+    listed = (EXAMPLES / "README.md").read_text()
+    assert [path.name for path in EXAMPLES.glob("*.py") if path.name not in listed] == []
