@@ -39,6 +39,7 @@ def accuracy(printed: str) -> float:
     return float(found[1]) / 100
 
 
+@pytest.mark.slow
 def test_torchrun_trains_with_bytegrad() -> None:
     printed = run("-m", "torch.distributed.run", "--nproc_per_node=2", "examples/train_digits.py", "--algorithm", "bytegrad")
     assert "bytegrad, 2 ranks" in printed
