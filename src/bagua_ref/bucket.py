@@ -13,13 +13,15 @@ from bagua_ref.comm_ops import (
     CentralizedLowPrecision,
     CentralizedScatterGather,
     CommOp,
+    Decentralized,
     Hierarchical,
+    LowPrecisionDecentralized,
     PythonOp,
 )
 from bagua_ref.errors import NotInitializedError
 from bagua_ref.runtime import current_world
-from bagua_ref.tensor import BaguaTensor, registration
-from bagua_ref.utils import check_contiguous, overlapping
+from bagua_ref.tensor import BaguaTensor, check_apart, check_shared, effective_tensors, registration
+from bagua_ref.utils import check_contiguous
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bagua_ref.backends.base import KernelBackend
+    from bagua_ref.communicators.base import Communicator
     from bagua_ref.types import Group
 
 __all__ = ["BaguaBucket"]
@@ -69,7 +72,7 @@ class BaguaBucket:
         backend: str | KernelBackend | None = None,
     ) -> None:
         tensors = list(tensors)
-        effective = _check_tensors(tensors, name)
+        effective = check_shared(tensors, name)
         if not isinstance(alignment, int) or isinstance(alignment, bool) or alignment < 1:
             raise ValueError(f"alignment={alignment!r} of bucket {name!r} must be an int, 1 or more")
         self.tensors, self.name, self.flatten, self.backend = tensors, name, flatten, backend
@@ -111,7 +114,7 @@ class BaguaBucket:
         Raises:
             ValueError: a tensor has no effective tensor.
         """
-        return _effective(self.tensors, self.name)
+        return effective_tensors(self.tensors, self.name)
 
     def bytes(self) -> int:
         """Return the number of bytes of the effective tensors; padding does not count (S2.2)."""
@@ -180,6 +183,13 @@ class BaguaBucket:
             raise NotImplementedError(f"tensor {known.name!r} is {tensor.layout}; only dense tensors can be communicated")
         return tensor
 
+    def copy_from_flat(self, flat: Tensor) -> None:
+        """Copy ``flat``, as large as the bucket, into the effective tensors, wherever they are; padding is left out."""
+        if flat.numel() != self._numel:
+            raise ValueError(f"flat has {flat.numel()} elements; bucket {self.name!r} has {self._numel}, padding included")
+        filled = self._numel - self._padding
+        self.kernels.scatter_flat(flat[:filled], [t.detach() for t in self.effective_tensors()])
+
     def execute(self) -> None:
         """Run the operations in order; the background worker calls this when all tensors are ready (S2.4)."""
         for op in self._ops:
@@ -187,8 +197,7 @@ class BaguaBucket:
             flat = self._load()
             op(flat)
             if not self.flatten and not isinstance(op, PythonOp):  # that one writes the tensors themselves
-                filled = self._numel - self._padding
-                self.kernels.scatter_flat(flat[:filled], [t.detach() for t in self.effective_tensors()])
+                self.copy_from_flat(flat)
         if self.flatten and any(isinstance(op, PythonOp) for op in self._ops):
             self._load()  # a Python function may have put other tensors in place
 
@@ -235,10 +244,8 @@ class BaguaBucket:
             NotInitializedError: no group is given and there is no default one.
         """
         self._check_centralized(average, scattergather, compression)
-        group = self._background_group(group)
         kernels = self.kernels
-        intra = group.get_intra_node_communicator() if hierarchical else None
-        comm = group.get_inter_node_communicator() if hierarchical else group.get_global_communicator()
+        num_ranks, comm, intra = self._connect(group, hierarchical)
         leaders = comm.nranks()
         if scattergather and self._numel % leaders:
             raise ValueError(
@@ -257,9 +264,70 @@ class BaguaBucket:
                 intra,
                 kernels,
                 op if intra.rank() == 0 else None,
-                divisor=len(group.ranks) / leaders if average else None,
+                divisor=num_ranks / leaders if average else None,
                 in_rank_order=compression is not None,
             )
+        self._ops.append(op)
+        return self
+
+    def append_decentralized_synchronous_op(
+        self, peer_weight: Tensor, hierarchical: bool = True, peer_selection_mode: str = "all", group: Group | None = None
+    ) -> Decentralized:
+        """Append decentralized averaging (S3.4); return the operation. Collective over the group.
+
+        The result is in ``peer_weight`` until ``op.copy_back_peer_weight(bucket)`` brings it into the tensors.
+
+        Args:
+            peer_weight: a bagua tensor as large as the bucket: ``bucket.flattened_tensor().ensure_bagua_tensor()``.
+            hierarchical: operate between node leaders.
+            peer_selection_mode: "all": the mean over all ranks; "shift_one": with one rank, another one each time.
+            group: None is the default group.
+
+        Raises:
+            ValueError: another mode, "shift_one" with an odd number of ranks, a ``peer_weight`` that does not fit.
+            TypeError: a dtype that is no float, or not the bucket's.
+        """
+        self._check_centralized(average=True, scattergather=False, compression=None)
+        (peer_weight,) = check_apart(self._load(), self.name, peer_weight=peer_weight)
+        num_ranks, comm, intra = self._connect(group, hierarchical)
+        op = Decentralized(comm, self.kernels, peer_weight, peer_selection_mode, intra, num_ranks)
+        self._ops.append(op)
+        return op
+
+    def append_low_precision_decentralized_synchronous_op(
+        self,
+        weight: Tensor,
+        left_peer_weight: Tensor,
+        right_peer_weight: Tensor,
+        hierarchical: bool = True,
+        compression: str | None = "MinMaxUInt8",
+        group: Group | None = None,
+    ) -> BaguaBucket:
+        """Append averaging on a ring with one byte per element on the wire (S3.5); return the bucket. Collective over the group.
+
+        Args:
+            weight: a bagua tensor as large as the bucket, with its values: ``bucket.flattened_tensor().ensure_bagua_tensor()``.
+            left_peer_weight: likewise, with the values of the left neighbour's ``weight``.
+            right_peer_weight: likewise, with the right neighbour's.
+            hierarchical: operate between node leaders, on node means.
+            compression: "MinMaxUInt8".
+            group: None is the default group.
+
+        Raises:
+            ValueError: another compression, replicas that do not fit.
+            TypeError: a dtype that cannot be compressed, or is not the bucket's.
+        """
+        if compression != "MinMaxUInt8":
+            raise ValueError(f"compression={compression!r} must be 'MinMaxUInt8'")
+        self._check_centralized(average=True, scattergather=True, compression=compression)
+        replicas = check_apart(
+            self._load(), self.name, weight=weight, left_peer_weight=left_peer_weight, right_peer_weight=right_peer_weight
+        )
+        _, comm, intra = self._connect(group, hierarchical)
+        op: CommOp = LowPrecisionDecentralized(comm, self.kernels, *replicas)
+        if intra is not None:
+            ring = op if intra.rank() == 0 else None
+            op = Hierarchical(intra, self.kernels, ring, divisor=intra.nranks(), in_rank_order=True)
         self._ops.append(op)
         return self
 
@@ -283,9 +351,8 @@ class BaguaBucket:
                 f"bucket {self.name!r} is not flat; an asynchronous average changes tensors in place and needs flatten=True"
             )
         self._check_centralized(average=True, scattergather=False, compression=None)
-        group = self._background_group(group)
-        kernels = self.kernels
-        self._async_op = AsynchronousModelAverage(group.get_global_communicator(), kernels, current_world())
+        _, comm, _ = self._connect(group, hierarchical=False)
+        self._async_op = AsynchronousModelAverage(comm, self.kernels, current_world())
         self._ops.append(self._async_op)
         return self._async_op
 
@@ -302,6 +369,14 @@ class BaguaBucket:
             raise TypeError(
                 f"bucket {self.name!r} is {self.dtype}; a mean or scattergather=True needs one of {', '.join(map(str, _FLOATS))}"
             )
+
+    def _connect(self, group: Group | None, hierarchical: bool) -> tuple[int, Communicator, Communicator | None]:
+        """Return how many ranks there are, the communicator of all (hierarchical: leaders), and if hierarchical the node's."""
+        group = self._background_group(group)
+        if not hierarchical:
+            return len(group.ranks), group.get_global_communicator(), None
+        intra = group.get_intra_node_communicator()
+        return len(group.ranks), group.get_inter_node_communicator(), intra
 
     def _background_group(self, group: Group | None) -> Group:
         """Return a group of the same ranks whose communicators only the background worker uses.
@@ -320,38 +395,3 @@ class BaguaBucket:
         if group not in self._background_groups:
             self._background_groups[group] = group.for_background()
         return self._background_groups[group]
-
-
-def _check_tensors(tensors: list[Tensor], name: str) -> list[Tensor]:
-    """Return the effective tensors, which can share a bucket (S2.6)."""
-    if not tensors:
-        raise ValueError(f"tensors=[] of bucket {name!r} must hold at least one tensor")
-    for tensor in tensors:
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"tensors of bucket {name!r} must be torch tensors, not {type(tensor).__name__}")
-    names = [registration(tensor).name for tensor in tensors]
-    if len(set(names)) < len(names):
-        raise ValueError(f"tensors {names} of bucket {name!r}: a name stands twice")
-    effective = _effective(tensors, name)
-    for what, values, error in (
-        ("dtypes", [t.dtype for t in effective], TypeError),
-        ("devices", [t.device for t in effective], ValueError),
-    ):
-        if len(set(values)) > 1:
-            raise error(f"tensors of bucket {name!r} have different {what}, {sorted(set(map(str, values)))}; one bucket takes one")
-    if (pair := overlapping(effective)) is not None:
-        raise ValueError(f"tensors {names[pair[0]]!r} and {names[pair[1]]!r} of bucket {name!r} overlap in memory")
-    return effective
-
-
-def _effective(tensors: list[Tensor], name: str) -> list[Tensor]:
-    found = []
-    for proxy in tensors:
-        tensor = registration(proxy).effective(proxy)
-        if tensor is None:
-            raise ValueError(
-                f"tensor {registration(proxy).name!r} of bucket {name!r} has no effective tensor; "
-                "for a gradient call bagua_ensure_grad() first"
-            )
-        found.append(tensor)
-    return found

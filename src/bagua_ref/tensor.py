@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from bagua_ref.utils import NotCopied
+from bagua_ref.backends.checks import check_beside
+from bagua_ref.utils import NotCopied, overlapping
 
 if TYPE_CHECKING:
     import weakref
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     Getter = Callable[[Tensor], Tensor | None]
     Setter = Callable[[Tensor, Tensor], object]
 
-__all__ = ["BaguaTensor", "Registration", "registration"]
+__all__ = ["BaguaTensor", "Registration", "check_apart", "check_shared", "effective_tensors", "registration"]
 
 _unnamed = itertools.count()
 
@@ -70,6 +71,71 @@ def registration(tensor: Tensor) -> Registration:
             f"a tensor of shape {tuple(tensor.shape)} is not a bagua tensor; call tensor.ensure_bagua_tensor(name) first"
         )
     return cast("Registration", found)
+
+
+def check_shared(tensors: list[Tensor], name: str) -> list[Tensor]:
+    """Return the effective tensors, which can share the bucket ``name`` (S2.6).
+
+    Raises:
+        ValueError: no tensors, a name twice, overlap, mixed devices, no effective tensor.
+        TypeError: mixed dtypes, something that is no tensor.
+    """
+    if not tensors:
+        raise ValueError(f"tensors=[] of bucket {name!r} must hold at least one tensor")
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"tensors of bucket {name!r} must be torch tensors, not {type(tensor).__name__}")
+    names = [registration(tensor).name for tensor in tensors]
+    if len(set(names)) < len(names):
+        raise ValueError(f"tensors {names} of bucket {name!r}: a name stands twice")
+    effective = effective_tensors(tensors, name)
+    for what, values, error in (
+        ("dtypes", [t.dtype for t in effective], TypeError),
+        ("devices", [t.device for t in effective], ValueError),
+    ):
+        if len(set(values)) > 1:
+            raise error(f"tensors of bucket {name!r} have different {what}, {sorted(set(map(str, values)))}; one bucket takes one")
+    if (pair := overlapping(effective)) is not None:
+        raise ValueError(f"tensors {names[pair[0]]!r} and {names[pair[1]]!r} of bucket {name!r} overlap in memory")
+    return effective
+
+
+def check_apart(flat: Tensor, name: str, **tensors: Tensor) -> list[Tensor]:
+    """Return the effective ones of ``tensors``: as large as bucket ``name``, whose flat tensor they lie apart from, and each other.
+
+    Raises:
+        ValueError: one is no bagua tensor, or its size, shape or device does not fit, or two overlap.
+        TypeError: its dtype is not the bucket's, or it is no tensor.
+    """
+    others = {f"bucket {name!r}": flat}
+    for argument, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{argument} must be a torch.Tensor, not {type(tensor).__name__}")
+        if not BaguaTensor.is_bagua_tensor(tensor):  # type: ignore[arg-type]
+            raise ValueError(f"{argument} is not a bagua tensor; make it by bucket.flattened_tensor().ensure_bagua_tensor()")
+        (effective,) = effective_tensors([tensor], argument)
+        for other_name, other in others.items():
+            check_beside(other_name, other, argument, effective)
+        others[argument] = effective.detach()
+    return [others[argument] for argument in tensors]
+
+
+def effective_tensors(tensors: list[Tensor], name: str) -> list[Tensor]:
+    """Return what communication works on in bucket ``name``.
+
+    Raises:
+        ValueError: a tensor has no effective tensor.
+    """
+    found = []
+    for proxy in tensors:
+        tensor = registration(proxy).effective(proxy)
+        if tensor is None:
+            raise ValueError(
+                f"tensor {registration(proxy).name!r} of bucket {name!r} has no effective tensor; "
+                "for a gradient call bagua_ensure_grad() first"
+            )
+        found.append(tensor)
+    return found
 
 
 class BaguaTensor:

@@ -1,0 +1,73 @@
+"""Differences of weights exchanged with the neighbours on a ring, one byte per element (S3.5)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from bagua_ref.comm_ops.base import CommOp
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bagua_ref.backends.base import KernelBackend
+    from bagua_ref.communicators.base import Communicator
+
+__all__ = ["LowPrecisionDecentralized", "trade_with_neighbours"]
+
+
+def trade_with_neighbours(mine: Tensor, comm: Communicator) -> tuple[Tensor, Tensor]:
+    """Send ``mine`` to both neighbours on the ring; return what came from the left and from the right (S3.5).
+
+    Left is rank r-1, right is r+1, modulo n. One rank alone is its own neighbour, and two ranks are each other's on both sides.
+    """
+    rank, n = comm.rank(), comm.nranks()
+    left, right = (rank - 1) % n, (rank + 1) % n
+    from_left, from_right = torch.empty_like(mine), torch.empty_like(mine)
+    # With two ranks both messages come from one peer: first what it sends to its left, which is my right.
+    comm.exchange([(mine, left), (mine, right)], [(from_right, right), (from_left, left)])
+    return from_left, from_right
+
+
+class LowPrecisionDecentralized(CommOp):
+    """One step of averaging on a ring, in which ranks send what has changed with one byte per element (S3.5).
+
+    x += 1/3 L + 1/3 R - 5/3 W -> q = compress(x) -> send q both ways -> L += dq(q_left), R += dq(q_right), x <- dq(q) + W, W <- x
+
+    W is this rank's weights at the end of the last step, L and R are its neighbours'. As x is W and what training has added
+    since, the sum is how far the mean of the three, and what was added, lie from W. A neighbour adds the same decompressed
+    change to its replica as this rank adds to W, so W stays bit-identical to the right neighbour's L and the left one's R.
+
+    Each rank sends 2 (m + 32) bytes for m elements, however many ranks there are; beside the three replicas, scratch is three
+    payloads of about m bytes.
+
+    Args:
+        comm: the ring; any number of ranks.
+        kernels: the backend that computes.
+        weight: W, as large as x and apart from all others.
+        left_peer_weight: L, likewise.
+        right_peer_weight: R, likewise.
+
+    Source: decentralized low precision in Gan et al., "BAGUA", VLDB 2022 (arXiv:2107.01499); difference compression in Tang et
+    al., "Communication Compression for Decentralized Training", NeurIPS 2018 (arXiv:1803.06443).
+    """
+
+    def __init__(
+        self, comm: Communicator, kernels: KernelBackend, weight: Tensor, left_peer_weight: Tensor, right_peer_weight: Tensor
+    ) -> None:
+        super().__init__(comm, kernels)
+        self.weight, self.left_peer_weight, self.right_peer_weight = weight, left_peer_weight, right_peer_weight
+
+    def __call__(self, x: Tensor) -> None:
+        """Take one step on ``x`` in place."""
+        kernels, W, L, R = self.kernels, self.weight, self.left_peer_weight, self.right_peer_weight
+        kernels.combine_ring_(x, L, R, W)
+        q = kernels.compress_minmax_uint8(x, 1)
+        q_left, q_right = trade_with_neighbours(q, self.comm)
+        for replica, change in ((L, q_left), (R, q_right)):
+            kernels.decompress_minmax_uint8(change, 1, out=x)  # x is free until it gets its own change
+            kernels.add_(replica, x)
+        kernels.decompress_minmax_uint8(q, 1, out=x)
+        kernels.add_(x, W)
+        W.copy_(x)
