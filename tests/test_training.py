@@ -749,3 +749,20 @@ def test_1024_ranks_train() -> None:
         return weights(module).sum().item()
 
     assert len(set(simulate(1024, rank))) == 1
+
+
+def test_a_models_group_counts_the_bytes_of_everything_it_sends() -> None:
+    def rank(r: int) -> tuple[int, int]:
+        module = nn.Linear(6, 4, bias=False)  # 96 bytes of gradient
+        module.with_bagua([], GradientAllReduceAlgorithm())
+        group = module._bagua.process_group
+        before = group.bytes_sent
+        for step in range(3):
+            module(batch(r, step)).sum().backward()
+        one = group.bytes_sent - before
+        sibling = group.sibling()
+        sibling.get_global_communicator().broadcast(torch.zeros(8), 0)
+        return one, group.bytes_sent - before - one
+
+    # All-reduce sends 2 (n-1)/n of 96 bytes, three times; broadcast (n-1)/n of 32.
+    assert simulate(4, rank) == [(3 * 2 * 72, 24)] * 4

@@ -92,6 +92,7 @@ class BaguaProcessGroup:
         self._closed = False
         self._rank = job.world.identity.rank
         self._communicators: dict[str, MaybeCommunicator] = {}
+        self._siblings: list[weakref.ref[BaguaProcessGroup]] = []
         job.taken.add(group_name)
         job.groups[group_name] = self
 
@@ -121,7 +122,15 @@ class BaguaProcessGroup:
     def sibling(self) -> BaguaProcessGroup:
         """Return another background group of the same ranks; all of them call this in the same order."""
         name = self._job.next_name(f"{self.group_name}/background")
-        return BaguaProcessGroup(self.ranks, self.stream, name, is_background=True, job=self._job)
+        group = BaguaProcessGroup(self.ranks, self.stream, name, is_background=True, job=self._job)
+        self._siblings.append(weakref.ref(group))
+        return group
+
+    @property
+    def bytes_sent(self) -> int:
+        """Return what this rank has sent in this group and in the background groups made from it, by formula."""
+        siblings = [group for weak in self._siblings if (group := weak()) is not None]
+        return sum(c.bytes_sent for c in list(self._communicators.values())) + sum(group.bytes_sent for group in siblings)
 
     def close(self) -> None:
         """Give up all connections; later use raises."""

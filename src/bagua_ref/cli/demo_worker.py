@@ -16,12 +16,10 @@ from torch.nn.utils import parameters_to_vector
 
 import bagua_ref
 from bagua_ref.cli.recipes import ALONE, RECIPES, Digits, Recipe, Settings, make_model
-from bagua_ref.process_group import _get_default_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bagua_ref.process_group import BaguaProcessGroup
 
 __all__ = ["main", "train"]
 
@@ -39,19 +37,18 @@ def train(name: str, settings: Settings, digits: Digits, report: Callable[..., N
     recipe = Recipe() if alone else RECIPES[name]
     torch.manual_seed(settings.seed)
     model: Any = make_model()
-    traffic = _Traffic()
     optimizer = recipe.make_optimizer(model.parameters())
     if not alone:
         model.with_bagua([optimizer], recipe.make_algorithm(name, optimizer))
     share, shares = (0, 1) if alone else (bagua_ref.get_rank(), bagua_ref.get_world_size())
-    at_start = traffic.bytes_sent()  # wrapping broadcasts the weights, which is not training's traffic
+    at_start = _bytes_sent(model)  # wrapping broadcasts the weights, which is not training's traffic
     begin = time.perf_counter()
     for images, labels in digits.batches(settings, share, shares):
         optimizer.zero_grad()
         loss = cross_entropy(model(images), labels)
         loss.backward()
         optimizer.step()
-        report(loss=loss.item(), bytes_sent=traffic.bytes_sent() - at_start)
+        report(loss=loss.item(), bytes_sent=_bytes_sent(model) - at_start)
     seconds = time.perf_counter() - begin
     if not alone and hasattr(model.bagua_algorithm, "abort"):
         model.bagua_algorithm.abort(model)  # it averages in the background until told to stop
@@ -61,19 +58,10 @@ def train(name: str, settings: Settings, digits: Digits, report: Callable[..., N
     report(result={"accuracy": accuracy, "seconds": seconds, "weight_difference": 0.0 if alone else _weight_difference(model)})
 
 
-class _Traffic:
-    """Counts what this rank sends in process groups that are made from now on, those of one wrapped module."""
-
-    def __init__(self) -> None:
-        self._earlier = set(self._groups())
-
-    def _groups(self) -> dict[str, BaguaProcessGroup]:
-        return dict(_get_default_group()._job.groups)
-
-    def bytes_sent(self) -> int:
-        """Return what all communicators of these groups have sent so far, by formula."""
-        groups = [group for name, group in self._groups().items() if name not in self._earlier]
-        return sum(communicator.bytes_sent for group in groups for communicator in list(group._communicators.values()))
+def _bytes_sent(model: Any) -> int:
+    """Return what this rank has sent for the model so far, by formula; nothing if it trains alone."""
+    wrapped = getattr(model, "_bagua", None)
+    return 0 if wrapped is None else int(wrapped.process_group.bytes_sent)
 
 
 def _weight_difference(model: torch.nn.Module) -> float:
