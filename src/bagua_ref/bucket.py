@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from bagua_ref.backends import get_backend
+from bagua_ref.backends.base import COMPRESSIBLE, FLOATS
 from bagua_ref.comm_ops import (
     AsynchronousModelAverage,
     CentralizedFullPrecision,
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from bagua_ref.types import Group
 
 __all__ = ["BaguaBucket"]
-
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class BaguaBucket:
@@ -183,12 +182,16 @@ class BaguaBucket:
             raise NotImplementedError(f"tensor {known.name!r} is {tensor.layout}; only dense tensors can be communicated")
         return tensor
 
+    def take_back_strayed(self) -> None:
+        """If flat, make tensors that have left the storage views of it again, now instead of before the next operation."""
+        if self.flatten:
+            self._load()
+
     def copy_from_flat(self, flat: Tensor) -> None:
         """Copy ``flat``, as large as the bucket, into the effective tensors, wherever they are; padding is left out."""
         if flat.numel() != self._numel:
             raise ValueError(f"flat has {flat.numel()} elements; bucket {self.name!r} has {self._numel}, padding included")
-        filled = self._numel - self._padding
-        self.kernels.scatter_flat(flat[:filled], [t.detach() for t in self.effective_tensors()])
+        self.kernels.scatter_flat(flat[: self._numel - self._padding], [t.detach() for t in self.effective_tensors()])
 
     def execute(self) -> None:
         """Run the operations in order; the background worker calls this when all tensors are ready (S2.4)."""
@@ -288,11 +291,12 @@ class BaguaBucket:
             TypeError: a dtype that is no float, or not the bucket's.
         """
         self._check_centralized(average=True, scattergather=False, compression=None)
-        (peer_weight,) = check_apart(self._load(), self.name, peer_weight=peer_weight)
+        (peer,) = check_apart(self._load(), self.name, peer_weight=peer_weight)
         num_ranks, comm, intra = self._connect(group, hierarchical)
-        op = Decentralized(comm, self.kernels, peer_weight, peer_selection_mode, intra, num_ranks)
-        self._ops.append(op)
-        return op
+        self._decentralized_op = Decentralized(comm, self.kernels, peer, peer_selection_mode, intra, num_ranks)
+        self._peer_weight = peer_weight
+        self._ops.append(self._decentralized_op)
+        return self._decentralized_op
 
     def append_low_precision_decentralized_synchronous_op(
         self,
@@ -328,6 +332,7 @@ class BaguaBucket:
         if intra is not None:
             ring = op if intra.rank() == 0 else None
             op = Hierarchical(intra, self.kernels, ring, divisor=intra.nranks(), in_rank_order=True)
+        self._weight, self._left_peer_weight, self._right_peer_weight = weight, left_peer_weight, right_peer_weight
         self._ops.append(op)
         return self
 
@@ -361,13 +366,13 @@ class BaguaBucket:
             raise ValueError(f"compression={compression!r} must be None or 'MinMaxUInt8'")
         if compression is not None and not scattergather:
             raise ValueError(f"compression={compression!r} needs scattergather=True, not {scattergather!r}")
-        if compression is not None and self.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        if compression is not None and self.dtype not in COMPRESSIBLE:
             raise TypeError(
                 f"compression={compression!r} takes float16, bfloat16 or float32, not bucket {self.name!r}'s {self.dtype}"
             )
-        if (average or scattergather) and self.dtype not in _FLOATS:
+        if (average or scattergather) and self.dtype not in FLOATS:
             raise TypeError(
-                f"bucket {self.name!r} is {self.dtype}; a mean or scattergather=True needs one of {', '.join(map(str, _FLOATS))}"
+                f"bucket {self.name!r} is {self.dtype}; a mean or scattergather=True needs one of {', '.join(map(str, FLOATS))}"
             )
 
     def _connect(self, group: Group | None, hierarchical: bool) -> tuple[int, Communicator, Communicator | None]:
@@ -384,14 +389,11 @@ class BaguaBucket:
         Two threads in one gloo group can get each other's data, silently; so operations never run on the group that the
         caller's thread may use.
         """
+        group = current_world().default_group if group is None else group
         if group is None:
-            group = current_world().default_group
-            if group is None:
-                raise NotInitializedError("there is no process group yet; call bagua_ref.init_process_group() first")
+            raise NotInitializedError("there is no process group yet; call bagua_ref.init_process_group() first")
         if not hasattr(group, "for_background"):
-            raise TypeError(
-                f"group={group!r} must be a BaguaProcessGroup; make one with bagua_ref.communication.new_group or from_torch_group"
-            )
+            raise TypeError(f"group={group!r} must be a BaguaProcessGroup; see communication.new_group and from_torch_group")
         if group not in self._background_groups:
             self._background_groups[group] = group.for_background()
         return self._background_groups[group]

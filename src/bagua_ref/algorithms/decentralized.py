@@ -1,0 +1,307 @@
+"""Weights instead of gradients are averaged: with all ranks, with one peer (S5.3), or along a ring in one byte each (S5.4)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl
+from bagua_ref.bucket import BaguaBucket
+from bagua_ref.comm_ops.decentralized import PEER_SELECTION_MODES
+from bagua_ref.comm_ops.low_precision_decentralized import trade_with_neighbours
+from bagua_ref.tensor import BaguaTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+    from torch import Tensor
+
+    from bagua_ref.algorithms.base import TrainingContext
+    from bagua_ref.types import Group
+
+__all__ = [
+    "DecentralizedAlgorithm",
+    "DecentralizedAlgorithmImpl",
+    "LowPrecisionDecentralizedAlgorithm",
+    "LowPrecisionDecentralizedAlgorithmImpl",
+]
+
+
+class DecentralizedAlgorithmImpl(AlgorithmImpl):
+    """`DecentralizedAlgorithm` at work on one module."""
+
+    def __init__(
+        self, process_group: Group, hierarchical: bool = True, peer_selection_mode: str = "all", communication_interval: int = 1
+    ) -> None:
+        super().__init__(process_group)
+        _check_mode(peer_selection_mode)
+        _check_interval(communication_interval)
+        self.hierarchical, self.peer_selection_mode = hierarchical, peer_selection_mode
+        self.communication_interval = communication_interval
+        self._averaging = False
+        """Whether the last training forward marked the weights ready, and no backward has brought the result back yet."""
+
+    def init_tensors(self, bagua_ddp: TrainingContext) -> list[Tensor]:
+        """Return the weights, last layer first."""
+        self.tensors = _register_weights(bagua_ddp)
+        return self.tensors
+
+    def tensors_to_buckets(self, tensors: Sequence[Sequence[Tensor]], do_flatten: bool) -> list[BaguaBucket]:
+        """Return one bucket for each dtype and device (S5.3)."""
+        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for tensor in (tensor for bucket in tensors for tensor in bucket):
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        return [BaguaBucket(bucket, str(place), flatten=do_flatten) for place, bucket in enumerate(kinds.values())]
+
+    def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
+        """Append S3.4; the operation is ``bucket._decentralized_op``, its result ``bucket._peer_weight``."""
+        bucket.append_decentralized_synchronous_op(
+            _bagua_tensor(bucket.flattened_tensor()), self.hierarchical, self.peer_selection_mode, self.process_group
+        )
+
+    def init_forward_pre_hook(self, bagua_ddp: TrainingContext) -> Callable[[Any], object]:
+        """Mark the weights ready at steps divisible by the interval."""
+
+        def hook(input: Any) -> None:
+            step = bagua_ddp.bagua_train_step_counter - 1
+            self._averaging = step % self.communication_interval == 0
+            if self._averaging:
+                for bucket in bagua_ddp.bagua_buckets:
+                    bucket.take_back_strayed()  # here, as the forward reads the weights while the worker averages them
+                for tensor in self.tensors:
+                    BaguaTensor.bagua_mark_communication_ready(tensor)  # type: ignore[arg-type]
+
+        return hook
+
+    def init_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[str, torch.nn.Parameter], object]:
+        """Gradients stay where they are."""
+        return lambda name, parameter: None
+
+    def init_post_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[], object]:
+        """Bring the averaged weights back, once for each forward that marked them."""
+
+        def hook() -> None:
+            averaging, self._averaging = self._averaging, False
+            if averaging:
+                bagua_ddp._bagua_backend.wait_pending_comm_ops()
+                for bucket in bagua_ddp.bagua_buckets:
+                    bucket._decentralized_op.copy_back_peer_weight(bucket)
+
+        return hook
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the step and how often each bucket was averaged, which decides on ``shift_one``'s next peer."""
+        self.context._bagua_backend.wait_pending_comm_ops()
+        steps = [bucket._decentralized_op.step for bucket in self.context.bagua_buckets]
+        return {**super().state_dict(), "averaging_steps": steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state``; on every rank, after loading that rank's own weights."""
+        buckets = self.context.bagua_buckets
+        _check_count("averaging_steps", state["averaging_steps"], buckets)
+        super().load_state_dict(state)
+        for bucket, step in zip(buckets, state["averaging_steps"], strict=True):
+            bucket._decentralized_op.step = step
+
+
+class DecentralizedAlgorithm(Algorithm):
+    """Each rank trains on its own gradients; weights are averaged with all ranks or with one changing peer (S5.3, S3.4).
+
+    Averaging runs during forward and backward; its result replaces the weights at the end of backward, before the optimizer
+    adds what this rank has learned from the weights before.
+
+    Args:
+        hierarchical: average inside nodes, communicate between their leaders.
+        peer_selection_mode: "all": the mean over all ranks; "shift_one": with one rank of the other half, the next one each
+            time, which needs an even number of ranks (hierarchical: of nodes).
+        communication_interval: average at every how many training forwards, from the first on.
+
+    Raises:
+        ValueError: an unknown mode, an interval below 1; on wrapping: "shift_one" with an odd number.
+        TypeError: an interval that is no int.
+
+    Source: decentralized full precision in Gan et al., "BAGUA", VLDB 2022 (arXiv:2107.01499); Lian et al., "Can Decentralized
+    Algorithms Outperform Centralized Algorithms?", NeurIPS 2017 (arXiv:1705.09056).
+    """
+
+    def __init__(self, hierarchical: bool = True, peer_selection_mode: str = "all", communication_interval: int = 1) -> None:
+        _check_mode(peer_selection_mode)
+        _check_interval(communication_interval)
+        self.hierarchical, self.peer_selection_mode = hierarchical, peer_selection_mode
+        self.communication_interval = communication_interval
+
+    def reify(self, process_group: Group) -> DecentralizedAlgorithmImpl:
+        """Return the implementation for one module."""
+        return DecentralizedAlgorithmImpl(process_group, self.hierarchical, self.peer_selection_mode, self.communication_interval)
+
+
+class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
+    """`LowPrecisionDecentralizedAlgorithm` at work on one module."""
+
+    def __init__(self, process_group: Group, hierarchical: bool = True, communication_interval: int = 1) -> None:
+        super().__init__(process_group)
+        _check_interval(communication_interval)
+        self.hierarchical, self.communication_interval = hierarchical, communication_interval
+        self._optimizer_steps = 0
+        """Steps of the last optimizer so far."""
+
+    def init_tensors(self, bagua_ddp: TrainingContext) -> list[Tensor]:
+        """Return the weights, last layer first.
+
+        Raises:
+            ValueError: no optimizer holds one of them, or an optimizer is fused.
+        """
+        _check_optimizers(bagua_ddp)
+        self.tensors = _register_weights(bagua_ddp)
+        return self.tensors
+
+    def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
+        """Append S3.5; the replicas are ``bucket._weight``, ``_left_peer_weight`` and ``_right_peer_weight``."""
+        weight = bucket.flattened_tensor()
+        # Equal to this rank's after wrapping, but not when a failed attempt to wrap anew repeats this in mid-training.
+        ring = self._ring()
+        left, right = (weight.clone(), weight.clone()) if ring.rank() < 0 else trade_with_neighbours(weight, ring)
+        bucket.append_low_precision_decentralized_synchronous_op(
+            _bagua_tensor(weight), _bagua_tensor(left), _bagua_tensor(right), self.hierarchical, group=self.process_group
+        )
+
+    def init_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[str, torch.nn.Parameter], object]:
+        """Gradients stay where they are."""
+        return lambda name, parameter: None
+
+    def init_post_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[], object]:
+        """Nothing has been sent yet."""
+        return lambda: None
+
+    def init_post_optimizer_step_hook(self, bagua_ddp: TrainingContext) -> Callable[[torch.optim.Optimizer], object]:
+        """Average the weights after the last optimizer's steps that are divisible by the interval, counted from 0."""
+
+        def hook(optimizer: torch.optim.Optimizer) -> None:
+            if optimizer is not bagua_ddp.bagua_optimizers[-1]:
+                return
+            step, self._optimizer_steps = self._optimizer_steps, self._optimizer_steps + 1
+            if step % self.communication_interval == 0:
+                for tensor in self.tensors:
+                    BaguaTensor.bagua_mark_communication_ready(tensor)  # type: ignore[arg-type]
+                bagua_ddp._bagua_backend.wait_pending_comm_ops()
+
+        return hook
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the step, the number of optimizer steps, the place on the ring and the replicas, in order of buckets."""
+        replicas = [[replica.clone() for replica in _replicas(bucket)] for bucket in self.context.bagua_buckets]
+        return {
+            **super().state_dict(),
+            "optimizer_steps": self._optimizer_steps,
+            "ring": self._place_on_ring(),
+            "replicas": replicas,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state``; on every rank, after loading that rank's own weights.
+
+        Raises:
+            ValueError: the state is another rank's, or of other weights or another number of ranks.
+        """
+        buckets = self.context.bagua_buckets
+        if tuple(state["ring"]) != self._place_on_ring():
+            raise ValueError(
+                f"state is of (rank, number of ranks)={tuple(state['ring'])} on the ring, this is {self._place_on_ring()}; each "
+                "rank saves and loads its own, and replicas of neighbours are of use to the same ring only"
+            )
+        _check_count("replicas", state["replicas"], buckets)
+        pairs = [
+            pair
+            for bucket, saved in zip(buckets, state["replicas"], strict=True)
+            for pair in zip(_replicas(bucket), saved, strict=True)
+        ]
+        for replica, saved in pairs:
+            if replica.shape != saved.shape or replica.dtype != saved.dtype:
+                raise ValueError(
+                    f"state holds a replica of {tuple(saved.shape)} {saved.dtype}, where the bucket has {tuple(replica.shape)} "
+                    f"{replica.dtype}; it is of other weights"
+                )
+        super().load_state_dict(state)
+        self._optimizer_steps = state["optimizer_steps"]
+        for replica, saved in pairs:
+            replica.copy_(saved)
+
+    def _ring(self) -> Any:
+        group = self.process_group
+        return group.get_inter_node_communicator() if self.hierarchical else group.get_global_communicator()
+
+    def _place_on_ring(self) -> tuple[int, int]:
+        return self._ring().rank(), self._ring().nranks()
+
+
+class LowPrecisionDecentralizedAlgorithm(Algorithm):
+    """After each optimizer step weights are averaged with two neighbours on a ring, to which one byte each tells the change (S5.4).
+
+    Every rank keeps replicas of its own and its neighbours' weights, to the last bit what the neighbours keep, and sends only
+    how far it has moved from there (S3.5).
+
+    Args:
+        hierarchical: average inside nodes, the ring between their leaders.
+        communication_interval: average after every how many optimizer steps, from the first on.
+
+    Raises:
+        ValueError: an interval below 1; on wrapping: a parameter that no optimizer holds, a fused optimizer.
+        TypeError: an interval that is no int; on wrapping: float64 parameters.
+
+    Source: decentralized low precision in Gan et al., "BAGUA", VLDB 2022 (arXiv:2107.01499); difference compression in Tang et
+    al., "Communication Compression for Decentralized Training", NeurIPS 2018 (arXiv:1803.06443).
+    """
+
+    def __init__(self, hierarchical: bool = True, communication_interval: int = 1) -> None:
+        _check_interval(communication_interval)
+        self.hierarchical, self.communication_interval = hierarchical, communication_interval
+
+    def reify(self, process_group: Group) -> LowPrecisionDecentralizedAlgorithmImpl:
+        """Return the implementation for one module."""
+        return LowPrecisionDecentralizedAlgorithmImpl(process_group, self.hierarchical, self.communication_interval)
+
+
+def _bagua_tensor(tensor: Tensor, name: str | None = None, module_name: str | None = None) -> Tensor:
+    return BaguaTensor.ensure_bagua_tensor(tensor, name, module_name)  # type: ignore[arg-type]
+
+
+def _register_weights(context: TrainingContext) -> list[Tensor]:
+    return [_bagua_tensor(p, name, context.bagua_module_name) for name, p in reversed(context.bagua_build_params())]
+
+
+def _replicas(bucket: BaguaBucket) -> list[Tensor]:
+    return [bucket._weight, bucket._left_peer_weight, bucket._right_peer_weight]
+
+
+def _check_mode(mode: str) -> None:
+    if mode not in PEER_SELECTION_MODES:
+        raise ValueError(f"peer_selection_mode={mode!r} must be 'all' or 'shift_one'")
+
+
+def _check_interval(interval: int) -> None:
+    if not isinstance(interval, int) or isinstance(interval, bool):
+        raise TypeError(f"communication_interval={interval!r} must be an int, 1 or more")
+    if interval < 1:
+        raise ValueError(f"communication_interval={interval} must be 1 or more")
+
+
+def _check_count(what: str, entries: Sequence[Any], buckets: Sequence[BaguaBucket]) -> None:
+    if len(entries) != len(buckets):
+        raise ValueError(f"state holds {what} of {len(entries)} buckets, this module has {len(buckets)}; it is of other weights")
+
+
+def _check_optimizers(context: TrainingContext) -> None:
+    """Refuse what S5.4 refuses."""
+    for optimizer in context.bagua_optimizers:
+        if getattr(optimizer, "_bagua_fused_optimizer", None) is not None:
+            raise ValueError(
+                f"optimizers hold a fused {type(optimizer).__name__}, which low_precision_decentralized does not take; pass the "
+                "optimizer without fuse_optimizer()"
+            )
+    held = {id(p) for optimizer in context.bagua_optimizers for group in optimizer.param_groups for p in group["params"]}
+    loose = [name for name, parameter in context.bagua_build_params() if id(parameter) not in held]
+    if loose:
+        raise ValueError(
+            f"no optimizer passed to with_bagua holds {', '.join(map(repr, loose))}; low_precision_decentralized averages weights "
+            "after their optimizer's step. Pass that optimizer, or list the names in module._bagua_params_and_buffers_to_ignore"
+        )
