@@ -65,10 +65,11 @@ class Connection:
             CommunicationError: it failed otherwise, `abort` was called, or two threads are at it; none of it can be repeated.
         """
         if not self._turn.acquire(blocking=False):
-            raise CommunicationError(
-                f"{collective} on {self._title}: another thread is inside a collective of this communicator, and two at once would "
-                "mix up their data; give each thread a group of its own (new_group)"
+            why = self._closed or (
+                "another thread is inside a collective of this communicator, and two at once would mix up their data; give each "
+                "thread a group of its own (new_group)"
             )
+            raise CommunicationError(f"{collective} on {self._title}: {why}")
         group = works = work = None
         try:
             if self._closed:

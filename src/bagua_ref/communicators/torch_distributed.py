@@ -294,5 +294,5 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _bring_back(tensor: Tensor, here: Tensor) -> None:
-    if here.device != tensor.device:
+    if here.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(here)
