@@ -1,0 +1,169 @@
+"""Training of n ranks on averaged weights (S3.4, S3.5, S5.3, S5.4), all of them in one loop. Nothing here imports bagua_ref.
+
+Gradients go in, weights come out. Weights and gradients are NumPy arrays of numbers of the dtype, held as float32 (float64 for
+float64), of which every operation rounds to nearest-even; ``stored`` then rounds to the dtype. ``nodes`` holds how many ranks
+each node has, in rank order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+Array = np.ndarray
+
+LARGEST = {"float16": 65504.0, "bfloat16": float(np.array(0x7F7F0000, np.uint32).view(np.float32))}
+
+
+def stored(values: Array, dtype: str) -> Array:
+    """Round to what memory of the dtype can hold."""
+    if dtype == "float16":
+        return values.astype(np.float16).astype(np.float32)
+    if dtype == "bfloat16":
+        bits = values.view(np.uint32)
+        up = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+        rounded = ((bits + up) & np.uint32(0xFFFF0000)).view(np.float32)
+        return np.where(np.isfinite(values), rounded, values)
+    return values
+
+
+def step_of_sgd(x: Array, grad: Array, lr: float, dtype: str) -> Array:
+    """Plain SGD; lr is a power of two, so that fused and separate multiplication and addition agree."""
+    return stored(x - x.dtype.type(lr) * grad, dtype)
+
+
+def through_the_wire(x: Array, dtype: str) -> Array:
+    """What arrives of x, compressed as one chunk (S4.2 to S4.4)."""
+    if x.size == 0:
+        return x
+    one = np.float32
+    low, high = x.min(), x.max()
+    scale = one(255) / ((high - low) + one(1e-7))
+    if not np.isfinite([low, high, high - low, high * scale, low * scale]).all():
+        return np.full_like(x, np.nan)
+    upper = np.rint(high * scale)
+    lower = upper - one(255)
+    level = np.clip(np.minimum(np.rint(x * scale), upper) - lower, one(0), one(255))
+    restored = stored((level + lower) / scale, dtype)
+    return np.clip(restored, -LARGEST[dtype], LARGEST[dtype]) if dtype in LARGEST else restored
+
+
+def node_mean(node: list[Array], dtype: str) -> Array:
+    total = np.zeros_like(node[0])
+    for x in node:
+        total = total + x
+    return stored(total / total.dtype.type(len(node)), dtype)
+
+
+def split(ranks: list[Array], nodes: list[int]) -> list[list[Array]]:
+    ends = np.cumsum(nodes)
+    return [ranks[end - size : end] for end, size in zip(ends, nodes, strict=True)]
+
+
+def on_every_rank(leaders: list[Array], nodes: list[int]) -> list[Array]:
+    return [x.copy() for x, size in zip(leaders, nodes, strict=True) for _ in range(size)]
+
+
+def mean_of_all(ranks: list[Array], dtype: str) -> list[Array]:
+    """The mean over all ranks, whatever their nodes; a library rounds it in an order of its own."""
+    mean = np.mean(np.stack(ranks).astype(np.float64), axis=0).astype(ranks[0].dtype)
+    return [stored(mean, dtype) for _ in ranks]
+
+
+def pairs(n: int, step: int) -> dict[int, int]:
+    """Rank i of the first half with the one ``i + step`` places into the second half, which is a circle (S3.4)."""
+    half = n // 2
+    found = {i: half + (i + step) % half for i in range(half)}
+    return found | {b: a for a, b in found.items()}
+
+
+def mean_of_pairs(ranks: list[Array], dtype: str, step: int) -> list[Array]:
+    peers = pairs(len(ranks), step)
+    return [stored((ranks[peers[r]] + ranks[r]) / ranks[r].dtype.type(2), dtype) for r in range(len(ranks))]
+
+
+def average(ranks: list[Array], dtype: str, mode: str, hierarchical: bool, nodes: list[int], step: int) -> list[Array]:
+    """One decentralized averaging, the ``step``-th (S3.4)."""
+    if mode == "all":
+        return mean_of_all(ranks, dtype)
+    if not hierarchical:
+        return mean_of_pairs(ranks, dtype, step)
+    leaders = [node_mean(node, dtype) for node in split(ranks, nodes)]
+    return on_every_rank(mean_of_pairs(leaders, dtype, step), nodes)
+
+
+@dataclass
+class Ring:
+    """Each rank's replicas: its own weights, its left and its right neighbour's (S3.5)."""
+
+    W: list[Array]
+    L: list[Array]
+    R: list[Array]
+
+    @classmethod
+    def of(cls, ranks: list[Array]) -> Ring:
+        n = len(ranks)
+        return cls(
+            [x.copy() for x in ranks], [ranks[(r - 1) % n].copy() for r in range(n)], [ranks[(r + 1) % n].copy() for r in range(n)]
+        )
+
+    def step(self, ranks: list[Array], dtype: str) -> list[Array]:
+        """Return every rank's new weights."""
+        n, changes = len(ranks), []
+        for r, x in enumerate(ranks):
+            factor = x.dtype.type
+            for replica, weight in ((self.L[r], 1 / 3), (self.R[r], 1 / 3), (self.W[r], -5 / 3)):
+                x = stored(x + factor(weight) * replica, dtype)
+            changes.append(through_the_wire(x, dtype))
+        for r in range(n):
+            self.W[r] = stored(changes[r] + self.W[r], dtype)
+            self.L[r] = stored(self.L[r] + changes[(r - 1) % n], dtype)
+            self.R[r] = stored(self.R[r] + changes[(r + 1) % n], dtype)
+        return [x.copy() for x in self.W]
+
+
+def train_decentralized(
+    start: Array,
+    gradients: list[list[Array]],
+    lr: float,
+    dtype: str,
+    nodes: list[int],
+    mode: str,
+    hierarchical: bool,
+    interval: int,
+) -> list[list[Array]]:
+    """Return the weights after each step, by rank; ``gradients[step][rank]`` were computed before the averaging (S5.3)."""
+    ranks = [start.copy() for _ in range(sum(nodes))]
+    history, averagings = [], 0
+    for step, grads in enumerate(gradients):
+        if step % interval == 0:
+            ranks = average(ranks, dtype, mode, hierarchical, nodes, averagings)
+            averagings += 1
+        ranks = [step_of_sgd(x, grad, lr, dtype) for x, grad in zip(ranks, grads, strict=True)]
+        history.append(ranks)
+    return history
+
+
+def train_on_ring(
+    start: Array,
+    gradients: list[list[Array]],
+    lr: float,
+    dtype: str,
+    nodes: list[int],
+    hierarchical: bool,
+    interval: int,
+) -> list[list[Array]]:
+    """Return the weights after each step, by rank; averaging follows the optimizer's step (S5.4)."""
+    ranks = [start.copy() for _ in range(sum(nodes))]
+    ring = Ring.of([start for _ in nodes] if hierarchical else ranks)
+    history = []
+    for step, grads in enumerate(gradients):
+        ranks = [step_of_sgd(x, grad, lr, dtype) for x, grad in zip(ranks, grads, strict=True)]
+        if step % interval == 0 and hierarchical:
+            leaders = [node_mean(node, dtype) for node in split(ranks, nodes)]
+            ranks = on_every_rank(ring.step(leaders, dtype), nodes)
+        elif step % interval == 0:
+            ranks = ring.step(ranks, dtype)
+        history.append(ranks)
+    return history
