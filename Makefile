@@ -12,7 +12,6 @@ PYTEST_ARGS ?=
 bin := $(VENV)/bin
 pip := $(bin)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
 pytest := $(bin)/python -m pytest
-proofs := $(wildcard tests/proof tests/meta)
 
 .PHONY: help env demo test proof bench gpu docs lint types format clean
 
@@ -47,12 +46,9 @@ demo: $(VENV)/.demo  ## train on handwritten digits with every algorithm, 4 proc
 test: lint types docs  ## everything that must be green: style, types, docs, examples, all properties (quick profile)
 	$(pytest) -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
-proof: $(VENV)/.dev  ## the slow proofs that CI adds
-ifeq ($(proofs),)
-	@echo "No slow proofs yet: tests/proof and tests/meta do not exist."
-else
-	$(pytest) --hypothesis-profile=full $(proofs) $(PYTEST_ARGS)
-endif
+proof: $(VENV)/.dev  ## the slow proofs that CI adds: properties with 1,000 inputs each, loops, planted faults
+	$(pytest) -n $(WORKERS) --hypothesis-profile=full --timeout=1800 property_tests $(PYTEST_ARGS)
+	$(pytest) -n $(WORKERS) --dist loadfile --timeout=1800 tests/proof tests/meta $(PYTEST_ARGS)
 
 bench: $(VENV)/.dev  ## every comparison with a peer; one table and one JSON file each
 	@missed=0; for script in $(shell grep -l '^if __name__' benchmarks/*.py); do \
