@@ -160,6 +160,11 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         """The training step under way, from 0 (S5)."""
         return self.context.bagua_train_step_counter - 1
 
+    @property
+    def ranks_in_step(self) -> bool:
+        """Whether the warm-up lasts."""
+        return self._warming_up
+
     def need_reset(self) -> bool:
         """Return True once, before the first step after warm-up."""
         if self._warming_up and self.step >= self.warmup_steps:

@@ -80,6 +80,11 @@ class AlgorithmImpl:
             raise RuntimeError(f"{type(self).__name__} takes part in no training; wrap a module with it first")
         return context
 
+    @property
+    def ranks_in_step(self) -> bool:
+        """Whether all ranks take the same training forwards; if not, buffers are not broadcast before them."""
+        return True
+
     def suspend(self) -> Callable[[], None]:
         """Stop what communicates in the background, collectively, as the module is wrapped anew; return what takes it up again."""
         return lambda: None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bagua_ref.communication import broadcast_coalesced
 from bagua_ref.data_parallel.bucketing import split_into_buckets
 from bagua_ref.data_parallel.state_broadcast import broadcast_state
 from bagua_ref.env import get_default_bucket_size
@@ -46,6 +47,8 @@ class WrappedModule(NotCopied):
         backend: the kernels; None chooses as `bagua_ref.backends.get_backend`.
         find_unused_parameters: parameters that a backward does not reach count as having zero gradient.
         timeout: seconds without progress after which waiting raises.
+        bucket_bytes: the size at which a bucket is closed; None: `bagua_ref.env.get_default_bucket_size`.
+        broadcast_buffers: give every rank the first one's buffers before each training forward, not only now.
     """
 
     def __init__(
@@ -60,6 +63,8 @@ class WrappedModule(NotCopied):
         backend: str | KernelBackend | None = None,
         find_unused_parameters: bool = False,
         timeout: float = 300.0,
+        bucket_bytes: int | None = None,
+        broadcast_buffers: bool = False,
     ) -> None:
         self._module = weakref.ref(module)
         self.bagua_module_name = getattr(module, "_bagua_module_name", None) or f"bagua_module_{next(_counter)}"
@@ -67,20 +72,30 @@ class WrappedModule(NotCopied):
         self.bagua_buckets: list[BaguaBucket] = []
         self.bagua_train_step_counter = 0
         self.world, self._do_flatten, self.kernel_backend = world, do_flatten, backend
-        self._find_unused_parameters = find_unused_parameters
-        self._ignored = {
+        self._find_unused_parameters, self._bucket_bytes = find_unused_parameters, bucket_bytes
+        self._broadcast_buffers = broadcast_buffers
+        self.parameters_to_ignore = {
             *getattr(module, "_bagua_params_and_buffers_to_ignore", ()),
             *getattr(module, "_ddp_params_and_buffers_to_ignore", ()),
         }
+        """Names of parameters and buffers that are neither communicated nor broadcast."""
         self._synchronizing = False
         """Whether the last training forward was entered outside `no_sync`."""
-        self._skipping = False
+        self.skipping = False
+        """Whether training forwards entered now skip communication, as in `no_sync`."""
         self._in_backward = False
         self._bagua_backend = Engine(world, self.bagua_module_name, timeout)
         split_into_buckets([p for _, p in self.bagua_build_params()], 1)  # refuse what cannot be trained before anything is sent
-        self.process_group = group.for_background()
+        self.given_group, self.process_group = group, group.for_background()
         self._owns_group = self.process_group is not group
-        broadcast_state(module, optimizers, self.process_group.get_global_communicator(), self._ignored)
+        settings = [f"algorithm {type(algorithm).__name__}", f"buckets of {self.bucket_bytes} bytes"]
+        settings += [f"broadcast_buffers={broadcast_buffers}"]
+        comm = self.process_group.get_global_communicator()
+        broadcast_state(module, optimizers, comm, self.parameters_to_ignore, settings)
+        # The worker's connections are not for the training thread.
+        self._buffer_group = group.sibling() if broadcast_buffers and self._buffers() and comm.nranks() > 1 else None
+        if self._buffer_group is not None:
+            self._buffer_group.get_global_communicator()
         self.bagua_algorithm = algorithm.reify(self.process_group)
         self.bagua_algorithm._context = weakref.ref(self)
         self._handles: list[Any] = []
@@ -105,7 +120,9 @@ class WrappedModule(NotCopied):
             NotImplementedError: a parameter gets sparse gradients.
         """
         sparse = {id(p): m for m in self.module.modules() if getattr(m, "sparse", False) for p in m.parameters(recurse=False)}
-        parameters = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad and name not in self._ignored]
+        parameters = [
+            (name, p) for name, p in self.module.named_parameters() if p.requires_grad and name not in self.parameters_to_ignore
+        ]
         for name, parameter in parameters:
             if id(parameter) in sparse:
                 raise NotImplementedError(
@@ -114,15 +131,18 @@ class WrappedModule(NotCopied):
                 )
         return parameters
 
+    @property
+    def bucket_bytes(self) -> int:
+        """The size at which a bucket is closed."""
+        return get_default_bucket_size() if self._bucket_bytes is None else self._bucket_bytes
+
     def reset(self) -> None:
         """Ask the algorithm for tensors, buckets, operations and hooks (S5); the state is not broadcast again."""
         algorithm = self.bagua_algorithm
         self._bagua_backend.wait_pending_comm_ops()
         with use_world(self.world):
             tensors = algorithm.init_tensors(self)
-            self.bagua_buckets = algorithm.tensors_to_buckets(
-                split_into_buckets(tensors, get_default_bucket_size()), self._do_flatten
-            )
+            self.bagua_buckets = algorithm.tensors_to_buckets(split_into_buckets(tensors, self.bucket_bytes), self._do_flatten)
             for bucket in self.bagua_buckets:
                 bucket.backend = bucket.backend or self.kernel_backend
                 algorithm.init_operations(self, bucket)
@@ -135,7 +155,7 @@ class WrappedModule(NotCopied):
     def _begin_forward(self, input: Any) -> None:
         if not self.module.training or _inside_backward():  # checkpointing computes forwards anew
             return
-        self._synchronizing = not self._skipping
+        self._synchronizing = not self.skipping
         if self._in_backward:  # the last backward failed half-way
             self._in_backward = False
             self._bagua_backend.abandon_round()
@@ -143,7 +163,19 @@ class WrappedModule(NotCopied):
         if self.bagua_algorithm.need_reset():
             self.reset()
         if self._synchronizing:
+            if self._buffer_group is not None and self.will_broadcast_buffers():
+                # A graph that has saved a buffer must not take this for a change of the user's: data has no version.
+                buffers = [buffer.data for buffer in self._buffers()]
+                broadcast_coalesced(buffers, 0, self._buffer_group.get_global_communicator())
             self._forward_pre_hook(input)
+
+    def will_broadcast_buffers(self) -> bool:
+        """Return whether training forwards outside `no_sync` begin with a broadcast of buffers."""
+        return self._broadcast_buffers and bool(self._buffers()) and self.bagua_algorithm.ranks_in_step
+
+    def _buffers(self) -> list[torch.Tensor]:
+        """Return the buffers that are broadcast, as they are now: modules may put others in place."""
+        return [buffer for name, buffer in self.module.named_buffers() if name not in self.parameters_to_ignore]
 
     # Hooks on parameters and optimizers hold this object weakly: the collector cannot see through a parameter's C++ part.
 
@@ -207,11 +239,11 @@ class WrappedModule(NotCopied):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Skip all communication of training forwards entered in this context, and of their backwards (S5)."""
-        before, self._skipping = self._skipping, True
+        before, self.skipping = self.skipping, True
         try:
             yield
         finally:
-            self._skipping = before
+            self.skipping = before
 
     def close(self) -> None:
         """Take the hooks off, end the background thread and give its connections up."""
@@ -221,6 +253,8 @@ class WrappedModule(NotCopied):
         self._bagua_backend.close()
         if self._owns_group:
             self.process_group.close()
+        if self._buffer_group is not None:
+            self._buffer_group.close()
 
 
 def _inside_backward() -> bool:

@@ -1,0 +1,344 @@
+"""A wrapper with the interface of torch's DistributedDataParallel around `bagua_ref.data_parallel.wrapping.wrap`."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_map
+
+from bagua_ref.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
+from bagua_ref.data_parallel.wrapping import context_of, wrap
+from bagua_ref.errors import NotInitializedError
+from bagua_ref.process_group import BaguaProcessGroup, _get_default_group
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl
+    from bagua_ref.backends.base import KernelBackend
+    from bagua_ref.bucket import BaguaBucket
+    from bagua_ref.data_parallel.wrapped_module import WrappedModule
+
+__all__ = [
+    "DistributedDataParallel",
+    "DistributedDataParallel_V1_9_0",
+    "DistributedDataParallel_V1_9_0_Interface",
+    "to_bagua_process_group",
+]
+
+
+class DistributedDataParallel(torch.nn.Module):
+    """Trains ``module`` together with the other ranks, behind the interface of torch's class of this name (S5).
+
+    It wraps as ``module.with_bagua(optimizers, algorithm)`` does: the hooks are on ``module``, so forwards of the wrapper and of
+    ``module`` itself take part alike. Making one is collective. A copy or pickle is a wrapper that trains alone.
+
+    Args:
+        module: to train; all its parameters are where they shall stay.
+        device_ids: None, or the one CUDA device of ``module``, to which inputs are then moved.
+        output_device: None, or that device.
+        dim: 0.
+        broadcast_buffers: give every rank the first one's buffers before each training forward outside `no_sync`, not only now.
+            An algorithm whose ranks take no steps together (async, after its warm-up) leaves buffers to each rank.
+        process_group: the ranks that train together, Bagua's group or torch's; None is Bagua's default group.
+        bucket_cap_mb: the size at which a bucket is closed, in MiB.
+        find_unused_parameters: parameters that a backward does not reach count as having zero gradient.
+        check_reduction: False.
+        gradient_as_bucket_view: keep each bucket's tensors in one storage; ``do_flatten`` of ``with_bagua``.
+        optimizers: those that step ``module``'s parameters; None: none, for algorithms that need not know them.
+        algorithm: None is ``GradientAllReduceAlgorithm()``.
+        backend: the kernels; None chooses as `bagua_ref.backends.get_backend`.
+        timeout: seconds without progress after which waiting raises.
+        **torch_arguments: further ones of torch's class, as far as they have torch's default value.
+
+    Attributes:
+        module: the module inside.
+        broadcast_buffers: as given, like the other arguments.
+
+    Raises:
+        NotImplementedError: an argument's value is not supported; names it.
+        NotInitializedError: ``init_process_group()`` was not called (a RuntimeError).
+        TypeError: ``module``, ``algorithm``, ``optimizers`` or ``process_group`` is something else.
+        ValueError: modules differ between ranks; nothing to train; this rank is not in the group; devices that do not fit.
+
+    >>> from bagua_ref import init_process_group
+    >>> from bagua_ref.data_parallel import DistributedDataParallel
+    >>> init_process_group()  # doctest: +SKIP
+    >>> model = DistributedDataParallel(torch.nn.Linear(4, 2))  # doctest: +SKIP
+
+    Source: ``bagua/torch_api/data_parallel/distributed.py`` of Bagua 0.9, and ``torch.nn.parallel.DistributedDataParallel``.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool = True,
+        process_group: Any = None,
+        bucket_cap_mb: float = 25,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = True,
+        optimizers: Sequence[torch.optim.Optimizer] | None = None,
+        algorithm: Algorithm | None = None,
+        *,
+        backend: str | KernelBackend | None = None,
+        timeout: float = 300.0,
+        **torch_arguments: Any,
+    ) -> None:
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(f"module={module!r} must be a torch.nn.Module")
+        _refuse_unsupported(dim=(dim, 0), check_reduction=(check_reduction, False))
+        _refuse_torchs(torch_arguments)
+        if isinstance(bucket_cap_mb, bool) or not bucket_cap_mb > 0:
+            raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r} must be a positive number of MiB")
+        super().__init__()
+        self.device_ids = _device_ids(module, device_ids, output_device)
+        self.output_device = self.device_ids[0] if self.device_ids else None
+        self.dim, self.bucket_cap_mb, self.broadcast_buffers = dim, bucket_cap_mb, broadcast_buffers
+        self.find_unused_parameters, self.gradient_as_bucket_view = find_unused_parameters, gradient_as_bucket_view
+        self.module = module
+        self.with_bagua(
+            [] if optimizers is None else optimizers,
+            GradientAllReduceAlgorithm() if algorithm is None else algorithm,
+            process_group,
+            gradient_as_bucket_view,
+            backend=backend,
+            find_unused_parameters=find_unused_parameters,
+            timeout=timeout,
+        )
+
+    def with_bagua(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        algorithm: Algorithm,
+        process_group: Any = None,
+        do_flatten: bool = True,
+        *,
+        backend: str | KernelBackend | None = None,
+        find_unused_parameters: bool = False,
+        timeout: float = 300.0,
+    ) -> DistributedDataParallel:
+        """Wrap the module inside anew, with this wrapper's buckets and buffers; return the wrapper. Arguments as everywhere."""
+        try:
+            group = to_bagua_process_group(process_group)
+        except NotInitializedError as error:
+            raise NotInitializedError("call bagua_ref.init_process_group() before DistributedDataParallel()") from error
+        wrap(
+            self.module,
+            optimizers,
+            algorithm,
+            group,
+            do_flatten,
+            backend=backend,
+            find_unused_parameters=find_unused_parameters,
+            timeout=timeout,
+            bucket_bytes=max(1, int(self.bucket_cap_mb * 1024**2)),
+            broadcast_buffers=self.broadcast_buffers,
+        )
+        return self
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Return ``module(*inputs, **kwargs)``, with inputs on ``device_ids``' device if that was given."""
+        if self.device_ids:
+            inputs, kwargs = _moved((inputs, kwargs), torch.device("cuda", self.device_ids[0]))
+        return self.module(*inputs, **kwargs)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Skip communication for training forwards entered in this context, and for their backwards (S5)."""
+        wrapped = context_of(self.module)
+        return nullcontext() if wrapped is None else wrapped.no_sync()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load parameters and buffers, whether their names start with ``module.``, as `state_dict` gives them, or not.
+
+        Raises:
+            NotImplementedError: assign=True, which would put other parameters in place of those that are in buckets.
+        """
+        if assign:
+            _refuse_unsupported(assign=(assign, False))
+        plain = self.module.state_dict(keep_vars=True).keys()
+        # A module inside may itself be called "module": the names that fit more entries are meant.
+        fitting = sum(name in plain for name in state_dict)
+        if fitting > sum(name.startswith("module.") and name[len("module.") :] in plain for name in state_dict):
+            return self.module.load_state_dict(state_dict, strict)
+        return super().load_state_dict(state_dict, strict)
+
+    # What is known of the training.
+
+    @property
+    def inner(self) -> WrappedModule:
+        """The training context: the module's buckets and hooks, what algorithms get to see.
+
+        Raises:
+            AttributeError: this wrapper is a copy, which trains alone.
+        """
+        wrapped = context_of(self.module)
+        if wrapped is None:
+            raise AttributeError("this wrapper is a copy, which trains alone; make another one around its module")
+        return wrapped
+
+    @property
+    def process_group(self) -> BaguaProcessGroup:
+        """The group that the ranks were given by; not the connections of the background worker."""
+        return self.inner.given_group  # type: ignore[return-value]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the first parameter is."""
+        return next(self.module.parameters()).device
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether training forwards entered now communicate; may be set, as `no_sync` does for a while."""
+        return not self.inner.skipping
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self.inner.skipping = not value
+
+    @property
+    def parameters_to_ignore(self) -> set[str]:
+        """Names, within ``module``, of parameters and buffers that are neither communicated nor broadcast."""
+        return self.inner.parameters_to_ignore
+
+    @property
+    def bagua_module_name(self) -> str:
+        """The name of the module in messages."""
+        return self.inner.bagua_module_name
+
+    @property
+    def bagua_algorithm(self) -> AlgorithmImpl:
+        """The implementation of the algorithm at work."""
+        return self.inner.bagua_algorithm
+
+    @property
+    def bagua_optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers passed when wrapping."""
+        return self.inner.bagua_optimizers
+
+    @property
+    def bagua_buckets(self) -> list[BaguaBucket]:
+        """The buckets in the order in which they are scheduled."""
+        return self.inner.bagua_buckets
+
+    @property
+    def bagua_train_step_counter(self) -> int:
+        """Training forwards begun since wrapping."""
+        return self.inner.bagua_train_step_counter
+
+    def will_sync_module_buffers(self) -> bool:
+        """Return whether a training forward entered now broadcasts buffers first."""
+        return self.inner.will_broadcast_buffers() and self.require_backward_grad_sync
+
+    # What torch's class has and this one has not.
+
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> NoReturn:
+        """Raise NotImplementedError: a wrapper has one device."""
+        raise NotImplementedError("scatter() spreads inputs over several devices; start one process for each device instead")
+
+    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: Any) -> NoReturn:
+        """Raise NotImplementedError: forward moves inputs."""
+        raise NotImplementedError("to_kwargs() is not supported; forward() moves inputs to the device of device_ids")
+
+    def gather(self, outputs: Any, output_device: Any) -> NoReturn:
+        """Raise NotImplementedError: a wrapper has one device."""
+        raise NotImplementedError("gather() collects outputs of several devices; start one process for each device instead")
+
+    def join(
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
+    ) -> NoReturn:
+        """Raise NotImplementedError: all ranks take the same number of steps."""
+        raise NotImplementedError(
+            "join() is not supported; give all ranks the same number of batches (DistributedSampler does), or use "
+            "AsyncModelAverageAlgorithm, whose ranks need not take the same number of steps"
+        )
+
+    def register_comm_hook(self, state: Any, hook: Any) -> NoReturn:
+        """Raise NotImplementedError: algorithms do what hooks do."""
+        raise NotImplementedError(
+            "register_comm_hook() is not supported; pass algorithm=, such as ByteGradAlgorithm() for compressed gradients, or "
+            "write an algorithm"
+        )
+
+
+DistributedDataParallel_V1_9_0 = DistributedDataParallel
+DistributedDataParallel_V1_9_0_Interface = DistributedDataParallel
+
+
+def to_bagua_process_group(process_group: Any = None) -> BaguaProcessGroup:
+    """Return the Bagua group of the same ranks: of one of torch's, of itself, or for None of Bagua's default group.
+
+    Raises:
+        NotInitializedError: ``init_process_group()`` was not called.
+        TypeError: it is something else.
+    """
+    if process_group is None:
+        return _get_default_group()
+    if isinstance(process_group, dist.ProcessGroup):
+        _get_default_group()
+        process_group = process_group.bagua_patch().bagua_pg  # type: ignore[attr-defined]
+    if not isinstance(process_group, BaguaProcessGroup):
+        raise TypeError(
+            f"process_group={process_group!r} must be a BaguaProcessGroup, a torch ProcessGroup that this rank is in, or None"
+        )
+    return process_group
+
+
+def _refuse_unsupported(**arguments: tuple[Any, Any]) -> None:
+    for name, (value, supported) in arguments.items():
+        if value != supported:
+            raise NotImplementedError(f"{name}={value!r} is not supported; only {name}={supported!r} is")
+
+
+def _refuse_torchs(arguments: dict[str, Any]) -> None:
+    known = inspect.signature(torch.nn.parallel.DistributedDataParallel.__init__).parameters if arguments else {}
+    for name, value in arguments.items():
+        if name not in known:
+            raise TypeError(f"DistributedDataParallel() got an unexpected keyword argument {name!r}")
+        if value is not known[name].default:
+            raise NotImplementedError(f"{name}={value!r} of torch's DistributedDataParallel is not supported; leave it out")
+
+
+def _device_ids(
+    module: torch.nn.Module, device_ids: Sequence[int | torch.device] | None, output_device: int | torch.device | None
+) -> list[int] | None:
+    """Return the number of the one CUDA device, in a list, or None if none was given."""
+    devices = {parameter.device for parameter in module.parameters()}
+    indices = [_index(device) for device in device_ids or ()]
+    if len(indices) > 1:
+        raise ValueError(f"device_ids={device_ids!r} must be None or hold one device; start one process for each device")
+    if indices and {str(device) for device in devices} != {f"cuda:{indices[0]}"}:
+        raise ValueError(
+            f"device_ids={device_ids!r} must be the CUDA device that all parameters are on, or None; they are on "
+            f"{', '.join(sorted(map(str, devices)))}"
+        )
+    if output_device is not None and [_index(output_device)] != indices:
+        raise NotImplementedError(f"output_device={output_device!r} is not supported with device_ids={device_ids!r}; leave it out")
+    return indices or None
+
+
+def _index(device: int | str | torch.device) -> int:
+    """Return the number of a CUDA device; what is no CUDA device has -1."""
+    if isinstance(device, int):
+        return device
+    device = torch.device(device)
+    return device.index if device.type == "cuda" and device.index is not None else -1
+
+
+def _moved(values: Any, device: torch.device) -> Any:
+    """Return ``values``, nested as they are, with every tensor on ``device``."""
+    kinds: tuple[Any, ...] = (torch.Tensor, PackedSequence)  # the latter is a tuple, but must be moved as a whole
+
+    def moved(value: Any) -> Any:
+        return value.to(device) if isinstance(value, kinds) else value
+
+    return tree_map(moved, values, is_leaf=lambda value: isinstance(value, kinds))

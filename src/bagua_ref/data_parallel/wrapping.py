@@ -1,0 +1,104 @@
+"""The one way into distributed training: checks, then a `WrappedModule`; behind ``with_bagua`` and `DistributedDataParallel`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from bagua_ref.algorithms.base import Algorithm
+from bagua_ref.backends import get_backend
+from bagua_ref.data_parallel.wrapped_module import WrappedModule
+from bagua_ref.errors import NotInitializedError
+from bagua_ref.runtime import current_world
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bagua_ref.backends.base import KernelBackend
+    from bagua_ref.types import Group
+
+__all__ = ["context_of", "wrap"]
+
+
+def wrap(
+    module: torch.nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    algorithm: Algorithm,
+    process_group: Group | None,
+    do_flatten: bool,
+    *,
+    backend: str | KernelBackend | None,
+    find_unused_parameters: bool,
+    timeout: float,
+    bucket_bytes: int | None = None,
+    broadcast_buffers: bool = False,
+    caller: str = "with_bagua",
+) -> None:
+    """Train ``module`` together with the other ranks from now on; if it was wrapped before, that ends (S5).
+
+    Arguments and errors as `bagua_ref.distributed.BaguaModule.with_bagua`; ``bucket_bytes`` and ``broadcast_buffers`` as
+    `WrappedModule`; ``caller`` is what the user called, for messages.
+    """
+    optimizers = _check(module, optimizers, algorithm, timeout)
+    if backend is not None:
+        get_backend(backend)  # refuse what cannot run before anything is sent
+    world = current_world()
+    group = process_group if process_group is not None else world.default_group
+    if group is None:
+        raise NotInitializedError(f"call bagua_ref.init_process_group() before {caller}()")
+    if not hasattr(group, "for_background"):
+        raise TypeError(
+            f"process_group={process_group!r} must be a BaguaProcessGroup or None; see bagua_ref.communication.new_group"
+        )
+    if world.identity.rank not in group.ranks:
+        raise ValueError(
+            f"process_group={group!r} does not hold this rank, {world.identity.rank}; only its ranks may wrap a module"
+        )
+    before = context_of(module)
+    if before is not None:
+        before._bagua_backend.wait_pending_comm_ops()
+        take_up_again = before.bagua_algorithm.suspend()
+    try:
+        module._bagua = WrappedModule(  # type: ignore[assignment]
+            module,
+            optimizers,
+            algorithm,
+            group,
+            world,
+            do_flatten=do_flatten,
+            backend=backend,
+            find_unused_parameters=find_unused_parameters,
+            timeout=timeout,
+            bucket_bytes=bucket_bytes,
+            broadcast_buffers=broadcast_buffers,
+        )
+    except Exception:
+        if before is not None:
+            before.reset()  # the tensors may have been registered for the new algorithm already
+            take_up_again()
+        raise
+    if before is not None:
+        before.close()
+
+
+def context_of(module: torch.nn.Module) -> WrappedModule | None:
+    """Return the training that ``module`` takes part in, None if it is not wrapped."""
+    return cast("WrappedModule | None", module.__dict__.get("_bagua"))
+
+
+def _check(
+    module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], algorithm: Algorithm, timeout: float
+) -> list[torch.optim.Optimizer]:
+    if not isinstance(algorithm, Algorithm):
+        raise TypeError(f"algorithm={algorithm!r} must be an Algorithm, e.g. Algorithm.init('gradient_allreduce')")
+    if not isinstance(optimizers, (list, tuple)) or not all(isinstance(o, torch.optim.Optimizer) for o in optimizers):
+        raise TypeError(f"optimizers={optimizers!r} must be a list of torch.optim.Optimizer")
+    if not timeout > 0:
+        raise ValueError(f"timeout={timeout!r} must be a positive number of seconds")
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise ValueError("this module has no parameter that needs a gradient, so there is nothing to train")
+    for name, inside in module.named_modules():
+        if name and context_of(inside) is not None:
+            raise ValueError(f"module.{name} is wrapped already; wrap the whole module once, or only its parts")
+    return list(optimizers)
