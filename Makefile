@@ -46,7 +46,7 @@ demo: $(VENV)/.demo  ## train on handwritten digits with every algorithm, 4 proc
 test: lint types docs  ## everything that must be green: style, types, docs, examples, all properties (quick profile)
 	$(pytest) -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
-proof: $(VENV)/.dev  ## the slow proofs that CI adds: properties with 1,000 inputs each, loops, planted faults
+proof: $(VENV)/.dev  ## the slow proofs that CI adds: properties with 250 inputs each, loops, planted faults
 	$(pytest) -n $(WORKERS) --hypothesis-profile=full --timeout=1800 property_tests $(PYTEST_ARGS)
 	$(pytest) -n $(WORKERS) --dist loadfile --timeout=1800 tests/proof tests/meta $(PYTEST_ARGS)
 
