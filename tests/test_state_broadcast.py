@@ -109,12 +109,6 @@ def check(name: str, options: dict[str, Any], dtype: torch.dtype, tensor_lr: boo
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_S5_wrapping_broadcasts_any_torch_optimizer_bit_for_bit(name: str, dtype: torch.dtype) -> None:
     for options in [{}, *OPTIONS.get(name, [])]:
-        try:
-            module = network(0, dtype)
-            step(module, getattr(torch.optim, name)(module.parameters(), **options), 0)
-        except (RuntimeError, ValueError, NotImplementedError) as error:
-            assert dtype is not torch.float32, error  # torch itself cannot: not every optimizer takes every dtype
-            continue
         results = check(name, options, dtype)
         assert_all_alike(results)
         assert results[0][0][0]["param_groups"][0]["lr"] == 0.01
