@@ -23,7 +23,7 @@ import torch.distributed as dist
 import bagua_ref
 
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["torch", "torch.distributed", "bagua_ref"])
+_processes.set_forkserver_preload(["pytest", "torch", "torch.distributed", "bagua_ref"])
 
 
 @dataclass

@@ -206,6 +206,7 @@ def test_twice(world_of_one):
     [
         {"backend": "mpi"},
         {"timeout": 0},
+        {"timeout": float("inf")},
         {"local_world_size": 0},
         {"store": dist.HashStore()},
         {"store": dist.HashStore(), "rank": 1, "world_size": 1},

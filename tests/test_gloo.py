@@ -42,11 +42,7 @@ class ThroughTheHost(TorchDistributedCommunicator):
     """Takes every tensor for one that gloo cannot reach, as CUDA tensors are where ranks share a GPU."""
 
     def _reachable(self, tensor):
-        return (
-            torch.frombuffer(bytearray(tensor.numpy().tobytes()), dtype=tensor.dtype).view(tensor.shape)
-            if tensor.numel()
-            else tensor
-        )
+        return tensor.clone()
 
 
 def random_shard(rank, size, dtype):
@@ -144,6 +140,20 @@ def through_the_host():
 
 def test_tensors_that_gloo_cannot_reach_go_through_the_hosts_memory():
     launch(through_the_host, 2)
+
+
+def on_a_gpu(backend, names):
+    bagua_ref.init_process_group(backend=backend, timeout=60)
+    torch.set_default_device("cuda")
+    for name in names:
+        run_case(name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("nranks", "backend"), [(1, "nccl"), (2, "gloo")])
+def test_S3_9_collectives_of_cuda_tensors(nranks, backend):
+    """NCCL wants a GPU for each rank; ranks that share one go through the host's memory."""
+    launch(on_a_gpu, nranks, backend, [case.__name__ for case in cases.CASES], init=False)
 
 
 def places():

@@ -192,8 +192,8 @@ def init_process_group(
         raise ValueError(f"backend={backend!r} must be 'gloo', 'nccl' or None (nccl if every rank has its own GPU)")
     if local_world_size != -1 and local_world_size < 1:
         raise ValueError(f"local_world_size={local_world_size} must be 1 or more, or -1 (ask the launcher)")
-    if not timeout > 0:
-        raise ValueError(f"timeout={timeout} must be more than 0 seconds")
+    if not 0 < timeout < float("inf"):
+        raise ValueError(f"timeout={timeout} must be a number of seconds above 0, and finite")
     if world.transport is not None:
         job = _Job(world, world.transport, timeout)
     else:

@@ -19,7 +19,7 @@ TIMES = {"destroys": 100, "forgets": 100}
 @pytest.mark.parametrize("manner", leaving.MANNERS)
 def test_every_exit_is_zero(manner):
     """Pairs of interpreters that end on their own, forked from one that has imported torch, as starting takes longest."""
-    times = TIMES.get(manner, 40)
+    times = TIMES.get(manner, 25)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, leaving.__file__, manner, str(times)]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800)

@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["TorchDistributedCommunicator", "TorchDistributedTransport"]
 
-_EAGER_BYTES = 256 * 1024  # up to here one round of messages beats gloo's all-reduce, which takes two
-_EAGER_RANKS = 8
-
 
 class TorchDistributedTransport:
     """The processes of one job, found through a store that all of them share.
@@ -218,19 +215,14 @@ class TorchDistributedCommunicator(Communicator):
     def _allreduce_inplace(self, tensor: Tensor, op: ReduceOp) -> None:
         if not tensor.numel():
             return
-        small = self._nranks <= _EAGER_RANKS and tensor.numel() * tensor.element_size() * self._nranks <= _EAGER_BYTES
-        if small and not self._over_nccl(tensor):
-            inputs = tensor.new_empty(self._nranks * tensor.numel())
-            self._allgather(tensor, inputs, "allreduce")
-            _flat(tensor).copy_(combine(inputs.chunk(self._nranks), op))
-        elif not self._library_reduces(tensor, op):
+        if not self._library_reduces(tensor, op):
             self._allreduce_by_chunks(_flat(tensor), op)
-        else:
-            here = self._reachable(tensor.detach())
-            native = self._native(op, here)
-            self._run("allreduce", here, lambda group: [group.allreduce([here], native)])
-            self._finish(here, op)
-            _bring_back(tensor, here)
+            return
+        here = self._reachable(tensor.detach())
+        native = self._native(op, here)
+        self._run("allreduce", here, lambda group: [group.allreduce([here], native)])
+        self._finish(here, op)
+        _bring_back(tensor, here)
 
     def _allreduce_by_chunks(self, flat: Tensor, op: ReduceOp) -> None:
         """Each rank reduces one chunk and gives it to all: what an all-reduce sends, but the arithmetic is ours."""
