@@ -1,0 +1,78 @@
+"""What QAdam does to a bucket of momenta around the exchange: bring the gradient in, and see to overflows (S5.5)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from bagua_ref.tensor import BaguaTensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bagua_ref.algorithms.q_adam import QAdamOptimizer
+    from bagua_ref.bucket import BaguaBucket
+
+__all__ = ["MomentumBucket"]
+
+
+class MomentumBucket:
+    """What a bucket of momenta does before and after S3.2.
+
+    When a GradScaler skips a step because of an overflow, the momenta that were made for it must go, too. A bucket keeps what
+    they were while its operations run; longer if they overflow, or, as another bucket's may, if there is a GradScaler.
+
+    Args:
+        optimizer: counts the steps that were taken.
+        scaler: whose scale the gradients carry, if there is one.
+        bucket: its effective tensors are the momenta.
+    """
+
+    def __init__(self, optimizer: QAdamOptimizer, scaler: torch.amp.GradScaler | None, bucket: BaguaBucket) -> None:
+        self._optimizer, self._scaler = optimizer, scaler
+        self._bucket, self._kernels = bucket, bucket.kernels
+        self._before: list[Tensor] = []
+        self._undo_at: int | None = None
+        """Go back to ``_before`` first if the optimizer has still taken so many steps: then the last one was skipped."""
+        self.overflowed = False
+        """Whether the last result did."""
+
+    def update(self, bucket_name: str) -> None:
+        """``m <- beta1*m + (1-beta1)*g`` on the local gradient (S5.5)."""
+        momenta = self._bucket.effective_tensors()
+        if self._before and self._undo_at == self._optimizer.step_id:
+            torch._foreach_copy_(momenta, self._before)
+        self._before, self._undo_at = [m.clone() for m in momenta], None
+        beta1 = {p: group["betas"][0] for group in self._optimizer.param_groups for p in group["params"]}
+        scale = 1.0 if self._scaler is None else self._scaler.get_scale()
+        for parameter, momentum in zip(self._bucket.tensors, momenta, strict=True):
+            gradient = _gradient(parameter).reshape(-1)
+            if scale != 1:
+                gradient = gradient.clone()
+                self._kernels.divide_(gradient, scale)
+            flat = momentum.reshape(-1)
+            self._kernels.update_momentum_(flat, gradient, beta1[parameter])
+            if not momentum.is_contiguous():  # then flat is a copy
+                momentum.copy_(flat.view(momentum.shape))
+
+    def spread_overflow(self, bucket_name: str) -> None:
+        """Let every rank's GradScaler see an overflow on any rank, which S4.4 has made a NaN in every rank's momenta."""
+        self.overflowed = not all(m.isfinite().all() for m in self._bucket.effective_tensors())
+        if self.overflowed:
+            for parameter in self._bucket.tensors:
+                _gradient(parameter).fill_(torch.nan)
+        elif self._scaler is None:
+            self._before = []
+
+    def end_round(self, overflowed: bool) -> None:
+        """Forget what the momenta were, unless some overflowed, so that the step to come may be skipped."""
+        if overflowed:
+            self._undo_at = self._optimizer.step_id
+        else:
+            self._before = []
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    """Return the gradient, a new zero one if there is none: this rank did not use the parameter, but it steps as the others."""
+    return cast("Tensor", BaguaTensor.bagua_ensure_grad(parameter).grad).detach()  # type: ignore[arg-type]

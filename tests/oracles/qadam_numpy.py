@@ -1,0 +1,117 @@
+"""QAdam on n ranks at once, gradients in, weights out (S5.5). Nothing here imports bagua_ref.
+
+The warm-up is the installed ``torch.optim.Adam``, because that is how S5.5 defines it: its fused operations are not the same on
+every processor. All that follows is one number at a time.
+
+A parameter is a flat list of numbers of the dtype. Ranks hold the same weights and moments at every step, so there is one copy.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from tests.oracles.comm_ops_scalar import hierarchical, low_precision
+from tests.oracles.kernels_scalar import update_momentum
+from tests.oracles.rounding import arithmetic, divide, f32, to
+
+Parameters = list[list[float]]
+
+
+class QAdam:
+    """
+    Args:
+        weights: each parameter's numbers.
+        options: each parameter's ``lr``, ``betas``, ``eps`` and ``weight_decay``.
+        warmup_steps: the last step with exact gradients.
+        nodes: how many ranks each node has.
+        buckets: which parameters share a bucket, in the order in which they lie there.
+        hierarchical: compress between node leaders.
+        dtype: of all parameters.
+    """
+
+    def __init__(
+        self,
+        weights: Parameters,
+        options: list[dict[str, Any]],
+        warmup_steps: int,
+        nodes: list[int],
+        buckets: list[list[int]],
+        hierarchical: bool,
+        dtype: str = "float32",
+    ) -> None:
+        self.weights, self.options, self.warmup_steps = [list(w) for w in weights], options, warmup_steps
+        self.nodes, self.buckets, self.hierarchical, self.dtype = nodes, buckets, hierarchical, dtype
+        self.m: Parameters = [[0.0] * len(w) for w in weights]
+        self.v: Parameters = [[0.0] * len(w) for w in weights]
+        self.s = 0
+        self._in_torch = [torch.nn.Parameter(torch.tensor(w, dtype=getattr(torch, dtype))) for w in weights]
+        groups = [{"params": [p], **o} for p, o in zip(self._in_torch, options, strict=True)]
+        self._adam = torch.optim.Adam(groups, foreach=False)
+
+    def step(self, gradients: list[Parameters], options: list[dict[str, Any]] | None = None) -> None:
+        """Take a step with every rank's own gradients; ``options`` replace those of before, as a scheduler does."""
+        self.options = options or self.options
+        self.s += 1
+        if self.s > self.warmup_steps:
+            self._exchange_momenta(gradients)
+        if self.s < self.warmup_steps:
+            self._step_adam(gradients)
+        else:
+            for place in range(len(self.weights)):
+                self._step_frozen(place)
+
+    def _step_adam(self, gradients: list[Parameters]) -> None:
+        for place, parameter in enumerate(self._in_torch):
+            columns = zip(*[rank[place] for rank in gradients], strict=True)
+            mean = [all_reduce(self.dtype, column) for column in columns]
+            parameter.grad = torch.tensor(mean, dtype=parameter.dtype)
+            self._adam.param_groups[place].update(self.options[place])
+        self._adam.step()
+        for place, parameter in enumerate(self._in_torch):
+            self.weights[place] = parameter.tolist()
+            self.m[place] = self._adam.state[parameter]["exp_avg"].tolist()
+            self.v[place] = self._adam.state[parameter]["exp_avg_sq"].tolist()
+
+    def _exchange_momenta(self, gradients: list[Parameters]) -> None:
+        n, leaders = sum(self.nodes), len(self.nodes)
+        alignment = math.lcm(n, leaders) if self.hierarchical else n
+        for bucket in self.buckets:
+            xs = []
+            for rank in gradients:
+                x: list[float] = []
+                for place in bucket:
+                    beta1 = self.options[place]["betas"][0]
+                    x += [update_momentum(self.dtype, m, g, beta1) for m, g in zip(self.m[place], rank[place], strict=True)]
+                xs.append(x + [0.0] * (-len(x) % alignment))
+            if self.hierarchical:
+                results = hierarchical(low_precision, xs, self.nodes, self.dtype, average=True)
+            else:
+                results = low_precision(xs, self.dtype, average=True)
+            assert all(np.array_equal(result, results[0], equal_nan=True) for result in results)
+            for place in bucket:
+                size = len(self.m[place])
+                self.m[place], results[0] = results[0][:size], results[0][size:]
+
+    def _step_frozen(self, place: int) -> None:
+        options = self.options[place]
+        beta1, beta2 = options["betas"]
+        step_size = f32(-options["lr"] / (1 - beta1**self.s))
+        correction = f32((1 - beta2**self.s) ** 0.5)
+        # A float16 denominator is formed in float32, where eps does not vanish.
+        wide = "float32" if self.dtype == "float16" else self.dtype
+        roots = torch.tensor(self.v[place], dtype=getattr(torch, wide)).sqrt().tolist()  # its last bit is torch's own (S1)
+        for i, (p, m, root) in enumerate(zip(self.weights[place], self.m[place], roots, strict=True)):
+            denominator = to(wide, f32(to(wide, f32(divide(root, correction))) + to(wide, f32(options["eps"]))))
+            self.weights[place][i] = to(self.dtype, f32(p + f32(divide(f32(step_size * m), denominator))))
+
+
+def all_reduce(dtype: str, column: tuple[float, ...]) -> float:
+    """Return the mean of one number of every rank, added in rank order as the simulated world does; a library may differ (S3.7)."""
+    r = arithmetic(dtype)
+    total = column[0]
+    for value in column[1:]:
+        total = r(total + value)
+    return to(dtype, r(total / len(column)))

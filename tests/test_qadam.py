@@ -1,0 +1,713 @@
+"""QAdam as users meet it: phases, checkpoints, what people do to optimizers, and real processes (S5.5)."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import warnings
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from tests.launch import launch
+from torch import nn
+
+import bagua_ref
+from bagua_ref.algorithms import Algorithm, GradientAllReduceAlgorithm, QAdamAlgorithm, QAdamOptimizer
+from bagua_ref.conformance.tolerances import EXACT, assert_equal
+from bagua_ref.simulation import SimulatedWorld
+
+WARMUP = 4
+
+
+def simulate(ranks: int, function: Any, nodes: tuple[int, ...] | None = None) -> list[Any]:
+    def main(comm: Any) -> Any:
+        bagua_ref.init_process_group()
+        return function(comm.rank())
+
+    return SimulatedWorld(ranks, nodes=nodes).run(main)
+
+
+def network(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(1000 * rank + step))
+
+
+def flat(tensors: Any) -> torch.Tensor:
+    return torch.cat([t.detach().reshape(-1).clone() for t in tensors])
+
+
+def momenta(module: nn.Module, optimizer: QAdamOptimizer) -> torch.Tensor:
+    return flat(optimizer.state[p]["exp_avg"] for p in module.parameters())
+
+
+def train(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        dtype = next(module.parameters()).dtype
+        module(batch(rank, step).to(dtype)).square().mean().backward()
+        optimizer.step()
+
+
+def make(seed: int = 0, warmup_steps: int = WARMUP, **options: Any) -> tuple[nn.Sequential, QAdamOptimizer]:
+    module = network(seed)
+    return module, QAdamOptimizer(module.parameters(), warmup_steps=warmup_steps, **{"lr": 0.01, **options})
+
+
+def wrapped(hierarchical: bool = False, **options: Any) -> tuple[nn.Sequential, QAdamOptimizer]:
+    do_flatten = options.pop("do_flatten", True)
+    module, optimizer = make(**options)
+    return module.with_bagua([optimizer], QAdamAlgorithm(optimizer, hierarchical), do_flatten=do_flatten), optimizer
+
+
+def ops(module: nn.Module) -> list[str]:
+    return [repr(op) for op in module.bagua_buckets[0]._ops]
+
+
+def test_S5_5_the_phases_differ_in_what_is_communicated_and_change_once() -> None:
+    def rank(r: int) -> None:
+        module, optimizer = wrapped(hierarchical=True)
+        algorithm = module.bagua_algorithm
+        alignment = 15  # lcm(5 ranks, 3 leaders), in both phases
+        resets = []
+        original = module._bagua.reset
+        module._bagua.reset = lambda: (resets.append(optimizer.step_id), original())
+        for step in range(WARMUP + 3):
+            assert algorithm.optimizer_step_id == optimizer.step_id == step
+            assert algorithm.need_reset() == (step == WARMUP)
+            train(module, optimizer, r, range(step, step + 1))
+            bucket = module.bagua_buckets[0]
+            assert bucket.flattened_tensor().numel() % alignment == 0
+            assert bucket.check_flatten()
+            effective = {id(t) for t in bucket.effective_tensors()}
+            if step < WARMUP:
+                assert [op.partition("(")[0] for op in ops(module)] == ["CentralizedFullPrecision"]
+                assert effective == {id(p.grad) for p in module.parameters()}
+            else:
+                assert "Hierarchical" in ops(module)[1]
+                assert effective == {id(optimizer.state[p]["exp_avg"]) for p in module.parameters()}
+        assert resets == [WARMUP]
+
+    simulate(5, rank, nodes=(1, 2, 2))
+
+
+def test_S5_5_in_warm_up_many_ranks_step_as_torchs_adam_on_the_reduced_gradients() -> None:
+    def rank(r: int) -> None:
+        module, optimizer = wrapped(seed=r, weight_decay=0.1)
+        reference = copy.deepcopy(module)
+        adam = torch.optim.Adam(reference.parameters(), lr=0.01, weight_decay=0.1, foreach=False)
+        for step in range(WARMUP - 1):
+            train(module, optimizer, r, range(step, step + 1))
+            for mine, other in zip(module.parameters(), reference.parameters(), strict=True):
+                other.grad = mine.grad.clone()
+            adam.step()
+            assert_equal(flat(module.parameters()), flat(reference.parameters()), EXACT)
+
+    simulate(3, rank)
+
+
+def test_S5_5_at_the_boundary_the_moments_stay_and_weight_decay_ends() -> None:
+    def rank(r: int) -> None:
+        module, optimizer = wrapped(weight_decay=0.5)
+        train(module, optimizer, r, range(WARMUP - 1))
+        before = copy.deepcopy([optimizer.state[p] for p in module.parameters()])
+        weights = [p.detach().clone() for p in module.parameters()]
+        train(module, optimizer, r, range(WARMUP - 1, WARMUP))
+        for p, w, state in zip(module.parameters(), weights, before, strict=True):
+            for name in ("exp_avg", "exp_avg_sq"):
+                assert torch.equal(optimizer.state[p][name], state[name])
+            denominator = (state["exp_avg_sq"].sqrt() / (1 - 0.999**WARMUP) ** 0.5).add_(1e-8)
+            assert_equal(p, w.addcdiv(state["exp_avg"], denominator, value=-0.01 / (1 - 0.9**WARMUP)), EXACT)
+        variances = [optimizer.state[p]["exp_avg_sq"].clone() for p in module.parameters()]
+        train(module, optimizer, r, range(WARMUP, WARMUP + 3))
+        assert all(torch.equal(optimizer.state[p]["exp_avg_sq"], v) for p, v in zip(module.parameters(), variances, strict=True))
+        assert not torch.equal(momenta(module, optimizer), flat(state["exp_avg"] for state in before))
+
+    simulate(2, rank)
+
+
+@pytest.mark.parametrize("do_flatten", [True, False])
+@pytest.mark.parametrize("hierarchical", [True, False])
+def test_S5_5_ranks_stay_identical_and_learn_in_both_phases(hierarchical: bool, do_flatten: bool) -> None:
+    def rank(r: int) -> Any:
+        module, optimizer = wrapped(hierarchical, seed=r, do_flatten=do_flatten, warmup_steps=20)
+        seen, losses = [], []
+        for step in range(60):
+            optimizer.zero_grad()
+            loss = module(batch(r, step % 4)).sub(1).square().mean()
+            loss.backward()
+            optimizer.step()
+            seen.append(torch.cat([flat(module.parameters()), momenta(module, optimizer)]))
+            losses.append(loss.item())
+        return seen, losses
+
+    results = simulate(5, rank, nodes=(3, 2))
+    first, _ = results[0]
+    for seen, losses in results:
+        assert all(torch.equal(a, b) for a, b in zip(seen, first, strict=True))
+        assert losses[-1] < losses[20] < losses[0]
+        assert losses[-1] < 0.5 * losses[0]
+
+
+def resume(saved: Any, r: int, load_first: bool, do_flatten: bool) -> tuple[nn.Sequential, QAdamOptimizer]:
+    """Return fresh objects that hold ``saved``, which was loaded before or after wrapping."""
+    module, optimizer = make(seed=77, lr=1.0)
+    model_state, optimizer_state, algorithm_state = saved
+
+    def load() -> None:
+        module.load_state_dict(model_state)
+        optimizer.load_state_dict(optimizer_state)
+
+    if load_first:
+        load()
+    module.with_bagua([optimizer], QAdamAlgorithm(optimizer), do_flatten=do_flatten)
+    if not load_first:
+        load()
+    module.bagua_algorithm.load_state_dict(algorithm_state)
+    return module, optimizer
+
+
+@pytest.mark.parametrize("do_flatten", [True, False])
+@pytest.mark.parametrize("load_first", [True, False])
+@pytest.mark.parametrize("stop", [0, 2, WARMUP - 1, WARMUP, WARMUP + 1, WARMUP + 3])
+def test_S5_5_a_resumed_training_equals_an_uninterrupted_one_bit_for_bit(stop: int, load_first: bool, do_flatten: bool) -> None:
+    end = WARMUP + 6
+
+    def first(r: int) -> Any:
+        module, optimizer = wrapped(True, do_flatten=do_flatten, weight_decay=0.1)
+        train(module, optimizer, r, range(stop))
+        saved = pickle.dumps((module.state_dict(), optimizer.state_dict(), module.bagua_algorithm.state_dict()))
+        train(module, optimizer, r, range(stop, end))
+        return saved, flat(module.parameters()), momenta(module, optimizer)
+
+    uninterrupted = simulate(3, first, nodes=(2, 1))
+
+    def second(r: int) -> Any:
+        saved, weights, m = uninterrupted[r]
+        module, optimizer = resume(pickle.loads(saved), r, load_first, do_flatten)
+        assert optimizer.step_id == module.bagua_train_step_counter == stop
+        assert optimizer.param_groups[0]["lr"] == 0.01
+        train(module, optimizer, r, range(stop, end))
+        assert optimizer.step_id == end
+        assert_equal(flat(module.parameters()), weights, EXACT)
+        assert_equal(momenta(module, optimizer), m, EXACT)
+
+    simulate(3, second, nodes=(2, 1))
+
+
+def test_S5_5_going_back_into_warm_up_resets_too() -> None:
+    def rank(r: int) -> None:
+        module, optimizer = wrapped()
+        train(module, optimizer, r, range(1))
+        saved = copy.deepcopy((module.state_dict(), optimizer.state_dict()))
+        weights = []
+        for _ in range(2):
+            train(module, optimizer, r, range(1, WARMUP + 3))
+            weights.append(flat(module.parameters()))
+            module.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        assert_equal(weights[0], weights[1], EXACT)
+
+    simulate(2, rank)
+
+
+def test_S5_5_loading_in_the_middle_of_the_compressed_phase_uses_what_was_loaded() -> None:
+    def rank(r: int) -> None:
+        module, optimizer = wrapped()
+        train(module, optimizer, r, range(WARMUP + 2))
+        saved = copy.deepcopy((module.state_dict(), optimizer.state_dict()))
+        weights = []
+        for _ in range(2):
+            train(module, optimizer, r, range(WARMUP + 2, WARMUP + 4))
+            weights.append(flat(module.parameters()))
+            assert module.bagua_buckets[0].check_flatten()
+            module.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+            assert not module.bagua_buckets[0].check_flatten()  # new tensors, until the next round brings them home
+        assert_equal(weights[0], weights[1], EXACT)
+
+    simulate(2, rank)
+
+
+def test_S5_5_wrapping_past_the_warm_up_starts_compressed() -> None:
+    def rank(r: int) -> None:
+        module, optimizer = make()
+        train(module, optimizer, 0, range(WARMUP))
+        module.with_bagua([optimizer], QAdamAlgorithm(optimizer))
+        assert not module.bagua_algorithm.need_reset()
+        before = momenta(module, optimizer)
+        assert torch.equal(flat(module.bagua_buckets[0].effective_tensors()).sort()[0], before.sort()[0])
+        train(module, optimizer, r, range(WARMUP, WARMUP + 1))
+        assert not torch.equal(momenta(module, optimizer), before)
+
+    simulate(2, rank)
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_S5_wrapping_gives_all_ranks_the_first_ones_phase_and_options(listed: bool) -> None:
+    def rank(r: int) -> tuple[int, int, float]:
+        module, optimizer = make(warmup_steps=WARMUP + r, lr=0.1 + r)
+        train(module, optimizer, 0, range(WARMUP if r == 0 else 1))
+        module.with_bagua([optimizer] if listed else [], QAdamAlgorithm(optimizer))
+        found = optimizer.step_id, optimizer.warmup_steps, optimizer.param_groups[0]["lr"]
+        train(module, optimizer, r, range(3))
+        return *found, momenta(module, optimizer)
+
+    results = simulate(3, rank)
+    for *found, m in results:
+        assert found == [WARMUP, WARMUP, 0.1]
+        assert torch.equal(m, results[0][-1])
+
+
+@pytest.mark.parametrize("start", [0, WARMUP])
+def test_S5_no_sync_leaves_the_momentum_alone_and_accumulates(start: int) -> None:
+    """Gradients of two batches in one step equal one gradient of both."""
+
+    def rank(r: int, accumulate: bool) -> Any:
+        module, optimizer = wrapped()
+        train(module, optimizer, r, range(start))
+        for step in range(start, start + 3):
+            optimizer.zero_grad()
+            before = momenta(module, optimizer)
+            if accumulate:
+                with module.no_sync():
+                    module(batch(r, 50 + step)).sum().backward()
+                assert torch.equal(momenta(module, optimizer), before)
+                module(batch(r, step)).square().mean().backward()
+            else:
+                both = module(torch.cat([batch(r, 50 + step), batch(r, step)]))
+                (both[:4].sum() + both[4:].square().mean()).backward()
+            optimizer.step()
+        return flat(module.parameters())
+
+    ones, twos = (simulate(2, lambda r, a=a: rank(r, a)) for a in (True, False))
+    assert torch.equal(ones[0], ones[1])
+    torch.testing.assert_close(ones[0], twos[0], atol=2e-3, rtol=0)  # one level of the momentum's chunk
+
+
+def test_S5_no_sync_across_the_boundary_takes_the_new_buckets() -> None:
+    def rank(r: int) -> torch.Tensor:
+        module, optimizer = wrapped()
+        train(module, optimizer, r, range(WARMUP))
+        optimizer.zero_grad()
+        with module.no_sync():
+            module(batch(r, 50)).sum().backward()
+        assert not module.bagua_algorithm.need_reset()
+        module(batch(r, 51)).sum().backward()
+        optimizer.step()
+        return flat(module.parameters())
+
+    results = simulate(2, rank)
+    assert torch.equal(results[0], results[1])
+
+
+class Partly(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.used, self.sometimes, self.frozen, self.ignored = (nn.Linear(6, 3) for _ in range(4))
+        self.frozen.requires_grad_(False)
+        self._bagua_params_and_buffers_to_ignore = ["ignored.weight", "ignored.bias"]
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        return self.used(x) + self.frozen(x) + (self.sometimes(x) if both else 0)
+
+
+def test_S5_5_frozen_unused_and_ignored_parameters() -> None:
+    def rank(r: int) -> list[torch.Tensor]:
+        module = Partly()
+        optimizer = QAdamOptimizer(module.parameters(), lr=0.01, warmup_steps=WARMUP)
+        module.with_bagua([optimizer], QAdamAlgorithm(optimizer), find_unused_parameters=True)
+        still = flat([*module.frozen.parameters(), *module.ignored.parameters()])
+        for step in range(WARMUP + 4):
+            optimizer.zero_grad()
+            module(batch(r, step), both=r == 0).square().mean().backward()
+            optimizer.step()
+        assert torch.equal(flat([*module.frozen.parameters(), *module.ignored.parameters()]), still)
+        assert module.frozen.weight not in optimizer.state
+        return [flat(module.parameters()), momenta(module.sometimes, optimizer)]
+
+    results = simulate(3, rank)
+    for result in results:
+        for mine, first in zip(result, results[0], strict=True):
+            assert torch.equal(mine, first)
+        assert result[1].abs().max() > 0
+
+
+class Overflows(nn.Module):
+    """tanh whose gradient overflows now and then."""
+
+    now = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.tanh()
+        if self.now:
+            y.register_hook(lambda grad: grad * float("inf"))
+        return y
+
+
+def train_scaled(r: int, scaler: Any, hand_over: bool, spoiled: int | None, steps: list[int], do_flatten: bool = True) -> Any:
+    """Train on the batches ``steps``; the gradients of the one at place ``spoiled`` overflow on rank 1. Return every state."""
+    module, optimizer = make()
+    algorithm = QAdamAlgorithm(optimizer, grad_scaler=scaler if hand_over else None)
+    module.with_bagua([optimizer], algorithm, do_flatten=do_flatten)
+    module[1] = Overflows()  # between the layers: the last one's gradients are finite
+    weights, m = [], []
+    for place, step in enumerate(steps):
+        optimizer.zero_grad()
+        module[1].now = place == spoiled and r == 1
+        output = module(batch(r, step))
+        scaler.scale(output.square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        weights.append(flat(module.parameters()))
+        m.append(momenta(module, optimizer))
+    assert optimizer.step_id == len(steps) - (spoiled is not None)
+    return weights, m
+
+
+@pytest.mark.parametrize("hand_over", [True, False])
+@pytest.mark.parametrize("spoiled", [1, WARMUP - 1, WARMUP, WARMUP + 2])
+def test_S5_5_a_grad_scaler_skips_the_same_step_on_every_rank(spoiled: int, hand_over: bool) -> None:
+    def rank(r: int) -> Any:
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        weights, m = train_scaled(r, scaler, hand_over, spoiled, list(range(WARMUP + 5)))
+        assert scaler.get_scale() == 2.0
+        assert torch.equal(weights[spoiled], weights[spoiled - 1])
+        assert weights[-1].isfinite().all()
+        return weights[-1], m[-1]
+
+    results = simulate(3, rank)
+    assert all(torch.equal(mine, first) for result in results for mine, first in zip(result, results[0], strict=True))
+
+
+@pytest.mark.parametrize("bucket_size", [1, 2**20])
+@pytest.mark.parametrize("do_flatten", [True, False])
+@pytest.mark.parametrize("spoiled", [None, 2, WARMUP, WARMUP + 1])
+def test_S5_5_a_grad_scaler_that_was_handed_over_changes_nothing(
+    spoiled: int | None, do_flatten: bool, bucket_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", str(bucket_size))
+    steps = list(range(WARMUP + 4))
+    again = steps if spoiled is None else [*steps[: spoiled + 1], *steps[spoiled:]]  # the step that is skipped is tried again
+
+    def rank(r: int, scale: float) -> Any:
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale != 1)
+        weights, m = train_scaled(r, scaler, True, *((None, steps) if scale == 1 else (spoiled, again)), do_flatten)
+        return weights[-1], m[-1]
+
+    plain, scaled = (simulate(2, lambda r, scale=scale: rank(r, scale)) for scale in (1.0, 1024.0))
+    for result in scaled:
+        for mine, expected in zip(result, plain[0], strict=True):
+            assert_equal(mine, expected, EXACT)
+
+
+def test_S5_5_without_a_scaler_an_overflow_makes_nan_on_every_rank() -> None:
+    def rank(r: int) -> None:
+        module, optimizer = wrapped()
+        train(module, optimizer, r, range(WARMUP + 1))
+        optimizer.zero_grad()
+        output = module(batch(r, 0))
+        (output * (float("inf") if r == 1 else 1)).sum().backward()
+        optimizer.step()
+        train(module, optimizer, r, range(1))
+        assert flat(module.parameters()).isnan().all()
+
+    simulate(2, rank)
+
+
+def test_lr_schedulers_closures_and_groups() -> None:
+    def rank(r: int) -> torch.Tensor:
+        module = network()
+        optimizer = QAdamOptimizer(module[0].parameters(), lr=0.01, warmup_steps=WARMUP)
+        optimizer.add_param_group({"params": module[2].parameters(), "lr": 0.0, "betas": (0.5, 0.9)})
+        module.with_bagua([optimizer], QAdamAlgorithm(optimizer))
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.1, 0.0], total_steps=20)  # moves beta1, too
+        still = flat(module[2].parameters())
+        losses = []
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = module(batch(r, 0)).square().mean()
+            loss.backward()
+            return loss
+
+        betas = set()
+        for _ in range(WARMUP + 8):
+            losses.append(optimizer.step(closure).item())
+            scheduler.step()
+            betas.add(optimizer.param_groups[0]["betas"][0])
+        assert len(betas) > 3
+        assert losses[-1] < losses[WARMUP] < losses[0]
+        assert optimizer.step_id == WARMUP + 8
+        torch.testing.assert_close(flat(module[2].parameters()), still, atol=1e-6, rtol=0)
+        return flat(module.parameters())
+
+    results = simulate(2, rank)
+    assert torch.equal(results[0], results[1])
+
+
+def test_S5_5_each_group_has_its_own_beta1() -> None:
+    def rank(r: int) -> None:
+        modules = nn.ModuleList(nn.Linear(4, 1, bias=False) for _ in range(2))
+        groups = [
+            {"params": modules[0].parameters(), "betas": (0.0, 0.9)},
+            {"params": modules[1].parameters(), "betas": (0.9, 0.9)},
+        ]
+        optimizer = QAdamOptimizer(groups, warmup_steps=2)
+        parent = nn.Sequential(*modules)
+        parent.with_bagua([optimizer], QAdamAlgorithm(optimizer))
+        parent.forward = lambda x: sum(layer(x) for layer in modules)
+        for _ in range(3):
+            optimizer.zero_grad()
+            parent(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+        m = torch.cat([optimizer.state[layer.weight]["exp_avg"] for layer in modules])
+        expected = torch.tensor([[1.0] * 4, [0.19] * 4])  # 0.9 * 0.1 + 0.1
+        torch.testing.assert_close(m, expected, atol=0.81 / 255, rtol=0)  # two halves of a level
+
+    simulate(1, rank)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_16_bit_modules(dtype: torch.dtype) -> None:
+    def rank(r: int) -> torch.Tensor:
+        module = network(dtype=dtype)
+        optimizer = QAdamOptimizer(module.parameters(), lr=0.01, warmup_steps=WARMUP, eps=1e-4)
+        module.with_bagua([optimizer], QAdamAlgorithm(optimizer))
+        train(module, optimizer, r, range(WARMUP + 3))
+        for p in module.parameters():
+            assert optimizer.state[p]["exp_avg"].dtype == optimizer.state[p]["exp_avg_sq"].dtype == dtype
+        return flat(module.parameters())
+
+    results = simulate(3, rank)
+    assert results[0].isfinite().all()
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_S5_5_float16_weights_without_gradient_stay_in_the_compressed_phase() -> None:
+    """eps = 1e-8 is zero in float16: torch's Adam divides 0 by 0 there."""
+    parameter = nn.Parameter(torch.ones(3, dtype=torch.float16))
+    optimizer = QAdamOptimizer([parameter], warmup_steps=2)
+    optimizer.step_id = 1
+    parameter.grad = torch.zeros(3, dtype=torch.float16)
+    optimizer.step()
+    assert parameter.tolist() == [1, 1, 1]
+
+
+def test_channels_last_and_a_bucket_that_is_not_flat() -> None:
+    def rank(r: int, do_flatten: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 2)).to(memory_format=torch.channels_last)
+        optimizer = QAdamOptimizer(module.parameters(), lr=0.01, warmup_steps=2)
+        module.with_bagua([optimizer], QAdamAlgorithm(optimizer), do_flatten=do_flatten)
+        for step in range(5):
+            optimizer.zero_grad()
+            x = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(10 * r + step))
+            module(x).square().mean().backward()
+            optimizer.step()
+        return flat(module.parameters())
+
+    flattened, not_flattened = (simulate(2, lambda r, f=f: rank(r, f)) for f in (True, False))
+    assert torch.equal(flattened[0], flattened[1])
+    torch.testing.assert_close(flattened[0], not_flattened[0], atol=1e-4, rtol=0)
+
+
+def test_two_modules_share_an_optimizer() -> None:
+    def rank(r: int) -> torch.Tensor:
+        modules = [network(0), network(1)]
+        optimizer = QAdamOptimizer([p for m in modules for p in m.parameters()], lr=0.01, warmup_steps=WARMUP)
+        for module in modules:
+            module.with_bagua([optimizer], QAdamAlgorithm(optimizer))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for step in range(WARMUP + 3):
+                optimizer.zero_grad()
+                for module in modules:
+                    module(batch(r, step)).square().mean().backward()
+                optimizer.step()
+        return torch.cat([flat(module.parameters()) for module in modules])
+
+    results = simulate(2, rank)
+    assert torch.equal(results[0], results[1])
+
+
+def test_wrapping_again_in_either_direction() -> None:
+    def rank(r: int) -> None:
+        module, optimizer = wrapped()
+        train(module, optimizer, r, range(WARMUP + 2))
+        module.with_bagua([optimizer], QAdamAlgorithm(optimizer))
+        assert module.bagua_buckets[0].check_flatten()
+        train(module, optimizer, r, range(WARMUP + 2, WARMUP + 4))
+        other = torch.optim.SGD(module.parameters(), lr=0.1)
+        module.with_bagua([other], GradientAllReduceAlgorithm())
+        before = momenta(module, optimizer)
+        train(module, other, r, range(2))
+        assert torch.equal(momenta(module, optimizer), before)
+        with pytest.warns(UserWarning, match="no QAdamAlgorithm renews the momentum"):
+            optimizer.step()
+
+    simulate(2, rank)
+
+
+def test_a_forgotten_model_and_its_optimizer_are_collected() -> None:
+    bagua_ref.init_process_group()
+    try:
+        module, optimizer = wrapped()
+        train(module, optimizer, 0, range(WARMUP + 2))
+        gone = [weakref.ref(module), weakref.ref(optimizer), weakref.ref(module.bagua_algorithm)]
+        del module, optimizer
+        gc.collect()
+        assert [reference() for reference in gone] == [None] * 3
+    finally:
+        bagua_ref.destroy_process_group()
+
+
+# The optimizer alone.
+
+
+def test_a_copy_or_pickle_of_the_optimizer_keeps_its_phase() -> None:
+    module, optimizer = make(warmup_steps=2)
+    train(module, optimizer, 0, range(1))
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert (other.step_id, other.warmup_steps) == (1, 2)
+        other.step_id = 5
+        assert optimizer.step_id == 1
+
+
+def test_a_checkpoint_of_torchs_adam_can_be_continued() -> None:
+    module, optimizer = make()
+    adam = torch.optim.Adam(module.parameters(), lr=0.01, foreach=False)
+    train(module, adam, 0, range(2))
+    reference = copy.deepcopy(module)
+    continued = torch.optim.Adam(reference.parameters(), lr=0.01, foreach=False)
+    continued.load_state_dict(copy.deepcopy(adam.state_dict()))
+    optimizer.load_state_dict(copy.deepcopy(adam.state_dict()))
+    assert (optimizer.step_id, optimizer.warmup_steps) == (2, WARMUP)
+    train(module, optimizer, 0, range(2, 3))
+    train(reference, continued, 0, range(2, 3))
+    assert_equal(flat(module.parameters()), flat(reference.parameters()), EXACT)
+
+
+def test_a_group_added_later_is_in_the_same_phase() -> None:
+    module, optimizer = make()
+    train(module, optimizer, 0, range(2))
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    assert [group["step_id"] for group in optimizer.param_groups] == [2, 2]
+    optimizer.step()
+    assert [group["step_id"] for group in optimizer.param_groups] == [3, 3]
+
+
+def test_past_the_warm_up_an_optimizer_that_no_algorithm_knows_says_so() -> None:
+    module, optimizer = make(warmup_steps=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(module, optimizer, 0, range(2))
+    with pytest.warns(UserWarning, match=r"step 3 is past warmup_steps=2.*with_bagua"):
+        train(module, optimizer, 0, range(2, 3))
+
+
+BAD_OPTIONS: list[Any] = [
+    ({"warmup_steps": 0}, ValueError, "warmup_steps=0 must be at least 1"),
+    ({"warmup_steps": -3}, ValueError, "warmup_steps=-3"),
+    ({"warmup_steps": 2.5}, TypeError, r"warmup_steps=2\.5"),
+    ({"warmup_steps": True}, TypeError, "warmup_steps=True"),
+    ({"lr": -1.0}, ValueError, r"lr=-1\.0"),
+    ({"lr": float("nan")}, ValueError, "lr=nan"),
+    ({"eps": -1e-8}, ValueError, "eps=-1e-08"),
+    ({"weight_decay": -0.1}, ValueError, r"weight_decay=-0\.1"),
+    ({"betas": (1.0, 0.9)}, ValueError, r"betas=\(1\.0, 0\.9\)"),
+    ({"betas": (0.9,)}, ValueError, r"betas=\(0\.9,\)"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), BAD_OPTIONS)
+def test_bad_options_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        QAdamOptimizer([nn.Parameter(torch.ones(2))], **options)
+    if "warmup_steps" not in options:
+        with pytest.raises(error, match=message):
+            QAdamOptimizer([{"params": [nn.Parameter(torch.ones(2))], **options}])
+
+
+def test_other_bad_groups_are_refused() -> None:
+    with pytest.raises(ValueError, match="warmup_steps=3 of a group must be that of all: 100"):
+        QAdamOptimizer([{"params": [nn.Parameter(torch.ones(2))], "warmup_steps": 3}])
+    with pytest.raises(TypeError, match="complex64"):
+        QAdamOptimizer([nn.Parameter(torch.ones(2, dtype=torch.complex64))])
+
+
+def test_one_step_of_warm_up_is_legal_but_unwise() -> None:
+    with pytest.warns(UserWarning, match="warmup_steps=1 freezes v = 0"):
+        QAdamOptimizer([nn.Parameter(torch.ones(2))], warmup_steps=1)
+
+
+def test_the_algorithm_wants_its_own_optimizer() -> None:
+    module, optimizer = make()
+    assert isinstance(Algorithm.init("qadam", q_adam_optimizer=optimizer, hierarchical=False), QAdamAlgorithm)
+    with pytest.raises(TypeError, match="must be a QAdamOptimizer, not Adam"):
+        QAdamAlgorithm(torch.optim.Adam(module.parameters()))
+    with pytest.raises(TypeError, match="grad_scaler=3"):
+        QAdamAlgorithm(optimizer, grad_scaler=3)
+
+
+def test_S5_5_a_parameter_that_the_optimizer_lacks_is_named_on_every_rank() -> None:
+    def rank(r: int) -> None:
+        module = network()
+        lacking = QAdamOptimizer([module[0].weight, module[0].bias, module[2].weight])
+        with pytest.raises(ValueError, match=r"does not hold parameter '2\.bias'.*_bagua_params_and_buffers_to_ignore"):
+            module.with_bagua([lacking], QAdamAlgorithm(lacking))
+        mine = lacking if r == 1 else QAdamOptimizer(module.parameters())
+        with pytest.raises(ValueError, match=r"'2\.bias'" if r == 1 else "on another rank"):
+            module.with_bagua([], QAdamAlgorithm(mine))
+        module[2].bias.requires_grad_(False)
+        module.with_bagua([lacking], QAdamAlgorithm(lacking))
+        train(module, lacking, r, range(2))
+
+    simulate(3, rank)
+
+
+def test_S1_float64_is_refused_when_wrapping() -> None:
+    def rank(r: int) -> None:
+        module = network(dtype=torch.float64)
+        optimizer = QAdamOptimizer(module.parameters())
+        with pytest.raises(TypeError, match=r"'0\.weight' is float64"):
+            module.with_bagua([optimizer], QAdamAlgorithm(optimizer))
+
+    simulate(2, rank)
+
+
+# Real processes.
+
+
+def train_across_the_boundary() -> list[torch.Tensor]:
+    seen = []
+    for hierarchical in (False, True):
+        module, optimizer = wrapped(hierarchical)
+        for step in range(WARMUP + 4):
+            train(module, optimizer, bagua_ref.get_rank(), range(step, step + 1))
+            seen += [flat(module.parameters()), momenta(module, optimizer)]
+    return seen
+
+
+@pytest.mark.parametrize("nodes", [(2,), (1, 1)])
+def test_S5_5_gloo_equals_the_simulation_in_both_phases(nodes: tuple[int, ...]) -> None:
+    """The sum of two numbers has one order only, so that even the library's all-reduce gives the same bits."""
+    real = launch(train_across_the_boundary, 2, nodes=nodes)
+    simulated = simulate(2, lambda r: train_across_the_boundary(), nodes=nodes)
+    for result in [*real, *simulated]:
+        for tensor, first in zip(result, real[0], strict=True):
+            assert_equal(tensor, first, EXACT)
+
+
+def test_S5_5_four_gloo_processes_stay_bit_identical() -> None:
+    results = launch(train_across_the_boundary, 4, nodes=(3, 1))
+    for result in results:
+        for tensor, first in zip(result, results[0], strict=True):
+            assert_equal(tensor, first, EXACT)
