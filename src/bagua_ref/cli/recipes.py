@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from bagua_ref.algorithms import Algorithm
+from bagua_ref.algorithms import Algorithm, QAdamOptimizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,6 +29,11 @@ _QUICK_STEPS = 10
 
 def _sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def _qadam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    # The variance is frozen early: with Adam's eps of 1e-8 a weight whose gradient was almost zero until then gets huge steps.
+    return QAdamOptimizer(parameters, lr=2e-3, warmup_steps=50, eps=1e-3)
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,9 @@ class Recipe:
 RECIPES: dict[str, Recipe] = {
     "gradient_allreduce": Recipe({"hierarchical": False}),
     "bytegrad": Recipe({"hierarchical": False}),
+    "decentralized": Recipe({"hierarchical": False}),
+    "low_precision_decentralized": Recipe({"hierarchical": False}),
+    "qadam": Recipe({"hierarchical": False}, _qadam, "q_adam_optimizer"),
     "async": Recipe({"sync_interval_ms": 50}),
 }
 

@@ -1,0 +1,77 @@
+"""What every algorithm learns: test accuracy on a held-out third of the digits, 4 processes against one, 5 seeds.
+
+A seed draws the split (two thirds to train, one third held out), the first weights and the batches. All see the same batches
+of 64, one quarter on each of 4 processes; the single process sees them whole; the learning rate falls to 2 % over 10 epochs.
+Where ranks end with different weights, the worst rank counts. The bar: the mean over seeds is at most 1.5 points below the
+single process's.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+
+import common
+import torch
+import workers
+from sklearn.datasets import load_digits
+from torch.nn.functional import cross_entropy
+
+import bagua_ref
+from bagua_ref.cli.recipes import ALONE, RECIPES, Recipe, make_model
+
+PROCESSES, BATCH, EPOCHS, SEEDS = 4, 64, 10, range(5)
+
+
+def accuracy(name: str, seed: int, epochs: int) -> float:
+    """Train and return this rank's test accuracy in percent."""
+    images, labels = (torch.tensor(part) for part in load_digits(return_X_y=True))
+    images = (images.float() / 16).view(-1, 1, 8, 8)
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(labels), generator=generator)
+    held_out, training = order[: len(order) // 3], order[len(order) // 3 :]
+    torch.manual_seed(seed)
+    model, recipe = make_model(), RECIPES.get(name, Recipe())
+    optimizer = recipe.make_optimizer(model.parameters())
+    steps = epochs * (len(training) // BATCH)
+    decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.02, total_iters=steps)  # the last steps let ranks agree
+    share = slice(None)
+    if name != ALONE:
+        model.with_bagua([optimizer], recipe.make_algorithm(name, optimizer))
+        share = slice(bagua_ref.get_rank(), None, PROCESSES)
+    for _ in range(epochs):
+        for batch in training[torch.randperm(len(training), generator=generator)].split(BATCH)[:-1]:
+            optimizer.zero_grad()
+            cross_entropy(model(images[batch[share]]), labels[batch[share]]).backward()
+            optimizer.step()
+            decay.step()
+    if name == "async":
+        model.bagua_algorithm.abort(model)
+    model.eval()
+    with torch.no_grad():
+        return 100 * (model(images[held_out]).argmax(1) == labels[held_out]).float().mean().item()
+
+
+def measure(epochs: int, seeds: list[int]) -> dict[str, list[float]]:
+    """Return each algorithm's accuracy on this rank, one for each seed; rank 0 alone trains the baseline."""
+    result = {name: [accuracy(name, seed, epochs) for seed in seeds] for name in RECIPES}
+    if bagua_ref.get_rank() == 0:
+        result[ALONE] = [accuracy(ALONE, seed, epochs) for seed in seeds]
+    return result
+
+
+def main() -> int:
+    args = common.arguments(__doc__.partition("\n")[0])
+    epochs, seeds = (1, [0]) if args.quick else (EPOCHS, list(SEEDS))
+    ranks = workers.launch(measure, PROCESSES, epochs, seeds)
+    alone = statistics.mean(ranks[0][ALONE])
+    rows = [common.Row(ALONE, "%", alone, {ALONE: alone}, ALONE, common.at_least(95 / alone), {"seeds": ranks[0][ALONE]})]
+    for name in RECIPES:
+        worst = [min(rank[name][place] for rank in ranks) for place in range(len(seeds))]  # ranks may differ
+        limit = common.at_least((alone - 1.5) / alone)
+        rows.append(common.Row(name, "%", statistics.mean(worst), {ALONE: alone}, ALONE, limit, {"seeds": worst}))
+    return common.report("learning", rows, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
