@@ -26,6 +26,11 @@ else:
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
+# Importing these raises, on purpose: they stand for parts of the original that are left out.
+_LEFT_OUT = ("checkpoint", "contrib/sync_batchnorm", "distributed/launch", "distributed/run", "model_parallel", "moe", "service")
+collect_ignore = [f"src/bagua_ref/{name}.py" for name in _LEFT_OUT]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return

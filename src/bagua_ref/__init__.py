@@ -4,6 +4,8 @@ Importing it puts the methods of `BaguaTensor` on ``torch.Tensor``, those of `Ba
 ``bagua_patch`` and its companions on torch's ``ProcessGroup``; nothing else happens.
 """
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 import torch as _torch
 
 from bagua_ref import algorithms, communication, data_parallel
@@ -88,6 +90,15 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+
+if not _TYPE_CHECKING:  # so that type checkers still find misspelt names
+
+    def __getattr__(name: str) -> object:
+        from bagua_ref.not_provided import REPLACEMENTS, not_provided
+
+        known = name in REPLACEMENTS
+        raise AttributeError(str(not_provided(name)) if known else f"module {__name__!r} has no attribute {name!r}")
 
 
 def _install(mixin: type, target: type) -> None:

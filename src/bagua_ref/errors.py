@@ -8,6 +8,7 @@ __all__ = [
     "CommunicationError",
     "CommunicationTimeoutError",
     "NotInitializedError",
+    "NotProvidedError",
     "SimulationError",
 ]
 
@@ -18,6 +19,10 @@ class BaguaError(RuntimeError):
 
 class NotInitializedError(BaguaError):
     """A process group is needed and ``init_process_group()`` has not been called."""
+
+
+class NotProvidedError(BaguaError, ImportError):
+    """A part of the original that bagua_ref leaves out was imported; the message names what to use instead."""
 
 
 class BackendUnavailableError(BaguaError):
