@@ -353,12 +353,15 @@ class Overflows(nn.Module):
 
 
 def train_scaled(r: int, scaler: Any, hand_over: bool, spoiled: int | None, steps: list[int], do_flatten: bool = True) -> Any:
-    """Train on the batches ``steps``; the gradients of the one at place ``spoiled`` overflow on rank 1. Return every state."""
+    """Train on the batches ``steps``; the gradients of the one at place ``spoiled`` overflow on rank 1.
+
+    Return the weights after every step, and at the end weights, momenta and gradients.
+    """
     module, optimizer = make()
     algorithm = QAdamAlgorithm(optimizer, grad_scaler=scaler if hand_over else None)
     module.with_bagua([optimizer], algorithm, do_flatten=do_flatten)
     module[1] = Overflows()  # between the layers: the last one's gradients are finite
-    weights, m = [], []
+    weights = []
     for place, step in enumerate(steps):
         optimizer.zero_grad()
         module[1].now = place == spoiled and r == 1
@@ -367,9 +370,8 @@ def train_scaled(r: int, scaler: Any, hand_over: bool, spoiled: int | None, step
         scaler.step(optimizer)
         scaler.update()
         weights.append(flat(module.parameters()))
-        m.append(momenta(module, optimizer))
     assert optimizer.step_id == len(steps) - (spoiled is not None)
-    return weights, m
+    return weights, (weights[-1], momenta(module, optimizer), flat(p.grad for p in module.parameters()))
 
 
 @pytest.mark.parametrize("hand_over", [True, False])
@@ -377,11 +379,11 @@ def train_scaled(r: int, scaler: Any, hand_over: bool, spoiled: int | None, step
 def test_S5_5_a_grad_scaler_skips_the_same_step_on_every_rank(spoiled: int, hand_over: bool) -> None:
     def rank(r: int) -> Any:
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        weights, m = train_scaled(r, scaler, hand_over, spoiled, list(range(WARMUP + 5)))
+        weights, (*end, _) = train_scaled(r, scaler, hand_over, spoiled, list(range(WARMUP + 5)))
         assert scaler.get_scale() == 2.0
         assert torch.equal(weights[spoiled], weights[spoiled - 1])
         assert weights[-1].isfinite().all()
-        return weights[-1], m[-1]
+        return end
 
     results = simulate(3, rank)
     assert all(torch.equal(mine, first) for result in results for mine, first in zip(result, results[0], strict=True))
@@ -399,12 +401,11 @@ def test_S5_5_a_grad_scaler_that_was_handed_over_changes_nothing(
 
     def rank(r: int, scale: float) -> Any:
         scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale != 1)
-        weights, m = train_scaled(r, scaler, True, *((None, steps) if scale == 1 else (spoiled, again)), do_flatten)
-        return weights[-1], m[-1]
+        return train_scaled(r, scaler, True, *((None, steps) if scale == 1 else (spoiled, again)), do_flatten)[1]
 
     plain, scaled = (simulate(2, lambda r, scale=scale: rank(r, scale)) for scale in (1.0, 1024.0))
-    for result in scaled:
-        for mine, expected in zip(result, plain[0], strict=True):
+    for result, wanted in zip(scaled, plain, strict=True):
+        for mine, expected in zip(result, wanted, strict=True):
             assert_equal(mine, expected, EXACT)
 
 
