@@ -44,9 +44,11 @@ def steps_per_second(name: str | None, seconds: float) -> float:
     while going.item():
         step()
         steps += 1
-        going.fill_(time.perf_counter() - start < seconds)
-        if name == "gradient_allreduce" and steps % 10 == 0:
-            dist.broadcast(going, 0)  # ranks that step together stop together
+        if name != "gradient_allreduce":
+            going.fill_(time.perf_counter() - start < seconds)
+        elif steps % 10 == 0:  # ranks that step together stop together
+            going.fill_(time.perf_counter() - start < seconds)
+            dist.broadcast(going, 0)
     rate = steps / (time.perf_counter() - start)
     if name == "async":
         module.bagua_algorithm.abort(module)
