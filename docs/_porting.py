@@ -1,0 +1,183 @@
+"""Write the table of docs/porting.md from the code: ``python docs/_porting.py``. A test says when that is due.
+
+Each name of Bagua 0.9 is looked up in the installed package and its parameters are compared. What a name does differently
+cannot be read from the code; it stands in CHANGED.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed
+
+import bagua_ref
+from bagua_ref.errors import NotProvidedError
+from bagua_ref.not_provided import REPLACEMENTS
+
+sys.path.insert(0, str(Path(__file__).parent))
+from _porting_names import NAMES
+
+PAGE = Path(__file__).with_name("porting.md")
+BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
+
+WRAPPER = "a class under every name; what it does not support raises NotImplementedError, which names it"
+CONSTRUCTOR = f"{WRAPPER}. `optimizers=None` is no optimizers, `algorithm=None` is `GradientAllReduceAlgorithm()`"
+CHANGED = {
+    "communication:BaguaProcessGroup": "leaders are the lowest ranks of their nodes, so nodes may be uneven ([S1])",
+    "communication:reduce_scatter_inplace": "the other ranks' chunks stay as they were ([S3.9])",
+    "tensor:BaguaTensor.bagua_backend_tensor": "returns a `Registration`, an object of Python",
+    "bucket:BaguaBucket": "padding is zero before each execution ([S2.2]); repeated names, overlap, mixed dtypes or devices are "
+    "errors ([S2.6])",
+    "bucket:BaguaBucket.check_flatten": "adjacent tensors must share one storage, too ([S2.3])",
+    "bucket:BaguaBucket.append_centralized_synchronous_op": "a hierarchical mean on uneven nodes is that over all ranks ([S3.3]); "
+    "every bit of a compressed one is defined ([S3.7], [S4])",
+    "bucket:BaguaBucket.append_decentralized_synchronous_op": '"shift_one" with an odd number is refused at once ([S3.4])',
+    "bucket:BaguaBucket.append_asynchronous_model_average_op": "takes any float dtype ([S3.6])",
+    "distributed:BaguaModule.with_bagua": "a parameter that a backward does not reach is an error, unless "
+    "`find_unused_parameters=True` ([S2.5]); evaluation is not counted as training ([S5])",
+    "data_parallel.functional:all_reduce": "another operator than SUM and AVG for a tensor that needs a gradient is a "
+    "NotImplementedError",
+    "data_parallel.distributed:DistributedDataParallel": CONSTRUCTOR,
+    "data_parallel.distributed:DistributedDataParallel_V1_9_0": CONSTRUCTOR,
+    "data_parallel.distributed:DistributedDataParallel_V1_9_0_Interface": WRAPPER,
+    "algorithms.decentralized:LowPrecisionDecentralizedAlgorithm": "the interval counts optimizer steps ([S5.4])",
+    "algorithms.q_adam:QAdamOptimizer": "each parameter's own group's options count; in the warm-up it is the installed "
+    "`torch.optim.Adam` bit for bit ([S5.5])",
+    "algorithms.async_model_average:AsyncModelAverageAlgorithmImpl.abort": "holds until `resume`, in warm-up too ([S5.6])",
+    "contrib.load_balancing_data_loader:LoadBalancingDistributedSampler": "the dataset's complexities are never changed ([S7])",
+    "contrib.load_balancing_data_loader:LoadBalancingDistributedBatchSampler": "all replicas get equally many batches ([S7.4])",
+    "contrib.cache_loader:CacheLoader.get": "a cached None is a hit ([S8.2])",
+    "contrib.utils.redis_store:RedisStore": "one server per node and job, with a password ([S8.4])",
+}
+"""What a name does differently, by ``module:name``. Clauses in brackets become links."""
+
+_INTERFACE = "data_parallel.distributed:DistributedDataParallel_V1_9_0_Interface"
+UNSUPPORTED = {
+    f"{_INTERFACE}.{method}": f"raises NotImplementedError; {instead}"
+    for method, instead in {
+        "scatter": "start a process for each device",
+        "gather": "start a process for each device",
+        "to_kwargs": "`forward` moves inputs",
+        "join": "give all ranks the same number of batches, or use async",
+        "register_comm_hook": "pass `algorithm=`",
+    }.items()
+}
+"""What exists only to say that it is not there."""
+
+INTERNAL = {"is_background", "job"}
+"""Parameters that are nobody's business."""
+
+Entry = tuple[str, str, str]
+"""Name, status and remark."""
+
+
+def table() -> str:
+    """Return the Markdown between the two marks of the page."""
+    parts = []
+    for module, lines in NAMES.items():
+        rows = [f"| `{name}` | {status} | {_linked(remark)} |" for name, status, remark in entries(module, lines)]
+        title = f"bagua.torch_api.{module}".rstrip(".")
+        parts.append("\n".join([f"### `{title}`", "", "| name | status | remark |", "|---|---|---|", *rows]))
+    rows = [f"| `{name}` | not provided | {text} |" for name, text in REPLACEMENTS.items()]
+    parts.append("\n".join(["### Modules that are left out", "", "| `bagua_ref.` | status | instead |", "|---|---|---|", *rows]))
+    return "\n\n".join(parts) + "\n"
+
+
+def entries(module: str, lines: str) -> Iterator[Entry]:
+    """Yield a row for each line of one module."""
+    owner = ""
+    for line in lines.split("\n"):
+        line = line.strip()
+        if not line:
+            continue
+        line = line.removeprefix("class ")
+        if not line.startswith("."):
+            owner = line.split("(")[0]
+        name = (owner if line.startswith(".") else "") + line.split("(")[0].split(" = ")[0]
+        yield name, *status_of(module, name, line)
+
+
+def status_of(module: str, name: str, line: str) -> tuple[str, str]:
+    """Return status and remark of ``name``, whose line of the list is ``line``.
+
+    Raises:
+        ValueError: its parameters are others, and CHANGED does not say how.
+    """
+    try:
+        found: Any = importlib.import_module(f"bagua_ref.{module}".rstrip("."))
+    except NotProvidedError:
+        return "not provided", REPLACEMENTS[module]
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("bagua_ref."):
+            raise
+        return "planned", ""
+    for part in name.split("."):
+        # A room that something else has imported is an attribute of the package, but not yet one of its names.
+        if not hasattr(found, part) or (found is bagua_ref and part not in bagua_ref.__all__):
+            return "planned", ""
+        inside, found = found, getattr(found, part)
+    if instead := UNSUPPORTED.get(f"{module}:{name}"):
+        return "not provided", instead
+    note = CHANGED.get(f"{module}:{name}", "")
+    added: list[str] = []
+    if "(" in line:
+        is_method = "." in name and not isinstance(inspect.getattr_static(inside, name.split(".")[-1]), (classmethod, staticmethod))
+        same, added = compare(line, found, is_method)
+        if not same and not note:
+            raise ValueError(f"bagua_ref.{module}.{name}{inspect.signature(found)} is not {line}: say how in CHANGED of {__file__}")
+    elif " = " in line and found != int(line.split(" = ")[1]):
+        raise ValueError(f"bagua_ref.{module}.{name} is {found!r}, not {line}")
+    new = f"new: {', '.join(added)}" if added else ""
+    return "changed" if note else "same", ". ".join(filter(None, (note, new)))
+
+
+def compare(line: str, found: Any, is_method: bool) -> tuple[bool, list[str]]:
+    """Return whether ``found`` takes the parameters of ``line`` with the same defaults, and what it takes in addition."""
+    mine = list(inspect.signature(found).parameters.values())[1 if is_method else 0 :]
+    theirs = _parameters(line[line.index("(") + 1 : line.rindex(")")])
+    added = [p for p in mine if p.kind is p.KEYWORD_ONLY or (p.kind is p.VAR_KEYWORD and f"**{p.name}" not in theirs)]
+    kept = [p for p in mine if p not in added]
+    names = [{p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "") + p.name for p in kept]  # type: ignore[call-overload]
+    same = len(names) == len(theirs) and all(
+        wanted.startswith("_") or (name == wanted and p.default == default)
+        for name, p, (wanted, default) in zip(names, kept, theirs.items(), strict=True)
+    )
+    return same, [f"`{'**' if p.kind is p.VAR_KEYWORD else ''}{p.name}`" for p in added if p.name not in INTERNAL]
+
+
+def _parameters(text: str) -> dict[str, Any]:
+    """Return names, with stars, and defaults of the parameters in ``text``."""
+    arguments = ast.parse(f"lambda {text}: 0", mode="eval").body.args  # type: ignore[attr-defined]
+    world = {"ReduceOp": bagua_ref.ReduceOp, "dist": torch.distributed, **vars(bagua_ref.algorithms)}
+    defaults = [eval(ast.unparse(node), world) for node in arguments.defaults]
+    without = len(arguments.args) - len(defaults)
+    found = dict(zip([a.arg for a in arguments.args], [inspect.Parameter.empty] * without + defaults, strict=True))
+    stars = {f"*{arguments.vararg.arg}": inspect.Parameter.empty} if arguments.vararg else {}
+    return found | stars | ({f"**{arguments.kwarg.arg}": inspect.Parameter.empty} if arguments.kwarg else {})
+
+
+def _linked(remark: str) -> str:
+    """Turn ``[S2.5]`` into a link to the specification's clause, if the page has it."""
+    specification = PAGE.with_name("spec.md").read_text()
+    for clause in {word.split("]")[0] for word in remark.split("[S")[1:]}:
+        anchor = f"s{clause.replace('.', '-')}"
+        remark = remark.replace(
+            f"[S{clause}]", f"[S{clause}](spec.md#{anchor})" if f"{{ #{anchor} }}" in specification else f"S{clause}"
+        )
+    return remark
+
+
+def page() -> str:
+    """Return the whole page with the table as it is now."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    return f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
