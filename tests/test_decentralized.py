@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -127,6 +128,17 @@ def test_S3_4_hierarchical_on_uneven_nodes(mode: str, expected: float) -> None:
         return tensor[0].item()
 
     assert simulate(6, rank, nodes=(4, 2)) == [expected] * 6
+
+
+def test_S3_4_node_means_are_sums_that_start_at_plus_zero() -> None:
+    def rank(r: int) -> float:
+        bucket, tensor = one_bucket(-0.0)
+        op = bucket.append_decentralized_synchronous_op(like(bucket), peer_selection_mode="shift_one")
+        bucket.execute()
+        op.copy_back_peer_weight(bucket)
+        return math.copysign(1.0, tensor[0].item())
+
+    assert simulate(4, rank, nodes=(2, 2)) == [1.0] * 4
 
 
 def test_S3_4_copy_back_goes_where_the_tensors_are_now() -> None:
@@ -282,6 +294,23 @@ def test_S3_5_hierarchical_quantises_node_means_also_on_one_node() -> None:
     assert first[2] != 1
 
 
+@pytest.mark.parametrize("operation", ["shift_one", "ring"])
+def test_S3_3_before_pairs_and_rings_the_leader_gathers_instead_of_letting_the_library_reduce(operation: str) -> None:
+    def rank(r: int) -> int:
+        bucket, _ = one_bucket(1.0)
+        group = bagua_ref.communication._get_default_group().for_background()
+        if operation == "ring":
+            bucket.append_low_precision_decentralized_synchronous_op(like(bucket), like(bucket), like(bucket), group=group)
+        else:
+            bucket.append_decentralized_synchronous_op(like(bucket), peer_selection_mode="shift_one", group=group)
+        before = group.get_intra_node_communicator().bytes_sent
+        bucket.execute()
+        return group.get_intra_node_communicator().bytes_sent - before
+
+    # Three float32 numbers to the leader, who has nothing to send but the ring's broadcast, which counts half on each rank.
+    assert simulate(4, rank, nodes=(2, 2)) == ([6, 18, 6, 18] if operation == "ring" else [0, 12, 0, 12])
+
+
 def test_clear_ops_starts_anew() -> None:
     def rank(r: int) -> None:
         bucket, _ = one_bucket(1.0)
@@ -429,6 +458,22 @@ def test_S2_3_weights_that_have_moved_are_averaged_where_they_are(do_flatten: bo
         return module.w.item()
 
     assert simulate(3, rank) == [1.0] * 3
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_S2_3_weights_that_have_moved_come_back_before_the_forward_uses_them(seed: int) -> None:
+    def rank(r: int) -> None:
+        module = network()
+        module.with_bagua([], DecentralizedAlgorithm())
+        flat = []
+        module.register_forward_pre_hook(lambda *_: flat.append(module.bagua_buckets[0].check_flatten()))
+        for parameter in module.parameters():
+            parameter.data = parameter.data.clone()
+        assert not module.bagua_buckets[0].check_flatten()
+        module(batch(r, 0)).sum().backward()
+        assert flat == [True]
+
+    simulate(1, rank, seed=seed)
 
 
 def averagings(module: nn.Module) -> Callable[[], int]:
@@ -709,15 +754,16 @@ def test_S5_a_failed_attempt_to_wrap_anew_leaves_replicas_right() -> None:
         train(module, optimizer, r, range(4))
         with pytest.raises(ValueError, match="shift_one"):
             module.with_bagua([optimizer], DecentralizedAlgorithm(hierarchical=False, peer_selection_mode="shift_one"))
-        with torch.no_grad():
-            module[0].bias[0] += r  # the broadcast of the attempt has made ranks equal
-        with pytest.raises(ValueError, match="shift_one"):
-            module.with_bagua([optimizer], DecentralizedAlgorithm(hierarchical=False, peer_selection_mode="shift_one"))
-        train(module, optimizer, r, range(4, 7))
+        train(module, optimizer, r, range(4, 6))
+        with pytest.raises(ValueError, match="differ between ranks"):  # before anything was broadcast
+            module.with_bagua([optimizer] if r else [], DecentralizedAlgorithm())
+        assert torch.equal(module.bagua_buckets[0]._weight, module.bagua_buckets[0].flattened_tensor())
+        train(module, optimizer, r, range(6, 9))
         bucket = module.bagua_buckets[0]
         return [bucket._weight, bucket._left_peer_weight, bucket._right_peer_weight]
 
     results = simulate(3, rank)
+    assert not torch.equal(results[0][0], results[1][0])
     for r, (_, left, right) in enumerate(results):
         assert_equal(left, results[r - 1][0], EXACT)
         assert_equal(right, results[(r + 1) % 3][0], EXACT)

@@ -29,7 +29,7 @@ def stored(values: Array, dtype: str) -> Array:
 
 
 def step_of_sgd(x: Array, grad: Array, lr: float, dtype: str) -> Array:
-    """Plain SGD; lr is a power of two, so that fused and separate multiplication and addition agree."""
+    """Plain SGD, as torch computes it if lr * grad is a number of the dtype."""
     return stored(x - x.dtype.type(lr) * grad, dtype)
 
 
