@@ -265,7 +265,7 @@ def exchange(comm) -> None:
 def coalesced(comm) -> None:
     n, rank = comm.nranks(), comm.rank()
 
-    def tensors(r):
+    def tensors(r, large=False):
         return [
             torch.full((3, 2), float(r)),
             torch.full((2,), r, dtype=torch.int64),
@@ -274,11 +274,12 @@ def coalesced(comm) -> None:
             torch.full((2, 3, 4, 4), float(r), dtype=torch.bfloat16).to(memory_format=torch.channels_last),
             torch.nn.Parameter(torch.full((5,), float(r))),
             torch.tensor(float(r)),
+            torch.full((9_000_000 if large else 1,), float(r)),  # over what is copied together
         ]
 
-    mine = tensors(rank)
+    mine = tensors(rank, large=True)
     bagua_ref.broadcast_coalesced(mine, n - 1, comm)
-    for actual, expected in zip(mine, tensors(n - 1), strict=True):
+    for actual, expected in zip(mine, tensors(n - 1, large=True), strict=True):
         assert torch.equal(actual, expected)
         assert actual.stride() == expected.stride()
     mine = tensors(rank)

@@ -238,7 +238,7 @@ def barrier(comm: MaybeCommunicator | None = None) -> None:
 
 
 def _coalesced(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, list[Tensor]]]:
-    """Yield flat copies of tensors of one dtype and device, and the tensors in them; the same cuts on every rank."""
+    """Yield flat copies of tensors of one dtype and device, and the tensors to copy back to; the same cuts on every rank."""
     by_kind: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
     for tensor in tensors:
         batches = by_kind.setdefault((tensor.dtype, tensor.device), [[]])
@@ -247,9 +247,13 @@ def _coalesced(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, list[Tensor]
         batches[-1].append(tensor)
     for batches in by_kind.values():
         for batch in batches:
-            yield torch.cat([tensor.reshape(-1) for tensor in batch]), batch
+            if len(batch) == 1 and batch[0].is_contiguous():
+                yield batch[0], []
+            else:
+                yield torch.cat([tensor.reshape(-1) for tensor in batch]), batch
 
 
 def _scatter_flat(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(values.view(tensor.shape))
+    if tensors:
+        for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(values.view(tensor.shape))
