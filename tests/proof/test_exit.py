@@ -19,7 +19,7 @@ TIMES = {"destroys": 100, "forgets": 100}
 @pytest.mark.parametrize("manner", leaving.MANNERS)
 def test_every_exit_is_zero(manner):
     """Pairs of interpreters that end on their own, forked from one that has imported torch, as starting takes longest."""
-    times = TIMES.get(manner, 25)
+    times = TIMES.get(manner, 10)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, leaving.__file__, manner, str(times)]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800)
@@ -29,11 +29,11 @@ def test_every_exit_is_zero(manner):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("manner", ["destroys", "forgets"])
 def test_every_exit_of_a_fresh_interpreter_is_zero(manner):
-    for _ in range(10):
+    for _ in range(5):
         leave_once(manner)
 
 
 @pytest.mark.timeout(600)
 def test_restarts_never_meet_what_the_failed_attempt_left(tmp_path):
-    for _ in range(5):
+    for _ in range(3):
         restart_once("os.kill(os.getpid(), signal.SIGKILL)", tmp_path)
