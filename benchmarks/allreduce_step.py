@@ -7,6 +7,7 @@ and one all-reduce of the gradients alone.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
 import time
@@ -31,7 +32,7 @@ BATCH = 32
 def network(sizes: list[int]) -> nn.Sequential:
     torch.manual_seed(0)
     layers: list[nn.Module] = []
-    for inputs, outputs in zip(sizes, sizes[1:], strict=False):
+    for inputs, outputs in itertools.pairwise(sizes):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 

@@ -1,8 +1,8 @@
 """Time per training step of every algorithm over a slow link: two processes in two network namespaces, joined by veth and tbf.
 
 Peers in the same run: torch's DistributedDataParallel with its defaults, with its best settings, and with its fp16 and
-PowerSGD hooks; Decent-DP (pip install decent-dp), a living decentralized trainer. Beside each stands its limit: the bytes that a rank sends
-over the link's bandwidth. Needs Linux with iproute2 and the right to make network namespaces.
+PowerSGD hooks; Decent-DP (pip install decent-dp), a living decentralized trainer. Beside each stands its limit: the bytes that a
+rank sends over the link's bandwidth. Needs Linux with iproute2 and the right to make network namespaces.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def trainer(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Step:
 
 def ours(name: str) -> tuple[Step, Callable[[], None]]:
     module = network(SIZES)
-    optimizer = QAdamOptimizer(module.parameters(), warmup_steps=2) if name == "qadam" else torch.optim.SGD(module.parameters(), lr=0.01)
+    optimizer = (
+        QAdamOptimizer(module.parameters(), warmup_steps=2) if name == "qadam" else torch.optim.SGD(module.parameters(), lr=0.01)
+    )
     arguments = {"q_adam_optimizer": optimizer} if name == "qadam" else {}
     if name != "async":
         arguments["hierarchical"] = False
@@ -104,7 +106,9 @@ def sent() -> int:
 def work(rank: int, port: int, steps: int, output: str) -> None:
     """Be one rank: time each contender's steps and count the bytes it sends, one contender after the other."""
     torch.set_num_threads(1)
-    os.environ.update({"GLOO_SOCKET_IFNAME": "slow", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "RANK": str(rank), "WORLD_SIZE": "2"})
+    os.environ.update(
+        {"GLOO_SOCKET_IFNAME": "slow", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "RANK": str(rank), "WORLD_SIZE": "2"}
+    )
     os.environ["GROUP_RANK"] = str(rank)
     store = dist.TCPStore(ADDRESSES[0], port, 2, is_master=rank == 0)
     bagua_ref.init_process_group(store, rank, 2)
@@ -157,7 +161,8 @@ def link(rate: str, steps: int) -> dict[str, dict[str, float] | str]:
                 subprocess.Popen([*inside, sys.executable, __file__, "--work", f"{rank},29500,{steps},{output}"])
                 for rank, inside in enumerate(((), there))
             ]
-            if any([process.wait(timeout=900) for process in ranks]):
+            codes = [process.wait(timeout=900) for process in ranks]
+            if any(codes):
                 raise SystemExit("a rank failed; see above")
             result: dict[str, dict[str, float] | str] = json.loads(Path(output).read_text())
             return result

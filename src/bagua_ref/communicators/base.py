@@ -401,7 +401,8 @@ class Communicator(ABC):
         for count, displ in zip(counts, displs, strict=True):
             if displ + count > tensor.numel():
                 raise ValueError(
-                    f"{prefix}displs={list(displs)} and {prefix}counts={list(counts)} reach beyond the tensor's {tensor.numel()} elements"
+                    f"{prefix}displs={list(displs)} and {prefix}counts={list(counts)} reach beyond the tensor's "
+                    f"{tensor.numel()} elements"
                 )
         flat = tensor.view(-1)
         return [flat[displ : displ + count] for count, displ in zip(counts, displs, strict=True)]
