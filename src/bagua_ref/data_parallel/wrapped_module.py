@@ -163,7 +163,7 @@ class WrappedModule(NotCopied):
         if self.bagua_algorithm.need_reset():
             self.reset()
         if self._synchronizing:
-            if self._buffer_group is not None and self.will_broadcast_buffers():
+            if self._buffer_group is not None and self.bagua_algorithm.ranks_in_step:
                 # A graph that has saved a buffer must not take this for a change of the user's: data has no version.
                 buffers = [buffer.data for buffer in self._buffers()]
                 broadcast_coalesced(buffers, 0, self._buffer_group.get_global_communicator())
