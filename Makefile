@@ -44,7 +44,8 @@ demo: $(VENV)/.demo  ## train on handwritten digits with every algorithm, 4 proc
 	@$(bin)/bagua-ref demo
 
 test: lint types docs  ## everything that must be green: style, types, docs, examples, all properties (quick profile)
-	$(pytest) -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	$(pytest) -q tests/test_import.py  # alone: it measures time
+	$(pytest) -n $(WORKERS) --dist loadfile --ignore=tests/test_import.py $(PYTEST_ARGS)
 
 proof: $(VENV)/.dev  ## the slow proofs that CI adds: properties with 250 inputs each, loops, planted faults
 	$(pytest) -n $(WORKERS) --hypothesis-profile=full --timeout=1800 property_tests $(PYTEST_ARGS)
