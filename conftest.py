@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import signal
 
-# A job in the background of a shell ignores Ctrl-C, and so would the tests that press it.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-
 # Two pytest workers, each with ranks of its own, share the cores: more threads per rank only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+
+# A job in the background of a shell ignores Ctrl-C, and so would the tests that press it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 try:
     from hypothesis import HealthCheck, settings
