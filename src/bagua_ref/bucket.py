@@ -105,8 +105,6 @@ class BaguaBucket:
         """The backend that computes for this bucket, as things stand: see ``backend``."""
         return get_backend(self.backend, self.device)
 
-    # Storage.
-
     def effective_tensors(self) -> list[Tensor]:
         """Return what communication works on, without padding.
 
@@ -182,10 +180,12 @@ class BaguaBucket:
             raise NotImplementedError(f"tensor {known.name!r} is {tensor.layout}; only dense tensors can be communicated")
         return tensor
 
-    def take_back_strayed(self) -> None:
-        """If flat, make tensors that have left the storage views of it again, now instead of before the next operation."""
-        if self.flatten:
-            self._load()
+    def take_in(self, place: int) -> None:
+        """Bring tensor ``place`` back into flat storage: a gradient just marked is in the cache still, a weight not yet read."""
+        proxy, view = self.tensors[place], self._views[place] if self.flatten else None
+        tensor = registration(proxy).effective(proxy)
+        if view is not None and tensor is not None and tensor.layout == torch.strided and tensor.data_ptr() != view.data_ptr():
+            registration(proxy).replace(proxy, view.copy_(tensor.detach()))
 
     def copy_from_flat(self, flat: Tensor) -> None:
         """Copy ``flat``, as large as the bucket, into the effective tensors, wherever they are; padding is left out."""
@@ -203,8 +203,6 @@ class BaguaBucket:
                 self.copy_from_flat(flat)
         if self.flatten and any(isinstance(op, PythonOp) for op in self._ops):
             self._load()  # a Python function may have put other tensors in place
-
-    # Operations.
 
     def clear_ops(self) -> BaguaBucket:
         """Forget all operations; return the bucket."""

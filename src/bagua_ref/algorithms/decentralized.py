@@ -66,8 +66,6 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
             step = bagua_ddp.bagua_train_step_counter - 1
             self._averaging = step % self.communication_interval == 0
             if self._averaging:
-                for bucket in bagua_ddp.bagua_buckets:
-                    bucket.take_back_strayed()  # here, as the forward reads the weights while the worker averages them
                 for tensor in self.tensors:
                     BaguaTensor.bagua_mark_communication_ready(tensor)  # type: ignore[arg-type]
 

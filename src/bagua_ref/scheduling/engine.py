@@ -36,6 +36,7 @@ class Engine:
         self._worker: Worker[_BucketRun] = Worker(world, f"bagua_ref worker {name}", timeout)
         self._buckets: list[BaguaBucket] = []
         self._readiness: Readiness[str] = Readiness([])
+        self._places: dict[str, tuple[BaguaBucket, int]] = {}
 
     def __repr__(self) -> str:
         return f"Engine({self.name!r}, {len(self._buckets)} buckets)"
@@ -64,6 +65,7 @@ class Engine:
         for tensor in tensors:
             registration(tensor).sink = weakref.ref(self)
         self._buckets = list(buckets)
+        self._places = {registration(t).name: (bucket, place) for bucket in buckets for place, t in enumerate(bucket.tensors)}
         self._readiness = Readiness([[registration(tensor).name for tensor in bucket.tensors] for bucket in buckets])
 
     def mark_ready(self, tensor: Tensor) -> None:
@@ -72,8 +74,12 @@ class Engine:
         Raises:
             ValueError: its bucket has already been scheduled in this round.
         """
-        for place in self._readiness.mark(registration(tensor).name):
-            self._worker.submit(_BucketRun(self._buckets[place]))
+        name = registration(tensor).name
+        scheduled = self._readiness.mark(name)
+        bucket, place = self._places[name]
+        bucket.take_in(place)
+        for ready in scheduled:
+            self._worker.submit(_BucketRun(self._buckets[ready]))
 
     def wait_pending_comm_ops(self) -> None:
         """Return when everything scheduled has finished (S2.5).
