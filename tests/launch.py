@@ -22,6 +22,8 @@ import torch.distributed as dist
 
 import bagua_ref
 
+# torch looks up the name of each end of a store's connections; a name server that drops a request would cost five seconds.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["pytest", "torch", "torch.distributed", "bagua_ref"])
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from bagua_ref.communicators.rendezvous import prefixed
+from bagua_ref.communicators.rendezvous import another_connection, prefixed
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 
 if TYPE_CHECKING:
@@ -132,7 +132,9 @@ class Connection:
         if self._nccl is None:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = self._timeout
-            self._nccl = dist.ProcessGroupNCCL(prefixed("nccl", self._store), self._rank, self._nranks, options)
+            # Unlike gloo, NCCL comes back to the store at its first collective, and from threads of its own.
+            store = prefixed("nccl", another_connection(self._store))
+            self._nccl = dist.ProcessGroupNCCL(store, self._rank, self._nranks, options)
         return self._nccl
 
     def _failure(self, collective: str, error: RuntimeError) -> CommunicationError:

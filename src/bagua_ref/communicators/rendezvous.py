@@ -10,17 +10,29 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from bagua_ref.errors import CommunicationTimeoutError
+from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["meet", "prefixed"]
+__all__ = ["another_connection", "meet", "prefixed"]
 
 
 def prefixed(name: str, store: Store) -> Store:
     """Return a view of ``store`` in which all keys start with ``name``."""
     return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+
+
+def another_connection(store: Store) -> Store:
+    """Return a connection of its own to ``store``: one connection serves one request at a time, and some wait for other ranks.
+
+    Each costs a look-up of the server's name, which can take seconds, so reuse them.
+    """
+    clone = getattr(store, "clone", None)  # older torch has none
+    try:
+        return clone() if clone is not None else store
+    except RuntimeError as error:
+        raise CommunicationError(f"the store through which the ranks find each other cannot be reached: {error}") from error
 
 
 def meet(store: Store, rank: int, world_size: int, card: Any, timeout: float) -> tuple[str, list[Any]]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from bagua_ref.communicators.base import Communicator
 from bagua_ref.communicators.collectives import combine
 from bagua_ref.communicators.connection import Connection
-from bagua_ref.communicators.rendezvous import meet, prefixed
+from bagua_ref.communicators.rendezvous import another_connection, meet, prefixed
 from bagua_ref.types import ReduceOp
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ class TorchDistributedTransport:
         card = [node, torch.cuda.device_count() if dist.is_nccl_available() else 0, os.environ.get("CUDA_VISIBLE_DEVICES")]
         job, found = meet(prefixed("bagua_ref", store), rank, world_size, card, timeout)
         self.store = prefixed(f"bagua_ref/{job}", store)
+        self._idle = [self.store]
         self.rank = rank
         self._communicators: weakref.WeakSet[TorchDistributedCommunicator] = weakref.WeakSet()
         names = list(dict.fromkeys(name for name, _, _ in found))
@@ -72,10 +73,15 @@ class TorchDistributedTransport:
         Raises:
             CommunicationTimeoutError: one of them has not within ``timeout`` seconds.
         """
-        # A store's connection serves one request at a time: threads that wait for different groups would hold each other up.
-        clone = getattr(self.store, "clone", None)
-        store = prefixed(name, clone() if clone else self.store)
-        communicator = TorchDistributedCommunicator(store, name, ranks, self.rank, timeout, self.uses_nccl)
+        try:
+            connection = self._idle.pop()
+        except IndexError:  # another thread is connecting, too, perhaps to ranks that wait for this one elsewhere
+            connection = another_connection(self.store)
+        try:
+            store = prefixed(name, connection)
+            communicator = TorchDistributedCommunicator(store, name, ranks, self.rank, timeout, self.uses_nccl)
+        finally:
+            self._idle.append(connection)
         self._communicators.add(communicator)
         return communicator
 
