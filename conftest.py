@@ -26,7 +26,7 @@ else:
         print_blob=True,
     )
     settings.register_profile("quick", common, max_examples=50)
-    settings.register_profile("full", common, max_examples=250)
+    settings.register_profile("full", common, max_examples=100)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
