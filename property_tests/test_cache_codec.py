@@ -1,0 +1,159 @@
+"""The format of cached values (S8.5) and what damage does to it (S8.3)."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from tests.cache_values import Pair, Sample, same
+
+from bagua_ref.contrib.cache import codec
+from bagua_ref.contrib.cache.codec import DamagedValueError, decode, encode
+
+DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype) and not str(d).startswith("torch.q")}, key=str)
+ARRAY_DTYPES = [
+    "?",
+    "i1",
+    "<i4",
+    ">i8",
+    "u1",
+    "<u8",
+    "<f2",
+    "<f4",
+    ">f8",
+    "<c8",
+    "<c16",
+    "S3",
+    "<U2",
+    "<M8[ns]",
+    "<m8[s]",
+    "V5",
+    "longdouble",
+]
+
+shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
+
+
+@st.composite
+def tensors(draw):
+    """Tensors of every dtype with any bits in them, dense, transposed, sliced, expanded or conjugated."""
+    dtype, shape = draw(st.sampled_from(DTYPES)), draw(shapes)
+    count = int(np.prod(shape))
+    raw = draw(st.binary(min_size=count * dtype.itemsize, max_size=count * dtype.itemsize))
+    if dtype is torch.bool:
+        raw = bytes(byte & 1 for byte in raw)
+    flat = torch.frombuffer(bytearray(raw), dtype=dtype) if count else torch.empty(0, dtype=dtype)
+    tensor = flat.reshape(shape)
+    if tensor.ndim and draw(st.booleans()):
+        tensor = tensor.transpose(0, -1)[::2]
+    if draw(st.booleans()):
+        tensor = tensor.unsqueeze(0).expand(2, *tensor.shape)
+    if dtype.is_complex and draw(st.booleans()):
+        tensor = tensor.conj()
+    if dtype in (torch.float32, torch.bfloat16) and draw(st.booleans()):
+        tensor.requires_grad_()
+    return tensor
+
+
+@st.composite
+def arrays(draw):
+    dtype, shape = np.dtype(draw(st.sampled_from(ARRAY_DTYPES))), draw(shapes)
+    count = int(np.prod(shape)) * dtype.itemsize
+    raw = draw(st.binary(min_size=count, max_size=count))
+    if dtype.kind == "?":
+        raw = bytes(byte & 1 for byte in raw)
+    if dtype.kind == "U":
+        raw = bytes(len(raw))
+    array = np.frombuffer(raw, dtype).reshape(shape) if count else np.empty(shape, dtype)
+    if array.ndim and draw(st.booleans()):
+        array = array.T[::-1]
+    return array
+
+
+scalars = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.integers(-(2**64), 2**64), st.floats(), st.complex_numbers(), st.text(),
+    st.text(st.characters(categories=["Cs"]), max_size=2), st.binary(), st.binary().map(bytearray),
+    st.floats(width=32).map(np.float32), st.integers(-128, 127).map(np.int8), st.booleans().map(np.bool_), st.text().map(np.str_),
+)  # fmt: skip
+hashable = st.one_of(st.none(), st.booleans(), st.integers(), st.text(), st.binary(), st.tuples(st.integers(), st.text()))
+values = st.recursive(
+    st.one_of(scalars, tensors(), arrays()),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.lists(inner, max_size=4).map(tuple), st.dictionaries(hashable, inner, max_size=4)
+    ),
+    max_leaves=8,
+)
+
+
+def leaves(value):
+    """Yield every tensor and array in ``value``."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        yield value
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ():
+        yield from leaves(item)
+
+
+@given(value=values)
+def test_S8_5_plain_values_come_back_bit_for_bit_without_pickle(value):
+    assert same(decode(encode(value, allow_pickle=False), allow_pickle=False), value)
+
+
+@given(value=values)
+def test_S8_5_results_are_writable_and_share_no_memory(value):
+    data = encode(value, allow_pickle=False)
+    first, second = decode(data, allow_pickle=False), decode(data, allow_pickle=False)
+    for leaf in leaves(first):
+        if isinstance(leaf, torch.Tensor):
+            leaf.detach().view(torch.uint8 if leaf.element_size() == 1 else leaf.dtype).zero_()
+        else:
+            assert leaf.flags.writeable or leaf.size == 0
+            leaf.view("u1" if leaf.itemsize == 1 else leaf.dtype)[...] = np.zeros((), leaf.dtype)
+    assert same(second, value)
+    assert same(decode(data, allow_pickle=False), value)
+
+
+@given(value=values, inner=scalars)
+def test_S8_5_other_objects_need_permission(value, inner):
+    whole = {"plain": value, "other": [Sample(inner), Pair(1, 2), {3}]}
+    with pytest.raises(TypeError, match="allow_pickle=True"):
+        encode(whole, allow_pickle=False)
+    data = encode(whole, allow_pickle=True)
+    assert same(decode(data, allow_pickle=True)["plain"], value)
+    assert decode(data, allow_pickle=True)["other"][1:] == [Pair(1, 2), {3}]
+    with pytest.raises(DamagedValueError, match="allow_pickle=True"):
+        decode(data, allow_pickle=False)
+
+
+@given(value=values, data=st.data())
+def test_S8_3_a_truncated_or_changed_value_is_never_taken_for_a_value(value, data):
+    whole = encode(value, allow_pickle=False)
+    cut = data.draw(st.integers(0, len(whole) - 1), label="cut")
+    at, change = data.draw(st.integers(0, len(whole) - 1), label="at"), data.draw(st.integers(1, 255), label="change")
+    changed = bytearray(whole)
+    changed[at] ^= change
+    assume(at not in (1, 2, 3))  # three bytes of the frame mean nothing
+    for damaged in (whole[:cut], whole + b"\0", bytes(changed)):
+        with pytest.raises(DamagedValueError):
+            decode(damaged, allow_pickle=True)
+
+
+@given(data=st.one_of(st.binary(max_size=200), scalars.map(pickle.dumps)))
+def test_S8_3_foreign_bytes_are_never_taken_for_a_value(data):
+    with pytest.raises(DamagedValueError):
+        decode(data, allow_pickle=True)
+
+
+@given(body=st.binary(min_size=1, max_size=60), value=values, data=st.data())
+def test_S8_3_a_forged_frame_raises_nothing_but_damage_and_runs_no_pickle(body, value, data):
+    whole = bytearray(encode(value, allow_pickle=False)[16:])
+    for _ in range(data.draw(st.integers(1, 3))):
+        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    for forged in (body, bytes(whole)):
+        frame = codec._FRAME.pack(codec.VERSION, len(forged) + 16, codec.xxhash.xxh3_64_intdigest(forged))
+        with contextlib.suppress(DamagedValueError):
+            decode(frame + forged, allow_pickle=False)

@@ -1,0 +1,206 @@
+"""How a value looks in a store (S8.5): one frame around a tree of tagged entries, without pickle wherever there is another way."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import xxhash
+
+from bagua_ref.contrib.cache.arrays import array_parts, is_plain_array, is_plain_tensor, read_array, read_tensor, tensor_parts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["DamagedValueError", "TooLargeError", "decode", "encode"]
+
+VERSION = 1 if sys.byteorder == "little" else 129
+"""First byte of every value. Numbers are stored as the machine has them, so the other byte order is another version."""
+
+_FRAME = struct.Struct("=B3xIQ")  # version, bytes in all, xxh3 of what follows
+_COUNT = struct.Struct("=I")
+_INT = struct.Struct("=q")
+_FLOAT = struct.Struct("=d")
+_COMPLEX = struct.Struct("=dd")
+_LARGEST = 512 * 1024**2
+"""Bytes; Redis takes no longer value."""
+
+
+class DamagedValueError(ValueError):
+    """What a store returned is not a value that `encode` wrote here, or it needs pickle without permission."""
+
+
+class TooLargeError(ValueError):
+    """A value is larger than any Redis takes."""
+
+
+def encode(value: Any, allow_pickle: bool) -> bytes:
+    """Return ``value`` as bytes: a frame of 16 bytes with version, length and checksum, and a tree of tagged entries (S8.5).
+
+    Tensors, arrays, None, bool, numbers, str, bytes, bytearray, and tuples, lists and dicts of them need no pickle. Strides are
+    not kept: tensors and arrays come back row-major.
+
+    Args:
+        value: what to store.
+        allow_pickle: whether other objects may be pickled.
+
+    Raises:
+        TypeError: it holds a NumPy structured array, or an object that needs pickle without permission.
+        TooLargeError: it is larger than 512 MiB.
+
+    >>> decode(encode({"tokens": torch.tensor([3, 1]), "text": "ja"}, allow_pickle=False), allow_pickle=False)
+    {'tokens': tensor([3, 1]), 'text': 'ja'}
+    """
+    parts: list[Any] = []
+    try:
+        _write(value, parts, allow_pickle)
+    except RecursionError:  # nested too deeply, or inside itself, which pickle can store
+        parts.clear()
+        _write_pickled(value, parts, allow_pickle)
+    size = _FRAME.size + sum(map(len, parts))
+    if size > _LARGEST:
+        raise TooLargeError(f"a value of {size} bytes is not cached, as Redis takes at most {_LARGEST}; cache parts of it")
+    body = b"".join(parts)
+    return _FRAME.pack(VERSION, size, xxhash.xxh3_64_intdigest(body)) + body
+
+
+def decode(data: bytes, allow_pickle: bool) -> Any:
+    """Return what `encode` was given. Tensors and arrays are writable and share memory with nothing else (S8.5).
+
+    Args:
+        data: from a store.
+        allow_pickle: whether entries made by pickle may be read; reading one can run code of whoever wrote it.
+
+    Raises:
+        DamagedValueError: it is truncated, foreign, of another version, or needs pickle without permission (S8.3).
+    """
+    if len(data) <= _FRAME.size or data[0] != VERSION:
+        raise DamagedValueError(f"{data[:8]!r}... is no cached value of version {VERSION}")
+    view = memoryview(data)
+    _, size, checksum = _FRAME.unpack_from(view)
+    if size != len(data):
+        raise DamagedValueError(f"a cached value has {len(data)} bytes instead of {size}")
+    if xxhash.xxh3_64_intdigest(view[_FRAME.size :]) != checksum:
+        raise DamagedValueError("a cached value does not match its checksum")
+    try:
+        value, end = _read(view, _FRAME.size, allow_pickle)
+    except DamagedValueError:
+        raise
+    except Exception as error:  # who can compute checksums can write anything, and a pickle can raise anything
+        raise DamagedValueError(f"a cached value cannot be read: {type(error).__name__}: {error}") from error
+    if end != size:
+        raise DamagedValueError(f"a cached value ends after {end} of {size} bytes")
+    return value
+
+
+def _write(value: Any, parts: list[Any], allow_pickle: bool) -> None:
+    """Append ``value``'s entry: a tag and what it announces."""
+    kind = type(value)
+    if kind is torch.Tensor and is_plain_tensor(value):
+        parts += [b"t", *tensor_parts(value)]
+    elif kind in (np.ndarray, np.memmap) and is_plain_array(value):
+        parts += [b"a", *array_parts(value)]
+    elif isinstance(value, np.generic) and is_plain_array(value):
+        parts += [b"g", *array_parts(np.asarray(value))]
+    elif kind in (tuple, list):
+        parts += [b"(" if kind is tuple else b"[", _COUNT.pack(len(value))]
+        for item in value:
+            _write(item, parts, allow_pickle)
+    elif kind is dict:
+        parts += [b"{", _COUNT.pack(len(value))]
+        for key, item in value.items():
+            _write(key, parts, allow_pickle)
+            _write(item, parts, allow_pickle)
+    elif kind in _SCALARS:
+        parts.append(_SCALARS[kind](value))
+    else:
+        _write_pickled(value, parts, allow_pickle)
+
+
+def _write_pickled(value: Any, parts: list[Any], allow_pickle: bool) -> None:
+    if not allow_pickle:
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        raise TypeError(
+            f"a value of type {kind} cannot be cached without pickle, which is off for hosts= because whoever can write to those "
+            "servers could run code here; pass allow_pickle=True if you trust all of them, or return tensors, arrays, numbers, "
+            "str, bytes, and tuples, lists and dicts of them"
+        )
+    parts.append(_blob(b"p", pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)))
+
+
+def _blob(tag: bytes, data: bytes | bytearray) -> bytes:
+    if len(data) > _LARGEST:
+        raise TooLargeError(f"a value of {len(data)} bytes is not cached, as Redis takes at most {_LARGEST}; cache parts of it")
+    return tag + _COUNT.pack(len(data)) + data
+
+
+def _integer(value: int) -> bytes:
+    if -(2**63) <= value < 2**63:
+        return b"i" + _INT.pack(value)
+    return _blob(b"I", value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+
+
+_SCALARS: dict[type, Callable[[Any], bytes]] = {
+    type(None): lambda value: b"N",
+    bool: lambda value: b"T" if value else b"F",
+    int: _integer,
+    float: lambda value: b"f" + _FLOAT.pack(value),
+    complex: lambda value: b"c" + _COMPLEX.pack(value.real, value.imag),
+    str: lambda value: _blob(b"s", value.encode("utf-8", "surrogatepass")),
+    bytes: lambda value: _blob(b"b", value),
+    bytearray: lambda value: _blob(b"B", value),
+}
+
+
+def _read(view: memoryview, at: int, allow_pickle: bool) -> tuple[Any, int]:
+    """Return the value whose entry begins at ``at``, and where the next one begins."""
+    tag = view[at]
+    at += 1
+    if tag in _CONSTANTS:
+        return _CONSTANTS[tag], at
+    if tag in _NUMBERS:
+        fields, make = _NUMBERS[tag]
+        return make(*fields.unpack_from(view, at)), at + fields.size
+    if tag in b"ta":
+        return read_tensor(view, at) if tag == ord("t") else read_array(view, at)
+    if tag == ord("g"):
+        array, at = read_array(view, at)
+        return array[()], at
+    (count,) = _COUNT.unpack_from(view, at)
+    at += _COUNT.size
+    if tag in _BLOBS:
+        end = at + count
+        if end > len(view):
+            raise DamagedValueError(f"a cached value announces {end} bytes and has {len(view)}")
+        if tag == ord("p") and not allow_pickle:
+            raise DamagedValueError("a cached value needs pickle; pass allow_pickle=True if you trust all who can write there")
+        return _BLOBS[tag](view[at:end]), end
+    items = []
+    for _ in range(count * 2 if tag == ord("{") else count):
+        item, at = _read(view, at, allow_pickle)
+        items.append(item)
+    return _CONTAINERS[tag](items), at
+
+
+_CONSTANTS = {ord("N"): None, ord("T"): True, ord("F"): False}
+_NUMBERS: dict[int, tuple[struct.Struct, Callable[..., Any]]] = {
+    ord("i"): (_INT, int),
+    ord("f"): (_FLOAT, float),
+    ord("c"): (_COMPLEX, complex),
+}
+_BLOBS: dict[int, Callable[[memoryview], Any]] = {
+    ord("s"): lambda view: str(view, "utf-8", "surrogatepass"),
+    ord("b"): bytes,
+    ord("B"): bytearray,
+    ord("I"): lambda view: int.from_bytes(view, "little", signed=True),
+    ord("p"): lambda view: pickle.loads(view),  # noqa: S301  (only with permission: see _read)
+}
+_CONTAINERS: dict[int, Callable[[list[Any]], Any]] = {
+    ord("("): tuple,
+    ord("["): list,
+    ord("{"): lambda items: dict(zip(items[::2], items[1::2], strict=True)),
+}

@@ -1,0 +1,58 @@
+"""What the cache's tests share: exact equality of values, and objects that need pickle."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+
+class Pair(NamedTuple):
+    left: int
+    right: int
+
+
+@dataclass
+class Sample:
+    """An object that only pickle can store."""
+
+    pixels: Any
+    label: int = 0
+
+
+def same(a: Any, b: Any) -> bool:
+    """Return whether ``a`` and ``b`` are of one type and equal bit by bit, however deeply nested."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return (
+            (a.dtype, a.shape, a.requires_grad) == (b.dtype, b.shape, b.requires_grad)
+            and element_bytes(a) == element_bytes(b)
+        )  # fmt: skip
+    if isinstance(a, np.ndarray | np.generic):
+        return (a.dtype, a.shape) == (b.dtype, b.shape) and a.tobytes() == b.tobytes()
+    if isinstance(a, tuple | list):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, dict):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a.items(), b.items(), strict=True))
+    if isinstance(a, float):
+        return struct.pack("d", a) == struct.pack("d", b)
+    if isinstance(a, complex):
+        return same(a.real, b.real) and same(a.imag, b.imag)
+    if isinstance(a, Sample):
+        return same(a.pixels, b.pixels) and a.label == b.label
+    return a == b
+
+
+def element_bytes(tensor: torch.Tensor) -> list[bytes]:
+    """Return each element's bytes, found without any of the package's ways: one by one, through untyped storage."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    width, memory = plain.element_size(), bytes(plain.untyped_storage().tolist())
+    found = []
+    for index in np.ndindex(*plain.shape):
+        start = (plain.storage_offset() + sum(i * s for i, s in zip(index, plain.stride(), strict=True))) * width
+        found.append(memory[start : start + width])
+    return found
