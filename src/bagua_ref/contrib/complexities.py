@@ -1,0 +1,244 @@
+"""What samples cost, as exact numbers, and their order by cost (S7.2). Who gets which sample is not decided here."""
+
+from __future__ import annotations
+
+import math
+import operator
+import sys
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bagua_ref.backends import get_backend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from bagua_ref.backends import KernelBackend
+
+__all__ = ["Numbers", "Ordering", "ends", "noise_bound", "numbers_of", "read_complexities", "shown", "to_number"]
+
+Numbers: TypeAlias = "Tensor | list[int | float]"
+"""int64 or float64 elements, or Python numbers where neither dtype holds all of them exactly."""
+
+_LARGEST = 2**63 - 1  # of int64
+_EXACT_FLOAT = 2**53  # integers up to here are float64 numbers
+
+
+def to_number(name: str, value: Any) -> int | float:
+    """Return the Python number that ``value`` is: an int, a float, a NumPy scalar, a tensor or array of one element (S7).
+
+    Raises:
+        TypeError: it is something else.
+        ValueError: it is NaN, or a tensor or array of several elements.
+
+    >>> to_number("complexity", torch.tensor(3))
+    3
+    """
+    number = value
+    if isinstance(value, (Tensor, np.ndarray, np.generic)):
+        if math.prod(value.shape) != 1:
+            raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be one number")
+        number = value.item()
+    if isinstance(number, float):
+        if math.isnan(number):
+            raise ValueError(f"{name} is NaN, which has no place in an order")
+        return float(number)
+    try:
+        return int(operator.index(cast("Any", number)))  # int(): True is 1
+    except TypeError:
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; it must be an int or a float") from None
+
+
+def read_complexities(dataset: Any, complexity_fn: Callable[[Any], Any], *, progress: bool) -> Numbers:
+    """Read the dataset once and return each sample's complexity; what ``complexity_fn`` returns is not changed (S7).
+
+    Args:
+        dataset: with a length.
+        complexity_fn: sample -> complexity.
+        progress: show a bar on standard error.
+    """
+    places: Iterable[int] = range(len(dataset))
+    if progress:
+        places = _with_bar(len(dataset))
+    return _packed([to_number(f"the complexity of sample {i}", complexity_fn(dataset[i])) for i in places])
+
+
+def numbers_of(complexities: Any, length: int) -> Numbers:
+    """Return a copy of ``complexities``, a 1-D tensor or array or any iterable of numbers, as exact numbers.
+
+    Raises:
+        ValueError: there are not ``length`` of them, or one is NaN.
+        TypeError: one is no number.
+    """
+    if isinstance(complexities, (Mapping, AbstractSet)):
+        raise TypeError(
+            f"complexities is a {type(complexities).__name__}; it must be a list, array or tensor in the samples' order"
+        )
+    if isinstance(complexities, Tensor):
+        complexities = complexities.detach().cpu()
+        complexities = complexities.double().numpy() if complexities.dtype.is_floating_point else complexities.numpy()
+    if not isinstance(complexities, np.ndarray):
+        complexities = list(complexities)
+    shape = complexities.shape if isinstance(complexities, np.ndarray) else (len(complexities),)
+    if shape != (length,):
+        raise ValueError(f"complexities has shape {shape}; it must have one number for each of the {length} samples")
+    if isinstance(complexities, np.ndarray):
+        kind, size = complexities.dtype.kind, complexities.dtype.itemsize
+        if kind in "bi" or (kind == "u" and (size < 8 or complexities.max() <= _LARGEST)):
+            return torch.from_numpy(complexities.astype(np.int64))
+        if kind == "f" and size <= 8:
+            return _float64(torch.from_numpy(complexities.astype(np.float64)))
+    return _packed([to_number(f"complexities[{i}]", value) for i, value in enumerate(complexities)])
+
+
+def noise_bound(numbers: Numbers, random_level: float) -> int:
+    """Return the number below which noise stays: int((max - min) * random_level + 1) in Python's arithmetic (S7.2).
+
+    Raises:
+        ValueError: max - min is no finite number (a complexity is infinite, say), or the noise does not fit into int64.
+    """
+    low, high = ends(numbers)
+    try:
+        bound = int((high - low) * (random_level or 0) + 1)  # an integer 0 takes integers of any size
+    except (OverflowError, ValueError):
+        raise ValueError(
+            f"complexities from {shown(low)} to {shown(high)} lie too far apart for the noise of shuffle=True, which is drawn "
+            "below int((max - min) * random_level + 1); limit them, or use shuffle=False"
+        ) from None
+    if bound > _LARGEST:
+        raise ValueError(
+            f"random_level={random_level!r} of complexities from {shown(low)} to {shown(high)} is noise that does not fit into "
+            "64 bits; take a smaller random_level, or divide the complexities by a constant"
+        )
+    return bound
+
+
+def shown(number: float) -> str:
+    """Return ``number`` as text that is not too long to read."""
+    if isinstance(number, int) and number.bit_length() > 256:
+        return f"an integer of {number.bit_length()} bits"
+    return repr(number)
+
+
+class Ordering:
+    """Samples in ascending order of complexity + noise, equal ones in their order (S7.2).
+
+    Keeps 8 bytes per sample: the order itself where noise is always zero, else the complexities. Only where those are
+    neither int64 nor float64 numbers, with noise added, it keeps them as Python numbers and sorts those.
+
+    Args:
+        numbers: the complexities.
+        bound: noise is below it; 1: there is none.
+        backend: whose `KernelBackend.order_by_complexity` sorts.
+    """
+
+    def __init__(self, numbers: Numbers, bound: int, backend: str | KernelBackend | None) -> None:
+        self.bound = bound
+        self._backend = backend
+        self._order: Tensor | None = None
+        self._numbers = _fit_for_noise(numbers, bound)
+        if bound == 1:
+            self._order = self._sorted(self._numbers)
+            self._numbers = self._order
+
+    def with_noise(self, noise: Tensor) -> Tensor:
+        """Return the order by complexity + noise, int64."""
+        if self._order is not None:
+            return self._order
+        if isinstance(self._numbers, Tensor):
+            return self._sorted(self._numbers + noise)
+        return self._sorted([number + extra for number, extra in zip(self._numbers, noise.tolist(), strict=True)])
+
+    def without_noise(self) -> Tensor:
+        """Return the order by complexity, int64."""
+        return self._sorted(self._numbers) if self._order is None else self._order
+
+    def stored(self) -> bytes:
+        """Return what is kept, as bytes: equal for equal complexities."""
+        if isinstance(self._numbers, Tensor):
+            return self._numbers.numpy().tobytes()
+        return " ".join(number.hex() if isinstance(number, float) else hex(number) for number in self._numbers).encode()
+
+    def _sorted(self, keys: Numbers) -> Tensor:
+        if not isinstance(keys, Tensor):
+            return torch.tensor(sorted(range(len(keys)), key=keys.__getitem__))
+        return _order(keys, get_backend(self._backend))
+
+
+def _packed(numbers: list[int | float]) -> Numbers:
+    """Return numbers as a tensor if that holds them exactly."""
+    kinds = set(map(type, numbers))
+    if kinds == {float}:
+        return _float64(torch.tensor(numbers, dtype=torch.float64))
+    if kinds == {int} and min(numbers) >= -_LARGEST - 1 and max(numbers) <= _LARGEST:
+        return torch.tensor(numbers, dtype=torch.int64)
+    return numbers
+
+
+def _float64(numbers: Tensor) -> Tensor:
+    """Return the numbers with +0 for -0, as a kernel may compare bits."""
+    if numbers.isnan().any():
+        raise ValueError(f"the complexity of sample {int(numbers.isnan().nonzero()[0])} is NaN, which has no place in an order")
+    return numbers + 0.0
+
+
+def _fit_for_noise(numbers: Numbers, bound: int) -> Numbers:
+    """Return numbers whose sums with noise below ``bound`` are ordered as Python orders those of the given ones."""
+    if isinstance(numbers, Tensor):
+        if numbers.dtype is torch.int64:
+            return numbers if int(numbers.max()) + bound - 1 <= _LARGEST else _fit_for_noise(numbers.tolist(), bound)
+        whole = numbers.abs().max() + bound <= _EXACT_FLOAT and torch.equal(numbers.trunc(), numbers)
+        return numbers.long() if whole else numbers  # integers sort faster
+    kinds = set(map(type, numbers))
+    if kinds == {int}:  # the sums' order is the same from any origin
+        low = min(numbers)
+        fits = max(numbers) - low + bound - 1 <= _LARGEST
+        return torch.tensor([number - low for number in numbers], dtype=torch.int64) if fits else numbers
+    largest = max((abs(number) for number in numbers if type(number) is int), default=0)
+    if largest + bound <= _EXACT_FLOAT:
+        return _fit_for_noise(_float64(torch.tensor(numbers, dtype=torch.float64)), bound)
+    return numbers
+
+
+def _order(keys: Tensor, kernels: KernelBackend) -> Tensor:
+    """Return the stable ascending order of int64 or float64 keys: by their lowest 16 bits, then by the next, and so on.
+
+    Lengths mostly need one such pass, and NumPy sorts 16 bits ten times as fast as 64.
+    """
+    device = "cpu" if kernels.device_types is None or "cpu" in kernels.device_types else kernels.device_types[0]
+    keys = keys.to(device)
+    if keys.is_floating_point():
+        bits = keys.view(torch.int64)
+        keys = bits ^ ((bits >> 63) & _LARGEST)  # integers in the same order: below zero, a larger magnitude comes first
+    low, high = (int(end) for end in ends(keys))
+    above = keys - low  # may wrap around; its bits are right all the same
+    order = None
+    for shift in range(0, max(1, (high - low).bit_length()), 16):
+        digit = (above >> shift).short() ^ -(2**15)  # 0 to 65535 become -32768 to 32767
+        if order is None:
+            order = kernels.order_by_complexity(digit)
+        else:  # index_select: several times as fast as brackets
+            order = order.index_select(0, kernels.order_by_complexity(digit.index_select(0, order)))
+    return cast("Tensor", order).cpu()
+
+
+def ends(numbers: Numbers) -> tuple[int | float, int | float]:
+    """Return the least and the largest number."""
+    if isinstance(numbers, Tensor):
+        low, high = torch.aminmax(numbers)
+        return low.item(), high.item()
+    return min(numbers), max(numbers)
+
+
+def _with_bar(length: int) -> Iterable[int]:
+    try:
+        from rich.console import Console
+        from rich.progress import track
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError("progress=True needs rich: pip install 'bagua_ref[demo]'") from None
+    return track(range(length), "complexities", console=Console(file=sys.stderr))

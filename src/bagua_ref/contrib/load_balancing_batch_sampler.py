@@ -1,0 +1,139 @@
+"""The sampler that cuts every replica's share into batches, equally many (S7.4)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import Sampler
+
+from bagua_ref.contrib.load_balancing_sampler import LoadBalancingDistributedSampler
+from bagua_ref.contrib.sampler_state import Place, check_settings, checked_count
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+__all__ = ["LoadBalancingDistributedBatchSampler"]
+
+
+class LoadBalancingDistributedBatchSampler(Sampler[list[int]]):
+    """Give each replica batches of variable size, all replicas the same number of them (S7.4).
+
+    ``batch_fn`` cuts every replica's indices, on every replica, so it must return the same for the same indices. Replicas with
+    fewer batches than the longest repeat theirs in cycle; with drop_last all stop after the shortest's number instead.
+
+    ``state_dict()`` counts the batches that the iterator which began last has handed out. A DataLoader with workers takes
+    batches ahead of training; then say what training has seen: ``state_dict(batches=batches_done)``.
+
+    Args:
+        sampler: a `LoadBalancingDistributedSampler` with drop_last=False.
+        batch_fn: indices -> batches, each a list of indices.
+        drop_last: cut off instead of repeating.
+
+    Raises:
+        ValueError: sampler is another kind of sampler or drops the last samples, or a replica gets no batches.
+
+    >>> lengths = [3, 1, 4, 1, 5, 9]
+    >>> sampler = LoadBalancingDistributedSampler(lengths, lambda x: x, num_replicas=2, rank=0, shuffle=False)
+    >>> list(LoadBalancingDistributedBatchSampler(sampler, lambda indices: [indices[:2], indices[2:]]))
+    [[1, 0], [4]]
+    """
+
+    def __init__(
+        self, sampler: LoadBalancingDistributedSampler, batch_fn: Callable[[list[int]], list[list[int]]], drop_last: bool = False
+    ) -> None:
+        if not isinstance(sampler, LoadBalancingDistributedSampler):
+            raise ValueError(f"sampler={sampler!r} must be a LoadBalancingDistributedSampler")
+        if sampler.drop_last:
+            raise ValueError("sampler.drop_last must be False; drop_last=True of the batch sampler drops whole batches")
+        if not callable(batch_fn):
+            raise TypeError(f"batch_fn={batch_fn!r} must be a function from a list of indices to a list of batches")
+        self.sampler = sampler
+        self.batch_fn = batch_fn
+        self.drop_last = bool(drop_last)
+        self.num_replicas, self.rank = sampler.num_replicas, sampler.rank
+        self._place = Place()
+        self._resume_at = 0
+        self.generate_batches()
+
+    def generate_batches(self) -> None:
+        """Cut the current epoch's indices of every replica into batches again (S7.4)."""
+        self._batches, self._num_batches = self._cut(self.sampler.epoch)
+        self._epoch = self.sampler.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch, as `LoadBalancingDistributedSampler.set_epoch` does, and cut its indices into batches."""
+        self.sampler.set_epoch(epoch)
+        self._follow()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self._follow()
+        return self._draw(self._epoch, self._batches, self._num_batches)
+
+    def __len__(self) -> int:
+        """Return how many batches every replica draws in this whole epoch (S7.4)."""
+        self._follow()
+        return self._num_batches
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.sampler!r}, drop_last={self.drop_last}; "
+            f"epoch {self._epoch}: {self._place.taken} of {self._num_batches} batches drawn)"
+        )
+
+    def state_dict(self, *, batches: int | None = None) -> dict[str, Any]:
+        """Return where this epoch stands, in numbers that any rank's batch sampler can load.
+
+        Args:
+            batches: how many batches of this epoch training has seen on each rank; None: as many as were handed out.
+        """
+        self._follow()
+        taken = checked_count("batches", batches, self._place.taken, len(self))
+        return {**self._settings(), "epoch": self._epoch, "batches": taken, "num_batches": self._num_batches}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Let the next iterator go on at the next batch of the saved epoch; those after it begin at the first again.
+
+        Raises:
+            ValueError: the state is that of another number of replicas, another dataset, other options or another batch_fn.
+        """
+        check_settings(state_dict, self._settings(), "batches")
+        own, total = self._cut(state_dict["epoch"])
+        check_settings(state_dict, {"num_batches": total}, "batches")
+        taken = checked_count("batches", state_dict["batches"], 0, total)
+        self.sampler.set_epoch(state_dict["epoch"])
+        self._batches, self._num_batches, self._epoch = own, total, self.sampler.epoch
+        self._place = Place(taken)
+        self._resume_at = taken
+
+    def _follow(self) -> None:
+        """Begin the epoch that the sampler is in, if it has been moved on."""
+        if self.sampler.epoch != self._epoch:
+            self.generate_batches()
+            self._place = Place()
+            self._resume_at = 0
+
+    def _cut(self, epoch: int) -> tuple[list[list[int]], int]:
+        """Return this replica's batches, neither repeated nor cut off yet, and how many every replica is to draw."""
+        order, chunks = self.sampler._plan(epoch)
+        counts, own = [], []
+        for replica in range(self.num_replicas):
+            indices = order[(chunks * self.num_replicas + replica) % self.sampler.length].tolist()
+            batches = list(self.batch_fn(indices))
+            if not batches:
+                raise ValueError(f"batch_fn made no batches for replica {replica} from its {len(indices)} indices; each needs one")
+            counts.append(len(batches))
+            if replica == self.rank:
+                own = batches
+        return own, min(counts) if self.drop_last else max(counts)
+
+    def _draw(self, epoch: int, batches: list[list[int]], total: int) -> Iterator[list[int]]:
+        place = Place()
+        if epoch == self._epoch:
+            place.taken, self._resume_at = self._resume_at, 0
+            self._place = place
+        for turn in range(place.taken, total):
+            place.taken += 1
+            yield batches[turn % len(batches)]
+
+    def _settings(self) -> dict[str, Any]:
+        return {**self.sampler._settings(), "drop_last": self.drop_last}

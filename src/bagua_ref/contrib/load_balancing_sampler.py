@@ -1,0 +1,204 @@
+"""The sampler that gives all replicas samples of like cost at the same step (S7.1 - S7.3).
+
+Costs and their order are in `complexities`, what a replica and a saved place are in `sampler_state`.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from bagua_ref.backends import get_backend
+from bagua_ref.contrib.complexities import Ordering, ends, noise_bound, numbers_of, read_complexities, shown, to_number
+from bagua_ref.contrib.sampler_state import Place, check_settings, checked_count, replica_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from bagua_ref.backends import KernelBackend
+
+__all__ = ["LoadBalancingDistributedSampler"]
+
+_BLOCK = 4096  # so many indices are Python numbers at a time
+
+
+class LoadBalancingDistributedSampler(Sampler[int]):
+    """Give each of R replicas a share of the samples such that all draw like complexities at each step (S7.1 - S7.3).
+
+    The samples, N of them, are sorted by complexity (with shuffle, by complexity + noise that is drawn for each epoch) and cut
+    into chunks of R neighbours, the last filled up from the front; the chunks are shuffled, and rank i takes element i of each.
+    All replicas must be given the same complexities and options. Use it as `torch.utils.data.DistributedSampler`; where the
+    process group is not torch's own, ``bagua_ref.init_process_group()`` or the launcher's environment say rank and size.
+
+    ``state_dict()`` counts the samples that the iterator which began last has handed out. A DataLoader with workers takes
+    samples ahead of training; then say what training has seen: ``state_dict(samples=batches_done * batch_size)``.
+
+    Args:
+        dataset: has a length of at least 1. It is read once, when the sampler is made, unless ``complexities`` is given.
+        complexity_fn: sample -> an int or float (or NumPy scalar, or tensor of one element; left as it is), or None with
+            ``complexities``. Infinity is allowed with shuffle=False only.
+        num_replicas: R; None: the number of ranks.
+        rank: from 0 to R - 1; None: this rank.
+        shuffle: a new order in each epoch, see `set_epoch`.
+        seed: the same on all replicas.
+        drop_last: leave out the last N mod R of the order instead of filling up.
+        random_level: from 0, best balance, to 1, where noise is as large as the range of complexities.
+        complexities: the numbers themselves, one per sample: a list, an array, a 1-D tensor; copied.
+        progress: show a bar (rank 0 only) while the dataset is read.
+        backend: whose ``order_by_complexity`` sorts; a name, a backend, or None for the usual choice.
+
+    Raises:
+        ValueError: random_level is outside [0, 1], rank outside [0, R), R < 1, the dataset empty, a complexity NaN, their
+            number wrong, or both or none of complexity_fn and complexities are given.
+        TypeError: a complexity is no number.
+
+    >>> lengths = [3, 1, 4, 1, 5, 9]
+    >>> for rank in range(2):
+    ...     sampler = LoadBalancingDistributedSampler(lengths, lambda x: x, num_replicas=2, rank=rank, shuffle=False)
+    ...     print([lengths[index] for index in sampler])
+    [1, 3, 5]
+    [1, 4, 9]
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        complexity_fn: Callable[[Any], Any] | None,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        random_level: float = 0,
+        *,
+        complexities: Any = None,
+        progress: bool = False,
+        backend: str | KernelBackend | None = None,
+    ) -> None:
+        self.num_replicas, self.rank = replica_of(num_replicas, rank)
+        self.random_level = to_number("random_level", random_level)
+        if not 0 <= self.random_level <= 1:
+            raise ValueError(f"random_level={random_level!r} must be from 0 (best balance) to 1")
+        self.dataset = dataset
+        self.length = len(dataset)
+        if self.length == 0:
+            raise ValueError("dataset is empty; it must have at least one sample")
+        if (complexity_fn is None) == (complexities is None):
+            raise ValueError("give either complexity_fn or complexities= (with complexity_fn=None), and not both")
+        if complexity_fn is not None and not callable(complexity_fn):
+            raise TypeError(f"complexity_fn={complexity_fn!r} must be a function; numbers go to complexities=")
+        get_backend(backend)  # one that cannot run is an error before the dataset is read
+        self.shuffle = bool(shuffle)
+        self.seed = operator.index(seed)
+        self.drop_last = bool(drop_last)
+        self.num_samples = self.length // self.num_replicas if self.drop_last else -(-self.length // self.num_replicas)
+        self.total_size = self.num_samples * self.num_replicas
+        self._start_epoch(0)
+
+        if complexity_fn is not None:
+            numbers = read_complexities(dataset, complexity_fn, progress=bool(progress) and self.rank == 0)
+        else:
+            numbers = numbers_of(complexities, self.length)
+        low, high = ends(numbers)
+        if low == high and self.length > 1:
+            warnings.warn(
+                f"all {self.length} complexities are {shown(low)}, so there is nothing to balance; "
+                "is that what was to be measured?",
+                stacklevel=2,
+            )
+        self._ordering = Ordering(numbers, noise_bound(numbers, self.random_level) if self.shuffle else 1, backend)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch, whose number the order is drawn with when shuffle=True; call it before each epoch (S7.2).
+
+        The epoch that is current already goes on: a place set by `load_state_dict` stays.
+        """
+        if operator.index(epoch) != self.epoch:
+            self._start_epoch(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        return self._draw(self.epoch)
+
+    def __len__(self) -> int:
+        """Return how many samples this replica draws in a whole epoch (S7.1)."""
+        return self.num_samples
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.length} samples, rank {self.rank} of {self.num_replicas}, shuffle={self.shuffle}, "
+            f"seed={self.seed}, drop_last={self.drop_last}, random_level={self.random_level}; "
+            f"epoch {self.epoch}: {self._place.taken} of {self.num_samples} drawn)"
+        )
+
+    def shuffle_chunks(self) -> tuple[list[list[int]], list[int]]:
+        """Return this epoch's chunks of indices, and the chunks' numbers in the order in which they are drawn (S7.3)."""
+        order, chunks = self._plan(self.epoch)
+        places = torch.arange(max(1, self.num_samples) * self.num_replicas) % self.length
+        return order[places].view(-1, self.num_replicas).tolist(), chunks.tolist()
+
+    def state_dict(self, *, samples: int | None = None) -> dict[str, Any]:
+        """Return where this epoch stands, in numbers that any rank's sampler can load.
+
+        Args:
+            samples: how many samples of this epoch training has seen on each rank; None: as many as were handed out.
+        """
+        return {**self._settings(), "epoch": self.epoch, "samples": checked_count("samples", samples, self._place.taken, len(self))}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Let the next iterator go on at the next sample of the saved epoch; those after it begin at the first again.
+
+        Raises:
+            ValueError: the state is that of another number of replicas, another dataset or other options.
+        """
+        check_settings(state_dict, self._settings(), "samples")
+        samples = checked_count("samples", state_dict["samples"], 0, len(self))
+        self._start_epoch(state_dict["epoch"], samples)
+
+    def _start_epoch(self, epoch: int, samples: int = 0) -> None:
+        epoch = operator.index(epoch)
+        if not -(2**63) <= self.seed + epoch < 2**64:
+            raise ValueError(f"seed + epoch = {self.seed + epoch} must fit into 64 bits")
+        self.epoch = epoch
+        self._place = Place(samples)
+        self._resume_at = samples
+
+    def _draw(self, epoch: int) -> Iterator[int]:
+        # Not before the first sample is asked for: a DataLoader with workers makes an iterator that it never uses.
+        place = Place()
+        if epoch == self.epoch:
+            place.taken, self._resume_at = self._resume_at, 0
+            self._place = place
+        order, chunks = self._plan(epoch)
+        mine = order.index_select(0, (chunks * self.num_replicas + self.rank) % self.length)
+        del order, chunks  # as large as all that the sampler keeps
+        for block in mine[place.taken :].split(_BLOCK):
+            for index in block.tolist():
+                place.taken += 1
+                yield index
+
+    def _plan(self, epoch: int) -> tuple[Tensor, Tensor]:
+        """Return the samples' order and the chunks' order, S7.2 and S7.3."""
+        num_chunks = max(1, self.num_samples)
+        if not self.shuffle:
+            return self._ordering.without_noise(), torch.arange(num_chunks)[: self.num_samples]
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        noise = torch.randint(self._ordering.bound, (self.length,), generator=generator)  # drawn also when it is all zeros
+        return self._ordering.with_noise(noise), torch.randperm(num_chunks, generator=generator)[: self.num_samples]
+
+    def _settings(self) -> dict[str, Any]:
+        """Return what a saved place depends on."""
+        return {
+            "num_replicas": self.num_replicas,
+            "length": self.length,
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+            "drop_last": self.drop_last,
+            "random_level": self.random_level,
+            "complexities": zlib.crc32(self._ordering.stored()),
+        }

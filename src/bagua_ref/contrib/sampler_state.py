@@ -1,0 +1,73 @@
+"""What the samplers share: which replica they serve, and the place in an epoch that is saved and found again."""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from bagua_ref.runtime import RealWorld, current_world
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["Place", "check_settings", "checked_count", "replica_of"]
+
+
+class Place:
+    """How many items of an epoch an iterator has handed out."""
+
+    def __init__(self, taken: int = 0) -> None:
+        self.taken = taken
+
+
+def replica_of(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
+    """Return the number of replicas and the rank; what is None comes from the process group, else from the environment.
+
+    Raises:
+        ValueError: there is no such rank, or no replica.
+    """
+    if num_replicas is None or rank is None:
+        found_size, found_rank = _size_and_rank()
+        num_replicas = found_size if num_replicas is None else num_replicas
+        rank = found_rank if rank is None else rank
+    count, place = operator.index(num_replicas), operator.index(rank)
+    if count < 1:
+        raise ValueError(f"num_replicas={count} must be at least 1")
+    if not 0 <= place < count:
+        raise ValueError(f"rank={place} must be from 0 to num_replicas - 1 = {count - 1}")
+    return count, place
+
+
+def checked_count(name: str, value: int | None, default: int, most: int) -> int:
+    """Return ``value``, or ``default`` for None; refuse what an epoch of ``most`` items does not have."""
+    number = default if value is None else operator.index(value)
+    if not 0 <= number <= most:
+        raise ValueError(f"{name}={number} must be from 0 to {most}, the number of {name} in the epoch")
+    return number
+
+
+def check_settings(state_dict: Mapping[str, Any], here: Mapping[str, Any], unit: str) -> None:
+    """Refuse a state that was saved under other settings than those here."""
+    if missing := [name for name in (*here, "epoch", unit) if name not in state_dict]:
+        raise ValueError(f"state_dict lacks {', '.join(missing)}; it must come from state_dict() of the same kind of sampler")
+    for name, value in here.items():
+        if state_dict[name] == value:
+            continue
+        if name == "complexities":
+            raise ValueError("state_dict was saved with other complexities, so its place is not one in this order")
+        advice = (
+            f"; which {unit} are left cannot be told exactly. Resume with {state_dict[name]} replicas, or call set_epoch"
+            f"({state_dict['epoch'] + 1}) to begin the next epoch"
+            if name == "num_replicas"
+            else ""
+        )
+        raise ValueError(f"state_dict was saved with {name}={state_dict[name]}, and here it is {value}{advice}")
+
+
+def _size_and_rank() -> tuple[int, int]:
+    world = current_world()
+    if isinstance(world, RealWorld) and world.known_identity is None and dist.is_available() and dist.is_initialized():
+        return dist.get_world_size(), dist.get_rank()  # torch alone was initialized, perhaps without a launcher
+    return world.identity.world_size, world.identity.rank
