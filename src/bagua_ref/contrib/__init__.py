@@ -2,7 +2,10 @@
 
 from typing import Any
 
-__all__: list[str] = []
+from bagua_ref.contrib.fuse.optimizer import fuse_optimizer
+from bagua_ref.contrib.load_balancing_data_loader import LoadBalancingDistributedBatchSampler, LoadBalancingDistributedSampler
+
+__all__: list[str] = ["LoadBalancingDistributedBatchSampler", "LoadBalancingDistributedSampler", "fuse_optimizer"]
 
 
 def __getattr__(name: str) -> Any:

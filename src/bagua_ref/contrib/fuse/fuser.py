@@ -1,0 +1,163 @@
+"""What `fuse_optimizer` hangs on an optimizer: it puts flat parameters in the groups' place while ``step`` runs (S6)."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from bagua_ref.contrib.fuse.layout import flatten_weights, held_by_bucket, is_plain, owns_storage
+from bagua_ref.contrib.fuse.plan import Plan, can_fuse
+from bagua_ref.contrib.fuse.state import take_over
+from bagua_ref.utils import NotCopied
+
+if TYPE_CHECKING:
+    from collections import OrderedDict
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+__all__ = ["Fuser"]
+
+_HOOK: Any = "bagua_ref.fuse_step"
+
+
+class Fuser(NotCopied):
+    """Steps one optimizer with runs of its parameters in the parameters' place.
+
+    It calls the optimizer's own ``step``, so that all that others have put around it - hooks, schedulers, locks - takes part. The
+    groups are exchanged after the last hook before the step, and put back before the first hook after it.
+
+    Args:
+        do_flatten: move weights, and gradients that stay, beside each other.
+        check_flatten: warn when weights have left the place where they were put.
+        allow_inexact: also fuse what then differs in the last bit.
+    """
+
+    def __init__(self, do_flatten: bool, check_flatten: bool, allow_inexact: bool) -> None:
+        self._do_flatten, self._check_flatten, self._allow_inexact = do_flatten, check_flatten, allow_inexact
+        self._plan: Plan | None = None
+        self._groups: list[tuple[dict[str, Any], list[Tensor]]] | None = None
+        """While they are exchanged: the groups, and the parameters that are theirs."""
+        self._loss: Any = None
+        self._num_groups = 0
+        """How many groups have been flattened."""
+        self._flattened: list[tuple[weakref.ref[Tensor], int]] = []
+        """Weights that were moved, and where to."""
+
+    def flatten(self, optimizer: torch.optim.Optimizer) -> None:
+        """If asked to: put the weights of each new group beside each other, and gradients and state that are there already."""
+        if not self._do_flatten:
+            return
+        groups, self._num_groups = optimizer.param_groups[self._num_groups :], len(optimizer.param_groups)
+        with torch.no_grad():
+            for group in groups:
+                candidates = [p for p in group["params"] if can_fuse(group, p.dtype, p.device, self._allow_inexact)]
+                self._flattened += [(weakref.ref(p), p.data_ptr()) for p in flatten_weights(candidates)]
+            self._plan = Plan(optimizer, self._allow_inexact)
+            for run in self._plan.runs:
+                run.move_gradients(_is_movable)
+
+    def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> Any:
+        """Step ``optimizer`` with flat parameters; return what ``closure`` returns."""
+        before, after = optimizer._optimizer_step_pre_hooks, cast("OrderedDict[Any, Any]", optimizer._optimizer_step_post_hooks)
+        before[_HOOK] = self._exchange
+        after[_HOOK] = self._put_back
+        after.move_to_end(_HOOK, last=False)
+        try:
+            result = optimizer.step() if closure is None else optimizer.step(closure)
+            return result if self._loss is None else self._loss
+        finally:
+            del before[_HOOK], after[_HOOK]
+            self._loss = None
+            if self._groups is not None:  # the step raised
+                with torch.no_grad():
+                    self._restore(optimizer)
+                self._plan = None
+
+    @torch.no_grad()
+    def _exchange(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """Put the runs in the groups' place, as the last hook before the step; run the closure first, as it makes gradients."""
+        if self._groups is not None:  # a class whose step calls another one's runs all hooks twice
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is not None:
+            with torch.enable_grad():
+                self._loss = closure()
+            args = (*args[:1], *(None for _ in args[1:2]), *args[2:])
+            kwargs = {name: value for name, value in kwargs.items() if name != "closure"}
+        if self._plan is None or not self._plan.take_gradients(optimizer):
+            self._look_after_weights()
+            if len(optimizer.param_groups) > self._num_groups:
+                self.flatten(optimizer)
+            self._plan = Plan(optimizer, self._allow_inexact)
+            current = self._plan.take_gradients(optimizer)
+            assert current, "a new plan is out of date"
+        if self._do_flatten:
+            for run in self._plan.runs:
+                run.keep_gradients(_is_movable)
+        self._groups = []
+        for group, planned in zip(optimizer.param_groups, self._plan.groups, strict=True):
+            self._groups.append((group, group["params"]))
+            group["params"] = planned.stepped
+        state = take_over(optimizer)
+        state.unwatch()
+        for run in self._plan.runs:
+            if run.state is not None:
+                state[run.weight] = run.state
+        return args, kwargs
+
+    def _restore(self, optimizer: torch.optim.Optimizer) -> list[dict[Any, Any] | None]:
+        """Put the groups back; return the state in which the runs were left."""
+        assert self._plan is not None
+        for group, parameters in self._groups or ():
+            group["params"] = parameters
+        self._groups = None
+        for run in self._plan.runs:
+            run.give_gradient_back()
+        return [optimizer.state.pop(run.weight, None) for run in self._plan.runs]
+
+    @torch.no_grad()
+    def _put_back(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Put the groups back, as the first hook after the step, and bring the runs' state to the parameters."""
+        if self._groups is None:
+            return
+        assert self._plan is not None
+        states = self._restore(optimizer)
+        plan, self._plan = self._plan, None
+        lasting = [run.push(state, optimizer.state) for run, state in zip(plan.runs, states, strict=True)]
+        # Autograd has to know that weights which a graph may have saved are others now.
+        torch.autograd.graph.increment_version(plan.parameters)
+        optimizer._bagua_fused_count += sum(bool(planned.runs) for planned in plan.groups)  # type: ignore[attr-defined]
+        if all(lasting):
+            plan.stepped()
+            self._plan = plan
+
+    def _look_after_weights(self) -> None:
+        """Warn once of weights that have left the place where they were put."""
+        here, left = [], 0
+        for weak, pointer in self._flattened:
+            parameter = weak()
+            if parameter is not None and parameter.data_ptr() == pointer:
+                here.append((weak, pointer))
+            elif parameter is not None and held_by_bucket(parameter) is not parameter:
+                left += 1
+        total, self._flattened = len(self._flattened), here
+        if left and self._check_flatten:
+            warnings.warn(
+                f"{left} of {total} parameters have left the storage into which fuse_optimizer() put them, as .to() or setting "
+                ".data makes them do; they are stepped one by one from now on. Make and fuse the optimizer after moving the model",
+                stacklevel=2,
+            )
+
+
+def _is_movable(parameter: Tensor, grad: Tensor) -> bool:
+    """Return whether a gradient is no one's but its parameter's."""
+    return (
+        is_plain(grad)
+        and owns_storage(grad)
+        and held_by_bucket(parameter) is not grad
+        and not (grad.device.type == "cpu" and grad.is_shared())
+    )

@@ -1,0 +1,249 @@
+"""Parameters that lie beside each other, their state, and the flat parameter that is stepped in their place (S6)."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import deque
+from operator import attrgetter, itemgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bagua_ref.contrib.fuse.layout import lay_out
+from bagua_ref.tensor import Registration
+from bagua_ref.utils import flatten
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, MutableMapping, Sequence
+
+    from torch import Tensor
+
+__all__ = ["NUMBERS", "Run", "SharedScalar"]
+
+get_grad = attrgetter("grad")
+
+NUMBERS = (int, float, bool, str, type(None))
+"""Types of immutable values, which parameters can share."""
+
+
+class SharedScalar:
+    """A state tensor of one number, such as ``step``: each parameter has its own, and all are equal.
+
+    They become views of one vector, so that one operation writes them all, and one compares.
+    """
+
+    def __init__(self, key: Any, states: Sequence[dict[Any, Any]]) -> None:
+        self._vector = torch.stack([state[key] for state in states])
+        for state, own in zip(states, self._vector.unbind(), strict=True):
+            state[key] = own
+        self.value = self._vector[0].clone()
+        self._repeated = self.value.expand_as(self._vector)
+        self._version = self._vector._version
+
+    def pull(self) -> bool:
+        """Take the parameters' number; return False if they differ."""
+        if self._vector.device.type == "cpu":
+            if torch.equal(self._vector, self._repeated):
+                return True
+        elif self._vector._version == self._version:  # comparing would wait for the device
+            return True
+        self.value.copy_(self._vector[0])
+        self._version = self._vector._version
+        return torch.equal(self._vector, self._repeated)
+
+    def push(self) -> None:
+        """Give the parameters this number."""
+        self._vector.copy_(self._repeated)
+        self._version = self._vector._version
+
+
+class Run:
+    """Contiguous parameters that are updated as one.
+
+    Args:
+        parameters: adjacent, in order, in one storage.
+        states: the optimizer's state of each, with the same keys and numbers, which moves beside each other; None: they have none.
+        per_element: keys of ``states`` that hold a number for each element.
+        held: the one of these that a bucket holds, if one does.
+    """
+
+    def __init__(
+        self, parameters: list[Tensor], states: list[dict[Any, Any]] | None, per_element: Sequence[Any] = (), held: Any = None
+    ) -> None:
+        self.parameters, self.states = parameters, states
+        self.weight = torch.nn.Parameter(lay_out(parameters), requires_grad=parameters[0].requires_grad)
+        """All elements, in the parameters' own memory."""
+        self.state: dict[Any, Any] | None = None
+        """The state of `weight`: what is per element lies in the memory of the parameters' own state."""
+        self._tensors: dict[Any, Tensor] = {}
+        self._scalars: dict[Any, SharedScalar] = {}
+        self._numbers: dict[Any, Any] = {}
+        self._readers: dict[Any, Callable[[Any], Any]] = {}
+        if states is not None:
+            for key, value in states[0].items():
+                if key in per_element:
+                    self._tensors[key] = lay_out([state[key] for state in states])
+                elif isinstance(value, torch.Tensor):
+                    self._scalars[key] = SharedScalar(key, states)
+                    self._tensors[key] = self._scalars[key].value
+                else:
+                    self._numbers[key], self._readers[key] = value, itemgetter(key)
+            self.state = {**self._tensors, **self._numbers}
+        self.num_entries = sum(map(len, states or ()))
+        """How many entries the parameters' states have together."""
+        if held is not None:
+            self._register(held)
+        sizes = [p.numel() * p.element_size() for p in parameters]
+        self._offsets = list(itertools.accumulate(sizes[:-1], initial=0))
+        self._one_dimensional = all(p.ndim == 1 for p in parameters)
+        self._in_place = False
+        """Whether the gradients lie as the parameters do."""
+        self._seen_grad: weakref.ref[Tensor] | None = None
+
+    @property
+    def tensor_keys(self) -> list[Any]:
+        """Keys under which the parameters' states hold tensors."""
+        return list(self._tensors)
+
+    def pull(self) -> bool:
+        """Take the parameters' numbers, which ordinary steps may have changed; return False if they differ."""
+        for scalar in self._scalars.values():
+            if not scalar.pull():
+                return False
+        for key, read in self._readers.items():
+            assert self.states is not None
+            assert self.state is not None
+            values = list(map(read, self.states))
+            if values.count(values[0]) < len(values):
+                return False
+            self._numbers[key] = self.state[key] = values[0]
+        return True
+
+    def push(self, state: dict[Any, Any] | None, store: MutableMapping[Any, Any]) -> bool:
+        """Bring the state in which a step has left `weight` to the parameters.
+
+        Args:
+            state: of `weight`, None if there is none.
+            store: the optimizer's state, which gets what the parameters had none of.
+
+        Returns:
+            Whether this run is still of use: False if there is state where there was none, or the other way round.
+
+        Raises:
+            RuntimeError: state that is neither per element nor one number: this optimizer is not element-wise.
+        """
+        if state is None:
+            for parameter in self.parameters if self.states is not None else ():
+                store.pop(parameter, None)
+            return self.states is None
+        lasting = self.states is not None and state.keys() == self._tensors.keys() | self._numbers.keys()
+        if self.states is None:
+            self.states = [store.setdefault(parameter, {}) for parameter in self.parameters]
+        for key, value in state.items():
+            place = self._tensors.get(key)
+            if value is place and place is not None:
+                pass
+            elif place is not None and _alike(value, place):  # an optimizer that does not work in place
+                place.copy_(value)
+                state[key] = place
+            elif key in self._numbers and type(value) in NUMBERS:
+                if value != self._numbers[key]:
+                    self._numbers[key] = value
+                    deque(map(dict.__setitem__, self.states, itertools.repeat(key), itertools.repeat(value)), maxlen=0)
+            else:
+                self._publish(key, value)
+                lasting = False
+        for scalar in self._scalars.values():
+            scalar.push()
+        for key in (self._tensors.keys() | self._numbers.keys()) - state.keys():
+            deque(map(dict.pop, self.states, itertools.repeat(key), itertools.repeat(None)), maxlen=0)
+        self.state = state
+        return lasting
+
+    def _publish(self, key: Any, value: Any) -> None:
+        """Give the parameters their parts of a state that is new."""
+        assert self.states is not None
+        if isinstance(value, torch.Tensor) and value.shape == self.weight.shape:
+            parts: list[Any] = self._parts(value)
+        elif isinstance(value, torch.Tensor) and value.numel() == 1:
+            parts = [value.clone() for _ in self.parameters]
+        elif type(value) in NUMBERS:
+            parts = [value] * len(self.parameters)
+        else:
+            what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+            raise RuntimeError(
+                f"the optimizer's state {key!r} of {self.weight.numel()} elements in {len(self.parameters)} parameters is {what}, "
+                "which cannot be divided among them; this optimizer cannot be fused"
+            )
+        for state, part in zip(self.states, parts, strict=True):
+            state[key] = part
+
+    def find_gradients(self, pointers: list[int]) -> None:
+        """See from their data pointers whether the parameters' gradients lie as the parameters do."""
+        self._in_place = pointers == [pointers[0] + offset for offset in self._offsets]
+
+    def take_gradient(self) -> None:
+        """Make the gradients' memory that of the flat weight's gradient, or a copy of it if they lie elsewhere.
+
+        The flat weight has it for one step only, so that ``zero_grad()`` gives the memory back.
+        """
+        if self._in_place and (self._one_dimensional or all(map(torch.Tensor.is_contiguous, map(get_grad, self.parameters)))):
+            first: Tensor = self.parameters[0].grad  # type: ignore[assignment]
+            try:
+                # Raises if they only happen to be neighbours, as then the first one's storage ends before the second.
+                self.weight.grad = first.detach().as_strided(self.weight.shape, (1,))
+            except RuntimeError:
+                self._in_place = False
+            else:
+                return
+        grads = list(map(get_grad, self.parameters))
+        self.weight.grad = torch.cat(grads) if self._one_dimensional else flatten(grads)
+
+    def give_gradient_back(self) -> None:
+        """Let go of the flat weight's gradient; what a step did to it, it did to the parameters' own."""
+        flat = self.weight.grad
+        if flat is not None and not self._in_place and flat._version > 0:  # foreach=True with nesterov=True adds momentum to it
+            torch._foreach_copy_(list(map(get_grad, self.parameters)), self._parts(flat))
+        self.weight.grad = None
+
+    def keep_gradients(self, movable: Callable[[Tensor, Tensor], bool]) -> None:
+        """Make the gradients parts of the flat one for good, once they turn out to be those of the last step.
+
+        If ``zero_grad()`` lets go of gradients, as it does by default, moving them would cost time in each step anew.
+
+        Args:
+            movable: tells whether a parameter's gradient may be moved.
+        """
+        if self._in_place:
+            return
+        first = self.parameters[0].grad
+        if self._seen_grad is None or self._seen_grad() is not first:
+            self._seen_grad = None if first is None else weakref.ref(first)
+        else:
+            self.move_gradients(movable)
+
+    def move_gradients(self, movable: Callable[[Tensor, Tensor], bool]) -> None:
+        """Make the gradients parts of one tensor, if all may be moved: of the flat weight's, if it has one."""
+        grads = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        if all(map(movable, self.parameters, grads)):
+            flat = flatten(grads) if self.weight.grad is None else self.weight.grad
+            for grad, part in zip(grads, self._parts(flat), strict=True):
+                grad.data = part
+
+    def _parts(self, flat: Tensor) -> list[Tensor]:
+        """Return the part of ``flat`` that is each parameter's, in its shape."""
+        parts = flat.split([p.numel() for p in self.parameters])
+        return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
+
+    def _register(self, held: Any) -> None:
+        """Let the flat weight appear as what its parts are: parameters whose state is in a bucket, as `QAdamOptimizer` asks."""
+        first: Registration = self.parameters[0]._bagua_registration  # type: ignore[attr-defined]
+        tensor = self._tensors[held]
+        known = Registration(first.name, first.module_name, lambda _: tensor, None)
+        known.sink = first.sink
+        self.weight._bagua_registration = known  # type: ignore[attr-defined]
+
+
+def _alike(value: Any, place: Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and (value.shape, value.dtype, value.device) == (place.shape, place.dtype, place.device)

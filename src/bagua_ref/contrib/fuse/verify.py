@@ -1,0 +1,215 @@
+"""Which optimizers may be fused: torch's own by a table, every other class by trying it on small clones (S6)."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import warnings
+from collections import OrderedDict, defaultdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bagua_ref.contrib.fuse.fuser import Fuser
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+__all__ = ["ELEMENTWISE", "NOT_ELEMENTWISE", "check_elementwise", "try_on_clones"]
+
+ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+"""Classes of torch.optim in which each element's update depends on that element, its gradient and its state alone."""
+
+NOT_ELEMENTWISE = {
+    "Adafactor": "it keeps one second moment per row and column, and scales by the root mean square of the whole parameter",
+    "LBFGS": "its direction and step length come from all parameters together",
+    "Muon": "it makes each weight's update orthogonal, which needs its shape as a matrix",
+    "SparseAdam": "it takes sparse gradients, whose indices are those of one parameter",
+}
+"""Classes of torch.optim that cannot be fused, and why."""
+
+SHAPES: tuple[tuple[int, ...], ...] = ((3, 5), (7,), (2, 3, 4), (130, 9), (1,), (64,))
+"""Of the clones: matrices and not, with sizes that vector loops divide and do not."""
+
+STEPS = 16
+ORDINARY_STEP = 3
+"""One step of the fused clone is an ordinary one, as both may be mixed."""
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer, allow_inexact: bool) -> None:
+    """Refuse an optimizer whose steps would change if parameters were put together.
+
+    Raises:
+        ValueError: it is known, or has turned out, not to be element-wise; or it could not be tried.
+    """
+    cls = type(optimizer)
+    if cls in {getattr(torch.optim, name, None) for name in ELEMENTWISE}:
+        return
+    known = {getattr(torch.optim, name, None): reason for name, reason in NOT_ELEMENTWISE.items()}
+    reason = known[cls] if cls in known else try_on_clones(optimizer, allow_inexact)
+    if reason is not None:
+        raise ValueError(f"optimizer={cls.__name__} cannot be fused: {reason}")
+
+
+def try_on_clones(optimizer: torch.optim.Optimizer, allow_inexact: bool = False) -> str | None:
+    """Step two clones of ``optimizer`` with small parameters, one of them fused; return in what they differ, None if in no bit.
+
+    The optimizer itself and its parameters stay as they are, and so does torch's random number generator.
+    """
+    device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        warnings.simplefilter("ignore")
+        try:
+            plain, fused = _clone(optimizer), _clone(optimizer)
+        except Exception as error:
+            return f"it cannot be copied to be tried, {type(error).__name__}: {error}. {UNTRIED}"
+        fuser = Fuser(do_flatten=True, check_flatten=False, allow_inexact=allow_inexact)
+        fused._bagua_fused_count = 0
+        fuser.flatten(fused)
+        for step, gradients in enumerate(_gradients(_parameters(plain))):
+            _give(gradients, plain, fused, in_place=step % 2 == 1)
+            torch.manual_seed(step)
+            try:
+                plain.step()
+            except Exception as error:
+                return f"step() of a small copy of it raised {type(error).__name__}: {error}. {UNTRIED}"
+            torch.manual_seed(step)
+            try:
+                fused.step() if step == ORDINARY_STEP else fuser.step(fused, None)
+            except Exception as error:
+                return f"step() with parameters put together raised {type(error).__name__}: {error}"
+            if (difference := _compare(plain, fused, allow_inexact)) is not None:
+                return f"step {step + 1} of a small copy of it with parameters put together gave {difference}"
+        if not fused._bagua_fused_count:
+            return "it keeps state that cannot be put together, or none of its options let parameters be put together"
+    return None
+
+
+UNTRIED = "If you know that it updates each element by itself, pass verify=False"
+
+
+def _clone(optimizer: torch.optim.Optimizer) -> Any:
+    """Return an optimizer of the same class, options and attributes, with small parameters of its own."""
+    small: dict[int, Any] = {}
+    groups: list[tuple[dict[str, Any], list[Tensor]]] = []
+    for group in _distinct(optimizer.param_groups):
+        generator = torch.Generator().manual_seed(len(groups))
+        dtypes = {p.dtype for p in group["params"]} & {torch.float32, torch.float64} or {torch.float32}
+        device = next((p.device for p in group["params"]), torch.device("cpu"))
+        parameters: list[Tensor] = [
+            torch.nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype))
+            for dtype, shape in itertools.product(sorted(dtypes, key=str), SHAPES)
+        ]
+        groups.append((group, parameters))
+    for group in optimizer.param_groups:
+        # Whatever attribute refers to a parameter shall find a stand-in: the clones must not touch the model.
+        small.update({id(p): torch.nn.Parameter(torch.zeros(2)) for p in group["params"]})
+    store: defaultdict[Any, Any] = defaultdict(dict)
+    memo = {**small, id(optimizer.state): store}
+    own: dict[str, Any] = {"state": store, "param_groups": []}
+    attributes = {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in own and not name.startswith("_bagua") and not (callable(value) and hasattr(type(optimizer), name))
+    }
+    clone = type(optimizer).__new__(type(optimizer))
+    for name, value in attributes.items():
+        is_hooks = name.startswith("_optimizer_") and isinstance(value, OrderedDict)
+        clone.__dict__[name] = OrderedDict() if is_hooks else copy.deepcopy(value, memo)
+    clone.__dict__.update(own)
+    for group, parameters in groups:
+        options = {name: copy.deepcopy(value, memo) for name, value in group.items() if name not in ("params", "param_names")}
+        clone.param_groups.append({"params": parameters, **options})
+        model = next((p for p in group["params"] if p.numel() > 1 and optimizer.state.get(p)), None)
+        for parameter in parameters if model is not None else ():
+            assert model is not None
+            store[parameter] = {key: _resize(value, model, parameter) for key, value in optimizer.state[model].items()}
+    return clone
+
+
+def _distinct(groups: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield one of the groups that differ in nothing but their parameters, and their learning rates, which differ often."""
+    seen = set()
+    for group in groups:
+        dtypes = sorted({str(p.dtype) for p in group["params"]})
+        options = repr(
+            (dtypes, [(k, v) for k, v in group.items() if k not in ("params", "param_names", "lr", "initial_lr", "name")])
+        )
+        if options not in seen:
+            seen.add(options)
+            yield group
+
+
+def _resize(value: Any, model: Tensor, parameter: Tensor) -> Any:
+    """Return a copy of a state of ``model`` that fits ``parameter``."""
+    if isinstance(value, torch.Tensor) and value.shape == model.shape:
+        values = value.detach().reshape(-1)[: parameter.numel()]
+        return values.repeat(-(-parameter.numel() // len(values)))[: parameter.numel()].view(parameter.shape).clone()
+    return copy.deepcopy(value)
+
+
+def _gradients(parameters: list[Tensor]) -> Iterator[list[Tensor | None]]:
+    """Yield gradients for STEPS steps of ``parameters``, such as bring to light what an optimizer does besides.
+
+    First steady ones that lead to a minimum, by which some estimate a learning rate. Then small, large and zero ones, none, and
+    such as are orthogonal to their parameter, which projections wait for.
+    """
+    generator = torch.Generator().manual_seed(1000)  # not that of the weights
+    targets = [torch.randn(p.shape, generator=generator).to(p) for p in parameters]
+    for step in range(STEPS):
+        gradients: list[Tensor | None] = []
+        for place, (parameter, target) in enumerate(zip(parameters, targets, strict=True)):
+            weight = parameter.detach()
+            grad = torch.randn(weight.shape, generator=generator).to(weight)
+            if step < STEPS // 2:
+                grad = weight - target
+            elif step == STEPS - 1:
+                grad -= weight * ((grad * weight).sum() / (weight * weight).sum())
+            else:
+                grad *= (1.0, 100.0, 1e-3, 0.0)[(step + place) % 4]
+            gradients.append(None if step == STEPS - 2 and place == 0 else grad)
+        yield gradients
+
+
+def _give(gradients: list[Tensor | None], plain: Any, fused: Any, in_place: bool) -> None:
+    """Give both optimizers' parameters the gradients, in the tensors that are there or in new ones."""
+    for grad, *twins in zip(gradients, _parameters(plain), _parameters(fused), strict=True):
+        for parameter in twins:
+            if grad is not None and parameter.grad is not None and in_place:
+                parameter.grad.copy_(grad)
+            else:
+                parameter.grad = None if grad is None else grad.clone()
+
+
+def _parameters(optimizer: Any) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _compare(plain: Any, fused: Any, allow_inexact: bool) -> str | None:
+    """Return the first difference, in words."""
+    for p, q in zip(_parameters(plain), _parameters(fused), strict=True):
+        ours, theirs = fused.state.get(q, {}), plain.state.get(p, {})
+        if not isinstance(ours, dict) or not isinstance(theirs, dict) or ours.keys() != theirs.keys():
+            return f"other keys of state to a parameter of shape {tuple(p.shape)}"
+        pairs = [("weights", q.detach(), p.detach())] + [(f"state {key!r}", ours[key], value) for key, value in theirs.items()]
+        for name, mine, right in pairs:
+            if not _same(mine, right, allow_inexact):
+                why = "elements affect each other, or shapes or order matter to it"
+                if _same(mine, right, True):
+                    why = "it rounds otherwise in the body of a vector loop than at its end, or adds elements up"
+                    why += "; if last bits do not matter to you, pass allow_inexact=True"
+                return f"other {name} to a parameter of shape {tuple(p.shape)}: {why}"
+    return None
+
+
+def _same(ours: Any, theirs: Any, allow_inexact: bool) -> bool:
+    if not isinstance(theirs, torch.Tensor):
+        return type(ours) is type(theirs) and bool(ours == theirs)
+    if not isinstance(ours, torch.Tensor) or (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
+        return False
+    if allow_inexact and theirs.is_floating_point() and theirs.numel():
+        eps = torch.finfo(theirs.dtype).eps
+        return torch.allclose(ours, theirs, rtol=64 * eps, atol=8 * eps * theirs.abs().max().item(), equal_nan=True)
+    return bool(((ours == theirs) | (ours.isnan() & theirs.isnan())).all()) and torch.equal(ours.signbit(), theirs.signbit())
