@@ -2,10 +2,18 @@
 
 from typing import Any
 
+from bagua_ref.contrib.cache_loader import CacheLoader
+from bagua_ref.contrib.cached_dataset import CachedDataset
 from bagua_ref.contrib.fuse.optimizer import fuse_optimizer
 from bagua_ref.contrib.load_balancing_data_loader import LoadBalancingDistributedBatchSampler, LoadBalancingDistributedSampler
 
-__all__: list[str] = ["LoadBalancingDistributedBatchSampler", "LoadBalancingDistributedSampler", "fuse_optimizer"]
+__all__: list[str] = [
+    "CacheLoader",
+    "CachedDataset",
+    "LoadBalancingDistributedBatchSampler",
+    "LoadBalancingDistributedSampler",
+    "fuse_optimizer",
+]
 
 
 def __getattr__(name: str) -> Any:

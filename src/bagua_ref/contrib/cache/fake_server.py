@@ -1,0 +1,164 @@
+"""A Redis in Python for laptops and tests: fakeredis in this process, behind a TCP port for the node's other processes (S8.4).
+
+fakeredis brings a TCP server, which has no password and drops the connection when an answer fills the socket's buffer. This one
+speaks what the cache needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import secrets
+import socket
+import socketserver
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from bagua_ref.errors import BackendUnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["FakeServer", "start_fake_server"]
+
+
+@dataclass
+class FakeServer:
+    """A server inside this process, and gone with it.
+
+    Attributes:
+        host: where it listens.
+        port: where it listens.
+        capacity: as asked for; nothing is ever evicted.
+        password: what clients must send; never shown.
+    """
+
+    host: str
+    port: int
+    capacity: int
+    password: str = field(repr=False)
+    _listener: _Listener = field(repr=False)
+
+    @property
+    def address(self) -> dict[str, Any]:
+        """What clients need, as an entry of ``hosts=``."""
+        return {"host": self.host, "port": self.port, "password": self.password}
+
+    def stop(self) -> None:
+        """End the server and its connections."""
+        self._listener.stop()
+
+    def is_running(self) -> bool:
+        """Return whether it takes connections."""
+        return self._listener.fileno() != -1
+
+
+def start_fake_server(host: str, capacity: int, port: int = 0) -> FakeServer:
+    """Start a server on a thread of this process.
+
+    Raises:
+        BackendUnavailableError: fakeredis is not installed.
+    """
+    try:
+        import fakeredis
+    except ImportError as error:
+        raise BackendUnavailableError(
+            f"backend='fakeredis' needs the package fakeredis: pip install fakeredis, or bagua_ref[fakeredis] ({error})"
+        ) from error
+    password = secrets.token_urlsafe(32)
+    database = fakeredis.FakeStrictRedis(server=fakeredis.FakeServer())
+    listener = _Listener((host, port), password, database)
+    threading.Thread(target=listener.serve_forever, args=(0.05,), name="bagua_ref fakeredis", daemon=True).start()
+    return FakeServer(host, listener.server_address[1], capacity, password, listener)
+
+
+class _Listener(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+    block_on_close = False
+    allow_reuse_address = True
+
+    def __init__(self, place: tuple[str, int], password: str, database: Any) -> None:
+        super().__init__(place, _Handler)
+        self.password, self.database = password.encode(), database
+        self.turn = threading.Lock()
+        self.connections: set[Any] = set()
+
+    def stop(self) -> None:
+        if self.fileno() == -1:
+            return
+        self.shutdown()
+        self.server_close()
+        for connection in list(self.connections):
+            with contextlib.suppress(OSError):  # its client has left already
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+class _Handler(socketserver.StreamRequestHandler):
+    """One client: commands come as arrays of strings."""
+
+    server: _Listener
+    disable_nagle_algorithm = True
+
+    def handle(self) -> None:
+        self.server.connections.add(self.connection)
+        trusted = False
+        try:
+            while command := self._read_command():
+                name = command[0].upper()
+                if name == b"AUTH":
+                    trusted = hmac.compare_digest(command[-1], self.server.password)
+                    self._answer(True if trusted else ValueError("WRONGPASS invalid password"))
+                elif not trusted:
+                    self._answer(ValueError("NOAUTH Authentication required."))
+                else:
+                    self._answer(self._run(name, command[1:]))
+        except OSError:
+            return  # the client has left, or the server stops
+        finally:
+            self.server.connections.discard(self.connection)
+
+    def _run(self, name: bytes, arguments: list[bytes]) -> Any:
+        import redis
+
+        if name == b"PING":
+            return "PONG"
+        if name in (b"CLIENT", b"SELECT"):
+            return True  # there is one database, and nobody asks for clients
+        try:
+            with self.server.turn:
+                return self.server.database.execute_command(name.decode(), *arguments)
+        except redis.RedisError as error:
+            return error
+
+    def _read_command(self) -> list[bytes]:
+        head = self.rfile.readline()
+        if not head.startswith(b"*"):
+            return []
+        command = []
+        for _ in range(int(head[1:])):
+            length = int(self.rfile.readline()[1:])
+            command.append(self.rfile.read(length + 2)[:length])
+        return command
+
+    def _answer(self, value: Any) -> None:
+        self.wfile.write(b"".join(_encoded(value)))
+
+
+def _encoded(value: Any) -> Iterator[bytes]:
+    if isinstance(value, Exception):
+        yield b"-%s\r\n" % (str(value) if str(value).split(" ")[0].isupper() else f"ERR {value}").encode()
+    elif isinstance(value, str) or value is True:
+        yield b"+%s\r\n" % ("OK" if value is True else value).encode()
+    elif value is None:
+        yield b"$-1\r\n"
+    elif isinstance(value, int):
+        yield b":%d\r\n" % value
+    elif isinstance(value, bytes):
+        yield b"$%d\r\n" % len(value)
+        yield value
+        yield b"\r\n"
+    else:
+        yield b"*%d\r\n" % len(value)
+        for item in value:
+            yield from _encoded(item)

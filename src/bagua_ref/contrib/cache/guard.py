@@ -1,0 +1,141 @@
+"""A store that may fail, without failing its user (S8.3)."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from bagua_ref.contrib.utils.store import Store, StoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from bagua_ref.contrib.cache.counters import Counters
+
+__all__ = ["Guard"]
+
+_T = TypeVar("_T")
+_FIRST_PAUSE, _LONG_PAUSE, _LONGEST_PAUSE = 0.1, 1.0, 5.0
+_SHARE_OF_TIME = 0.2
+"""Asking a server that lets its clients wait may cost this much of the time."""
+
+
+class _Backoff:
+    """When to try again: each failure in a row doubles the pause."""
+
+    def __init__(self) -> None:
+        self._pause, self._until = 0.0, 0.0
+
+    def has_failed(self) -> bool:
+        return self._pause > 0
+
+    def is_over(self) -> bool:
+        return time.monotonic() >= self._until
+
+    def fail(self, spent: float) -> None:
+        self._pause = min(max(2 * self._pause, _FIRST_PAUSE), _LONG_PAUSE)
+        self._pause = max(self._pause, min(spent / _SHARE_OF_TIME, _LONGEST_PAUSE))
+        self._until = time.monotonic() + self._pause
+
+    def succeed(self) -> None:
+        self._pause = 0.0
+
+
+class Guard(Store):
+    """``store`` with failures turned into misses: nothing found, nothing written, one warning, errors counted, and a pause.
+
+    A store that cannot be reached is left alone for the pause. One that refuses to write, because it is full, is still read.
+
+    Args:
+        store: the one that may fail.
+        counters: where failures are counted.
+    """
+
+    def __init__(self, store: Store, counters: Counters) -> None:
+        self.store, self._counters = store, counters
+        self._reset()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"store": self.store, "_counters": self._counters}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._reading, self._writing = _Backoff(), _Backoff()
+        self._warned = False
+        self._turn = threading.Lock()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Write, or do nothing."""
+        self.mset({key: value})
+
+    def get(self, key: str) -> bytes | None:
+        """Read; None if that fails."""
+        return self._try(lambda: self.store.get(key), None)
+
+    def mset(self, dictionary: Mapping[str, str | bytes]) -> None:
+        """Write, or do nothing."""
+        if not self._writing.is_over():
+            return
+
+        def write() -> bool:
+            self.store.mset(dictionary)
+            return True
+
+        if self._try(write, False):
+            self._writing.succeed()
+            self._counters.add(bytes_written=sum(map(len, dictionary.values())))
+
+    def mget(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Read; None for each key if that fails."""
+        return self._try(lambda: self.store.mget(keys), [None] * len(keys))
+
+    def contains(self, keys: Sequence[str]) -> list[bool]:
+        """Ask; False for each key if that fails."""
+        return self._try(lambda: self.store.contains(keys), [False] * len(keys))
+
+    def num_keys(self) -> int:
+        """Return how many keys there are, 0 if the store cannot be asked."""
+        return self._try(self.store.num_keys, 0)
+
+    def clear(self) -> None:
+        """Delete all keys, unlike the rest with an error if that fails."""
+        self.store.clear()
+
+    def status(self) -> bool:
+        """Return whether the store answers."""
+        return self.store.status()
+
+    def shutdown(self) -> None:
+        """Stop the server, if this process started it."""
+        self.store.shutdown()
+
+    def close(self) -> None:
+        """Drop this process's connections."""
+        self.store.close()
+
+    def _try(self, ask: Callable[[], _T], otherwise: _T) -> _T:
+        if not self._reading.is_over():
+            return otherwise
+        started = time.monotonic()
+        try:
+            if self._reading.has_failed() and not self.store.status():  # which waits less long than the request itself
+                raise StoreError(f"{self.store} does not answer yet")
+            answer = ask()
+        except StoreError as error:
+            self._note(error, time.monotonic() - started)
+            return otherwise
+        self._reading.succeed()
+        return answer
+
+    def _note(self, error: StoreError, spent: float) -> None:
+        (self._writing if error.refused else self._reading).fail(spent)
+        self._counters.add(errors=1)
+        with self._turn:
+            first, self._warned = not self._warned, True
+        if first:
+            warnings.warn(f"the cache goes on without what it cannot have: {error}", stacklevel=6)

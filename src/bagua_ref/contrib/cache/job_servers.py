@@ -1,0 +1,195 @@
+"""One server per node and job: who starts it, and how the others learn its address (S8.4)."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import warnings
+import weakref
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch.distributed as dist
+from torch.utils.data import get_worker_info
+
+from bagua_ref.communicators.rendezvous import another_connection, prefixed
+from bagua_ref.contrib.cache.fake_server import start_fake_server
+from bagua_ref.contrib.cache.server import LOOPBACK, node_address, start_redis_server
+from bagua_ref.env import get_master_addr
+from bagua_ref.errors import BackendUnavailableError, CommunicationTimeoutError, NotInitializedError
+from bagua_ref.runtime import Identity, current_world
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["addresses", "shutdown"]
+
+_WAIT_SECONDS = 300.0
+
+
+class _Server(Protocol):
+    capacity: int
+    host: str
+
+    @property
+    def address(self) -> dict[str, Any]: ...
+    def stop(self) -> None: ...
+    def is_running(self) -> bool: ...
+
+
+class _Alone:
+    """Stands for the job of a process that has no other ranks."""
+
+
+_alone = _Alone()
+_lock = threading.RLock()
+_own: dict[str, tuple[int, _Server]] = {}
+"""By kind: the server that the process with this id started."""
+_known: weakref.WeakKeyDictionary[Any, dict[str, tuple[list[dict[str, Any]], int]]] = weakref.WeakKeyDictionary()
+"""By job and kind: the servers of all nodes, and which node this is. A forked process inherits it."""
+_rounds: dict[str, int] = {}
+"""By kind: how often `shutdown` was called, so that nobody finds the address of a server that is gone."""
+
+
+def addresses(kind: str, capacity: int, every_node: bool) -> list[dict[str, Any]]:
+    """Return the addresses of this job's servers in node order; the first call starts this node's, in local rank 0.
+
+    The first call is every rank's; later ones return at once. Ranks find each other through torch's default store.
+
+    Args:
+        kind: "redis" or "fakeredis".
+        capacity: bytes each may use.
+        every_node: whether to wait for the other nodes' servers, or return this node's alone.
+
+    Raises:
+        BackendUnavailableError: this node's server cannot be started, on all ranks of the node.
+        CommunicationTimeoutError: a node's server was not announced in time.
+        NotInitializedError: there are several ranks and no process group yet.
+        RuntimeError: the caller is a DataLoader worker.
+    """
+    with _lock:
+        job = _job()
+        known = _known.setdefault(job, {})
+        if kind in known and job is _alone and _owned(kind) is not None and not cast("_Server", _owned(kind)).is_running():
+            shutdown(kind)  # nobody else waits for this server's return
+            known.pop(kind, None)
+        if kind not in known:
+            if get_worker_info() is not None:
+                raise RuntimeError(
+                    "this job's cache servers are started by its ranks, not by their DataLoader workers; make the CacheLoader or "
+                    "CachedDataset before the DataLoader, or pass hosts="
+                )
+            known[kind] = ([_start(kind, capacity, LOOPBACK).address], 0) if job is _alone else _meet(kind, capacity)
+        server = _owned(kind)
+        if server is not None and server.capacity != capacity:
+            warnings.warn(
+                f"capacity_per_node={capacity} has no effect: this job's server was started before, with {server.capacity}",
+                stacklevel=5,
+            )
+        found, node = known[kind]
+        return found if every_node else [found[node]]
+
+
+def shutdown(kind: str) -> None:
+    """Stop the server of ``kind`` if this process started it, and forget all nodes': the next loader starts anew."""
+    with _lock:
+        _rounds[kind] = _rounds.get(kind, 0) + 1
+        for known in _known.values():
+            known.pop(kind, None)
+        server = _owned(kind)
+        if server is not None:
+            del _own[kind]
+            server.stop()
+
+
+def _owned(kind: str) -> _Server | None:
+    pid, server = _own.get(kind, (0, None))
+    return server if pid == os.getpid() else None
+
+
+def _start(kind: str, capacity: int, host: str) -> _Server:
+    """Return this process's server, started if there is none that runs and listens on ``host``."""
+    server = _owned(kind)
+    if server is not None and server.host == host and server.is_running():
+        return server
+    if server is not None:
+        server.stop()
+    if kind == "redis":
+        server = start_redis_server(host, capacity)
+    else:
+        server = start_fake_server(host, capacity)
+    _own[kind] = (os.getpid(), server)
+    return server
+
+
+def _job() -> Any:
+    """Return what stands for this job in this process: its transport, torch's default group, or `_alone`."""
+    world = current_world()
+    if world.transport is not None:
+        return world.transport if hasattr(world.transport, "store") else _alone  # simulated ranks share one process
+    if dist.is_available() and dist.is_initialized():
+        return dist.distributed_c10d._get_default_group()
+    if Identity.from_environment().world_size > 1:
+        raise NotInitializedError(
+            "this job has several ranks, which learn the address of their node's cache server from each other; call "
+            "bagua_ref.init_process_group() first, or pass hosts="
+        )
+    return _alone
+
+
+def _meet(kind: str, capacity: int) -> tuple[list[dict[str, Any]], int]:
+    """Start this node's server if this is its first rank, announce it, and return all nodes' addresses and this node."""
+    world = current_world()
+    if world.transport is not None:
+        store = cast("Any", world.transport).store
+        rank, nodes = world.identity.rank, list(world.transport.node_of)
+    else:
+        store, rank = prefixed("bagua_ref", dist.distributed_c10d._get_default_store()), dist.get_rank()
+        nodes = []
+    store = prefixed(f"cache/{kind}/{_rounds.get(kind, 0)}", another_connection(store))
+    if not nodes:
+        names = _exchange(store, "node", rank, range(dist.get_world_size()), _node_name())
+        nodes = [list(dict.fromkeys(names)).index(name) for name in names]
+    node, count = nodes[rank], max(nodes) + 1
+    if nodes.index(node) == rank:
+        hosts = _exchange(store, "host", node, range(count), _machine())
+        try:
+            server = _start(kind, capacity, LOOPBACK if len(set(hosts)) == 1 else node_address(get_master_addr()))
+            card: dict[str, Any] = {"address": server.address}
+        except BackendUnavailableError as error:
+            card = {"error": str(error)}
+        store.set(f"server/{node}", json.dumps(card))
+    cards = [json.loads(_read(store, f"server/{other}", f"the cache server of node {other}")) for other in range(count)]
+    for other, card in enumerate(cards):
+        if "error" in card:
+            raise BackendUnavailableError(f"node {other}: {card['error']}" if count > 1 else card["error"])
+    return [card["address"] for card in cards], node
+
+
+def _exchange(store: Any, what: str, mine: int, all_of_them: Sequence[int], card: str) -> list[str]:
+    """Write this one's card and return everyone's."""
+    store.set(f"{what}/{mine}", card)
+    return [_read(store, f"{what}/{other}", f"{what} {other} of {len(all_of_them)}") for other in all_of_them]
+
+
+def _read(store: Any, key: str, whose: str) -> str:
+    try:
+        store.wait([key], timedelta(seconds=_WAIT_SECONDS))
+    except RuntimeError as error:
+        raise CommunicationTimeoutError(
+            f"waited {_WAIT_SECONDS:g} s in vain for {whose}; every rank must make its first CacheLoader with hosts=None ({error})"
+        ) from None
+    return cast("str", store.get(key).decode())
+
+
+def _node_name() -> str:
+    return os.environ.get("GROUP_RANK", os.environ.get("NODE_RANK", socket.gethostname()))
+
+
+def _machine() -> str:
+    """Return a name that only this machine has, as far as it can tell."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"

@@ -1,0 +1,184 @@
+"""Start a Redis of this job's own: loopback or the node's address, a random password, an end with this process (S8.4)."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from multiprocessing import util
+from pathlib import Path
+from typing import Any
+
+from bagua_ref.errors import BackendUnavailableError
+from bagua_ref.runtime import find_free_port
+
+__all__ = ["STOP_PRIORITY", "RedisServer", "find_program", "node_address", "start_redis_server"]
+
+PROGRAMS = ("redis-server", "valkey-server")
+LOOPBACK = "127.0.0.1"
+_START_SECONDS = 20.0
+_PORTS_TO_TRY = 5
+
+STOP_PRIORITY = -10
+"""Of stopping servers at exit: after buffers were written and child processes, which write theirs, were joined."""
+
+
+@dataclass
+class RedisServer:
+    """A server that this process started. It ends with `stop`, at exit, or when this process is gone for any other reason.
+
+    Attributes:
+        host: where it listens.
+        port: where it listens.
+        capacity: bytes it may use.
+        password: what clients must send; never shown.
+    """
+
+    host: str
+    port: int
+    capacity: int
+    password: str = field(repr=False)
+    _watchdog: subprocess.Popen[bytes] = field(repr=False)
+    _finalizer: Any = field(repr=False, default=None)
+
+    @property
+    def address(self) -> dict[str, Any]:
+        """What clients need, as an entry of ``hosts=``."""
+        return {"host": self.host, "port": self.port, "password": self.password}
+
+    def stop(self) -> None:
+        """End the server and its watchdog; does nothing if they have ended."""
+        if self._finalizer is not None:
+            self._finalizer()
+
+    def is_running(self) -> bool:
+        """Return whether it answers."""
+        return self._watchdog.poll() is None and _answers(self.host, self.port, self.password)
+
+
+def find_program() -> str:
+    """Return the path of redis-server or valkey-server.
+
+    Raises:
+        BackendUnavailableError: neither is on PATH; the message names three ways out.
+    """
+    for program in PROGRAMS:
+        if (path := shutil.which(program)) is not None:
+            return path
+    raise BackendUnavailableError(
+        "backend='redis' starts a server, but neither redis-server nor valkey-server is on PATH. Three ways out: install one "
+        "(`apt install redis-server`, `conda install redis-server`); pass hosts=[{'host': ..., 'port': ...}] to use a Redis that "
+        "runs already; or use backend='fakeredis' (`pip install fakeredis`), a small one in Python for laptops and tests"
+    )
+
+
+def start_redis_server(host: str, capacity: int, port: int | None = None, *arguments: str) -> RedisServer:
+    """Start a Redis that only this job knows, and return when it answers.
+
+    The password and all settings go through a pipe, so that neither a list of processes nor a file shows them.
+
+    Args:
+        host: the address to listen on.
+        capacity: bytes, after which keys are evicted at random.
+        port: where to listen; None: wherever nobody else does.
+        arguments: further ones for the server.
+
+    Raises:
+        BackendUnavailableError: there is no program, or it does not start; the message says what it said.
+    """
+    program = find_program()
+    said = ""
+    for _ in range(1 if port else _PORTS_TO_TRY):
+        password = secrets.token_urlsafe(32)
+        server = _start(program, host, port or find_free_port(), capacity, password, arguments)
+        said = _wait_until_up(server)
+        if not said:
+            server._finalizer = util.Finalize(None, _stop, (server._watchdog,), exitpriority=STOP_PRIORITY)
+            return server
+        _stop(server._watchdog)
+    raise BackendUnavailableError(f"{program} does not start on {host}: {said}")
+
+
+def _start(program: str, host: str, port: int, capacity: int, password: str, arguments: tuple[str, ...]) -> RedisServer:
+    settings = f"""
+        bind {host}
+        port {port}
+        requirepass {password}
+        protected-mode yes
+        maxmemory {capacity}
+        maxmemory-policy allkeys-random
+        save ""
+        appendonly no
+        daemonize no
+        loglevel warning
+        logfile ""
+    """
+    watchdog = subprocess.Popen(
+        [sys.executable, "-I", "-S", str(Path(__file__).with_name("watchdog.py")), str(os.getpid()), program, "-", *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C in a terminal must not end the server before its clients
+    )
+    assert watchdog.stdin is not None
+    watchdog.stdin.write(settings.encode())
+    watchdog.stdin.close()
+    return RedisServer(host, port, capacity, password, watchdog)
+
+
+def _wait_until_up(server: RedisServer) -> str:
+    """Return "" once the server answers, else what it said at its end."""
+    output = server._watchdog.stdout
+    assert output is not None
+    deadline = time.monotonic() + _START_SECONDS
+    while not (ended := bool(select.select([output], [], [], 0.01)[0])) and time.monotonic() < deadline:
+        if _answers(server.host, server.port, server.password):
+            output.close()
+            return ""
+    if not ended:
+        return f"no answer within {_START_SECONDS:g} s"
+    return output.read().decode(errors="replace").strip() or "it ended at once and said nothing"
+
+
+def _answers(host: str, port: int, password: str) -> bool:
+    """Return whether a server there takes the password; a stranger's, which has another or none, does not."""
+    try:
+        with socket.create_connection((host, port), timeout=2.0) as connection:
+            connection.sendall(f"AUTH {password}\r\nPING\r\n".encode())
+            heard = b""
+            while heard.count(b"\r\n") < 2 and (more := connection.recv(4096)):
+                heard += more
+            return heard == b"+OK\r\n+PONG\r\n"
+    except OSError:
+        return False
+
+
+def _stop(watchdog: subprocess.Popen[bytes]) -> None:
+    watchdog.terminate()
+    try:
+        watchdog.wait(timeout=10)
+    except subprocess.TimeoutExpired:  # stopped by a signal, say; the server dies with it
+        watchdog.kill()
+        watchdog.wait()
+    if watchdog.stdout is not None:
+        watchdog.stdout.close()
+
+
+def node_address(master: str) -> str:
+    """Return the address by which other nodes reach this one: that of the way to ``master``, or of the way out."""
+    for target in (master, "192.0.2.1"):  # an address that nobody has: nothing is sent, only a way looked up
+        try:
+            family, kind, protocol, _, place = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(place)
+                address: str = probe.getsockname()[0]
+        except OSError:
+            continue
+        if not address.startswith("127.") and address != "::1":
+            return address
+    return LOOPBACK

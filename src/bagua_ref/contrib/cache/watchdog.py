@@ -1,0 +1,64 @@
+"""A process between a rank and the server that it started, which ends the server when the rank is gone, however that ended (S8.4).
+
+Run as a script, with the standard library only: ``python -I -S watchdog.py RANK_PID PROGRAM ARGUMENT...``, the server's
+configuration on stdin. It watches its own parent, because a death signal would follow the thread that forked, and a pipe stays
+open while the rank's own children hold it. What the server says when it ends comes out on stdout; the pipe then closes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+
+_TICK = 0.1
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Run the server until it ends or the rank does, then wait for the rank."""
+    rank, command = int(sys.argv[1]), sys.argv[2:]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    me = os.getpid()
+
+    def die_with_watchdog() -> None:
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != me:
+            os._exit(1)
+
+    configuration = sys.stdin.buffer.read()
+    server = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd="/", preexec_fn=die_with_watchdog
+    )
+    try:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # it ended before it read; what it said follows
+            server.stdin.write(configuration)
+            server.stdin.close()
+        said = b""
+        while os.getppid() == rank:
+            if select.select([server.stdout], [], [], _TICK)[0]:
+                heard = os.read(server.stdout.fileno(), 4096)
+                if not heard:
+                    break
+                said = (said + heard)[-4000:]
+    finally:
+        server.kill()
+        server.wait()
+    with contextlib.suppress(BrokenPipeError):  # the rank listens only while the server starts
+        os.write(sys.stdout.fileno(), said)
+    os.close(sys.stdout.fileno())
+    # A child that ends stays a zombie until its parent asks; the rank may be busy with training.
+    while os.getppid() == rank:
+        time.sleep(_TICK)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""A cache of values that are slow to make, in Redis (S8)."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from bagua_ref.contrib.cache.codec import DamagedValueError, TooLargeError, decode, encode
+from bagua_ref.contrib.cache.counters import CacheStats, Counters
+from bagua_ref.contrib.cache.guard import Guard
+from bagua_ref.contrib.cache.write_buffer import WriteBuffer
+from bagua_ref.contrib.utils.fake_redis_store import FakeRedisStore
+from bagua_ref.contrib.utils.redis_store import RedisStore
+from bagua_ref.contrib.utils.store import ClusterStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
+
+__all__ = ["CacheLoader"]
+
+BACKENDS: dict[str, type[RedisStore]] = {"redis": RedisStore, "fakeredis": FakeRedisStore}
+
+
+class CacheLoader:
+    """Values of an expensive function, kept in a key-value store under ``"{dataset_name}_{key}"`` (S8.1).
+
+    A store that is down, full or holds damaged values costs time, never an exception: ``load_fn`` serves (S8.3). Loaders travel
+    to DataLoader workers, forked or spawned; each process opens connections of its own. Make the first loader of a job on every
+    rank, in its main process.
+
+    Args:
+        backend: "redis", a real server, or "fakeredis", a small one in Python for laptops and tests.
+        dataset_name: loaders with the same name share values; give each dataset its own.
+        writer_buffer_size: how many values to collect before they are written (S8.2).
+        allow_pickle: whether objects other than tensors, arrays, numbers, str, bytes and tuples, lists and dicts of them may be
+            stored with pickle; None: on servers that this job started, not on ``hosts`` (S8.5).
+        kwargs: for `RedisStore`: ``hosts``, ``cluster_mode``, ``capacity_per_node``, ``timeout``.
+
+    Raises:
+        ValueError: an argument is out of range.
+        BackendUnavailableError: the backend cannot run here; the message says what else can.
+
+    >>> from bagua_ref.contrib import CacheLoader
+    >>> with CacheLoader(backend="fakeredis", dataset_name="squares") as loader:
+    ...     print([loader.get(key, lambda key: key * key) for key in (3, 4, 3)], loader.num_keys(), loader.stats().hits)
+    [9, 16, 9] 2 1
+    """
+
+    def __init__(
+        self,
+        backend: str = "redis",
+        dataset_name: str = "",
+        writer_buffer_size: int = 1,
+        *,
+        allow_pickle: bool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if backend not in BACKENDS:
+            raise ValueError(f"backend={backend!r} must be one of {', '.join(map(repr, BACKENDS))}")
+        if not isinstance(writer_buffer_size, int) or writer_buffer_size < 1:
+            raise ValueError(f"writer_buffer_size={writer_buffer_size!r} must be 1 or more values")
+        if backend == "fakeredis" and kwargs.get("hosts") is not None:
+            raise ValueError("hosts= are servers that run already; they need backend='redis'")
+        if backend == "fakeredis":
+            kwargs.pop("hosts", None)
+        self.backend, self.dataset_name = backend, dataset_name
+        self.store: RedisStore = BACKENDS[backend](**kwargs)
+        self._allow_pickle = kwargs.get("hosts") is None if allow_pickle is None else bool(allow_pickle)
+        self._counters = Counters()
+        self._guarded = ClusterStore([Guard(store, self._counters) for store in self.store.stores])
+        self._buffer = WriteBuffer(self._guarded, writer_buffer_size)
+        self._has_warned = False
+
+    def __repr__(self) -> str:
+        return f"CacheLoader({self.store!r}, dataset_name={self.dataset_name!r})"
+
+    def __enter__(self) -> CacheLoader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+    def get(self, key: Any, load_fn: Callable[[Any], Any]) -> Any:
+        """Return the value of ``key``: from the cache, or else ``load_fn(key)``, which is then cached (S8.2).
+
+        Args:
+            key: what names the value, as text ``str(key)``.
+            load_fn: makes the value from the key; its exceptions come through.
+
+        Raises:
+            TypeError: the value is a NumPy structured array, or needs pickle without permission (S8.5).
+        """
+        return self.get_many([key], lambda keys: [load_fn(keys[0])], flush=False)[0]
+
+    def get_many(self, keys: Sequence[Any], load_many: Callable[[list[Any]], Sequence[Any]], flush: bool = True) -> list[Any]:
+        """Return the values of ``keys`` in their order: one ``mget`` for each store, and one ``mset`` for what was missing.
+
+        Args:
+            keys: what names the values; may repeat.
+            load_many: makes the values of a list of keys, none of which repeats.
+            flush: whether to write new values now, or when the buffer is full.
+
+        Raises:
+            TypeError: a value is a NumPy structured array, or needs pickle without permission (S8.5).
+            ValueError: ``load_many`` returned another number of values.
+        """
+        names = [f"{self.dataset_name}_{key}" for key in keys]
+        values, missing = self._look_up(names)
+        if not missing:
+            return values
+        first: dict[str, int] = {}
+        for place in missing:
+            first.setdefault(names[place], place)
+        made = load_many([keys[place] for place in first.values()])
+        if len(made) != len(first):
+            raise ValueError(f"{len(first)} samples were asked for and {len(made)} came back")
+        new: dict[str, bytes] = {}
+        for (name, place), value in zip(first.items(), made, strict=True):
+            values[place] = value
+            try:
+                new[name] = encode(value, self._allow_pickle)
+            except TooLargeError as error:
+                self._note(error)
+        for place in missing:
+            if place != first[names[place]]:  # a key twice in one batch: values of its own, as for any other two samples
+                again = new.get(names[place])
+                values[place] = load_many([keys[place]])[0] if again is None else decode(again, self._allow_pickle)
+        self._counters.add(misses=len(missing))
+        self._buffer.put(new, flush)
+        return values
+
+    def contains(self, keys: Sequence[Any]) -> list[bool]:
+        """Return which of ``keys`` have a value in the stores, without reading it; False where a store does not answer."""
+        self.flush()
+        return self._guarded.contains([f"{self.dataset_name}_{key}" for key in keys])
+
+    def num_keys(self) -> int:
+        """Return the number of keys in all stores that answer, of all datasets, after writing what waits here (S8.2)."""
+        self.flush()
+        return self._guarded.num_keys()
+
+    def flush(self) -> None:
+        """Write the values that wait in this process."""
+        self._buffer.flush()
+
+    def close(self) -> None:
+        """Write what waits, and drop this process's connections; the servers go on, and so can the loader."""
+        self.flush()
+        self._guarded.close()
+
+    def stats(self) -> CacheStats:
+        """Return the counts of this process and of all DataLoader workers that it has started with this loader (S8.3)."""
+        return self._counters.total()
+
+    def _look_up(self, names: list[str]) -> tuple[list[Any], list[int]]:
+        """Return the values that there are, and the places of those that there are not."""
+        waiting = [self._buffer.get(name) for name in names]
+        asked = [name for name, data in zip(names, waiting, strict=True) if data is None]
+        answers = iter(self._guarded.mget(asked)) if asked else iter(())
+        values: list[Any] = []
+        missing: list[int] = []
+        read = 0
+        for place, data in enumerate(waiting):
+            if data is None:
+                data = next(answers)
+                read += len(data or b"")
+            value = None
+            if data is None:
+                missing.append(place)
+            else:
+                try:
+                    value = decode(data, self._allow_pickle)
+                except DamagedValueError as error:
+                    self._note(error, names[place])
+                    missing.append(place)
+            values.append(value)
+        self._counters.add(hits=len(names) - len(missing), bytes_read=read)
+        return values, missing
+
+    def _note(self, error: ValueError, name: str = "") -> None:
+        self._counters.add(errors=1)
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(f"{f'{name!r} is made anew: ' if name else ''}{error}", stacklevel=5)

@@ -1,0 +1,131 @@
+"""A dataset whose samples are made once and then come from the cache (S8)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.utils.data import Dataset, IterableDataset
+
+from bagua_ref.contrib.cache.progress import tracked
+from bagua_ref.contrib.cache_loader import CacheLoader
+from bagua_ref.runtime import current_world
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+
+    from bagua_ref.contrib.cache.counters import CacheStats
+
+__all__ = ["CachedDataset"]
+
+_PREFILL_BATCH = 64
+
+
+class CachedDataset(Dataset[Any]):
+    """``dataset`` with its samples kept under ``"{dataset_name}_{index}"`` (S8.1): fast from the second epoch on.
+
+    A DataLoader gets each batch with one request to each server. Augment after the cache, not before it: what is random in
+    ``dataset`` is drawn once.
+
+    Args:
+        dataset: with ``__getitem__`` and ``__len__``.
+        backend: as of `CacheLoader`.
+        dataset_name: datasets with the same name share samples; give each its own, another one when its samples change.
+        writer_buffer_size: how many samples that are asked for one by one to collect before they are written.
+        kwargs: further arguments of `CacheLoader` and `RedisStore`.
+
+    Attributes:
+        dataset: the wrapped one.
+        cache_loader: the `CacheLoader`.
+
+    Raises:
+        TypeError: ``dataset`` has no indices.
+
+    >>> from bagua_ref.contrib import CachedDataset
+    >>> with CachedDataset([torch.tensor(1), torch.tensor(2)], backend="fakeredis", dataset_name="two") as dataset:
+    ...     epochs = [[sample.item() for sample in dataset] for _ in range(2)]
+    ...     print(epochs, dataset.stats().hits)
+    [[1, 2], [1, 2]] 2
+    """
+
+    def __init__(
+        self, dataset: Any, backend: str = "redis", dataset_name: str = "", writer_buffer_size: int = 20, **kwargs: Any
+    ) -> None:
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+            raise TypeError(f"dataset={type(dataset).__name__} has no indices; CachedDataset needs one with __getitem__")
+        self.dataset = dataset
+        self.cache_loader = CacheLoader(backend, dataset_name, writer_buffer_size, **kwargs)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.cache_loader.get(_key(index), self.dataset.__getitem__)
+
+    def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
+        """Return the samples at ``indices``: what a DataLoader calls for a batch."""
+        return self.cache_loader.get_many(list(map(_key, indices)), self._load)
+
+    def __enter__(self) -> CachedDataset:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+    def prefill(self, progress: bool = True) -> int:
+        """Make all samples that the cache lacks, and return how many those were. Ranks that call it share the work.
+
+        Returns when this rank's share is done; a barrier tells when all are.
+
+        Args:
+            progress: whether to show a bar on standard error, on the first rank.
+        """
+        rank, ranks = self._place()
+        mine = range(rank, len(self), ranks)
+        batches = [mine[start : start + _PREFILL_BATCH] for start in range(0, len(mine), _PREFILL_BATCH)]
+        made = 0
+        for batch in tracked(batches, "filling the cache", progress and rank == 0):
+            there = self.cache_loader.contains(batch)
+            missing = [index for index, known in zip(batch, there, strict=True) if not known]
+            made += len(missing)
+            if missing:
+                self.cache_loader.get_many(missing, self._load)
+        self.flush()
+        return made
+
+    def flush(self) -> None:
+        """Write the samples that wait in this process."""
+        self.cache_loader.flush()
+
+    def close(self) -> None:
+        """Write what waits, and drop this process's connections; the servers go on, and so can the dataset."""
+        self.cache_loader.close()
+
+    def stats(self) -> CacheStats:
+        """Return hits, misses, errors and bytes of this process and its DataLoader workers."""
+        return self.cache_loader.stats()
+
+    def _load(self, indices: list[Any]) -> Sequence[Any]:
+        if hasattr(self.dataset, "__getitems__"):
+            samples: Sequence[Any] = self.dataset.__getitems__(indices)
+            return samples
+        return [self.dataset[index] for index in indices]
+
+    def _place(self) -> tuple[int, int]:
+        """Return which of those who share a cache this rank is, and how many they are."""
+        world = current_world()
+        if world.default_group is None and not (dist.is_available() and dist.is_initialized()):
+            return 0, 1
+        identity = world.identity
+        if not self.cache_loader.store.cluster_mode:
+            return identity.local_rank, identity.local_world_size
+        return (identity.rank, identity.world_size) if world.default_group is not None else (dist.get_rank(), dist.get_world_size())
+
+
+def _key(index: Any) -> Any:
+    """Return a tensor's or NumPy's integer as the int that it is, so that each sample has one key."""
+    try:
+        return index.__index__()
+    except (AttributeError, TypeError):
+        return index

@@ -1,0 +1,1 @@
+"""The stores behind the cache: one key-value store, several as one, and Redis."""

@@ -1,0 +1,240 @@
+"""Redis as a store: servers of your own, or of this job (S8.1, S8.4)."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from bagua_ref.contrib.cache import job_servers
+from bagua_ref.contrib.cache.server import RedisServer, node_address, start_redis_server
+from bagua_ref.contrib.utils.store import ClusterStore, Store, StoreError
+from bagua_ref.env import get_master_addr, get_node_rank
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+__all__ = [
+    "RedisStore",
+    "bootstrap_redis_server",
+    "checked_capacity",
+    "get_host_ip",
+    "shutdown_redis_server",
+    "start_redis_server_cli",
+]
+
+DEFAULT_CAPACITY = 107_374_182_400
+TIMEOUT = 5.0
+_PROBE_SECONDS = 1.0
+_READ_SIZE = 1024**2  # bytes per system call: redis-py's 64 kB cost a third of the speed at large values
+_COMMAND_BYTES = 64 * 1024**2  # a longer MSET is cut, as Redis drops clients that send more than 1 GB at once
+_ALIASES = {"unix_socket": "unix_socket_path", "tls": "ssl"}
+_OPTIONS = (
+    "host", "port", "username", "password", "db", "unix_socket_path", "ssl", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile",
+    "ssl_cert_reqs", "ssl_check_hostname",
+)  # fmt: skip
+
+
+class RedisStore(ClusterStore):
+    """Several Redis servers used as one store.
+
+    Args:
+        hosts: the servers, each a dict with ``host`` and ``port`` or ``unix_socket_path``, and as needed ``username``,
+            ``password``, ``db``, ``ssl=True``, ``ssl_ca_certs``, ``ssl_certfile``, ``ssl_keyfile``, ``ssl_cert_reqs``,
+            ``ssl_check_hostname``. None: this job starts one on each of its nodes (S8.4).
+        cluster_mode: True: keys are spread over all servers (S8.1). False: node k uses server k mod m alone.
+        capacity_per_node: bytes that each started server may use; then it evicts keys at random.
+        timeout: seconds without an answer after which a server counts as down.
+
+    Raises:
+        ValueError: an argument is out of range, or a host has an unknown option.
+        BackendUnavailableError: there is no server program on this machine.
+        NotInitializedError: several ranks must start servers and have no process group yet.
+    """
+
+    def __init__(
+        self,
+        hosts: Sequence[Mapping[str, Any]] | None = None,
+        cluster_mode: bool = True,
+        capacity_per_node: int = DEFAULT_CAPACITY,
+        *,
+        timeout: float = TIMEOUT,
+    ) -> None:
+        if timeout <= 0:
+            raise ValueError(f"timeout={timeout} must be a number of seconds above 0")
+        self.cluster_mode, self._is_ours = cluster_mode, hosts is None
+        if hosts is None:
+            hosts = job_servers.addresses("redis", checked_capacity(capacity_per_node), every_node=cluster_mode)
+        elif not hosts:
+            raise ValueError("hosts=[] must name one server or more; None starts one on each node")
+        elif not cluster_mode:
+            hosts = [hosts[get_node_rank() % len(hosts)]]
+        super().__init__([_RedisStore(**_checked_host(host), timeout=timeout) for host in hosts])
+
+    def shutdown(self) -> None:
+        """Stop this node's server if this job started it; all loaders of the node lose it. Servers from ``hosts`` go on."""
+        self.close()
+        if self._is_ours:
+            job_servers.shutdown("redis")
+
+
+class _RedisStore(Store):
+    """One Redis. Connections are each process's own, opened when first needed, and never pickled."""
+
+    def __init__(self, host: str = "", port: int | str = 6379, *, timeout: float = TIMEOUT, **options: Any) -> None:
+        self._options = {"host": host, "port": int(port), **options}
+        if "unix_socket_path" in options:
+            del self._options["host"], self._options["port"]
+        self._timeout = timeout
+        self._forget()
+
+    def __repr__(self) -> str:
+        options = self._options
+        return f"redis at {options.get('unix_socket_path') or '{host}:{port}'.format(**options)}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_options": self._options, "_timeout": self._timeout}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Store ``value`` under ``key``."""
+        with self._speaking() as client:
+            client.set(key, value)
+
+    def get(self, key: str) -> bytes | None:
+        """Return what is stored under ``key``, None if nothing is."""
+        with self._speaking() as client:
+            value: bytes | None = client.get(key)
+            return value
+
+    def num_keys(self) -> int:
+        """Return how many keys there are."""
+        with self._speaking() as client:
+            return int(client.dbsize())
+
+    def clear(self) -> None:
+        """Delete all keys."""
+        with self._speaking() as client:
+            client.flushdb()
+
+    def mset(self, dictionary: Mapping[str, str | bytes]) -> None:
+        """Store every value under its key; in several commands if they are more than 64 MiB together."""
+        command: dict[str, str | bytes] = {}
+        size = 0
+        with self._speaking() as client:
+            for key, value in dictionary.items():
+                if command and size + len(value) > _COMMAND_BYTES:
+                    client.mset(command)
+                    command, size = {}, 0
+                command[key] = value
+                size += len(value)
+            if command:
+                client.mset(command)
+
+    def mget(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Return what is stored under each of ``keys``, None where nothing is."""
+        if not keys:
+            return []
+        with self._speaking() as client:
+            found: list[bytes | None] = client.mget(keys)
+            return found
+
+    def contains(self, keys: Sequence[str]) -> list[bool]:
+        """Return whether something is stored under each of ``keys``, without reading it."""
+        with self._speaking() as client, client.pipeline(transaction=False) as pipeline:
+            for key in keys:
+                pipeline.exists(key)
+            return [bool(found) for found in pipeline.execute()]
+
+    def status(self) -> bool:
+        """Return whether the server answers within a second, and takes the password."""
+        probe = _RedisStore(**self._options, timeout=min(self._timeout, _PROBE_SECONDS))
+        try:
+            with probe._speaking() as client:
+                return bool(client.ping())
+        except StoreError:
+            return False
+        finally:
+            probe.close()
+
+    def close(self) -> None:
+        """Drop this process's connections; they are opened again when needed."""
+        client, pid = self._client, self._pid
+        self._forget()
+        if client is not None and pid == os.getpid():  # a forked child's copy is its parent's to close
+            client.close()
+
+    def _forget(self) -> None:
+        self._client: Any = None
+        self._pid = 0
+
+    @contextmanager
+    def _speaking(self) -> Iterator[Any]:
+        """Give this process's client; turn what goes wrong into a `StoreError`."""
+        import redis
+
+        if self._client is None or self._pid != os.getpid():
+            self._client, self._pid = self._connect(), os.getpid()
+        try:
+            yield self._client
+        except (redis.RedisError, OSError) as error:
+            refused = isinstance(error, redis.ResponseError)
+            raise StoreError(f"{self} {'refuses' if refused else 'fails'}: {type(error).__name__}: {error}", refused) from error
+
+    def _connect(self) -> Any:
+        """Return a client; it connects when it is used."""
+        import redis
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
+
+        return redis.Redis(
+            **self._options,
+            protocol=2,  # the same answers from every release of redis-py, and no round trip to agree on it
+            socket_timeout=self._timeout,
+            socket_connect_timeout=self._timeout,
+            socket_read_size=_READ_SIZE,
+            retry=Retry(NoBackoff(), 0),  # the guard around this store decides when to try again
+        )
+
+
+def bootstrap_redis_server(capacity_per_node: int) -> list[dict[str, Any]]:
+    """Return the addresses of this job's servers, one per node, started if they are not yet (S8.4). Every rank calls it."""
+    return job_servers.addresses("redis", checked_capacity(capacity_per_node), every_node=True)
+
+
+def shutdown_redis_server() -> None:
+    """Stop this node's server, if this process started it."""
+    job_servers.shutdown("redis")
+
+
+def start_redis_server_cli(port: int, capacity: int, *args: str) -> RedisServer:
+    """Start a Redis of this process's own on loopback, with a random password; ``args`` are further arguments of the program."""
+    return start_redis_server("127.0.0.1", checked_capacity(capacity), port, *args)
+
+
+def get_host_ip() -> str:
+    """Return the address by which other nodes reach this one."""
+    return node_address(get_master_addr())
+
+
+def checked_capacity(capacity: int) -> int:
+    """Return ``capacity``; ValueError unless it is a positive integer."""
+    if not isinstance(capacity, int) or capacity < 1:
+        raise ValueError(f"capacity_per_node={capacity!r} must be a positive number of bytes")
+    return capacity
+
+
+def _checked_host(host: Mapping[str, Any]) -> dict[str, Any]:
+    options = {_ALIASES.get(name, name): value for name, value in host.items()}
+    if unknown := [name for name in options if name not in _OPTIONS]:
+        raise ValueError(f"hosts has a server with {unknown[0]!r}; known are {', '.join([*_OPTIONS, *_ALIASES])}")
+    if "host" not in options and "unix_socket_path" not in options:
+        raise ValueError(f"hosts has a server without 'host' or 'unix_socket_path'; it has {sorted(options)}")
+    try:
+        options["port"] = int(options.get("port", 6379))
+    except (TypeError, ValueError):
+        raise ValueError(f"hosts has a server with port={options['port']!r}; it must be a number") from None
+    return options
