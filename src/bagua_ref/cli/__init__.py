@@ -1,4 +1,7 @@
-"""The command line: ``bagua-ref demo`` trains with every algorithm, ``bagua-ref doctor`` says what this machine can do."""
+"""The command line: ``bagua-ref demo`` trains with every algorithm, ``bagua-ref doctor`` says what this machine can do.
+
+``bagua-ref balance`` shows what the balanced sampler would do for given lengths.
+"""
 
 from __future__ import annotations
 
@@ -53,6 +56,29 @@ def _demo(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int
     return run_demo(settings, arguments.output)
 
 
+def _balance(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    from bagua_ref.cli.balance import draw_plans, missing_packages, plans_of, print_plans, read_lengths
+
+    if missing := missing_packages():
+        print(f"bagua-ref balance needs {', '.join(missing)}: pip install 'bagua_ref[demo]'", file=sys.stderr)
+        return 1
+    from rich.console import Console
+
+    try:
+        lengths = read_lengths(arguments.lengths)
+        plans = plans_of(lengths, arguments.replicas, arguments.batch_size, arguments.seed, arguments.random_level)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    console = Console(highlight=False)
+    print_plans(*plans, console, arguments.steps)
+    try:
+        draw_plans(*plans).savefig(arguments.output, dpi=120, metadata={"Software": None})
+    except (OSError, ValueError) as error:  # no such folder, no such format
+        parser.error(f"output={str(arguments.output)!r} must be a picture that can be written: {error}")
+    console.print(f"Picture: {arguments.output}", soft_wrap=True)
+    return 0
+
+
 def _doctor(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     from bagua_ref.cli.doctor import examine, print_findings
 
@@ -88,4 +114,26 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.set_defaults(command=_doctor)
     doctor.add_argument("--json", action="store_true", help="print JSON")
+    balance = commands.add_parser(
+        "balance",
+        help="show the work per step and replica with and without the balanced sampler",
+        description="Take the lengths of a dataset's samples as their cost, deal them out to replicas with torch's "
+        "DistributedSampler and with LoadBalancingDistributedSampler, print each step's work and draw both.",
+    )
+    balance.set_defaults(command=_balance)
+    balance.add_argument(
+        "--lengths", type=Path, required=True, metavar="FILE", help="one number per line, or a .npy array of one dimension"
+    )
+    balance.add_argument("--replicas", type=int, required=True, metavar="N", help="processes that train together")
+    balance.add_argument(
+        "--batch-size", type=int, default=8, metavar="N", help="samples of a replica in each step (default: %(default)s)"
+    )
+    balance.add_argument(
+        "--random-level", type=float, default=0.0, metavar="X", help="of the balanced sampler, 0 to 1 (default: %(default)s)"
+    )
+    balance.add_argument("--seed", type=int, default=0, metavar="N", help="of both samplers (default: %(default)s)")
+    balance.add_argument("--steps", type=int, default=8, metavar="N", help="how many steps to print (default: %(default)s)")
+    balance.add_argument(
+        "--output", type=Path, default=Path("balance.png"), metavar="FILE", help="the picture (default: %(default)s)"
+    )
     return parser

@@ -87,7 +87,7 @@ class LoadBalancingDistributedBatchSampler(Sampler[list[int]]):
             batches: how many batches of this epoch training has seen on each rank; None: as many as were handed out.
         """
         self._follow()
-        taken = checked_count("batches", batches, self._place.taken, len(self))
+        taken = self._place.taken if batches is None else checked_count("batches", batches, len(self))
         return {**self._settings(), "epoch": self._epoch, "batches": taken, "num_batches": self._num_batches}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -99,7 +99,7 @@ class LoadBalancingDistributedBatchSampler(Sampler[list[int]]):
         check_settings(state_dict, self._settings(), "batches")
         own, total = self._cut(state_dict["epoch"])
         check_settings(state_dict, {"num_batches": total}, "batches")
-        taken = checked_count("batches", state_dict["batches"], 0, total)
+        taken = checked_count("batches", state_dict["batches"], total)
         self.sampler.set_epoch(state_dict["epoch"])
         self._batches, self._num_batches, self._epoch = own, total, self.sampler.epoch
         self._place = Place(taken)

@@ -148,7 +148,8 @@ class LoadBalancingDistributedSampler(Sampler[int]):
         Args:
             samples: how many samples of this epoch training has seen on each rank; None: as many as were handed out.
         """
-        return {**self._settings(), "epoch": self.epoch, "samples": checked_count("samples", samples, self._place.taken, len(self))}
+        taken = self._place.taken if samples is None else checked_count("samples", samples, len(self))
+        return {**self._settings(), "epoch": self.epoch, "samples": taken}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Let the next iterator go on at the next sample of the saved epoch; those after it begin at the first again.
@@ -157,7 +158,7 @@ class LoadBalancingDistributedSampler(Sampler[int]):
             ValueError: the state is that of another number of replicas, another dataset or other options.
         """
         check_settings(state_dict, self._settings(), "samples")
-        samples = checked_count("samples", state_dict["samples"], 0, len(self))
+        samples = checked_count("samples", state_dict["samples"], len(self))
         self._start_epoch(state_dict["epoch"], samples)
 
     def _start_epoch(self, epoch: int, samples: int = 0) -> None:

@@ -40,9 +40,9 @@ def replica_of(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     return count, place
 
 
-def checked_count(name: str, value: int | None, default: int, most: int) -> int:
-    """Return ``value``, or ``default`` for None; refuse what an epoch of ``most`` items does not have."""
-    number = default if value is None else operator.index(value)
+def checked_count(name: str, value: int, most: int) -> int:
+    """Return ``value``; refuse what an epoch of ``most`` items does not have."""
+    number = operator.index(value)
     if not 0 <= number <= most:
         raise ValueError(f"{name}={number} must be from 0 to {most}, the number of {name} in the epoch")
     return number

@@ -1,0 +1,173 @@
+"""``bagua-ref balance``: what balancing would do for samples of given lengths, before anything is trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch.utils.data import DistributedSampler
+
+from bagua_ref.contrib.load_balancing_data_loader import LoadBalancingDistributedSampler
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from rich.console import Console
+
+__all__ = ["Plan", "draw_plans", "missing_packages", "plans_of", "print_plans", "read_lengths"]
+
+_EXTRA = ("rich", "matplotlib")
+_LARGEST = 1e18  # sums of these are still floats
+_DRAWN = 60  # steps in the picture: more would be a blur
+_COLORS = ("#d55e00", "#0072b2")  # Okabe and Ito's
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The work of one epoch under one sampler.
+
+    Attributes:
+        name: with or without balancing.
+        work: steps x replicas: the sum of the lengths in each replica's batch.
+    """
+
+    name: str
+    work: np.ndarray[Any, Any]
+
+    @property
+    def imbalance(self) -> float:
+        """The slowest replica's work over the mean, mean over steps: how much longer a step takes than it would have to."""
+        return float((self.work.max(axis=1) / self.work.mean(axis=1)).mean())
+
+    @property
+    def idle(self) -> float:
+        """The share of all replicas' time that is waiting for the slowest."""
+        return 1 - float(self.work.mean(axis=1).sum() / self.work.max(axis=1).sum())
+
+
+def missing_packages() -> list[str]:
+    """Return which packages it needs are not installed."""
+    return [package for package in _EXTRA if find_spec(package) is None]
+
+
+def read_lengths(path: Path) -> list[int | float]:
+    """Read positive numbers: a ``.npy`` array, or text with one number per line; empty lines and what follows # are skipped.
+
+    Raises:
+        ValueError: a line is no positive number, or there are none; the message names file and line.
+        OSError: the file cannot be read.
+    """
+    found: list[int | float] = []
+    if path.suffix == ".npy":
+        try:
+            array = np.load(path, allow_pickle=False)
+        except EOFError:
+            raise ValueError(f"{path} is empty") from None
+        if array.ndim != 1 or array.dtype.kind not in "iuf":
+            raise ValueError(f"{path} has shape {array.shape} of {array.dtype}; it must be one row of numbers")
+        found = array.tolist()
+    else:
+        for place, line in enumerate(path.read_text().splitlines(), start=1):
+            if text := line.partition("#")[0].strip():
+                found.append(_number(text, f"{path}, line {place}"))
+    if not found:
+        raise ValueError(f"{path} has no lengths")
+    for place, number in enumerate(found, start=1):
+        if not 0 < number < _LARGEST:
+            raise ValueError(f"{path}: length {place} of {len(found)} is {number}; it must be above 0 and below {_LARGEST}")
+    return found
+
+
+def plans_of(lengths: list[int | float], replicas: int, batch_size: int, seed: int, random_level: float) -> tuple[Plan, Plan]:
+    """Return one epoch's work under torch's DistributedSampler and under `LoadBalancingDistributedSampler`.
+
+    Raises:
+        ValueError: an argument is out of its range.
+    """
+    for name, value in (("replicas", replicas), ("batch_size", batch_size)):
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
+    samplers: dict[str, list[Iterable[int]]] = {"without balancing": [], "with balancing": []}
+    for rank in range(replicas):
+        samplers["without balancing"].append(DistributedSampler(lengths, replicas, rank, seed=seed))  # type: ignore[arg-type]
+        samplers["with balancing"].append(
+            LoadBalancingDistributedSampler(
+                lengths, None, replicas, rank, seed=seed, random_level=random_level, complexities=lengths
+            )
+        )
+    costs = np.array(lengths, dtype=float)
+    before, after = (
+        Plan(name, np.array([_work(costs[list(sampler)], batch_size) for sampler in of_ranks]).T)
+        for name, of_ranks in samplers.items()
+    )
+    return before, after
+
+
+def print_plans(before: Plan, after: Plan, console: Console, steps: int) -> None:
+    """Print what the samplers make of the epoch, and the work of each replica in the first ``steps`` steps."""
+    from rich import box
+    from rich.table import Table
+
+    count, replicas = before.work.shape
+    summary = Table(box=box.SIMPLE_HEAD, title=f"{replicas} replicas, {count} steps", title_justify="left")
+    for place, header in enumerate(("", "mean work\nper step", "slowest\n/ mean", "worst\nstep", "time spent\nwaiting")):
+        summary.add_column(header, justify="right" if place else "left", no_wrap=not place)
+    for plan in (before, after):
+        ratios = plan.work.max(axis=1) / plan.work.mean(axis=1)
+        summary.add_row(plan.name, f"{plan.work.mean():,.1f}", f"{plan.imbalance:.3f}", f"{ratios.max():.3f}", f"{plan.idle:.1%}")
+    console.print(summary)
+    table = Table(box=box.SIMPLE_HEAD, title="Work of each replica", title_justify="left")
+    table.add_column("step", justify="right")
+    for plan in (before, after):
+        table.add_column(plan.name)
+    for step in range(min(steps, count)):
+        table.add_row(str(step), *(_listed(plan.work[step]) for plan in (before, after)))
+    console.print(table)
+
+
+def draw_plans(before: Plan, after: Plan) -> Any:
+    """Return a matplotlib Figure: each replica's work at each of the first steps, without and with balancing."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 6.2), layout="constrained")
+    panels = figure.subplots(2, 1, sharex=True, sharey=True)
+    for axes, plan, color in zip(panels, (before, after), _COLORS, strict=True):
+        work = plan.work[:_DRAWN]
+        steps = np.arange(len(work))
+        axes.vlines(steps, work.min(axis=1), work.max(axis=1), color=color, alpha=0.35, linewidth=3)
+        axes.plot(steps, work, linestyle="", marker="o", markersize=2.5, color=color)
+        axes.plot(steps, work.mean(axis=1), color="#1c1e21", linewidth=1, drawstyle="steps-mid", label="mean of the replicas")
+        verdict = f"the slowest replica does {plan.imbalance:.3f} times the mean; {plan.idle:.1%} of the time is waiting"
+        axes.set_title(f"{plan.name[0].upper()}{plan.name[1:]}: {verdict}", fontsize=10, loc="left")
+        axes.set_ylabel("work of a replica")
+        axes.set_ylim(bottom=0)
+        axes.grid(axis="y", color="#d5d8dd", linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower right", frameon=False)
+    count = len(before.work)
+    panels[1].set_xlabel("step" if count <= _DRAWN else f"step (the first {_DRAWN} of {count})")
+    return figure
+
+
+def _number(text: str, where: str) -> int | float:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    raise ValueError(f"{where}: {text!r} is not a number")
+
+
+def _work(costs: np.ndarray[Any, Any], batch_size: int) -> np.ndarray[Any, Any]:
+    """Return the sum of each batch, the last of which may be short."""
+    return np.add.reduceat(costs, np.arange(0, len(costs), batch_size))
+
+
+def _listed(work: np.ndarray[Any, Any]) -> str:
+    if len(work) <= 4:
+        return "  ".join(f"{value:,.10g}" for value in work)
+    return f"{work.min():,.10g} to {work.max():,.10g}"

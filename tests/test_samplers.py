@@ -1,0 +1,683 @@
+"""The balanced samplers (S7): what they refuse, how they resume, and the command that shows what they do."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import pickle
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from tests.oracles import samplers_plain
+from torch.utils.data import DataLoader
+
+import bagua_ref
+from bagua_ref.backends import register_backend
+from bagua_ref.backends.reference import ReferenceBackend
+from bagua_ref.cli import balance, main
+from bagua_ref.contrib import LoadBalancingDistributedBatchSampler, LoadBalancingDistributedSampler
+from bagua_ref.simulation import SimulatedWorld
+
+ROOT = Path(__file__).parents[1]
+LENGTHS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6]
+
+
+def sampler_of(rank: int = 0, replicas: int = 3, lengths: Any = LENGTHS, **options: Any) -> LoadBalancingDistributedSampler:
+    return LoadBalancingDistributedSampler(range(len(lengths)), None, replicas, rank, complexities=lengths, **options)
+
+
+def pairs(indices: list[int]) -> list[list[int]]:
+    return [indices[place : place + 2] for place in range(0, len(indices), 2)]
+
+
+def batches_of(
+    rank: int = 0, batch_fn: Any = pairs, drop_last: bool = False, **options: Any
+) -> LoadBalancingDistributedBatchSampler:
+    return LoadBalancingDistributedBatchSampler(sampler_of(rank, **options), batch_fn, drop_last)
+
+
+def take(iterable: Any, count: int) -> list[Any]:
+    iterator = iter(iterable)
+    return [next(iterator) for _ in range(count)]
+
+
+# What is drawn.
+
+
+def test_an_example_by_hand() -> None:
+    lengths = [30, 10, 40, 10, 50]  # in order: samples 1, 3, 0, 2, 4, and 1 once more
+    assert list(sampler_of(0, 2, lengths, shuffle=False)) == [1, 0, 4]
+    assert list(sampler_of(1, 2, lengths, shuffle=False)) == [3, 2, 1]
+    assert list(sampler_of(1, 2, lengths, shuffle=False, drop_last=True)) == [3, 2]
+    assert sampler_of(1, 2, lengths, shuffle=False).shuffle_chunks() == ([[1, 3], [0, 2], [4, 1]], [0, 1, 2])
+
+
+def test_fewer_samples_than_replicas_wrap_around_or_are_dropped() -> None:
+    assert [list(sampler_of(rank, 5, [7, 2], shuffle=False)) for rank in range(5)] == [[1], [0], [1], [0], [1]]
+    assert [list(sampler_of(rank, 5, [7, 2], drop_last=True)) for rank in range(5)] == [[]] * 5
+
+
+def test_with_a_function_the_dataset_is_read_once_and_left_alone() -> None:
+    dataset = torch.utils.data.TensorDataset(torch.zeros(6, 2), torch.tensor([5, 3, 9, 1, 1, 7]))
+    read = []
+
+    def complexity_fn(sample: Any) -> Any:
+        read.append(sample)
+        return sample[1]  # a 0-d view of the dataset
+
+    sampler = LoadBalancingDistributedSampler(dataset, complexity_fn, 2, 0, random_level=1)
+    options: dict[str, Any] = {"shuffle": True, "seed": 0, "drop_last": False, "random_level": 1}
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        assert list(sampler) == samplers_plain.indices([5, 3, 9, 1, 1, 7], 2, 0, epoch=epoch, **options)
+    assert len(read) == 6
+    assert dataset.tensors[1].tolist() == [5, 3, 9, 1, 1, 7]
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        tuple(LENGTHS),
+        (length for length in LENGTHS),
+        [torch.tensor(length) for length in LENGTHS],
+        np.array(LENGTHS, dtype=object),
+        *(np.array(LENGTHS, dtype=kind) for kind in ("uint8", "int16", "uint64", "float16", "float32", ">i4", ">f8")),
+        *(torch.tensor(LENGTHS, dtype=kind) for kind in (torch.uint8, torch.int32, torch.bfloat16, torch.float16, torch.float64)),
+        torch.tensor(LENGTHS, dtype=torch.float32, requires_grad=True),
+        torch.tensor([LENGTHS, LENGTHS]).T[:, 0],
+    ],
+    ids=lambda lengths: f"{type(lengths).__name__} {getattr(lengths, 'dtype', '')}",
+)
+def test_complexities_come_in_any_form(lengths: Any) -> None:
+    expected = list(sampler_of(random_level=0.5))
+    sampler = LoadBalancingDistributedSampler(LENGTHS, None, 3, 0, random_level=0.5, complexities=lengths)
+    assert list(sampler) == expected
+
+
+def test_complexities_are_copied() -> None:
+    for lengths in (torch.tensor(LENGTHS), np.array(LENGTHS), torch.tensor(LENGTHS, dtype=torch.float64)):
+        sampler = sampler_of(lengths=lengths, random_level=0.5)
+        expected = list(sampler)
+        lengths[:] = 1
+        assert list(sampler) == expected
+
+
+def test_booleans_are_zeros_and_ones() -> None:
+    flags = [length > 4 for length in LENGTHS]
+    for form in (flags, np.array(flags), torch.tensor(flags)):
+        assert list(sampler_of(lengths=form)) == list(sampler_of(lengths=[int(flag) for flag in flags]))
+
+
+def test_infinity_has_a_place_without_shuffle_only() -> None:
+    lengths = [float("inf"), 10**400, 1.5, float("-inf")]
+    assert list(sampler_of(0, 1, lengths, shuffle=False)) == [3, 2, 1, 0]
+    with pytest.raises(ValueError, match="from -inf to inf lie too far apart for the noise of shuffle=True"):
+        sampler_of(0, 1, lengths)
+
+
+def test_integers_that_no_tensor_holds_are_told_apart() -> None:
+    lengths = [2**70 + 1, 2**70, float(2**70), 2**70 - 1, 2**53 + 1, float(2**53)]
+    assert list(sampler_of(0, 1, lengths, shuffle=False)) == [5, 4, 3, 1, 2, 0]
+    with pytest.raises(ValueError, match=r"an integer of 20000 bits .* 64 bits"):
+        sampler_of(0, 1, [0, 2**19999], random_level=1)
+    assert sorted(sampler_of(0, 1, [0, 2**19999, 5], random_level=0.0)) == [0, 1, 2]
+
+
+def test_equal_complexities_warn_where_the_sampler_is_made() -> None:
+    with pytest.warns(UserWarning, match="all 4 complexities are 7, so there is nothing to balance") as warned:
+        LoadBalancingDistributedSampler(range(4), lambda _: torch.tensor(7), 2, 0)
+    assert warned[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sampler_of(0, 2, [7])
+        sampler_of(0, 2, [7, 8])
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"random_level": -0.1}, ValueError, r"random_level=-0.1 must be from 0 \(best balance\) to 1"),
+        ({"random_level": 1.1}, ValueError, "random_level=1.1"),
+        ({"random_level": float("nan")}, ValueError, "random_level is NaN"),
+        ({"random_level": "high"}, TypeError, "random_level='high'"),
+        ({"num_replicas": 0}, ValueError, "num_replicas=0 must be at least 1"),
+        ({"num_replicas": 2.0}, TypeError, "float"),
+        ({"rank": 2}, ValueError, "rank=2 must be from 0 to num_replicas - 1 = 1"),
+        ({"rank": -1}, ValueError, "rank=-1"),
+        ({"dataset": []}, ValueError, "dataset is empty"),
+        ({"complexity_fn": None}, ValueError, "either complexity_fn or complexities="),
+        ({"complexities": [1, 2]}, ValueError, "either complexity_fn or complexities="),
+        ({"complexity_fn": [1, 2]}, TypeError, r"complexity_fn=\[1, 2\] must be a function"),
+        ({"complexity_fn": str}, TypeError, "the complexity of sample 0='1' is a str; it must be an int or a float"),
+        ({"complexity_fn": complex}, TypeError, "complex"),
+        ({"complexity_fn": lambda sample: None}, TypeError, "NoneType"),
+        ({"complexity_fn": lambda sample: float("nan")}, ValueError, "the complexity of sample 0 is NaN"),
+        ({"complexity_fn": lambda sample: torch.zeros(2)}, ValueError, r"sample 0 has shape \(2,\); it must be one number"),
+        ({"complexity_fn": None, "complexities": [1]}, ValueError, r"shape \(1,\).* each of the 2 samples"),
+        ({"complexity_fn": None, "complexities": np.ones((2, 1))}, ValueError, r"shape \(2, 1\)"),
+        ({"complexity_fn": None, "complexities": torch.ones(2, 2)}, ValueError, r"shape \(2, 2\)"),
+        ({"complexity_fn": None, "complexities": torch.tensor([1, float("nan")])}, ValueError, "sample 1 is NaN"),
+        ({"complexity_fn": None, "complexities": {0: 3, 1: 2}}, TypeError, "complexities is a dict"),
+        ({"complexity_fn": None, "complexities": {3, 2}}, TypeError, "complexities is a set"),
+        ({"complexity_fn": None, "complexities": "12"}, TypeError, r"complexities\[0\]='1'"),
+        ({"complexity_fn": None, "complexities": torch.ones(2, dtype=torch.complex64)}, TypeError, r"complexities\[0\]"),
+        ({"complexity_fn": None, "complexities": [2**70, 0], "random_level": 0.5}, ValueError, "does not fit into 64 bits"),
+        ({"seed": 2**64}, ValueError, "seed . epoch = 18446744073709551616 must fit into 64 bits"),
+        ({"seed": 0.5}, TypeError, "float"),
+        ({"backend": "abacus"}, ValueError, "abacus"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_named(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments: dict[str, Any] = {"dataset": [1, 2], "complexity_fn": abs, "num_replicas": 2, "rank": 1}
+    with pytest.raises(error, match=message):
+        LoadBalancingDistributedSampler(**{**arguments, **options})
+
+
+def test_a_backend_that_is_not_known_is_an_error_before_the_dataset_is_read() -> None:
+    class Untouchable:
+        def __len__(self) -> int:
+            return 3
+
+    with pytest.raises(ValueError, match="abacus"):
+        LoadBalancingDistributedSampler(Untouchable(), abs, 1, 0, backend="abacus")
+
+
+def test_epochs_that_no_generator_takes_are_refused_and_the_sampler_stays() -> None:
+    sampler = sampler_of(seed=5)
+    with pytest.raises(ValueError, match="must fit into 64 bits"):
+        sampler.set_epoch(2**64)
+    with pytest.raises(TypeError):
+        sampler.set_epoch("3")  # type: ignore[arg-type]
+    assert sampler.epoch == 0
+
+
+# Who draws.
+
+
+def test_rank_and_size_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    sampler = LoadBalancingDistributedSampler(LENGTHS, abs)
+    assert (sampler.rank, sampler.num_replicas) == (2, 4)
+    sampler = LoadBalancingDistributedSampler(LENGTHS, abs, num_replicas=3)
+    assert (sampler.rank, sampler.num_replicas) == (2, 3)
+    with pytest.raises(ValueError, match="rank=2 must be from 0 to num_replicas - 1 = 1"):
+        LoadBalancingDistributedSampler(LENGTHS, abs, num_replicas=2)
+    monkeypatch.setenv("RANK", "first")
+    assert LoadBalancingDistributedSampler(LENGTHS, abs, 2, 1).rank == 1
+
+
+def test_rank_and_size_come_from_a_simulated_world() -> None:
+    def draw(comm: Any) -> tuple[int, int, list[int]]:
+        sampler = LoadBalancingDistributedSampler(LENGTHS, abs)
+        return sampler.rank, sampler.num_replicas, list(sampler)
+
+    assert SimulatedWorld(3).run(draw) == [(rank, 3, list(sampler_of(rank))) for rank in range(3)]
+
+
+def test_rank_and_size_come_from_torch_where_only_torch_was_initialized(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+    sampler = LoadBalancingDistributedSampler(LENGTHS, abs)
+    assert (sampler.rank, sampler.num_replicas) == (1, 3)
+    assert LoadBalancingDistributedSampler(LENGTHS, abs, 5, 4).rank == 4
+
+
+# How it sorts, and what it keeps.
+
+
+class Counting(ReferenceBackend):
+    calls = 0
+
+    def _order_by_complexity(self, keys: torch.Tensor) -> torch.Tensor:
+        Counting.calls += 1
+        return super()._order_by_complexity(keys)
+
+
+register_backend("counting", f"{__name__}:Counting")
+
+
+@pytest.mark.parametrize("choose", [lambda: {"backend": Counting()}, dict])
+def test_the_backend_sorts(choose: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(bagua_ref.backends._instances, "counting", Counting())
+    Counting.calls = 0
+    with bagua_ref.use_backend("counting"):
+        sampler = sampler_of(random_level=1, **choose())
+        before = Counting.calls
+        list(sampler)
+        assert Counting.calls > before
+
+
+@pytest.mark.gpu
+def test_a_backend_for_cuda_tensors_is_given_cuda_tensors() -> None:
+    class OnlyCuda(ReferenceBackend):
+        device_types = ("cuda",)
+
+    for lengths in (LENGTHS, [length + 0.5 for length in LENGTHS]):
+        expected = list(sampler_of(lengths=lengths, random_level=0.5))
+        assert list(sampler_of(lengths=lengths, random_level=0.5, backend=OnlyCuda())) == expected
+        assert list(sampler_of(lengths=torch.tensor(lengths, device="cuda"), random_level=0.5)) == expected
+
+
+@pytest.mark.parametrize("random_level", [0, 0.1])
+@pytest.mark.parametrize("scale", [1, 1e-3, 10**9])
+def test_it_keeps_few_bytes_per_sample(random_level: float, scale: float) -> None:
+    count = 20_000
+    lengths = [(1 + place * place % 997) * scale for place in range(count)]
+    sampler = sampler_of(0, 1, lengths, random_level=random_level)
+    take(sampler, 10)
+    assert len(pickle.dumps(sampler)) < 9 * count
+
+
+def test_a_pickled_sampler_goes_on() -> None:
+    sampler = sampler_of(1, random_level=0.5)
+    sampler.set_epoch(4)
+    assert list(pickle.loads(pickle.dumps(sampler))) == list(sampler)
+    batch_sampler = batches_of(1)
+    assert list(pickle.loads(pickle.dumps(batch_sampler))) == list(batch_sampler)
+
+
+def test_progress_is_shown_on_rank_0_and_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    LoadBalancingDistributedSampler(LENGTHS, abs, 2, 0, progress=True)
+    printed = capsys.readouterr()
+    assert "complexities" in printed.err
+    assert "100%" in printed.err
+    assert printed.out == ""
+    LoadBalancingDistributedSampler(LENGTHS, abs, 2, 1, progress=True)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_progress_without_rich_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    with pytest.raises(ModuleNotFoundError, match=re.escape("pip install 'bagua_ref[demo]'")):
+        LoadBalancingDistributedSampler(LENGTHS, abs, 2, 0, progress=True)
+
+
+def test_a_sampler_tells_what_it_is() -> None:
+    sampler = sampler_of(1, seed=3, random_level=0.5)
+    sampler.set_epoch(2)
+    take(sampler, 5)
+    assert repr(sampler) == (
+        "LoadBalancingDistributedSampler(23 samples, rank 1 of 3, shuffle=True, seed=3, drop_last=False, random_level=0.5; "
+        "epoch 2: 5 of 8 drawn)"
+    )
+    batch_sampler = batches_of(1)
+    take(batch_sampler, 3)
+    assert repr(batch_sampler).startswith("LoadBalancingDistributedBatchSampler(LoadBalancingDistributedSampler(23 samples, rank 1")
+    assert repr(batch_sampler).endswith("drop_last=False; epoch 0: 3 of 4 batches drawn)")
+
+
+# Epochs and places.
+
+
+def test_epochs_differ_with_shuffle_only() -> None:
+    shuffled, still = sampler_of(), sampler_of(shuffle=False)
+    before = list(shuffled), list(still)
+    shuffled.set_epoch(1)
+    still.set_epoch(1)
+    assert list(shuffled) != before[0]
+    assert list(still) == before[1]
+    shuffled.set_epoch(0)
+    assert list(shuffled) == before[0]
+    assert list(sampler_of(seed=1)) == take_epoch(1)
+
+
+def take_epoch(epoch: int) -> list[int]:
+    sampler = sampler_of()
+    sampler.set_epoch(epoch)
+    return list(sampler)
+
+
+def test_an_iterator_keeps_its_epoch() -> None:
+    sampler = sampler_of()
+    first = iter(sampler)
+    begun = next(first)
+    not_begun = iter(sampler)
+    sampler.set_epoch(1)
+    assert [begun, *first] == list(not_begun) == take_epoch(0)
+    assert sampler.state_dict()["samples"] == 0
+    assert list(sampler) == take_epoch(1)
+
+
+def test_a_place_counts_for_one_iterator() -> None:
+    sampler = sampler_of()
+    sampler.load_state_dict({**sampler.state_dict(), "samples": 6})
+    assert len(sampler) == 8
+    iter(sampler)  # never used, as a DataLoader with workers leaves one
+    assert len(list(sampler)) == 2
+    assert len(list(sampler)) == 8
+
+
+def test_the_state_counts_the_iterator_that_began_last() -> None:
+    sampler = sampler_of()
+    older = iter(sampler)
+    next(older)
+    newer = iter(sampler)
+    take(newer, 3)
+    next(older)
+    assert sampler.state_dict()["samples"] == 3
+    assert sampler.state_dict(samples=2)["samples"] == 2
+
+
+def test_the_end_of_an_epoch_is_a_place() -> None:
+    sampler, resumed = sampler_of(), sampler_of()
+    list(sampler)
+    resumed.load_state_dict(sampler.state_dict())
+    resumed.set_epoch(0)
+    assert list(resumed) == []
+    resumed.set_epoch(1)
+    assert list(resumed) == take_epoch(1)
+
+
+def test_another_epoch_forgets_the_place() -> None:
+    sampler = sampler_of()
+    sampler.load_state_dict({**sampler.state_dict(), "samples": 5})
+    sampler.set_epoch(1)
+    assert list(sampler) == take_epoch(1)
+    assert sampler.state_dict()["epoch"] == 1
+
+
+def test_a_state_goes_through_json_and_a_checkpoint(tmp_path: Path) -> None:
+    for saving, resumed in ((sampler_of(random_level=0.5), sampler_of(2, random_level=0.5)), (batches_of(), batches_of(2))):
+        whole = list(resumed)
+        take(saving, 2)
+        state = saving.state_dict()
+        torch.save(state, tmp_path / "state.pt")
+        for loaded in (json.loads(json.dumps(state)), torch.load(tmp_path / "state.pt", weights_only=True)):
+            resumed.load_state_dict(loaded)
+            assert list(resumed) == whole[2:]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"replicas": 4}, r"num_replicas=3, and here it is 4; which samples are left cannot be told exactly. .*set_epoch\(8\)"),
+        ({"lengths": LENGTHS[:-1]}, "length=23, and here it is 22"),
+        ({"lengths": LENGTHS[::-1]}, "other complexities"),
+        ({"seed": 1}, "seed=0, and here it is 1"),
+        ({"shuffle": False}, "shuffle=True, and here it is False"),
+        ({"drop_last": True}, "drop_last=False, and here it is True"),
+        ({"random_level": 1}, "random_level=0.5, and here it is 1"),
+    ],
+)  # fmt: skip
+def test_a_place_elsewhere_is_refused(options: dict[str, Any], message: str) -> None:
+    saving = sampler_of(random_level=0.5)
+    saving.set_epoch(7)
+    sampler = sampler_of(**{"random_level": 0.5, **options})
+    with pytest.raises(ValueError, match=message):
+        sampler.load_state_dict(saving.state_dict())
+    assert sampler.epoch == 0
+
+
+def test_a_place_among_other_numbers_that_no_tensor_holds_is_refused() -> None:
+    lengths = [2**70, 1.5, 2**80]
+    state = sampler_of(lengths=lengths, random_level=1e-6).state_dict()
+    sampler_of(lengths=lengths, random_level=1e-6).load_state_dict(state)
+    with pytest.raises(ValueError, match="other complexities"):
+        sampler_of(lengths=[2**70, 1.25, 2**80], random_level=1e-6).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"samples": 9}, "samples=9 must be from 0 to 8, the number of samples in the epoch"),
+        ({"samples": -1}, "samples=-1"),
+        ({"samples": None}, "NoneType"),
+        ({"epoch": 2**70}, "64 bits"),
+    ],
+)
+def test_a_damaged_state_is_refused(change: dict[str, Any], message: str) -> None:
+    sampler = sampler_of()
+    with pytest.raises((ValueError, TypeError), match=message):
+        sampler.load_state_dict({**sampler.state_dict(), **change})
+    assert list(sampler) == take_epoch(0)
+
+
+def test_a_state_of_something_else_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"state_dict lacks num_replicas, length, .*epoch, samples"):
+        sampler_of().load_state_dict({})
+    with pytest.raises(ValueError, match="state_dict lacks batches"):
+        batches_of().load_state_dict(sampler_of().state_dict())
+    with pytest.raises(ValueError, match="samples=9 must be from 0 to 8"):
+        sampler_of().state_dict(samples=9)
+    with pytest.raises(ValueError, match="batches=5 must be from 0 to 4"):
+        batches_of().state_dict(batches=5)
+
+
+# In a DataLoader.
+
+
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
+@pytest.mark.parametrize("kind", ["samples", "batches"])
+def test_a_loader_resumes_at_the_next_batch(workers: int, persistent: bool, kind: str) -> None:
+    def loader_of() -> tuple[Any, DataLoader[Any]]:
+        more: dict[str, Any] = {"num_workers": workers, "persistent_workers": persistent}
+        if kind == "samples":
+            sampler = sampler_of(1)
+            return sampler, DataLoader(LENGTHS, batch_size=2, sampler=sampler, **more)
+        batch_sampler = batches_of(1)
+        return batch_sampler, DataLoader(LENGTHS, batch_sampler=batch_sampler, **more)
+
+    sampler, loader = loader_of()
+    sampler.set_epoch(2)
+    whole = [batch.tolist() for batch in loader]
+    assert len(whole) == 4
+    seen = take(loader, 2)
+    assert [batch.tolist() for batch in seen] == whole[:2]
+    if not workers:
+        assert sampler.state_dict()[kind] == {"samples": 4, "batches": 2}[kind]
+    state = sampler.state_dict(**{kind: {"samples": 4, "batches": 2}[kind]})
+
+    resumed, loader = loader_of()
+    resumed.load_state_dict(state)
+    for epoch in (2, 3):
+        resumed.set_epoch(epoch)
+        drawn = [batch.tolist() for batch in loader]
+        assert (drawn == whole[2:]) if epoch == 2 else (len(drawn) == 4)
+
+
+def test_the_loop_of_the_original_works() -> None:
+    loader = DataLoader(LENGTHS, batch_sampler=batches_of(0))
+    for epoch in range(2):
+        loader.batch_sampler.set_epoch(epoch)
+        assert sum(map(len, loader)) == 8
+
+
+# Batches.
+
+
+def uneven(indices: list[int]) -> list[list[int]]:
+    """As many batches as the first index says."""
+    return [indices[place :: indices[0] + 1] for place in range(min(len(indices), indices[0] + 1))]
+
+
+def test_short_replicas_repeat_their_batches_in_cycle_or_all_stop_with_the_shortest() -> None:
+    lengths = [1, 2, 3, 4, 5, 6, 7, 8, 9]  # replica r draws r, r + 3, r + 6
+    expected = {0: [[0, 3, 6]], 1: [[1, 7], [4]], 2: [[2], [5], [8]]}
+    for rank, own in expected.items():
+        padded = batches_of(rank, uneven, lengths=lengths, shuffle=False)
+        cut = batches_of(rank, uneven, drop_last=True, lengths=lengths, shuffle=False)
+        assert list(padded) == [own[turn % len(own)] for turn in range(3)]
+        assert list(cut) == own[:1]
+        assert (len(padded), len(cut)) == (3, 1)
+
+
+def test_a_far_shorter_replica_repeats_more_than_once() -> None:
+    def batch_fn(indices: list[int]) -> Any:
+        return ([index] for index in indices) if 0 in indices else iter([indices])
+
+    assert list(batches_of(1, batch_fn, replicas=2, lengths=range(10), shuffle=False)) == [[1, 3, 5, 7, 9]] * 5
+
+
+def test_batches_follow_the_epoch_however_it_is_set() -> None:
+    expected = batches_of()
+    expected.set_epoch(3)
+    batch_sampler = batches_of()
+    batch_sampler.sampler.set_epoch(3)
+    assert len(batch_sampler) == 4
+    assert list(batch_sampler) == list(expected) != list(batches_of())
+    assert expected.sampler.epoch == 3
+
+
+def test_batches_are_cut_again_on_demand() -> None:
+    size = 2
+    batch_sampler = batches_of(0, lambda indices: [indices[place : place + size] for place in range(0, len(indices), size)])
+    size = 4
+    assert len(batch_sampler) == 4
+    batch_sampler.generate_batches()
+    assert [len(batch) for batch in batch_sampler] == [4, 4]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_replica_without_batches_is_named_on_every_rank(drop_last: bool) -> None:
+    for rank in range(3):
+        with pytest.raises(ValueError, match="no batches for replica 1 from its 8 indices"):
+            batches_of(rank, lambda indices: [] if 4 in indices else [indices], drop_last, lengths=range(24), shuffle=False)
+
+
+def test_wrong_samplers_are_refused() -> None:
+    for wrong in (torch.utils.data.SequentialSampler(LENGTHS), None, [1, 2]):
+        with pytest.raises(ValueError, match="must be a LoadBalancingDistributedSampler"):
+            LoadBalancingDistributedBatchSampler(wrong, pairs)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"sampler\.drop_last must be False"):
+        LoadBalancingDistributedBatchSampler(sampler_of(drop_last=True), pairs)
+    with pytest.raises(TypeError, match="batch_fn=3 must be a function"):
+        batches_of(0, 3)
+
+
+def test_batches_of_another_batch_fn_are_refused() -> None:
+    state = batches_of().state_dict()
+    other = batches_of(0, lambda indices: [indices])
+    with pytest.raises(ValueError, match="num_batches=4, and here it is 1"):
+        other.load_state_dict(state)
+    with pytest.raises(ValueError, match="drop_last=False, and here it is True"):
+        batches_of(drop_last=True).load_state_dict(state)
+    with pytest.raises(ValueError, match="which batches are left cannot be told exactly"):
+        batches_of(replicas=2).load_state_dict(state)
+    assert len(list(other)) == 1
+
+
+# bagua-ref balance.
+
+
+@pytest.fixture
+def lengths_file(tmp_path: Path) -> Path:
+    path = tmp_path / "lengths.txt"
+    path.write_text("# lengths\n" + "".join(f"{length}\n\n" for length in LENGTHS) + "2.5 # half a word\n")
+    return path
+
+
+def test_balance_prints_and_draws(lengths_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "work.png"
+    arguments = ["--lengths", str(lengths_file), "--replicas", "3", "--batch-size", "2", "--steps", "2", "--output", str(picture)]
+    assert main(["balance", *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert "3 replicas, 4 steps" in printed
+    assert re.search(r"without balancing +[\d.]+ +1\.\d{3} +[\d.]+ +[\d.]+%", printed)
+    assert re.search(r"with balancing +[\d.]+ +1\.\d{3} +[\d.]+ +[\d.]+%", printed)
+    assert len(re.findall(r"^ +\d+   ", printed, re.MULTILINE)) == 2
+    assert "…" not in printed
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_balance_takes_arrays(tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.array(LENGTHS))
+    assert balance.read_lengths(tmp_path / "lengths.npy") == LENGTHS
+
+
+@pytest.mark.parametrize(
+    ("content", "more", "complaint"),
+    [
+        ("1\ntwo\n", [], "line 2: 'two' is not a number"),
+        ("# nothing\n", [], "has no lengths"),
+        ("1\n0\n", [], "length 2 of 2 is 0; it must be above 0"),
+        ("1\nnan\n", [], "is nan"),
+        ("1\n1e400\n", [], "is inf"),
+        ("1\n2\n", ["--replicas", "0"], "replicas=0 must be at least 1"),
+        ("1\n2\n", ["--batch-size", "0"], "batch_size=0"),
+        ("1\n2\n", ["--random-level", "2"], "random_level=2.0"),
+        ("1\n2\n", ["--output", f"{__file__}/picture.png"], "must be a picture that can be written"),
+        ("1\n2\n", ["--output", "/tmp/picture.cdr"], "must be a picture that can be written"),
+        (None, [], "No such file"),
+    ],
+)
+def test_balance_names_bad_input(
+    content: str | None, more: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "lengths.txt"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(SystemExit) as ended:
+        main(["balance", "--lengths", str(path), "--replicas", "2", "--output", str(tmp_path / "p.png"), *more])
+    assert ended.value.code == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_balance_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(balance, "_EXTRA", ("rich", "no_such_module"))
+    assert main(["balance", "--lengths", "x", "--replicas", "2"]) == 1
+    assert capsys.readouterr().err == "bagua-ref balance needs no_such_module: pip install 'bagua_ref[demo]'\n"
+
+
+def test_work_is_what_the_replicas_draw() -> None:
+    before, after = balance.plans_of([1, 2, 3, 4, 50, 60, 70, 80], 2, 2, 0, 0)
+    assert before.work.shape == after.work.shape == (2, 2)
+    assert before.work.sum() == after.work.sum() == 270
+    assert after.imbalance < before.imbalance
+    assert after.work.tolist() == [
+        [sum([1, 2, 3, 4, 50, 60, 70, 80][index] for index in batch[rank]) for rank in range(2)]
+        for batch in zip(*(pairs(list(sampler_of(rank, 2, [1, 2, 3, 4, 50, 60, 70, 80]))) for rank in range(2)), strict=True)
+    ]
+    plan = balance.Plan("by hand", np.array([[1.0, 3.0], [2.0, 2.0]]))
+    assert plan.imbalance == pytest.approx((1.5 + 1) / 2)
+    assert plan.idle == pytest.approx(1 - 4 / 5)
+
+
+def test_many_replicas_are_a_range_and_the_picture_has_both_panels() -> None:
+    plans = balance.plans_of(list(range(1, 200)), 6, 1, 0, 0)
+    console = Console(file=io.StringIO(), width=80)
+    balance.print_plans(*plans, console, 3)
+    assert console.file.getvalue().count(" to ") == 6
+    panels = balance.draw_plans(*plans).axes
+    assert [axes.get_title("left").split(":")[0] for axes in panels] == ["Without balancing", "With balancing"]
+    assert panels[0].get_ylim() == panels[1].get_ylim()
+
+
+# The example.
+
+
+def load_example() -> Any:
+    spec = importlib.util.spec_from_file_location("balanced_text", ROOT / "examples" / "balanced_text.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_example_writes_lengths_for_balance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load_example().main(["--write-lengths", str(tmp_path / "lengths.txt")])
+    assert re.match(r"\d{4} lengths from \d to \d+ in ", capsys.readouterr().out)
+    before, after = balance.plans_of(balance.read_lengths(tmp_path / "lengths.txt"), 4, 8, 0, 0)
+    assert before.imbalance > 1.3
+    assert after.imbalance < 1.05
+
+
+def test_the_example_trains_with_both_samplers(capsys: pytest.CaptureFixture[str]) -> None:
+    SimulatedWorld(2).run(lambda comm: load_example().main(["--steps", "2"]))
+    printed = capsys.readouterr().out
+    assert re.fullmatch(r"DistributedSampler: [\d.]+ s on 2 ranks\nLoadBalancingDistributedSampler: [\d.]+ s on 2 ranks\n", printed)
