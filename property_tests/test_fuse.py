@@ -261,7 +261,7 @@ def test_S6_the_copy_of_a_fused_optimizer_is_an_ordinary_one(data: st.DataObject
         twins.give_gradients(True, [])
         twins.step("fuse_step")
         twins.check()
-        for (p, q), r in zip(twins.pairs(), (p for group in copied.param_groups for p in group["params"]), strict=True):
+        for (p, _), r in zip(twins.pairs(), (p for group in copied.param_groups for p in group["params"]), strict=True):
             r.grad = None if p.grad is None else p.grad.clone()
         twins.fused = fuse_optimizer(copied)
         twins.fused.fuse_step()

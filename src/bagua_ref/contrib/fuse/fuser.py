@@ -10,7 +10,6 @@ import torch
 
 from bagua_ref.contrib.fuse.layout import flatten_weights, held_by_bucket, is_plain, owns_storage
 from bagua_ref.contrib.fuse.plan import Plan, can_fuse
-from bagua_ref.contrib.fuse.state import take_over
 from bagua_ref.utils import NotCopied
 
 if TYPE_CHECKING:
@@ -77,7 +76,6 @@ class Fuser(NotCopied):
                     self._restore(optimizer)
                 self._plan = None
 
-    @torch.no_grad()
     def _exchange(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """Put the runs in the groups' place, as the last hook before the step; run the closure first, as it makes gradients."""
         if self._groups is not None:  # a class whose step calls another one's runs all hooks twice
@@ -88,6 +86,20 @@ class Fuser(NotCopied):
                 self._loss = closure()
             args = (*args[:1], *(None for _ in args[1:2]), *args[2:])
             kwargs = {name: value for name, value in kwargs.items() if name != "closure"}
+        with torch.no_grad():
+            plan = self._plan_with_gradients(optimizer)
+        self._groups = []
+        for group, planned in zip(optimizer.param_groups, plan.groups, strict=True):
+            self._groups.append((group, group["params"]))
+            group["params"] = planned.stepped
+        plan.state.unwatch()
+        for run in plan.runs:
+            if run.state is not None:
+                plan.state[run.weight] = run.state
+        return args, kwargs
+
+    def _plan_with_gradients(self, optimizer: torch.optim.Optimizer) -> Plan:
+        """Return the plan, a new one if need be, whose runs have their gradients."""
         if self._plan is None or not self._plan.take_gradients(optimizer):
             self._look_after_weights()
             if len(optimizer.param_groups) > self._num_groups:
@@ -98,16 +110,7 @@ class Fuser(NotCopied):
         if self._do_flatten:
             for run in self._plan.runs:
                 run.keep_gradients(_is_movable)
-        self._groups = []
-        for group, planned in zip(optimizer.param_groups, self._plan.groups, strict=True):
-            self._groups.append((group, group["params"]))
-            group["params"] = planned.stepped
-        state = take_over(optimizer)
-        state.unwatch()
-        for run in self._plan.runs:
-            if run.state is not None:
-                state[run.weight] = run.state
-        return args, kwargs
+        return self._plan
 
     def _restore(self, optimizer: torch.optim.Optimizer) -> list[dict[Any, Any] | None]:
         """Put the groups back; return the state in which the runs were left."""
@@ -119,18 +122,19 @@ class Fuser(NotCopied):
             run.give_gradient_back()
         return [optimizer.state.pop(run.weight, None) for run in self._plan.runs]
 
-    @torch.no_grad()
     def _put_back(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Put the groups back, as the first hook after the step, and bring the runs' state to the parameters."""
         if self._groups is None:
             return
         assert self._plan is not None
-        states = self._restore(optimizer)
-        plan, self._plan = self._plan, None
-        lasting = [run.push(state, optimizer.state) for run, state in zip(plan.runs, states, strict=True)]
-        # Autograd has to know that weights which a graph may have saved are others now.
-        torch.autograd.graph.increment_version(plan.parameters)
-        optimizer._bagua_fused_count += sum(bool(planned.runs) for planned in plan.groups)  # type: ignore[attr-defined]
+        with torch.no_grad():
+            states = self._restore(optimizer)
+            plan, self._plan = self._plan, None
+            lasting = [run.push(state, optimizer.state) for run, state in zip(plan.runs, states, strict=True)]
+        if plan.parameters:
+            # Autograd has to know that weights which a graph may have saved are others now.
+            torch.autograd.graph.increment_version(plan.parameters)
+        optimizer._bagua_fused_count += plan.num_fused_groups  # type: ignore[attr-defined]
         if all(lasting):
             plan.stepped()
             self._plan = plan

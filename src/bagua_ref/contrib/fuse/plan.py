@@ -23,9 +23,13 @@ __all__ = ["Plan", "can_fuse"]
 EXACT = (torch.float32, torch.float64)
 SHORT = (torch.float16, torch.bfloat16)
 
-LARGE = {"cpu": 2**17}
-"""Elements at which a run is long enough. Its temporary tensors are as long, and should stay in a CPU's cache."""
-LARGE_ELSEWHERE = 2**24
+LONG, LONG_ON_CPU = 2**24, 2**19
+"""Elements at which a run is long enough.
+
+A step makes temporary tensors as long as a run. On a CPU the allocator gives more than a few MB of them back to the system each
+time, and to get them anew takes longer than the step: half as many elements where there are two of them at once.
+"""
+ONE_TEMPORARY = ("Adagrad", "RMSprop", "SGD")
 
 data_ptr = torch.Tensor.data_ptr
 get_grad = operator.attrgetter("grad")
@@ -59,8 +63,8 @@ class Plan:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, allow_inexact: bool) -> None:
-        self._state = take_over(optimizer)
-        self._state.unwatch()
+        self.state = take_over(optimizer)
+        self.state.unwatch()
         self.groups: list[PlannedGroup] = []
         self._idle: list[Tensor] = []
         """Parameters without gradient: once they get one, the plan is out of date."""
@@ -79,12 +83,13 @@ class Plan:
                     and _is_dense(parameter.grad, parameter)
                 ):
                     joinable.append(parameter)
-            planned.runs = list(_find_runs(joinable, self._state))
+            planned.runs = list(_find_runs(joinable, self.state, _long(optimizer, group)))
             in_runs = {id(parameter) for run in planned.runs for parameter in run.parameters}
             planned.stepped = [run.weight for run in planned.runs]
             planned.stepped += [parameter for parameter in planned.parameters if id(parameter) not in in_runs]
             self.groups.append(planned)
         self.runs = [run for planned in self.groups for run in planned.runs]
+        self.num_fused_groups = sum(bool(planned.runs) for planned in self.groups)
         self.parameters = [parameter for run in self.runs for parameter in run.parameters]
         """All that are in runs, in order."""
         self._pointers = list(map(data_ptr, self.parameters))
@@ -94,7 +99,7 @@ class Plan:
 
     def _expect_state(self) -> None:
         """Take the state for what it should be from now on."""
-        self._states = list(self._state.values())
+        self._states = list(self.state.values())
         self._columns = []
         """What reads a tensor from a state; the states of a run; the pointers that it reads there."""
         for run in self.runs:
@@ -143,11 +148,11 @@ class Plan:
 
     def _state_is_current(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether the state is what it was. If nobody has looked into it, it must be."""
-        if optimizer.state is not self._state or len(self._state) != len(self._states):
+        if optimizer.state is not self.state or len(self.state) != len(self._states):
             return False
-        if self._state.is_watched:
+        if self.state.is_watched:
             return True
-        if not all(map(operator.is_, self._state.values(), self._states)):
+        if not all(map(operator.is_, self.state.values(), self._states)):
             return False
         for run in self.runs:
             if sum(map(len, run.states or ())) != run.num_entries:
@@ -159,16 +164,16 @@ class Plan:
                 return False
         except (KeyError, TypeError, RuntimeError):  # a value is gone, or no dense tensor any more
             return False
-        # Ours are in self._state, in self._states and in its run's list.
+        # Ours are in self.state, in self._states and in its run's list.
         self._can_watch = not held_elsewhere([run.states or [] for run in self.runs], 3, [column[:2] for column in self._columns])
         return True
 
     def stepped(self) -> None:
         """Go on after a step that has left all state in place, but may have made some for parameters in no run."""
-        if len(self._state) != len(self._states):
+        if len(self.state) != len(self._states):
             self._expect_state()
         if self._can_watch:
-            self._state.watch()
+            self.state.watch()
 
 
 def _options(group: dict[str, Any]) -> tuple[Any, ...]:
@@ -190,7 +195,7 @@ def _is_dense(grad: Tensor, parameter: Tensor) -> bool:
     return type(grad) in PLAIN_TYPES and grad.layout is torch.strided and grad.dtype is parameter.dtype and not grad.is_neg()
 
 
-def _find_runs(parameters: Sequence[Tensor], store: dict[Any, Any]) -> Iterator[Run]:
+def _find_runs(parameters: Sequence[Tensor], store: dict[Any, Any], long: int) -> Iterator[Run]:
     """Yield the runs among ``parameters`` of one group, whose state is in ``store``."""
     signatures = _signatures(parameters, store)
     for chain in chains(parameters):
@@ -202,18 +207,28 @@ def _find_runs(parameters: Sequence[Tensor], store: dict[Any, Any]) -> Iterator[
         ]
         for start, end in itertools.pairwise([0, *cuts, len(links)]):
             if signatures[id(links[start])] is not None:
-                for parts in _of_good_length(links[start:end]):
+                for parts in _of_good_length(links[start:end], long):
                     yield _make_run(parts, store, signatures[id(parts[0])])
 
 
-def _of_good_length(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield consecutive parts of ``parameters``, each of two or more and of a length worth a step of its own."""
-    large = LARGE.get(parameters[0].device.type, LARGE_ELSEWHERE)
+def _long(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int:
+    """Return the number of elements from which on another run is no slower."""
+    if group.get("fused") or any(p.device.type != "cpu" for p in group["params"]):
+        return LONG
+    return LONG_ON_CPU if type(optimizer).__name__ in ONE_TEMPORARY else LONG_ON_CPU // 2
+
+
+def _of_good_length(parameters: list[Tensor], long: int) -> Iterator[list[Tensor]]:
+    """Yield consecutive parts of ``parameters``, each of two or more and of about the same length, ``long`` at most."""
+    total = sum(p.numel() for p in parameters)
+    length = total / -(-total // long)
     parts: list[list[Tensor]] = [[]]
+    size = 0
     for parameter in parameters:
-        if len(parts[-1]) > 1 and sum(p.numel() for p in parts[-1]) >= large:
+        if len(parts[-1]) > 1 and size >= length * len(parts):
             parts.append([])
         parts[-1].append(parameter)
+        size += parameter.numel()
     if len(parts) > 1 and len(parts[-1]) == 1:
         parts[-2] += parts.pop()
     for part in parts:

@@ -99,6 +99,11 @@ class Run:
         self._one_dimensional = all(p.ndim == 1 for p in parameters)
         self._in_place = False
         """Whether the gradients lie as the parameters do."""
+        self._copy: Tensor | None = None
+        """Of the gradients, for as long as they lie elsewhere; to make it anew in each step would take longer than the step."""
+        self._copied: list[Tensor] = []
+        """Its parts."""
+        self._copy_version = 0
         self._seen_grad: weakref.ref[Tensor] | None = None
 
     @property
@@ -181,31 +186,39 @@ class Run:
 
     def find_gradients(self, pointers: list[int]) -> None:
         """See from their data pointers whether the parameters' gradients lie as the parameters do."""
-        self._in_place = pointers == [pointers[0] + offset for offset in self._offsets]
+        first = pointers[0]
+        self._in_place = pointers[1] == first + self._offsets[1] and pointers == [first + offset for offset in self._offsets]
 
     def take_gradient(self) -> None:
-        """Make the gradients' memory that of the flat weight's gradient, or a copy of it if they lie elsewhere.
-
-        The flat weight has it for one step only, so that ``zero_grad()`` gives the memory back.
-        """
+        """Give the flat weight, for one step, the memory of the gradients, or a copy of them if they lie elsewhere."""
         if self._in_place and (self._one_dimensional or all(map(torch.Tensor.is_contiguous, map(get_grad, self.parameters)))):
             first: Tensor = self.parameters[0].grad  # type: ignore[assignment]
             try:
                 # Raises if they only happen to be neighbours, as then the first one's storage ends before the second.
                 self.weight.grad = first.detach().as_strided(self.weight.shape, (1,))
             except RuntimeError:
-                self._in_place = False
+                pass
             else:
+                self._copy = None
                 return
+        self._in_place = False
         grads = list(map(get_grad, self.parameters))
-        self.weight.grad = torch.cat(grads) if self._one_dimensional else flatten(grads)
+        if self._copy is None:
+            self._copy = torch.empty_like(self.weight, requires_grad=False)
+            self._copied = self._parts(self._copy)
+        if self._one_dimensional:
+            torch.cat(grads, out=self._copy)  # twice as fast
+        else:
+            torch._foreach_copy_(self._copied, grads)
+        self.weight.grad, self._copy_version = self._copy, self._copy._version
 
     def give_gradient_back(self) -> None:
         """Let go of the flat weight's gradient; what a step did to it, it did to the parameters' own."""
-        flat = self.weight.grad
-        if flat is not None and not self._in_place and flat._version > 0:  # foreach=True with nesterov=True adds momentum to it
-            torch._foreach_copy_(list(map(get_grad, self.parameters)), self._parts(flat))
-        self.weight.grad = None
+        copy, self.weight.grad = self._copy, None
+        if copy is not None and copy._version != self._copy_version:  # foreach=True with nesterov=True adds momentum to it
+            torch._foreach_copy_(list(map(get_grad, self.parameters)), self._copied)
+        if copy is not None and copy.device.type != "cpu":  # where memory is scarcer, and an allocation is quick
+            self._copy, self._copied = None, []
 
     def keep_gradients(self, movable: Callable[[Tensor, Tensor], bool]) -> None:
         """Make the gradients parts of the flat one for good, once they turn out to be those of the last step.
@@ -224,12 +237,12 @@ class Run:
             self.move_gradients(movable)
 
     def move_gradients(self, movable: Callable[[Tensor, Tensor], bool]) -> None:
-        """Make the gradients parts of one tensor, if all may be moved: of the flat weight's, if it has one."""
+        """Make the gradients parts of one tensor, if all may be moved: of the copy, if there is one."""
         grads = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         if all(map(movable, self.parameters, grads)):
-            flat = flatten(grads) if self.weight.grad is None else self.weight.grad
-            for grad, part in zip(grads, self._parts(flat), strict=True):
+            for grad, part in zip(grads, self._copied if self._copy is not None else self._parts(flatten(grads)), strict=True):
                 grad.data = part
+            self._copy, self._copied = None, []
 
     def _parts(self, flat: Tensor) -> list[Tensor]:
         """Return the part of ``flat`` that is each parameter's, in its shape."""

@@ -1,0 +1,193 @@
+"""fuse_step on one thread against the same optimizer's step() as a for-loop, foreach, fused, and on one flat parameter.
+
+    python benchmarks/fuse_step.py [--quick] [--json PATH] [--models small resnet50 gpt2]
+
+"flat" is the floor: one parameter of as many elements, which no one can train a model with. "gradients kept" are those that
+zero_grad(set_to_none=False) leaves in place, "gradients new" those that autograd makes anew in each step. Making them is not
+timed. Limits are for 500 parameters of 1,000 elements; the shapes of real models are shown without. Lion is lion-pytorch's.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import common  # beside this file
+import torch
+from torch import Tensor
+
+from bagua_ref.contrib import fuse_optimizer
+
+try:
+    from lion_pytorch import Lion
+except ImportError:
+    sys.exit("this needs lion-pytorch: pip install '.[bench]'")
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": lambda params, **flags: torch.optim.SGD(params, lr=1e-3, momentum=0.9, **flags),
+    "Adam": torch.optim.Adam,
+    "AdamW": torch.optim.AdamW,
+    "RMSprop": torch.optim.RMSprop,
+    "Adagrad": torch.optim.Adagrad,
+    "Lion": Lion,
+}
+LOOP_LIMITS = {"SGD": 9.0, "Adam": 4.5}
+FUSED_LIMITS = {"SGD": 2.2, "Adam": 4.5, "AdamW": 4.5}
+NEW_LIMITS = {"SGD": 5.0, "Adam": 3.8}
+FOREACH_LIMIT = 2.8
+OVER_FLOOR_MS = 0.2
+
+
+def small() -> list[tuple[int, ...]]:
+    return [(1000,)] * 500
+
+
+def resnet50() -> list[tuple[int, ...]]:
+    shapes: list[tuple[int, ...]] = [(64, 3, 7, 7), (64,), (64,)]
+    inputs = 64
+    for blocks, width in ((3, 64), (4, 128), (6, 256), (3, 512)):
+        for block in range(blocks):
+            for outputs, ins, kernel in ((width, inputs, 1), (width, width, 3), (4 * width, width, 1)):
+                shapes += [(outputs, ins, kernel, kernel), (outputs,), (outputs,)]
+            if block == 0:
+                shapes += [(4 * width, inputs, 1, 1), (4 * width,), (4 * width,)]
+            inputs = 4 * width
+    return [*shapes, (1000, 2048), (1000,)]
+
+
+def gpt2() -> list[tuple[int, ...]]:
+    block = [(768,), (768,), (768, 2304), (2304,), (768, 768), (768,), (768,), (768,), (768, 3072), (3072,), (3072, 768), (768,)]
+    return [(50257, 768), (1024, 768), *(block * 12), (768,), (768,)]
+
+
+MODELS = {"small": small, "resnet50": resnet50, "gpt2": gpt2}
+TITLES = {"small": "500 x 1,000", "resnet50": "ResNet-50", "gpt2": "GPT-2 small"}
+
+
+@dataclass
+class Contender:
+    """An optimizer on parameters of its own, and the call that makes a step."""
+
+    parameters: list[Tensor]
+    optimizer: torch.optim.Optimizer
+    step: Callable[[], object]
+
+    def time(self, steps: int, new_gradients: bool = False) -> float:
+        """Return the mean time of a step in ms."""
+        total = 0.0
+        for _ in range(steps if new_gradients else 1):
+            if new_gradients:
+                for parameter in self.parameters:
+                    parameter.grad = parameter.grad.clone()
+            start = time.perf_counter()
+            for _ in range(1 if new_gradients else steps):
+                self.step()
+            total += time.perf_counter() - start
+        return 1e3 * total / steps
+
+
+def contender(kind: str, name: str, shapes: list[tuple[int, ...]]) -> Contender | None:
+    """Return a contender, None if this optimizer has not such a kind."""
+    generator = torch.Generator().manual_seed(0)
+    if kind in ("flat", "flat fused"):
+        shapes = [(sum(torch.Size(shape).numel() for shape in shapes),)]
+    parameters: list[Tensor] = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    flags: dict[str, Any] = {} if name == "Lion" else {"foreach": kind == "foreach"}
+    if kind in ("fused", "flat fused", "fuse_step fused"):
+        flags = {"fused": True}
+    try:
+        optimizer = OPTIMIZERS[name](parameters, **flags)
+    except TypeError:  # no such flag: no such kind
+        return None
+    if kind == "foreach" and name == "Lion":
+        return None
+    if kind.startswith("fuse_step"):
+        fuse_optimizer(optimizer, allow_inexact=kind == "fuse_step fused")
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    return Contender(parameters, optimizer, optimizer.fuse_step if kind.startswith("fuse_step") else optimizer.step)
+
+
+def alternate(contenders: dict[str, Contender], rounds: int, steps: int, new_gradients: bool = False) -> dict[str, float]:
+    """Return medians in ms; contenders take turns of several steps each, as a step finds its data in the cache or not."""
+    times: dict[str, list[float]] = {kind: [] for kind in contenders}
+    for turn in range(rounds + 1):
+        for kind, entry in contenders.items():
+            taken = entry.time(steps, new_gradients)
+            if turn:  # the first one touches memory and makes state
+                times[kind].append(taken)
+    return {kind: statistics.median(values) for kind, values in times.items()}
+
+
+def small_rows(name: str, rounds: int) -> list[common.Row]:
+    kinds = ("for-loop", "foreach", "fused", "flat", "flat fused", "fuse_step", "fuse_step fused")
+    contenders = {kind: entry for kind in kinds if (entry := contender(kind, name, small())) is not None}
+    kept = alternate(contenders, rounds, 20)
+    ours = kept["fuse_step"]
+    peers = {kind: kept[kind] for kind in ("for-loop", "foreach", "fused", "flat") if kind in kept}
+
+    def row(work: str, ours: float, peers: dict[str, float], against: str, at_least: float | None) -> common.Row:
+        limit = common.at_most(1 / at_least) if at_least else common.NO_LIMIT
+        extra = {"times faster": peers[against] / ours, "asked for": at_least}
+        return common.Row(f"{name} {TITLES['small']}, {work}", "ms", ours, peers, against, limit, extra)
+
+    rows = [row("gradients kept", ours, peers, "for-loop", LOOP_LIMITS.get(name))]
+    if "foreach" in kept:
+        rows.append(row("gradients kept", ours, peers, "foreach", FOREACH_LIMIT))
+    rows.append(over_floor(name, ours, kept["flat"], "flat"))
+    if "fused" in kept:
+        inexact = kept["fuse_step fused"]
+        limit = FUSED_LIMITS.get(name)
+        rows.append(row("fused=True, inexact", inexact, {"fused": kept["fused"], "flat": kept["flat fused"]}, "fused", limit))
+        rows.append(over_floor(f"{name} fused=True", inexact, kept["flat fused"], "flat fused"))
+    new = alternate({kind: contenders[kind] for kind in ("for-loop", "fuse_step")}, rounds, 10, new_gradients=True)
+    rows.append(row("gradients new", new["fuse_step"], {"for-loop": new["for-loop"]}, "for-loop", NEW_LIMITS.get(name)))
+    return rows
+
+
+def over_floor(name: str, ours: float, floor: float, kind: str) -> common.Row:
+    """What a step costs beside the update itself."""
+    allowed = {f"{OVER_FLOOR_MS} ms": OVER_FLOOR_MS}
+    return common.Row(
+        f"{name} {TITLES['small']}, over {kind}", "ms", ours - floor, allowed, f"{OVER_FLOOR_MS} ms", common.at_most(1.0)
+    )
+
+
+def model_rows(model: str, name: str, rounds: int) -> list[common.Row]:
+    """One contender after the other: all at once would need many times a model's memory."""
+    shapes, taken = MODELS[model](), {}
+    for kind in ("for-loop", "foreach", "fused", "flat", "fuse_step"):
+        entry = contender(kind, name, shapes)
+        if entry is not None:
+            taken[kind] = alternate({kind: entry}, rounds, 1)[kind]
+        del entry
+        gc.collect()
+    ours = taken.pop("fuse_step")
+    return [common.Row(f"{name} {TITLES[model]}", "ms", ours, taken, "for-loop")]
+
+
+def main() -> int:
+    args = common.arguments(
+        "fuse_step on one thread against the same optimizer's step().",
+        models={"nargs": "+", "choices": tuple(MODELS), "default": tuple(MODELS)},
+    )
+    torch.set_num_threads(1)
+    rows: list[common.Row] = []
+    models = ["small"] if args.quick else args.models
+    for model in models:
+        for name in OPTIMIZERS:
+            if model == "small":
+                rows += small_rows(name, 2 if args.quick else 7)
+            else:
+                rows += model_rows(model, name, 5 if model == "resnet50" else 2)
+            gc.collect()
+    return common.report("fuse_step", rows, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
