@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import weakref
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,12 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 __all__ = ["TorchDistributedCommunicator", "TorchDistributedTransport"]
+
+_PIECE = 2**18
+"""Bytes that are sent at a time over gloo."""
+
+_PIECES_UNDER_WAY = 4
+"""To and from each peer at once."""
 
 
 class TorchDistributedTransport:
@@ -144,15 +151,22 @@ class TorchDistributedCommunicator(Communicator):
             _bring_back(tensor, landing)
 
     def _start_on_gloo(self, group: Any, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]) -> list[Any]:
-        # The k-th tensor to a peer carries tag k, so that order is kept whatever thread of gloo's takes it up.
-        works = []
-        for tensor, peer in recvs:
-            works.append(group.recv([_bytes(tensor)], peer, self._received_from[peer] % 2**30))
-            self._received_from[peer] += 1
-        for tensor, peer in sends:
-            works.append(group.send([_bytes(tensor)], peer, self._sent_to[peer] % 2**30))
-            self._sent_to[peer] += 1
-        return works
+        # Piece by piece in step with the peers. On a slow link acknowledgements wait behind what their sender has queued; were
+        # one side to queue all it has, the other would send little until that is through, and the exchange take twice its time.
+        receive = [(group.recv, peer, self._received_from, _bytes(tensor).split(_PIECE)) for tensor, peer in recvs]
+        send = [(group.send, peer, self._sent_to, _bytes(tensor).split(_PIECE)) for tensor, peer in sends]
+        under_way: deque[list[Any]] = deque()
+        for place in range(max(len(pieces) for *_, pieces in receive + send)):
+            if len(under_way) == _PIECES_UNDER_WAY:
+                for work in under_way.popleft():
+                    work.wait()
+            works = []
+            for start, peer, count, pieces in receive + send:
+                if place < len(pieces):  # the k-th piece to a peer carries tag k: order is kept whatever thread takes it up
+                    works.append(start([pieces[place]], peer, count[peer] % 2**30))
+                    count[peer] += 1
+            under_way.append(works)
+        return [work for works in under_way for work in works]
 
     def _start_on_nccl(self, group: Any, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]) -> list[Any]:
         group._start_coalescing()
@@ -195,10 +209,15 @@ class TorchDistributedCommunicator(Communicator):
         self._exchange([(send_tensor, peer) for peer in peers], [(chunks[peer], peer) for peer in peers], collective)
 
     def _alltoall(self, send_tensor: Tensor, recv_tensor: Tensor, collective: str = "alltoall") -> None:
-        if send_tensor.numel():
-            send, recv = self._reachable(send_tensor), self._reachable(recv_tensor)
-            self._run(collective, send, lambda group: [group.alltoall_base(_bytes(recv), _bytes(send), [], [])])
-            _bring_back(recv_tensor, recv)
+        if self._over_nccl(send_tensor):
+            self._run(
+                collective, send_tensor, lambda group: [group.alltoall_base(_bytes(recv_tensor), _bytes(send_tensor), [], [])]
+            )
+            return
+        outgoing, incoming = self._chunks(send_tensor), self._chunks(recv_tensor)
+        incoming[self._rank].copy_(outgoing[self._rank])
+        peers = [peer for peer in range(self._nranks) if peer != self._rank]
+        self._exchange([(outgoing[peer], peer) for peer in peers], [(incoming[peer], peer) for peer in peers], collective)
 
     # Reduction: the library's where it can, else chunks move and `combine` adds them up.
 
