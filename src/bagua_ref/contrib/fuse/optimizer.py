@@ -55,7 +55,7 @@ def fuse_optimizer(
     Source: ``bagua/torch_api/contrib/fuse/optimizer.py`` of Bagua 0.9.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer={optimizer!r} must be a torch.optim.Optimizer")
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
     if is_fused_optimizer(optimizer):
         raise RuntimeError(f"this {type(optimizer).__name__} is fused already; call fuse_optimizer once")
     if verify:

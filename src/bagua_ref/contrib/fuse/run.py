@@ -36,26 +36,20 @@ class SharedScalar:
     def __init__(self, key: Any, states: Sequence[dict[Any, Any]]) -> None:
         self._vector = torch.stack([state[key] for state in states])
         for state, own in zip(states, self._vector.unbind(), strict=True):
-            state[key] = own
+            state[key].data = own
         self.value = self._vector[0].clone()
         self._repeated = self.value.expand_as(self._vector)
-        self._version = self._vector._version
 
     def pull(self) -> bool:
         """Take the parameters' number; return False if they differ."""
-        if self._vector.device.type == "cpu":
-            if torch.equal(self._vector, self._repeated):
-                return True
-        elif self._vector._version == self._version:  # comparing would wait for the device
+        if torch.equal(self._vector, self._repeated):
             return True
         self.value.copy_(self._vector[0])
-        self._version = self._vector._version
         return torch.equal(self._vector, self._repeated)
 
     def push(self) -> None:
         """Give the parameters this number."""
         self._vector.copy_(self._repeated)
-        self._version = self._vector._version
 
 
 class Run:

@@ -1,0 +1,566 @@
+"""The fused optimizer by itself: what is fused, what moves, what it costs in memory, what it refuses (S6)."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import bagua_ref.contrib
+from bagua_ref.contrib.fuse import layout
+from bagua_ref.contrib.fuse.optimizer import fuse_optimizer, fuse_step, is_fused_optimizer
+
+Optimizer = torch.optim.Optimizer
+
+
+def parameters(*shapes: Any, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes or [(3, 5), (7,), (2, 3, 4), (64,)]]
+
+
+def give(step: int, *sides: list[Tensor], kept: bool = False) -> None:
+    """Give the parameters of each side the same gradients."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    for twins in zip(*sides, strict=True):
+        grad = torch.randn(twins[0].shape, generator=generator).to(twins[0].dtype)
+        for twin in twins:
+            if kept and twin.grad is not None:
+                twin.grad.copy_(grad)
+            else:
+                twin.grad = grad.clone()
+
+
+def assert_alike(ours: Optimizer, theirs: Optimizer) -> None:
+    for mine, right in zip(ours.param_groups, theirs.param_groups, strict=True):
+        for p, q in zip(mine["params"], right["params"], strict=True):
+            assert torch.equal(p, q)
+            assert ours.state[p].keys() == theirs.state[q].keys()
+            for key, value in theirs.state[q].items():
+                assert torch.equal(ours.state[p][key], value) if isinstance(value, Tensor) else ours.state[p][key] == value
+
+
+def twins(
+    make: Callable[[list[Tensor]], Optimizer], *shapes: Any, **flags: Any
+) -> tuple[list[Tensor], Any, list[Tensor], Optimizer]:
+    ps = parameters(*shapes)
+    qs = copy.deepcopy(ps)
+    return ps, fuse_optimizer(make(ps), **flags), qs, make(qs)
+
+
+def adam(params: Any) -> Optimizer:
+    return torch.optim.Adam(params, lr=0.01)
+
+
+def sgd(params: Any) -> Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+# names and bad input
+
+
+def test_the_names_are_there() -> None:
+    assert bagua_ref.contrib.fuse_optimizer is fuse_optimizer
+    optimizer = adam(parameters())
+    assert not is_fused_optimizer(optimizer)
+    assert fuse_optimizer(optimizer) is optimizer
+    assert is_fused_optimizer(optimizer)
+    assert optimizer._bagua_fused_optimizer is not None
+    assert optimizer._bagua_fused_count == 0
+    assert "fuse_step" not in vars(torch.optim.Adam)
+    give(0, optimizer.param_groups[0]["params"])
+    assert fuse_step(optimizer) is None
+    assert optimizer.fuse_step(closure=None) is None
+    assert optimizer._bagua_fused_count == 2
+
+
+def test_bad_input_is_named() -> None:
+    optimizer = adam(parameters())
+    with pytest.raises(ValueError, match="Adam is not fused; call fuse_optimizer"):
+        fuse_step(optimizer)
+    fuse_optimizer(optimizer)
+    with pytest.raises(RuntimeError, match="this Adam is fused already"):
+        fuse_optimizer(optimizer)
+    with pytest.raises(TypeError, match=r"optimizer must be a torch.optim.Optimizer, not list"):
+        fuse_optimizer([nn.Parameter(torch.ones(1))])
+    with pytest.raises(TypeError, match="closure=3 must be callable"):
+        optimizer.fuse_step(3)
+
+
+def test_check_flatten_without_do_flatten_does_nothing() -> None:
+    ps = parameters()
+    before = [p.data_ptr() for p in ps]
+    optimizer = fuse_optimizer(adam(ps), do_flatten=False, check_flatten=True)
+    assert [p.data_ptr() for p in ps] == before
+    give(0, ps)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.fuse_step()
+        ps[0].data = ps[0].data.clone()
+        optimizer.fuse_step()
+    assert optimizer._bagua_fused_count == 0
+
+
+# storage
+
+
+def test_flattening_keeps_identity_values_and_strides() -> None:
+    ps = parameters()
+    before = [(id(p), p.detach().clone(), p.stride()) for p in ps]
+    fuse_optimizer(adam(ps))
+    assert len({p.untyped_storage().data_ptr() for p in ps}) == 1
+    for p, (name, value, stride) in zip(ps, before, strict=True):
+        assert (id(p), p.stride()) == (name, stride)
+        assert torch.equal(p, value)
+        assert p.is_leaf
+        assert p.requires_grad
+
+
+def test_what_lies_beside_each_other_is_fused_where_it_is() -> None:
+    storage = torch.randn(100)
+    ps: list[Tensor] = [nn.Parameter(storage[a:b]) for a, b in ((5, 15), (15, 40), (40, 41))]
+    apart = nn.Parameter(storage[50:60])
+    optimizer = fuse_optimizer(sgd([*ps, apart]), do_flatten=False)
+    pointer = storage.data_ptr()
+    plain = sgd(copy.deepcopy([*ps, apart]))
+    outside = storage.clone()
+    for step in range(3):
+        give(step, [*ps, apart], plain.param_groups[0]["params"])
+        optimizer.fuse_step()
+        plain.step()
+    assert_alike(optimizer, plain)
+    assert [p.data_ptr() - pointer for p in (*ps, apart)] == [20, 60, 160, 200]
+    assert optimizer._bagua_fused_count == 3
+    for gap in (slice(0, 5), slice(41, 50), slice(60, 100)):
+        assert torch.equal(storage[gap], outside[gap])
+
+
+def test_neighbours_in_memory_but_in_two_storages_are_not_taken_for_one() -> None:
+    memory = torch.zeros(8).numpy()
+    first, second = torch.from_numpy(memory[:4]), torch.from_numpy(memory[4:])
+    assert first.data_ptr() + 16 == second.data_ptr()
+    assert not layout.adjacent(first, second)
+    ps: list[Tensor] = [nn.Parameter(torch.from_numpy(memory[:4])), nn.Parameter(torch.from_numpy(memory[4:]))]
+    optimizer = fuse_optimizer(sgd(ps), do_flatten=False)
+    give(0, ps)
+    optimizer.fuse_step()
+    assert optimizer._bagua_fused_count == 0
+
+
+def test_gradients_that_are_neighbours_by_chance_are_copied() -> None:
+    ps, fused, qs, plain = twins(sgd, (4,), (4,))
+    for step in range(4):
+        memory = torch.zeros(8).numpy()  # the second parameter's comes first, as the last weight lies first
+        give(step, qs)
+        ps[1].grad, ps[0].grad = torch.from_numpy(memory[:4]), torch.from_numpy(memory[4:])
+        for p, q in zip(ps, qs, strict=True):
+            p.grad.copy_(q.grad)
+        fused.fuse_step()
+        plain.step()
+    assert_alike(fused, plain)
+    assert fused._bagua_fused_count == 4
+
+
+def test_gradients_in_place_that_are_transposed_are_not_read_row_major() -> None:
+    ps, fused, qs, plain = twins(sgd, (3, 3), (3, 3))
+    for step in range(6):
+        give(step, ps, qs, kept=True)
+        if step == 4:
+            for p, q in zip(ps, qs, strict=True):
+                p.grad, q.grad = p.grad.t(), q.grad.t()
+        fused.fuse_step()
+        plain.step()
+        assert_alike(fused, plain)
+
+
+def test_kept_gradients_move_together_once_and_new_ones_stay_where_they_are() -> None:
+    ps, fused, _, _ = twins(sgd)
+    for step in range(3):
+        give(step, ps, kept=True)
+        held = [p.grad for p in ps]
+        fused.fuse_step()
+        assert all(p.grad is grad for p, grad in zip(ps, held, strict=True))
+    assert len({p.grad.untyped_storage().data_ptr() for p in ps}) == 1
+    for step in range(3):
+        fused.zero_grad(set_to_none=True)
+        give(step, ps)
+        held = [(p.grad, p.grad.data_ptr()) for p in ps]
+        fused.fuse_step()
+        assert [(id(p.grad), p.grad.data_ptr()) for p in ps] == [(id(grad), pointer) for grad, pointer in held]
+
+
+def test_a_step_without_change_plans_nothing_and_allocates_no_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+    ps, fused, _, _ = twins(sgd)
+    for step in range(3):
+        give(step, ps, kept=True)
+        fused.fuse_step()
+    give(3, ps, kept=True)
+    monkeypatch.setattr("bagua_ref.contrib.fuse.fuser.Plan", None)
+    with Storages([*ps, *(p.grad for p in ps), *(state["momentum_buffer"] for state in fused.state.values())]) as storages:
+        fused.fuse_step()
+    assert storages.start == 3 * 4 * sum(p.numel() for p in ps)
+    assert storages.peak - storages.start <= 8  # a number that an operation takes
+
+
+def test_a_value_that_is_in_a_graph_cannot_be_used_after_a_fused_step() -> None:
+    ps, fused, _, _ = twins(sgd)
+    losses = [p.square().sum() for p in ps]
+    give(0, ps)
+    fused.fuse_step()
+    for loss in losses:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+# memory
+
+
+class Storages(TorchDispatchMode):
+    """Counts the bytes of storage that given tensors and the results of operations have at a time."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__()
+        self.known: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+        self.see(tensors)
+        self.start = self.now()
+
+    def see(self, results: Any) -> None:
+        for tensor in tree_leaves(results):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self.known[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.peak = max(self.peak, self.now())
+
+    def now(self) -> int:
+        return sum(size for storage, size in self.known.values() if not storage.expired())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.see(result)
+        return result
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_flattening_holds_one_copy_at_most_and_keeps_none(stepped: bool) -> None:
+    ps = parameters(*[(50,)] * 40)
+    optimizer = sgd(ps)
+    give(0, ps)
+    if stepped:
+        optimizer.step()
+    kept = 3 if stepped else 2  # weights, gradients, momentum
+    size = sum(4 * p.numel() for p in ps)
+    tensors = [*ps, *(p.grad for p in ps), *(state["momentum_buffer"] for state in optimizer.state.values())]
+    with Storages(tensors) as storages:
+        del tensors
+        fuse_optimizer(optimizer)
+        assert storages.start == kept * size
+        assert storages.peak <= (kept + 1) * size + 50 * 4
+        assert storages.now() <= kept * size
+        for _ in range(4):
+            optimizer.fuse_step()
+        gc.collect()
+        assert storages.now() <= 3 * size
+        assert storages.peak <= 4 * size + 50 * 4
+
+
+# life
+
+
+@pytest.mark.parametrize("make", [sgd, adam])
+def test_a_deep_copy_and_a_pickle_are_ordinary_and_leave_the_original_alone(make: Any) -> None:
+    ps, fused, qs, plain = twins(make)
+    for step in range(3):
+        give(step, ps, qs)
+        fused.fuse_step()
+        plain.step()
+    pointers = [p.data_ptr() for p in ps]
+    copies = [copy.deepcopy(fused), pickle.loads(pickle.dumps(fused)), copy.copy(fused)]
+    stream = io.BytesIO()
+    torch.save(fused, stream)
+    stream.seek(0)
+    copies.append(torch.load(stream, weights_only=False))
+    assert [p.data_ptr() for p in ps] == pointers
+    for copied in copies:
+        assert type(copied) is type(plain)
+        assert not is_fused_optimizer(copied)
+        assert not hasattr(copied, "fuse_step")
+        assert_alike(copied, plain)
+    copied = fuse_optimizer(copies[0])
+    for step in range(3, 6):
+        theirs = copied.param_groups[0]["params"]
+        give(step, ps, qs, theirs)
+        fused.fuse_step()
+        plain.step()
+        copied.fuse_step()
+        assert_alike(fused, plain)
+        assert_alike(copied, plain)
+    assert fused._bagua_fused_count == 6
+    assert copied._bagua_fused_count == 3
+
+
+def test_an_optimizer_that_is_copied_with_all_its_attributes_is_an_ordinary_one() -> None:
+    class Whole(torch.optim.SGD):
+        def __getstate__(self) -> dict[str, Any]:
+            return self.__dict__
+
+    ps = parameters()
+    fused = fuse_optimizer(Whole(ps, lr=0.1, momentum=0.9))
+    give(0, ps)
+    fused.fuse_step()
+    copied = copy.deepcopy(fused)
+    assert not is_fused_optimizer(copied)
+    copied.add_param_group({"params": parameters((3,))})
+    give(1, copied.param_groups[0]["params"])
+    copied.step()
+    fuse_optimizer(copied).fuse_step()
+    assert copied._bagua_fused_count == 1
+
+
+def test_parameters_moved_after_fusing_give_a_warning_and_right_results() -> None:
+    ps, fused, qs, plain = twins(adam)
+    for step in range(6):
+        if step == 3:
+            for p, q in zip(ps, qs, strict=True):
+                p.data, q.data = p.data.to(torch.float64), q.data.to(torch.float64)
+            for optimizer in (fused, plain):
+                for state in optimizer.state.values():
+                    state.update({key: value.double() for key, value in state.items() if key != "step"})
+        give(step, ps, qs)
+        if step == 3:
+            with pytest.warns(UserWarning, match=r"4 of 4 parameters have left the storage .* \.to\(\)"):
+                fused.fuse_step()
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                fused.fuse_step()
+        plain.step()
+        assert_alike(fused, plain)
+    assert fused._bagua_fused_count == 3
+
+
+def test_no_warning_is_given_where_none_is_wanted() -> None:
+    ps, fused, qs, plain = twins(adam, check_flatten=False)
+    ps[1].data = ps[1].data.clone()
+    give(0, ps, qs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fused.fuse_step()
+    plain.step()
+    assert_alike(fused, plain)
+
+
+def test_a_state_that_is_replaced_behind_its_back_counts() -> None:
+    ps, fused, qs, plain = twins(adam)
+    held: dict[str, Tensor] = {}
+    for step in range(12):
+        give(step, ps, qs)
+        if step == 2:
+            held = fused.state[ps[1]]  # whoever holds it can change it later, without a look into the state
+        if step == 6:
+            held["exp_avg"] = torch.ones_like(ps[1])
+            plain.state[qs[1]]["exp_avg"] = torch.ones_like(qs[1])
+        if step == 8:
+            held["exp_avg_sq"].data = torch.full_like(ps[1], 2.0)
+            plain.state[qs[1]]["exp_avg_sq"].fill_(2)
+        if step == 9:
+            held["step"].fill_(3)
+            plain.state[qs[1]]["step"].fill_(3)
+        if step == 10:
+            for optimizer, p in ((fused, ps[2]), (plain, qs[2])):
+                del optimizer.state[p]
+        fused.fuse_step()
+        plain.step()
+        assert_alike(fused, plain)
+
+
+def test_state_is_shared_by_two_optimizers_as_torch_shares_it() -> None:
+    (ps, fused, qs, plain), (rs, other, ss, simple) = twins(adam), twins(adam)
+    give(0, ps, qs)
+    fused.fuse_step()
+    plain.step()
+    other.load_state_dict(fused.state_dict())
+    simple.load_state_dict(plain.state_dict())
+    for step in range(1, 4):
+        give(step, ps, qs, rs, ss)
+        for optimizer in (fused, other):
+            optimizer.fuse_step()
+        for optimizer in (plain, simple):
+            optimizer.step()
+        assert_alike(fused, plain)
+        assert_alike(other, simple)
+
+
+def test_hooks_see_the_parameters_and_one_step() -> None:
+    ps, fused, _, _ = twins(adam)
+    seen: list[Any] = []
+
+    def look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        seen.append([p is q for p, q in zip(optimizer.param_groups[0]["params"], ps, strict=True)])
+        seen.append(len(optimizer.state) - sum(p in optimizer.state for p in ps))
+
+    fused.register_step_pre_hook(look)
+    fused.register_step_post_hook(look)
+    handles = [register_optimizer_step_pre_hook(look), register_optimizer_step_post_hook(look)]
+    give(0, ps)
+    try:
+        fused.fuse_step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert seen == [[True] * 4, 0] * 4
+    assert len(fused._optimizer_step_pre_hooks) == len(fused._optimizer_step_post_hooks) == 1
+
+
+def test_a_closure_runs_once_with_gradients_enabled_before_grouping() -> None:
+    ps, fused, qs, plain = twins(sgd)
+    for result in (torch.tensor(2.0), None):
+        calls = []
+
+        def closure(params: list[Tensor], result: Any = result, calls: list[bool] = calls) -> Any:
+            calls.append(torch.is_grad_enabled())
+            for p in params:
+                p.grad = None
+            sum(p.square().sum() for p in params).backward()
+            return result
+
+        assert fused.fuse_step(lambda: closure(ps)) is result
+        plain.step(lambda: closure(qs))
+        assert calls == [True, True]
+        assert_alike(fused, plain)
+    assert fused._bagua_fused_count == 2
+
+
+@pytest.mark.parametrize("where", ["closure", "pre", "step", "post"])
+def test_a_step_that_raises_leaves_an_optimizer_that_works(where: str) -> None:
+    class Failing(torch.optim.SGD):
+        fail = False
+
+        def step(self, closure: Any = None) -> Any:
+            if self.fail:
+                raise ArithmeticError("step")
+            return super().step(closure)
+
+    ps, fused, qs, plain = twins(lambda params: Failing(params, lr=0.1, momentum=0.9))
+    give(0, ps, qs)
+    fused.fuse_step()
+    plain.step()
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError(where)
+
+    if where in ("pre", "post"):
+        handle = getattr(fused, f"register_step_{where}_hook")(fail)
+    fused.fail = where == "step"
+    with pytest.raises(ArithmeticError, match=where):
+        fused.fuse_step(fail if where == "closure" else None)
+    fused.fail = False
+    if where == "post":  # the step itself was made
+        plain.step()
+    if where in ("pre", "post"):
+        handle.remove()
+    assert all(p is q for p, q in zip(fused.param_groups[0]["params"], ps, strict=True))
+    assert_alike(fused, plain)
+    for step in range(1, 3):
+        give(step, ps, qs)
+        fused.fuse_step()
+        plain.step()
+        assert_alike(fused, plain)
+
+
+def test_sparse_gradients_are_stepped_as_step_does() -> None:
+    embedding = nn.Embedding(6, 4, sparse=True)
+    ps = [*parameters(), embedding.weight]
+    qs = copy.deepcopy(ps)
+    for make, works in ((lambda params: torch.optim.SGD(params, lr=0.1), True), (adam, False)):
+        fused, plain = fuse_optimizer(make(ps)), make(qs)
+        give(0, ps[:-1], qs[:-1])
+        for side in (ps, qs):
+            side[-1].grad = None
+            nn.functional.embedding(torch.tensor([1, 1, 4]), side[-1], sparse=True).square().sum().backward()
+        if works:
+            fused.fuse_step()
+            plain.step()
+            assert fused._bagua_fused_count == 1
+            for p, q in zip(ps, qs, strict=True):
+                assert torch.equal(p, q)
+        else:
+            with pytest.raises(RuntimeError, match="Adam does not support sparse gradients"):
+                fused.fuse_step()
+
+
+def test_capturable_on_a_cpu_is_the_error_of_step() -> None:
+    ps, fused, _, plain = twins(lambda params: torch.optim.Adam(params, capturable=True))
+    give(0, ps, plain.param_groups[0]["params"])
+    errors = []
+    for step in (plain.step, fused.fuse_step):
+        try:
+            step()
+        except Exception as error:
+            errors.append((type(error), str(error)))
+    assert not errors or errors[0] == errors[1]
+    assert len(errors) in (0, 2)
+
+
+def test_a_tied_parameter_and_views_of_one_another_are_stepped_one_by_one() -> None:
+    base = torch.randn(10)
+    ps: list[Tensor] = [nn.Parameter(base[:6]), nn.Parameter(base[4:]), *parameters((5,), (5,))]
+    qs_base = base.clone()
+    qs: list[Tensor] = [nn.Parameter(qs_base[:6]), nn.Parameter(qs_base[4:]), *parameters((5,), (5,))]
+    fused, plain = fuse_optimizer(sgd(ps)), sgd(qs)
+    for step in range(3):
+        give(step, ps, qs)
+        fused.fuse_step()
+        plain.step()
+        assert_alike(fused, plain)
+    assert fused._bagua_fused_count == 3
+
+
+def test_the_count_grows_by_one_for_each_group_with_a_run() -> None:
+    groups = [{"params": parameters((3,), (4,))}, {"params": parameters((5,))}, {"params": parameters((2,), (2,)), "lr": 1.0}]
+    optimizer = fuse_optimizer(torch.optim.SGD(groups, lr=0.1))
+    for group in groups:
+        give(0, group["params"])
+    optimizer.fuse_step()
+    assert optimizer._bagua_fused_count == 2
+    optimizer.step()
+    assert optimizer._bagua_fused_count == 2
+    groups[0]["params"][0].grad = None
+    optimizer.fuse_step()
+    assert optimizer._bagua_fused_count == 3
+    optimizer.zero_grad()
+    optimizer.fuse_step()
+    assert optimizer._bagua_fused_count == 3
+
+
+def test_an_optimizer_without_parameters_or_gradients_does_nothing() -> None:
+    optimizer = fuse_optimizer(sgd([{"params": []}]))
+    optimizer.fuse_step()
+    ps = parameters()
+    before = [p.detach().clone() for p in ps]
+    optimizer.add_param_group({"params": ps})
+    optimizer.fuse_step()
+    assert all(torch.equal(p, q) for p, q in zip(ps, before, strict=True))
+    give(0, ps)
+    optimizer.fuse_step()
+    assert optimizer._bagua_fused_count == 1
+
+
+def test_named_parameters_keep_their_names() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    optimizer = fuse_optimizer(torch.optim.Adam(model.named_parameters()))
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.fuse_step()
+    assert optimizer.state_dict()["param_groups"][0]["param_names"] == [name for name, _ in model.named_parameters()]
+    assert optimizer._bagua_fused_count == 1
