@@ -736,6 +736,25 @@ def test_unknown_algorithm_lists_what_there_is() -> None:
         Algorithm.init("telepathy")
 
 
+@pytest.mark.parametrize(
+    ("name", "first", "others"),
+    [
+        ("gradient_allreduce", {"average": True}, {"average": False}),
+        ("decentralized", {"communication_interval": 1}, {"communication_interval": 2}),
+        ("async", {"warmup_steps": 0}, {"warmup_steps": 3}),
+    ],
+)
+def test_an_option_that_differs_between_ranks_is_an_error_on_every_rank(
+    name: str, first: dict[str, Any], others: dict[str, Any]
+) -> None:
+    def rank(r: int) -> None:
+        module = nn.Linear(2, 1)
+        with pytest.raises(ValueError, match=next(iter(first)) if r else "another one differs"):
+            module.with_bagua([torch.optim.SGD(module.parameters(), lr=0.1)], Algorithm.init(name, **(others if r else first)))
+
+    simulate(3, rank)
+
+
 def test_1024_ranks_train() -> None:
     def rank(r: int) -> float:
         torch.manual_seed(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import weakref
 from contextlib import contextmanager
@@ -88,7 +89,7 @@ class WrappedModule(NotCopied):
         split_into_buckets([p for _, p in self.bagua_build_params()], 1)  # refuse what cannot be trained before anything is sent
         self.given_group, self.process_group = group, group.for_background()
         self._owns_group = self.process_group is not group
-        settings = [f"algorithm {type(algorithm).__name__}", f"buckets of {self.bucket_bytes} bytes"]
+        settings = [f"algorithm {type(algorithm).__name__}{_plain_options(algorithm)}", f"buckets of {self.bucket_bytes} bytes"]
         settings += [f"broadcast_buffers={broadcast_buffers}"]
         comm = self.process_group.get_global_communicator()
         broadcast_state(module, optimizers, comm, self.parameters_to_ignore, settings)
@@ -259,3 +260,9 @@ class WrappedModule(NotCopied):
 
 def _inside_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def _plain_options(algorithm: Algorithm) -> dict[str, Any]:
+    """Return the numbers and strings that ``algorithm`` was made with; all ranks must have made theirs with the same."""
+    options = {name: getattr(algorithm, name, None) for name in inspect.signature(type(algorithm)).parameters}
+    return {name: value for name, value in options.items() if isinstance(value, (int, float, str))}
