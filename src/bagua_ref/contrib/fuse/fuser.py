@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from bagua_ref.contrib.fuse.layout import flatten_weights, held_by_bucket, is_plain, owns_storage
+from bagua_ref.contrib.fuse.layout import chains, flatten_weights, held_by_bucket, is_plain, owns_storage
 from bagua_ref.contrib.fuse.plan import Plan, can_fuse
 from bagua_ref.utils import NotCopied
 
@@ -140,14 +140,16 @@ class Fuser(NotCopied):
             self._plan = plan
 
     def _look_after_weights(self) -> None:
-        """Warn once of weights that have left the place where they were put."""
-        here, left = [], 0
+        """Warn once of weights that have left the place where they were put, unless they are together in another one."""
+        here: list[tuple[weakref.ref[Tensor], int]] = []
+        moved = []
         for weak, pointer in self._flattened:
             parameter = weak()
             if parameter is not None and parameter.data_ptr() == pointer:
                 here.append((weak, pointer))
             elif parameter is not None and held_by_bucket(parameter) is not parameter:
-                left += 1
+                moved.append(parameter)
+        left = sum(len(chain) == 1 for chain in chains(moved))
         total, self._flattened = len(self._flattened), here
         if left and self._check_flatten:
             warnings.warn(

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bagua_ref.contrib.fuse.layout import PLAIN_TYPES, adjacent, chains, find_overlapping, held_by_bucket, is_plain, owns_storage
-from bagua_ref.contrib.fuse.run import NUMBERS, Run
+from bagua_ref.contrib.fuse.layout import PLAIN_TYPES, adjacent, chains, find_overlapping, held_by_bucket, is_plain
+from bagua_ref.contrib.fuse.run import NUMBERS, Run, registration_of
 from bagua_ref.contrib.fuse.state import held_elsewhere, take_over
 
 if TYPE_CHECKING:
@@ -143,6 +143,8 @@ class Plan:
                 return False
         if not all(map(operator.is_, map(get_grad, self._idle), itertools.repeat(None))):
             return False
+        if any(registration_of(run.parameters[0]) is not run.registration for run in self.runs):
+            return False
         # Vectors of one length at one address are the same memory, matrices may have been transposed.
         return all(map(torch.Tensor.is_contiguous, self._matrices))
 
@@ -200,10 +202,14 @@ def _find_runs(parameters: Sequence[Tensor], store: dict[Any, Any], long: int) -
     signatures = _signatures(parameters, store)
     for chain in chains(parameters):
         links = [parameters[place] for place in chain]
+        held = [_held(parameter, store) for parameter in links]
+        pairs = list(zip(itertools.pairwise(links), itertools.pairwise(held), strict=True))
+        # Gradients whose buckets are not flat, or in another order, are copied; but if some lie as the weights do, they are not.
+        in_place = any(roles == ("gradient", "gradient") and fit for roles, fit in (_fit(*two) for _, two in pairs))
         cuts = [
             place
-            for place, (before, after) in enumerate(itertools.pairwise(links), start=1)
-            if signatures[id(before)] != signatures[id(after)] or not _fit(before, after, store)
+            for place, ((before, after), two) in enumerate(pairs, start=1)
+            if signatures[id(before)] != signatures[id(after)] or _part(*_fit(*two), in_place)
         ]
         for start, end in itertools.pairwise([0, *cuts, len(links)]):
             if signatures[id(links[start])] is not None:
@@ -241,7 +247,7 @@ def _make_run(parameters: list[Tensor], store: dict[Any, Any], signature: Any) -
     if store.get(parameters[0]) is None:
         return Run(parameters, None)
     per_element = [key for key, kind, *_ in signature[-1] if kind == "elements"]
-    role = _role(parameters[0], held_by_bucket(parameters[0]), store)
+    role, _ = _held(parameters[0], store)
     return Run(parameters, [store[p] for p in parameters], per_element, role if role in per_element else None)
 
 
@@ -291,23 +297,23 @@ def _kind(value: Any, parameter: Tensor) -> str | None:
     return "elements" if value.shape == parameter.shape else "scalar" if value.numel() == 1 else None
 
 
-def _fit(before: Tensor, after: Tensor, store: dict[Any, Any]) -> bool:
-    """Return whether neighbours can be in one run without moving what a bucket holds."""
-    held = held_by_bucket(before), held_by_bucket(after)
-    roles = _role(before, held[0], store), _role(after, held[1], store)
-    if roles == (None, None):
-        return True
-    if roles[0] != roles[1] or held[0] is None or held[1] is None:
-        return False
-    if roles[0] == "gradient" and owns_storage(held[0]) and owns_storage(held[1]):
-        return True  # a bucket that is not flat; they are copied
-    return adjacent(held[0], held[1])
+def _fit(before: tuple[Any, Tensor], after: tuple[Any, Tensor]) -> tuple[tuple[Any, Any], bool]:
+    """Return the roles of what buckets hold of two neighbours, and whether it is adjacent, too."""
+    return (before[0], after[0]), adjacent(before[1], after[1])
 
 
-def _role(parameter: Tensor, held: Tensor | None, store: dict[Any, Any]) -> Any:
-    """Return what of a parameter a bucket holds: "gradient" or a key of its state; None for nothing, or the weight."""
+def _part(roles: tuple[Any, Any], fit: bool, in_place: bool) -> bool:
+    """Return whether neighbours cannot be in one run without moving, or copying for nothing, what buckets hold."""
+    if roles == (None, None) or fit:
+        return bool(roles[0] != roles[1])
+    return in_place or not {*roles} <= {"gradient", None}
+
+
+def _held(parameter: Tensor, store: dict[Any, Any]) -> tuple[Any, Tensor]:
+    """Return what of a parameter a bucket holds: "gradient" or a key of its state, None for nothing or the weight; and that."""
+    held = held_by_bucket(parameter)
     if held is None or held is parameter:
-        return None
+        return None, parameter
     if held is parameter.grad:
-        return "gradient"
-    return next((key for key, value in _entries(parameter, store) if value is held), None)
+        return "gradient", held
+    return next(((key, value) for key, value in _entries(parameter, store) if value is held), (None, parameter))

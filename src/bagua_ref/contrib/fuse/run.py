@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["NUMBERS", "Run", "SharedScalar"]
+__all__ = ["NUMBERS", "Run", "SharedScalar", "registration_of"]
 
 get_grad = attrgetter("grad")
 
@@ -86,6 +86,7 @@ class Run:
             self.state = {**self._tensors, **self._numbers}
         self.num_entries = sum(map(len, states or ()))
         """How many entries the parameters' states have together."""
+        self.registration = registration_of(parameters[0])
         if held is not None:
             self._register(held)
         sizes = [p.numel() * p.element_size() for p in parameters]
@@ -245,11 +246,16 @@ class Run:
 
     def _register(self, held: Any) -> None:
         """Let the flat weight appear as what its parts are: parameters whose state is in a bucket, as `QAdamOptimizer` asks."""
-        first: Registration = self.parameters[0]._bagua_registration  # type: ignore[attr-defined]
+        assert self.registration is not None
         tensor = self._tensors[held]
-        known = Registration(first.name, first.module_name, lambda _: tensor, None)
-        known.sink = first.sink
+        known = Registration(self.registration.name, self.registration.module_name, lambda _: tensor, None)
+        known.sink = self.registration.sink
         self.weight._bagua_registration = known  # type: ignore[attr-defined]
+
+
+def registration_of(parameter: Tensor) -> Registration | None:
+    """Return what bagua_ref knows of ``parameter``, None if it is in no bucket."""
+    return getattr(parameter, "_bagua_registration", None)
 
 
 def _alike(value: Any, place: Tensor) -> bool:

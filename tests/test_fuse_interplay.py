@@ -1,0 +1,277 @@
+"""The fused optimizer beside what else touches parameters, gradients and steps: wrapping, DDP, scalers, schedulers (S6)."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.launch import launch
+from torch import Tensor, nn
+
+import bagua_ref
+from bagua_ref.algorithms import Algorithm, GradientAllReduceAlgorithm, QAdamAlgorithm, QAdamOptimizer
+from bagua_ref.contrib import fuse_optimizer
+from bagua_ref.simulation import SimulatedWorld
+
+Optimizer = torch.optim.Optimizer
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def make(name: str, module: nn.Module) -> Any:
+    if name == "qadam":
+        return QAdamOptimizer(module.parameters(), lr=0.01, warmup_steps=3)
+    return torch.optim.Adam(module.parameters(), lr=0.01)
+
+
+def train(module: nn.Module, optimizer: Any, rank: int, steps: int, fused: bool, set_to_none: bool) -> list[Tensor]:
+    for step in range(steps):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        inputs = torch.randn(5, 6, generator=torch.Generator().manual_seed(100 * rank + step))
+        module(inputs).square().mean().backward()
+        if fused and step % 4 != 3:  # now and then an ordinary one
+            optimizer.fuse_step()
+        else:
+            optimizer.step()
+    return [p.detach().clone() for p in module.parameters()]
+
+
+def wrapped(
+    rank: int, name: str, fuse: bool, set_to_none: bool, do_flatten: bool, fuse_first: bool
+) -> tuple[list[Tensor], int, int]:
+    """Return the weights after 10 steps, how many groups were fused, and in how many storages weights lie."""
+    module = network()
+    optimizer = make(name, module)
+    algorithm: Any
+    if name == "qadam":
+        algorithm = QAdamAlgorithm(optimizer, hierarchical=False)
+    elif name == "async":
+        algorithm = Algorithm.init("async", warmup_steps=100)
+    else:
+        algorithm = Algorithm.init(name, hierarchical=False)
+    if fuse and fuse_first:
+        fuse_optimizer(optimizer)
+    module.with_bagua([optimizer], algorithm, do_flatten=do_flatten)
+    if fuse and not fuse_first:
+        fuse_optimizer(optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        weights = train(module, optimizer, rank, 10, fuse, set_to_none)
+    storages = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    return weights, optimizer._bagua_fused_count if fuse else 0, len(storages)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("fuse_first", [True, False])
+@pytest.mark.parametrize(
+    ("name", "do_flatten"),
+    [
+        *(
+            (name, do_flatten)
+            for name in ("gradient_allreduce", "bytegrad", "decentralized", "qadam")
+            for do_flatten in (False, True)
+        ),
+        ("async", True),
+    ],
+)
+def test_S6_a_wrapped_module_trains_as_with_the_unfused_optimizer(
+    name: str, do_flatten: bool, fuse_first: bool, set_to_none: bool
+) -> None:
+    def rank(fuse: bool) -> Callable[[Any], Any]:
+        def main(comm: Any) -> Any:
+            bagua_ref.init_process_group()
+            return wrapped(comm.rank(), name, fuse, set_to_none, do_flatten, fuse_first)
+
+        return main
+
+    for (ours, count, storages), (theirs, _, _) in zip(
+        SimulatedWorld(2).run(rank(True)), SimulatedWorld(2).run(rank(False)), strict=True
+    ):
+        for mine, right in zip(ours, theirs, strict=True):
+            assert torch.equal(mine, right)
+        # What a bucket holds is not moved: not even weights that lie apart.
+        assert (count, storages) == ((0, 6) if name == "decentralized" and not do_flatten and not fuse_first else (8, 1))
+
+
+def test_S6_low_precision_decentralized_refuses_a_fused_optimizer() -> None:
+    def main(comm: Any) -> None:
+        bagua_ref.init_process_group()
+        module = network()
+        optimizer = fuse_optimizer(torch.optim.SGD(module.parameters(), lr=0.1))
+        module.with_bagua([optimizer], Algorithm.init("low_precision_decentralized", hierarchical=False))
+
+    with pytest.raises(ValueError, match="optimizers hold a fused SGD"):
+        SimulatedWorld(2).run(main)
+
+
+def test_S6_gradients_stay_in_their_bucket_and_the_flat_gradient_is_the_bucket() -> None:
+    def main(comm: Any) -> None:
+        bagua_ref.init_process_group()
+        module = network()
+        optimizer: Any = fuse_optimizer(torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9))
+        module.with_bagua([optimizer], GradientAllReduceAlgorithm())
+        for step in range(3):
+            train(module, optimizer, comm.rank(), 1, step < 2, True)
+            (bucket,) = module.bagua_buckets
+            pointers = [p.grad.data_ptr() for p in module.parameters()]
+            assert bucket.check_flatten()
+            assert bucket._flat.data_ptr() in pointers
+            if step:
+                (run,) = optimizer._bagua_fused_optimizer._plan.runs
+                assert run._in_place
+
+    SimulatedWorld(2).run(main)
+
+
+def ddp(fuse: bool, view: bool, set_to_none: bool) -> tuple[list[Tensor], int]:
+    module = network()
+    parallel = nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=view)
+    optimizer: Any = torch.optim.Adam(module.parameters(), lr=0.01)
+    if fuse:
+        fuse_optimizer(optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        weights = train(parallel, optimizer, torch.distributed.get_rank(), 10, fuse, set_to_none)
+    return weights, optimizer._bagua_fused_count if fuse else 8
+
+
+def ddps() -> list[bool]:
+    result = []
+    for view in (False, True):
+        for set_to_none in (False, True):
+            (ours, count), (theirs, _) = ddp(True, view, set_to_none), ddp(False, view, set_to_none)
+            result.append(count == 8 and all(map(torch.equal, ours, theirs)))
+    return result
+
+
+def test_S6_torch_ddp_trains_as_with_the_unfused_optimizer() -> None:
+    for result in launch(ddps, 2):
+        assert result == [True] * 4
+
+
+def twins(make: Callable[[Any], Optimizer]) -> tuple[nn.Module, Any, nn.Module, Any]:
+    ours, theirs = network(), network()
+    return ours, fuse_optimizer(make(ours.parameters())), theirs, make(theirs.parameters())
+
+
+def assert_equal(ours: nn.Module, theirs: nn.Module) -> None:
+    assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
+
+
+class FusedSteps:
+    """What a GradScaler steps: as docs/fuse.md has it."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer, self.step = optimizer, optimizer.fuse_step
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+
+@pytest.mark.parametrize("wrap", [True, False])
+def test_S6_a_grad_scaler_unscales_and_skips_overflows(wrap: bool) -> None:
+    ours, fused, theirs, plain = twins(lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
+    for module, optimizer in ((ours, fused), (theirs, plain)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        stepped = FusedSteps(fused) if optimizer is fused and wrap else optimizer
+        for step in range(8):
+            optimizer.zero_grad()
+            inputs = torch.randn(5, 6, generator=torch.Generator().manual_seed(step))
+            if step in (3, 4):
+                inputs[0, 0] = torch.inf
+            scaler.scale(module(inputs).square().mean()).backward()
+            if step % 2:
+                scaler.unscale_(stepped)
+                torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1, error_if_nonfinite=False)
+            scaler.step(stepped)
+            scaler.update()
+            if optimizer is fused and not wrap and step == 5:
+                fused.fuse_step()
+            if optimizer is plain and not wrap and step == 5:
+                plain.step()
+    assert_equal(ours, theirs)
+    assert fused._bagua_fused_count == (6 if wrap else 1)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5),
+        lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=12),  # momentum too
+        lambda optimizer: torch.optim.lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, 2),
+    ],
+)
+@pytest.mark.parametrize("scheduled_first", [True, False])
+def test_S6_learning_rate_schedulers_see_fuse_step_as_a_step(schedule: Any, scheduled_first: bool) -> None:
+    ours, theirs = network(), network()
+    fused: Any = torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9)
+    plain = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9)
+    if scheduled_first:
+        schedulers = schedule(fused), schedule(plain)
+        fuse_optimizer(fused)
+    else:
+        fuse_optimizer(fused)
+        schedulers = schedule(fused), schedule(plain)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # such as: "lr_scheduler.step() before optimizer.step()"
+        for step in range(10):
+            train(ours, fused, step, 1, True, True)
+            train(theirs, plain, step, 1, False, True)
+            for scheduler in schedulers:
+                scheduler.step()
+            assert fused.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
+            assert_equal(ours, theirs)
+    assert fused._bagua_fused_count == 10
+
+
+def test_S6_moving_the_module_warns_once_and_stays_right() -> None:
+    ours, fused, theirs, plain = twins(lambda params: torch.optim.SGD(params, lr=0.1))
+    for step in range(4):
+        if step == 2:
+            ours.to(torch.float64)
+            theirs.to(torch.float64)
+            ours.to(torch.float32)
+            theirs.to(torch.float32)
+        train(theirs, plain, step, 1, False, True)
+        if step == 2:
+            with pytest.warns(UserWarning, match="6 of 6 parameters have left the storage"):
+                train(ours, fused, step, 1, True, True)
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                train(ours, fused, step, 1, True, True)
+        assert_equal(ours, theirs)
+
+
+def test_S6_a_checkpoint_goes_from_fused_to_unfused_and_back() -> None:
+    ours, fused, theirs, plain = twins(lambda params: torch.optim.NAdam(params, lr=0.01))
+    train(ours, fused, 0, 3, True, True)
+    train(theirs, plain, 0, 3, False, True)
+    checkpoint = copy.deepcopy(fused.state_dict())
+    fused.load_state_dict(copy.deepcopy(plain.state_dict()))
+    plain.load_state_dict(checkpoint)
+    train(ours, fused, 1, 3, True, True)
+    train(theirs, plain, 1, 3, False, True)
+    assert_equal(ours, theirs)
+    assert fused._bagua_fused_count == 6
+
+
+def test_S6_compute_in_autocast_with_float32_weights_is_fused() -> None:
+    ours, fused, theirs, plain = twins(lambda params: torch.optim.AdamW(params, lr=0.01))
+    for module, optimizer, step in ((ours, fused, fused.fuse_step), (theirs, plain, plain.step)):
+        for seed in range(4):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = module(torch.randn(5, 6, generator=torch.Generator().manual_seed(seed))).float().square().mean()
+            loss.backward()
+            step()
+    assert_equal(ours, theirs)
+    assert fused._bagua_fused_count == 4
