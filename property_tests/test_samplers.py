@@ -24,7 +24,8 @@ any_int = st.one_of(
     st.integers(-(2**80), 2**80),
     st.sampled_from([10**400, -(10**400)]),
 )
-near_an_edge = st.one_of(*(st.integers(edge - 3, edge + 3) for edge in (2**15, 2**16, 2**31, 2**32, 2**53, 2**62, 2**63, 2**64)))
+EDGES = [sign * 2**power for power in (15, 16, 31, 32, 53, 62, 63, 64) for sign in (1, -1)]
+near_an_edge = st.sampled_from(EDGES).flatmap(lambda edge: st.integers(edge - 3, edge + 3))
 any_float = st.one_of(
     st.floats(-4, 4),
     few.map(float),
@@ -46,7 +47,17 @@ def as_scalar(number: Any) -> st.SearchStrategy[Any]:
     return st.sampled_from(forms)
 
 
-complexities = st.one_of(*(st.lists(kind, min_size=1, max_size=40) for kind in (few, any_int, near_an_edge, any_float, mixed)))
+def lists(kind: st.SearchStrategy[Any]) -> st.SearchStrategy[list]:
+    return st.lists(kind, min_size=1, max_size=40)
+
+
+def about(edge: int) -> st.SearchStrategy[list]:
+    """Integers and floats that one dtype hardly tells apart."""
+    close = st.integers(edge - 3, edge + 3)
+    return st.one_of(lists(close), lists(st.one_of(close, close.map(float))))
+
+
+complexities = st.one_of(*map(lists, (few, any_int, near_an_edge, any_float, mixed)), st.sampled_from(EDGES).flatmap(about))
 levels = st.one_of(st.sampled_from([0, 1, 0.0, 0.1, 0.5, 1.0]), st.floats(0, 1))
 
 

@@ -9,7 +9,6 @@ import pickle
 import re
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from tests.oracles import samplers_plain
 from torch.utils.data import DataLoader
 
 import bagua_ref
-from bagua_ref.backends import register_backend
 from bagua_ref.backends.reference import ReferenceBackend
 from bagua_ref.cli import balance, main
 from bagua_ref.contrib import LoadBalancingDistributedBatchSampler, LoadBalancingDistributedSampler
@@ -128,6 +126,8 @@ def test_infinity_has_a_place_without_shuffle_only() -> None:
 def test_integers_that_no_tensor_holds_are_told_apart() -> None:
     lengths = [2**70 + 1, 2**70, float(2**70), 2**70 - 1, 2**53 + 1, float(2**53)]
     assert list(sampler_of(0, 1, lengths, shuffle=False)) == [5, 4, 3, 1, 2, 0]
+    assert list(sampler_of(0, 1, [2**53 + 1, 2.0**53], shuffle=False)) == [1, 0]
+    assert list(sampler_of(0, 1, [-(2**53) + 1, -(2.0**53) - 2, -(2**53) - 1], shuffle=False)) == [1, 2, 0]
     with pytest.raises(ValueError, match=r"an integer of 20000 bits .* 64 bits"):
         sampler_of(0, 1, [0, 2**19999], random_level=1)
     assert sorted(sampler_of(0, 1, [0, 2**19999, 5], random_level=0.0)) == [0, 1, 2]
@@ -248,18 +248,18 @@ class Counting(ReferenceBackend):
         return super()._order_by_complexity(keys)
 
 
-register_backend("counting", f"{__name__}:Counting")
-
-
-@pytest.mark.parametrize("choose", [lambda: {"backend": Counting()}, dict])
-def test_the_backend_sorts(choose: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(bagua_ref.backends._instances, "counting", Counting())
-    Counting.calls = 0
+def test_the_backend_sorts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(bagua_ref.backends._instances, "counting", Counting())  # for this test only
+    monkeypatch.setattr(Counting, "calls", 0)
+    sampler = sampler_of(random_level=1, backend="counting")
+    assert Counting.calls == 0
+    assert list(sampler) == list(sampler_of(random_level=1))
+    assert Counting.calls == 1
+    sampler_of(random_level=0, backend=Counting())
+    assert Counting.calls == 2
     with bagua_ref.use_backend("counting"):
-        sampler = sampler_of(random_level=1, **choose())
-        before = Counting.calls
-        list(sampler)
-        assert Counting.calls > before
+        sampler_of(random_level=0)
+    assert Counting.calls == 3
 
 
 @pytest.mark.gpu
@@ -445,6 +445,11 @@ def test_a_damaged_state_is_refused(change: dict[str, Any], message: str) -> Non
     with pytest.raises((ValueError, TypeError), match=message):
         sampler.load_state_dict({**sampler.state_dict(), **change})
     assert list(sampler) == take_epoch(0)
+    change = {{"samples": "batches"}.get(name, name): value for name, value in change.items()}
+    batch_sampler = batches_of()
+    with pytest.raises((ValueError, TypeError), match=message.partition("samples=")[2].partition(" ")[0] or message):
+        batch_sampler.load_state_dict({**batch_sampler.state_dict(), **change})
+    assert list(batch_sampler) == list(batches_of())
 
 
 def test_a_state_of_something_else_is_refused() -> None:
@@ -642,9 +647,9 @@ def test_work_is_what_the_replicas_draw() -> None:
         [sum([1, 2, 3, 4, 50, 60, 70, 80][index] for index in batch[rank]) for rank in range(2)]
         for batch in zip(*(pairs(list(sampler_of(rank, 2, [1, 2, 3, 4, 50, 60, 70, 80]))) for rank in range(2)), strict=True)
     ]
-    plan = balance.Plan("by hand", np.array([[1.0, 3.0], [2.0, 2.0]]))
-    assert plan.imbalance == pytest.approx((1.5 + 1) / 2)
-    assert plan.idle == pytest.approx(1 - 4 / 5)
+    plan = balance.Plan("by hand", np.array([[1.0, 3.0], [2.0, 4.0]]))
+    assert plan.imbalance == pytest.approx((3 / 2 + 4 / 3) / 2)
+    assert plan.idle == pytest.approx(1 - (2 + 3) / (3 + 4))
 
 
 def test_many_replicas_are_a_range_and_the_picture_has_both_panels() -> None:

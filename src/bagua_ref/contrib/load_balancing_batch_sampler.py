@@ -97,11 +97,12 @@ class LoadBalancingDistributedBatchSampler(Sampler[list[int]]):
             ValueError: the state is that of another number of replicas, another dataset, other options or another batch_fn.
         """
         check_settings(state_dict, self._settings(), "batches")
-        own, total = self._cut(state_dict["epoch"])
+        epoch = self.sampler._checked_epoch(state_dict["epoch"])
+        own, total = self._cut(epoch)
         check_settings(state_dict, {"num_batches": total}, "batches")
         taken = checked_count("batches", state_dict["batches"], total)
-        self.sampler.set_epoch(state_dict["epoch"])
-        self._batches, self._num_batches, self._epoch = own, total, self.sampler.epoch
+        self.sampler.set_epoch(epoch)
+        self._batches, self._num_batches, self._epoch = own, total, epoch
         self._place = Place(taken)
         self._resume_at = taken
 

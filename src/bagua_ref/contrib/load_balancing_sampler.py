@@ -162,12 +162,15 @@ class LoadBalancingDistributedSampler(Sampler[int]):
         self._start_epoch(state_dict["epoch"], samples)
 
     def _start_epoch(self, epoch: int, samples: int = 0) -> None:
-        epoch = operator.index(epoch)
-        if not -(2**63) <= self.seed + epoch < 2**64:
-            raise ValueError(f"seed + epoch = {self.seed + epoch} must fit into 64 bits")
-        self.epoch = epoch
+        self.epoch = self._checked_epoch(epoch)
         self._place = Place(samples)
         self._resume_at = samples
+
+    def _checked_epoch(self, epoch: int) -> int:
+        number = operator.index(epoch)
+        if not -(2**63) <= self.seed + number < 2**64:
+            raise ValueError(f"seed + epoch = {self.seed + number} must fit into 64 bits")
+        return number
 
     def _draw(self, epoch: int) -> Iterator[int]:
         # Not before the first sample is asked for: a DataLoader with workers makes an iterator that it never uses.
