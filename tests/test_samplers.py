@@ -445,9 +445,20 @@ def test_a_damaged_state_is_refused(change: dict[str, Any], message: str) -> Non
     with pytest.raises((ValueError, TypeError), match=message):
         sampler.load_state_dict({**sampler.state_dict(), **change})
     assert list(sampler) == take_epoch(0)
-    change = {{"samples": "batches"}.get(name, name): value for name, value in change.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"batches": 5}, "batches=5 must be from 0 to 4, the number of batches in the epoch"),
+        ({"batches": -1}, "batches=-1"),
+        ({"epoch": 2**70}, "64 bits"),
+        ({"epoch": "1"}, "str"),
+    ],
+)
+def test_a_damaged_state_of_batches_is_refused(change: dict[str, Any], message: str) -> None:
     batch_sampler = batches_of()
-    with pytest.raises((ValueError, TypeError), match=message.partition("samples=")[2].partition(" ")[0] or message):
+    with pytest.raises((ValueError, TypeError), match=message):
         batch_sampler.load_state_dict({**batch_sampler.state_dict(), **change})
     assert list(batch_sampler) == list(batches_of())
 
