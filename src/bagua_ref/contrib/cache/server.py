@@ -123,6 +123,7 @@ def _start(program: str, host: str, port: int, capacity: int, password: str, arg
         [sys.executable, "-I", "-S", str(Path(__file__).with_name("watchdog.py")), str(os.getpid()), program, "-", *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         start_new_session=True,  # Ctrl-C in a terminal must not end the server before its clients
     )
     assert watchdog.stdin is not None
@@ -142,13 +143,14 @@ def _wait_until_up(server: RedisServer) -> str:
             return ""
     if not ended:
         return f"no answer within {_START_SECONDS:g} s"
-    return output.read().decode(errors="replace").strip() or "it ended at once and said nothing"
+    lines = output.read().decode(errors="replace").splitlines()[-3:]
+    return "; ".join(lines) or "it ended at once and said nothing"
 
 
 def _answers(host: str, port: int, password: str) -> bool:
     """Return whether a server there takes the password; a stranger's, which has another or none, does not."""
     try:
-        with socket.create_connection((host, port), timeout=2.0) as connection:
+        with socket.create_connection((host, port), timeout=1.0) as connection:
             connection.sendall(f"AUTH {password}\r\nPING\r\n".encode())
             heard = b""
             while heard.count(b"\r\n") < 2 and (more := connection.recv(4096)):

@@ -54,7 +54,9 @@ def main() -> None:
         server.wait()
     with contextlib.suppress(BrokenPipeError):  # the rank listens only while the server starts
         os.write(sys.stdout.fileno(), said)
-    os.close(sys.stdout.fileno())
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):
+        os.dup2(nowhere, descriptor)
     # A child that ends stays a zombie until its parent asks; the rank may be busy with training.
     while os.getppid() == rank:
         time.sleep(_TICK)

@@ -1,0 +1,104 @@
+"""Datasets and small jobs for the cache's tests, in a module that spawned workers and other processes can import."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import warnings
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from bagua_ref.contrib import CachedDataset, CacheLoader
+
+
+class Numbers(Dataset):
+    """Samples ``(tensor filled with i, i, text)``; ``made`` counts over all processes."""
+
+    def __init__(self, size: int = 100, delay: float = 0.0) -> None:
+        self.size, self.delay = size, delay
+        self.made = torch.zeros(size, dtype=torch.int64).share_memory_()
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        if not 0 <= index < self.size:
+            raise IndexError(index)
+        time.sleep(self.delay)
+        self.made[index] += 1
+        return torch.full((3,), float(index)), index, f"sample {index}"
+
+
+class Plain(Dataset):
+    """As `Numbers`, without memory that would have to be shared."""
+
+    def __init__(self, size: int = 100, delay: float = 0.0) -> None:
+        self.size, self.delay = size, delay
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        time.sleep(self.delay)
+        return torch.full((3,), float(index)), index, f"sample {index}"
+
+
+def epoch(loader) -> list[int]:
+    """Run an epoch, check every sample, and return the indices."""
+    seen = []
+    for pixels, index, text in loader:
+        if isinstance(index, int):
+            pixels, index, text = pixels[None], torch.tensor([index]), [text]
+        assert pixels.dtype == torch.float32
+        for row, number, line in zip(pixels, index.tolist(), text, strict=True):
+            assert row.tolist() == [number] * 3
+            assert line == f"sample {number}"
+            seen.append(number)
+    return sorted(seen)
+
+
+def held_worker_job(host: str, port: str, password: str, batch_size: str, context: str) -> None:
+    """Leave persistent workers with values that wait to be written, and end."""
+    global kept  # to the end of the interpreter, as a script's variables are
+    hosts = [{"host": host, "port": port, "password": password}]
+    dataset = CachedDataset(Plain(30), hosts=hosts, writer_buffer_size=1000)
+    size = None if batch_size == "None" else int(batch_size)
+    kept = DataLoader(dataset, batch_size=size, num_workers=2, persistent_workers=True, multiprocessing_context=context)
+    assert epoch(kept) == list(range(30))
+
+
+def waiting_main_job(host: str, port: str, password: str) -> None:
+    loader = CacheLoader(hosts=[{"host": host, "port": port, "password": password}], writer_buffer_size=1000)
+    for i in range(30):
+        loader.get(i, str)
+    if os.fork() == 0:  # a child that ends as scripts do writes its own, not its parent's
+        loader.get("child", str)
+        sys.exit(0)
+    os.wait()
+
+
+def server_job(backend: str) -> None:
+    """Start a server, say which, and wait to be killed or told to end."""
+    loader = CacheLoader(backend)
+    loader.get("a", str)
+    children = os.environ.get("TEST_CHILDREN")
+    if children and os.fork() == 0:  # holds every file of its parent open, and stays
+        time.sleep(60)
+        os._exit(0)
+    print(loader.store.stores[0]._options["port"], flush=True)
+    sys.stdin.read()
+
+
+def writer_job(host: str, port: str, password: str, start: str) -> None:
+    """Write 400 samples in batches of 8, from the ``start``-th on."""
+    hosts = [{"host": host, "port": port, "password": password}]
+    with CachedDataset(Plain(400), hosts=hosts, dataset_name="shared") as dataset, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        order = [(int(start) + i) % 400 for i in range(400)]
+        assert epoch(DataLoader(dataset, batch_size=8, sampler=order)) == list(range(400))
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,340 @@
+"""The servers that a job starts: who knows them, and how they end (S8.4)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.cache_jobs import Plain, epoch
+from tests.cache_servers import PROGRAM, eventually, every_backend, need, processes, zombies_of
+from tests.launch import launch, outcomes
+from tests.test_cached_dataset import finish, job
+
+import bagua_ref
+from bagua_ref.contrib import CachedDataset, CacheLoader
+from bagua_ref.contrib.cache import job_servers
+from bagua_ref.contrib.cache import server as server_module
+from bagua_ref.contrib.cache.server import node_address, start_redis_server
+from bagua_ref.contrib.utils.redis_store import bootstrap_redis_server, shutdown_redis_server
+from bagua_ref.errors import BackendUnavailableError, NotInitializedError
+
+ROOT = Path(__file__).parents[1]
+
+
+def servers_of(rank: int) -> list[int]:
+    """Return the processes between which a rank's server lives: watchdog and server."""
+    watchdogs = list(processes("watchdog.py", f" {rank} "))
+    found = []
+    for pid in processes("-server 127.0.0.1:"):
+        parent = int((Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
+        if parent in watchdogs:
+            found.append(pid)
+    return watchdogs + found
+
+
+def temporary_files() -> set[str]:
+    return {str(path) for folder in ("/tmp", "/dev/shm", "/") for path in Path(folder).iterdir()}
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("children", ["", "1"])
+def test_the_server_ends_with_the_process_that_started_it(number, children):
+    need()
+    before = temporary_files()
+    process = job("server_job", "redis", TEST_CHILDREN=children)
+    try:
+        port = int(process.stdout.readline())
+        mine = servers_of(process.pid)
+        assert len(mine) == 2
+        process.send_signal(number)
+        process.wait()
+        assert eventually(lambda: not any(pid in processes("") for pid in mine))
+        assert not any(f":{port}" in line for line in processes("-server").values())
+    finally:
+        process.kill()
+        for pid in processes("tests.cache_jobs", "server_job"):
+            os.kill(pid, signal.SIGKILL)  # the child that stayed
+        process.communicate()
+    assert {path for path in temporary_files() - before if "redis" in path or "bagua" in path or "dump" in path} == set()
+
+
+@pytest.mark.redis
+def test_the_server_ends_at_the_end_of_a_script_and_leaves_no_zombie():
+    need()
+    process = job("server_job", "redis")
+    assert int(process.stdout.readline())
+    mine = servers_of(process.pid)
+    finish(process)
+    assert not any(pid in processes("") for pid in mine)
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("victim", [0, 1], ids=["watchdog", "server"])
+def test_a_killed_server_or_watchdog_leaves_neither_zombie_nor_server(victim):
+    need()
+    shutdown_redis_server()
+    loader = CacheLoader(timeout=1)
+    mine = servers_of(os.getpid())
+    os.kill(mine[victim], signal.SIGKILL)
+    assert eventually(lambda: mine[1] not in processes(""))
+    with pytest.warns(UserWarning, match="goes on without"):
+        assert loader.get("a", str) == "a"
+    if victim == 1:
+        assert zombies_of(os.getpid()) == []
+    again = CacheLoader()  # starts another
+    assert again.get("a", str) == "a"
+    assert again.num_keys() == 1
+    assert zombies_of(os.getpid()) == []
+    shutdown_redis_server()
+    assert servers_of(os.getpid()) == []
+    assert zombies_of(os.getpid()) == []
+
+
+@pytest.mark.redis
+def test_the_password_is_in_no_process_list_environment_or_file():
+    need()
+    (address,) = bootstrap_redis_server(107_374_182_400)
+    password = address["password"]
+    assert len(password) >= 32
+    assert address["host"] == "127.0.0.1"
+    for pid in servers_of(os.getpid()):
+        for place in ("cmdline", "environ"):
+            assert password.encode() not in (Path("/proc") / str(pid) / place).read_bytes()
+        for descriptor in (Path("/proc") / str(pid) / "fd").iterdir():
+            assert not os.path.isfile(descriptor)
+    listing = subprocess.run(["ps", "axeww"], capture_output=True, text=True, check=True).stdout
+    assert password not in listing
+    assert password not in repr(CacheLoader())
+    assert password not in repr(job_servers._own)
+
+
+@pytest.mark.redis
+def test_the_server_listens_on_loopback_only():
+    need()
+    (address,) = bootstrap_redis_server(107_374_182_400)
+    hexadecimal = f":{address['port']:04X} "
+    listening = [
+        line.split()[1] for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()
+        if hexadecimal in line and line.split()[3] == "0A"
+    ]  # fmt: skip
+    assert listening == [f"0100007F{hexadecimal.strip()}"]
+
+
+@pytest.mark.redis
+def test_two_jobs_on_one_node_have_servers_of_their_own():
+    need()
+    jobs = [job("server_job", "redis") for _ in range(2)]
+    ports = [int(process.stdout.readline()) for process in jobs]
+    assert ports[0] != ports[1]
+    assert [len(servers_of(process.pid)) for process in jobs] == [2, 2]
+    finish(jobs[0])
+    assert len(servers_of(jobs[1].pid)) == 2
+    finish(jobs[1])
+    assert servers_of(jobs[1].pid) == []
+
+
+@every_backend
+def test_loaders_of_a_process_share_one_server(backend):
+    need(backend)
+    first, second = CacheLoader(backend, dataset_name="first"), CacheLoader(backend, dataset_name="second")
+    assert first.store.stores[0]._options == second.store.stores[0]._options
+    with pytest.warns(UserWarning, match="capacity_per_node=12345 has no effect"):
+        CacheLoader(backend, capacity_per_node=12345)
+
+
+@every_backend
+def test_after_a_shutdown_the_next_loader_starts_anew(backend):
+    need(backend)
+    first = CacheLoader(backend)
+    first.get("a", str)
+    first.store.shutdown()
+    assert not first.store.status()
+    second = CacheLoader(backend)
+    assert second.num_keys() == 0
+    assert second.store.status()
+
+
+def test_a_port_that_is_taken_is_left_for_another(monkeypatch):
+    need()
+    taken = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ports = iter([taken.port, taken.port, *[0] * 9])
+    free = server_module.find_free_port
+
+    monkeypatch.setattr(server_module, "find_free_port", lambda: next(ports) or free())
+    server = start_redis_server("127.0.0.1", 10_000_000)
+    assert server.is_running()
+    server.stop()
+    assert not server.is_running()
+    with pytest.raises(BackendUnavailableError, match=rf"does not start on 127.0.0.1: .*{taken.port}.*ddress already in use"):
+        start_redis_server("127.0.0.1", 10_000_000, taken.port)
+    with pytest.raises(BackendUnavailableError, match="nonsense"):
+        start_redis_server("127.0.0.1", 10_000_000, None, "--nonsense", "1")
+
+
+def test_a_program_that_does_nothing_is_an_error(monkeypatch, tmp_path):
+    program = tmp_path / "redis-server"
+    program.write_text("#!/bin/sh\nexit 3\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(BackendUnavailableError, match="said nothing"):
+        start_redis_server("127.0.0.1", 10_000_000)
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr(server_module, "_START_SECONDS", 0.3)
+    with pytest.raises(BackendUnavailableError, match="no answer within"):
+        start_redis_server("127.0.0.1", 10_000_000)
+    assert processes("sleep 60", str(tmp_path)) == {}
+    assert servers_of(os.getpid()) == [] or PROGRAM
+
+
+def test_valkey_is_taken_where_redis_is_not(monkeypatch, tmp_path):
+    need()
+    (tmp_path / "valkey-server").symlink_to(PROGRAM)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert server_module.find_program() == str(tmp_path / "valkey-server")
+    server = start_redis_server("127.0.0.1", 10_000_000)
+    assert server.is_running()
+    server.stop()
+
+
+def test_an_address_for_other_nodes():
+    assert node_address("no such host.invalid") == node_address("127.0.0.1")
+
+
+# Several ranks.
+
+
+def place_of_server(backend: str, cluster_mode: bool) -> tuple[list[int], list[str], int]:
+    loader = CacheLoader(backend, cluster_mode=cluster_mode)
+    rank = bagua_ref.get_rank() if bagua_ref.is_initialized() else dist.get_rank()
+    loader.get(rank, str)
+    sync()
+    keys = loader.num_keys()
+    again = CacheLoader(backend, dataset_name="again", cluster_mode=cluster_mode)
+    assert again.store.stores[0]._options == loader.store.stores[0]._options
+    mine = servers_of(os.getpid()) if backend == "redis" else []
+    sync()
+    options = [store._options for store in loader.store.stores]
+    return [option["port"] for option in options], [option["host"] for option in options], keys, len(mine)
+
+
+def sync() -> None:
+    if bagua_ref.is_initialized():
+        bagua_ref.barrier()
+    else:
+        dist.barrier()
+
+
+@every_backend
+@pytest.mark.parametrize("cluster_mode", [True, False])
+def test_ranks_of_a_node_share_a_server_and_nodes_share_a_cluster(backend, cluster_mode):
+    need(backend)
+    found = launch(place_of_server, 3, backend, cluster_mode, nodes=(2, 1))
+    ports, hosts, keys, mine = zip(*found, strict=True)
+    if cluster_mode:
+        assert ports[0] == ports[1] == ports[2]
+        assert len(set(ports[0])) == 2
+        assert keys == (3, 3, 3)
+    else:
+        assert ports[0] == ports[1] != ports[2]
+        assert [len(one) for one in ports] == [1, 1, 1]
+        assert keys == (2, 2, 1)
+    assert {host for one in hosts for host in one} == {"127.0.0.1"}  # the "nodes" are one machine
+    if backend == "redis":
+        assert mine == (2, 0, 2)
+
+
+def with_torchs_group() -> tuple[list[int], list[str], int]:
+    dist.init_process_group("gloo")
+    found = place_of_server("fakeredis", True)
+    dist.destroy_process_group()
+    return found
+
+
+def test_torchs_group_alone_is_enough():
+    found = launch(with_torchs_group, 3, nodes=(2, 1), init=False)
+    assert found[0][0] == found[1][0] == found[2][0]
+    assert len(found[0][0]) == 2
+
+
+def without_a_group() -> str:
+    with pytest.raises(NotInitializedError, match=r"init_process_group\(\) first, or pass hosts="):
+        CacheLoader("fakeredis")
+    return CacheLoader(hosts=[{"host": "127.0.0.1", "port": 1}]).dataset_name
+
+
+def test_several_ranks_need_a_group_to_find_the_server():
+    assert launch(without_a_group, 2, init=False) == ["", ""]
+
+
+def without_a_program() -> str:
+    os.environ["PATH"] = "/nowhere"
+    with pytest.raises(BackendUnavailableError, match="backend='fakeredis'") as raised:
+        CacheLoader()
+    return str(raised.value)
+
+
+def test_all_ranks_hear_that_there_is_no_program():
+    told = launch(without_a_program, 2)
+    assert told[0] == told[1]
+
+
+def killed_rank(directory: str) -> list[int]:
+    warnings.simplefilter("ignore")
+    dataset = CachedDataset(Plain(64), "redis", timeout=1)
+    loader = torch.utils.data.DataLoader(dataset, batch_size=8)
+    assert epoch(loader) == list(range(64))
+    bagua_ref.barrier()
+    if bagua_ref.get_rank() == 0:
+        Path(directory, "servers").write_text(" ".join(map(str, servers_of(os.getpid()))))
+        os.kill(os.getpid(), signal.SIGKILL)
+    mine = [int(pid) for pid in eventually(lambda: Path(directory, "servers").read_text().split())]
+    assert eventually(lambda: not any(pid in processes("") for pid in mine))
+    seen = epoch(loader)
+    assert dataset.stats().errors >= 1
+    bagua_ref.destroy_process_group()
+    return seen
+
+
+@pytest.mark.redis
+def test_kill_9_of_the_first_rank_ends_the_server_and_the_others_go_on(tmp_path):
+    need()
+    (tmp_path / "servers").touch()
+    ended = outcomes(killed_rank, 2, str(tmp_path))
+    assert ended[0].exitcode == -signal.SIGKILL
+    assert ended[1].result == list(range(64)), ended[1].traceback
+
+
+def shut_down_together() -> tuple[int, int]:
+    loader = CacheLoader("fakeredis")
+    loader.get(bagua_ref.get_rank(), str)
+    bagua_ref.barrier()
+    before = loader.num_keys()
+    bagua_ref.barrier()
+    loader.store.shutdown()
+    return before, CacheLoader("fakeredis").num_keys()
+
+
+def test_ranks_that_shut_down_together_meet_at_a_new_server():
+    assert launch(shut_down_together, 2) == [(2, 0), (2, 0)]
+
+
+def joined_again() -> int:
+    loader = CacheLoader("fakeredis")
+    bagua_ref.barrier()
+    bagua_ref.destroy_process_group()
+    bagua_ref.init_process_group(timeout=60)
+    again = CacheLoader("fakeredis", dataset_name="again")
+    again.get(bagua_ref.get_rank(), str)
+    bagua_ref.barrier()
+    return loader.num_keys()
+
+
+def test_a_group_that_is_made_again_finds_the_server_that_still_runs():
+    assert launch(joined_again, 2) == [2, 2]

@@ -1,0 +1,277 @@
+"""Stores: the contract on every kind, sharding (S8.1), and the ways to reach a Redis."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import subprocess
+
+import pytest
+import redis
+import xxhash
+from tests.cache_servers import Server, eventually, every_backend, free_port, need, servers
+
+import bagua_ref
+from bagua_ref.contrib.utils.fake_redis_store import FakeRedisStore
+from bagua_ref.contrib.utils.redis_store import (
+    RedisStore,
+    _RedisStore,
+    get_host_ip,
+    shutdown_redis_server,
+    start_redis_server_cli,
+)
+from bagua_ref.contrib.utils.store import ClusterStore, Store, StoreError
+from bagua_ref.simulation import SimulatedWorld
+
+
+class DictStore(Store):
+    """The contract in its simplest form."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.requests: list[tuple[str, list[str]]] = []
+
+    def set(self, key, value):
+        self.mset({key: value})
+
+    def get(self, key):
+        return self.mget([key])[0]
+
+    def num_keys(self):
+        return len(self.values)
+
+    def clear(self):
+        self.values.clear()
+
+    def mset(self, dictionary):
+        self.requests.append(("mset", list(dictionary)))
+        self.values.update({k: v.encode() if isinstance(v, str) else v for k, v in dictionary.items()})
+
+    def mget(self, keys):
+        self.requests.append(("mget", list(keys)))
+        return [self.values.get(key) for key in keys]
+
+    def status(self):
+        return True
+
+
+@every_backend
+def test_every_store_keeps_the_contract(backend):
+    need(backend)
+    store = FakeRedisStore() if backend == "fakeredis" else RedisStore()
+    store.clear()
+    check_contract(store)
+    store.close()
+    check_contract(store)  # a closed store opens again
+
+
+@pytest.mark.redis
+def test_three_servers_are_one_store():
+    with servers(3) as started:
+        store = RedisStore(hosts=[server.host for server in started])
+        check_contract(store)
+        keys = [f"data_{i}" for i in range(300)]
+        store.mset({key: key for key in keys})
+        for index, server in enumerate(started):
+            mine = sorted(key for key in keys if xxhash.xxh64(key.encode(), seed=0).intdigest() % 3 == index)
+            assert sorted(key.decode() for key in server.client().keys("*")) == mine
+            assert len(mine) > 50
+        assert store.mget(keys) == [key.encode() for key in keys]
+        assert store.num_keys() == 300
+
+
+def check_contract(store: Store) -> None:
+    assert store.status()
+    assert store.num_keys() == 0
+    store.set("text", "ä")
+    store.set("bytes", b"\0\r\n\xff")
+    assert store.get("text") == "ä".encode()
+    assert store.get("bytes") == b"\0\r\n\xff"
+    assert store.get("nothing") is None
+    store.mset({"a": b"1", "text": b"2"})
+    store.mset({})
+    assert store.mget(["text", "nothing", "a", "text"]) == [b"2", None, b"1", b"2"]
+    assert store.mget([]) == []
+    assert store.contains(["a", "nothing", "a"]) == [True, False, True]
+    assert store.num_keys() == 3
+    large = os.urandom(5_000_000)
+    store.mset({"large": large, "empty": b""})
+    assert store.mget(["large", "empty"]) == [large, b""]
+    store.clear()
+    assert store.num_keys() == 0
+
+
+def test_a_key_lives_where_its_hash_says():
+    stores = [DictStore() for _ in range(5)]
+    cluster = ClusterStore(stores)
+    for i in range(100):
+        key = f"name with ä_{i}"
+        assert cluster.route(key) is stores[xxhash.xxh64_intdigest(key.encode("utf-8"), seed=0) % 5]
+    assert xxhash.xxh64_intdigest(b"") == 0xEF46DB3751D8E999  # the published test vector for seed 0
+    cluster.set("k", b"v")
+    assert cluster.route("k").get("k") == b"v"
+    assert sum(store.num_keys() for store in stores) == 1
+
+
+def test_a_cluster_asks_each_store_once():
+    stores = [DictStore() for _ in range(3)]
+    cluster = ClusterStore(stores)
+    keys = [f"k{i}" for i in range(60)]
+    cluster.mset({key: key for key in keys})
+    assert cluster.mget(keys[::-1]) == [key.encode() for key in keys[::-1]]
+    assert [[kind for kind, _ in store.requests] for store in stores] == [["mset", "mget"]] * 3
+
+
+def test_a_cluster_needs_a_store():
+    with pytest.raises(ValueError, match="stores"):
+        ClusterStore([])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hosts": []}, r"hosts=\[\] must name one server or more"),
+        ({"hosts": [{"port": 1}]}, "without 'host' or 'unix_socket_path'"),
+        ({"hosts": [{"host": "a", "pasword": "b"}]}, "'pasword'; known are host, port, username, password"),
+        ({"hosts": [{"host": "a", "port": "x"}]}, "port='x'"),
+        ({"capacity_per_node": 0}, "capacity_per_node=0"),
+        ({"capacity_per_node": 1.5}, "capacity_per_node=1.5"),
+        ({"hosts": [{"host": "a"}], "timeout": 0}, "timeout=0"),
+    ],
+)
+def test_wrong_arguments_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        RedisStore(**options)
+
+
+def test_not_cluster_mode_takes_the_nodes_own_server():
+    hosts = [{"host": f"server{i}", "port": i} for i in range(2)]
+    taken = SimulatedWorld(5, nodes=[1, 2, 1, 1]).run(lambda comm: repr(RedisStore(hosts=hosts, cluster_mode=False)))
+    assert taken == [f"RedisStore(redis at server{i}:{i})" for i in (0, 1, 1, 0, 1)]
+
+
+def test_passwords_are_not_shown():
+    store = RedisStore(hosts=[{"host": "h", "port": 1, "password": "secret", "username": "user"}])
+    assert "secret" not in repr(store)
+
+
+def test_a_store_that_is_down_says_so():
+    store = RedisStore(hosts=[{"host": "127.0.0.1", "port": 1}])
+    assert not store.status()
+    with pytest.raises(StoreError, match=r"redis at 127.0.0.1:1 fails: ConnectionError") as raised:
+        store.get("a")
+    assert not raised.value.refused
+
+
+@pytest.mark.redis
+def test_a_wrong_password_is_no_status_and_an_error():
+    with servers(1) as (server,):
+        store = RedisStore(hosts=[{**server.host, "password": "wrong"}])
+        assert not store.status()
+        with pytest.raises(StoreError, match="AuthenticationError"):
+            store.set("a", b"")
+
+
+@pytest.mark.redis
+def test_a_user_of_its_own(tmp_path):
+    with servers(1, "user trainer on >pass ~* +@all") as (server,):
+        store = RedisStore(hosts=[{"host": "127.0.0.1", "port": server.port, "username": "trainer", "password": "pass"}])
+        check_contract(store)
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("name", ["unix_socket", "unix_socket_path"])
+def test_a_unix_socket(tmp_path, name):
+    path = tmp_path / "redis.sock"
+    server = Server(f"unixsocket {path}", port=0, password=None)
+    try:
+        store = RedisStore(hosts=[{name: str(path)}])
+        assert eventually(store.status)
+        check_contract(store)
+        assert repr(store) == f"RedisStore(redis at {path})"
+    finally:
+        server.kill()
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("name", ["tls", "ssl"])
+def test_tls(tmp_path, name):
+    need()
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl to make a certificate")
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+    command += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(command, check=True, capture_output=True)
+    port = free_port()
+    settings = [f"tls-port {port}", f"tls-cert-file {certificate}", f"tls-key-file {key}", f"tls-ca-cert-file {certificate}"]
+    server = Server(*settings, "tls-auth-clients no", port=0, password="secret")
+    try:
+        host = {"host": "127.0.0.1", "port": port, "password": "secret", name: True}
+        trusting = RedisStore(hosts=[{**host, "ssl_ca_certs": str(certificate)}])
+        assert eventually(trusting.status)
+        check_contract(trusting)
+        assert not RedisStore(hosts=[host]).status()  # nobody vouches for the certificate
+    finally:
+        server.kill()
+
+
+@pytest.mark.redis
+def test_long_writes_are_cut_into_commands(monkeypatch):
+    from bagua_ref.contrib.utils import redis_store
+
+    monkeypatch.setattr(redis_store, "_COMMAND_BYTES", 1000)
+    with servers(1) as (server,):
+        store = RedisStore(hosts=[server.host])
+        store.mset({f"k{i}": bytes(400) for i in range(5)} | {"long": bytes(5000)})
+        assert store.num_keys() == 6
+        assert server.calls("mset") == 4
+
+
+@pytest.mark.redis
+def test_a_pickled_store_carries_no_connection():
+    with servers(1) as (server,):
+        store = _RedisStore(**server.host)
+        store.set("a", b"1")
+        copy = pickle.loads(pickle.dumps(store))
+        assert copy._client is None
+        assert copy.get("a") == b"1"
+        assert copy._client is not store._client
+
+
+@pytest.mark.redis
+def test_a_server_of_ones_own_and_its_end():
+    need()
+    server = start_redis_server_cli(free_port(), 50_000_000, "--maxclients", "17")
+    try:
+        assert "password" not in repr(server)
+        client = redis.Redis(**server.address)
+        assert client.config_get("maxclients")["maxclients"] == "17"
+        assert client.config_get("maxmemory")["maxmemory"] == "50000000"
+        with pytest.raises(redis.AuthenticationError):
+            redis.Redis(port=server.port).ping()
+    finally:
+        server.stop()
+    assert not _RedisStore(**server.address).status()
+    server.stop()
+    shutdown_redis_server()
+    shutdown_redis_server()
+
+
+def test_the_hosts_address_is_one_that_can_be_bound():
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind((get_host_ip(), 0))
+
+
+def test_importing_contrib_brings_no_redis_and_starts_nothing():
+    from tests.test_import import probe
+
+    seen = probe("import bagua_ref.contrib")
+    assert seen["started"] == []
+    assert seen["changed"] == []
+    assert not {name.split(".")[0] for name in seen["loaded"]} & {"redis", "fakeredis", "hiredis", "rich"}
+    assert "bagua_ref.contrib.cache_loader" in seen["loaded"]
+    assert bagua_ref.contrib

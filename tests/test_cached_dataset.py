@@ -1,0 +1,252 @@
+"""CachedDataset under DataLoaders of every kind (S8.2), and who shares the work of filling it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.cache_jobs import Numbers, Plain, epoch
+from tests.cache_servers import eventually, every_backend, need, servers
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Subset
+
+import bagua_ref
+from bagua_ref.contrib import CachedDataset
+from bagua_ref.contrib.cache.progress import _lines
+from bagua_ref.contrib.load_balancing_data_loader import LoadBalancingDistributedSampler
+from bagua_ref.simulation import SimulatedWorld
+
+ROOT = Path(__file__).parents[1]
+
+
+def fresh(backend: str, dataset=None, **options) -> CachedDataset:
+    need(backend)
+    cached = CachedDataset(Numbers() if dataset is None else dataset, backend, **options)
+    cached.cache_loader.store.clear()
+    return cached
+
+
+def job(*words: str, **environment: str) -> subprocess.Popen[str]:
+    variables = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", **environment}
+    command = [sys.executable, "-W", "error::UserWarning", "-m", "tests.cache_jobs", *words]
+    return subprocess.Popen(
+        command, env=variables, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    printed, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors
+    assert errors == ""
+    return printed
+
+
+@every_backend
+@pytest.mark.parametrize("batch_size", [16, None])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_workers": 0},
+        {"num_workers": 2, "multiprocessing_context": "fork"},
+        {"num_workers": 2, "multiprocessing_context": "fork", "persistent_workers": True},
+        pytest.param({"num_workers": 2, "multiprocessing_context": "spawn", "persistent_workers": True}, marks=pytest.mark.slow),
+    ],
+    ids=["no workers", "fork", "fork, persistent", "spawn, persistent"],
+)
+def test_each_sample_is_made_once_whoever_asks(backend, batch_size, options):
+    dataset = fresh(backend)
+    loader = DataLoader(dataset, batch_size=batch_size, **options)
+    for number in range(2):
+        assert epoch(loader) == list(range(100))
+        if number == 0 and batch_size is None and options["num_workers"]:
+            del loader  # its workers end, and write what waits
+            loader = DataLoader(dataset, batch_size=batch_size, **options)
+    assert dataset.dataset.made.tolist() == [1] * 100
+    assert dataset.cache_loader.num_keys() == 100
+    assert (dataset.stats().hits, dataset.stats().misses, dataset.stats().errors) == (100, 100, 0)
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("batch_size", ["None", "8"])
+def test_persistent_workers_that_nobody_ends_lose_nothing(context, batch_size):
+    with servers(1) as (server,):
+        finish(job("held_worker_job", *map(str, server.host.values()), batch_size, context))
+        assert sorted(server.client().keys("*")) == sorted(f"_{i}".encode() for i in range(30))
+
+
+@pytest.mark.redis
+def test_what_waits_is_written_when_the_interpreter_ends_by_each_process_its_own():
+    with servers(1) as (server,):
+        finish(job("waiting_main_job", *map(str, server.host.values())))
+        assert sorted(server.client().keys("*")) == sorted([b"_child", *(f"_{i}".encode() for i in range(30))])
+        assert server.calls("mset") == 2
+
+
+@pytest.mark.redis
+def test_four_processes_fill_one_cache_at_once():
+    with servers(1) as (server,):
+        jobs = [job("writer_job", *map(str, server.host.values()), str(100 * i)) for i in range(4)]
+        for one in jobs:
+            finish(one)
+        assert server.client().dbsize() == 400
+        dataset = CachedDataset(Numbers(400), hosts=[server.host], dataset_name="shared")
+        assert epoch(DataLoader(dataset, batch_size=50)) == list(range(400))
+        assert dataset.stats().hits == 400
+
+
+@pytest.mark.redis
+def test_the_server_is_killed_in_mid_epoch_and_comes_back():
+    with servers(1) as (server,):
+        dataset = CachedDataset(Numbers(200, delay=0.001), hosts=[server.host])
+        loader = DataLoader(dataset, batch_size=10, num_workers=2, multiprocessing_context="fork", persistent_workers=True)
+        batches = iter(loader)
+        seen = [next(batches)[1] for _ in range(6)]
+        server.kill()
+        seen += [index for _, index, _ in batches]
+        assert sorted(torch.cat(seen).tolist()) == list(range(200))
+        assert dataset.stats().errors >= 1
+        server.start()
+        assert eventually(lambda: epoch(loader) == list(range(200)) and server.client().dbsize() == 200)
+        before = dataset.dataset.made.sum()
+        assert epoch(loader) == list(range(200))
+        assert dataset.dataset.made.sum() == before
+
+
+@pytest.mark.redis
+def test_a_batch_is_one_request_to_each_server():
+    with servers(3) as started:
+        dataset = CachedDataset(Numbers(), hosts=[server.host for server in started])
+        for _ in range(2):
+            epoch(DataLoader(dataset, batch_size=50))
+        assert [(server.calls("mget"), server.calls("mset"), server.calls("get")) for server in started] == [(4, 2, 0)] * 3
+
+
+@every_backend
+def test_samplers_and_subsets_work_as_ever(backend):
+    dataset = fresh(backend)
+    balanced = LoadBalancingDistributedSampler(dataset, lambda sample: sample[1], num_replicas=2, rank=0)
+    assert len(epoch(DataLoader(dataset, sampler=balanced, batch_size=5))) == 50
+    assert epoch(DataLoader(dataset, batch_sampler=BatchSampler(RandomSampler(dataset), 7, False))) == list(range(100))
+    assert epoch(DataLoader(Subset(dataset, [3, 1, 4]), batch_size=2)) == [1, 3, 4]
+    assert dataset.dataset.made.tolist() == [1] * 100
+
+
+@every_backend
+def test_an_index_is_its_number_whatever_its_type(backend):
+    dataset = fresh(backend)
+    for index in (5, np.int64(5), torch.tensor(5), np.array(5)):
+        assert dataset[index][1] == 5
+    assert dataset.dataset.made.sum() == 1
+    assert [sample[1] for sample in dataset] == list(range(100))  # ends where the dataset does
+    with pytest.raises(IndexError):
+        dataset[100]
+
+
+class Words(dict):
+    """A dataset whose keys are words."""
+
+
+@every_backend
+def test_indices_may_be_words(backend):
+    dataset = fresh(backend, Words(a=1, b=[2]))
+    assert [dataset["a"], dataset["b"], dataset["b"]] == [1, [2], [2]]
+    assert dataset.stats().hits == 1
+
+
+class Batched(Plain):
+    calls: list[list[int]]
+
+    def __getitems__(self, indices):
+        self.calls.append(list(indices))
+        return [self[index] for index in indices]
+
+
+@every_backend
+def test_a_dataset_that_makes_batches_makes_what_is_missing_in_one(backend):
+    inner = Batched()
+    inner.calls = []
+    dataset = fresh(backend, inner)
+    dataset[3]
+    assert epoch(DataLoader(dataset, batch_size=5, sampler=range(10))) == list(range(10))
+    assert inner.calls == [[0, 1, 2, 4], [5, 6, 7, 8, 9]]
+
+
+@every_backend
+def test_prefill_makes_what_is_missing_and_tells_how_much(backend, capfd):
+    dataset = fresh(backend)
+    dataset[7]
+    dataset.flush()
+    assert dataset.prefill() == 99
+    assert "filling the cache" in capfd.readouterr().err
+    assert dataset.prefill(progress=False) == 0
+    assert capfd.readouterr().err == ""
+    assert dataset.dataset.made.tolist() == [1] * 100
+    assert dataset.cache_loader.num_keys() == 100
+
+
+def test_progress_without_rich_is_a_line_for_each_tenth(capsys):
+    assert list(_lines([1, 2, 3], "work")) == [1, 2, 3]
+    assert capsys.readouterr().err == "work: 30 %\nwork: 60 %\nwork: 100 %\n"
+
+
+def test_ranks_that_prefill_together_share_the_work():
+    inner = Numbers(101)
+
+    def fill(comm):
+        bagua_ref.init_process_group()
+        return CachedDataset(inner, "fakeredis", dataset_name="together").prefill()
+
+    assert SimulatedWorld(4).run(fill) == [26, 25, 25, 25]
+    assert inner.made.tolist() == [1] * 101
+
+
+@every_backend
+def test_a_dataset_as_context_is_written_at_its_end(backend):
+    with fresh(backend, writer_buffer_size=50) as dataset:
+        dataset[1]
+        assert dataset.cache_loader.store.num_keys() == 0
+    assert dataset.cache_loader.store.num_keys() == 1
+    assert len(dataset) == 100
+
+
+def test_what_has_no_indices_is_refused():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter([1])
+
+    for dataset in (Stream(), iter([1])):
+        with pytest.raises(TypeError, match="has no indices"):
+            CachedDataset(dataset, "fakeredis")
+
+
+@every_backend
+def test_a_pickled_dataset_carries_no_connection(backend):
+    dataset = fresh(backend, Plain())
+    dataset[3]
+    data = pickle.dumps(dataset)
+    assert b"socket" not in data.lower()
+    assert pickle.loads(data)[3][1] == 3
+
+
+class Maker(Plain):
+    """Makes its cache where it should not: in a worker."""
+
+    def __getitem__(self, index):
+        return CachedDataset(Plain(), "fakeredis", dataset_name="late")[index]
+
+
+def test_a_worker_that_would_start_a_server_is_told_where_to():
+    from bagua_ref.contrib.utils.fake_redis_store import FakeRedisStore
+
+    FakeRedisStore().shutdown()
+    with pytest.raises(RuntimeError, match="make the CacheLoader or CachedDataset before the DataLoader"):
+        epoch(DataLoader(Maker(), num_workers=1, multiprocessing_context="fork"))
+    first = CachedDataset(Plain(), "fakeredis", dataset_name="early")
+    assert epoch(DataLoader(Maker(5), num_workers=1, multiprocessing_context="fork")) == list(range(5))
+    assert first.cache_loader.num_keys() == 5
