@@ -1,9 +1,8 @@
-"""Decentralized and low-precision decentralized: operations, training, bad input, checkpoints, memory (S3.4, S3.5, S5.3, S5.4)."""
+"""Decentralized and low-precision decentralized: operations, training, bad input, checkpoints (S3.4, S3.5, S5.3, S5.4)."""
 
 from __future__ import annotations
 
 import copy
-import gc
 import itertools
 import math
 from collections.abc import Callable
@@ -767,85 +766,6 @@ def test_S5_a_failed_attempt_to_wrap_anew_leaves_replicas_right() -> None:
     for r, (_, left, right) in enumerate(results):
         assert_equal(left, results[r - 1][0], EXACT)
         assert_equal(right, results[(r + 1) % 3][0], EXACT)
-
-
-# Memory.
-
-
-def live_bytes() -> int:
-    """The bytes of all storages that a Python tensor holds."""
-    gc.collect()
-    storages = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in gc.get_objects() if issubclass(type(t), torch.Tensor)
-    }
-    return sum(storages.values())
-
-
-@pytest.mark.parametrize("do_flatten", [True, False])
-@pytest.mark.parametrize(
-    ("algorithm", "expected"),
-    [
-        (GradientAllReduceAlgorithm(), 0),
-        (DecentralizedAlgorithm(hierarchical=False), 1),
-        (DecentralizedAlgorithm(hierarchical=False, peer_selection_mode="shift_one"), 1),
-        (DecentralizedAlgorithm(), 1),
-        (LowPrecisionDecentralizedAlgorithm(hierarchical=False), 3),
-        (LowPrecisionDecentralizedAlgorithm(), 3),
-    ],
-    ids=repr,
-)
-def test_memory_over_plain_training_in_copies_of_the_weights(algorithm: Algorithm, expected: int, do_flatten: bool) -> None:
-    numel = 101 * 100
-
-    def rank(r: int) -> None:
-        module = nn.Linear(100, 100)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        used = []
-        for wrap in (False, True):
-            if wrap:
-                module.with_bagua([optimizer], algorithm, do_flatten=do_flatten)
-            for _ in range(2):
-                optimizer.zero_grad(set_to_none=False)
-                module(torch.ones(1, 100)).sum().backward()
-                optimizer.step()
-            grads = [p.grad for p in module.parameters()]  # a gradient that only C++ holds would not be counted
-            bagua_ref.barrier()
-            used.append(live_bytes())
-            bagua_ref.barrier()
-            del grads
-        per_rank = (used[1] - used[0]) / 2 / (4 * numel)
-        assert per_rank == pytest.approx(expected + (0 if do_flatten else 1), abs=0.01)
-
-    simulate(2, rank)
-
-
-def peak_of(function: Callable[[], object]) -> int:
-    """The most bytes that torch had allocated at once on this thread, over what it had before."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        function()
-    used = most = 0
-    for event in sorted(profile.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
-        if event.name() == "[memory]":
-            used += event.nbytes()
-            most = max(most, used)
-    return most
-
-
-def test_scratch_of_a_round_in_copies_of_the_weights() -> None:
-    numel = 2**18
-    bagua_ref.init_process_group()
-    try:
-        bucket, _ = one_bucket(1.0, count=numel)
-        bucket.append_decentralized_synchronous_op(like(bucket), hierarchical=False)
-        bucket.execute()
-        assert peak_of(bucket.execute) / (4 * numel) < 0.01
-        bucket.clear_ops().append_low_precision_decentralized_synchronous_op(
-            like(bucket), like(bucket), like(bucket), hierarchical=False
-        )
-        bucket.execute()
-        assert 0.7 < peak_of(bucket.execute) / (4 * numel) < 0.8  # three payloads of a byte per element
-    finally:
-        bagua_ref.destroy_process_group()
 
 
 # Real processes.

@@ -198,7 +198,7 @@ class BaguaTensor:
 
         If this tensor later moves to other storage, the new one does not follow. Arguments as `ensure_bagua_tensor`.
         """
-        view: Tensor = _as_tensor(self).detach().view(_as_tensor(self).shape)
+        view: Tensor = _as_tensor(self).detach()
         return cast("BaguaTensor", view).ensure_bagua_tensor(name, module_name, getter_closure, setter_closure)
 
     def bagua_getter_closure(self) -> Tensor | None:

@@ -211,6 +211,8 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         group = self.process_group.sibling()
         for place, proxies in enumerate(weights.values()):
             bucket = BaguaBucket(proxies, str(place), flatten=True, backend=context.kernel_backend)
+            for proxy, weight in zip(proxies, bucket.effective_tensors(), strict=True):
+                proxy.data = weight.detach()  # or it would keep the weight's former storage
             bucket.append_asynchronous_model_average_op(self.peer_selection_mode, group=group)
             self._weight_buckets.append(bucket)
         name = f"bagua_ref averaging {context.bagua_module_name}"

@@ -1,0 +1,125 @@
+"""What each algorithm holds beyond plain training, in copies of the weights: for good, and while a bucket runs."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.test_decentralized import like, one_bucket, simulate
+from torch import nn
+
+import bagua_ref
+from bagua_ref.algorithms import Algorithm, QAdamOptimizer
+from bagua_ref.backends import get_backend
+
+
+@pytest.fixture(autouse=True)
+def warm_backend() -> None:
+    """Let the reference backend make its buffers, which are of a fixed size and shared by all."""
+    kernels, x = get_backend("reference"), torch.ones(300_000)
+    kernels.decompress_minmax_uint8(kernels.compress_minmax_uint8(x, 2), 2, out=x)
+    kernels.async_average_(x, x.clone(), x.clone(), 2)
+    kernels.update_momentum_(x, x.clone(), 0.9)
+
+
+def live_bytes() -> int:
+    """The bytes of all storages that a Python tensor holds."""
+    gc.collect()
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in gc.get_objects() if issubclass(type(t), torch.Tensor)
+    }
+    return sum(storages.values())
+
+
+FOR_GOOD = [
+    ("gradient_allreduce", {}, 0),
+    ("bytegrad", {"hierarchical": False}, 0),
+    ("bytegrad", {}, 0),
+    ("decentralized", {"hierarchical": False}, 1),
+    ("decentralized", {"hierarchical": False, "peer_selection_mode": "shift_one"}, 1),
+    ("decentralized", {}, 1),
+    ("low_precision_decentralized", {"hierarchical": False}, 3),
+    ("low_precision_decentralized", {}, 3),
+    ("qadam", {"hierarchical": False}, 0),
+    ("async", {"sync_interval_ms": 1}, 2),
+]
+
+
+@pytest.mark.parametrize("do_flatten", [True, False])
+@pytest.mark.parametrize(("name", "options", "expected"), FOR_GOOD)
+def test_memory_over_plain_training_in_copies_of_the_weights(
+    name: str, options: dict[str, Any], expected: int, do_flatten: bool
+) -> None:
+    if name == "async" and not do_flatten:
+        pytest.skip("async needs do_flatten=True")
+    numel = 101 * 100
+
+    def rank(r: int) -> None:
+        module = nn.Linear(100, 100)
+        adam = QAdamOptimizer(module.parameters(), warmup_steps=2)
+        optimizer = adam if name == "qadam" else torch.optim.SGD(module.parameters(), lr=0.1)
+        used = []
+        for wrap in (False, True):
+            if wrap:
+                arguments = {**options, "q_adam_optimizer": adam} if name == "qadam" else options
+                module.with_bagua([optimizer], Algorithm.init(name, **arguments), do_flatten=do_flatten)
+            for _ in range(4 if wrap else 2):  # QAdam's steps beyond the first two compress
+                optimizer.zero_grad(set_to_none=False)
+                module(torch.ones(1, 100)).sum().backward()
+                optimizer.step()
+            if wrap and name == "async":
+                module.bagua_algorithm.abort(module)
+            grads = [p.grad for p in module.parameters()]  # a gradient that only C++ holds would not be counted
+            bagua_ref.barrier()
+            used.append(live_bytes())
+            bagua_ref.barrier()
+            del grads
+        per_rank = (used[1] - used[0]) / 2 / (4 * numel)
+        assert per_rank == pytest.approx(expected + (0 if do_flatten else 1), abs=0.01)
+
+    simulate(2, rank)
+
+
+def peak_of(function: Callable[[], object]) -> int:
+    """The most bytes that torch had allocated at once on this thread, over what it had before."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        function()
+    used = most = 0
+    for event in sorted(profile.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
+        if event.name() == "[memory]":
+            used += event.nbytes()
+            most = max(most, used)
+    return most
+
+
+Append = Callable[[Any], object]
+WHILE_RUNNING: dict[str, tuple[Append, float]] = {
+    "gradient_allreduce": (lambda bucket: bucket.append_centralized_synchronous_op(), 0),
+    "bytegrad": (lambda bucket: bucket.append_centralized_synchronous_op(scattergather=True, compression="MinMaxUInt8"), 0.5),
+    "decentralized": (lambda bucket: bucket.append_decentralized_synchronous_op(like(bucket), hierarchical=False), 0),
+    "low_precision_decentralized": (
+        lambda bucket: bucket.append_low_precision_decentralized_synchronous_op(
+            like(bucket), like(bucket), like(bucket), hierarchical=False
+        ),
+        0.75,
+    ),
+    "async": (lambda bucket: bucket.append_asynchronous_model_average_op("all"), 0),
+}
+"""How to append the operation, and its scratch: payloads of a byte per element are a quarter of a copy each."""
+
+
+@pytest.mark.parametrize("name", WHILE_RUNNING)
+def test_scratch_of_a_bucket_in_copies_of_its_weights(name: str) -> None:
+    append, expected = WHILE_RUNNING[name]
+    numel = 2**18
+    bagua_ref.init_process_group()
+    try:
+        bucket, _ = one_bucket(1.0, count=numel)
+        append(bucket)
+        bucket.execute()
+        assert peak_of(bucket.execute) / (4 * numel) == pytest.approx(expected, abs=0.01)
+    finally:
+        bagua_ref.destroy_process_group()
