@@ -50,6 +50,8 @@ CHANGED = {
     "algorithms.q_adam:QAdamOptimizer": "each parameter's own group's options count; in the warm-up it is the installed "
     "`torch.optim.Adam` bit for bit ([S5.5])",
     "algorithms.async_model_average:AsyncModelAverageAlgorithmImpl.abort": "holds until `resume`, in warm-up too ([S5.6])",
+    "contrib.fuse.optimizer:fuse_optimizer": "an optimizer that couples elements is refused; with `verify=` and `allow_inexact=`; "
+    "storage offsets count, and a 0-dim `step` works ([S6])",
     "contrib.load_balancing_data_loader:LoadBalancingDistributedSampler": "the dataset's complexities are never changed ([S7])",
     "contrib.load_balancing_data_loader:LoadBalancingDistributedBatchSampler": "all replicas get equally many batches ([S7.4])",
     "contrib.cache_loader:CacheLoader.get": "a cached None is a hit ([S8.2])",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from bagua_ref.contrib.fuse.layout import chains, flatten_weights, held_by_bucket, is_plain, owns_storage
-from bagua_ref.contrib.fuse.plan import Plan, can_fuse
+from bagua_ref.contrib.fuse.plan import Plan, can_fuse, options
 from bagua_ref.utils import NotCopied
 
 if TYPE_CHECKING:
@@ -33,31 +33,38 @@ class Fuser(NotCopied):
         do_flatten: move weights, and gradients that stay, beside each other.
         check_flatten: warn when weights have left the place where they were put.
         allow_inexact: also fuse what then differs in the last bit.
+        check: raises if an optimizer's steps would change; called first, and when there are other groups or options.
     """
 
-    def __init__(self, do_flatten: bool, check_flatten: bool, allow_inexact: bool) -> None:
+    def __init__(
+        self, do_flatten: bool, check_flatten: bool, allow_inexact: bool, check: Callable[[torch.optim.Optimizer], object]
+    ) -> None:
         self._do_flatten, self._check_flatten, self._allow_inexact = do_flatten, check_flatten, allow_inexact
         self._plan: Plan | None = None
         self._groups: list[tuple[dict[str, Any], list[Tensor]]] | None = None
         """While they are exchanged: the groups, and the parameters that are theirs."""
         self._loss: Any = None
+        self._check = check
+        self._checked: list[tuple[Any, ...]] | None = None
+        """The options of all groups when they were checked."""
         self._num_groups = 0
         """How many groups have been flattened."""
         self._flattened: list[tuple[weakref.ref[Tensor], int]] = []
         """Weights that were moved, and where to."""
 
-    def flatten(self, optimizer: torch.optim.Optimizer) -> None:
-        """If asked to: put the weights of each new group beside each other, and gradients and state that are there already."""
-        if not self._do_flatten:
-            return
+    def take_in(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check what is new; if asked to, put new groups' weights beside each other, and gradients and state that are there."""
+        if (found := [options(group) for group in optimizer.param_groups]) != self._checked:
+            self._check(optimizer)
+            self._checked = found
         groups, self._num_groups = optimizer.param_groups[self._num_groups :], len(optimizer.param_groups)
-        with torch.no_grad():
-            for group in groups:
-                candidates = [p for p in group["params"] if can_fuse(group, p.dtype, p.device, self._allow_inexact)]
-                self._flattened += [(weakref.ref(p), p.data_ptr()) for p in flatten_weights(candidates)]
-            self._plan = Plan(optimizer, self._allow_inexact)
-            for run in self._plan.runs:
-                run.move_gradients(_is_movable)
+        if groups and self._do_flatten:
+            with torch.no_grad():
+                for group in groups:
+                    candidates = [p for p in group["params"] if can_fuse(group, p.dtype, p.device, self._allow_inexact)]
+                    self._flattened += [(weakref.ref(p), p.data_ptr()) for p in flatten_weights(candidates)]
+                for run in Plan(optimizer, self._allow_inexact).runs:
+                    run.move_gradients(_is_movable)
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> Any:
         """Step ``optimizer`` with flat parameters; return what ``closure`` returns."""
@@ -102,8 +109,7 @@ class Fuser(NotCopied):
         """Return the plan, a new one if need be, whose runs have their gradients."""
         if self._plan is None or not self._plan.take_gradients(optimizer):
             self._look_after_weights()
-            if len(optimizer.param_groups) > self._num_groups:
-                self.flatten(optimizer)
+            self.take_in(optimizer)
             self._plan = Plan(optimizer, self._allow_inexact)
             current = self._plan.take_gradients(optimizer)
             assert current, "a new plan is out of date"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +37,8 @@ def fuse_optimizer(
         do_flatten: move the weights of each group beside each other, and gradients that are kept from step to step; False: only
             what lies beside each other already is updated as one. What a Bagua bucket holds is never moved.
         check_flatten: warn when weights have left the place to which ``do_flatten`` has moved them; of no effect without it.
-        verify: False: fuse a class that torch does not come with untried, at your own risk.
+        verify: False: fuse a class that torch does not come with untried, at your own risk. True: it is tried now, and again once
+            there are other groups or options.
         allow_inexact: also fuse 16-bit parameters on a CPU and groups with ``fused=True``: there an element's last bit depends on
             its place in memory. Otherwise they are stepped one by one.
 
@@ -58,10 +60,8 @@ def fuse_optimizer(
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
     if is_fused_optimizer(optimizer):
         raise RuntimeError(f"this {type(optimizer).__name__} is fused already; call fuse_optimizer once")
-    if verify:
-        check_elementwise(optimizer, allow_inexact)
-    fuser = Fuser(do_flatten, check_flatten, allow_inexact)
-    fuser.flatten(optimizer)
+    fuser = Fuser(do_flatten, check_flatten, allow_inexact, partial(check_elementwise, allow_inexact=allow_inexact, verify=verify))
+    fuser.take_in(optimizer)
     optimizer._bagua_fused_optimizer = fuser  # type: ignore[attr-defined]
     optimizer._bagua_fused_count = 0  # type: ignore[attr-defined]
     optimizer.fuse_step = _Method(optimizer, fuse_step)  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["Plan", "can_fuse"]
+__all__ = ["Plan", "can_fuse", "options"]
 
 EXACT = (torch.float32, torch.float64)
 SHORT = (torch.float16, torch.bfloat16)
@@ -70,7 +70,7 @@ class Plan:
         """Parameters without gradient: once they get one, the plan is out of date."""
         overlapping = find_overlapping(p for group in optimizer.param_groups for p in group["params"])
         for group in optimizer.param_groups:
-            planned = PlannedGroup(list(group["params"]), _options(group))
+            planned = PlannedGroup(list(group["params"]), options(group))
             joinable = []
             for parameter in planned.parameters:
                 if parameter.grad is None:
@@ -137,7 +137,7 @@ class Plan:
             return False
         for group, planned in zip(optimizer.param_groups, self.groups, strict=True):
             parameters = group["params"]
-            if len(parameters) != len(planned.parameters) or _options(group) != planned.options:
+            if len(parameters) != len(planned.parameters) or options(group) != planned.options:
                 return False
             if not all(map(operator.is_, parameters, planned.parameters)):
                 return False
@@ -178,9 +178,10 @@ class Plan:
             self.state.watch()
 
 
-def _options(group: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the options that decide what can be fused."""
-    return group.get("fused"), group.get("differentiable"), _replaces_average(group)
+def options(group: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what may decide how a group is stepped: switches, which numbers are zero, and `_replaces_average`."""
+    values = [value == 0 if value.__class__ in (int, float) else value for value in group.values() if value.__class__ in NUMBERS]
+    return *values, _replaces_average(group)
 
 
 def _replaces_average(group: dict[str, Any]) -> bool:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bagua_ref.contrib.fuse.fuser import Fuser
+from bagua_ref.contrib.fuse.run import NUMBERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,8 +39,13 @@ ORDINARY_STEP = 3
 """One step of the fused clone is an ordinary one, as both may be mixed."""
 
 
-def check_elementwise(optimizer: torch.optim.Optimizer, allow_inexact: bool) -> None:
+def check_elementwise(optimizer: torch.optim.Optimizer, allow_inexact: bool, verify: bool) -> None:
     """Refuse an optimizer whose steps would change if parameters were put together.
+
+    Args:
+        optimizer: torch's own are known, others are tried.
+        allow_inexact: let last bits differ.
+        verify: False: try nothing.
 
     Raises:
         ValueError: it is known, or has turned out, not to be element-wise; or it could not be tried.
@@ -48,7 +54,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer, allow_inexact: bool) -> 
     if cls in {getattr(torch.optim, name, None) for name in ELEMENTWISE}:
         return
     known = {getattr(torch.optim, name, None): reason for name, reason in NOT_ELEMENTWISE.items()}
-    reason = known[cls] if cls in known else try_on_clones(optimizer, allow_inexact)
+    reason = known[cls] if cls in known else try_on_clones(optimizer, allow_inexact) if verify else None
     if reason is not None:
         raise ValueError(f"optimizer={cls.__name__} cannot be fused: {reason}")
 
@@ -65,9 +71,8 @@ def try_on_clones(optimizer: torch.optim.Optimizer, allow_inexact: bool = False)
             plain, fused = _clone(optimizer), _clone(optimizer)
         except Exception as error:
             return f"it cannot be copied to be tried, {type(error).__name__}: {error}. {UNTRIED}"
-        fuser = Fuser(do_flatten=True, check_flatten=False, allow_inexact=allow_inexact)
+        fuser = Fuser(True, False, allow_inexact, check=lambda _: None)
         fused._bagua_fused_count = 0
-        fuser.flatten(fused)
         for step, gradients in enumerate(_gradients(_parameters(plain))):
             _give(gradients, plain, fused, in_place=step % 2 == 1)
             torch.manual_seed(step)
@@ -77,6 +82,8 @@ def try_on_clones(optimizer: torch.optim.Optimizer, allow_inexact: bool = False)
                 return f"step() of a small copy of it raised {type(error).__name__}: {error}. {UNTRIED}"
             torch.manual_seed(step)
             try:
+                if step == 0:
+                    fuser.take_in(fused)
                 fused.step() if step == ORDINARY_STEP else fuser.step(fused, None)
             except Exception as error:
                 return f"step() with parameters put together raised {type(error).__name__}: {error}"
@@ -205,8 +212,12 @@ def _compare(plain: Any, fused: Any, allow_inexact: bool) -> str | None:
 
 
 def _same(ours: Any, theirs: Any, allow_inexact: bool) -> bool:
+    if isinstance(theirs, dict) and isinstance(ours, dict):
+        return ours.keys() == theirs.keys() and all(_same(ours[key], value, allow_inexact) for key, value in theirs.items())
+    if isinstance(theirs, (list, tuple)) and isinstance(ours, (list, tuple)):
+        return len(ours) == len(theirs) and all(_same(a, b, allow_inexact) for a, b in zip(ours, theirs, strict=True))
     if not isinstance(theirs, torch.Tensor):
-        return type(ours) is type(theirs) and bool(ours == theirs)
+        return type(ours) is type(theirs) and (type(ours) not in NUMBERS or bool(ours == theirs))
     if not isinstance(ours, torch.Tensor) or (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
         return False
     if allow_inexact and theirs.is_floating_point() and theirs.numel():

@@ -1,0 +1,299 @@
+"""Which optimizers may be fused is proved: torch's own by a table that is tried here, others by the probe (S6)."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bagua_ref.algorithms import QAdamOptimizer
+from bagua_ref.contrib.fuse.optimizer import fuse_optimizer, is_fused_optimizer
+from bagua_ref.contrib.fuse.verify import ELEMENTWISE, NOT_ELEMENTWISE, try_on_clones
+
+ROOT = Path(__file__).parents[1]
+
+
+def load(path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+verdicts = load("docs/_fuse_table.py")
+
+
+def parameters() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in [(6, 5), (11,), (3, 3), (40,)]]
+
+
+def test_the_page_is_current() -> None:
+    page = verdicts.PAGE.read_text().splitlines()
+    for name, cls in verdicts.classes().items():  # an older torch has fewer
+        assert verdicts.row(name, cls) in page, "run: python docs/_fuse_table.py"
+    listed = [line.split("`")[1] for line in page if line.startswith("| `")]
+    assert sorted(listed) == sorted([*ELEMENTWISE, *NOT_ELEMENTWISE])
+
+
+def test_every_optimizer_of_torch_has_a_verdict() -> None:
+    assert verdicts.classes().keys() <= {*ELEMENTWISE, *NOT_ELEMENTWISE}
+
+
+@pytest.mark.parametrize("name", verdicts.classes())
+def test_trying_agrees_with_the_table(name: str) -> None:
+    cls = verdicts.classes()[name]
+    assert (try_on_clones(verdicts.make(cls)) is None) == (name in ELEMENTWISE)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("name", [name for name in NOT_ELEMENTWISE if name in verdicts.classes()])
+def test_what_is_known_to_couple_elements_is_refused_by_name(name: str, verify: bool) -> None:
+    optimizer = verdicts.make(verdicts.classes()[name])
+    with pytest.raises(ValueError, match=f"optimizer={name} cannot be fused: {NOT_ELEMENTWISE[name][:20]}"):
+        fuse_optimizer(optimizer, verify=verify)
+    assert not is_fused_optimizer(optimizer)
+
+
+class Base(torch.optim.Optimizer):
+    """An optimizer whose update of one parameter is `update`."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, {"lr": 0.1, **options})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.update(p, p.grad, self.state[p], group)
+        return loss
+
+    def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
+        raise NotImplementedError
+
+
+class Signs(Base):
+    def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
+        state["calls"] = state.get("calls", 0) + 1  # a Python number, made at the first step
+        state["m"] = 0.9 * state.get("m", torch.zeros_like(p)) + grad  # a new tensor in each step
+        p.sub_(state["m"].sign(), alpha=group["lr"] / state["calls"])
+
+
+class Lamb(Base):
+    def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
+        p.sub_(grad * (p.norm() / grad.norm().clamp_min(1e-9)), alpha=group["lr"])
+
+
+class LambWhereDecayed(Base):
+    """Element-wise until an option says otherwise."""
+
+    def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
+        trust = p.norm() / grad.norm().clamp_min(1e-9) if group["weight_decay"] else 1.0
+        p.sub_(grad * trust, alpha=group["lr"])
+
+
+class OnlyLate(Base):
+    """Looks element-wise for a few steps."""
+
+    def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
+        state["step"] = state.get("step", 0) + 1
+        p.sub_(grad if state["step"] < 6 else grad / (1 + grad.abs().max()), alpha=group["lr"])
+
+
+class MatricesOnly(Base):
+    """Looks at the number of dimensions."""
+
+    def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
+        p.sub_(grad.sign() if p.ndim > 1 else grad, alpha=group["lr"])
+
+
+class WholeSteps(Base):
+    """Looks at all parameters together."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.total = sum(float(p.grad.sum()) for group in self.param_groups for p in group["params"] if p.grad is not None)
+        return super().step(closure)
+
+    def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
+        p.sub_(grad, alpha=group["lr"] * (1 + abs(self.total)))
+
+
+class Noisy(Base):
+    def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
+        p.sub_(grad + torch.randn_like(p), alpha=group["lr"])
+
+
+class Rows(Base):
+    """State that belongs to rows."""
+
+    def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
+        state["rows"] = state.get("rows", 0) + grad.square().mean(-1, keepdim=True)
+        p.sub_(grad / (1 + state["rows"].sqrt()), alpha=group["lr"])
+
+
+class Blocks(Base):
+    """State of no kind that parameters could share."""
+
+    def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
+        state["blocks"] = [grad.sum()]
+        p.sub_(grad, alpha=group["lr"])
+
+
+class Counts(Base):
+    """Its result depends on the number of parameters, not on their elements."""
+
+    def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
+        p.sub_(grad, alpha=group["lr"] / len(group["params"]))
+
+
+class NeedsClosure(Base):
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("cls", [Signs, LambWhereDecayed, type("MyAdam", (torch.optim.Adam,), {})])
+def test_a_class_that_updates_each_element_by_itself_is_fused(cls: Any) -> None:
+    options = {} if cls is Signs else {"weight_decay": 0.0}
+    ps, qs = parameters(), parameters()
+    fused, plain = fuse_optimizer(cls(ps, **options)), cls(qs, **options)
+    for step in range(5):
+        for p, q in zip(ps, qs, strict=True):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
+            q.grad = p.grad.clone()
+        fused.fuse_step() if step != 3 else fused.step()
+        plain.step()
+        for p, q in zip(ps, qs, strict=True):
+            assert torch.equal(p, q)
+            assert str(fused.state[p]) == str(plain.state[q])
+    assert fused._bagua_fused_count == 4
+
+
+@pytest.mark.parametrize(
+    ("cls", "why"),
+    [
+        (Lamb, "elements affect each other"),
+        (OnlyLate, "step 6 of a small copy"),
+        (MatricesOnly, "elements affect each other, or shapes or order"),
+        (WholeSteps, "other weights"),
+        (Noisy, "order matter"),
+        (Rows, "other weights"),
+        (Blocks, r"state 'blocks' .* is a list, which cannot be divided among them"),
+        (Counts, "other weights"),
+        (NeedsClosure, r"step\(\) of a small copy of it raised TypeError: .*closure.* pass verify=False"),
+    ],
+)
+def test_a_class_that_does_not_is_refused_with_the_reason(cls: Any, why: str) -> None:
+    ps = parameters()
+    pointers, values = [p.data_ptr() for p in ps], [p.detach().clone() for p in ps]
+    optimizer = cls(ps)
+    random = torch.random.get_rng_state()
+    with pytest.raises(ValueError, match=f"optimizer={cls.__name__} cannot be fused: .*{why}"):
+        fuse_optimizer(optimizer)
+    assert torch.equal(torch.random.get_rng_state(), random)
+    assert [p.data_ptr() for p in ps] == pointers
+    assert all(map(torch.equal, ps, values))
+    assert not is_fused_optimizer(optimizer)
+    assert not hasattr(optimizer, "fuse_step")
+    assert not optimizer.state
+
+
+def test_every_groups_options_are_tried() -> None:
+    ps = parameters()
+    groups = [{"params": ps[:2], "weight_decay": 0.0}, {"params": ps[2:], "weight_decay": 0.1}]
+    with pytest.raises(ValueError, match="LambWhereDecayed cannot be fused"):
+        fuse_optimizer(LambWhereDecayed(groups, weight_decay=0.0))
+
+
+def test_a_new_option_or_group_is_tried_before_it_is_stepped() -> None:
+    for change in ("option", "group"):
+        ps = parameters()
+        optimizer: Any = fuse_optimizer(LambWhereDecayed(ps, weight_decay=0.0))
+        for p in ps:
+            p.grad = torch.ones_like(p)
+        optimizer.fuse_step()
+        if change == "option":
+            optimizer.param_groups[0]["weight_decay"] = 0.1
+        else:
+            optimizer.add_param_group({"params": parameters(), "weight_decay": 0.1})
+        before = [p.detach().clone() for p in ps]
+        with pytest.raises(ValueError, match="LambWhereDecayed cannot be fused"):
+            optimizer.fuse_step()
+        assert all(map(torch.equal, ps, before))
+        optimizer.step()  # as ever
+        assert not any(map(torch.equal, ps, before))
+
+
+def test_verify_false_is_at_the_users_risk() -> None:
+    ps = parameters()
+    optimizer: Any = fuse_optimizer(Lamb(ps), verify=False)
+    for p in ps:
+        p.grad = torch.ones_like(p)
+    optimizer.fuse_step()
+    assert optimizer._bagua_fused_count == 1
+    blocks: Any = fuse_optimizer(Blocks(parameters()), verify=False)
+    for p in blocks.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    with pytest.raises(RuntimeError, match=r"state 'blocks' of 90 elements in 4 parameters is a list.* cannot be fused"):
+        blocks.fuse_step()
+
+
+def test_the_probe_leaves_attributes_hooks_and_models_alone() -> None:
+    class Attached(Signs):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params)
+            self.first = self.param_groups[0]["params"][0]
+            self.notes: list[int] = []
+
+        def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
+            self.notes.append(1)
+            self.first.add_(1)
+            super().update(p, grad, state, group)
+
+    ps = parameters()
+    before = ps[0].detach().clone()
+    optimizer = Attached(ps)
+    seen: list[int] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(1))
+    fuse_optimizer(optimizer)
+    assert (seen, optimizer.notes) == ([], [])
+    assert torch.equal(ps[0], before)
+
+
+def test_an_optimizer_that_was_stepped_before_is_tried_from_where_it_is() -> None:
+    ps = parameters()
+    optimizer = Signs(ps)
+    for _ in range(3):
+        for p in ps:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    fused: Any = fuse_optimizer(optimizer)
+    fused.fuse_step()
+    assert [state["calls"] for state in fused.state.values()] == [4] * 4
+    assert fused._bagua_fused_count == 1
+
+
+def test_the_packages_own_optimizer_passes() -> None:
+    assert try_on_clones(QAdamOptimizer(parameters(), warmup_steps=5)) is None
+
+
+def test_a_third_party_optimizer_passes_and_the_example_runs() -> None:
+    lion = pytest.importorskip("lion_pytorch").Lion
+    assert try_on_clones(lion(parameters())) is None
+    command = [sys.executable, "examples/fuse_third_party.py"]
+    ended = subprocess.run(
+        command, cwd=ROOT, env={"PYTHONPATH": str(ROOT / "src"), "PATH": ""}, capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "240 parameters, 53 fused steps" in ended.stdout
+    assert "weights equal in every bit" in ended.stdout
