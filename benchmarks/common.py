@@ -126,6 +126,11 @@ def versions() -> dict[str, str]:
     return found
 
 
+def path_of(name: str) -> Path:
+    """Return where full runs of the benchmark ``name`` write their JSON."""
+    return Path(__file__).parent / "results" / f"{name}.json"
+
+
 def report(name: str, rows: Sequence[Row], args: argparse.Namespace) -> int:
     """Print the table, write the JSON, and return the exit status: 1 if a limit was missed in a full run."""
     peers = list(dict.fromkeys(peer for row in rows for peer in row.peers))
@@ -138,7 +143,7 @@ def report(name: str, rows: Sequence[Row], args: argparse.Namespace) -> int:
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     for line in lines:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
-    path = args.json or (None if args.quick else Path(__file__).parent / "results" / f"{name}.json")
+    path = args.json or (None if args.quick else path_of(name))
     if path is not None:
         result = {
             "benchmark": name,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -636,3 +638,9 @@ def test_S5_6_a_rank_that_dies_makes_the_others_raise() -> None:
     survivor, dead = outcomes(loses_a_peer, 2, collective_timeout=5, limit=60)
     assert dead.exitcode == 3
     assert "asynchronous averaging stopped in round" in survivor.result, survivor
+
+
+def test_S5_6_the_diagram_shows_the_transitions_there_are() -> None:
+    drawing = (Path(__file__).parents[1] / "docs" / "images" / "async-states.svg").read_text()
+    drawn = {tuple(edge.split()) for edge in re.findall(r'data-edge="([A-Z ]+)"', drawing)}
+    assert drawn == {(before.name, after.name) for before, afters in TRANSITIONS.items() for after in afters}
