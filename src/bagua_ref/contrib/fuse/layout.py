@@ -7,14 +7,22 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bagua_ref.utils import check_contiguous
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from torch import Tensor
 
-__all__ = ["adjacent", "chains", "find_overlapping", "flatten_weights", "held_by_bucket", "is_plain", "lay_out", "owns_storage"]
+__all__ = [
+    "adjacent",
+    "chains",
+    "find_overlapping",
+    "flat_view",
+    "flatten_weights",
+    "held_by_bucket",
+    "is_plain",
+    "lay_out",
+    "owns_storage",
+]
 
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
@@ -70,7 +78,9 @@ def find_overlapping(tensors: Iterable[Tensor]) -> set[int]:
     spans = []
     for tensor in tensors:
         if tensor.layout is torch.strided and tensor.numel():
-            reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            reach = tensor.numel()
+            if not tensor.is_contiguous():
+                reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
             start = tensor.data_ptr()
             spans.append((start, start + reach * tensor.element_size(), id(tensor)))
     spans.sort()
@@ -83,12 +93,25 @@ def find_overlapping(tensors: Iterable[Tensor]) -> set[int]:
     return found
 
 
+def flat_view(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return the flat tensor that row-major, not empty ``tensors`` are parts of, None if they do not lie so."""
+    sizes = [t.numel() * t.element_size() for t in tensors]
+    start = tensors[0].data_ptr()
+    if list(map(torch.Tensor.data_ptr, tensors)) != list(itertools.accumulate(sizes[:-1], initial=start)):
+        return None
+    try:
+        return tensors[0].detach().as_strided((sum(sizes) // tensors[0].element_size(),), (1,))
+    except RuntimeError:  # they only happen to be neighbours: the first one's storage ends before the last one
+        return None
+
+
 def lay_out(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the flat tensor that contiguous ``tensors`` are parts of; unless they lie so already, they move into a new one.
+    """Return the flat tensor that row-major, not empty ``tensors`` are parts of; unless they lie so already, they move into one.
 
     Values, shapes and identity stay. Tensors that move share one dtype and device.
     """
-    if not check_contiguous(tensors):
+    flat = flat_view(tensors)
+    if flat is None:
         flat = tensors[0].new_empty(sum(t.numel() for t in tensors))
         offset = 0
         for tensor in tensors:
@@ -96,8 +119,7 @@ def lay_out(tensors: Sequence[Tensor]) -> Tensor:
             view.copy_(tensor)
             tensor.data = view  # one by one, so that memory is given back on the way
             offset += tensor.numel()
-    first = next(t for t in tensors if t.numel()).detach()
-    return first.as_strided((sum(t.numel() for t in tensors),), (1,))
+    return flat.detach()
 
 
 def flatten_weights(parameters: Sequence[Tensor]) -> list[Tensor]:

@@ -1,0 +1,146 @@
+"""Which parameters of a group can be updated as one: neighbours with equal options, state and place in buckets (S6)."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bagua_ref.contrib.fuse.layout import adjacent, chains, held_by_bucket, is_plain
+from bagua_ref.contrib.fuse.run import NUMBERS, Run, registration_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+
+__all__ = ["find_runs", "long_run"]
+
+LONG, LONG_ON_CPU = 2**24, 2**19
+"""Elements at which a run is long enough.
+
+A step makes temporary tensors as long as a run. On a CPU the allocator gives more than a few MB of them back to the system each
+time, and to get them anew takes longer than the step: half as many elements where there are two of them at once.
+"""
+ONE_TEMPORARY = ("Adagrad", "RMSprop", "SGD")
+
+
+def find_runs(parameters: Sequence[Tensor], store: dict[Any, Any], long: int) -> Iterator[Run]:
+    """Yield the runs among ``parameters`` of one group, whose state is in ``store``, each of about ``long`` elements at most."""
+    kinds = _kinds(parameters, store)
+    for chain in chains(parameters):
+        links = [parameters[place] for place in chain]
+        if len(links) == 1:
+            continue
+        signatures = [_signature(parameter, store.get(parameter), kinds) for parameter in links]
+        parted = _parted_by_buckets(links, store)
+        cuts = [place for place in range(1, len(links)) if signatures[place - 1] != signatures[place] or place in parted]
+        for start, end in itertools.pairwise([0, *cuts, len(links)]):
+            signature = signatures[start]
+            if signature is not None and end - start > 1:
+                for parts in _of_good_length(links[start:end], long):
+                    yield _make_run(parts, store, signature)
+
+
+def long_run(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int:
+    """Return the number of elements from which on another run is no slower."""
+    if group.get("fused") or any(p.device.type != "cpu" for p in group["params"]):
+        return LONG
+    return LONG_ON_CPU if type(optimizer).__name__ in ONE_TEMPORARY else LONG_ON_CPU // 2
+
+
+def _of_good_length(parameters: list[Tensor], long: int) -> Iterator[list[Tensor]]:
+    """Yield consecutive parts of ``parameters``, each of two or more and of about the same length, ``long`` at most."""
+    total = sum(p.numel() for p in parameters)
+    length = total / -(-total // long)
+    parts: list[list[Tensor]] = [[]]
+    size = 0
+    for parameter in parameters:
+        if len(parts[-1]) > 1 and size >= length * len(parts):
+            parts.append([])
+        parts[-1].append(parameter)
+        size += parameter.numel()
+    if len(parts) > 1 and len(parts[-1]) == 1:
+        parts[-2] += parts.pop()
+    for part in parts:
+        # The flat state of a single element would not tell what is per element.
+        if len(part) > 1 and any(p.numel() > 1 for p in part):
+            yield part
+
+
+def _make_run(parameters: list[Tensor], store: dict[Any, Any], signature: Any) -> Run:
+    if store.get(parameters[0]) is None:
+        return Run(parameters, None)
+    per_element = [key for key, kind, *_ in signature[-1] if kind == ELEMENTS]
+    role, _ = _held(parameters[0], store)
+    return Run(parameters, [store[p] for p in parameters], per_element, role if role in per_element else None)
+
+
+ELEMENTS, ONE, NUMBER = "a number per element", "a tensor of one number", "a number"
+
+
+def _kind(value: Any, shape: torch.Size) -> str | None:
+    """Return what kind of state ``value`` is of a parameter of this shape, None if of another than can be shared."""
+    if not isinstance(value, torch.Tensor):
+        return NUMBER if type(value) in NUMBERS else None
+    if value.requires_grad or not is_plain(value):
+        return None
+    return ELEMENTS if value.shape == shape else ONE if value.numel() == 1 else None
+
+
+def _kinds(parameters: Sequence[Tensor], store: dict[Any, Any]) -> dict[Any, str | None]:
+    """Return of what kind state is by its key. A parameter of one element does not tell, so the others must agree."""
+    found: dict[Any, str | None] = {}
+    for parameter in parameters:
+        if parameter.numel() > 1 and type(state := store.get(parameter)) is dict:
+            for key, value in state.items():
+                kind = _kind(value, parameter.shape)
+                if found.setdefault(key, kind) != kind:
+                    found[key] = None
+    return found
+
+
+def _signature(parameter: Tensor, state: Any, kinds: dict[Any, str | None]) -> tuple[Any, ...] | None:
+    """Return what parameters must have in common to be in one run; None for one that cannot be in any."""
+    entries: list[tuple[Any, ...]] = []
+    if state is not None and type(state) is not dict:
+        return None
+    for key, value in (state or {}).items():
+        kind = kinds.get(key)
+        if kind == NUMBER and type(value) in NUMBERS:
+            entries.append((key, kind, type(value), value))
+        elif kind == ELEMENTS and _kind(value, parameter.shape) == ELEMENTS:
+            entries.append((key, kind, value.dtype, value.device))
+        elif kind == ONE and isinstance(value, torch.Tensor) and value.numel() == 1 and is_plain(value):
+            entries.append((key, kind, value.dtype, value.device, value.shape, value.item()))
+        else:
+            return None
+    return parameter.dtype, parameter.device, parameter.requires_grad, state is None, entries
+
+
+def _parted_by_buckets(links: list[Tensor], store: dict[Any, Any]) -> set[int]:
+    """Return the places of those that cannot be with the one before without moving, or copying for nothing, what buckets hold."""
+    if not any(map(registration_of, links)):
+        return set()
+    held = [_held(parameter, store) for parameter in links]
+    fitting = [adjacent(before[1], after[1]) for before, after in itertools.pairwise(held)]
+    roles = [(before[0], after[0]) for before, after in itertools.pairwise(held)]
+    # Gradients whose buckets are not flat, or in another order, are copied; but if some lie as the weights do, they are not.
+    in_place = any(fit and two == ("gradient", "gradient") for two, fit in zip(roles, fitting, strict=True))
+    copied = {None} if in_place else {None, "gradient"}
+    return {
+        place
+        for place, (two, fit) in enumerate(zip(roles, fitting, strict=True), start=1)
+        if not ({*two} <= copied or (fit and two[0] == two[1]))
+    }
+
+
+def _held(parameter: Tensor, store: dict[Any, Any]) -> tuple[Any, Tensor]:
+    """Return what of a parameter a bucket holds: "gradient" or a key of its state, None for nothing or the weight; and that."""
+    held = held_by_bucket(parameter)
+    if held is None or held is parameter:
+        return None, parameter
+    if held is parameter.grad:
+        return "gradient", held
+    return next(((key, value) for key, value in store.get(parameter, {}).items() if value is held), (None, parameter))
