@@ -24,7 +24,7 @@ import torch
 
 import bagua_ref
 
-PACKAGES = ("torch", "numpy", "redis", "cupy-cuda12x", "cupy-cuda13x")
+PACKAGES = ("torch", "numpy", "redis", "hiredis", "cupy-cuda12x", "cupy-cuda13x")
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ def round_trip(value, allow_pickle=False):
         torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).T,
         torch.tensor(3),
         torch.empty(0, 3),
+        torch.arange(8, dtype=torch.int16)[1::5][:1],
+        torch.arange(8, dtype=torch.bfloat16)[4:4:2],
         torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last),
         torch.ones(2, requires_grad=True) * 2,
         np.asfortranarray(np.arange(6.0).reshape(2, 3)),

@@ -157,13 +157,14 @@ class CacheLoader:
         """Return the values that there are, and the places of those that there are not."""
         waiting = [self._buffer.get(name) for name in names]
         asked = [name for name, data in zip(names, waiting, strict=True) if data is None]
-        answers = iter(self._guarded.mget(asked)) if asked else iter(())
+        answers = self._guarded.mget(asked) if asked else []
+        answers.reverse()  # each answer is let go once it is decoded, so that the next value finds warm memory
         values: list[Any] = []
         missing: list[int] = []
         read = 0
         for place, data in enumerate(waiting):
             if data is None:
-                data = next(answers)
+                data = answers.pop()
                 read += len(data or b"")
             value = None
             if data is None:

@@ -31,9 +31,9 @@ def tensor_parts(tensor: Tensor) -> list[Any]:
     """Return head and elements of a plain tensor, to be joined."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     # Some dtypes can do nothing but exist; integers of their width can be copied.
-    integers = plain.view(_SAME_WIDTH[plain.element_size()]).contiguous().reshape(-1)
+    integers = plain.view(_SAME_WIDTH[plain.element_size()]).contiguous().numpy().reshape(-1)
     name = str(tensor.dtype)[6:].encode()
-    return [*_head(tensor.requires_grad, name, tuple(tensor.shape)), integers.view(torch.uint8).numpy().data]
+    return [*_head(tensor.requires_grad, name, tuple(tensor.shape)), integers.view(np.uint8).data]
 
 
 def read_tensor(view: memoryview, at: int) -> tuple[Tensor, int]:

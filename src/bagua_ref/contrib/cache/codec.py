@@ -64,8 +64,10 @@ def encode(value: Any, allow_pickle: bool) -> bytes:
     size = _FRAME.size + sum(map(len, parts))
     if size > _LARGEST:
         raise TooLargeError(f"a value of {size} bytes is not cached, as Redis takes at most {_LARGEST}; cache parts of it")
-    body = b"".join(parts)
-    return _FRAME.pack(VERSION, size, xxhash.xxh3_64_intdigest(body)) + body
+    checksum = xxhash.xxh3_64()
+    for part in parts:
+        checksum.update(part)
+    return b"".join((_FRAME.pack(VERSION, size, checksum.intdigest()), *parts))
 
 
 def decode(data: bytes, allow_pickle: bool) -> Any:
