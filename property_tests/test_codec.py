@@ -16,9 +16,9 @@ from property_tests.strategies import (
     name_of,
     numbers,
 )
-from tests.oracles import codec_scalar
 
 from bagua_ref.backends import get_backend, payload_bytes
+from bagua_ref.conformance.expected import codec_scalar
 from bagua_ref.conformance.tolerances import EXACT, assert_equal
 
 

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from property_tests.strategies import COMPRESSIBLE, FLOATS, adversarial, every_backend, name_of
-from tests.oracles import comm_ops_scalar
 
 import bagua_ref
 from bagua_ref.bucket import BaguaBucket
+from bagua_ref.conformance.expected import comm_ops_scalar
 from bagua_ref.conformance.tolerances import EXACT, SUM, assert_equal
 from bagua_ref.simulation import SimulatedWorld
 

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from property_tests.strategies import COMPRESSIBLE, FLOATS, adversarial, every_backend, name_of
-from tests.oracles import decentralized_numpy as oracle
 from torch import nn
 
 import bagua_ref
 from bagua_ref.algorithms import DecentralizedAlgorithm, LowPrecisionDecentralizedAlgorithm
 from bagua_ref.bucket import BaguaBucket
 from bagua_ref.comm_ops import shift_one_peer
+from bagua_ref.conformance.expected import decentralized_numpy as oracle
 from bagua_ref.conformance.tolerances import EXACT, SUM, assert_equal
 from bagua_ref.simulation import SimulatedWorld
 

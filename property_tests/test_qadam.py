@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from property_tests.strategies import adversarial, every_backend, name_of
-from tests.oracles.qadam_numpy import QAdam
 from torch import nn
 
 import bagua_ref
 from bagua_ref.algorithms.q_adam import QAdamAlgorithm, QAdamOptimizer
+from bagua_ref.conformance.expected.qadam_numpy import QAdam
 from bagua_ref.conformance.tolerances import EXACT, assert_equal
 from bagua_ref.simulation import SimulatedWorld
 

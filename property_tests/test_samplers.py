@@ -12,8 +12,8 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from property_tests.strategies import every_backend
-from tests.oracles import samplers_plain
 
+from bagua_ref.conformance.expected import samplers_plain
 from bagua_ref.contrib import LoadBalancingDistributedBatchSampler, LoadBalancingDistributedSampler
 
 few = st.integers(-3, 3)

@@ -17,12 +17,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from tests.oracles import samplers_plain
 from torch.utils.data import DataLoader
 
 import bagua_ref
 from bagua_ref.backends.reference import ReferenceBackend
 from bagua_ref.cli import balance, main
+from bagua_ref.conformance.expected import samplers_plain
 from bagua_ref.contrib import LoadBalancingDistributedBatchSampler, LoadBalancingDistributedSampler
 from bagua_ref.simulation import SimulatedWorld
 

@@ -1,4 +1,4 @@
-"""Training of n ranks on averaged weights (S3.4, S3.5, S5.3, S5.4), all of them in one loop. Nothing here imports bagua_ref.
+"""Training of n ranks on averaged weights (S3.4, S3.5, S5.3, S5.4), all of them in one loop. Nothing here imports what it judges.
 
 Gradients go in, weights come out. Weights and gradients are NumPy arrays of numbers of the dtype, held as float32 (float64 for
 float64), of which every operation rounds to nearest-even; ``stored`` then rounds to the dtype. ``nodes`` holds how many ranks
@@ -8,10 +8,12 @@ each node has, in rank order.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-Array = np.ndarray
+Array: TypeAlias = npt.NDArray[Any]
 
 LARGEST = {"float16": 65504.0, "bfloat16": float(np.array(0x7F7F0000, np.uint32).view(np.float32))}
 
@@ -50,6 +52,7 @@ def through_the_wire(x: Array, dtype: str) -> Array:
 
 
 def node_mean(node: list[Array], dtype: str) -> Array:
+    """Return the mean over a node, added in rank order and rounded once."""
     total = np.zeros_like(node[0])
     for x in node:
         total = total + x
@@ -57,11 +60,13 @@ def node_mean(node: list[Array], dtype: str) -> Array:
 
 
 def split(ranks: list[Array], nodes: list[int]) -> list[list[Array]]:
+    """Return the ranks node by node."""
     ends = np.cumsum(nodes)
     return [ranks[end - size : end] for end, size in zip(ends, nodes, strict=True)]
 
 
 def on_every_rank(leaders: list[Array], nodes: list[int]) -> list[Array]:
+    """Return what each leader has, for every rank of its node."""
     return [x.copy() for x, size in zip(leaders, nodes, strict=True) for _ in range(size)]
 
 
@@ -79,6 +84,7 @@ def pairs(n: int, step: int) -> dict[int, int]:
 
 
 def mean_of_pairs(ranks: list[Array], dtype: str, step: int) -> list[Array]:
+    """Return the mean of each rank and its peer at ``step`` (S3.4)."""
     peers = pairs(len(ranks), step)
     return [stored((ranks[peers[r]] + ranks[r]) / ranks[r].dtype.type(2), dtype) for r in range(len(ranks))]
 
@@ -103,6 +109,7 @@ class Ring:
 
     @classmethod
     def of(cls, ranks: list[Array]) -> Ring:
+        """Return the replicas at the start, from every rank's weights."""
         n = len(ranks)
         return cls(
             [x.copy() for x in ranks], [ranks[(r - 1) % n].copy() for r in range(n)], [ranks[(r + 1) % n].copy() for r in range(n)]

@@ -1,4 +1,4 @@
-"""The samplers of S7 in plain Python, clause by clause, over lists. Nothing here imports bagua_ref.
+"""The samplers of S7 in plain Python, clause by clause, over lists. Nothing here imports what it judges.
 
 torch is only asked for what the clause takes from it: `torch.randint` and `torch.randperm` of a seeded generator.
 """
@@ -6,6 +6,7 @@ torch is only asked for what the clause takes from it: `torch.randint` and `torc
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -15,13 +16,13 @@ def num_samples(length: int, replicas: int, drop_last: bool) -> int:
     return length // replicas if drop_last else math.ceil(length / replicas)
 
 
-def noise_limit(complexities: list, random_level: float) -> int:
+def noise_limit(complexities: list[Any], random_level: float) -> int:
     """S7.2: noise is below it."""
     return int((max(complexities) - min(complexities)) * random_level + 1)
 
 
 def order_and_chunks(
-    complexities: list, replicas: int, *, shuffle: bool, seed: int, epoch: int, drop_last: bool, random_level: float
+    complexities: list[Any], replicas: int, *, shuffle: bool, seed: int, epoch: int, drop_last: bool, random_level: float
 ) -> tuple[list[int], list[int]]:
     """S7.2 and the first half of S7.3: the samples in order, and the numbers of the chunks in the order of drawing."""
     keys, count = list(complexities), max(1, num_samples(len(complexities), replicas, drop_last))
@@ -34,7 +35,7 @@ def order_and_chunks(
     return sorted(range(len(keys)), key=lambda index: keys[index]), chunks
 
 
-def indices(complexities: list, replicas: int, rank: int, **options) -> list[int]:
+def indices(complexities: list[Any], replicas: int, rank: int, **options: Any) -> list[int]:
     """S7.3: what one rank draws."""
     order, chunks = order_and_chunks(complexities, replicas, **options)
     drawn = [order[(chunk * replicas + rank) % len(order)] for chunk in chunks]

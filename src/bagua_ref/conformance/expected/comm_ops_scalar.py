@@ -1,13 +1,18 @@
-"""The centralized operations (S3.1 to S3.3) on lists of Python floats, all ranks at once. Nothing here imports bagua_ref.
+"""The centralized operations (S3.1 to S3.3) on lists of Python floats, all ranks at once. Nothing here imports what it judges.
 
 ``xs`` holds each rank's numbers, which are numbers of the dtype; so does what is returned.
 """
 
 from __future__ import annotations
 
-from tests.oracles.codec_scalar import compress_chunk, decompress_chunk
-from tests.oracles.kernels_scalar import reduce_in_order
-from tests.oracles.rounding import arithmetic, divide, to
+from typing import TYPE_CHECKING
+
+from bagua_ref.conformance.expected.codec_scalar import compress_chunk, decompress_chunk
+from bagua_ref.conformance.expected.kernels_scalar import reduce_in_order
+from bagua_ref.conformance.expected.rounding import arithmetic, divide, to
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 Ranks = list[list[float]]
 
@@ -44,7 +49,7 @@ def node_sum(node: Ranks, dtype: str, divisor: float | None) -> list[float]:
     return result
 
 
-def hierarchical(operation, xs: Ranks, nodes: list[int], dtype: str, average: bool) -> Ranks:
+def hierarchical(operation: Callable[..., Ranks], xs: Ranks, nodes: list[int], dtype: str, average: bool) -> Ranks:
     """``operation`` between node leaders; ``nodes`` holds how many ranks each node has, in rank order (S3.3)."""
     divisor = len(xs) / len(nodes) if average else None
     starts = [sum(nodes[:place]) for place in range(len(nodes))]

@@ -1,4 +1,4 @@
-"""QAdam on n ranks at once, gradients in, weights out (S5.5). Nothing here imports bagua_ref.
+"""QAdam on n ranks at once, gradients in, weights out (S5.5). Nothing here imports what it judges.
 
 The warm-up is the installed ``torch.optim.Adam``, because that is how S5.5 defines it: its fused operations are not the same on
 every processor. All that follows is one number at a time.
@@ -13,15 +13,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from tests.oracles.comm_ops_scalar import hierarchical, low_precision
-from tests.oracles.kernels_scalar import update_momentum
-from tests.oracles.rounding import arithmetic, divide, f32, to
+
+from bagua_ref.conformance.expected.comm_ops_scalar import hierarchical, low_precision
+from bagua_ref.conformance.expected.kernels_scalar import update_momentum
+from bagua_ref.conformance.expected.rounding import arithmetic, divide, f32, to
 
 Parameters = list[list[float]]
 
 
 class QAdam:
-    """
+    """The weights and moments of all ranks, which are alike.
+
     Args:
         weights: each parameter's numbers.
         options: each parameter's ``lr``, ``betas``, ``eps`` and ``weight_decay``.

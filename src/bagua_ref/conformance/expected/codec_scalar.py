@@ -1,4 +1,4 @@
-"""MinMaxUInt8 (S4), one number at a time. Nothing here imports bagua_ref.
+"""MinMaxUInt8 (S4), one number at a time. Nothing here imports what it judges.
 
 Chunks are lists of Python floats that are numbers of the dtype; blocks are bytes.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from tests.oracles.rounding import LARGEST, decode, divide, encode, f32, rint, to
+from bagua_ref.conformance.expected.rounding import LARGEST, decode, divide, encode, f32, rint, to
 
 HEADER = 32
 EPSILON = f32(1e-7)
@@ -51,6 +51,7 @@ def is_out_of_range(low: float, high: float) -> bool:
 
 
 def level_of(value: float, scale: float, upper: float, lower: float) -> int:
+    """Return the level of one value (S4.2)."""
     level = f32(min(rint(f32(value * scale)), upper) - lower)
     return int(max(0.0, min(255.0, level)))
 
@@ -66,6 +67,7 @@ def decompress_chunk(block: bytes, count: int, dtype: str) -> list[float]:
 
 
 def saturate(dtype: str, value: float) -> float:
+    """Round to dtype, what lies beyond its range to its largest number (S4.3)."""
     stored = to(dtype, value)
     return math.copysign(LARGEST[dtype], stored) if math.isinf(stored) else stored
 

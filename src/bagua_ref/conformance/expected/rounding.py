@@ -1,13 +1,17 @@
 """Numbers rounded to a float type, one at a time, in plain Python: float16, bfloat16, float32 and float64 by name.
 
 Every function works on Python floats, which are float64. One operation (+ - * /) on two float32 numbers done in float64 and
-then rounded to float32 is rounded correctly: 53 bits are more than 2 * 24 + 2. Nothing here imports bagua_ref.
+then rounded to float32 is rounded correctly: 53 bits are more than 2 * 24 + 2. Nothing here imports what it judges.
 """
 
 from __future__ import annotations
 
 import math
 import struct
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 INF, NAN = math.inf, math.nan
 
@@ -17,14 +21,15 @@ LARGEST = {"float16": 65504.0, "bfloat16": 255 / 128 * 2.0**127, "float32": (2 -
 def f32(value: float) -> float:
     """Round to float32, to nearest-even, beyond the range to infinity."""
     try:
-        return struct.unpack("<f", struct.pack("<f", value))[0]
+        return float(struct.unpack("<f", struct.pack("<f", value))[0])
     except OverflowError:
         return math.copysign(INF, value)
 
 
 def f16(value: float) -> float:
+    """Round to float16, to nearest-even, beyond the range to infinity."""
     try:
-        return struct.unpack("<e", struct.pack("<e", value))[0]
+        return float(struct.unpack("<e", struct.pack("<e", value))[0])
     except OverflowError:
         return math.copysign(INF, value)
 
@@ -42,20 +47,25 @@ def bf16(value: float) -> float:
 
 def to(dtype: str, value: float) -> float:
     """Round what was computed in float32 (float64 for float64) to dtype, as it is stored."""
-    return {"float16": f16, "bfloat16": bf16, "float32": f32, "float64": float}[dtype](value)
+    return _ROUND[dtype](value)
 
 
-def arithmetic(dtype: str):
+def arithmetic(dtype: str) -> Callable[[float], float]:
     """Return the rounding after each operation on numbers of dtype (S1)."""
     return float if dtype == "float64" else f32
 
 
+_ROUND: dict[str, Callable[[float], float]] = {"float16": f16, "bfloat16": bf16, "float32": f32, "float64": float}
+
+
 def float32_bits(value: float) -> int:
-    return struct.unpack("<I", struct.pack("<f", value))[0]
+    """Return the bits of a float32 number."""
+    return int(struct.unpack("<I", struct.pack("<f", value))[0])
 
 
 def float32_of_bits(bits: int) -> float:
-    return struct.unpack("<f", struct.pack("<I", bits))[0]
+    """Return the float32 number with these bits."""
+    return float(struct.unpack("<f", struct.pack("<I", bits))[0])
 
 
 def divide(a: float, b: float) -> float:
@@ -84,8 +94,9 @@ def encode(dtype: str, value: float) -> bytes:
 
 
 def decode(dtype: str, data: bytes) -> float:
+    """Return the number that little-endian bytes of dtype hold."""
     if dtype == "float16":
-        return struct.unpack("<e", data)[0]
+        return float(struct.unpack("<e", data)[0])
     if dtype == "bfloat16":
-        return struct.unpack("<f", b"\0\0" + data)[0]
-    return struct.unpack("<f", data)[0]
+        return float(struct.unpack("<f", b"\0\0" + data)[0])
+    return float(struct.unpack("<f", data)[0])
