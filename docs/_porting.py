@@ -55,7 +55,13 @@ CHANGED = {
     "contrib.load_balancing_data_loader:LoadBalancingDistributedSampler": "the dataset's complexities are never changed ([S7])",
     "contrib.load_balancing_data_loader:LoadBalancingDistributedBatchSampler": "all replicas get equally many batches ([S7.4])",
     "contrib.cache_loader:CacheLoader.get": "a cached None is a hit ([S8.2])",
+    "contrib.cached_dataset:CachedDataset": "samples need no pickle, and a failing store never stops training ([S8.3], [S8.5])",
+    "contrib.utils.store:Store.shutdown": "stops the server only in the process that started it ([S8.4])",
     "contrib.utils.redis_store:RedisStore": "one server per node and job, with a password ([S8.4])",
+    "contrib.utils.redis_store:bootstrap_redis_server": "returns the addresses, passwords included, of all nodes' servers ([S8.4])",
+    "contrib.utils.redis_store:start_redis_server_cli": "returns a `RedisServer`, which listens on loopback, has a password and ends "
+    "with the process",
+    "contrib.utils.redis_store:_RedisStore": "connects when it is first used, in each process anew",
 }
 """What a name does differently, by ``module:name``. Clauses in brackets become links."""
 

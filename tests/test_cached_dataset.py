@@ -250,3 +250,17 @@ def test_a_worker_that_would_start_a_server_is_told_where_to():
     first = CachedDataset(Plain(), "fakeredis", dataset_name="early")
     assert epoch(DataLoader(Maker(5), num_workers=1, multiprocessing_context="fork")) == list(range(5))
     assert first.cache_loader.num_keys() == 5
+
+
+@every_backend
+def test_the_example_trains_twice_and_the_second_time_from_the_cache(backend, capsys):
+    need(backend)
+    from tests.test_examples import load
+
+    example = load("cached_dataset")
+    fresh(backend)
+    example.main(["--backend", backend, "--samples", "96"])
+    printed = capsys.readouterr().out
+    assert "epoch 1: " in printed
+    assert "hits=96, misses=96 (50.0% hits), errors=0" in printed
+    assert "times as fast" in printed
