@@ -122,7 +122,6 @@ def test_S6_gradients_stay_in_their_bucket_and_the_flat_gradient_is_the_bucket()
             (bucket,) = module.bagua_buckets
             pointers = [p.grad.data_ptr() for p in module.parameters()]
             assert bucket.check_flatten()
-            assert bucket._flat.data_ptr() in pointers
             if step:
                 (run,) = optimizer._bagua_fused_optimizer._plan.runs
                 assert run._in_place

@@ -52,7 +52,7 @@ HOUSE = (
         layers(range(3)),
     ),
     Floor(3, ("comm_ops", "comm_ops.*"), layers(range(2), 3)),
-    Floor(4, ("tensor", "bucket", "utils"), layers(range(5))),
+    Floor(4, ("tensor", "bucket", "flat_storage", "utils"), layers(range(5))),
     Floor(5, ("scheduling", "scheduling.*"), layers(0, 4, 5)),
     Floor(6, ("communication", "process_group"), layers(range(3), 6)),
     Floor(7, ("algorithms", "algorithms.*"), layers(range(2), range(3, 8))),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,9 +20,9 @@ from bagua_ref.comm_ops import (
     PythonOp,
 )
 from bagua_ref.errors import NotInitializedError
+from bagua_ref.flat_storage import FlatStorage
 from bagua_ref.runtime import current_world
-from bagua_ref.tensor import BaguaTensor, check_apart, check_shared, effective_tensors, registration
-from bagua_ref.utils import check_contiguous
+from bagua_ref.tensor import check_apart, check_shared, effective_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -80,19 +80,10 @@ class BaguaBucket:
         """The operation under way, or the last one."""
         self._ops: list[Callable[[Tensor], Any]] = []
         self._background_groups: dict[Group, Group] = {}
-        numel = sum(t.numel() for t in effective)
-        self._padding = -numel % alignment
-        self._numel = numel + self._padding
-        self.padding_tensor: Tensor | None = None
-        if self._padding:
-            zeros = cast("BaguaTensor", torch.zeros(self._padding, dtype=self.dtype, device=self.device))
-            self.padding_tensor = BaguaTensor.ensure_bagua_tensor(zeros, f"bagua_padding_tensor_bucket_{name}")
-        self._flat: Tensor | None = None
-        """Where operations work: the effective tensors' own storage if flat, else a buffer made when it is first needed."""
-        self._views: list[Tensor] = []
-        """If flat, the part of ``_flat`` that is each tensor's, in its shape."""
-        if flatten:
-            self._flatten_storage(effective)
+        self._storage = FlatStorage(name, tensors, effective, flatten, alignment)
+        self._numel, self.padding_tensor = self._storage.numel, self._storage.padding_tensor
+        self._divisor = 1
+        """What the first operation, a sum, expects its tensors to be divided by."""
 
     def __repr__(self) -> str:
         return (
@@ -124,89 +115,33 @@ class BaguaBucket:
 
     def check_flatten(self) -> bool:
         """Return whether the effective tensors and the padding are contiguous in memory (S2.3)."""
-        return check_contiguous(self.effective_tensors() + ([self.padding_tensor] if self.padding_tensor is not None else []))
-
-    def _flatten_storage(self, effective: list[Tensor]) -> None:
-        """Move the effective tensors into one contiguous storage, if they do not lie in one already (S2.3)."""
-        adjacent = self.check_flatten()
-        if adjacent and self._numel:
-            first = next(t for t in effective if t.numel()).detach()
-            self._flat = first.as_strided((self._numel,), (1,))
-        else:
-            self._flat = torch.empty(self._numel, dtype=self.dtype, device=self.device)
-        offset = 0
-        for tensor in effective:
-            self._views.append(self._flat[offset : offset + tensor.numel()].view(tensor.shape))
-            offset += tensor.numel()
-        if adjacent:
-            return
-        torch._foreach_copy_(self._views, [t.detach() for t in effective])
-        for tensor, view in zip(effective, self._views, strict=True):
-            tensor.data = view
-        if self.padding_tensor is not None:
-            self._flat[offset:] = 0
-            self.padding_tensor.data = self._flat[offset:]
-
-    def _load(self) -> Tensor:
-        """Return the flat tensor with the effective tensors' values, wherever they are, and zero padding (S2.2, S2.3)."""
-        effective = [self._effective_or_zero(proxy) for proxy in self.tensors]
-        if not self.flatten:
-            if self._flat is None:
-                self._flat = torch.empty(self._numel, dtype=self.dtype, device=self.device)
-            filled = self._numel - self._padding
-            self.kernels.gather_flat([t.detach() for t in effective], self._flat[:filled])
-        assert self._flat is not None
-        if self._padding:
-            self._flat[self._numel - self._padding :] = 0
-        strayed = [
-            (proxy, tensor, view)
-            for proxy, tensor, view in zip(self.tensors, effective, self._views, strict=bool(self._views))
-            if tensor.data_ptr() != view.data_ptr() or tensor.stride() != view.stride()
-        ]
-        if strayed:
-            torch._foreach_copy_([view for _, _, view in strayed], [tensor.detach() for _, tensor, _ in strayed])
-            for proxy, _, view in strayed:
-                registration(proxy).replace(proxy, view)
-        return self._flat
-
-    def _effective_or_zero(self, proxy: Tensor) -> Tensor:
-        """Return the effective tensor; where zero_grad() removed a gradient and none came, a new zero one."""
-        known = registration(proxy)
-        tensor = known.effective(proxy)
-        if tensor is None:
-            tensor = torch.zeros(proxy.shape, dtype=self.dtype, device=self.device)
-            known.replace(proxy, tensor)
-        if tensor.layout != torch.strided:
-            raise NotImplementedError(f"tensor {known.name!r} is {tensor.layout}; only dense tensors can be communicated")
-        return tensor
+        return self._storage.is_contiguous(self.effective_tensors())
 
     def take_in(self, place: int) -> None:
-        """Bring tensor ``place`` back into flat storage: a gradient just marked is in the cache still, a weight not yet read."""
-        proxy, view = self.tensors[place], self._views[place] if self.flatten else None
-        tensor = registration(proxy).effective(proxy)
-        if view is not None and tensor is not None and tensor.layout == torch.strided and tensor.data_ptr() != view.data_ptr():
-            registration(proxy).replace(proxy, view.copy_(tensor.detach()))
+        """Bring tensor ``place``, just marked ready, into flat storage."""
+        self._storage.take_in(place, self._divisor)
 
     def copy_from_flat(self, flat: Tensor) -> None:
         """Copy ``flat``, as large as the bucket, into the effective tensors, wherever they are; padding is left out."""
         if flat.numel() != self._numel:
             raise ValueError(f"flat has {flat.numel()} elements; bucket {self.name!r} has {self._numel}, padding included")
-        self.kernels.scatter_flat(flat[: self._numel - self._padding], [t.detach() for t in self.effective_tensors()])
+        self._storage.store(flat, self.effective_tensors(), self.kernels)
 
     def execute(self) -> None:
         """Run the operations in order; the background worker calls this when all tensors are ready (S2.4)."""
-        for op in self._ops:
+        for place, op in enumerate(self._ops):
             self.running = op
-            flat = self._load()
+            flat = self._storage.load(self.kernels, 1 if place else self._divisor)
             op(flat)
             if not self.flatten and not isinstance(op, PythonOp):  # that one writes the tensors themselves
                 self.copy_from_flat(flat)
         if self.flatten and any(isinstance(op, PythonOp) for op in self._ops):
-            self._load()  # a Python function may have put other tensors in place
+            self._storage.load(self.kernels)  # a Python function may have put other tensors in place
 
     def clear_ops(self) -> BaguaBucket:
         """Forget all operations; return the bucket."""
         self._ops.clear()
+        self._divisor = 1
         return self
 
     def append_python_op(self, python_function: Callable[[str], object], group: Group | None = None) -> BaguaBucket:
@@ -259,6 +194,8 @@ class BaguaBucket:
         elif scattergather:
             op = CentralizedScatterGather(comm, kernels, average)
         else:
+            if average and intra is None and not self._ops and comm.divides_sums(self.dtype, self.device):
+                self._divisor, average = leaders, False  # tensors are divided on their way in, which needs no pass of its own
             op = CentralizedFullPrecision(comm, kernels, average)
         if intra is not None:
             op = Hierarchical(
@@ -289,7 +226,7 @@ class BaguaBucket:
             TypeError: a dtype that is no float, or not the bucket's.
         """
         self._check_centralized(average=True, scattergather=False, compression=None)
-        (peer,) = check_apart(self._load(), self.name, peer_weight=peer_weight)
+        (peer,) = check_apart(self._storage.load(self.kernels), self.name, peer_weight=peer_weight)
         num_ranks, comm, intra = self._connect(group, hierarchical)
         self._decentralized_op = Decentralized(comm, self.kernels, peer, peer_selection_mode, intra, num_ranks)
         self._peer_weight = peer_weight
@@ -323,7 +260,11 @@ class BaguaBucket:
             raise ValueError(f"compression={compression!r} must be 'MinMaxUInt8'")
         self._check_centralized(average=True, scattergather=True, compression=compression)
         replicas = check_apart(
-            self._load(), self.name, weight=weight, left_peer_weight=left_peer_weight, right_peer_weight=right_peer_weight
+            self._storage.load(self.kernels),
+            self.name,
+            weight=weight,
+            left_peer_weight=left_peer_weight,
+            right_peer_weight=right_peer_weight,
         )
         _, comm, intra = self._connect(group, hierarchical)
         op: CommOp = LowPrecisionDecentralized(comm, self.kernels, *replicas)

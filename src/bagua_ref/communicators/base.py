@@ -195,6 +195,10 @@ class Communicator(ABC):
         recv_tensor.copy_(send_tensor)
         self._allreduce_inplace(recv_tensor, op)
 
+    def divides_sums(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Return whether a mean is a sum that this rank divides afterwards; to divide what is summed then gives as good a mean."""
+        return False
+
     def allreduce_inplace(self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
         """Combine ``tensor`` over ranks, in place on every rank."""
         op = self._check_reduction(op, tensor, tensor, 1, 1)

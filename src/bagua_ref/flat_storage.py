@@ -1,0 +1,136 @@
+"""Where a bucket's tensors lie flat: in one storage of their own, or in a buffer that they are gathered into (S2.2, S2.3)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from bagua_ref.tensor import BaguaTensor, registration
+from bagua_ref.utils import check_contiguous
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from bagua_ref.backends.base import KernelBackend
+
+__all__ = ["FlatStorage"]
+
+
+class FlatStorage:
+    """The flat tensor that a bucket's operations work on, and the way from its tensors to it and back.
+
+    Args:
+        name: the bucket's.
+        tensors: its bagua tensors.
+        effective: their effective tensors, which share a dtype and a device and do not overlap.
+        flatten: move the effective tensors into one contiguous storage, unless they already are; otherwise `load` gathers them
+            into a buffer and `store` copies that into them.
+        alignment: the number of elements, padding included, divides by it.
+
+    Attributes:
+        numel: the number of elements, padding included.
+        padding_tensor: the padding, None if none is needed.
+    """
+
+    def __init__(self, name: str, tensors: Sequence[Tensor], effective: Sequence[Tensor], flatten: bool, alignment: int) -> None:
+        self._tensors, self._flatten = tensors, flatten
+        self._dtype, self._device = effective[0].dtype, effective[0].device
+        self._filled = sum(t.numel() for t in effective)
+        self.numel = self._filled + -self._filled % alignment
+        self.padding_tensor: Tensor | None = None
+        if self.numel > self._filled:
+            zeros = cast("BaguaTensor", torch.zeros(self.numel - self._filled, dtype=self._dtype, device=self._device))
+            self.padding_tensor = BaguaTensor.ensure_bagua_tensor(zeros, f"bagua_padding_tensor_bucket_{name}")
+        self._flat: Tensor | None = None
+        """The effective tensors' own storage if flat, else a buffer made when it is first needed."""
+        self._views: list[Tensor] = []
+        """If flat, the part of ``_flat`` that is each tensor's, in its shape."""
+        self._divided: dict[int, tuple[Tensor, int]] = {}
+        """What of each tensor outside ``_flat`` has been divided into its view already: the tensor, as it was in this version."""
+        if flatten:
+            self._move_together(effective)
+
+    def is_contiguous(self, effective: Sequence[Tensor]) -> bool:
+        """Return whether the effective tensors and the padding are contiguous in memory (S2.3)."""
+        return check_contiguous([*effective, *([self.padding_tensor] if self.padding_tensor is not None else [])])
+
+    def _move_together(self, effective: Sequence[Tensor]) -> None:
+        """Move the effective tensors into one contiguous storage, if they do not lie in one already (S2.3)."""
+        adjacent = self.is_contiguous(effective)
+        if adjacent and self.numel:
+            first = next(t for t in effective if t.numel()).detach()
+            self._flat = first.as_strided((self.numel,), (1,))
+        else:
+            self._flat = torch.empty(self.numel, dtype=self._dtype, device=self._device)
+        offset = 0
+        for tensor in effective:
+            self._views.append(self._flat[offset : offset + tensor.numel()].view(tensor.shape))
+            offset += tensor.numel()
+        if adjacent:
+            return
+        torch._foreach_copy_(self._views, [t.detach() for t in effective])
+        for tensor, view in zip(effective, self._views, strict=True):
+            tensor.data = view
+        if self.padding_tensor is not None:
+            self._flat[offset:] = 0
+            self.padding_tensor.data = self._flat[offset:]
+
+    def take_in(self, place: int, divisor: int) -> None:
+        """Bring tensor ``place`` back into flat storage: a gradient just marked is in the cache still, a weight not yet read.
+
+        To be divided, the tensor stays where it is until `load`: should it be added to and marked again, it is divided anew.
+        """
+        proxy, view = self._tensors[place], self._views[place] if self._flatten else None
+        tensor = registration(proxy).effective(proxy)
+        if view is None or tensor is None or tensor.layout != torch.strided or tensor.data_ptr() == view.data_ptr():
+            return
+        if divisor == 1:
+            registration(proxy).replace(proxy, view.copy_(tensor.detach()))
+        else:
+            torch.div(tensor.detach(), divisor, out=view)
+            self._divided[place] = tensor, tensor._version
+
+    def load(self, kernels: KernelBackend, divisor: int = 1) -> Tensor:
+        """Return the flat tensor: the effective tensors' values over ``divisor``, wherever they are, and zero padding."""
+        effective = [self._effective_or_zero(proxy) for proxy in self._tensors]
+        if self._flat is None:
+            self._flat = torch.empty(self.numel, dtype=self._dtype, device=self._device)
+        if self.padding_tensor is not None:
+            self._flat[self._filled :] = 0
+        if not self._flatten:
+            kernels.gather_flat([t.detach() for t in effective], self._flat[: self._filled])
+            return self._flat.div_(divisor) if divisor > 1 else self._flat
+        strayed, undivided = [], []
+        for place, (proxy, tensor, view) in enumerate(zip(self._tensors, effective, self._views, strict=True)):
+            inside = tensor.data_ptr() == view.data_ptr() and tensor.stride() == view.stride()
+            known, version = self._divided.pop(place, (None, 0))
+            divided = not inside and known is tensor and version == tensor._version
+            if not inside and not divided:
+                strayed.append((tensor.detach(), view))
+            if not divided:
+                undivided.append(view)
+            if not inside:
+                registration(proxy).replace(proxy, view)
+        if strayed:
+            torch._foreach_copy_([view for _, view in strayed], [tensor for tensor, _ in strayed])
+        if divisor > 1 and undivided:
+            torch._foreach_div_(undivided, divisor)
+        return self._flat
+
+    def _effective_or_zero(self, proxy: Tensor) -> Tensor:
+        """Return the effective tensor; where zero_grad() removed a gradient and none came, a new zero one."""
+        known = registration(proxy)
+        tensor = known.effective(proxy)
+        if tensor is None:
+            tensor = torch.zeros(proxy.shape, dtype=self._dtype, device=self._device)
+            known.replace(proxy, tensor)
+        if tensor.layout != torch.strided:
+            raise NotImplementedError(f"tensor {known.name!r} is {tensor.layout}; only dense tensors can be communicated")
+        return tensor
+
+    def store(self, flat: Tensor, effective: Sequence[Tensor], kernels: KernelBackend) -> None:
+        """Copy ``flat`` into the effective tensors, wherever they are; padding is left out."""
+        kernels.scatter_flat(flat[: self._filled], [t.detach() for t in effective])
