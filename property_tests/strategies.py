@@ -6,17 +6,37 @@ reference are examples in ``tests/``.
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bagua_ref.backends import available_backends
+from bagua_ref.backends import available_backends, register_backend
 
 COMPRESSIBLE = (torch.float16, torch.bfloat16, torch.float32)
 FLOATS = (*COMPRESSIBLE, torch.float64)
 
-every_backend = pytest.mark.parametrize("backend", [name for name, why_not in available_backends().items() if why_not is None])
+register_backend("cuda-emulated", "tests.cuda_emulation.backend:EmulatedBackend", hint="install g++")
+register_backend("cuda-on-copies", "tests.cuda_emulation.copies:CudaOnCopies")
+
+
+def _backends() -> list[ParameterSet | str]:
+    """Every backend that can run here, the CUDA sources compiled for the CPU among them; properties draw CPU tensors."""
+    why_not = available_backends()
+    chosen: list[ParameterSet | str] = [name for name, reason in why_not.items() if reason is None and not name.startswith("cuda")]
+    # Without g++ a developer goes on with a reason; CI must have it, so there the properties fail.
+    excused = [] if why_not["cuda-emulated"] is None or "CI" in os.environ else [pytest.mark.skip(why_not["cuda-emulated"])]
+    chosen.append(pytest.param("cuda-emulated", marks=excused))
+    if torch.cuda.is_available():
+        lacking = [] if why_not["cuda"] is None else [pytest.mark.skip(why_not["cuda"])]
+        chosen.append(pytest.param("cuda-on-copies", marks=[pytest.mark.gpu, *lacking], id="cuda"))
+    return chosen
+
+
+every_backend = pytest.mark.parametrize("backend", _backends())
 every_float = pytest.mark.parametrize("dtype", FLOATS, ids=str)
 every_compressible = pytest.mark.parametrize("dtype", COMPRESSIBLE, ids=str)
 

@@ -34,8 +34,9 @@ class NoDevice(ReferenceBackend):
 
 @pytest.fixture
 def clean(monkeypatch):
-    """Give the test a registry of its own, with two more backends."""
-    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    """Give the test a registry of its own, with two more backends and without those that the properties add."""
+    ours = {name: registration for name, registration in registry._registered.items() if name in ("cuda", "reference")}
+    monkeypatch.setattr(registry, "_registered", ours)
     monkeypatch.setattr(registry, "_instances", {})
     monkeypatch.setattr(registry, "_process_wide", [])
     monkeypatch.delenv("BAGUA_REF_BACKEND", raising=False)

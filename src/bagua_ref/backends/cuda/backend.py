@@ -1,0 +1,94 @@
+"""KernelBackend by plans: the contract's methods turned into launches, for whoever can submit them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING
+
+import torch
+
+from bagua_ref.backends.base import KernelBackend
+from bagua_ref.backends.cuda import movement, plan
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from bagua_ref.backends.cuda.launch import Card, Plan
+
+__all__ = ["PlannedBackend"]
+
+_KEYS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+class PlannedBackend(KernelBackend):
+    """The CUDA kernels under their own grids and arguments; a subclass knows the card and runs the launches."""
+
+    @abstractmethod
+    def _card(self, device: torch.device) -> Card:
+        """Return what a plan must know of the device."""
+
+    @abstractmethod
+    def _submit(self, plan: Plan, device: torch.device) -> None:
+        """Run the launches in order, after what was queued on the current stream and before what will be."""
+
+    def _add_(self, x: Tensor, y: Tensor) -> None:
+        self._submit(plan.element_wise(self._card(x.device), "add", x, y), x.device)
+
+    def _subtract_(self, x: Tensor, y: Tensor) -> None:
+        self._submit(plan.element_wise(self._card(x.device), "subtract", x, y), x.device)
+
+    def _add_scaled_(self, x: Tensor, y: Tensor, factor: float) -> None:
+        self._submit(plan.element_wise(self._card(x.device), "add_scaled", x, y, numbers=(factor,)), x.device)
+
+    def _average_(self, x: Tensor, y: Tensor) -> None:
+        self._submit(plan.element_wise(self._card(x.device), "average", x, y), x.device)
+
+    def _divide_(self, x: Tensor, divisor: float) -> None:
+        self._submit(plan.element_wise(self._card(x.device), "divide", x, numbers=(divisor,)), x.device)
+
+    def _combine_ring_(self, x: Tensor, left: Tensor, right: Tensor, weight: Tensor) -> None:
+        self._submit(plan.element_wise(self._card(x.device), "combine_ring", x, left, right, weight), x.device)
+
+    def _async_average_(self, x: Tensor, reduced: Tensor, snapshot: Tensor, nranks: int) -> None:
+        self._submit(plan.element_wise(self._card(x.device), "async_average", x, reduced, snapshot, numbers=(nranks,)), x.device)
+
+    def _update_momentum_(self, m: Tensor, grad: Tensor, beta1: float, one_minus_beta1: float) -> None:
+        numbers = (beta1, one_minus_beta1)
+        self._submit(plan.element_wise(self._card(m.device), "update_momentum", m, grad, numbers=numbers), m.device)
+
+    def _reduce_chunks_(self, x: Tensor, num_chunks: int, target_chunk: int, average: bool) -> None:
+        self._submit(plan.reduce_chunks(self._card(x.device), x, num_chunks, target_chunk, average), x.device)
+
+    def _compress_minmax_uint8(self, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor) -> None:
+        self._submit(plan.compress(self._card(x.device), x, num_chunks, target_chunk, out), x.device)
+
+    def _decompress_minmax_uint8(self, payload: Tensor, num_chunks: int, out: Tensor) -> None:
+        self._submit(plan.decompress(self._card(out.device), payload, num_chunks, out), out.device)
+
+    def _gather_flat(self, tensors: Sequence[Tensor], out: Tensor) -> None:
+        self._copy(out, tensors, gather=True)
+
+    def _scatter_flat(self, flat: Tensor, tensors: Sequence[Tensor]) -> None:
+        self._copy(flat, tensors, gather=False)
+
+    def _order_by_complexity(self, keys: Tensor) -> Tensor:
+        # The sort itself is torch's: a radix sort that moves what it must is a library of its own, and no step waits for it.
+        # Integers, as what a sort of floats makes of -0 and NaN is not written down.
+        if keys.dtype in _KEYS:
+            floats, keys = keys.detach(), torch.empty_like(keys, dtype=_KEYS[keys.dtype])
+            self._submit(plan.order_keys(self._card(keys.device), floats, keys), keys.device)
+        return torch.sort(keys, stable=True).indices
+
+    def _copy(self, flat: Tensor, tensors: Sequence[Tensor], *, gather: bool) -> None:
+        flat, start, plain = flat.detach(), 0, []
+        for tensor in tensors:
+            if movement.is_plain(flat, written=gather) and movement.is_plain(tensor, written=not gather):
+                plain.append((tensor.detach(), start))
+            else:
+                here = flat[start : start + tensor.numel()].view(tensor.shape)
+                target, source = (here, tensor) if gather else (tensor, here)
+                target.detach().copy_(source.detach())
+            start += tensor.numel()
+        self._submit(movement.copy(self._card(flat.device), flat, plain, gather=gather), flat.device)

@@ -1,0 +1,54 @@
+"""Compiled kernels on disk, each under a name made of all that it is of; what is damaged counts as absent."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["cached", "folder"]
+
+_DIGEST = 32
+
+
+def folder() -> Path:
+    """Return the folder: BAGUA_REF_CACHE_DIR, else ``bagua_ref`` in the user's cache folder."""
+    chosen = os.environ.get("BAGUA_REF_CACHE_DIR")
+    if chosen:
+        return Path(chosen)
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "bagua_ref"
+
+
+def cached(name: str, made_of: object, make: Callable[[], bytes]) -> bytes:
+    """Return what ``make`` makes, from the disk if it has been made of the same before.
+
+    Args:
+        name: what the file's name begins with.
+        made_of: everything that decides the result; its repr is hashed.
+        make: makes it. A cache that cannot be read or written only costs time.
+    """
+    path = folder() / f"{name}-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:_DIGEST]}"
+    with contextlib.suppress(OSError):
+        stored = path.read_bytes()
+        if hashlib.sha256(stored[_DIGEST:]).digest() == stored[:_DIGEST]:
+            return stored[_DIGEST:]
+    result = make()
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Other processes may read or write the same file now: they see the old or the new one, whole.
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(hashlib.sha256(result).digest() + result)
+            os.replace(temporary, path)
+        except OSError:
+            os.unlink(temporary)
+            raise
+    return result

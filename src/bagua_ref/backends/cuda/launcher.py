@@ -1,0 +1,213 @@
+"""The backend ``"cuda"``: compiles the kernels through CuPy and runs their launches on torch's current stream.
+
+The only file that imports CuPy, and only once somebody asks for the backend. CuPy is the way to NVRTC and to the driver here;
+memory, streams and devices are torch's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import os
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from bagua_ref.backends.cuda.backend import PlannedBackend
+from bagua_ref.backends.cuda.disk_cache import cached
+from bagua_ref.backends.cuda.launch import Card, Plan, pack, source_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from bagua_ref.backends.cuda.launch import Launch
+
+__all__ = ["CudaBackend", "compile_source", "header_folder"]
+
+_OPTIONS = (
+    "--std=c++17",
+    "--fmad=false",  # S1; the sources ask for it operation by operation, too
+    "--device-as-default-execution-space",
+    "--ptxas-options=-v",
+)
+
+
+class CudaBackend(PlannedBackend):
+    """Our CUDA C++ kernels on CUDA tensors.
+
+    Every launch is asynchronous, on torch's current stream of the tensors' device: as with torch's own operations, tensors that
+    another stream wrote need an event or `torch.Tensor.record_stream`. Nothing waits for the device, and memory is asked for only
+    when a stream's workspace (some KiB) has to grow. Any number of threads may use it.
+
+    Raises, beside what `bagua_ref.backends.KernelBackend` says:
+        BackendUnavailableError: (when asked for) no CuPy, no driver, no device, no headers.
+        RuntimeError: CUDA refused to compile, to load or to launch; with the compiler's messages or the error's name.
+    """
+
+    name = "cuda"
+    device_types = ("cuda",)
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._modules: dict[tuple[str, int], int] = {}
+        self._functions: dict[tuple[str, int], int] = {}
+        self._workspaces: dict[tuple[int, int], torch.Tensor] = {}
+        self._threads = threading.local()
+
+    @classmethod
+    def unavailable_reason(cls) -> str | None:
+        """Return why there is nothing that could run the kernels, None if there is."""
+        try:
+            from cupy.cuda import nvrtc, runtime
+        except ImportError as error:
+            return f"CuPy cannot be imported: {error}"
+        if not torch.cuda.is_available():
+            if torch.version.cuda is None:
+                return "this torch was built without CUDA; install one that was built with it, then CuPy for the same CUDA"
+            return "torch sees no CUDA device: there is none, or no driver for it"
+        try:
+            runtime.getDeviceCount()
+            major, _ = nvrtc.getVersion()
+        except (RuntimeError, ImportError, OSError) as error:  # CuPy's own errors are RuntimeErrors
+            return f"CuPy finds no device or no compiler: {error}"
+        if header_folder() is None:
+            wheel = "nvidia-cuda-runtime" + ("-cu12" if major < 13 else "")
+            return f"CUDA's header cuda_fp16.h is neither in a wheel nor under CUDA_PATH; pip install {wheel}"
+        return None
+
+    def _card(self, device: torch.device) -> Card:
+        return _card(_index(device))
+
+    def _submit(self, plan: Plan, device: torch.device) -> None:
+        if not plan.launches:
+            return
+        index = _index(device)
+        with self._current(index):
+            stream = torch.cuda.current_stream(index).cuda_stream
+            functions = [self._function(launch, index) for launch in plan.launches]
+            if not plan.workspace:
+                _queue(plan, functions, stream, 0)
+                return
+            with self._lock:  # the workspace is the stream's: no other thread's launch may come in between
+                _queue(plan, functions, stream, self._workspace(plan.workspace, index, stream))
+
+    def _workspace(self, size: int, index: int, stream: int) -> int:
+        """Return the address of a stream's workspace; one that is too small goes back to torch, which knows the stream's order."""
+        workspace = self._workspaces.get((index, stream))
+        if workspace is None or workspace.numel() < size:
+            rounded = max(65536, 1 << (size - 1).bit_length())
+            workspace = torch.empty(rounded, dtype=torch.uint8, device=torch.device("cuda", index))
+            self._workspaces[index, stream] = workspace
+        return workspace.data_ptr()
+
+    def _function(self, launch: Launch, index: int) -> int:
+        """Return the driver's handle of a kernel on a device."""
+        from cupy.cuda import driver
+
+        function = self._functions.get((launch.kernel, index))
+        if function is None:
+            with self._lock:  # compiling takes seconds; threads that want the same wait for it
+                module = self._modules.get((launch.source, index))
+                if module is None:
+                    module = self._modules[launch.source, index] = driver.moduleLoadData(_image(launch.source, index))
+            function = self._functions[launch.kernel, index] = driver.moduleGetFunction(module, launch.kernel)
+        return function
+
+    @contextmanager
+    def _current(self, index: int) -> Iterator[None]:
+        """Make the device current for CuPy; on a thread that CUDA has not seen yet this takes a call of the runtime, too."""
+        from cupy.cuda import runtime
+
+        before = runtime.getDevice()
+        if before != index:
+            runtime.setDevice(index)
+        try:
+            seen = self._threads.__dict__.setdefault("devices", set())
+            if index not in seen:
+                runtime.free(0)  # frees nothing, but makes the device's context this thread's
+                seen.add(index)
+            yield
+        finally:
+            if before != index:
+                runtime.setDevice(before)
+
+
+def compile_source(name: str, architecture: int) -> tuple[bytes, str]:
+    """Compile ``kernels/<name>.cu`` with NVRTC; takes neither driver nor device.
+
+    Args:
+        name: a key of `bagua_ref.backends.cuda.launch.KERNELS`.
+        architecture: compute capability, such as 90. One that this NVRTC does not know gets PTX for the newest below that it
+            knows, which the driver translates.
+
+    Returns:
+        The cubin (or PTX), and what the assembler says of registers, spills and shared memory.
+
+    Raises:
+        RuntimeError: with the compiler's messages.
+    """
+    from cupy.cuda import nvrtc
+
+    known = nvrtc.getSupportedArchs()
+    older = [number for number in known if number < architecture]
+    target = f"compute_{max(older)}" if architecture not in known and older else f"sm_{architecture}"
+    include = header_folder()
+    program = nvrtc.createProgram(source_of(name), f"{name}.cu", (), ())
+    try:
+        options = (f"--gpu-architecture={target}", *_OPTIONS, *([] if include is None else [f"-I{include}"]))
+        try:
+            nvrtc.compileProgram(program, options)
+        except nvrtc.NVRTCError as error:
+            raise RuntimeError(f"{name}.cu for {target}: {error}\n{nvrtc.getProgramLog(program)}") from error
+        if target.startswith("sm_"):
+            return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program)
+        return nvrtc.getPTX(program).rstrip(b"\0") + b"\0", nvrtc.getProgramLog(program)  # the driver reads up to a zero
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def header_folder() -> str | None:
+    """Return where cuda_fp16.h is: in the wheel that goes with CuPy's NVRTC, else in an installed CUDA; None: nowhere."""
+    from cupy.cuda import nvrtc
+
+    major, _ = nvrtc.getVersion()
+    wheels = importlib.util.find_spec("nvidia")
+    places = [Path(place) for place in (wheels.submodule_search_locations or ())] if wheels else []
+    candidates = [place / ("cuda_runtime" if major < 13 else f"cu{major}") / "include" for place in places]
+    roots = (os.environ.get("CUDA_PATH"), os.environ.get("CUDA_HOME"), "/usr/local/cuda")
+    candidates += [Path(root) / "include" for root in roots if root]
+    return next((str(place) for place in candidates if (place / "cuda_fp16.h").exists()), None)
+
+
+def _queue(plan: Plan, functions: list[int], stream: int, workspace: int) -> None:
+    from cupy.cuda import driver
+
+    for launch, function in zip(plan.launches, functions, strict=True):
+        arguments, _values = pack(launch, workspace)
+        # The driver copies the arguments; CuPy raises its error for whatever code comes back.
+        driver.launchKernel(
+            function, launch.grid, 1, 1, launch.block, 1, 1, launch.shared, stream, ctypes.addressof(arguments), 0
+        )  # fmt: skip
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+@functools.cache
+def _card(index: int) -> Card:
+    return Card(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+def _image(source: str, index: int) -> bytes:
+    """Return a source compiled for a device, from the disk where it has been before."""
+    from cupy.cuda import nvrtc
+
+    major, minor = torch.cuda.get_device_capability(index)
+    architecture = 10 * major + minor
+    made_of = (source_of(source), architecture, _OPTIONS, nvrtc.getVersion(), header_folder())
+    return cached(f"{source}-sm{architecture}", made_of, lambda: compile_source(source, architecture)[0])

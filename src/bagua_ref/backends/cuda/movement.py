@@ -1,0 +1,123 @@
+"""How tensors of any shape are copied into a flat one and back (S2.3): contiguous ones together, others one launch each."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+from bagua_ref.backends.cuda.launch import Launch, Plan
+from bagua_ref.backends.cuda.plan import pointer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+
+    from bagua_ref.backends.cuda.launch import Card
+
+__all__ = ["PIECE", "SEGMENTS", "Segments", "Strided", "copy", "is_plain"]
+
+SEGMENTS = 128
+"""Tensors per launch, as in ``movement.cu``."""
+
+PIECE = 32768
+"""Bytes that a block copies at a time."""
+
+_RANK = 8
+_WAVES = 32
+
+
+class Segments(ctypes.Structure):
+    """The struct of the same name in ``movement.cu``."""
+
+    _fields_ = (
+        ("there", ctypes.c_void_p * SEGMENTS),
+        ("start", ctypes.c_longlong * SEGMENTS),
+        ("bytes", ctypes.c_longlong * SEGMENTS),
+        ("first_piece", ctypes.c_int * SEGMENTS),
+        ("count", ctypes.c_int),
+        ("pieces", ctypes.c_int),
+        ("piece", ctypes.c_longlong),
+    )
+
+
+class Strided(ctypes.Structure):
+    """The struct of the same name in ``movement.cu``."""
+
+    _fields_ = (
+        ("count", ctypes.c_longlong),
+        ("size", ctypes.c_longlong * _RANK),
+        ("stride", ctypes.c_longlong * _RANK),
+        ("rank", ctypes.c_int),
+    )
+
+
+def is_plain(tensor: Tensor, *, written: bool) -> bool:
+    """Return whether the kernels can copy a tensor; torch copies the rest.
+
+    The rest: lazily negated or conjugated views, more than eight axes that cannot be merged, and, where it is written, several
+    elements in one place, for which torch has an error.
+    """
+    shape = _merged(tensor)
+    overlaps = written and any(stride == 0 for _, stride in shape)
+    return not (tensor.is_neg() or tensor.is_conj() or len(shape) > _RANK or overlaps)
+
+
+def copy(card: Card, flat: Tensor, tensors: Sequence[tuple[Tensor, int]], *, gather: bool) -> Plan:
+    """Copy tensors into flat, or flat into tensors.
+
+    Args:
+        card: what it runs on.
+        flat: the flat tensor.
+        tensors: those that `is_plain` is true of, each with its place in flat, in elements.
+        gather: into flat; else out of it.
+    """
+    whole: list[tuple[Tensor, int]] = []
+    apart: list[tuple[Tensor, int]] = []
+    for tensor, start in tensors:
+        if tensor.numel():
+            shape = _merged(tensor)
+            (whole if shape in ([], [(tensor.numel(), 1)]) else apart).append((tensor, start))
+    way = "gather" if gather else "scatter"
+    launches = [
+        Launch("movement", f"{way}_segments", min(table.pieces, _WAVES * card.multiprocessors), (pointer(flat), table))
+        for table in _tables(whole)
+    ]
+    launches += [_strided(card, flat, tensor, start, way) for tensor, start in apart]
+    return Plan(tuple(launches))
+
+
+def _tables(tensors: list[tuple[Tensor, int]]) -> Iterator[Segments]:
+    for first in range(0, len(tensors), SEGMENTS):
+        table = Segments(piece=PIECE)
+        for tensor, start in tensors[first : first + SEGMENTS]:
+            number, item = table.count, tensor.element_size()
+            table.there[number] = pointer(tensor).value
+            table.start[number], table.bytes[number] = start * item, tensor.numel() * item
+            table.first_piece[number] = table.pieces
+            table.pieces += -(-tensor.numel() * item // PIECE)
+            table.count += 1
+        yield table
+
+
+def _strided(card: Card, flat: Tensor, tensor: Tensor, start: int, way: str) -> Launch:
+    shape = _merged(tensor)
+    table = Strided(count=tensor.numel(), rank=len(shape))
+    for axis, (size, stride) in enumerate(shape):
+        table.size[axis], table.stride[axis] = size, stride
+    here = ctypes.c_void_p((pointer(flat).value or 0) + start * flat.element_size())
+    grid = max(1, min(-(-tensor.numel() // 256), _WAVES * card.multiprocessors))
+    return Launch("movement", f"{way}_strided_{flat.element_size()}", grid, (here, pointer(tensor), table))
+
+
+def _merged(tensor: Tensor) -> list[tuple[int, int]]:
+    """Return sizes and strides in row-major order, axes of one element left out and those that lie as one merged."""
+    merged: list[tuple[int, int]] = []
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if size == 1:
+            continue
+        if merged and merged[-1][1] == size * stride:
+            merged[-1] = (merged[-1][0] * size, stride)
+        else:
+            merged.append((size, stride))
+    return merged

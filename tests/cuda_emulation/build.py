@@ -1,0 +1,96 @@
+"""Compile the CUDA sources for the emulation, once: the result lies in a cache folder under a name made of all that it is of."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from bagua_ref.backends.cuda.launch import KERNELS, source_of
+
+HERE = Path(__file__).parent
+CACHE = Path(os.environ.get("BAGUA_REF_EMULATION_CACHE", HERE.parents[1] / "build" / "cuda_emulation"))
+FLAGS = ("-std=c++17", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-g", "-Wall", "-Wextra", "-Wno-unknown-pragmas")
+
+
+def compiler() -> str | None:
+    """Return the compiler, None where there is none."""
+    return shutil.which(os.environ.get("CXX", "g++"))
+
+
+def build(
+    target: str,
+    sources: dict[str, tuple[str, tuple[str, ...]]],
+    flags: tuple[str, ...],
+    own: tuple[str, ...] = ("runtime.cpp",),
+    own_flags: tuple[str, ...] | None = None,
+) -> Path:
+    """Compile and link, unless it has been done before.
+
+    Args:
+        target: the file's name; with the suffix ``.so`` a library.
+        sources: name -> text in CUDA C++ and the kernels in it.
+        flags: for compiler and linker, beside FLAGS.
+        own: files of this folder that belong to it.
+        own_flags: what those are compiled with instead of ``flags``.
+    """
+    program = compiler()
+    assert program is not None, "no g++"
+    version = subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout
+    files = [(HERE / name).read_text(encoding="utf-8") for name in ("emulation.h", *own)]
+    key = hashlib.sha256(repr((version, files, sources, flags, own_flags, FLAGS)).encode()).hexdigest()[:24]
+    result = CACHE / key / target
+    if result.exists():
+        return result
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / f"{key}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # pytest's workers come at the same time; one compiles
+        if not result.exists():
+            with tempfile.TemporaryDirectory(dir=CACHE) as folder:
+                made = _build(program, Path(folder), target, sources, flags, own, own_flags)
+                result.parent.mkdir(exist_ok=True)
+                made.replace(result)
+    return result
+
+
+def _build(program, folder, target, sources, flags, own, own_flags) -> Path:
+    jobs = [(HERE / name, flags if own_flags is None else own_flags) for name in own]
+    for name, (text, kernels) in sources.items():
+        (folder / f"{name}.cu").write_text(text, encoding="utf-8")
+        # Shared arrays get the sanitizer's red zones only where they have internal linkage.
+        unit = f'#include "emulation.h"\nnamespace {{\n#include "{name}.cu"\n}}\n' + "".join(f"EMULATED({k});\n" for k in kernels)
+        (folder / f"{name}.cpp").write_text(unit, encoding="utf-8")
+        jobs.append((folder / f"{name}.cpp", flags))
+
+    def compile_one(job) -> str:
+        path, its_flags = job
+        made = str(folder / f"{path.stem}.o")
+        run([program, *FLAGS, *its_flags, f"-I{HERE}", f"-I{folder}", "-c", str(path), "-o", made])
+        return made
+
+    with ThreadPoolExecutor(2) as pool:
+        objects = list(pool.map(compile_one, jobs))
+    run([program, *flags, *(("-shared",) if target.endswith(".so") else ()), "-o", str(folder / target), *objects, "-lpthread"])
+    return folder / target
+
+
+def run(command: list[str]) -> None:
+    """Run a compiler; what it says is the error's message."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
+
+
+def kernel_sources() -> dict[str, tuple[str, tuple[str, ...]]]:
+    """Return the package's own sources."""
+    return {name: (source_of(name), kernels) for name, kernels in KERNELS.items()}
+
+
+def library() -> Path:
+    """Return the library with all of the package's kernels."""
+    return build("kernels.so", kernel_sources(), ("-O2",))
