@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
+import threading
 import time
 import warnings
 
@@ -79,10 +81,35 @@ def waiting_main_job(host: str, port: str, password: str) -> None:
     os.wait()
 
 
+def daemon_job(host: str, port: str, password: str) -> None:
+    """Leave a daemon process, no DataLoader's, with values that wait, and print how it ended."""
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    child = context.Process(target=fill_and_wait, args=(host, port, password, ready), daemon=True)
+    child.start()
+    ready.wait()
+    child.terminate()
+    child.join()
+    print(child.exitcode)
+
+
+def fill_and_wait(host: str, port: str, password: str, ready) -> None:
+    loader = CacheLoader(hosts=[{"host": host, "port": port, "password": password}], writer_buffer_size=1000)
+    for i in range(30):
+        loader.get(i, str)
+    ready.set()
+    time.sleep(60)
+
+
 def server_job(backend: str) -> None:
     """Start a server, say which, and wait to be killed or told to end."""
-    loader = CacheLoader(backend)
+    made: list[CacheLoader] = []
+    thread = threading.Thread(target=lambda: made.append(CacheLoader(backend)))  # a death signal would follow this thread
+    thread.start()
+    thread.join()
+    (loader,) = made
     loader.get("a", str)
+    assert loader.num_keys() == 1
     children = os.environ.get("TEST_CHILDREN")
     if children and os.fork() == 0:  # holds every file of its parent open, and stays
         time.sleep(60)

@@ -81,6 +81,13 @@ def test_persistent_workers_that_nobody_ends_lose_nothing(context, batch_size):
 
 
 @pytest.mark.redis
+def test_a_daemon_process_that_is_terminated_writes_what_waits_and_ends_by_the_signal():
+    with servers(1) as (server,):
+        assert finish(job("daemon_job", *map(str, server.host.values()))) == "-15\n"
+        assert server.client().dbsize() == 30
+
+
+@pytest.mark.redis
 def test_what_waits_is_written_when_the_interpreter_ends_by_each_process_its_own():
     with servers(1) as (server,):
         finish(job("waiting_main_job", *map(str, server.host.values())))

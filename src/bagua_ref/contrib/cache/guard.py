@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import warnings
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -67,7 +66,6 @@ class Guard(Store):
     def _reset(self) -> None:
         self._reading, self._writing = _Backoff(), _Backoff()
         self._warned = False
-        self._turn = threading.Lock()
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write, or do nothing."""
@@ -135,7 +133,6 @@ class Guard(Store):
     def _note(self, error: StoreError, spent: float) -> None:
         (self._writing if error.refused else self._reading).fail(spent)
         self._counters.add(errors=1)
-        with self._turn:
-            first, self._warned = not self._warned, True
-        if first:
+        if not self._warned:
+            self._warned = True
             warnings.warn(f"the cache goes on without what it cannot have: {error}", stacklevel=6)

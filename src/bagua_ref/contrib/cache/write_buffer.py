@@ -11,6 +11,8 @@ import weakref
 from multiprocessing import util
 from typing import TYPE_CHECKING, Any
 
+from torch.utils.data import get_worker_info
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -97,10 +99,13 @@ def _write(store: Store, values: dict[str, bytes], turn: threading.Lock, flushin
 
 
 def _terminate(number: int, frame: Any) -> None:
-    """Write what waits and end, as torch's own handler in its workers does, with success."""
+    """Write what waits, and end as this process would have: torch's workers with success, others by the signal."""
     for buffer in list(_waiting):
         if buffer._values and buffer._pid == os.getpid():
             # The interrupted code may hold every lock, and wait for an answer on its connection: a copy has none of them.
             copy: Store = pickle.loads(pickle.dumps(buffer._store))  # noqa: S301
             copy.mset(dict(buffer._values))
-    os._exit(0)
+    if get_worker_info() is not None:
+        os._exit(0)
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)

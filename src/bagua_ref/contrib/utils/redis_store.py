@@ -196,10 +196,10 @@ class _RedisStore(Store):
             protocol=2,  # the same answers from every release of redis-py, and no round trip to agree on it
             socket_timeout=self._timeout,
             socket_connect_timeout=self._timeout,
-            socket_read_size=_READ_SIZE,
             retry=Retry(NoBackoff(), 0),  # the guard around this store decides when to try again
         )
-        client.connection_pool.connection_kwargs["command_packer"] = _Packer()
+        # Connections take what older releases' clients do not pass on.
+        client.connection_pool.connection_kwargs.update(socket_read_size=_READ_SIZE, command_packer=_Packer())
         return client
 
 
