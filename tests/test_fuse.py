@@ -184,6 +184,35 @@ def test_gradients_in_place_that_are_transposed_are_not_read_row_major() -> None
         assert_alike(fused, plain)
 
 
+def test_weights_that_are_transposed_where_they_are_leave_their_run() -> None:
+    ps, fused, qs, plain = twins(sgd, (3, 3), (3, 3), (4,))
+    for step in range(6):
+        if step == 3:
+            for side in (ps, qs):
+                side[0].data = side[0].data.t()
+                side[0].grad = None
+        give(step, ps, qs, kept=True)
+        fused.fuse_step()
+        plain.step()
+        assert_alike(fused, plain)
+
+
+def test_a_parameter_of_a_class_of_its_own_is_stepped_by_itself() -> None:
+    class Special(nn.Parameter):
+        pass
+
+    ps = [*parameters((3,), (4,)), Special(torch.ones(5)), nn.UninitializedParameter(requires_grad=False)]
+    pointer = ps[2].data_ptr()
+    fused, plain = fuse_optimizer(sgd(ps)), sgd(qs := [*parameters((3,), (4,)), nn.Parameter(torch.ones(5))])
+    for step in range(3):
+        give(step, ps[:3], qs)
+        fused.fuse_step()
+        plain.step()
+    assert all(map(torch.equal, ps[:3], qs))
+    assert ps[2].data_ptr() == pointer
+    assert fused._bagua_fused_count == 3
+
+
 def test_kept_gradients_move_together_once_and_new_ones_stay_where_they_are() -> None:
     ps, fused, _, _ = twins(sgd)
     for step in range(3):

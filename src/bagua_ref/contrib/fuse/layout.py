@@ -74,10 +74,10 @@ def chains(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
 
 
 def find_overlapping(tensors: Iterable[Tensor]) -> set[int]:
-    """Return the ids of non-empty strided tensors that share memory with another one, or stand there twice."""
+    """Return the ids of plain tensors that share memory with another one, or stand there twice."""
     spans = []
     for tensor in tensors:
-        if tensor.layout is torch.strided and tensor.numel():
+        if type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided and tensor.numel():
             reach = tensor.numel()
             if not tensor.is_contiguous():
                 reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -134,6 +134,7 @@ def flatten_weights(parameters: Sequence[Tensor]) -> list[Tensor]:
         if (
             id(parameter) not in overlap
             and is_plain(parameter)
+            and parameter.is_leaf
             and parameter.numel()
             and held_by_bucket(parameter) is not parameter
             and not (parameter.device.type == "cpu" and parameter.is_shared())

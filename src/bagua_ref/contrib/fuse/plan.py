@@ -72,8 +72,8 @@ class Plan:
                 elif (
                     (parameter.dtype, parameter.device) in fitting
                     and id(parameter) not in overlapping
-                    and parameter.numel()
                     and is_plain(parameter)
+                    and parameter.numel()
                     and _is_dense(grad, parameter)
                 ):
                     joinable.append(parameter)
