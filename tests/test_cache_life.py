@@ -62,7 +62,7 @@ def test_the_server_ends_with_the_process_that_started_it(number, children):
         for pid in processes("tests.cache_jobs", "server_job"):
             os.kill(pid, signal.SIGKILL)  # the child that stayed
         process.communicate()
-    assert {path for path in temporary_files() - before if "redis" in path or "bagua" in path or "dump" in path} == set()
+    assert {path for path in temporary_files() - before if "redis" in path or "dump" in path} == set()
 
 
 @pytest.mark.redis

@@ -1,0 +1,47 @@
+"""The cache, many times over: a killed rank takes its server along, and however workers end nothing is lost (S8.2, S8.4)."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+
+import pytest
+from tests.cache_servers import eventually, need, processes, servers
+from tests.test_cached_dataset import finish, job
+
+pytestmark = [pytest.mark.slow, pytest.mark.redis]
+TIMES = 20
+
+
+def started_by(rank: int) -> set[int]:
+    """Return watchdogs of ``rank``; a server dies with its own."""
+    return set(processes("watchdog.py", f" {rank} "))
+
+
+def test_a_rank_killed_at_any_moment_leaves_no_server():
+    need()
+    chance = random.Random(0)
+    before = set(processes("-server 127.0.0.1:"))
+    seen = 0
+    for _ in range(TIMES):
+        process = job("server_job", "redis")
+        moment = chance.uniform(0.0, 0.3)
+        # Importing takes seconds; what matters is the moment after the watchdog was started.
+        assert eventually(lambda pid=process.pid: started_by(pid))
+        time.sleep(moment)
+        seen += len(set(processes("-server 127.0.0.1:")) - before)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert eventually(lambda pid=process.pid: not started_by(pid))
+        assert eventually(lambda: set(processes("-server 127.0.0.1:")) <= before)
+    assert seen >= TIMES // 4, "most were killed before there was a server"
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_workers_that_nobody_ends_never_lose_a_value(context):
+    with servers(1) as (server,):
+        for _ in range(TIMES // 4):
+            server.client().flushall()
+            finish(job("held_worker_job", *map(str, server.host.values()), "None", context))
+            assert server.client().dbsize() == 30
