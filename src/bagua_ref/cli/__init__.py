@@ -1,6 +1,7 @@
 """The command line: ``bagua-ref demo`` trains with every algorithm, ``bagua-ref doctor`` says what this machine can do.
 
-``bagua-ref balance`` shows what the balanced sampler would do for given lengths.
+``bagua-ref balance`` shows what the balanced sampler would do for given lengths, ``bagua-ref vectors`` writes golden vectors and
+checks another implementation's outputs against them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import bagua_ref
+from bagua_ref.cli import vectors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -136,4 +138,5 @@ def _parser() -> argparse.ArgumentParser:
     balance.add_argument(
         "--output", type=Path, default=Path("balance.png"), metavar="FILE", help="the picture (default: %(default)s)"
     )
+    vectors.add_parser(commands)
     return parser

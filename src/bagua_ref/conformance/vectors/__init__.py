@@ -1,0 +1,19 @@
+"""Golden vectors: cases with inputs and expected outputs as files, so that an implementation in any language can be checked."""
+
+from bagua_ref.conformance.vectors.case import Case
+from bagua_ref.conformance.vectors.check import Report, Verdict, check_outputs
+from bagua_ref.conformance.vectors.export import all_cases, export_vectors
+from bagua_ref.conformance.vectors.manifest import SPEC_VERSION, VECTORS_VERSION, VectorsError, read_manifest
+
+__all__ = [
+    "SPEC_VERSION",
+    "VECTORS_VERSION",
+    "Case",
+    "Report",
+    "VectorsError",
+    "Verdict",
+    "all_cases",
+    "check_outputs",
+    "export_vectors",
+    "read_manifest",
+]

@@ -1,0 +1,93 @@
+"""Writing the golden vectors: the same bytes on every machine."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from bagua_ref.conformance.tolerances import assert_equal
+from bagua_ref.conformance.vectors.check import tolerance_named
+from bagua_ref.conformance.vectors.codec_cases import codec_cases
+from bagua_ref.conformance.vectors.comm_op_cases import comm_op_cases
+from bagua_ref.conformance.vectors.independent import solve
+from bagua_ref.conformance.vectors.kernel_cases import kernel_cases
+from bagua_ref.conformance.vectors.manifest import (
+    MANIFEST,
+    SCHEMA,
+    VectorsError,
+    entry_of,
+    manifest_text,
+    read_manifest,
+    schema_text,
+)
+from bagua_ref.conformance.vectors.other_cases import cache_cases, optimizer_cases, peer_cases, sampler_cases
+from bagua_ref.conformance.vectors.safetensors_file import write_safetensors
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from bagua_ref.conformance.vectors.case import Case
+
+__all__ = ["all_cases", "export_vectors"]
+
+
+def all_cases() -> Iterator[Case]:
+    """Yield every golden vector, computed by the reference."""
+    return chain(kernel_cases(), codec_cases(), comm_op_cases(), peer_cases(), sampler_cases(), cache_cases(), optimizer_cases())
+
+
+def export_vectors(directory: Path) -> int:
+    """Write all cases to ``directory``; return how many there are.
+
+    For each suite ``SUITE.inputs.safetensors`` and ``SUITE.expected.safetensors``; the manifest, and its schema.
+
+    Args:
+        directory: is made; must be empty if it is there.
+
+    Raises:
+        VectorsError: it is not empty, or cannot be written; or on this machine the reference and the second opinion differ.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if any(directory.iterdir()):
+            raise VectorsError(f"{str(directory)!r} is not empty; give a new directory, or empty this one first")
+        count = _write(directory)
+    except OSError as error:
+        raise VectorsError(f"{str(directory)!r} cannot be written: {error}") from None
+    read_manifest(directory)
+    return count
+
+
+def _write(directory: Path) -> int:
+    suites: dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]] = {}
+    entries = {}
+    for case in all_cases():
+        assert case.id not in entries, case.id
+        _cross_check(case)
+        entries[case.id] = entry_of(case)
+        inputs, expected = suites.setdefault(case.suite, ({}, {}))
+        inputs.update({f"{case.id}:{name}": x for name, x in case.inputs.items()})
+        expected.update({f"{case.id}:{name}": x for name, x in case.outputs.items()})
+        inputs.update({f"{case.id}:{name}.magnitude": x for name, x in case.magnitudes.items()})
+    files = {}
+    for suite, tensors in suites.items():
+        for kind, named in zip(("inputs", "expected"), tensors, strict=True):
+            name = f"{suite}.{kind}.safetensors"
+            files[name] = write_safetensors(directory / name, named)
+    (directory / SCHEMA).write_text(schema_text(), "utf-8", newline="\n")
+    (directory / MANIFEST).write_text(manifest_text(list(entries.values()), files), "utf-8", newline="\n")
+    return len(entries)
+
+
+def _cross_check(case: Case) -> None:
+    """Compare what the reference gave with what code that shares nothing with it makes of the same inputs."""
+    second = solve(case.suite, case.operation, case.dtype, case.parameters, case.inputs)
+    assert second.keys() == case.outputs.keys(), case.id
+    for name, x in case.outputs.items():
+        try:
+            assert_equal(x, second[name], tolerance_named(case.tolerance), magnitude=case.magnitudes.get(name))
+        except AssertionError as error:
+            raise VectorsError(f"{case.id}: the reference and the second opinion differ in {name}: {error}") from None

@@ -1,0 +1,143 @@
+"""The manifest of golden vectors: what is in which file, in JSON with a schema, and whether the files are what it says."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+from bagua_ref.conformance.vectors.case import name_of
+from bagua_ref.conformance.vectors.safetensors_file import DamagedFileError, read_safetensors
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from bagua_ref.conformance.vectors.case import Case
+
+__all__ = [
+    "MANIFEST", "SCHEMA", "SPEC_VERSION", "VECTORS_VERSION", "VectorsError",
+    "entry_of", "manifest_text", "read_manifest", "read_vectors", "schema_text",
+]  # fmt: skip
+
+SPEC_VERSION = "1.0"
+"""Of the specification's clauses: another number where one of them asks for other results."""
+
+VECTORS_VERSION = "1"
+"""Of the cases and their format: what ``vectors/v1`` holds."""
+
+MANIFEST, SCHEMA = "manifest.json", "manifest.schema.json"
+
+
+class VectorsError(Exception):
+    """The vectors cannot be used: no manifest, one that does not fit its schema, a file that is missing or changed."""
+
+
+def schema_text() -> str:
+    """Return the JSON schema of a manifest."""
+    return resources.files("bagua_ref.conformance.vectors").joinpath(SCHEMA).read_text("utf-8")
+
+
+def entry_of(case: Case) -> dict[str, Any]:
+    """Return what the manifest says of a case."""
+    outputs = _described(case, case.outputs)
+    for output in outputs:
+        if output["name"] in case.magnitudes:
+            output["magnitude"] = f"{output['tensor']}.magnitude"
+    return {
+        "id": case.id,
+        "operation": case.operation,
+        "clause": case.clause,
+        "dtype": case.dtype,
+        "seed": case.seed,
+        "tolerance": case.tolerance,
+        "flags": list(case.flags),
+        "parameters": case.parameters,
+        "suite": case.suite,
+        "inputs": _described(case, case.inputs),
+        "outputs": outputs,
+    }
+
+
+def _described(case: Case, tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
+    return [
+        {"name": name, "tensor": f"{case.id}:{name}", "dtype": name_of(x.dtype), "shape": list(x.shape)}
+        for name, x in tensors.items()
+    ]
+
+
+def manifest_text(entries: list[dict[str, Any]], files: dict[str, bytes]) -> str:
+    """Return the manifest, a line for each file and each case, so that a change can be read."""
+    head = {
+        "format": "bagua_ref golden vectors",
+        "vectors_version": VECTORS_VERSION,
+        "spec_version": SPEC_VERSION,
+        "nan": "any NaN equals any other, but in payloads, where its bits are fixed (S4.4)",
+    }
+    listed = [{"name": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()]
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
+    lines += ['"files": [', ",\n".join(map(json.dumps, listed)), "],", '"cases": [', ",\n".join(map(json.dumps, entries)), "]"]
+    return "{\n" + "\n".join(lines) + "\n}\n"
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """Return the manifest of vectors in ``directory``.
+
+    Raises:
+        VectorsError: there is none, or it does not fit the schema; or jsonschema, which says so, is not installed.
+    """
+    try:
+        from jsonschema import Draft202012Validator
+    except ModuleNotFoundError:
+        raise VectorsError("golden vectors need jsonschema: pip install 'bagua_ref[conformance]'") from None
+    path = directory / MANIFEST
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise VectorsError(f"{str(path)!r} cannot be read: {error.strerror}; is this a directory of vectors?") from None
+    except (ValueError, RecursionError) as error:
+        raise VectorsError(f"{str(path)!r} is no JSON: {error}") from None
+    if isinstance(manifest, dict) and manifest.get("vectors_version", VECTORS_VERSION) != VECTORS_VERSION:
+        raise VectorsError(
+            f"{str(path)!r} has vectors_version {manifest['vectors_version']!r}; this bagua_ref checks {VECTORS_VERSION!r}"
+        )
+    misfit = next(iter(Draft202012Validator(json.loads(schema_text())).iter_errors(manifest)), None)
+    if misfit is not None:
+        place = "/".join(map(str, misfit.absolute_path)) or "the top"
+        raise VectorsError(f"{str(path)!r} does not fit the schema at {place}: {misfit.message[:200]}")
+    return manifest
+
+
+def read_vectors(directory: Path, manifest: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
+    """Return the tensors of every file that the manifest lists, by file and name.
+
+    Raises:
+        VectorsError: a file is missing or is not what was exported, or lacks what a case lists.
+    """
+    found: dict[str, dict[str, Tensor]] = {}
+    for entry in manifest["files"]:
+        path = directory / entry["name"]
+        try:
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+            if digest != entry["sha256"]:
+                raise VectorsError(f"{str(path)!r} is not what was exported: its sha256 is {digest}, not {entry['sha256']}")
+            found[entry["name"]] = read_safetensors(path)
+        except OSError as error:
+            raise VectorsError(f"{str(path)!r} cannot be read: {error.strerror}") from None
+        except DamagedFileError as error:
+            raise VectorsError(f"{str(path)!r}: {error}") from None
+    ids = [case["id"] for case in manifest["cases"]]
+    if len(set(ids)) != len(ids):
+        raise VectorsError(f"{str(directory / MANIFEST)!r} has a case twice: {next(name for name in ids if ids.count(name) > 1)}")
+    for case in manifest["cases"]:
+        for kind, listed in (("inputs", case["inputs"]), ("expected", case["outputs"])):
+            name = f"{case['suite']}.{kind}.safetensors"
+            for entry in listed:
+                x = found.get(name, {}).get(entry["tensor"])
+                if x is None or name_of(x.dtype) != entry["dtype"] or list(x.shape) != entry["shape"]:
+                    raise VectorsError(f"{str(directory / name)!r} has no {entry['tensor']} as the manifest describes it")
+                if "magnitude" in entry and entry["magnitude"] not in found.get(f"{case['suite']}.inputs.safetensors", {}):
+                    raise VectorsError(f"{str(directory)!r} has no {entry['magnitude']} among the inputs")
+    return found
