@@ -10,6 +10,17 @@ import torch
 from bagua_ref.backends import get_backend
 from bagua_ref.flat_storage import FlatStorage
 
+def test_S2_3_a_tensor_that_is_its_own_effective_one_is_divided_once() -> None:
+    tensor = torch.ones(4).ensure_bagua_tensor("t")
+    storage = FlatStorage("0", [tensor], [tensor], flatten=True, alignment=1)
+    for _ in range(2):
+        tensor.data = torch.full((4,), 6.0)
+        storage.take_in(0, 3)
+        storage.settle()
+        assert storage.load(get_backend("reference"), 3).tolist() == [2] * 4
+        assert tensor.tolist() == [2] * 4
+
+
 Change = Callable[[torch.nn.Parameter, FlatStorage, int], None]
 
 
@@ -68,6 +79,8 @@ def test_S2_4_each_value_is_loaded_as_it_is_now_and_divided_once(changes: tuple[
     for round_ in range(2):  # the second one begins with the gradient inside
         for change in changes:
             change(parameter, storage, divisor)
+        if mark in changes:
+            storage.settle()
         expected = torch.zeros(6) if parameter.grad is None else parameter.grad.reshape(-1) / divisor
         flat = storage.load(get_backend("reference"), divisor)
         assert torch.equal(flat, torch.cat([expected, torch.zeros(2)])), round_

@@ -121,6 +121,10 @@ class BaguaBucket:
         """Bring tensor ``place``, just marked ready, into flat storage."""
         self._storage.take_in(place, self._divisor)
 
+    def settle(self) -> None:
+        """Put what was taken in where operations will find it; all tensors are marked."""
+        self._storage.settle()
+
     def copy_from_flat(self, flat: Tensor) -> None:
         """Copy ``flat``, as large as the bucket, into the effective tensors, wherever they are; padding is left out."""
         if flat.numel() != self._numel:

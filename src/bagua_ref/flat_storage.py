@@ -81,7 +81,7 @@ class FlatStorage:
     def take_in(self, place: int, divisor: int) -> None:
         """Bring tensor ``place`` back into flat storage: a gradient just marked is in the cache still, a weight not yet read.
 
-        To be divided, the tensor stays where it is until `load`: should it be added to and marked again, it is divided anew.
+        To be divided, the tensor stays where it is until `settle`: should it be added to and marked again, it is divided anew.
         """
         proxy, view = self._tensors[place], self._views[place] if self._flatten else None
         tensor = registration(proxy).effective(proxy)
@@ -92,6 +92,15 @@ class FlatStorage:
         else:
             torch.div(tensor.detach(), divisor, out=view)
             self._divided[place] = tensor, tensor._version
+
+    def settle(self) -> None:
+        """Make what has been divided part of flat storage: all tensors are marked, and no other mark comes before `load`."""
+        for place, (tensor, version) in list(self._divided.items()):
+            proxy = self._tensors[place]
+            if registration(proxy).effective(proxy) is tensor and version == tensor._version:
+                registration(proxy).replace(proxy, self._views[place])
+                inside = self._effective_or_zero(proxy)
+                self._divided[place] = inside, inside._version
 
     def load(self, kernels: KernelBackend, divisor: int = 1) -> Tensor:
         """Return the flat tensor: the effective tensors' values over ``divisor``, wherever they are, and zero padding."""
@@ -107,13 +116,12 @@ class FlatStorage:
         for place, (proxy, tensor, view) in enumerate(zip(self._tensors, effective, self._views, strict=True)):
             inside = tensor.data_ptr() == view.data_ptr() and tensor.stride() == view.stride()
             known, version = self._divided.pop(place, (None, 0))
-            divided = not inside and known is tensor and version == tensor._version
-            if not inside and not divided:
+            divided = inside and known is tensor and version == tensor._version
+            if not inside:
                 strayed.append((tensor.detach(), view))
+                registration(proxy).replace(proxy, view)
             if not divided:
                 undivided.append(view)
-            if not inside:
-                registration(proxy).replace(proxy, view)
         if strayed:
             torch._foreach_copy_([view for _, view in strayed], [tensor for tensor, _ in strayed])
         if divisor > 1 and undivided:

@@ -79,6 +79,7 @@ class Engine:
         bucket, place = self._places[name]
         bucket.take_in(place)
         for ready in scheduled:
+            self._buckets[ready].settle()
             self._worker.submit(_BucketRun(self._buckets[ready]))
 
     def wait_pending_comm_ops(self) -> None:
