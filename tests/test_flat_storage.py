@@ -10,6 +10,7 @@ import torch
 from bagua_ref.backends import get_backend
 from bagua_ref.flat_storage import FlatStorage
 
+
 def test_S2_3_a_tensor_that_is_its_own_effective_one_is_divided_once() -> None:
     tensor = torch.ones(4).ensure_bagua_tensor("t")
     storage = FlatStorage("0", [tensor], [tensor], flatten=True, alignment=1)
