@@ -17,18 +17,24 @@ class Emulator:
 
     def __init__(self, path) -> None:
         self._run = ctypes.CDLL(str(path)).emulation_run
+        number, size = ctypes.c_uint, ctypes.c_size_t
         self._run.argtypes = [
-            ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_uint, ctypes.c_char_p,
-            ctypes.c_size_t,
+            ctypes.c_char_p, number, number, number, number, size, ctypes.c_void_p, number, ctypes.c_char_p, size,
         ]  # fmt: skip
 
-    def run(self, launch: Launch, workspace: int = 0, order: int = 0) -> None:
-        """Run a launch; ``order`` is that of the threads: 0 as numbered, 1 backwards, else shuffled by it."""
-        arguments, keep = pack(launch, workspace)
+    def run(self, launch: Launch, workspace: int = 0, order: int = 0, blocks: range | None = None) -> None:
+        """Run a launch, or some blocks of it; ``order`` of the threads: 0 as numbered, 1 backwards, else shuffled by it."""
+        arguments, _values = pack(launch, workspace)
+        self.run_packed(launch.kernel, launch.grid, launch.block, launch.shared, ctypes.addressof(arguments), order, blocks)
+
+    def run_packed(
+        self, kernel: str, grid: int, block: int, shared: int, arguments: int, order: int = 0, blocks: range | None = None
+    ) -> None:
+        """Run a kernel on the addresses of its arguments, as a CUDA driver takes them."""
+        some = blocks or range(grid)
         error = ctypes.create_string_buffer(1000)
-        if self._run(launch.kernel.encode(), launch.grid, launch.block, launch.shared, arguments, order, error, len(error)):
-            raise RuntimeError(f"{launch.kernel}: {error.value.decode()}")
-        del keep
+        if self._run(kernel.encode(), some.start, some.stop, grid, block, shared, arguments, order, error, len(error)):
+            raise RuntimeError(f"{kernel}: {error.value.decode()}")
 
 
 @functools.cache

@@ -91,5 +91,9 @@ def _copy(tensor: Tensor, device: str) -> Tensor:
     room = torch.empty(span * item + 32, dtype=torch.uint8, device=device)
     skip = (tensor.data_ptr() - room.data_ptr()) % 16
     copy = room[skip : skip + span * item].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
-    copy.copy_(tensor)
+    once, there = tensor, copy
+    for axis, stride in enumerate(tensor.stride()):
+        if stride == 0:  # one place for many elements
+            once, there = once[(slice(None),) * axis + (slice(1),)], there[(slice(None),) * axis + (slice(1),)]
+    there.copy_(once)
     return copy

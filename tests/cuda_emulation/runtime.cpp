@@ -321,9 +321,9 @@ Register::Register(const char* kernel, Body body) { kernels()[kernel] = body; }
 
 }  // namespace emulation
 
-// Run one kernel on one grid. Returns 0, or 1 with what went wrong in `error`.
-extern "C" int emulation_run(const char* kernel, unsigned blocks, unsigned threads, size_t shared, void** arguments, unsigned order,
-                             char* error, size_t size) {
+// Run one kernel on the blocks from `first` up to `end` of one grid. Returns 0, or 1 with what went wrong in `error`.
+extern "C" int emulation_run(const char* kernel, unsigned first, unsigned end, unsigned blocks, unsigned threads, size_t shared,
+                             void** arguments, unsigned order, char* error, size_t size) {
     using namespace emulation;
     const std::lock_guard<std::mutex> lock(one_grid);
     const auto found = kernels().find(kernel);
@@ -331,7 +331,7 @@ extern "C" int emulation_run(const char* kernel, unsigned blocks, unsigned threa
     if (found == kernels().end()) failure = "there is no such kernel";
     const Grid now = {failure.empty() ? found->second : nullptr, arguments, {blocks, 1, 1}, {threads, 1, 1}, shared, order};
     grid = &now;
-    for (unsigned block = 0; block < blocks && failure.empty(); ++block) {
+    for (unsigned block = first; block < end && failure.empty(); ++block) {
 #ifdef EMULATION_THREADS
         std::thread(run_block, Index{block, 0, 0}).join();
 #else
