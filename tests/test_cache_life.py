@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 import warnings
 from pathlib import Path
 
 import pytest
+import redis
 import torch
 import torch.distributed as dist
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 from tests.cache_jobs import Plain, epoch
 from tests.cache_servers import PROGRAM, eventually, every_backend, need, processes, zombies_of
 from tests.launch import launch, outcomes
@@ -87,6 +91,7 @@ def test_a_killed_server_or_watchdog_leaves_neither_zombie_nor_server(victim):
     with pytest.warns(UserWarning, match="goes on without"):
         assert loader.get("a", str) == "a"
     if victim == 1:
+        time.sleep(0.3)  # for the watchdog to notice
         assert zombies_of(os.getpid()) == []
     again = CacheLoader()  # starts another
     assert again.get("a", str) == "a"
@@ -113,6 +118,17 @@ def test_the_password_is_in_no_process_list_environment_or_file():
     assert password not in listing
     assert password not in repr(CacheLoader())
     assert password not in repr(job_servers._own)
+
+
+def test_the_small_server_asks_for_its_password_too():
+    CacheLoader("fakeredis").get("a", str)
+    (address,) = job_servers.addresses("fakeredis", 107_374_182_400, every_node=True)
+    assert address["host"] == "127.0.0.1"
+    for password in (None, "guess"):
+        client = redis.Redis(port=address["port"], password=password, protocol=2, retry=Retry(NoBackoff(), 0))
+        with pytest.raises((redis.AuthenticationError, redis.ResponseError), match="password|Authentication"):
+            client.get("_a")
+    assert redis.Redis(**address, protocol=2).get("_a") is not None
 
 
 @pytest.mark.redis
@@ -318,7 +334,9 @@ def shut_down_together() -> tuple[int, int]:
     before = loader.num_keys()
     bagua_ref.barrier()
     loader.store.shutdown()
-    return before, CacheLoader("fakeredis").num_keys()
+    again = CacheLoader("fakeredis")
+    assert again.store.status()
+    return before, again.num_keys()
 
 
 def test_ranks_that_shut_down_together_meet_at_a_new_server():

@@ -263,14 +263,13 @@ def test_without_its_server_load_fn_serves(server):
         for i in range(50):
             assert loader.get(i, make) == f"value of {i}"
             assert len(loader._buffer._values) < 4
+        assert 1 <= loader.stats().errors < 20  # it does not ask each time
+        assert eventually(lambda: loader.get(f"more {len(make.asked)}", make) and loader.stats().errors >= 3)
 
     with pytest.warns(UserWarning, match=r"the cache goes on without what it cannot have: redis at 127.0.0.1:\d+ fails") as caught:
         train()
     assert len(caught) == 1
-    assert make.asked == ["a", *range(50)]
-    stats = loader.stats()
-    assert 1 <= stats.errors < 20  # it does not ask each time
-    assert (stats.hits, stats.misses) == (0, 51)
+    assert make.asked[:51] == ["a", *range(50)]
     assert loader.num_keys() == 0
     loader.close()
     server.start()
