@@ -126,7 +126,7 @@ def test_the_small_server_asks_for_its_password_too():
     assert address["host"] == "127.0.0.1"
     for password in (None, "guess"):
         client = redis.Redis(port=address["port"], password=password, protocol=2, retry=Retry(NoBackoff(), 0))
-        with pytest.raises((redis.AuthenticationError, redis.ResponseError), match="password|Authentication"):
+        with pytest.raises((redis.AuthenticationError, redis.ResponseError), match=r"password|Authentication"):
             client.get("_a")
     assert redis.Redis(**address, protocol=2).get("_a") is not None
 
