@@ -6,6 +6,7 @@ import warnings
 import weakref
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 
 from bagua_ref.contrib.fuse.layout import chains, flatten_weights, held_by_bucket, is_plain, owns_storage
@@ -58,6 +59,10 @@ class Fuser(NotCopied):
             self._check(optimizer)
             self._checked = found
         groups, self._num_groups = optimizer.param_groups[self._num_groups :], len(optimizer.param_groups)
+        if groups:
+            # A C library keeps freed memory of up to twice the largest block that it has seen, and gives more back to the system.
+            # To get a step's temporary tensors from there again would take longer than the step. Nothing touches this block.
+            np.empty(2**24, dtype=np.uint8)
         if groups and self._do_flatten:
             with torch.no_grad():
                 for group in groups:
@@ -79,8 +84,7 @@ class Fuser(NotCopied):
             del before[_HOOK], after[_HOOK]
             self._loss = None
             if self._groups is not None:  # the step raised
-                with torch.no_grad():
-                    self._restore(optimizer)
+                self._restore(optimizer)
                 self._plan = None
 
     def _exchange(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
@@ -93,8 +97,7 @@ class Fuser(NotCopied):
                 self._loss = closure()
             args = (*args[:1], *(None for _ in args[1:2]), *args[2:])
             kwargs = {name: value for name, value in kwargs.items() if name != "closure"}
-        with torch.no_grad():
-            plan = self._plan_with_gradients(optimizer)
+        plan = self._plan_with_gradients(optimizer)
         self._groups = []
         for group, planned in zip(optimizer.param_groups, plan.groups, strict=True):
             self._groups.append((group, group["params"]))
@@ -110,7 +113,8 @@ class Fuser(NotCopied):
         if self._plan is None or not self._plan.take_gradients(optimizer):
             self._look_after_weights()
             self.take_in(optimizer)
-            self._plan = Plan(optimizer, self._allow_inexact)
+            with torch.no_grad():
+                self._plan = Plan(optimizer, self._allow_inexact)
             current = self._plan.take_gradients(optimizer)
             assert current, "a new plan is out of date"
         if self._do_flatten:
@@ -133,10 +137,9 @@ class Fuser(NotCopied):
         if self._groups is None:
             return
         assert self._plan is not None
-        with torch.no_grad():
-            states = self._restore(optimizer)
-            plan, self._plan = self._plan, None
-            lasting = [run.push(state, optimizer.state) for run, state in zip(plan.runs, states, strict=True)]
+        states = self._restore(optimizer)
+        plan, self._plan = self._plan, None
+        lasting = [run.push(state, optimizer.state) for run, state in zip(plan.runs, states, strict=True)]
         if plan.parameters:
             # Autograd has to know that weights which a graph may have saved are others now.
             torch.autograd.graph.increment_version(plan.parameters)

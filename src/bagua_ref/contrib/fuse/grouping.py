@@ -18,12 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["find_runs", "long_run"]
 
 LONG, LONG_ON_CPU = 2**24, 2**19
-"""Elements at which a run is long enough.
-
-A step makes temporary tensors as long as a run. On a CPU the allocator gives more than a few MB of them back to the system each
-time, and to get them anew takes longer than the step: half as many elements where there are two of them at once.
-"""
-ONE_TEMPORARY = ("Adagrad", "RMSprop", "SGD")
+"""Elements at which a run is long enough. Temporary tensors of a step are as long, and should stay in a CPU's cache."""
 
 
 def find_runs(parameters: Sequence[Tensor], store: dict[Any, Any], long: int) -> Iterator[Run]:
@@ -43,11 +38,9 @@ def find_runs(parameters: Sequence[Tensor], store: dict[Any, Any], long: int) ->
                     yield _make_run(parts, store, signature)
 
 
-def long_run(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int:
+def long_run(group: dict[str, Any]) -> int:
     """Return the number of elements from which on another run is no slower."""
-    if group.get("fused") or any(p.device.type != "cpu" for p in group["params"]):
-        return LONG
-    return LONG_ON_CPU if type(optimizer).__name__ in ONE_TEMPORARY else LONG_ON_CPU // 2
+    return LONG if group.get("fused") or any(p.device.type != "cpu" for p in group["params"]) else LONG_ON_CPU
 
 
 def _of_good_length(parameters: list[Tensor], long: int) -> Iterator[list[Tensor]]:

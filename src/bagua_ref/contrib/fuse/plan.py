@@ -77,7 +77,7 @@ class Plan:
                     and _is_dense(grad, parameter)
                 ):
                     joinable.append(parameter)
-            planned.runs = list(find_runs(joinable, self.state, long_run(optimizer, group)))
+            planned.runs = list(find_runs(joinable, self.state, long_run(group)))
             in_runs = {id(parameter) for run in planned.runs for parameter in run.parameters}
             planned.stepped = [run.weight for run in planned.runs]
             planned.stepped += [parameter for parameter in planned.parameters if id(parameter) not in in_runs]

@@ -201,17 +201,19 @@ class Run:
         if self._copy is None:
             self._copy = torch.empty_like(self.weight, requires_grad=False)
             self._copied = self._parts(self._copy)
-        if self._one_dimensional:
-            torch.cat(grads, out=self._copy)  # twice as fast
-        else:
-            torch._foreach_copy_(self._copied, grads)
+        with torch.no_grad():
+            if self._one_dimensional:
+                torch.cat(grads, out=self._copy)  # twice as fast
+            else:
+                torch._foreach_copy_(self._copied, grads)
         self.weight.grad, self._copy_version = self._copy, self._copy._version
 
     def give_gradient_back(self) -> None:
         """Let go of the flat weight's gradient; what a step did to it, it did to the parameters' own."""
         copy, self.weight.grad = self._copy, None
         if copy is not None and copy._version != self._copy_version:  # foreach=True with nesterov=True adds momentum to it
-            torch._foreach_copy_(list(map(get_grad, self.parameters)), self._copied)
+            with torch.no_grad():
+                torch._foreach_copy_(list(map(get_grad, self.parameters)), self._copied)
         if copy is not None and copy.device.type != "cpu":  # where memory is scarcer, and an allocation is quick
             self._copy, self._copied = None, []
 
