@@ -37,7 +37,7 @@ def peer_cases() -> Iterator[Case]:
 
 _SAMPLERS: tuple[dict[str, Any], ...] = tuple(
     {"N": n, "num_replicas": r, "shuffle": shuffle, "drop_last": drop_last, "random_level": level, "seed": seed, "epoch": epoch}
-    for n, r in ((1, 1), (1, 4), (3, 4), (10, 3), (12, 3), (64, 8), (101, 7))
+    for n, r in ((1, 1), (1, 4), (3, 4), (10, 3), (12, 3), (64, 8), (101, 7), (257, 16))
     for shuffle, drop_last, level, seed, epoch in (
         (False, False, 0.0, 0, 0),
         (False, True, 0.0, 0, 0),

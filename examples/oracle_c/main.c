@@ -1,0 +1,115 @@
+/* Answers the golden vectors of bagua_ref that it knows the operations of: oracle VECTORS OUTPUTS. */
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "json.h"
+#include "memory.h"
+#include "minmax_uint8.h"
+#include "safetensors.h"
+#include "shift_one.h"
+
+static output *first_output, **last_output = &first_output;
+
+static unsigned char *give(const json *kase, const char *name, const char *type, size_t elements, size_t size) {
+    for (const json *o = json_need(kase, "outputs", JSON_ARRAY)->first; o; o = o->next) {
+        if (strcmp(json_need(o, "name", JSON_STRING)->string, name) != 0) continue;
+        output *made = need_memory(sizeof *made);
+        unsigned char *data = need_memory(size);
+        *made = (output){json_need(o, "tensor", JSON_STRING)->string, type, data, elements, size, NULL};
+        *last_output = made;
+        last_output = &made->next;
+        return data;
+    }
+    die("a case has no output %s", name);
+}
+
+/* Return an input's bytes. */
+static const unsigned char *input(const json *kase, const tensor_file *file, const char *name, const char *type, size_t *size) {
+    for (const json *i = json_need(kase, "inputs", JSON_ARRAY)->first; i; i = i->next)
+        if (strcmp(json_need(i, "name", JSON_STRING)->string, name) == 0)
+            return find_tensor(file, json_need(i, "tensor", JSON_STRING)->string, type, size);
+    die("a case has no input %s", name);
+}
+
+static size_t count_of(const json *parameters, const char *name) {
+    return (size_t)json_need(parameters, name, JSON_NUMBER)->number;
+}
+
+static void compress(dtype type, const unsigned char *x, size_t chunks, size_t count, unsigned char *payload) {
+    for (size_t i = 0; i < chunks; i++)
+        compress_chunk(type, x + i * count * item_size(type), count, payload + i * block_size(count));
+}
+
+static void decompress(dtype type, const unsigned char *payload, size_t chunks, size_t count, unsigned char *x) {
+    for (size_t i = 0; i < chunks; i++)
+        decompress_chunk(type, payload + i * block_size(count), count, x + i * count * item_size(type));
+}
+
+static void answer_codec(const json *kase, const char *operation, const tensor_file *file) {
+    const char *name = json_need(kase, "dtype", JSON_STRING)->string;
+    dtype type = strcmp(name, "float32") == 0 ? FLOAT32 : strcmp(name, "float16") == 0 ? FLOAT16 : BFLOAT16;
+    const char *code = type == FLOAT32 ? "F32" : type == FLOAT16 ? "F16" : "BF16";
+    const json *parameters = json_need(kase, "parameters", JSON_OBJECT);
+    size_t chunks = count_of(parameters, "num_chunks"), size;
+    if (chunks == 0) die("num_chunks is 0");
+    if (strcmp(operation, "decompress_minmax_uint8") == 0) {
+        size_t elements = count_of(parameters, "num_elements");
+        const unsigned char *payload = input(kase, file, "payload", "U8", &size);
+        if (size != chunks * block_size(elements / chunks)) die("a payload has %zu bytes", size);
+        decompress(type, payload, chunks, elements / chunks, give(kase, "x", code, elements, elements * item_size(type)));
+        return;
+    }
+    const unsigned char *x = input(kase, file, "x", code, &size);
+    size_t elements = size / item_size(type), count = elements / chunks, bytes = chunks * block_size(count);
+    unsigned char *payload = give(kase, "payload", "U8", bytes, bytes);
+    const json *target = json_get(parameters, "target_chunk");
+    if (target && target->kind == JSON_NUMBER) { /* one chunk alone, the other blocks stay (S4.5) */
+        size_t place = (size_t)target->number;
+        memcpy(payload, input(kase, file, "payload", "U8", &size), bytes);
+        compress_chunk(type, x + place * count * item_size(type), count, payload + place * block_size(count));
+        return;
+    }
+    compress(type, x, chunks, count, payload);
+    if (strcmp(operation, "roundtrip_minmax_uint8") == 0)
+        decompress(type, payload, chunks, count, give(kase, "x", code, elements, elements * item_size(type)));
+}
+
+static int64_t load_int64(const unsigned char *place) {
+    uint64_t value = 0;
+    for (int i = 7; i >= 0; i--) value = value << 8 | place[i];
+    return (int64_t)value;
+}
+
+static void answer_peers(const json *kase, const tensor_file *file) {
+    size_t size, more;
+    const unsigned char *ranks = input(kase, file, "rank", "I64", &size), *steps = input(kase, file, "step", "I64", &more);
+    int64_t nranks = (int64_t)count_of(json_need(kase, "parameters", JSON_OBJECT), "nranks");
+    unsigned char *peers = give(kase, "peer", "I64", size / 8, size);
+    for (size_t at = 0; at < size && at < more; at += 8) {
+        uint64_t peer = (uint64_t)shift_one_peer(load_int64(ranks + at), nranks, load_int64(steps + at));
+        for (int i = 0; i < 8; i++) peers[at + (size_t)i] = (unsigned char)(peer >> (8 * i));
+    }
+}
+
+int main(int argc, char **argv) {
+    if (argc != 3) die("usage: %s VECTORS OUTPUTS", argv[0]);
+    size_t size, answered = 0, left = 0;
+    json *manifest = json_parse(read_file(argv[1], "manifest.json", &size));
+    if (!manifest) die("%s/manifest.json is no JSON", argv[1]);
+    if (strcmp(json_need(manifest, "vectors_version", JSON_STRING)->string, "1") != 0) die("this program knows version 1 only");
+    tensor_file *codec = open_tensors(argv[1], "codec.inputs.safetensors");
+    tensor_file *peers = open_tensors(argv[1], "peers.inputs.safetensors");
+    for (const json *kase = json_need(manifest, "cases", JSON_ARRAY)->first; kase; kase = kase->next) {
+        const char *operation = json_need(kase, "operation", JSON_STRING)->string;
+        bool is_codec = strstr(operation, "_minmax_uint8") != NULL, is_peers = strcmp(operation, "shift_one_peer") == 0;
+        if (is_codec) answer_codec(kase, operation, codec);
+        if (is_peers) answer_peers(kase, peers);
+        if (is_codec || is_peers) answered++;
+        else left++;
+    }
+    write_tensors(argv[2], "outputs.safetensors", first_output);
+    printf("%zu cases answered, %zu are of other operations\n", answered, left);
+    return 0;
+}

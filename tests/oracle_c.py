@@ -1,0 +1,43 @@
+"""Builds the client in C, whole or with a fault planted, for the tests that need it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "examples" / "oracle_c"
+VECTORS = ROOT / "vectors" / "v1"
+OPERATIONS = ("compress_minmax_uint8", "decompress_minmax_uint8", "roundtrip_minmax_uint8", "shift_one_peer")
+
+
+def need_compiler() -> None:
+    """Skip the test where there is no C compiler or make; fail it in CI, which has both."""
+    missing = [program for program in ("cc", "make") if shutil.which(program) is None]
+    if missing and os.environ.get("CI"):
+        pytest.fail(f"CI must build the client in C, but lacks {', '.join(missing)}")
+    if missing:
+        pytest.skip(f"needs {', '.join(missing)}")
+
+
+def build(folder: Path, fault: tuple[str, str, str] | None = None) -> Path:
+    """Build in ``folder``; ``fault`` is a file and what to replace in it by what. Return the program."""
+    for path in (*SOURCE.glob("*.[ch]"), SOURCE / "Makefile"):
+        shutil.copy(path, folder)
+    if fault is not None:
+        name, old, new = fault
+        text = (folder / name).read_text()
+        assert text.count(old) == 1, f"{old!r} is {text.count(old)} times in {name}"
+        (folder / name).write_text(text.replace(old, new))
+    made = subprocess.run(["make", "-C", str(folder), "oracle"], capture_output=True, text=True, timeout=120)
+    assert made.returncode == 0, made.stderr
+    return folder / "oracle"
+
+
+def run(program: Path, vectors: Path, outputs: Path) -> subprocess.CompletedProcess[str]:
+    outputs.mkdir(exist_ok=True)
+    return subprocess.run([str(program), str(vectors), str(outputs)], capture_output=True, text=True, timeout=60)

@@ -1,0 +1,505 @@
+"""Golden vectors: the committed ones are what is exported, every kind of wrong output is told, and the C client passes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jsonschema import Draft202012Validator
+from safetensors.torch import load_file, save_file
+from tests import oracle_c
+from tests.oracle_c import OPERATIONS, VECTORS
+
+from bagua_ref.algorithms.q_adam import QAdamOptimizer
+from bagua_ref.backends.base import COMPRESSIBLE, FLOATS
+from bagua_ref.cli import main
+from bagua_ref.conformance.tolerances import EXACT, ULP, assert_equal
+from bagua_ref.conformance.vectors import VectorsError, check_outputs, export_vectors, read_manifest
+from bagua_ref.conformance.vectors.case import canonical, name_of
+from bagua_ref.conformance.vectors.check import tolerance_named
+from bagua_ref.conformance.vectors.independent import solve
+from bagua_ref.conformance.vectors.manifest import read_vectors, schema_text
+from bagua_ref.conformance.vectors.numbers import Numbers
+from bagua_ref.conformance.vectors.safetensors_file import CODES, DamagedFileError, read_safetensors, write_safetensors
+from bagua_ref.contrib.utils.store import ClusterStore
+
+LIMIT = 5 * 2**20
+SUITES = ("cache", "codec", "comm_ops", "kernels", "peers", "qadam", "samplers")
+
+
+@pytest.fixture(scope="module")
+def manifest() -> dict[str, Any]:
+    return read_manifest(VECTORS)
+
+
+@pytest.fixture(scope="module")
+def tensors(manifest: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
+    return read_vectors(VECTORS, manifest)
+
+
+def inputs_of(case: dict[str, Any], tensors: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {entry["name"]: tensors[f"{case['suite']}.inputs.safetensors"][entry["tensor"]] for entry in case["inputs"]}
+
+
+def cases_of(manifest: dict[str, Any], operation: str) -> list[dict[str, Any]]:
+    found = [case for case in manifest["cases"] if case["operation"] == operation]
+    assert found
+    return found
+
+
+# What is committed.
+
+
+def test_a_fresh_export_is_what_is_committed(tmp_path: Path) -> None:
+    count = export_vectors(tmp_path / "fresh")
+    names = sorted(path.name for path in VECTORS.iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "fresh").iterdir())
+    changed = [name for name in names if (VECTORS / name).read_bytes() != (tmp_path / "fresh" / name).read_bytes()]
+    assert not changed, "vectors/v1 must never change: what gives other results is a new version"
+    assert count == len(read_manifest(VECTORS)["cases"])
+
+
+def test_they_are_small_and_complete(manifest: dict[str, Any]) -> None:
+    assert sum(path.stat().st_size for path in VECTORS.iterdir()) <= LIMIT
+    files = {f"{suite}.{kind}.safetensors" for suite in SUITES for kind in ("inputs", "expected")}
+    assert {path.name for path in VECTORS.iterdir()} == {*files, "manifest.json", "manifest.schema.json"}
+    assert {entry["name"] for entry in manifest["files"]} == files
+    assert {flag for case in manifest["cases"] for flag in case["flags"]} == {"valid", "edge", "poison"}
+    assert {case["tolerance"].partition("(")[0] for case in manifest["cases"]} == {"EXACT", "ULP", "SUM"}
+    for dtype in FLOATS:
+        operations = {case["operation"] for case in manifest["cases"] if case["dtype"] == name_of(dtype)}
+        assert {"add", "subtract", "add_scaled", "average", "divide", "combine_ring", "async_average"} <= operations
+        assert {"update_momentum", "reduce_chunks", "gather_flat", "scatter_flat", "order_by_complexity"} <= operations
+        assert {"centralized_scatter_gather", "decentralized_shift_one", "decentralized_all"} <= operations
+    for dtype in COMPRESSIBLE:
+        operations = {case["operation"] for case in manifest["cases"] if case["dtype"] == name_of(dtype)}
+        assert {*OPERATIONS[:3], "centralized_low_precision", "low_precision_decentralized", "qadam_momentum"} <= operations
+        worlds = [case["parameters"]["nodes"] for case in manifest["cases"] if case["suite"] == "comm_ops"]
+        assert {sum(nodes) for nodes in worlds} >= {1, 2, 3, 4, 5, 6, 8}
+        assert any(len(set(nodes)) > 1 for nodes in worlds)
+
+
+def test_the_schema_is_one_and_is_committed() -> None:
+    Draft202012Validator.check_schema(json.loads(schema_text()))
+    assert (VECTORS / "manifest.schema.json").read_text("utf-8") == schema_text()
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_the_page_lists_every_operation(suite: str, manifest: dict[str, Any]) -> None:
+    page = (oracle_c.ROOT / "docs" / "vectors.md").read_text()
+    for case in (case for case in manifest["cases"] if case["suite"] == suite):
+        assert f"`{case['operation']}`" in page
+        for name in case["parameters"]:
+            assert f"`{name}`" in page
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_the_files_alone_are_enough_to_compute_every_case(suite: str, manifest: dict[str, Any], tensors: Any) -> None:
+    for case in (case for case in manifest["cases"] if case["suite"] == suite):
+        found = solve(suite, case["operation"], case["dtype"], case["parameters"], inputs_of(case, tensors))
+        for output in case["outputs"]:
+            expected = tensors[f"{suite}.expected.safetensors"][output["tensor"]]
+            magnitude = tensors[f"{suite}.inputs.safetensors"].get(output.get("magnitude"))
+            assert_equal(found[output["name"]], expected, tolerance_named(case["tolerance"]), magnitude=magnitude)
+
+
+@pytest.mark.parametrize("name", [f"{suite}.{kind}" for suite in SUITES for kind in ("inputs", "expected")])
+def test_the_safetensors_library_reads_the_same(name: str, tensors: Any) -> None:
+    found, ours = load_file(VECTORS / f"{name}.safetensors"), tensors[f"{name}.safetensors"]
+    assert found.keys() == ours.keys()
+    for key, x in found.items():
+        assert_equal(ours[key], x, EXACT)
+
+
+def test_no_nan_has_bits_of_its_own(tensors: Any) -> None:
+    for file in tensors.values():
+        for name, x in file.items():
+            if x.dtype.is_floating_point and x.numel():
+                assert torch.equal(x.reshape(-1).view(torch.uint8), canonical(x).reshape(-1).view(torch.uint8)), name
+
+
+@pytest.mark.filterwarnings("ignore:warmup_steps=1")
+def test_S5_5_the_frozen_step_is_that_of_the_optimizer(manifest: dict[str, Any], tensors: Any) -> None:
+    for case in cases_of(manifest, "qadam_step"):
+        inputs, settings = inputs_of(case, tensors), case["parameters"]
+        p = torch.nn.Parameter(inputs["p"].clone())
+        betas = (settings["beta1"], settings["beta2"])
+        optimizer = QAdamOptimizer([p], lr=settings["lr"], warmup_steps=settings["s"], betas=betas, eps=settings["eps"])
+        optimizer.step_id = settings["s"] - 1
+        state = optimizer.ensure_state(p)
+        state["exp_avg"].copy_(inputs["m"])
+        state["exp_avg_sq"].copy_(inputs["v"])
+        p.grad = torch.zeros_like(p)
+        optimizer.step()
+        assert_equal(p, tensors["qadam.expected.safetensors"][case["outputs"][0]["tensor"]], ULP(4))
+
+
+def test_S8_1_the_cluster_store_places_keys_likewise(manifest: dict[str, Any], tensors: Any) -> None:
+    for case in cases_of(manifest, "cache_store"):
+        inputs, settings = inputs_of(case, tensors), case["parameters"]
+        data, places = bytes(inputs["keys"].tolist()), []
+        cluster = ClusterStore(list(range(settings["num_stores"])))  # type: ignore[arg-type]
+        for length in inputs["lengths"].tolist():
+            places.append(cluster.route(f"{settings['dataset_name']}_{data[:length].decode()}"))
+            data = data[length:]
+        assert places == tensors["cache.expected.safetensors"][f"{case['id']}:store"].tolist()
+
+
+def test_S7_2_noise_and_chunk_order_are_what_torch_draws(manifest: dict[str, Any], tensors: Any) -> None:
+    for case in cases_of(manifest, "sampler_indices"):
+        inputs, settings = inputs_of(case, tensors), case["parameters"]
+        costs, n, r = inputs["complexities"].tolist(), settings["N"], settings["num_replicas"]
+        chunks = max(1, n // r if settings["drop_last"] else -(-n // r))
+        noise, order = torch.zeros(n, dtype=torch.int64), torch.arange(chunks)
+        if settings["shuffle"]:
+            generator = torch.Generator().manual_seed(settings["seed"] + settings["epoch"])
+            noise = torch.randint(int((max(costs) - min(costs)) * settings["random_level"] + 1), (n,), generator=generator)
+            order = torch.randperm(chunks, generator=generator)
+        assert torch.equal(inputs["noise"], noise)
+        assert torch.equal(inputs["chunk_order"], order)
+
+
+def test_numbers_are_those_of_version_1() -> None:
+    numbers = Numbers(7)
+    drawn = [numbers.uniform(2, torch.float32), numbers.wide(2, torch.float32), numbers.halves(2, torch.float32)]
+    pinned = [[-1078696657, -1070414874], [840601233, 974321922], [-1014710272, 1083179008]]
+    assert [x.view(torch.int32).tolist() for x in drawn] == pinned
+
+
+# Verdicts.
+
+
+@pytest.fixture
+def outputs(tmp_path: Path) -> Path:
+    """Return a folder of right outputs."""
+    folder = tmp_path / "outputs"
+    folder.mkdir()
+    for path in VECTORS.glob("*.expected.safetensors"):
+        shutil.copy(path, folder)
+    return folder
+
+
+def change(outputs: Path, suite: str, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Edit one file of outputs, with the library that others use."""
+    path = outputs / f"{suite}.expected.safetensors"
+    found = load_file(path)
+    edit(found)
+    save_file({name: x.clone(memory_format=torch.contiguous_format) for name, x in found.items()}, path)
+
+
+def check(capsys: pytest.CaptureFixture[str], outputs: Path, *more: str, vectors: Path = VECTORS) -> tuple[int, str]:
+    code = main(["vectors", "check", str(vectors), "--outputs", str(outputs), *more])
+    captured = capsys.readouterr()
+    return code, captured.out + captured.err
+
+
+def test_right_outputs_pass(capsys: pytest.CaptureFixture[str], outputs: Path, manifest: dict[str, Any]) -> None:
+    code, printed = check(capsys, outputs)
+    assert code == 0, printed
+    assert f"PASSED: {len(manifest['cases'])} passed, 0 failed, 0 missing, 0 problems" in printed
+    assert "specification 1.0" in printed
+
+
+CASE = "kernels/add/float32/plain:x"
+CODEC = "codec/compress_minmax_uint8/float32/edges-nan-first:payload"
+
+
+@pytest.mark.parametrize(
+    ("suite", "edit", "message"),
+    [
+        ("kernels", lambda t: t[CASE].view(torch.int32)[3].add_(1), "1 of 33 elements differ (tolerance EXACT); first at (3,)"),
+        ("kernels", lambda t: t.pop(CASE), "S1 kernels/add/float32/plain [valid]: missing: no output x"),
+        ("kernels", lambda t: t.update({CASE: t[CASE].double()}), "x: wrong dtype: float64 instead of float32"),
+        ("kernels", lambda t: t.update({CASE: t[CASE].view(3, 11)}), "x: wrong shape: [3, 11] instead of [33]"),
+        ("kernels", lambda t: t.update({CASE: t[CASE].fill_(torch.nan)}), "33 of 33 elements differ"),
+        ("kernels", lambda t: t.update(mine=t[CASE]), "kernels.expected.safetensors: mine: extra: no case has such an output"),
+        ("kernels", lambda t: t.update({CASE + "x": t.pop(CASE)}), "extra: no case has such an output"),
+        ("peers", lambda t: t.update({CASE: torch.zeros(33)}), f"{CASE}: given twice: it is also in kernels.expected"),
+        ("codec", lambda t: t[CODEC][2].fill_(0xC1), "S4.4 codec/compress_minmax_uint8/float32/edges-nan-first [poison]: payload"),
+        ("codec", lambda t: t[CODEC][63].fill_(1), "1 of 64 elements differ"),  # the padding behind the levels
+    ],
+    ids=["value", "missing", "dtype", "shape", "nan", "extra", "renamed", "twice", "nan bits of a header", "padding"],
+)
+def test_a_wrong_output_fails(capsys: pytest.CaptureFixture[str], outputs: Path, suite: str, edit: Any, message: str) -> None:
+    change(outputs, suite, edit)
+    code, printed = check(capsys, outputs)
+    assert code == 1
+    assert message in printed
+    assert "FAILED" in printed
+
+
+def damage_truncated(outputs: Path) -> None:
+    path = outputs / "codec.expected.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def damage_foreign(outputs: Path) -> None:
+    (outputs / "notes.txt").write_text("hello")
+
+
+def damage_folder(outputs: Path) -> None:
+    (outputs / "more.safetensors").mkdir()
+
+
+def damage_pickle(outputs: Path) -> None:
+    torch.save(torch.zeros(3), outputs / "peers.expected.safetensors")
+
+
+def damage_nothing_left(outputs: Path) -> None:
+    for path in outputs.iterdir():
+        path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (damage_truncated, "codec.expected.safetensors: truncated:"),
+        (damage_foreign, "notes.txt: foreign: only *.safetensors files"),
+        (damage_folder, "more.safetensors: foreign: only *.safetensors files"),
+        (damage_pickle, "peers.expected.safetensors: not a safetensors file"),
+        (damage_nothing_left, "FAILED: 0 passed, 0 failed,"),
+    ],
+    ids=["truncated", "foreign", "folder", "pickle", "nothing"],
+)
+def test_a_file_that_has_no_place_fails(capsys: pytest.CaptureFixture[str], outputs: Path, damage: Any, message: str) -> None:
+    damage(outputs)
+    code, printed = check(capsys, outputs)
+    assert code == 1
+    assert message in printed
+
+
+def test_json_has_every_case(capsys: pytest.CaptureFixture[str], outputs: Path, manifest: dict[str, Any]) -> None:
+    change(outputs, "kernels", lambda t: t.pop(CASE))
+    code, printed = check(capsys, outputs, "--json")
+    found = json.loads(printed)
+    assert (code, found["passed"]) == (1, False)
+    assert found["counts"] == {"passed": len(manifest["cases"]) - 1, "failed": 0, "missing": 1}
+    assert len(found["cases"]) == len(manifest["cases"])
+    (wrong,) = [case for case in found["cases"] if case["status"] != "passed"]
+    assert (wrong["id"], wrong["clause"], wrong["message"]) == ("kernels/add/float32/plain", "S1", "missing: no output x")
+
+
+def test_a_selection_asks_for_its_cases_only(capsys: pytest.CaptureFixture[str], outputs: Path) -> None:
+    change(outputs, "kernels", lambda t: t[CASE].zero_())
+    assert check(capsys, outputs)[0] == 1
+    code, printed = check(capsys, outputs, "--operation", "shift_one_peer", "average")
+    assert code == 0
+    assert "not selected" in printed
+    assert check(capsys, outputs, "--dtype", "float16")[0] == 0
+    assert check(capsys, outputs, "--operation", "add", "--dtype", "float32")[0] == 1
+
+
+@pytest.fixture
+def vectors(tmp_path: Path) -> Path:
+    """Return a copy of the vectors that may be damaged."""
+    return Path(shutil.copytree(VECTORS, tmp_path / "vectors"))
+
+
+def flip(vectors: Path) -> None:
+    path = vectors / "codec.inputs.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def edit_manifest(edit: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def damage(vectors: Path) -> None:
+        path = vectors / "manifest.json"
+        found = json.loads(path.read_text())
+        edit(found)
+        path.write_text(json.dumps(found))
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (flip, "is not what was exported: its sha256 is"),
+        (lambda v: (v / "peers.expected.safetensors").unlink(), "peers.expected.safetensors' cannot be read"),
+        (lambda v: (v / "manifest.json").unlink(), "is this a directory of vectors?"),
+        (lambda v: (v / "manifest.json").write_text("{"), "is no JSON"),
+        (lambda v: (v / "manifest.json").write_text("[]"), "does not fit the schema at the top"),
+        (edit_manifest(lambda m: m.update(vectors_version="2")), "has vectors_version '2'"),
+        (edit_manifest(lambda m: m["cases"][0].update(tolerance="5 %")), "does not fit the schema at cases/0/tolerance"),
+        (edit_manifest(lambda m: m["cases"][0]["outputs"][0].update(shape=[7])), "as the manifest describes it"),
+        (edit_manifest(lambda m: m["cases"].append(m["cases"][0])), "has a case twice"),
+        (edit_manifest(lambda m: m["files"].pop()), "as the manifest describes it"),
+        (edit_manifest(lambda m: m["files"][0].update(name="../x.inputs.safetensors")), "does not fit the schema"),
+    ],
+)
+def test_damaged_vectors_cannot_be_used(
+    capsys: pytest.CaptureFixture[str], vectors: Path, outputs: Path, damage: Any, message: str
+) -> None:
+    damage(vectors)
+    code, printed = check(capsys, outputs, vectors=vectors)
+    assert code == 2
+    assert message in printed
+
+
+def test_what_cannot_be_checked_is_said(capsys: pytest.CaptureFixture[str], outputs: Path) -> None:
+    assert check(capsys, outputs / "nowhere")[0] == 2
+    code, printed = check(capsys, outputs, "--operation", "adds")
+    assert (code, "operation 'adds' has no case; known are add, " in printed) == (2, True)
+    assert check(capsys, outputs, "--operation", "shift_one_peer", "--dtype", "float16")[0] == 2
+
+
+def test_export_leaves_other_files_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("x")
+    assert main(["vectors", "export", str(tmp_path)]) == 2
+    assert "is not empty" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    assert main(["vectors", "export", str(tmp_path / "mine")]) == 2
+
+
+# Tolerances.
+
+
+def moved(x: torch.Tensor, steps: int) -> torch.Tensor:
+    """Return positive numbers moved by so many steps between neighbours."""
+    return (x.view(torch.int32 if x.dtype is torch.float32 else torch.int64) + steps).view(x.dtype)
+
+
+@pytest.mark.parametrize(("steps", "code"), [(0, 0), (4, 0), (-4, 0), (5, 1), (-5, 1)])
+def test_ulp(capsys: pytest.CaptureFixture[str], outputs: Path, steps: int, code: int) -> None:
+    change(outputs, "qadam", lambda t: t.update({name: moved(x, steps) for name, x in t.items()}))
+    assert check(capsys, outputs)[0] == code
+
+
+@pytest.mark.parametrize(("epsilons", "code"), [(0, 0), (2.5, 0), (-2.5, 0), (12, 1), (-12, 1)])
+def test_sum(capsys: pytest.CaptureFixture[str], outputs: Path, epsilons: float, code: int, tensors: Any) -> None:
+    name = "comm_ops/centralized_full_precision/float32/3-flat-any-order-mean:x"
+    magnitude = tensors["comm_ops.inputs.safetensors"][f"{name}.magnitude"]
+    eps = torch.finfo(torch.float32).eps
+    change(outputs, "comm_ops", lambda t: t.update({name: (t[name].double() + epsilons * eps * magnitude).float()}))
+    assert check(capsys, outputs)[0] == code
+
+
+def test_the_sign_of_a_zero_counts_and_the_bits_of_a_nan_do_not(capsys: pytest.CaptureFixture[str], outputs: Path) -> None:
+    name = "kernels/add/float32/special:x"
+
+    def other_nan(found: dict[str, torch.Tensor]) -> None:
+        x = found[name]
+        assert x.isnan().any()
+        found[name] = torch.where(x.isnan(), torch.tensor(-1, dtype=torch.int32).view(torch.float32), x)
+
+    change(outputs, "kernels", other_nan)
+    assert check(capsys, outputs)[0] == 0
+    change(outputs, "kernels", lambda t: t.update({"kernels/add/float32/zeros:x": -t["kernels/add/float32/zeros:x"]}))
+    assert check(capsys, outputs)[0] == 1
+
+
+# Files.
+
+
+def test_what_the_library_writes_is_read(tmp_path: Path) -> None:
+    written = {name_of(dtype): torch.arange(6).to(dtype).view(2, 3) for dtype in CODES}
+    written |= {"empty": torch.zeros(0, 5), "scalar": torch.tensor(2.5)}
+    save_file(written, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
+    found = read_safetensors(tmp_path / "theirs.safetensors")
+    write_safetensors(tmp_path / "ours.safetensors", written)
+    for name, x in load_file(tmp_path / "ours.safetensors").items():
+        assert torch.equal(x, written[name])
+        assert torch.equal(found[name], written[name])
+    assert found.keys() == written.keys()
+
+
+def test_a_file_cut_anywhere_is_said_to_be_truncated(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    data = write_safetensors(path, {"a": torch.arange(3), "b": torch.zeros(2)})
+    for length in range(len(data)):
+        path.write_bytes(data[:length])
+        with pytest.raises(DamagedFileError, match="truncated"):
+            read_safetensors(path)
+
+
+def file_of(header: object, data: bytes = b"") -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def entry(**changes: object) -> dict[str, object]:
+    return {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **changes}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"PK\x03\x04" + bytes(100),
+        file_of(b"\xff\xfe"),
+        file_of([]),
+        file_of(b"[" * 100_000),
+        file_of({"a": 5}),
+        file_of({"a": entry(dtype="F8")}, bytes(8)),
+        file_of({"a": entry(dtype=None)}, bytes(8)),
+        file_of({"a": entry(shape=[3])}, bytes(8)),
+        file_of({"a": entry(shape=[-2])}, bytes(8)),
+        file_of({"a": entry(shape=[2.0])}, bytes(8)),
+        file_of({"a": entry(shape="2")}, bytes(8)),
+        file_of({"a": entry(data_offsets=[8, 0])}, bytes(8)),
+        file_of({"a": entry(data_offsets=[0])}, bytes(8)),
+        file_of({"a": entry(data_offsets=[4, 12])}, bytes(12)),
+        file_of({"a": entry(shape=[2**61, 2**61, 0], data_offsets=[0, 0])}),
+        file_of({"a": entry(), "b": entry()}, bytes(8)),
+        file_of({"a": entry()}, bytes(9)),
+        file_of(b'{"a":1,"a":2}'),
+    ],
+)
+def test_a_malformed_file_is_refused(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "x.safetensors").write_bytes(data)
+    with pytest.raises(DamagedFileError):
+        read_safetensors(tmp_path / "x.safetensors")
+
+
+# The client in C.
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    oracle_c.need_compiler()
+    return oracle_c.build(tmp_path_factory.mktemp("oracle_c"))
+
+
+def test_the_client_in_c_passes(client: Path, tmp_path: Path, manifest: dict[str, Any]) -> None:
+    ended = oracle_c.run(client, VECTORS, tmp_path / "outputs")
+    assert ended.returncode == 0, ended.stderr
+    report = check_outputs(VECTORS, tmp_path / "outputs", operations=OPERATIONS)
+    assert report.passed, [verdict for verdict in report.verdicts if verdict.status != "passed"][:5]
+    assert report.count("passed") == sum(case["operation"] in OPERATIONS for case in manifest["cases"])
+    assert ended.stdout.startswith(f"{report.count('passed')} cases answered")
+
+
+def test_outputs_of_a_part_are_not_taken_for_the_whole(client: Path, tmp_path: Path) -> None:
+    oracle_c.run(client, VECTORS, tmp_path / "outputs")
+    report = check_outputs(VECTORS, tmp_path / "outputs")
+    assert not report.passed
+    assert report.count("failed") == 0
+    assert report.count("missing") > 0
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda v: (v / "manifest.json").unlink(),
+        lambda v: (v / "manifest.json").write_text('{"vectors_version": "1", "cases": ['),
+        lambda v: (v / "manifest.json").write_text("[" * 10_000),
+        lambda v: (v / "codec.inputs.safetensors").write_bytes(b"\xff" * 100),
+        lambda v: (v / "codec.inputs.safetensors").write_bytes((v / "codec.inputs.safetensors").read_bytes()[:-5000]),
+    ],
+    ids=["no manifest", "cut manifest", "deep manifest", "no safetensors", "cut safetensors"],
+)
+def test_the_client_in_c_says_what_it_cannot_read(client: Path, vectors: Path, tmp_path: Path, damage: Any) -> None:
+    damage(vectors)
+    ended = oracle_c.run(client, vectors, tmp_path / "outputs")
+    assert ended.returncode == 2
+    assert ended.stderr
+
+
+def test_an_unusable_call_raises(tmp_path: Path) -> None:
+    with pytest.raises(VectorsError, match="is this a directory of vectors"):
+        check_outputs(tmp_path, tmp_path)
