@@ -167,6 +167,8 @@ def link(rate: str, steps: int) -> dict[str, dict[str, float] | str]:
             result: dict[str, dict[str, float] | str] = json.loads(Path(output).read_text())
             return result
     finally:
+        # The namespace's end would take the link along, but not at once.
+        subprocess.run(["ip", "link", "delete", "slow"], capture_output=True)
         other.kill()
         other.wait()
 
