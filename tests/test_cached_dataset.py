@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -271,3 +272,11 @@ def test_the_example_trains_twice_and_the_second_time_from_the_cache(backend, ca
     assert "epoch 1: " in printed
     assert "hits=96, misses=96 (50.0% hits), errors=0" in printed
     assert "times as fast" in printed
+
+
+def test_repr_says_what_is_cached_where_and_how_well() -> None:
+    with CachedDataset([1, 2], backend="fakeredis", dataset_name="shown") as dataset:
+        assert [dataset[index] for index in (0, 1, 0)] == [1, 2, 1]
+        assert re.fullmatch(
+            r"CachedDataset\(2 samples of list, CacheLoader\(.*'shown'\), CacheStats\(hits=1, misses=2 .*\)\)", repr(dataset)
+        )
