@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from bagua_ref.conformance.vectors import VectorsError, check_outputs, export_ve
 from bagua_ref.conformance.vectors.case import canonical, name_of
 from bagua_ref.conformance.vectors.check import tolerance_named
 from bagua_ref.conformance.vectors.independent import solve
-from bagua_ref.conformance.vectors.manifest import read_vectors, schema_text
+from bagua_ref.conformance.vectors.manifest import manifest_text, read_vectors, schema_text
 from bagua_ref.conformance.vectors.numbers import Numbers
 from bagua_ref.conformance.vectors.safetensors_file import CODES, DamagedFileError, read_safetensors, write_safetensors
 from bagua_ref.contrib.utils.store import ClusterStore
@@ -173,15 +174,53 @@ def test_numbers_are_those_of_version_1() -> None:
 
 # Verdicts.
 
+CASE = "kernels/add/float32/plain:x"
+CODEC = "codec/compress_minmax_uint8/float32/edges-nan-first:payload"
+MEAN = "comm_ops/centralized_full_precision/float32/3-flat-any-order-mean:x"
+SPECIAL, ZEROS = "kernels/add/float32/special:x", "kernels/add/float32/zeros:x"
+
+
+@pytest.fixture(scope="module")
+def some(manifest: dict[str, Any], tensors: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of vectors with few cases of each operation and dtype, which are checked at once."""
+    folder = tmp_path_factory.mktemp("some")
+    count: Counter[tuple[str, str]] = Counter()
+    chosen, wanted = [], {name.partition(":")[0] for name in (CASE, CODEC, MEAN, SPECIAL, ZEROS)}
+    for case in manifest["cases"]:
+        count[case["operation"], case["dtype"]] += 1
+        if count[case["operation"], case["dtype"]] == 1 or case["id"] in wanted:
+            chosen.append(case)
+    files = {}
+    for suite in SUITES:
+        entries = [case for case in chosen if case["suite"] == suite]
+        names = {kind: {entry["tensor"] for case in entries for entry in case[kind]} for kind in ("inputs", "outputs")}
+        names["inputs"] |= {output["magnitude"] for case in entries for output in case["outputs"] if "magnitude" in output}
+        for kind, file in (("inputs", f"{suite}.inputs.safetensors"), ("outputs", f"{suite}.expected.safetensors")):
+            files[file] = write_safetensors(folder / file, {name: tensors[file][name] for name in names[kind]})
+    (folder / "manifest.json").write_text(manifest_text(chosen, files))
+    return folder
+
 
 @pytest.fixture
-def outputs(tmp_path: Path) -> Path:
-    """Return a folder of right outputs."""
+def outputs(tmp_path: Path, some: Path) -> Path:
+    """Return a folder of right outputs for some cases."""
     folder = tmp_path / "outputs"
     folder.mkdir()
-    for path in VECTORS.glob("*.expected.safetensors"):
+    for path in some.glob("*.expected.safetensors"):
         shutil.copy(path, folder)
     return folder
+
+
+@pytest.fixture
+def check(capsys: pytest.CaptureFixture[str], some: Path, outputs: Path) -> Callable[..., tuple[int, str]]:
+    """Return a function that checks outputs against vectors and returns exit code and what was printed."""
+
+    def run(*more: str, outputs: Path = outputs, vectors: Path = some) -> tuple[int, str]:
+        code = main(["vectors", "check", str(vectors), "--outputs", str(outputs), *more])
+        captured = capsys.readouterr()
+        return code, captured.out + captured.err
+
+    return run
 
 
 def change(outputs: Path, suite: str, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
@@ -192,21 +231,16 @@ def change(outputs: Path, suite: str, edit: Callable[[dict[str, torch.Tensor]], 
     save_file({name: x.clone(memory_format=torch.contiguous_format) for name, x in found.items()}, path)
 
 
-def check(capsys: pytest.CaptureFixture[str], outputs: Path, *more: str, vectors: Path = VECTORS) -> tuple[int, str]:
-    code = main(["vectors", "check", str(vectors), "--outputs", str(outputs), *more])
-    captured = capsys.readouterr()
-    return code, captured.out + captured.err
-
-
-def test_right_outputs_pass(capsys: pytest.CaptureFixture[str], outputs: Path, manifest: dict[str, Any]) -> None:
-    code, printed = check(capsys, outputs)
+def test_right_outputs_pass(check: Any, tmp_path: Path, manifest: dict[str, Any]) -> None:
+    assert check()[0] == 0
+    folder = tmp_path / "all"
+    folder.mkdir()
+    for path in VECTORS.glob("*.expected.safetensors"):
+        shutil.copy(path, folder)
+    code, printed = check(vectors=VECTORS, outputs=folder)
     assert code == 0, printed
     assert f"PASSED: {len(manifest['cases'])} passed, 0 failed, 0 missing, 0 problems" in printed
     assert "specification 1.0" in printed
-
-
-CASE = "kernels/add/float32/plain:x"
-CODEC = "codec/compress_minmax_uint8/float32/edges-nan-first:payload"
 
 
 @pytest.mark.parametrize(
@@ -225,9 +259,9 @@ CODEC = "codec/compress_minmax_uint8/float32/edges-nan-first:payload"
     ],
     ids=["value", "missing", "dtype", "shape", "nan", "extra", "renamed", "twice", "nan bits of a header", "padding"],
 )
-def test_a_wrong_output_fails(capsys: pytest.CaptureFixture[str], outputs: Path, suite: str, edit: Any, message: str) -> None:
+def test_a_wrong_output_fails(check: Any, outputs: Path, suite: str, edit: Any, message: str) -> None:
     change(outputs, suite, edit)
-    code, printed = check(capsys, outputs)
+    code, printed = check()
     assert code == 1
     assert message in printed
     assert "FAILED" in printed
@@ -266,38 +300,39 @@ def damage_nothing_left(outputs: Path) -> None:
     ],
     ids=["truncated", "foreign", "folder", "pickle", "nothing"],
 )
-def test_a_file_that_has_no_place_fails(capsys: pytest.CaptureFixture[str], outputs: Path, damage: Any, message: str) -> None:
+def test_a_file_that_has_no_place_fails(check: Any, outputs: Path, damage: Any, message: str) -> None:
     damage(outputs)
-    code, printed = check(capsys, outputs)
+    code, printed = check()
     assert code == 1
     assert message in printed
 
 
-def test_json_has_every_case(capsys: pytest.CaptureFixture[str], outputs: Path, manifest: dict[str, Any]) -> None:
+def test_json_has_every_case(check: Any, outputs: Path, some: Path) -> None:
     change(outputs, "kernels", lambda t: t.pop(CASE))
-    code, printed = check(capsys, outputs, "--json")
+    code, printed = check("--json")
     found = json.loads(printed)
     assert (code, found["passed"]) == (1, False)
-    assert found["counts"] == {"passed": len(manifest["cases"]) - 1, "failed": 0, "missing": 1}
-    assert len(found["cases"]) == len(manifest["cases"])
+    count = len(read_manifest(some)["cases"])
+    assert found["counts"] == {"passed": count - 1, "failed": 0, "missing": 1}
+    assert len(found["cases"]) == count
     (wrong,) = [case for case in found["cases"] if case["status"] != "passed"]
     assert (wrong["id"], wrong["clause"], wrong["message"]) == ("kernels/add/float32/plain", "S1", "missing: no output x")
 
 
-def test_a_selection_asks_for_its_cases_only(capsys: pytest.CaptureFixture[str], outputs: Path) -> None:
+def test_a_selection_asks_for_its_cases_only(check: Any, outputs: Path) -> None:
     change(outputs, "kernels", lambda t: t[CASE].zero_())
-    assert check(capsys, outputs)[0] == 1
-    code, printed = check(capsys, outputs, "--operation", "shift_one_peer", "average")
+    assert check()[0] == 1
+    code, printed = check("--operation", "shift_one_peer", "average")
     assert code == 0
     assert "not selected" in printed
-    assert check(capsys, outputs, "--dtype", "float16")[0] == 0
-    assert check(capsys, outputs, "--operation", "add", "--dtype", "float32")[0] == 1
+    assert check("--dtype", "float16")[0] == 0
+    assert check("--operation", "add", "--dtype", "float32")[0] == 1
 
 
 @pytest.fixture
-def vectors(tmp_path: Path) -> Path:
-    """Return a copy of the vectors that may be damaged."""
-    return Path(shutil.copytree(VECTORS, tmp_path / "vectors"))
+def vectors(tmp_path: Path, some: Path) -> Path:
+    """Return a copy of some vectors that may be damaged."""
+    return Path(shutil.copytree(some, tmp_path / "vectors"))
 
 
 def flip(vectors: Path) -> None:
@@ -333,20 +368,18 @@ def edit_manifest(edit: Callable[[dict[str, Any]], object]) -> Callable[[Path], 
         (edit_manifest(lambda m: m["files"][0].update(name="../x.inputs.safetensors")), "does not fit the schema"),
     ],
 )
-def test_damaged_vectors_cannot_be_used(
-    capsys: pytest.CaptureFixture[str], vectors: Path, outputs: Path, damage: Any, message: str
-) -> None:
+def test_damaged_vectors_cannot_be_used(check: Any, vectors: Path, damage: Any, message: str) -> None:
     damage(vectors)
-    code, printed = check(capsys, outputs, vectors=vectors)
+    code, printed = check(vectors=vectors)
     assert code == 2
     assert message in printed
 
 
-def test_what_cannot_be_checked_is_said(capsys: pytest.CaptureFixture[str], outputs: Path) -> None:
-    assert check(capsys, outputs / "nowhere")[0] == 2
-    code, printed = check(capsys, outputs, "--operation", "adds")
+def test_what_cannot_be_checked_is_said(check: Any, outputs: Path) -> None:
+    assert check(outputs=outputs / "nowhere")[0] == 2
+    code, printed = check("--operation", "adds")
     assert (code, "operation 'adds' has no case; known are add, " in printed) == (2, True)
-    assert check(capsys, outputs, "--operation", "shift_one_peer", "--dtype", "float16")[0] == 2
+    assert check("--operation", "shift_one_peer", "--dtype", "float16")[0] == 2
 
 
 def test_export_leaves_other_files_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -366,32 +399,29 @@ def moved(x: torch.Tensor, steps: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("steps", "code"), [(0, 0), (4, 0), (-4, 0), (5, 1), (-5, 1)])
-def test_ulp(capsys: pytest.CaptureFixture[str], outputs: Path, steps: int, code: int) -> None:
+def test_ulp(check: Any, outputs: Path, steps: int, code: int) -> None:
     change(outputs, "qadam", lambda t: t.update({name: moved(x, steps) for name, x in t.items()}))
-    assert check(capsys, outputs)[0] == code
+    assert check()[0] == code
 
 
 @pytest.mark.parametrize(("epsilons", "code"), [(0, 0), (2.5, 0), (-2.5, 0), (12, 1), (-12, 1)])
-def test_sum(capsys: pytest.CaptureFixture[str], outputs: Path, epsilons: float, code: int, tensors: Any) -> None:
-    name = "comm_ops/centralized_full_precision/float32/3-flat-any-order-mean:x"
-    magnitude = tensors["comm_ops.inputs.safetensors"][f"{name}.magnitude"]
+def test_sum(check: Any, outputs: Path, epsilons: float, code: int, tensors: Any) -> None:
+    magnitude = tensors["comm_ops.inputs.safetensors"][f"{MEAN}.magnitude"]
     eps = torch.finfo(torch.float32).eps
-    change(outputs, "comm_ops", lambda t: t.update({name: (t[name].double() + epsilons * eps * magnitude).float()}))
-    assert check(capsys, outputs)[0] == code
+    change(outputs, "comm_ops", lambda t: t.update({MEAN: (t[MEAN].double() + epsilons * eps * magnitude).float()}))
+    assert check()[0] == code
 
 
-def test_the_sign_of_a_zero_counts_and_the_bits_of_a_nan_do_not(capsys: pytest.CaptureFixture[str], outputs: Path) -> None:
-    name = "kernels/add/float32/special:x"
-
+def test_the_sign_of_a_zero_counts_and_the_bits_of_a_nan_do_not(check: Any, outputs: Path) -> None:
     def other_nan(found: dict[str, torch.Tensor]) -> None:
-        x = found[name]
+        x = found[SPECIAL]
         assert x.isnan().any()
-        found[name] = torch.where(x.isnan(), torch.tensor(-1, dtype=torch.int32).view(torch.float32), x)
+        found[SPECIAL] = torch.where(x.isnan(), torch.tensor(-1, dtype=torch.int32).view(torch.float32), x)
 
     change(outputs, "kernels", other_nan)
-    assert check(capsys, outputs)[0] == 0
-    change(outputs, "kernels", lambda t: t.update({"kernels/add/float32/zeros:x": -t["kernels/add/float32/zeros:x"]}))
-    assert check(capsys, outputs)[0] == 1
+    assert check()[0] == 0
+    change(outputs, "kernels", lambda t: t.update({ZEROS: -t[ZEROS]}))
+    assert check()[0] == 1
 
 
 # Files.
