@@ -120,11 +120,36 @@ def test_S6_gradients_stay_in_their_bucket_and_the_flat_gradient_is_the_bucket()
         for step in range(3):
             train(module, optimizer, comm.rank(), 1, step < 2, True)
             (bucket,) = module.bagua_buckets
-            pointers = [p.grad.data_ptr() for p in module.parameters()]
             assert bucket.check_flatten()
             if step:
                 (run,) = optimizer._bagua_fused_optimizer._plan.runs
                 assert run._in_place
+
+    SimulatedWorld(2).run(main)
+
+
+def test_S6_runs_end_where_buckets_end_and_momenta_in_a_bucket_are_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", "200")
+
+    def main(comm: Any) -> None:
+        bagua_ref.init_process_group()
+        module = network()
+        optimizer: Any = fuse_optimizer(torch.optim.SGD(module.parameters(), lr=0.1))
+        module.with_bagua([optimizer], GradientAllReduceAlgorithm())
+        train(module, optimizer, comm.rank(), 2, True, True)
+        assert len(module.bagua_buckets) == 2
+        runs = optimizer._bagua_fused_optimizer._plan.runs
+        assert [len(run.parameters) for run in runs] in ([4, 2], [2, 4])
+        assert all(run._in_place for run in runs)
+
+        module = network()
+        optimizer = make("qadam", module)
+        module.with_bagua([optimizer], QAdamAlgorithm(optimizer, hierarchical=False), do_flatten=False)
+        train(module, optimizer, comm.rank(), 4, False, True)
+        pointers = [optimizer.state[p]["exp_avg"].data_ptr() for p in module.parameters()]
+        fuse_optimizer(optimizer)
+        train(module, optimizer, comm.rank(), 2, True, True)
+        assert [optimizer.state[p]["exp_avg"].data_ptr() for p in module.parameters()] == pointers
 
     SimulatedWorld(2).run(main)
 
