@@ -88,6 +88,14 @@ def _doctor(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> i
     return 0
 
 
+def _verify(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    from bagua_ref.cli.verify import verify
+
+    if arguments.backend is None and arguments.communicator is None:
+        parser.error("verify needs --backend, --communicator or both")
+    return verify(arguments)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bagua-ref", description="PyTorch training with relaxed communication.")
     parser.add_argument("--version", action="version", version=f"bagua_ref {bagua_ref.__version__}")
@@ -139,4 +147,29 @@ def _parser() -> argparse.ArgumentParser:
         "--output", type=Path, default=Path("balance.png"), metavar="FILE", help="the picture (default: %(default)s)"
     )
     vectors.add_parser(commands)
+    _add_verify(commands)
     return parser
+
+
+def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    verify = commands.add_parser(
+        "verify",
+        help="check an implementation against the specification, clause by clause",
+        description="Search for inputs for which an implementation differs from the specification. Exit code 0: none was found; "
+        "1: one was, or a known failure passed; 2: nothing could be run.",
+    )
+    verify.set_defaults(command=_verify)
+    verify.add_argument("--backend", metavar="NAME|pkg.mod:Class", help="a kernel backend, or any target of run_conformance")
+    verify.add_argument("--communicator", metavar="pkg.mod:factory", help="a function of a world, called on each rank")
+    verify.add_argument("--suite", nargs="+", metavar="NAME", help="which suites (default: all that the target has something for)")
+    verify.add_argument("--check", nargs="+", metavar="ID", help="only these checks, by id or by number of clause")
+    verify.add_argument("--profile", choices=("quick", "full"), default="quick", help="how many inputs (default: %(default)s)")
+    verify.add_argument("--xfails", type=Path, metavar="FILE", help="ids of known failures, one a line; # begins a comment")
+    verify.add_argument("--seed", type=int, default=0, metavar="N", help="of all inputs (default: %(default)s)")
+    verify.add_argument("--jobs", type=int, metavar="N", help="processes at a time; 0: threads of this one (default: one per core)")
+    verify.add_argument(
+        "--time-limit", type=float, default=10.0, metavar="S", help="seconds that one call may take (default: %(default)s)"
+    )
+    verify.add_argument("--fail-fast", action="store_true", help="stop at the first failure")
+    verify.add_argument("--json", type=Path, metavar="PATH", help="write the report as JSON")
+    verify.add_argument("--junit", type=Path, metavar="PATH", help="write the report as JUnit XML")

@@ -1,0 +1,54 @@
+"""What the specification's clauses are called, and the suites that check them: the list that coverage is measured against."""
+
+from __future__ import annotations
+
+__all__ = ["CLAUSES", "SPEC_VERSION", "SUITES"]
+
+SPEC_VERSION = "1.0"
+"""Of the clauses that the checks cite; every report carries it."""
+
+SUITES = ("kernels", "codec", "collectives", "comm_ops", "algorithms", "samplers", "cache", "fused_optimizer")
+"""Each is run against one part of a target."""
+
+CLAUSES = {
+    "S1": "rounding of every operation",
+    "S2.1": "order and bucketing of parameters",
+    "S2.2": "padding",
+    "S2.3": "flat storage",
+    "S2.4": "the order in which buckets are scheduled",
+    "S2.5": "waiting, errors and timeouts",
+    "S2.6": "tensors registered twice, mixed buckets",
+    "S3.1": "sum or mean over all ranks",
+    "S3.2": "the same with one byte per element",
+    "S3.3": "hierarchical operations",
+    "S3.4": "decentralized averaging",
+    "S3.5": "low-precision decentralized averaging on a ring",
+    "S3.6": "asynchronous averaging",
+    "S3.7": "reduction of chunks",
+    "S3.8": "Python operations",
+    "S3.9": "collectives",
+    "S4.1": "layout of the payload",
+    "S4.2": "levels",
+    "S4.3": "decompression",
+    "S4.4": "poisoned and empty chunks",
+    "S4.5": "target chunk, dtypes",
+    "S4.6": "bound of the error",
+    "S5.1": "gradient_allreduce",
+    "S5.2": "bytegrad",
+    "S5.3": "decentralized",
+    "S5.4": "low_precision_decentralized",
+    "S5.5": "qadam",
+    "S5.6": "async",
+    "S6": "fused optimizer",
+    "S7.1": "samples per replica",
+    "S7.2": "order of samples",
+    "S7.3": "chunks and ranks",
+    "S7.4": "equal numbers of batches",
+    "S7.5": "what samplers refuse",
+    "S8.1": "keys and stores",
+    "S8.2": "what the cache returns, and what it writes",
+    "S8.3": "servers that fail",
+    "S8.4": "the server of a job",
+    "S8.5": "how values are stored",
+}
+"""Number -> what it is about."""

@@ -1,0 +1,62 @@
+"""Every check as a pytest item: ``pytest -p bagua_ref.conformance.pytest_plugin --bagua-backend=NAME``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bagua_ref.conformance.clauses import SUITES
+
+__all__: list[str] = []
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options."""
+    group = parser.getgroup("bagua_ref conformance")
+    group.addoption("--bagua-backend", metavar="NAME|pkg.mod:Class", help="check this kernel backend, or this target")
+    group.addoption("--bagua-communicator", metavar="pkg.mod:factory", help="check these collectives")
+    group.addoption("--bagua-suite", action="append", choices=SUITES, help="only this suite; may be repeated")
+    group.addoption("--bagua-profile", choices=("quick", "full"), default="quick", help="how many inputs are tried")
+    group.addoption("--bagua-seed", type=int, default=0, help="of all inputs")
+    group.addoption("--bagua-xfails", metavar="FILE", help="ids of checks that are known to fail, one a line")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Append an item for each check and dtype."""
+    backend, communicator = config.getoption("--bagua-backend"), config.getoption("--bagua-communicator")
+    if backend is None and communicator is None:
+        return
+    from bagua_ref.conformance.checks import all_checks, variants
+    from bagua_ref.conformance.runner import check_ids, row_id
+    from bagua_ref.conformance.search import Search
+    from bagua_ref.conformance.target import assemble
+    from bagua_ref.conformance.xfails import read_xfails
+
+    try:
+        target, path = assemble(backend, communicator), config.getoption("--bagua-xfails")
+        xfail = read_xfails(Path(path), [*all_checks(), *check_ids()]) if path else ()
+    except (ValueError, TypeError, ImportError, AttributeError, RuntimeError, OSError) as error:
+        raise pytest.UsageError(f"--bagua-backend: {type(error).__name__}: {error}") from error
+    how = Search(config.getoption("--bagua-profile"), config.getoption("--bagua-seed"))
+    suites = config.getoption("--bagua-suite") or SUITES
+    for check in all_checks().values():
+        for dtype in variants(check) if check.suite in suites else []:
+            run = (target, check, dtype, how, tuple(xfail))
+            items.append(_Item.from_parent(session, name=row_id(check, dtype), run=run))
+
+
+class _Item(pytest.Item):
+    def __init__(self, *, run: tuple[Any, ...], **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._run = run
+
+    def runtest(self) -> None:
+        from bagua_ref.conformance.suites import judge
+
+        judge(*self._run)
+
+    def reportinfo(self) -> tuple[Path, None, str]:
+        return Path(__file__), None, self.name

@@ -1,0 +1,163 @@
+"""What a run of the checks says: a row for each check and dtype, as a table, as JSON, as JUnit."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from xml.etree import ElementTree
+
+__all__ = ["STATUSES", "Report", "Result"]
+
+STATUSES = ("passed", "failed", "xfailed", "xpassed", "skipped", "not covered")
+"""xfailed: failed, as expected; xpassed: passed, though it was expected to fail, which counts as a failure."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One check for one dtype, or a clause that no check covers.
+
+    Attributes:
+        id: ``suite.clause.name`` or ``suite.clause.name[dtype]``; stable. The clause's number if nothing covers it.
+        suite: the suite; empty for a clause that none covers.
+        clause: number in the specification.
+        status: one of `STATUSES`.
+        sentence: what the check says of every implementation.
+        message: what is wrong, or why it was skipped.
+        counterexample: a script that shows it.
+        examples: how many inputs were tried, up to the first that fails.
+        seconds: how long that took.
+    """
+
+    id: str
+    suite: str
+    clause: str
+    status: str
+    sentence: str = ""
+    message: str = ""
+    counterexample: str = ""
+    examples: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class Report:
+    """All results of a run.
+
+    Attributes:
+        target: what was judged.
+        results: in the order of suites.
+        profile: "quick" or "full".
+        seed: with which the run can be repeated.
+        versions: of the specification, the package, torch, Hypothesis and Python.
+        seconds: of the whole run.
+
+    >>> report = Report("mine", [Result("kernels.S1.add", "kernels", "S1", "passed")], "quick", 0)
+    >>> report.passed, report.counts()["passed"]
+    (True, 1)
+    """
+
+    target: str
+    results: list[Result]
+    profile: str
+    seed: int
+    versions: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        """Whether something was tried and all of it came out as expected."""
+        counts = self.counts()
+        return counts["passed"] + counts["xfailed"] > 0 and not counts["failed"] + counts["xpassed"]
+
+    @property
+    def ran(self) -> bool:
+        """Whether anything was tried at all."""
+        counts = self.counts()
+        return sum(counts[status] for status in ("passed", "failed", "xfailed", "xpassed")) > 0
+
+    def counts(self) -> Counter[str]:
+        """Return how many results there are of each status."""
+        return Counter(result.status for result in self.results)
+
+    def failures(self) -> list[Result]:
+        """Return what is the reason that `passed` is False."""
+        return [result for result in self.results if result.status in ("failed", "xpassed")]
+
+    def __str__(self) -> str:
+        """Return the table, and each counterexample below it."""
+        counts = self.counts()
+        lines = [*self._table(), ""]
+        for result in self.failures():
+            lines += [f"{result.id}: {result.sentence}", f"  {result.message}"]
+            lines += [f"    {line}" for line in _clipped(result.counterexample).splitlines()] + [""]
+        total = ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        lines += [
+            f"{'PASSED' if self.passed else 'FAILED' if self.ran else 'NOTHING RAN'}: {self.target}: {total}",
+            f"profile {self.profile}, seed {self.seed}, {self.seconds:.1f} s; {versions}",
+        ]
+        return "\n".join(lines)
+
+    def _table(self) -> list[str]:
+        rows: dict[tuple[str, str, str], list[Result]] = {}
+        for result in self.results:
+            base = result.id.partition("[")[0]
+            reason = result.message if result.status in ("skipped", "not covered") else ""
+            key = (base, result.status, reason) if result.status != "not covered" else ("", result.status, reason)
+            rows.setdefault(key, []).append(result)
+        lines = []
+        for (base, status, reason), results in rows.items():
+            dtypes = [result.id.partition("[")[2].rstrip("]") for result in results if "[" in result.id]
+            if status == "not covered":
+                lines.append(f"{status:12} {', '.join(result.id for result in results)}" + (f": {reason}" if reason else ""))
+                continue
+            what = " ".join([base, *dtypes])
+            tried = f"{sum(r.examples for r in results)} inputs, {sum(r.seconds for r in results):.1f} s"
+            lines.append(f"{status:12} {what}: {reason or tried}")
+        return lines
+
+    def to_json(self) -> str:
+        """Return everything as JSON."""
+        head = {"target": self.target, "passed": self.passed, "profile": self.profile, "seed": self.seed}
+        body = {"seconds": round(self.seconds, 3), "versions": self.versions, "counts": dict(self.counts())}
+        return json.dumps({**head, **body, "results": [asdict(result) for result in self.results]}, indent=1) + "\n"
+
+    def to_junit(self) -> str:
+        """Return JUnit XML: a test case for each result."""
+        counts = self.counts()
+        suite = ElementTree.Element(
+            "testsuite",
+            name=f"bagua_ref conformance of {self.target}",
+            tests=str(len(self.results)),
+            failures=str(len(self.failures())),
+            errors="0",
+            skipped=str(counts["skipped"] + counts["not covered"] + counts["xfailed"]),
+            time=f"{self.seconds:.3f}",
+        )
+        for result in self.results:
+            name = f"bagua_ref.{result.suite or 'specification'}"
+            case = ElementTree.SubElement(suite, "testcase", classname=name, name=result.id, time=f"{result.seconds:.3f}")
+            if result.status in ("failed", "xpassed"):
+                failure = ElementTree.SubElement(case, "failure", message=_printable(result.message), type=result.status)
+                failure.text = _printable(f"{result.sentence}\n{result.message}\n{result.counterexample}")
+            elif result.status != "passed":
+                ElementTree.SubElement(case, "skipped", message=_printable(f"{result.status}: {result.message}".rstrip(": ")))
+        return ElementTree.tostring(suite, encoding="unicode") + "\n"
+
+    def write(self, *, json_path: str | Path | None = None, junit_path: str | Path | None = None) -> None:
+        """Write the report into files."""
+        for path, text in ((json_path, self.to_json), (junit_path, self.to_junit)):
+            if path is not None:
+                Path(path).write_text(text(), encoding="utf-8")
+
+
+def _clipped(script: str, width: int = 400, lines: int = 40) -> str:
+    shown = [line if len(line) <= width else f"{line[:width]} ...  # whole in the JSON report" for line in script.splitlines()]
+    return "\n".join(shown[:lines] + (["..."] if len(shown) > lines else []))
+
+
+def _printable(text: str) -> str:
+    """Leave out what XML cannot hold."""
+    return "".join(character for character in text if character in "\t\n" or (character >= " " and character not in "\ufffe\uffff"))

@@ -1,0 +1,135 @@
+"""What is judged: a backend by name, a KernelBackend, or any object that has some of the parts that suites look at."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from bagua_ref.backends import get_backend
+from bagua_ref.backends.base import KernelBackend
+
+__all__ = ["PARTS", "Target", "assemble", "load", "resolve"]
+
+PARTS = ("kernels", "communicator", "comm_ops", "algorithms", "samplers", "cache", "fuse_optimizer")
+"""The attributes of a target that suites look at."""
+
+_NOT_HERE = "<locals>"
+
+
+@dataclass
+class Target:
+    """A target, taken apart.
+
+    Attributes:
+        name: for reports.
+        parts: name -> what the target has there; a part that it has not is missing.
+        setup: lines of a script that make ``kernels``.
+        dtypes: names of the dtypes that its capabilities allow; None: all.
+        device: where its kernels want tensors.
+    """
+
+    name: str
+    parts: dict[str, Any]
+    setup: list[str] = field(default_factory=list)
+    dtypes: tuple[str, ...] | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def kernels(self) -> Any:
+        """The kernels; None if it has none."""
+        return self.parts.get("kernels")
+
+
+def resolve(target: Any) -> Target:
+    """Return a target taken apart.
+
+    Args:
+        target: a backend's name or ``"pkg.mod:Class"``, a KernelBackend (or its class), or an object with some of `PARTS` and
+            optionally ``capabilities``, a mapping whose ``"dtypes"`` limit what is tried.
+
+    Raises:
+        ValueError: no backend has this name, or capabilities are not understood.
+        BackendUnavailableError: the backend cannot run here.
+        ImportError, AttributeError: ``"pkg.mod:Class"`` is not there.
+        TypeError: the object has no part that a suite looks at.
+    """
+    if isinstance(target, str) and ":" not in target:
+        kernels: Any = get_backend(target)
+        setup = ["from bagua_ref.backends import get_backend", "", f"kernels = get_backend({target!r})"]
+        return Target(target, {"kernels": kernels}, setup, _dtypes(kernels), _device(kernels))
+    if isinstance(target, str):
+        named = resolve(load(target))
+        named.name = target
+        return named
+    if isinstance(target, type):
+        target = target()
+    if isinstance(target, KernelBackend):
+        name = getattr(target, "name", type(target).__name__)
+        return Target(name, {"kernels": target}, _setup(target), _dtypes(target), _device(target))
+    parts = {part: getattr(target, part) for part in PARTS if getattr(target, part, None) is not None}
+    if not parts:
+        raise TypeError(f"target={target!r} must be a backend's name, a KernelBackend or have one of {', '.join(PARTS)}")
+    kernels = parts.get("kernels")
+    if isinstance(kernels, str):
+        kernels = parts["kernels"] = get_backend(kernels)
+    name = getattr(target, "name", type(target).__name__)
+    limits = _dtypes(target)
+    setup = _setup(target) if kernels is None else [*_setup(target)[:-1], _setup(target)[-1] + ".kernels"]
+    return Target(str(name), parts, setup, limits if limits is not None else _dtypes(kernels), _device(kernels))
+
+
+def assemble(backend: str | None, communicator: str | None) -> Target:
+    """Return the target that a command line names: a backend (or any target), a communicator's factory, or both."""
+    if backend is None and communicator is None:
+        raise ValueError("name a backend, a communicator or both")
+    target = Target(str(communicator), {}) if backend is None else resolve(backend)
+    if communicator is not None:
+        target.parts["communicator"] = load(communicator)
+    return target
+
+
+def load(path: str) -> Any:
+    """Return what ``"pkg.mod:name"`` stands for.
+
+    Raises:
+        ImportError: there is no such module.
+        AttributeError: it has no such name.
+        ValueError: the path is not of this form.
+    """
+    module, colon, name = path.partition(":")
+    if not (module and colon and name):
+        raise ValueError(f"{path!r} must be of the form 'pkg.mod:name'")
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _setup(target: Any) -> list[str]:
+    kind = type(target)
+    if _NOT_HERE in kind.__qualname__ or kind.__module__ == "__main__":
+        return [f"kernels = {kind.__qualname__.rpartition('.')[2]}()"]
+    top = kind.__qualname__.partition(".")[0]
+    return [f"from {kind.__module__} import {top}", "", f"kernels = {kind.__qualname__}()"]
+
+
+def _dtypes(part: Any) -> tuple[str, ...] | None:
+    capabilities = getattr(part, "capabilities", None)
+    if capabilities is None:
+        return None
+    if not isinstance(capabilities, Mapping) or not set(capabilities) <= {"dtypes"}:
+        raise ValueError(f"capabilities={capabilities!r} must be a mapping with the key 'dtypes'")
+    names = tuple(str(dtype).removeprefix("torch.") for dtype in capabilities.get("dtypes", ()))
+    for name in names:
+        if not isinstance(getattr(torch, name, None), torch.dtype):
+            raise ValueError(f"capabilities['dtypes'] has {name!r}, which is no dtype of torch")
+    return names
+
+
+def _device(kernels: Any) -> torch.device:
+    types = getattr(kernels, "device_types", None)
+    return torch.device("cpu" if not types or "cpu" in types else types[0])

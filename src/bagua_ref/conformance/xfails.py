@@ -1,0 +1,28 @@
+"""Lists of known failures: one id a line, ``#`` begins a comment."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+__all__ = ["read_xfails"]
+
+
+def read_xfails(path: Path, known: Sequence[str]) -> tuple[str, ...]:
+    """Return the ids in a file.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: an id is not known; the message names the line.
+    """
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        entry = line.partition("#")[0].strip()
+        if entry and entry not in known:
+            raise ValueError(f"{path} line {number}: no check is called {entry!r}")
+        if entry:
+            found.append(entry)
+    return tuple(found)

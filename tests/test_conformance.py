@@ -1,0 +1,348 @@
+"""The oracle as its users meet it: verdicts on whatever a backend does, reports, the command, the pytest doors."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from tests import hostile_backends as hostile
+
+from bagua_ref.backends.reference import ReferenceBackend
+from bagua_ref.cli import main
+from bagua_ref.conformance import Report, Result, run_conformance
+from bagua_ref.conformance.canary import Canary
+from bagua_ref.conformance.checks import all_checks
+from bagua_ref.conformance.clauses import CLAUSES
+from bagua_ref.conformance.runner import check_ids
+
+ROOT = Path(__file__).parents[1]
+ADD = "kernels.S1.add"
+
+
+def on(target, check=ADD, **options):
+    """Run one check."""
+    return run_conformance(target, checks=[check], **{"time_limit": 2.0, **options})
+
+
+# Verdicts.
+
+
+@pytest.mark.parametrize("backend", hostile.ALL, ids=lambda backend: backend.__name__)
+def test_a_backend_that_misbehaves_gets_a_verdict(backend):
+    report = on(backend(), hostile.CHECK_OF.get(backend, ADD))
+    assert not report.passed
+    assert report.failures()[0].message
+
+
+FATAL = (hostile.Segfaults, hostile.Leaves, hostile.HoldsTheInterpreter, hostile.Sleeps)
+IN_THIS_PROCESS = [backend for backend in hostile.ALL if backend not in FATAL]
+
+
+@pytest.mark.parametrize("backend", IN_THIS_PROCESS, ids=lambda backend: backend.__name__)
+def test_a_verdict_needs_no_process_of_its_own(backend):
+    assert on(backend(), hostile.CHECK_OF.get(backend, ADD), jobs=0).failures()
+
+
+@pytest.mark.parametrize(
+    ("backend", "said"),
+    [
+        (hostile.Raises, "add_ raised RuntimeError: out of cheese"),
+        (hostile.Sleeps, "add_: no answer within 2 s"),
+        (hostile.HoldsTheInterpreter, "add_: no answer within 2 s"),
+        (hostile.Segfaults, "add_: the process died: signal SIGSEGV"),
+        (hostile.Leaves, "add_: the process died: exit code 0"),
+        (hostile.WritesBeyondTheEnd, "memory beside x was written"),
+        (hostile.ChangesItsInput, "y is only read, but element 0 was changed"),
+        (hostile.DiffersNowAndThen, "not the same twice for the same input"),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)
+def test_a_verdict_says_what_happened(backend, said):
+    failed = on(backend()).failures()[0]
+    assert said in failed.message
+    assert "kernels.add_(" in failed.counterexample
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        hostile.Raises, hostile.WritesBeyondTheEnd, hostile.ChangesItsInput,
+        hostile.ReadsBeyondTheEnd, hostile.ReturnsWrongShapes, hostile.ReturnsNaN,
+    ],
+    ids=lambda backend: backend.__name__,
+)  # fmt: skip
+def test_a_counterexample_runs_and_fails_by_itself(backend):
+    script = on(backend(), hostile.CHECK_OF.get(backend, ADD)).failures()[0].counterexample
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    ran = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=100)
+    assert ran.returncode == 1, script
+    assert "Error" in ran.stderr
+    healed = script.replace(f"from tests.hostile_backends import {backend.__name__}", "from bagua_ref.backends.reference import *")
+    healed = healed.replace(f"{backend.__name__}()", "ReferenceBackend()")
+    ran = subprocess.run([sys.executable, "-c", healed], env=environment, capture_output=True, text=True, timeout=100)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_a_counterexample_is_small():
+    class Off(ReferenceBackend):
+        def _add_(self, x, y):
+            super()._add_(x, y)
+            x[x > 100] += 1
+
+    failed = on(Off()).failures()[0]
+    assert "1 of 1 elements differ" in failed.message
+    assert failed.counterexample.count(",") < 15
+
+
+def test_a_canary_tells_places():
+    canary = Canary(torch.arange(6.0).view(2, 3).T[:2], shift=3)
+    assert canary.tensor.tolist() == [[0, 3], [1, 4]]
+    assert not canary.changed_inside() + canary.changed_outside()
+    canary.tensor[1, 0] = 7
+    canary.tensor.as_strided((1,), (1,), canary.tensor.storage_offset() + 2)[0] = 9  # a gap between the rows
+    assert (canary.changed_inside(), canary.changed_outside()) == ([1], [2])
+
+
+# What is run, and what counts.
+
+
+def test_the_reference_passes_both_suites():
+    report = run_conformance("reference", ["kernels", "codec"], seed=int.from_bytes(os.urandom(4), "big"))
+    assert report.passed, report
+    assert {result.status for result in report.results} == {"passed"}
+
+
+def test_without_suites_the_report_lists_what_is_not_covered_or_not_there():
+    covered = {check.clause for check in all_checks().values()}
+    missing = run_conformance(type("Empty", (), {"cache": object()})()).results
+    assert {result.id for result in missing if result.status == "not covered" and result.clause} == set(CLAUSES) - covered
+
+
+def test_nothing_ran_is_not_passed():
+    report = run_conformance(type("Empty", (), {"cache": object()})(), ["kernels"])
+    assert not report.passed
+    assert not report.ran
+    assert "NOTHING RAN" in str(report)
+    assert {result.message for result in report.results} == {"the target has no kernels"}
+
+
+def test_capabilities_limit_dtypes():
+    class Narrow(ReferenceBackend):
+        capabilities = {"dtypes": [torch.float32, "float16"]}
+
+    ran = {result.id: result.status for result in on(Narrow()).results}
+    assert {name for name, status in ran.items() if status == "passed"} == {f"{ADD}[float16]", f"{ADD}[float32]"}
+    assert {name for name, status in ran.items() if status == "skipped"} == {f"{ADD}[bfloat16]", f"{ADD}[float64]"}
+
+
+@pytest.mark.parametrize("capabilities", [{"dtype": []}, ["float32"], {"dtypes": ["float33"]}])
+def test_capabilities_that_say_nothing_are_refused(capabilities):
+    with pytest.raises(ValueError, match="capabilities"):
+        run_conformance(type("Odd", (ReferenceBackend,), {"capabilities": capabilities})())
+
+
+def test_a_target_may_be_any_object_with_some_kernels():
+    class OnlyAdd:
+        def add_(self, x, y):
+            x.copy_((x.double() + y.double()).float() if x.dtype is torch.float32 else x + y)
+
+    report = run_conformance(type("Target", (), {"kernels": OnlyAdd()})(), checks=["S1"])
+    by_id = {result.id: result for result in report.results}
+    assert by_id[f"{ADD}[float32]"].status == "passed"
+    assert by_id["kernels.S1.subtract[float32]"].message == "the target's kernels has no subtract_"
+
+
+def test_known_failures_are_strict():
+    class HalfWrong(ReferenceBackend):
+        def _add_(self, x, y):
+            super()._add_(x, y)
+            if x.dtype is torch.bfloat16:
+                x += 1
+
+    exact = on(HalfWrong(), xfail=[f"{ADD}[bfloat16]"])
+    assert exact.passed
+    assert exact.counts() == {"passed": 3, "xfailed": 1}
+    coarse = on(HalfWrong(), xfail=[ADD])
+    assert not coarse.passed
+    assert coarse.counts() == {"xpassed": 3, "xfailed": 1}
+    assert not on("reference", xfail=[ADD]).passed
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"xfail": ["kernels.S1.ad"]}, "xfail: 'kernels.S1.ad' is not known; closest are 'kernels.S1.add'"),
+        ({"suites": ["kernel"]}, "suites: 'kernel' is not known; closest are 'kernels'"),
+        ({"profile": "fast"}, "profile"),
+        ({"checks": ["S9"]}, "checks"),
+        ({"jobs": -1}, "jobs=-1"),
+    ],
+)
+def test_what_is_not_known_is_refused(options, words):
+    with pytest.raises(ValueError, match=words.replace("[", r"\[")):
+        run_conformance("reference", **options)
+
+
+@pytest.mark.parametrize(
+    ("target", "error"), [("no such", ValueError), (3, TypeError), ("os:nothing", AttributeError), ("no.such:X", ImportError)]
+)
+def test_a_target_that_is_none_is_refused(target, error):
+    with pytest.raises(error):
+        run_conformance(target)
+
+
+def test_fail_fast_skips_the_rest():
+    report = run_conformance(hostile.Raises(), ["kernels"], fail_fast=True, shrink=False)
+    assert len(report.failures()) >= 1
+    assert any("fail_fast" in result.message for result in report.results)
+
+
+def test_the_same_seed_gives_the_same_inputs():
+    class Rarely(ReferenceBackend):
+        def _add_(self, x, y):
+            super()._add_(x, y)
+            x[x > 3.9] = 0
+
+    one, other, third = (on(Rarely(), seed=seed, shrink=False).failures()[0] for seed in (1, 1, 2))
+    assert (one.examples, one.counterexample) == (other.examples, other.counterexample)
+    assert third.counterexample != one.counterexample
+
+
+# Reports.
+
+
+def test_reports_as_json_and_junit(tmp_path):
+    report = on(hostile.ReturnsNaN(), "kernels.S3.4.average", progress=lambda done, total, result: None)
+    report.write(json_path=tmp_path / "r.json", junit_path=tmp_path / "r.xml")
+    read = json.loads((tmp_path / "r.json").read_text())
+    assert read["passed"] is False
+    assert read["versions"]["specification"]
+    assert read["results"][0]["counterexample"].startswith(("import torch", "from math"))
+    suite = ElementTree.parse(tmp_path / "r.xml").getroot()
+    assert suite.get("failures") == str(len(report.failures())) == str(len(suite.findall("testcase/failure")))
+    assert len(suite.findall("testcase")) == int(suite.get("tests"))
+
+
+def test_junit_can_hold_whatever_a_message_says():
+    report = Report("t", [Result("a", "kernels", "S1", "failed", message="\x00\x1b[31m <&>")], "quick", 0)
+    ElementTree.fromstring(report.to_junit())
+
+
+def test_ids_are_stable():
+    """Changes of this list can fail an implementation that passed before: say so in CHANGELOG under Conformance."""
+    assert set(check_ids()) == set((ROOT / "tests" / "conformance_ids.txt").read_text().split())
+
+
+# The command.
+
+
+def test_verify_passes_fails_and_says_when_it_cannot_run(tmp_path, capsys):
+    assert main(["verify", "--backend", "reference", "--check", ADD, "--json", str(tmp_path / "r.json")]) == 0
+    assert json.loads((tmp_path / "r.json").read_text())["passed"] is True
+    assert "PASSED: reference" in capsys.readouterr().out
+    assert main(["verify", "--backend", "tests.hostile_backends:Raises", "--check", ADD]) == 1
+    shown = capsys.readouterr()
+    assert "out of cheese" in shown.out
+    assert "failed" in shown.err
+    for arguments in (
+        ["--backend", "no-such"],
+        ["--backend", "tests.hostile_backends:NoSuch"],
+        ["--backend", "reference", "--suite", "kernel"],
+        ["--backend", "reference", "--suite", "cache"],
+        ["--backend", "reference", "--xfails", str(tmp_path / "none")],
+    ):
+        assert main(["verify", *arguments]) == 2, arguments
+    with pytest.raises(SystemExit, match="2"):
+        main(["verify"])
+
+
+def test_verify_reads_known_failures(tmp_path, capsys):
+    known = tmp_path / "xfails"
+    known.write_text(f"# broken since May\n{ADD}  # all of it\n\n")
+    assert main(["verify", "--backend", "tests.hostile_backends:Raises", "--check", ADD, "--xfails", str(known)]) == 0
+    assert main(["verify", "--backend", "reference", "--check", ADD, "--xfails", str(known)]) == 1
+    known.write_text("kernels.S1.nothing\n")
+    assert main(["verify", "--backend", "reference", "--xfails", str(known)]) == 2
+    assert "line 1: no check is called 'kernels.S1.nothing'" in capsys.readouterr().err
+
+
+def test_verify_ends_also_where_a_thread_hangs():
+    command = [sys.executable, "-m", "bagua_ref.cli", "verify", "--backend", "tests.hostile_backends:Sleeps"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    options = ["--check", ADD, "--jobs", "0", "--time-limit", "1"]
+    ran = subprocess.run([*command, *options], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+    assert ran.returncode == 1, ran.stderr
+    assert "no answer within 1 s" in ran.stdout
+
+
+def test_without_hypothesis_the_error_says_what_to_install():
+    code = (
+        "import sys; sys.modules['hypothesis'] = None\n"
+        "import bagua_ref, bagua_ref.conformance\n"
+        "from bagua_ref.cli import main\n"
+        "sys.exit(main(['verify', '--backend', 'reference']))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
+    assert ran.returncode == 2
+    assert "pip install 'bagua_ref[conformance]'" in ran.stderr
+
+
+# The pytest doors.
+
+
+def pytest_in(folder, *arguments):
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
+    return ran.returncode, ran.stdout + ran.stderr
+
+
+SUITE = """
+import pytest
+from bagua_ref.conformance.suites import KernelSuite
+
+class TestMine(KernelSuite):
+    xfail = {xfail!r}
+
+    @pytest.fixture
+    def target(self):
+        return {target!r}
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "xfail", "code", "words"),
+    [
+        ("reference", (), 0, "4 passed"),
+        ("tests.hostile_backends:Raises", (), 1, "4 failed"),
+        ("tests.hostile_backends:Raises", (ADD,), 0, "4 xfailed"),
+        ("reference", (ADD,), 1, "4 failed"),
+        ("reference", ("no.such",), 2, "no check is called 'no.such'"),
+    ],
+)
+def test_a_suite_to_subclass(tmp_path, target, xfail, code, words):
+    (tmp_path / "test_mine.py").write_text(SUITE.format(target=target, xfail=xfail))
+    found, output = pytest_in(tmp_path, "-k", ADD)
+    assert (found, words in output) == (code, True), output
+
+
+def test_the_plugin_needs_no_test_file(tmp_path):
+    plugin = ["-p", "bagua_ref.conformance.pytest_plugin"]
+    found, output = pytest_in(tmp_path, *plugin, "--bagua-backend=tests.hostile_backends:Raises", "-k", "S1.add or S1.subtract")
+    assert found == 1
+    assert "out of cheese" in output
+    assert "8 failed" not in output
+    (tmp_path / "xfails").write_text(f"{ADD}\n")
+    backend = [*plugin, "--bagua-backend=tests.hostile_backends:Raises", "--bagua-xfails=xfails"]
+    found, output = pytest_in(tmp_path, *backend, "-k", "S1.add[")
+    assert (found, "4 xfailed" in output) == (0, True), output
+    (tmp_path / "xfails").write_text("no.such\n")
+    found, output = pytest_in(tmp_path, *backend)
+    assert (found, "no check is called 'no.such'" in output) == (4, True), output
