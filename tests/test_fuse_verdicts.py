@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -292,7 +293,7 @@ def test_a_third_party_optimizer_passes_and_the_example_runs() -> None:
     assert try_on_clones(lion(parameters())) is None
     command = [sys.executable, "examples/fuse_third_party.py"]
     ended = subprocess.run(
-        command, cwd=ROOT, env={"PYTHONPATH": str(ROOT / "src"), "PATH": ""}, capture_output=True, text=True, timeout=120
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, capture_output=True, text=True, timeout=120
     )
     assert ended.returncode == 0, ended.stderr
     assert "240 parameters, 53 fused steps" in ended.stdout
