@@ -3,10 +3,9 @@
 from bagua_ref.conformance.vectors.case import Case
 from bagua_ref.conformance.vectors.check import Report, Verdict, check_outputs
 from bagua_ref.conformance.vectors.export import all_cases, export_vectors
-from bagua_ref.conformance.vectors.manifest import SPEC_VERSION, VECTORS_VERSION, VectorsError, read_manifest
+from bagua_ref.conformance.vectors.manifest import VECTORS_VERSION, VectorsError, read_manifest
 
 __all__ = [
-    "SPEC_VERSION",
     "VECTORS_VERSION",
     "Case",
     "Report",

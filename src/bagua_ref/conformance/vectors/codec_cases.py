@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["codec_cases"]
 
-_SIZES = (1, 2, 31, 32, 33, 63, 64, 65, 100)
+_SIZES = (1, 2, 31, 32, 33, 63, 64, 65, 100, 4097)
 """Of chunks: they fill a payload's rows of 32 bytes, or do not."""
 
 _CLAUSES = {"valid": "S4.2", "edge": "S4.2", "poison": "S4.4"}
@@ -94,6 +94,9 @@ def _inputs(dtype: torch.dtype) -> Iterator[tuple[str, str, Tensor, int]]:
         "steps-around-zero": [k / 2 - 100.5 for k in range(511)],
         "whole-range": [-info.max, info.max, 0.0, 1.0],
         "half-range": [-info.max / 2, info.max / 2, info.max / 4, 0.0],
+        "just-too-wide": [-info.max * 0.51, info.max * 0.5, 0.0],
+        "largest-constant": [1.33e29] * 3,
+        "too-large-a-constant": [1.34e29] * 3,  # max*scale overflows
         "upper-half-range": [info.max / 2, info.max, info.max * 0.75],
         "infinity": [1.0, inf, 2.0],
         "negative-infinity": [-inf, 1.0, 2.0],
@@ -158,8 +161,10 @@ def _single_chunks(dtype: torch.dtype) -> Iterator[Case]:
 
 def _any_levels(dtype: torch.dtype) -> Iterator[Case]:
     """Yield payloads with every level, between many ends: what some input could have been compressed to (S4.3)."""
-    for place, (middle, width) in enumerate(_RANGES):
-        low, high = middle - width / 2, middle + width / 2
+    ends = [(middle - width / 2, middle + width / 2) for middle, width in _RANGES]
+    # Scale is 1 here and every other value above 256 is a tie when stored as bfloat16, above 2048 as float16.
+    ends += [(45, 300), (-300, -45), (1901, 2156), (-2156, -1901)]
+    for place, (low, high) in enumerate(ends):
         if max(abs(low), abs(high)) >= torch.finfo(dtype).max:
             continue
         payload = get_backend("reference").compress_minmax_uint8(tensor_of([low, high] * 128, dtype), 1)

@@ -227,7 +227,7 @@ def _cache_store(dtype: str, inputs: Tensors, dataset_name: str, num_stores: int
         hashes.append(xxh64(dataset_name.encode() + b"_" + data[:length]))
         data = data[length:]
     return {
-        "hash": torch.tensor(hashes, dtype=torch.uint64),
+        "hash": torch.from_numpy(np.array(hashes, np.uint64)),
         "store": torch.tensor([number % num_stores for number in hashes]),
     }
 

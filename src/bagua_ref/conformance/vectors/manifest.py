@@ -7,6 +7,7 @@ import json
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
+from bagua_ref.conformance.clauses import SPEC_VERSION
 from bagua_ref.conformance.vectors.case import name_of
 from bagua_ref.conformance.vectors.safetensors_file import DamagedFileError, read_safetensors
 
@@ -15,15 +16,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from bagua_ref.conformance.vectors.case import Case
+    from bagua_ref.conformance.clauses import SPEC_VERSION
+from bagua_ref.conformance.vectors.case import Case
 
 __all__ = [
-    "MANIFEST", "SCHEMA", "SPEC_VERSION", "VECTORS_VERSION", "VectorsError",
+    "MANIFEST", "SCHEMA", "VECTORS_VERSION", "VectorsError",
     "entry_of", "manifest_text", "read_manifest", "read_vectors", "schema_text",
 ]  # fmt: skip
-
-SPEC_VERSION = "1.0"
-"""Of the specification's clauses: another number where one of them asks for other results."""
 
 VECTORS_VERSION = "1"
 """Of the cases and their format: what ``vectors/v1`` holds."""
