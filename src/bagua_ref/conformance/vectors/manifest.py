@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from bagua_ref.conformance.clauses import SPEC_VERSION
-from bagua_ref.conformance.vectors.case import Case
+    from bagua_ref.conformance.vectors.case import Case
 
 __all__ = [
     "MANIFEST", "SCHEMA", "VECTORS_VERSION", "VectorsError",
