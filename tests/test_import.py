@@ -123,3 +123,10 @@ def test_import_takes_little_time_of_its_own() -> None:
         for _ in range(5)
     ]
     assert statistics.median(times) <= LIMIT_S, f"seconds of five imports: {times}"
+
+
+def test_contrib_is_there_without_an_import_of_its_own() -> None:
+    statement = (
+        "import bagua_ref; before = 'bagua_ref.contrib' in sys.modules; print(before, bagua_ref.contrib.fuse_optimizer.__name__)"
+    )
+    assert run_python("-c", "import sys; " + statement).stdout.split() == ["False", "fuse_optimizer"]

@@ -95,6 +95,10 @@ __version__ = "0.1.0"
 if not _TYPE_CHECKING:  # so that type checkers still find misspelt names
 
     def __getattr__(name: str) -> object:
+        if name == "contrib":  # not everybody's, so imported when it is asked for
+            from importlib import import_module
+
+            return import_module("bagua_ref.contrib")
         from bagua_ref.not_provided import REPLACEMENTS, not_provided
 
         known = name in REPLACEMENTS
