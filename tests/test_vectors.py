@@ -518,10 +518,11 @@ def test_outputs_of_a_part_are_not_taken_for_the_whole(client: Path, tmp_path: P
         lambda v: (v / "manifest.json").unlink(),
         lambda v: (v / "manifest.json").write_text('{"vectors_version": "1", "cases": ['),
         lambda v: (v / "manifest.json").write_text("[" * 10_000),
+        lambda v: (v / "manifest.json").write_text('{"vectors_version": "1'),
         lambda v: (v / "codec.inputs.safetensors").write_bytes(b"\xff" * 100),
         lambda v: (v / "codec.inputs.safetensors").write_bytes((v / "codec.inputs.safetensors").read_bytes()[:-5000]),
     ],
-    ids=["no manifest", "cut manifest", "deep manifest", "no safetensors", "cut safetensors"],
+    ids=["no manifest", "cut manifest", "deep manifest", "cut string", "no safetensors", "cut safetensors"],
 )
 def test_the_client_in_c_says_what_it_cannot_read(client: Path, vectors: Path, tmp_path: Path, damage: Any) -> None:
     damage(vectors)

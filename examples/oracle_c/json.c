@@ -78,11 +78,12 @@ static char *read_string(reader *r) {
     char *string = need_memory((size_t)(end - r->at) + 1); /* escapes are longer than what they stand for */
     char *out = string;
     while (*r->at != '"') {
-        char c = *r->at++;
-        if (!c || (unsigned char)c < 0x20) {
+        char c = *r->at;
+        if ((unsigned char)c < 0x20) { /* the NUL at the end of the text, too: stay before it */
             fail(r, "a string does not end");
             return NULL;
         }
+        r->at++;
         if (c != '\\') {
             *out++ = c;
             continue;

@@ -34,7 +34,9 @@ static const unsigned char *input(const json *kase, const tensor_file *file, con
 }
 
 static size_t count_of(const json *parameters, const char *name) {
-    return (size_t)json_need(parameters, name, JSON_NUMBER)->number;
+    double number = json_need(parameters, name, JSON_NUMBER)->number;
+    if (!(number >= 0 && number <= 1e12)) die("parameter %s is %g", name, number);
+    return (size_t)number;
 }
 
 static void compress(dtype type, const unsigned char *x, size_t chunks, size_t count, unsigned char *payload) {
@@ -57,17 +59,20 @@ static void answer_codec(const json *kase, const char *operation, const tensor_f
     if (strcmp(operation, "decompress_minmax_uint8") == 0) {
         size_t elements = count_of(parameters, "num_elements");
         const unsigned char *payload = input(kase, file, "payload", "U8", &size);
-        if (size != chunks * block_size(elements / chunks)) die("a payload has %zu bytes", size);
+        if (elements % chunks || size != chunks * block_size(elements / chunks)) die("a payload has %zu bytes", size);
         decompress(type, payload, chunks, elements / chunks, give(kase, "x", code, elements, elements * item_size(type)));
         return;
     }
     const unsigned char *x = input(kase, file, "x", code, &size);
     size_t elements = size / item_size(type), count = elements / chunks, bytes = chunks * block_size(count);
+    if (elements % chunks) die("%zu elements are not %zu equal chunks", elements, chunks);
     unsigned char *payload = give(kase, "payload", "U8", bytes, bytes);
     const json *target = json_get(parameters, "target_chunk");
     if (target && target->kind == JSON_NUMBER) { /* one chunk alone, the other blocks stay (S4.5) */
-        size_t place = (size_t)target->number;
-        memcpy(payload, input(kase, file, "payload", "U8", &size), bytes);
+        size_t place = count_of(parameters, "target_chunk");
+        const unsigned char *before = input(kase, file, "payload", "U8", &size);
+        if (size != bytes || place >= chunks) die("there is no chunk %zu of %zu in %zu bytes", place, chunks, size);
+        memcpy(payload, before, bytes);
         compress_chunk(type, x + place * count * item_size(type), count, payload + place * block_size(count));
         return;
     }
@@ -86,8 +91,9 @@ static void answer_peers(const json *kase, const tensor_file *file) {
     size_t size, more;
     const unsigned char *ranks = input(kase, file, "rank", "I64", &size), *steps = input(kase, file, "step", "I64", &more);
     int64_t nranks = (int64_t)count_of(json_need(kase, "parameters", JSON_OBJECT), "nranks");
+    if (nranks < 2 || nranks % 2 || size != more || size % 8) die("shift_one pairs an even number of ranks");
     unsigned char *peers = give(kase, "peer", "I64", size / 8, size);
-    for (size_t at = 0; at < size && at < more; at += 8) {
+    for (size_t at = 0; at < size; at += 8) {
         uint64_t peer = (uint64_t)shift_one_peer(load_int64(ranks + at), nranks, load_int64(steps + at));
         for (int i = 0; i < 8; i++) peers[at + (size_t)i] = (unsigned char)(peer >> (8 * i));
     }

@@ -206,7 +206,8 @@ def _sampler_batches(
     costs = inputs["complexities"].tolist()
     of_replicas = []
     for indices in _indices_of_ranks(inputs, num_replicas, drop_last):
-        batches, room = [], -1
+        batches: list[list[int]] = []
+        room = -1
         for index in indices:
             if costs[index] > room:
                 batches.append([])
