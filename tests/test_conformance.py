@@ -112,12 +112,6 @@ def test_a_canary_tells_places():
 # What is run, and what counts.
 
 
-def test_the_reference_passes_both_suites():
-    report = run_conformance("reference", ["kernels", "codec"], seed=int.from_bytes(os.urandom(4), "big"))
-    assert report.passed, report
-    assert {result.status for result in report.results} == {"passed"}
-
-
 def test_without_suites_the_report_lists_what_is_not_covered_or_not_there():
     covered = {check.clause for check in all_checks().values()}
     missing = run_conformance(type("Empty", (), {"cache": object()})()).results
@@ -207,7 +201,7 @@ def test_the_same_seed_gives_the_same_inputs():
     class Rarely(ReferenceBackend):
         def _add_(self, x, y):
             super()._add_(x, y)
-            x[x > 3.9] = 0
+            x[(x > 3.9) & (x < 4)] = 0
 
     one, other, third = (on(Rarely(), seed=seed, shrink=False).failures()[0] for seed in (1, 1, 2))
     assert (one.examples, one.counterexample) == (other.examples, other.counterexample)

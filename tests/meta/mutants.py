@@ -84,9 +84,16 @@ def _try_in_child(mutant: Mutant, seed: int, outbox: Any) -> None:
     module = "bagua_ref." + mutant.file.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
     sys.meta_path.insert(0, _Patched(module, str(SOURCE / "bagua_ref" / mutant.file), mutant.source()))
     from bagua_ref.conformance import run_conformance
+    from bagua_ref.conformance.world import own_communicator
 
+    parts = {"kernels": "reference", "communicator": staticmethod(own_communicator)}
+    if mutant.suite == "samplers":
+        from bagua_ref import contrib
+
+        parts["samplers"] = contrib
+    target = type("Reference", (), parts)()
     report = run_conformance(
-        "reference", [mutant.suite], checks=[mutant.clause], seed=seed, fail_fast=True, shrink=False, jobs=1, time_limit=10
+        target, [mutant.suite], checks=[mutant.clause], seed=seed, fail_fast=True, shrink=False, jobs=1, time_limit=10
     )
     assert report.ran, f"{mutant.name}: no check of {mutant.suite} is about {mutant.clause}"
     outbox.send([(result.id, result.examples, result.message) for result in report.failures()])
@@ -225,19 +232,111 @@ CODECS = [
 ]  # fmt: skip
 
 COLL, SIM, COMM = "communicators/collectives.py", "communicators/simulated.py", "communicators/base.py"
-COLLECTIVES: list[tuple[str, str, str, str, str]] = [
+COLLECTIVES = [
+    ("AVG is SUM", "S3.9", COLL, "    if op is ReduceOp.AVG:\n", "    if op is None:\n"),
+    ("AVG of one less", "S3.9", COLL, "torch.tensor(len(tensors), dtype", "torch.tensor(max(1, len(tensors) - 1), dtype"),
+    ("MIN is MAX", "S3.9", COLL, "ReduceOp.MIN: torch.minimum", "ReduceOp.MIN: torch.maximum"),
+    ("BXOR is BOR", "S3.9", COLL, "ReduceOp.BXOR: torch.bitwise_xor", "ReduceOp.BXOR: torch.bitwise_or"),
+    ("the last rank is left out of sums of more than four", "S3.9", COLL, "for tensor in tensors[1:]:", "for tensor in tensors[1 : 4 if len(tensors) > 4 else None]:"),
+    ("gather in reverse order", "S3.9", COLL, "_fill(recv, _concatenate(sends))", "_fill(recv, _concatenate(sends[::-1]))"),
+    ("allgather has the first rank twice", "S3.9", COLL, "everything = _concatenate(sends)", "everything = _concatenate([sends[0], *sends[:-1]])"),
+    ("scatter is off by one chunk", "S3.9", COLL, "zip(recvs, chunks, strict=True)", "zip(recvs, [*chunks[1:], chunks[0]], strict=True)"),
+    ("broadcast is always from rank 0", "S3.9", COLL, "_fill(tensor, tensors[src])", "_fill(tensor, tensors[0])"),
+    ("alltoall leaves chunks where they are", "S3.9", COLL, "_fill(recv, chunks[:, rank])", "_fill(recv, chunks[rank])"),
+    ("the last rank gets no all-reduce", "S3.9", COLL, "    total = combine(tensors, op)\n    for tensor in tensors:", "    total = combine(tensors, op)\n    for tensor in tensors[:-1] or tensors:"),
+    ("allreduce changes what is sent", "S3.9", COMM, "        self._allreduce_inplace(recv_tensor, op)\n", "        self._allreduce_inplace(recv_tensor, op)\n        send_tensor.copy_(recv_tensor)\n"),
+    ("reduce writes the receiver of every rank", "S3.9", COMM, "            self._reduce_inplace(send_tensor.clone(), dst, op)", "            self._reduce_inplace(recv_tensor.copy_(send_tensor), dst, op)"),
+    ("the result of reduce is the next rank's", "S3.9", COLL, "_fill(tensors[dst], combine(tensors, op))", "_fill(tensors[(dst + 1) % len(tensors)], combine(tensors, op))"),
+    ("messages overtake each other", "S3.9", SIM, "message = messages.popleft()", "message = messages.pop()"),
+    ("received blocks lie where sent ones did", "S3.9", COMM, 'self._slices("recv", recv_tensor, recv_counts, recv_displs)', 'self._slices("recv", recv_tensor, recv_counts, send_displs)'),
+    ("in place the own chunk is the first", "S3.9", COMM, "return tensor.view(-1)[self._rank * count : (self._rank + 1) * count]", "return tensor.view(-1)[:count]"),
+    ("reduce_scatter in place clears the other chunks", "S3.9", COMM, "        own.copy_(result)\n", "        tensor.zero_()\n        own.copy_(result)\n"),
+    ("the last element of a message is lost", "S3.9", SIM, "tensor.data.copy_(message.view(tensor.shape))", "tensor.data.view(-1)[:-1].copy_(message.view(-1)[:-1])"),
+    ("an object's bytes come from rank 0", "S3.9", COMM, "self.broadcast(payload, src)", "self.broadcast(payload, 0)"),
+    ("ranks that are none are taken", "S3.9", COMM, "if not 0 <= rank < self._nranks:", "if not -1 <= rank < self._nranks:"),
+    ("integers are averaged", "S3.9", COMM, "if op is ReduceOp.AVG and not send_tensor.is_floating_point():", "if op is None:"),
 ]  # fmt: skip
 
-OPS = "comm_ops"
-COMM_OPS: list[tuple[str, str, str, str, str]] = [
+LOW, CENTRAL, HIER, DEC, RINGOP, BUCKET = (
+    "comm_ops/low_precision.py",
+    "comm_ops/centralized.py",
+    "comm_ops/hierarchical.py",
+    "comm_ops/decentralized.py",
+    "comm_ops/low_precision_decentralized.py",
+    "bucket.py",
+)
+LAST = "        self.comm.allgather_inplace(payload)\n        self.kernels.decompress_minmax_uint8(payload, n, out=x)\n"
+COMM_OPS = [
+    ("the next rank's chunk is reduced", "S3.1", CENTRAL, "target_chunk=rank, average=self.average", "target_chunk=(rank + 1) % n, average=self.average"),
+    ("the sum is rounded before it is divided", "S3.1", CENTRAL, "self.kernels.reduce_chunks_(x, n, target_chunk=rank, average=self.average)\n        self.comm.allgather_inplace(x)\n", "self.kernels.reduce_chunks_(x, n, target_chunk=rank, average=False)\n        self.comm.allgather_inplace(x)\n        if self.average:\n            self.kernels.divide_(x, n)\n"),
+    ("scatter-gather adds by all-reduce, from the first chunk on", "S3.1", CENTRAL, "        self.comm.alltoall_inplace(x)\n", "        self.comm.allreduce_inplace(x, ReduceOp.AVG if self.average else ReduceOp.SUM)\n        return\n"),
+    ("full precision sums where it should average", "S3.1", CENTRAL, "ReduceOp.AVG if self.average else ReduceOp.SUM", "ReduceOp.SUM"),
+    ("the reduced chunk is not compressed where it is reduced", "S3.2", LOW, LAST, LAST.replace("        self.comm", "        own = x.view(n, -1)[rank].clone()\n        self.comm") + "        x.view(n, -1)[rank] = own\n"),
+    ("always the mean", "S3.2", LOW, "average=self.average)", "average=True)"),
+    ("the own chunk is not quantised on its way in", "S3.2", LOW, "        payload = self.kernels.compress_minmax_uint8(x, n)\n        self.comm.alltoall_inplace(payload)\n        self.kernels.decompress_minmax_uint8(payload, n, out=x)\n", "        own = x.view(n, -1)[rank].clone()\n        payload = self.kernels.compress_minmax_uint8(x, n)\n        self.comm.alltoall_inplace(payload)\n        self.kernels.decompress_minmax_uint8(payload, n, out=x)\n        x.view(n, -1)[rank] = own\n"),
+    ("the mean of node means", "S3.3", BUCKET, "divisor=num_ranks / leaders if average else None", "divisor=intra.nranks() if average else None"),
+    ("node sums are kept in 16 bits", "S3.3", HIER, "wide = inputs if x.dtype == torch.float64 else inputs.float()", "wide = inputs"),
+    ("only leaders get the result", "S3.3", HIER, "        self.comm.broadcast(x, 0)\n", ""),
+    ("one leader alone does not quantise", "S3.3", HIER, "if self.leaders_op is not None:", "if self.leaders_op is not None and self.leaders_op.comm.nranks() > 1:"),
+    ("the peer is off by one at odd steps", "S3.4", DEC, "return (step + rank) % half + half if", "return (step + step % 2 + rank) % half + half if"),
+    ("the peer is always the first one", "S3.4", DEC, "step, self.step = self.step, self.step + 1", "step = self.step"),
+    ("the sum with the peer is rounded before it is halved", "S3.4", DEC, "self.kernels.average_(self.peer_weight, mine)", "self.peer_weight.add_(mine).mul_(0.5)"),
+    ("shift_one between leaders takes sums over n/L", "S3.4", DEC, "self.num_ranks / self.comm.nranks() if all_ranks else intra.nranks()", "self.num_ranks / self.comm.nranks()"),
+    ("the mean over nodes, not over ranks", "S3.4", DEC, "self.num_ranks / self.comm.nranks() if all_ranks else intra.nranks()", "intra.nranks()"),
+    ("weights are summed", "S3.4", DEC, "self.comm.allreduce_inplace(self.peer_weight, ReduceOp.AVG)", "self.comm.allreduce_inplace(self.peer_weight, ReduceOp.SUM)"),
+    ("left and right are swapped", "S3.5", RINGOP, "((L, q_left), (R, q_right))", "((L, q_right), (R, q_left))"),
+    ("the own weights skip the wire", "S3.5", RINGOP, "q_left, q_right = trade_with_neighbours(q, self.comm)", "q_left, q_right = trade_with_neighbours(q, self.comm); W += x; W -= kernels.decompress_minmax_uint8(q, 1, out=x) or x"),
+    ("W is forgotten", "S3.5", RINGOP, "        W.copy_(x)\n", ""),
+    ("the ring between leaders takes node sums", "S3.5", BUCKET, "divisor=intra.nranks(), in_rank_order=True", "divisor=None, in_rank_order=True"),
+    ("the right neighbour's replica is not updated", "S3.5", RINGOP, "((L, q_left), (R, q_right))", "((L, q_left),)"),
 ]  # fmt: skip
 
-MUTANTS = [Mutant(name, suite, *rest) for suite, rows in (("kernels", KERNELS), ("codec", CODECS), ("collectives", COLLECTIVES), ("comm_ops", COMM_OPS)) for name, *rest in rows]
+SAMP, BATCH, COST = (f"contrib/{name}.py" for name in ("load_balancing_sampler", "load_balancing_batch_sampler", "complexities"))
+SAMPLERS = [
+    ("one sample less where replicas do not divide them", "S7.1", SAMP, "-(-self.length // self.num_replicas)", "self.length // self.num_replicas"),
+    ("the length is that of all replicas", "S7.1", SAMP, '        """Return how many samples this replica draws in a whole epoch (S7.1)."""\n        return self.num_samples\n', "        return self.total_size\n"),
+    ("the order is descending", "S7.2", COST, "above = keys - low", "above = high - keys"),
+    ("equal complexities in reverse order", "S7.2", COST, 'return cast("Tensor", order).cpu()', 'order = cast("Tensor", order).cpu(); return order.flip(0).index_select(0, keys.cpu()[order].flip(0).sort(stable=True).indices)'),
+    ("integers are rounded to float64", "S7.2", COST, "return torch.tensor(numbers, dtype=torch.int64)", "return _float64(torch.tensor(numbers, dtype=torch.float64))"),
+    ("large numbers are floats", "S7.2", COST, "    return numbers\n\n\ndef _float64", "    return _float64(torch.tensor([float(number) for number in numbers], dtype=torch.float64))\n\n\ndef _float64"),
+    ("noise is drawn only when needed", "S7.3", SAMP, "noise = torch.randint(self._ordering.bound, (self.length,), generator=generator)", "noise = torch.randint(self._ordering.bound, (self.length,), generator=generator) if self._ordering.bound > 1 else torch.zeros(self.length, dtype=torch.int64)"),
+    ("noise may be one higher", "S7.3", SAMP, "torch.randint(self._ordering.bound,", "torch.randint(self._ordering.bound + 1,"),
+    ("the epoch has no say", "S7.3", SAMP, "manual_seed(self.seed + epoch)", "manual_seed(self.seed)"),
+    ("each rank takes a block, not a place of each chunk", "S7.3", SAMP, "(chunks * self.num_replicas + self.rank) % self.length)", "(chunks + self.rank * self.num_samples) % self.length)"),
+    ("the last sample fills up, nothing wraps around", "S7.3", SAMP, "(chunks * self.num_replicas + self.rank) % self.length)", "(chunks * self.num_replicas + self.rank).clamp(max=self.length - 1))"),
+    ("chunks are drawn before noise", "S7.3", SAMP, "        noise = torch.randint(", "        torch.randperm(num_chunks, generator=generator)\n        noise = torch.randint("),
+    ("short replicas repeat their last batch", "S7.4", BATCH, "batches[turn % len(batches)]", "batches[min(turn, len(batches) - 1)]"),
+    ("drop_last drops nothing", "S7.4", BATCH, "min(counts) if self.drop_last else max(counts)", "max(counts)"),
+    ("each replica counts its own batches", "S7.4", BATCH, "            counts.append(len(batches))\n            if replica == self.rank:", "            if replica == self.rank:\n                counts.append(len(batches))"),
+    ("batches of the first replica for all", "S7.4", BATCH, "if replica == self.rank:", "if replica == 0:"),
+    ("a random_level above 1 is taken", "S7.5", SAMP, "if not 0 <= self.random_level <= 1:", "if self.random_level < 0:"),
+    ("another sampler is taken", "S7.5", BATCH, "        if not isinstance(sampler, LoadBalancingDistributedSampler):
+", "        if sampler is None:
+"),
+    ("drop_last of the sampler is taken", "S7.5", BATCH, "        if sampler.drop_last:\n", "        if False:\n"),
+    ("a replica without batches gets none", "S7.5", BATCH, "            if not batches:\n                raise ValueError(", "            if not batches:\n                str("),
+]  # fmt: skip
+
+MUTANTS = [
+    Mutant(name, suite, *rest)
+    for suite, rows in (
+        ("kernels", KERNELS),
+        ("codec", CODECS),
+        ("collectives", COLLECTIVES),
+        ("comm_ops", COMM_OPS),
+        ("samplers", SAMPLERS),
+    )
+    for name, *rest in rows
+]
 """Left out, as no input tells them from the reference:
 
 - (x + y) * 0.5 for (x + y) / 2: halving is exact either way.
 - scale divided in float64 and rounded: 53 bits are more than 2 * 24 + 2.
 - no minimum with upper before lower is taken off: rounding keeps order, so x <= max is x*scale <= upper.
+- 16-bit floats combined in 16 bits by a collective, or in another order: a library's order is its own, and the tolerance allows it.
+- the node's sum by the library's reduce before compression: the simulated world's reduce is in rank order too.
+- the two messages of a ring of two ranks swapped: both have the same bytes.
+- NaN let through where complexities are read: what sorts them looks again.
 - not looking at min*scale for poison: it overflows only where max*scale does, in chunks of one value.
 """
 

@@ -252,12 +252,14 @@ def alltoall_v(lab: Lab, draw: Draw) -> None:
     nodes, dtype = draw(worlds()), getattr(torch, draw(st.sampled_from(_MOVABLE)))
     n, most, gap = sum(nodes), draw(st.integers(0, 3)), draw(st.integers(0, 2))
 
-    def layout(rank: int) -> tuple[list[int], list[int], int]:
-        sizes = [(rank + peer) % (most + 1) for peer in range(n)]
-        return sizes, [sum(sizes[:peer]) + gap * peer for peer in range(n)], sum(sizes) + gap * n
+    other = draw(st.integers(0, 2))  # received blocks need not lie as sent ones do
 
-    def filled(rank: int, tensor: Tensor) -> Tensor:
-        sizes, displs, _ = layout(rank)
+    def layout(rank: int, between: int = gap) -> tuple[list[int], list[int], int]:
+        sizes = [(rank + peer) % (most + 1) for peer in range(n)]
+        return sizes, [sum(sizes[:peer]) + between * peer for peer in range(n)], sum(sizes) + between * n
+
+    def filled(rank: int, tensor: Tensor, between: int) -> Tensor:
+        sizes, displs, _ = layout(rank, between)
         for peer in range(n):
             block = _values(peer, sizes[peer], dtype, layout(peer)[1][rank])
             tensor[displs[peer] : displs[peer] + sizes[peer]] = block
@@ -266,14 +268,16 @@ def alltoall_v(lab: Lab, draw: Draw) -> None:
     def send(rank: int) -> Tensor:
         return _values(rank, layout(rank)[2], dtype)
 
+    def recv(rank: int) -> Tensor:
+        return _nothing(layout(rank, other)[2], dtype)
+
     if draw(st.booleans()):
-        _check(
-            lab, draw, nodes, "alltoall_v_inplace", lambda r: (send(r), *layout(r)[:2]), lambda r: [filled(r, send(r))]
-        )  # fmt: skip
+        in_place = lambda r: [filled(r, send(r), gap)]  # noqa: E731
+        _check(lab, draw, nodes, "alltoall_v_inplace", lambda r: (send(r), *layout(r)[:2]), in_place)
         return
     _check(
-        lab, draw, nodes, "alltoall_v", lambda r: (send(r), *layout(r)[:2], _nothing(layout(r)[2], dtype), *layout(r)[:2]),
-        lambda r: [send(r), filled(r, _nothing(layout(r)[2], dtype))],
+        lab, draw, nodes, "alltoall_v", lambda r: (send(r), *layout(r)[:2], recv(r), *layout(r, other)[:2]),
+        lambda r: [send(r), filled(r, recv(r), other)],
     )  # fmt: skip
 
 

@@ -56,8 +56,8 @@ class ReferenceCommOps:
         """
         start, *rounds = rounds
         bucket = self._bucket(rounds[0])
-        replicas = [start.clone().ensure_bagua_tensor(name) for name in ("weight", "left", "right")]  # type: ignore[attr-defined]
-        bucket.append_low_precision_decentralized_synchronous_op(*replicas, hierarchical)
+        weight, left, right = (start.clone().ensure_bagua_tensor(name) for name in ("weight", "left", "right"))  # type: ignore[attr-defined]
+        bucket.append_low_precision_decentralized_synchronous_op(weight, left, right, hierarchical)
         return self._each(bucket, rounds, lambda: None)
 
     def _bucket(self, x: Tensor) -> BaguaBucket:

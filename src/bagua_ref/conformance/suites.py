@@ -17,7 +17,7 @@ from bagua_ref.conformance.runner import check_ids, reason_to_skip, row_id, run_
 from bagua_ref.conformance.search import Search
 from bagua_ref.conformance.target import Target, resolve
 
-__all__ = ["CodecSuite", "CollectiveSuite", "CommOpSuite", "ConformanceSuite", "KernelSuite", "judge"]
+__all__ = ["CodecSuite", "CollectiveSuite", "CommOpSuite", "ConformanceSuite", "KernelSuite", "SamplerSuite", "judge"]
 
 
 def judge(target: Target, check: Check, dtype: str | None, how: Search, xfail: tuple[str, ...], time_limit: float = 10.0) -> None:
@@ -31,7 +31,7 @@ def judge(target: Target, check: Check, dtype: str | None, how: Search, xfail: t
     if expected:
         pytest.xfail(outcome.message)
     if not outcome.passed:
-        pytest.fail(f"{check.id}: {check.sentence}\n{outcome.message}\n\n{outcome.snippet}", pytrace=False)
+        pytest.fail(f"{check.id}: {check.sentence}\n{outcome.message} (seed {how.seed})\n\n{outcome.snippet}", pytrace=False)
 
 
 def _rows(*suites: str) -> list[Any]:
@@ -106,4 +106,13 @@ class CommOpSuite(ConformanceSuite):
     @pytest.mark.parametrize(("check", "dtype"), _rows("comm_ops"))
     def test_comm_ops(self, target: Any, check: Check, dtype: str | None) -> None:
         """Check an operation."""
+        self._judge(target, check, dtype)
+
+
+class SamplerSuite(ConformanceSuite):
+    """Balanced samplers (S7)."""
+
+    @pytest.mark.parametrize(("check", "dtype"), _rows("samplers"))
+    def test_samplers(self, target: Any, check: Check, dtype: str | None) -> None:
+        """Check a sampler."""
         self._judge(target, check, dtype)
