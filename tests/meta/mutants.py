@@ -310,9 +310,7 @@ SAMPLERS = [
     ("each replica counts its own batches", "S7.4", BATCH, "            counts.append(len(batches))\n            if replica == self.rank:", "            if replica == self.rank:\n                counts.append(len(batches))"),
     ("batches of the first replica for all", "S7.4", BATCH, "if replica == self.rank:", "if replica == 0:"),
     ("a random_level above 1 is taken", "S7.5", SAMP, "if not 0 <= self.random_level <= 1:", "if self.random_level < 0:"),
-    ("another sampler is taken", "S7.5", BATCH, "        if not isinstance(sampler, LoadBalancingDistributedSampler):
-", "        if sampler is None:
-"),
+    ("another sampler is taken", "S7.5", BATCH, "        if not isinstance(sampler, LoadBalancingDistributedSampler):\n", "        if sampler is None:\n"),
     ("drop_last of the sampler is taken", "S7.5", BATCH, "        if sampler.drop_last:\n", "        if False:\n"),
     ("a replica without batches gets none", "S7.5", BATCH, "            if not batches:\n                raise ValueError(", "            if not batches:\n                str("),
 ]  # fmt: skip
