@@ -43,7 +43,7 @@ IN_C = {
     "S4.4 a negative NaN": ("floats.c", "[FLOAT32] = 0x7FC00000", "[FLOAT32] = 0xFFC00000"),
     "S4.4 one NaN in the header": ("minmax_uint8.c", "        store_nan(type, block + item);\n", ""),
     "S4.5 the first chunk instead of the target": ("main.c", "compress_chunk(type, x + place * count", "compress_chunk(type, x + 0 * place * count"),
-    "S4.5 other blocks written": ("main.c", "memcpy(payload, before, bytes);", "compress(type, x, chunks, count, payload);"),
+    "S4.5 other blocks written": ("main.c", "memcpy(payload, before, bytes);", "(void)before;\n        compress(type, x, chunks, count, payload);"),
     "S3.4 one step ahead at odd steps": ("shift_one.c", "(step + rank) % half", "(step + step % 2 + rank) % half"),
     "S3.4 no involution": ("shift_one.c", "(rank - half - step) % half;", "(rank - half + step) % half;"),
     "S3.4 a remainder below zero": ("shift_one.c", "place < 0 ? place + half : place", "place"),
