@@ -323,7 +323,7 @@ class TestMine(KernelSuite):
 )
 def test_a_suite_to_subclass(tmp_path, target, xfail, code, words):
     (tmp_path / "test_mine.py").write_text(SUITE.format(target=target, xfail=xfail))
-    found, output = pytest_in(tmp_path, "-k", ADD)
+    found, output = pytest_in(tmp_path, "-k", f"{ADD}[")
     assert (found, words in output) == (code, True), output
 
 

@@ -25,10 +25,17 @@ def verify(arguments: argparse.Namespace) -> int:
         from bagua_ref.conformance.xfails import read_xfails
 
         sys.path.insert(0, os.getcwd())  # pkg.mod:Class is most often in the folder one works in
+        try:
+            target = assemble(arguments.backend, arguments.communicator)
+        except Exception as error:  # what is named may fail in any way while it is imported or made
+            print(
+                f"bagua-ref verify: {arguments.backend or arguments.communicator}: {type(error).__name__}: {error}", file=sys.stderr
+            )
+            return 2
         known = [*all_checks(), *check_ids()]
         xfail = read_xfails(arguments.xfails, known) if arguments.xfails else ()
         report = run_conformance(
-            assemble(arguments.backend, arguments.communicator),
+            target,
             arguments.suite,
             arguments.profile,
             xfail,

@@ -113,6 +113,16 @@ def header(lab: Lab, draw: Draw) -> None:
     _check_payload(lab, x, 1, None)
 
 
+@check("codec", "S4.1", "fresh", dtypes=COMPRESSIBLE, needs=_COMPRESS, effort=0.3)
+def fresh(lab: Lab, draw: Draw) -> None:
+    """A payload stays as it was when others are made: it is no buffer that is used again."""
+    size, num_chunks = draw(st.sampled_from([1, 5, 40])), draw(st.integers(1, 3))
+    inputs = [bulk(lab.dtype, "tame", draw(st.integers(0, 2**32 - 1)), size * num_chunks) for _ in range(2)]
+    first = _compress(lab, inputs[0], num_chunks)
+    _compress(lab, inputs[1], num_chunks)
+    lab.compare(first, "result", _bytes(_blocks(lab, inputs[0], num_chunks)))
+
+
 @check("codec", "S4.3", "round_trip", dtypes=COMPRESSIBLE, needs=_COMPRESS + _DECOMPRESS)
 def round_trip(lab: Lab, draw: Draw) -> None:
     """What was compressed decompresses to the values specified."""
@@ -285,6 +295,10 @@ def long(lab: Lab, draw: Draw) -> None:
     lab.compare(payload, "result", torch.cat(wanted))
     call = _decompress(lab, payload.results["result"], num_chunks, x.numel())
     lab.compare(call, "out", torch.cat([part for row in restored for part in row]))
+    x[0, draw(st.sampled_from([0, size // 2, size - 1]))] = draw(st.sampled_from([math.inf, math.nan]))
+    wanted[0] = _bytes([codec_scalar.compress_chunk([math.nan], lab.dtype_name)[:32]])
+    wanted[0] = torch.cat([wanted[0], torch.zeros(payload_bytes(size, 1) - 32, dtype=torch.uint8)])
+    lab.compare(_compress(lab, x.view(-1), num_chunks), "result", torch.cat(wanted))
 
 
 assert all(dtype_named(name).is_floating_point for name in COMPRESSIBLE)

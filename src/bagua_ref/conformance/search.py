@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PROFILES", "Outcome", "Search", "search"]
 
-PROFILES = {"quick": 20, "full": 400}
+PROFILES = {"quick": 40, "full": 500}
 """Name -> examples for each check and dtype, before the check's own effort."""
 
 

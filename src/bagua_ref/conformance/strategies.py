@@ -141,7 +141,7 @@ def _halfway(generator: np.random.Generator, size: int, dtype: torch.dtype) -> n
 
 _kinds = st.sampled_from(KINDS)
 _seeds = st.integers(0, 2**32 - 1)
-_sizes = st.sampled_from([1, 2, 3, 7, 31, 33, 64, 257, 500, 1025])
+_sizes = st.sampled_from([1, 2, 3, 7, 31, 33, 64, 256, 257, 500, 1024, 1025, 4096])
 
 
 def tensors(dtype: torch.dtype, size: int, *, finite: bool = False) -> st.SearchStrategy[Tensor]:
@@ -190,7 +190,15 @@ _chunk_sizes = st.one_of(st.integers(0, 12), st.sampled_from([0, 1, 2, 31, 32, 3
 
 @st.composite
 def chunked(draw: st.DrawFn, dtype: torch.dtype, *, finite: bool = False) -> tuple[Tensor, int]:
-    """A flat tensor of 1 to 9 equal chunks, each of its own kind, and how many there are."""
+    """A flat tensor of equal chunks, each of its own kind, and how many there are: few, many tiny ones, or one or two long ones."""
+    shape = draw(st.sampled_from(["few", "few", "few", "many", "long"]))
+    if shape == "many":
+        num_chunks, size = draw(st.sampled_from([16, 17, 32, 33, 64, 100, 257])), draw(st.integers(1, 3))
+        kind = draw(st.sampled_from([kind for kind in _SINGLE if kind != "bits"]))
+        return bulk(dtype, kind, draw(_seeds), num_chunks * size, finite=finite), num_chunks
+    if shape == "long":
+        num_chunks, size = draw(st.integers(1, 2)), draw(st.sampled_from([256, 257, 512, 1000, 1024, 4097]))
+        return torch.cat([bulk(dtype, draw(_kinds), draw(_seeds), size, finite=finite) for _ in range(num_chunks)]), num_chunks
     num_chunks, size = draw(st.one_of(st.integers(1, 5), st.integers(1, 9))), draw(_chunk_sizes)
     if draw(st.integers(0, 2)) == 2:
         return torch.cat(mixed(dtype, num_chunks, draw(_seeds), size, finite=finite)), num_chunks

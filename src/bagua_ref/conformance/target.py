@@ -11,6 +11,7 @@ import torch
 
 from bagua_ref.backends import get_backend
 from bagua_ref.backends.base import KernelBackend
+from bagua_ref.errors import BackendUnavailableError
 
 __all__ = ["PARTS", "Target", "assemble", "load", "resolve"]
 
@@ -66,6 +67,9 @@ def resolve(target: Any) -> Target:
         named.name = target
         return named
     if isinstance(target, type):
+        reason = target.unavailable_reason() if issubclass(target, KernelBackend) else None
+        if reason is not None:
+            raise BackendUnavailableError(f"target={target.__name__} cannot run: {reason}")
         target = target()
     if isinstance(target, KernelBackend):
         name = getattr(target, "name", type(target).__name__)
