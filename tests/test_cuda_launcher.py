@@ -52,8 +52,12 @@ class FakeCuda:
             moduleLoadData=self.load, moduleGetFunction=self.function, launchKernel=self.launch
         )  # fmt: skip
         self.runtime.__dict__.update(
-            getDeviceCount=lambda: 2, getDevice=lambda: self.device, setDevice=self.set_device, free=self.free
-        )  # fmt: skip
+            getDeviceCount=lambda: 2,
+            runtimeGetVersion=lambda: 12090,
+            getDevice=lambda: self.device,
+            setDevice=self.set_device,
+            free=self.free,
+        )
 
     def compile(self, program, options):
         if self.fail == "compile":
@@ -102,9 +106,11 @@ def cuda(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=7000 + index))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(multi_processor_count=2))
-    launcher._card.cache_clear()
+    for cached_function in (launcher._card, launcher._nvrtc):
+        cached_function.cache_clear()
     yield fake
-    launcher._card.cache_clear()
+    for cached_function in (launcher._card, launcher._nvrtc):
+        cached_function.cache_clear()
 
 
 class OnCpu(launcher.CudaBackend):
@@ -279,6 +285,18 @@ def test_headers_come_from_the_wheel_that_goes_with_the_compiler(cuda, monkeypat
     assert launcher.header_folder() == str(wheel)
     monkeypatch.setattr(cuda.nvrtc, "getVersion", lambda: (25 - major, 0))
     assert launcher.header_folder() == str(tmp_path / "toolkit" / "include")
+
+
+def test_the_compiler_s_library_is_loaded_from_its_wheel(cuda, monkeypatch, tmp_path):
+    library = tmp_path / "nvidia" / "cuda_nvrtc" / "lib" / "libnvrtc.so.12"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path / "nvidia")])
+    monkeypatch.setattr(launcher.importlib.util, "find_spec", lambda name: spec)
+    with pytest.raises(OSError, match=r"libnvrtc\.so\.12"):  # it is no library, but it was found
+        launcher._nvrtc()
+    library.unlink()
+    assert launcher._nvrtc() is cuda.nvrtc
 
 
 class TestDiskCache:

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <deque>
 #include <map>
 #include <mutex>
 #include <random>
@@ -20,6 +21,7 @@
 #endif
 #ifdef EMULATION_THREADS
 #include <sanitizer/tsan_interface.h>
+#include <sys/mman.h>
 
 #include <thread>
 #endif
@@ -119,7 +121,21 @@ std::string failure;
 // Two of each, in turn: who is first through a barrier must not be seen at the next one by who is still to leave the last.
 char block_order[2], warp_order[WARP][2];
 unsigned block_turn, warp_turn[WARP];
+char grid_order;  // the host, and so the next grid, sees what all threads did; another block does not
 void* announced_scheduler;
+
+// The sanitizer gives a fibre the number of one that is gone and takes both for one, so they stay for some blocks.
+constexpr size_t REMEMBERED = 8 * 256;
+std::deque<void*> finished;
+
+// Memory that the sanitizer forgets when it is given back: other fibres will have it, and nothing orders them.
+char* take(size_t size) {
+    return static_cast<char*>(mmap(nullptr, size + 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+}
+void give_back(void* room, size_t size) { munmap(room, size + 1); }
+#else
+char* take(size_t size) { return static_cast<char*>(aligned_alloc(16, (size + 15) / 16 * 16)); }
+void give_back(void* room, size_t) { free(room); }
 #endif
 
 #if defined(__SANITIZE_ADDRESS__)
@@ -150,13 +166,31 @@ void entry() {
     __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_size);
 #endif
     grid->body(grid->arguments);
+#ifdef EMULATION_THREADS
+    __tsan_release(&grid_order);
+#endif
     me().state = State::DONE;
     leave(true);
 }
 
+void end(Fibre& fibre) {
+#ifdef EMULATION_THREADS
+    give_back(fibre.stack, STACK);
+    finished.push_back(fibre.announced);
+    fibre.announced = nullptr;
+    if (finished.size() > REMEMBERED) {
+        __tsan_destroy_fiber(finished.front());
+        finished.pop_front();
+    }
+#else
+    free_stacks.push_back(fibre.stack);
+#endif
+    fibre.stack = nullptr;
+}
+
 void resume(Fibre& fibre) {
     if (fibre.stack == nullptr) {
-        if (free_stacks.empty()) free_stacks.push_back(static_cast<char*>(aligned_alloc(64, STACK)));
+        if (free_stacks.empty()) free_stacks.push_back(take(STACK));
         fibre.stack = free_stacks.back();
         free_stacks.pop_back();
         prepare(&fibre.context, fibre.stack, STACK, entry);
@@ -174,10 +208,7 @@ void resume(Fibre& fibre) {
 #if defined(__SANITIZE_ADDRESS__)
     __sanitizer_finish_switch_fiber(fake, nullptr, nullptr);
 #endif
-    if (fibre.state == State::DONE) {
-        free_stacks.push_back(fibre.stack);
-        fibre.stack = nullptr;
-    }
+    if (fibre.state == State::DONE) end(fibre);
 }
 
 std::string place(const Fibre& fibre) {
@@ -240,7 +271,7 @@ void diverged(const Index& block) {
 
 void run_block(const Index& block) {
     // Exactly as much as the launch gives, so that AddressSanitizer sees the end of it. Of any content, as on a card.
-    unsigned char* shared = static_cast<unsigned char*>(aligned_alloc(16, (grid->shared + 15) / 16 * 16));
+    unsigned char* const shared = reinterpret_cast<unsigned char*>(take(grid->shared));
     memset(shared, 0xA5, grid->shared);
     fibres.resize(grid->block_size.x);
     std::vector<unsigned> order(fibres.size());
@@ -267,13 +298,9 @@ void run_block(const Index& block) {
         for (unsigned first = 0; released && first < fibres.size(); first += WARP) release_warp(first);
         if (!released) diverged(block);
     }
-    for (Fibre& fibre : fibres) {
-        if (fibre.stack != nullptr) free_stacks.push_back(fibre.stack), fibre.stack = nullptr;
-#ifdef EMULATION_THREADS
-        if (fibre.announced != nullptr) __tsan_destroy_fiber(fibre.announced), fibre.announced = nullptr;
-#endif
-    }
-    free(shared);
+    for (Fibre& fibre : fibres)
+        if (fibre.stack != nullptr) end(fibre);
+    give_back(shared, grid->shared);
 }
 
 void wait(State state, const char* file, int line) {
@@ -338,6 +365,9 @@ extern "C" int emulation_run(const char* kernel, unsigned first, unsigned end, u
         run_block({block, 0, 0});
 #endif
     }
+#ifdef EMULATION_THREADS
+    __tsan_acquire(&grid_order);
+#endif
     snprintf(error, size, "%s", failure.c_str());
     return !failure.empty();
 }

@@ -13,7 +13,7 @@ import os
 import threading
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -62,7 +62,7 @@ class CudaBackend(PlannedBackend):
     def unavailable_reason(cls) -> str | None:
         """Return why there is nothing that could run the kernels, None if there is."""
         try:
-            from cupy.cuda import nvrtc, runtime
+            from cupy.cuda import runtime
         except ImportError as error:
             return f"CuPy cannot be imported: {error}"
         if not torch.cuda.is_available():
@@ -71,7 +71,7 @@ class CudaBackend(PlannedBackend):
             return "torch sees no CUDA device: there is none, or no driver for it"
         try:
             runtime.getDeviceCount()
-            major, _ = nvrtc.getVersion()
+            major, _ = _nvrtc().getVersion()
         except (RuntimeError, ImportError, OSError) as error:  # CuPy's own errors are RuntimeErrors
             return f"CuPy finds no device or no compiler: {error}"
         if header_folder() is None:
@@ -150,8 +150,7 @@ def compile_source(name: str, architecture: int) -> tuple[bytes, str]:
     Raises:
         RuntimeError: with the compiler's messages.
     """
-    from cupy.cuda import nvrtc
-
+    nvrtc = _nvrtc()
     known = nvrtc.getSupportedArchs()
     older = [number for number in known if number < architecture]
     target = f"compute_{max(older)}" if architecture not in known and older else f"sm_{architecture}"
@@ -172,15 +171,32 @@ def compile_source(name: str, architecture: int) -> tuple[bytes, str]:
 
 def header_folder() -> str | None:
     """Return where cuda_fp16.h is: in the wheel that goes with CuPy's NVRTC, else in an installed CUDA; None: nowhere."""
-    from cupy.cuda import nvrtc
-
-    major, _ = nvrtc.getVersion()
-    wheels = importlib.util.find_spec("nvidia")
-    places = [Path(place) for place in (wheels.submodule_search_locations or ())] if wheels else []
-    candidates = [place / ("cuda_runtime" if major < 13 else f"cu{major}") / "include" for place in places]
+    major, _ = _nvrtc().getVersion()
+    candidates = [wheel / "include" for wheel in _wheels("cuda_runtime", major)]
     roots = (os.environ.get("CUDA_PATH"), os.environ.get("CUDA_HOME"), "/usr/local/cuda")
     candidates += [Path(root) / "include" for root in roots if root]
     return next((str(place) for place in candidates if (place / "cuda_fp16.h").exists()), None)
+
+
+@functools.cache
+def _nvrtc() -> Any:
+    """Return CuPy's module for the compiler, whose library older CuPys do not find in its wheel by themselves."""
+    from cupy.cuda import nvrtc, runtime
+
+    major = runtime.runtimeGetVersion() // 1000
+    for wheel in _wheels("cuda_nvrtc", major):
+        library = wheel / "lib" / f"libnvrtc.so.{major}"
+        if library.exists():
+            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)  # found by its name from now on
+            break
+    return nvrtc
+
+
+def _wheels(part: str, major: int) -> list[Path]:
+    """Return the folders that NVIDIA's wheels of a CUDA library may be in."""
+    nvidia = importlib.util.find_spec("nvidia")
+    places = (nvidia.submodule_search_locations or ()) if nvidia else ()
+    return [Path(place) / (part if major < 13 else f"cu{major}") for place in places]
 
 
 def _queue(plan: Plan, functions: list[int], stream: int, workspace: int) -> None:
@@ -205,9 +221,7 @@ def _card(index: int) -> Card:
 
 def _image(source: str, index: int) -> bytes:
     """Return a source compiled for a device, from the disk where it has been before."""
-    from cupy.cuda import nvrtc
-
     major, minor = torch.cuda.get_device_capability(index)
     architecture = 10 * major + minor
-    made_of = (source_of(source), architecture, _OPTIONS, nvrtc.getVersion(), header_folder())
+    made_of = (source_of(source), architecture, _OPTIONS, _nvrtc().getVersion(), header_folder())
     return cached(f"{source}-sm{architecture}", made_of, lambda: compile_source(source, architecture)[0])

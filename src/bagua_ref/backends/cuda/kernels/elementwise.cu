@@ -26,9 +26,10 @@ INLINE void update_packs(F f, T* x, long long step, Operand<Y, N, K>... y) {
     }
 }
 
-template <typename T, typename F, typename... Y> INLINE void update(T* x, long long m, F f, const Y*... y) {
+// AHEAD: how many packs of each operand are under way together; fewer where there are many operands, or registers run out.
+template <int AHEAD = 2, typename T, typename F, typename... Y> INLINE void update(T* x, long long m, F f, const Y*... y) {
     constexpr int N = LANES<T>;
-    spread<N, 2>(
+    spread<N, AHEAD>(
         x, m, thread_of_grid(), threads_of_grid(),
         [&](auto batch, long long i, long long step) {
             constexpr int K = decltype(batch)::value;
@@ -40,7 +41,7 @@ template <typename T, typename F, typename... Y> INLINE void update(T* x, long l
 // x + factor * y, the product and the sum rounded (S1).
 template <typename W> INLINE W add_scaled(W x, W y, W factor) { return plus(x, times(factor, y)); }
 
-#define KERNEL(name, suffix) extern "C" __global__ void __launch_bounds__(BLOCK) name##_##suffix
+#define KERNEL(name, suffix) extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT) name##_##suffix
 
 #define INSTANCES(T, suffix)                                                                                                  \
     KERNEL(add, suffix)(T* x, const T* __restrict__ y, long long m) {                                                         \
@@ -74,7 +75,7 @@ template <typename W> INLINE W add_scaled(W x, W y, W factor) { return plus(x, t
     /* S3.6: reduced comes in the type of the arithmetic. */                                                                  \
     KERNEL(async_average, suffix)(T* x, const Wide<T>* __restrict__ reduced, const T* __restrict__ snapshot, long long m,     \
                                   Wide<T> nranks) {                                                                           \
-        update(                                                                                                               \
+        update<1>(                                                                                                            \
             x, m,                                                                                                             \
             [=](Wide<T> a, Wide<T> total, Wide<T> old) { return narrow<T>(plus(a, minus(over(total, nranks), old))); },       \
             reduced, snapshot);                                                                                               \

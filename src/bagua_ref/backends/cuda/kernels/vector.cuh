@@ -15,7 +15,8 @@
 
 #define INLINE __device__ __forceinline__
 
-constexpr int BLOCK = 256;  // threads; the plan launches the same number
+constexpr int BLOCK = 256;   // threads; the plan launches the same number
+constexpr int RESIDENT = 3;  // blocks that must fit on a multiprocessor, which leaves a thread 80 registers
 
 // Arithmetic (S1): 16-bit floats in float32, rounded once when stored; every operation by itself, never fused.
 
