@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from tests.oracle_c import OPERATIONS, VECTORS
 
 from bagua_ref.conformance.expected import codec_scalar, comm_ops_scalar, decentralized_numpy, kernels_scalar, samplers_plain
 from bagua_ref.conformance.expected.rounding import arithmetic, f32, rint, to
-from bagua_ref.conformance.vectors import check_outputs, independent, read_manifest
+from bagua_ref.conformance.vectors import check, check_outputs, independent, read_manifest
 from bagua_ref.conformance.vectors.manifest import read_vectors
 from bagua_ref.conformance.vectors.safetensors_file import write_safetensors
 
@@ -50,6 +51,15 @@ IN_C = {
     "S3.4 steps of 32 bits": ("shift_one.c", "if (rank < half)", "step = (int32_t)step;\n    if (rank < half)"),
 }  # fmt: skip
 """The fault, and what to replace in which file by what."""
+
+
+manifest_once = functools.cache(read_manifest)
+
+
+@pytest.fixture(autouse=True)
+def _read_the_manifest_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Validate it by its schema for the first fault only: that is half of a check's time."""
+    monkeypatch.setattr(check, "read_manifest", manifest_once)
 
 
 @pytest.mark.parametrize("fault", IN_C.values(), ids=IN_C)
@@ -180,7 +190,7 @@ independent_hash = independent.xxh64
 
 def client(outputs: Path) -> None:
     """Answer all cases with the second opinion, whatever has been planted in it."""
-    manifest = read_manifest(VECTORS)
+    manifest = manifest_once(VECTORS)
     tensors, found = read_vectors(VECTORS, manifest), {}
     for case in manifest["cases"]:
         inputs = {entry["name"]: tensors[f"{case['suite']}.inputs.safetensors"][entry["tensor"]] for entry in case["inputs"]}
