@@ -1,0 +1,71 @@
+"""The checks find every planted fault, whatever the seed, and blame nobody else."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bagua_ref import contrib
+from bagua_ref.conformance import run_conformance
+from bagua_ref.conformance.checks import all_checks
+from bagua_ref.conformance.world import own_communicator
+
+ROOT = Path(__file__).parents[2]
+MUTANTS = ROOT / "tests" / "meta" / "mutants.py"
+SEED = int.from_bytes(os.urandom(4), "big")
+
+
+def load(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def mutants():
+    return load(MUTANTS).MUTANTS
+
+
+@pytest.mark.parametrize("suite", sorted({check.suite for check in all_checks().values()}))
+def test_every_planted_fault_is_found_with_any_seed(suite, tmp_path):
+    command = [sys.executable, str(MUTANTS), "--suite", suite, "--seed", str(SEED), "--json", str(tmp_path / "kills.json")]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    kills = json.loads((tmp_path / "kills.json").read_text())
+    assert len(kills) >= 8
+    assert all(kill["by"].startswith(f"{suite}.{kill['clause']}.") for kill in kills)
+
+
+def test_every_clause_that_a_suite_covers_has_a_mutant():
+    planted = {(mutant.suite, mutant.clause) for mutant in mutants()}
+    assert planted == {(check.suite, check.clause) for check in all_checks().values()}
+
+
+def test_no_two_mutants_share_a_name():
+    names = [mutant.name for mutant in mutants()]
+    assert len(set(names)) == len(names)
+
+
+class Reference:
+    kernels = "reference"
+    communicator = staticmethod(own_communicator)
+    samplers = contrib
+
+
+@pytest.mark.parametrize("offset", range(3))
+def test_nobody_is_blamed_wrongly(offset):
+    report = run_conformance(Reference(), seed=SEED + offset)
+    assert report.passed, report
+    assert not report.failures()
+
+
+def test_the_page_is_current():
+    page = load(ROOT / "docs" / "_conformance.py")
+    assert page.PAGE.read_text() == page.page(), "run: python docs/_conformance.py"
