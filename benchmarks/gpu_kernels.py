@@ -1,0 +1,269 @@
+"""Every CUDA kernel's share of the card's copy bandwidth, beside plain torch, torch.compile and CuPy operation by operation.
+
+    python benchmarks/gpu_kernels.py [--quick] [--json PATH]
+
+UNTRIED: no GPU was at hand when this was written. It has never run on a card, and there are no figures of it.
+
+Takes a CUDA device. Bytes are those that must move (each tensor read once, each result written once, a compressed one at a byte per
+element), so a kernel in two passes cannot reach all of the copy's bandwidth. Times are CUDA events around one call, medians;
+buffers rotate and a write larger than the second-level cache goes before each, so that nothing is found there. Each
+dtype's codec is compared with torch's and the reference's before it is timed: a level may differ by one where torch fuses.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import common  # beside this file
+import torch
+from torch import Tensor
+
+from bagua_ref.backends import get_backend, payload_bytes
+from bagua_ref.contrib.fuse import fuse_optimizer
+
+DEVICE = BACKEND = "cuda"
+MIB = 2**20
+SECONDS = 420  # of the eight minutes that all of it may take; what does not fit is left out, and said
+AIM = {"compress": 0.85, "decompress": 0.85}
+CHUNKS = 8
+
+
+@dataclass
+class Work:
+    """A kernel on rotating buffers: ours and the peers take the number of the buffer set."""
+
+    bytes_moved: int
+    ours: Callable[[int], object]
+    peers: dict[str, Callable[[int], object]]
+    sets: int
+
+
+class Clock:
+    """Times calls on the device, with a flushed cache before each."""
+
+    def __init__(self) -> None:
+        self.flush = torch.empty(4 * torch.cuda.get_device_properties(0).L2_cache_size, dtype=torch.uint8, device=DEVICE)
+
+    def medians(self, functions: dict[str, Callable[[int], object]], sets: int, rounds: int) -> dict[str, float]:
+        """Return each function's median seconds; they take turns."""
+        events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in functions}
+        for function in functions.values():
+            for number in range(sets):
+                function(number)
+        for round_number in range(rounds):
+            for name, function in functions.items():
+                self.flush.zero_()
+                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                start.record()
+                function(round_number % sets)
+                end.record()
+                events[name].append((start, end))
+        torch.cuda.synchronize()
+        return {name: statistics.median(s.elapsed_time(e) for s, e in pairs) / 1e3 for name, pairs in events.items()}
+
+
+def torch_grid(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    scale = torch.full_like(low, 255.0) / ((high - low) + 1e-7)
+    upper = torch.round(high * scale)
+    return scale, upper
+
+
+def torch_compress(x: Tensor) -> tuple[Tensor, Tensor]:
+    rows = x.view(CHUNKS, -1).float()
+    low, high = torch.aminmax(rows, dim=1, keepdim=True)
+    scale, upper = torch_grid(low, high)
+    levels = (torch.minimum(torch.round(rows * scale), upper) - (upper - 255)).clamp(0, 255).to(torch.uint8)
+    return torch.cat([low, high], 1).to(x.dtype), levels
+
+
+def torch_decompress(ends: Tensor, levels: Tensor, dtype: torch.dtype) -> Tensor:
+    scale, upper = torch_grid(ends[:, :1].float(), ends[:, 1:].float())
+    largest = torch.finfo(dtype).max
+    return ((levels.float() + (upper - 255)) / scale).clamp(-largest, largest).to(dtype)
+
+
+def cupy_compress() -> Callable[[Tensor], object] | None:
+    """Return S4.2 in CuPy's own operations, for the dtypes that CuPy has."""
+    if importlib.util.find_spec("cupy") is None:
+        return None
+    import cupy
+
+    def compress(x: Tensor) -> object:
+        with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+            rows = cupy.from_dlpack(x).reshape(CHUNKS, -1).astype(cupy.float32)
+            low, high = rows.min(axis=1, keepdims=True), rows.max(axis=1, keepdims=True)
+            scale = cupy.float32(255) / ((high - low) + cupy.float32(1e-7))
+            upper = cupy.rint(high * scale)
+            return cupy.clip(cupy.minimum(cupy.rint(rows * scale), upper) - (upper - 255), 0, 255).astype(cupy.uint8)
+
+    return compress
+
+
+def compiled(function: Callable[..., object]) -> Callable[..., object]:
+    return torch.compile(function, dynamic=False)
+
+
+def works(dtype: torch.dtype, size: int) -> dict[str, Work]:
+    """Return every kernel on tensors of ``size`` elements, with its peers."""
+    kernels, item = get_backend(BACKEND), torch.empty(0, dtype=dtype).element_size()
+    size -= size % (CHUNKS * 32)
+    sets = max(2, min(4, 256 * MIB // (size * item)))
+    make = lambda kind=dtype: [torch.randn(size, device=DEVICE).to(kind) for _ in range(sets)]  # noqa: E731
+    x, y, z, w, wide = make(), make(), make(), make(), make(torch.float32)
+    payloads = [kernels.compress_minmax_uint8(t, CHUNKS) for t in y]
+    block = payload_bytes(size, CHUNKS) // CHUNKS
+    levels = [p.view(CHUNKS, block)[:, 32 : 32 + size // CHUNKS].contiguous() for p in payloads]
+    ends = [p.view(CHUNKS, block)[:, : 2 * item].contiguous().view(dtype) for p in payloads]
+    fast_compress, fast_decompress = compiled(torch_compress), compiled(torch_decompress)
+    compress_peers: dict[str, Callable[[int], object]] = {
+        "torch": lambda i: torch_compress(y[i]), "torch.compile": lambda i: fast_compress(y[i])
+    }  # fmt: skip
+    by_cupy = cupy_compress() if dtype is not torch.bfloat16 else None
+    if by_cupy is not None:
+        compress_peers["cupy"] = lambda i: by_cupy(y[i])
+
+    def momentum(m: Tensor, g: Tensor) -> Tensor:
+        return 0.9 * m + 0.1 * g
+
+    def ring(a: Tensor, left: Tensor, right: Tensor, weight: Tensor) -> Tensor:
+        return a + left / 3 + right / 3 - weight * (5 / 3)
+
+    def average(a: Tensor, total: Tensor, old: Tensor) -> Tensor:
+        return (a.float() + (total / 4 - old.float())).to(dtype)
+
+    def in_order(a: Tensor) -> Tensor:
+        return a.view(CHUNKS, -1).sum(0, dtype=torch.float32).to(dtype)
+
+    def peers(function: Callable[..., Tensor], *tensors: list[Tensor]) -> dict[str, Callable[[int], object]]:
+        fast = compiled(function)
+        return {
+            "torch": lambda i: function(*(t[i] for t in tensors)),
+            "torch.compile": lambda i: fast(*(t[i] for t in tensors)),
+        }
+
+    parts = [[part.clone() for part in t.chunk(50)] for t in x]
+    made = {
+        "add_": (3 * item, lambda i: kernels.add_(x[i], y[i]), peers(torch.add, x, y)),
+        "add_scaled_": (
+            3 * item, lambda i: kernels.add_scaled_(x[i], y[i], 0.1), peers(lambda a, b: torch.add(a, b, alpha=0.1), x, y)
+        ),
+        "average_": (3 * item, lambda i: kernels.average_(x[i], y[i]), peers(lambda a, b: (a + b) / 2, x, y)),
+        "divide_": (2 * item, lambda i: kernels.divide_(x[i], 1.5), peers(lambda a: a / 1.5, x)),
+        "update_momentum_": (3 * item, lambda i: kernels.update_momentum_(x[i], y[i], 0.9), peers(momentum, x, y)),
+        "combine_ring_": (5 * item, lambda i: kernels.combine_ring_(x[i], y[i], z[i], w[i]), peers(ring, x, y, z, w)),
+        "async_average_": (
+            3 * item + 4, lambda i: kernels.async_average_(x[i], wide[i], z[i], 4), peers(average, x, wide, z)
+        ),
+        "reduce_chunks_": (
+            item + item / CHUNKS, lambda i: kernels.reduce_chunks_(x[i], CHUNKS, 0, True), peers(in_order, x)
+        ),
+        "gather_flat": (
+            2 * item, lambda i: kernels.gather_flat(parts[i], x[i]), {"torch": lambda i: torch.cat(parts[i], out=x[i])}
+        ),
+        "compress": (item + 1, lambda i: kernels.compress_minmax_uint8(y[i], CHUNKS, out=payloads[i]), compress_peers),
+        "decompress": (
+            item + 1,
+            lambda i: kernels.decompress_minmax_uint8(payloads[i], CHUNKS, z[i]),
+            {
+                "torch": lambda i: torch_decompress(ends[i], levels[i], dtype),
+                "torch.compile": lambda i: fast_decompress(ends[i], levels[i], dtype),
+            },
+        ),
+    }  # fmt: skip
+    return {name: Work(int(size * moved), ours, others, sets) for name, (moved, ours, others) in made.items()}
+
+
+def agree(dtype: torch.dtype) -> None:
+    """Compare ours and torch's levels and values on one small input before anything is timed."""
+    kernels, x = get_backend(BACKEND), torch.randn(CHUNKS * 4096, device=DEVICE).to(dtype)
+    payload, restored = kernels.compress_minmax_uint8(x, CHUNKS), torch.empty_like(x)
+    kernels.decompress_minmax_uint8(payload, CHUNKS, restored)
+    ends, levels = torch_compress(x)
+    ours = payload.view(CHUNKS, -1)[:, 32:]
+    assert (ours.int() - levels.int()).abs().max() <= 1
+    torch.testing.assert_close(torch_decompress(ends, ours, dtype).view(-1), restored, rtol=1e-2, atol=1e-2)
+    assert torch.equal(payload, get_backend("reference").compress_minmax_uint8(x, CHUNKS))
+
+
+def optimizer_row(clock: Clock, rounds: int) -> common.Row:
+    """fuse_step against torch's foreach and fused, on 200 parameters of 65,536 elements."""
+    steps: dict[str, Callable[[int], object]] = {}
+    for name, options in {"ours": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}.items():
+        parameters = [torch.nn.Parameter(torch.randn(65536, device=DEVICE)) for _ in range(200)]
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        optimizer = torch.optim.Adam(parameters, **options)
+        if name == "ours":
+            optimizer = fuse_optimizer(optimizer)
+            steps[name] = lambda i, optimizer=optimizer: optimizer.fuse_step()
+        else:
+            steps[name] = lambda i, optimizer=optimizer: optimizer.step()
+    medians = {name: 1e3 * seconds for name, seconds in clock.medians(steps, 3, rounds).items()}
+    ours = medians.pop("ours")
+    return common.Row("fuse_step, Adam, 200 x 65536", "ms", ours, medians, "fused")
+
+
+def bytegrad_row(clock: Clock, size: int, rounds: int, copy: float) -> common.Row:
+    """Bytegrad's whole op for one rank of 8, movement left out, against the same by torch's operations."""
+    kernels, x = get_backend(BACKEND), torch.randn(size, device=DEVICE)
+    payload = kernels.compress_minmax_uint8(x, CHUNKS)
+
+    def ours(_: int) -> None:
+        kernels.compress_minmax_uint8(x, CHUNKS, out=payload)
+        kernels.decompress_minmax_uint8(payload, CHUNKS, x)
+        kernels.reduce_chunks_(x, CHUNKS, 0, True)
+        kernels.compress_minmax_uint8(x, CHUNKS, target_chunk=0, out=payload)
+        kernels.decompress_minmax_uint8(payload, CHUNKS, x)
+
+    def plain(_: int) -> None:
+        y = torch_decompress(*torch_compress(x), torch.float32)
+        y[0] = y.mean(0)
+        torch_decompress(*torch_compress(y.view(-1)), torch.float32)
+
+    medians = clock.medians({"ours": ours, "torch": plain}, 1, rounds)
+    return common.Row(
+        f"bytegrad's kernels {4 * size // MIB} MiB", "ms", 1e3 * medians["ours"], {"torch": 1e3 * medians["torch"]}, "torch",
+        extra={"copy_gb_per_s": copy},
+    )  # fmt: skip
+
+
+def main() -> int:
+    args = common.arguments("Every CUDA kernel against the card's copy bandwidth and its peers. Untried: no GPU was at hand.")
+    if not torch.cuda.is_available():
+        print("There is no CUDA device here; nothing was measured.")
+        return 0
+    began, clock, rows, left_out = time.monotonic(), Clock(), [], []
+    rounds = 5 if args.quick else 20
+    for mib in (1, 16) if args.quick else (1, 16, 256, 1024):
+        source = torch.empty(mib * MIB, dtype=torch.uint8, device=DEVICE)
+        target = torch.empty_like(source)
+        seconds = clock.medians({"copy": lambda _, t=target, s=source: t.copy_(s)}, 1, rounds)["copy"]
+        copy = 2 * mib * MIB / seconds / 1e9
+        del source, target
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            agree(dtype)
+            if time.monotonic() - began > SECONDS:
+                left_out.append(f"{dtype} at {mib} MiB")
+                continue
+            for name, work in works(dtype, mib * MIB // torch.empty(0, dtype=dtype).element_size()).items():
+                medians = clock.medians({"ours": work.ours, **work.peers}, work.sets, rounds)
+                rates = {peer: work.bytes_moved / value / 1e9 for peer, value in medians.items()}
+                ours = rates.pop("ours")
+                limit = common.at_least(AIM.get(name, 0.9)) if mib >= 256 else common.NO_LIMIT
+                title = f"{name} {str(dtype).removeprefix('torch.')} {mib} MiB"
+                rows.append(common.Row(title, "GB/s", ours, {"copy": copy, **rates}, "copy", limit))
+            torch.cuda.empty_cache()
+        rows.append(bytegrad_row(clock, mib * MIB // 4, rounds, copy))
+    rows.append(optimizer_row(clock, rounds))
+    if left_out:
+        print(f"Left out, as the time was up: {', '.join(left_out)}")
+    return common.report("gpu_kernels", rows, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
