@@ -121,14 +121,7 @@ def status_of(module: str, name: str, line: str) -> tuple[str, str]:
         found: Any = importlib.import_module(f"bagua_ref.{module}".rstrip("."))
     except NotProvidedError:
         return "not provided", REPLACEMENTS[module]
-    except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("bagua_ref."):
-            raise
-        return "planned", ""
     for part in name.split("."):
-        # A room that something else has imported is an attribute of the package, but not yet one of its names.
-        if not hasattr(found, part) or (found is bagua_ref and part not in bagua_ref.__all__):
-            return "planned", ""
         inside, found = found, getattr(found, part)
     if instead := UNSUPPORTED.get(f"{module}:{name}"):
         return "not provided", instead

@@ -65,6 +65,7 @@ __all__ = [
     "broadcast_coalesced",
     "broadcast_object",
     "communication",
+    "contrib",
     "data_parallel",
     "destroy_process_group",
     "gather",
