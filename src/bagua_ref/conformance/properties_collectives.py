@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bagua_ref.conformance.checks import Draw, check
 from bagua_ref.conformance.collective_script import script_of_collective
-from bagua_ref.conformance.strategies import worlds
+from bagua_ref.conformance.strategies import seeds, worlds
 from bagua_ref.conformance.tolerances import EXACT, SUM, assert_equal
 from bagua_ref.conformance.violation import Violation
 from bagua_ref.conformance.world import run_ranks
@@ -38,7 +38,6 @@ _reductions = st.one_of(
     st.tuples(st.sampled_from([op for op in ReduceOp if op is not ReduceOp.AVG]), st.sampled_from(_INTEGERS)),
 )
 _counts = st.integers(0, 7)
-_seeds = st.integers(0, 2**32 - 1)
 
 
 def _value(rank: int, index: int) -> int:
@@ -74,7 +73,7 @@ def _check(
     tolerance: int = 0,
 ) -> None:
     """Call ``comm.method(*arguments(rank))`` on every rank; its tensors must then be ``wanted(rank)``, in their order."""
-    n, seed = sum(nodes), draw(_seeds)
+    n, seed = sum(nodes), draw(seeds)
     brought = [arguments(rank) for rank in range(n)]
 
     def program(comm: Any) -> list[Tensor]:
@@ -295,7 +294,7 @@ def exchange(lab: Lab, draw: Draw) -> None:
         comm.exchange(sends, recvs)
         return [tensor for tensor, _ in recvs]
 
-    for rank, received in enumerate(run_ranks(lab, nodes, program, "exchange", messages, draw(_seeds))):
+    for rank, received in enumerate(run_ranks(lab, nodes, program, "exchange", messages, draw(seeds))):
         wanted = [_values(number, count, dtype) for number, (_, dst, count) in enumerate(messages) if dst == rank]
         for tensor, want in zip(received, wanted, strict=True):
             _same(tensor, want, f"exchange of (src, dst, count) {messages} on nodes {nodes}, received by rank {rank}")
@@ -314,7 +313,7 @@ def send_and_recv(lab: Lab, draw: Draw) -> None:
             comm.send(tensor, comm.rank() + 1)
         return tensor
 
-    for rank, tensor in enumerate(run_ranks(lab, nodes, program, "send and recv", (count, str(dtype)), draw(_seeds))):
+    for rank, tensor in enumerate(run_ranks(lab, nodes, program, "send and recv", (count, str(dtype)), draw(seeds))):
         _same(tensor, _values(0, count, dtype), f"a message of {count} {dtype} passed on nodes {nodes}, at rank {rank}")
 
 
@@ -322,7 +321,7 @@ def send_and_recv(lab: Lab, draw: Draw) -> None:
 def broadcast_object(lab: Lab, draw: Draw) -> None:
     """Every rank gets src's object, whichever rank src is, however large."""
     nodes = draw(worlds())
-    src, seed = _root(draw, nodes), draw(_seeds)
+    src, seed = _root(draw, nodes), draw(seeds)
     simple = st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=300), st.binary(max_size=20))
     value = draw(st.recursive(simple, lambda inner: st.one_of(st.lists(inner), st.dictionaries(st.text(), inner)), max_leaves=5))
     program = lambda comm: comm.broadcast_object(value if comm.rank() == src else comm.rank(), src)  # noqa: E731
@@ -355,7 +354,7 @@ def refuses(lab: Lab, draw: Draw) -> None:
             return tensor
         return f"{method} took what does not fit ({case})"
 
-    for rank, found in enumerate(run_ranks(lab, nodes, program, method, case, draw(_seeds))):
+    for rank, found in enumerate(run_ranks(lab, nodes, program, method, case, draw(seeds))):
         if isinstance(found, str):
             raise Violation(f"{found} on nodes {nodes}, rank {rank}: {arguments!r}")
         _same(found, torch.full((1,), float(n)), f"allreduce after {method} refused its arguments, on nodes {nodes}, rank {rank}")

@@ -12,7 +12,7 @@ from torch import Tensor
 from bagua_ref.conformance.checks import Draw, check
 from bagua_ref.conformance.expected import comm_ops_scalar, decentralized_numpy
 from bagua_ref.conformance.reference_ops import ReferenceCommOps
-from bagua_ref.conformance.strategies import COMPRESSIBLE, FLOATS, bulk, mixed, tensors, worlds
+from bagua_ref.conformance.strategies import COMPRESSIBLE, FLOATS, bulk, mixed, seeds, tensors, worlds
 from bagua_ref.conformance.tolerances import EXACT, SUM, Tolerance, assert_equal
 from bagua_ref.conformance.violation import Script, Violation, literal
 from bagua_ref.conformance.world import RankWorld, run_ranks
@@ -20,16 +20,14 @@ from bagua_ref.conformance.world import RankWorld, run_ranks
 if TYPE_CHECKING:
     from bagua_ref.conformance.lab import Lab
 
-_seeds = st.integers(0, 2**32 - 1)
-
 
 def _inputs(lab: Lab, draw: Draw, ranks: int, multiple: int, finite: bool = False) -> list[Tensor]:
     """Return each rank's elements, as many as divide by ``multiple``."""
     size = multiple * draw(st.integers(0, 40 // multiple + 1))
     if draw(st.booleans()):
-        return mixed(lab.dtype, ranks, draw(_seeds), size, finite=finite)
+        return mixed(lab.dtype, ranks, draw(seeds), size, finite=finite)
     if draw(st.booleans()):  # each place of one kind, each rank with numbers of its own: what training looks like
-        return [bulk(lab.dtype, "tame", draw(_seeds), size, finite=finite) for _ in range(ranks)]
+        return [bulk(lab.dtype, "tame", draw(seeds), size, finite=finite) for _ in range(ranks)]
     return [draw(tensors(lab.dtype, size, finite=finite)) for _ in range(ranks)]
 
 
@@ -39,7 +37,7 @@ def _run(
     """Call ``comm_ops.method(world, inputs[rank], ...)`` on every rank; return the results and a script that does the same."""
     own = lab.target.parts.get("comm_ops")
     ops = ReferenceCommOps(lab.target.kernels) if own is None else own
-    seed = draw(_seeds)
+    seed = draw(seeds)
     setup = list(lab.target.setup)
     if own is None:
         setup.insert(0, "from bagua_ref.conformance.reference_ops import ReferenceCommOps")
@@ -167,7 +165,7 @@ def shift_one(lab: Lab, draw: Draw) -> None:
     between = draw(st.booleans())
     nodes, count = draw(_paired_worlds(between)), draw(st.integers(1, 5))
     rounds = [_inputs(lab, draw, sum(nodes), 1) for _ in range(1)]
-    rounds += [[bulk(lab.dtype, "tame", draw(_seeds), x.numel()) for x in rounds[0]] for _ in range(count - 1)]
+    rounds += [[bulk(lab.dtype, "tame", draw(seeds), x.numel()) for x in rounds[0]] for _ in range(count - 1)]
     by_rank = [list(ranks) for ranks in zip(*rounds, strict=True)]
     found, script = _run(lab, draw, nodes, "decentralized", by_rank, mode="shift_one", hierarchical=between)
     for step, ranks in enumerate(rounds):
@@ -198,8 +196,8 @@ def ring(lab: Lab, draw: Draw) -> None:
     """Steps on the ring are those of the clause, bit for bit, so that replicas stay equal."""
     between, nodes, count = draw(st.booleans()), draw(worlds(8)), draw(st.integers(1, 4))
     first = _inputs(lab, draw, sum(nodes), 1)
-    rounds = [first] + [[bulk(lab.dtype, "tame", draw(_seeds), x.numel()) for x in first] for _ in range(count - 1)]
-    start = bulk(lab.dtype, "tame", draw(_seeds), first[0].numel())
+    rounds = [first] + [[bulk(lab.dtype, "tame", draw(seeds), x.numel()) for x in first] for _ in range(count - 1)]
+    start = bulk(lab.dtype, "tame", draw(seeds), first[0].numel())
     by_rank = [list(ranks) for ranks in zip(*rounds, strict=True)]
     inputs = [[start, *mine] for mine in by_rank]
     found, script = _run(lab, draw, nodes, "low_precision_decentralized", inputs, hierarchical=between)

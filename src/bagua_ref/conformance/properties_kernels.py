@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bagua_ref.conformance.checks import Draw, check
 from bagua_ref.conformance.expected import kernels_scalar
-from bagua_ref.conformance.strategies import FLOATS, bulk, chunked, numbers, operands, tensors
+from bagua_ref.conformance.strategies import FLOATS, bulk, chunked, numbers, operands, seeds, tensors
 from bagua_ref.conformance.violation import Violation
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ def _mostly(few: list[Any], dtype: torch.dtype) -> st.SearchStrategy[Tensor]:
         st.lists(st.sampled_from(few), max_size=40),
         st.builds(
             lambda seed, size: [few[i] for i in torch.randint(len(few), (size,), generator=torch.Generator().manual_seed(seed))],
-            st.integers(0, 2**32),
+            seeds,
             st.sampled_from([17, 100, 1000]),
         ),
     ).map(lambda values: torch.tensor(values, dtype=wide).to(dtype))
@@ -223,7 +223,7 @@ def long(lab: Lab, draw: Draw) -> None:
     Past every block, warp and vector: the long result is that of its pieces, which the other checks judge.
     """
     size, piece = draw(st.sampled_from([70_001, 131_073])), 9_973
-    make = [bulk(lab.dtype, "tame", draw(st.integers(0, 2**32 - 1)), size) for _ in range(4)]
+    make = [bulk(lab.dtype, "tame", draw(seeds), size) for _ in range(4)]
     wide = make[3].double() if lab.dtype is torch.float64 else make[3].float()
     cases: list[tuple[str, dict[str, Any]]] = [
         *((method, {"x": make[0], "y": make[1]}) for method in _BINARY),
