@@ -335,14 +335,13 @@ def test_a_suite_to_subclass(tmp_path, target, xfail, code, words):
 
 def test_the_plugin_needs_no_test_file(tmp_path):
     plugin = ["-p", "bagua_ref.conformance.pytest_plugin"]
-    found, output = pytest_in(tmp_path, *plugin, "--bagua-backend=tests.hostile_backends:Raises", "-k", "S1.add or S1.subtract")
+    found, output = pytest_in(tmp_path, *plugin, "--bagua-backend=tests.hostile_backends:Raises", "-k", "S1.add[float16]")
     assert found == 1
     assert "out of cheese" in output
-    assert "8 failed" not in output
     (tmp_path / "xfails").write_text(f"{ADD}\n")
     backend = [*plugin, "--bagua-backend=tests.hostile_backends:Raises", "--bagua-xfails=xfails"]
-    found, output = pytest_in(tmp_path, *backend, "-k", "S1.add[")
-    assert (found, "4 xfailed" in output) == (0, True), output
+    found, output = pytest_in(tmp_path, *backend, "-k", "S1.add[float16]")
+    assert (found, "1 xfailed" in output) == (0, True), output
     (tmp_path / "xfails").write_text("no.such\n")
     found, output = pytest_in(tmp_path, *backend)
     assert (found, "no check is called 'no.such'" in output) == (4, True), output

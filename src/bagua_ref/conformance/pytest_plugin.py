@@ -23,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--bagua-xfails", metavar="FILE", help="ids of checks that are known to fail, one a line")
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)  # before -k and -m select
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
     """Append an item for each check and dtype."""
     backend, communicator = config.getoption("--bagua-backend"), config.getoption("--bagua-communicator")
