@@ -37,6 +37,12 @@ $(VENV)/.dev: $(VENV)/.demo
 	@$(pip) -e '.[dev]'
 	@touch $@
 
+# The CUDA compiler as wheels, without a driver: what the kernels are compiled with in the proofs.
+$(VENV)/.nvrtc: $(VENV)/.dev
+	@echo "Installing NVRTC and CuPy ..."
+	@$(pip) -e '.[nvrtc]'
+	@touch $@
+
 env: $(VENV)/.dev  ## build .venv with everything for development
 	@echo "Ready: source $(bin)/activate"
 
@@ -47,7 +53,7 @@ test: lint types docs  ## everything that must be green: style, types, docs, exa
 	$(pytest) -q tests/test_import.py  # alone: it measures time
 	$(pytest) -n $(WORKERS) --dist loadfile --ignore=tests/test_import.py $(PYTEST_ARGS)
 
-proof: $(VENV)/.dev  ## the slow proofs that CI adds: properties with 100 inputs each, loops, planted faults
+proof: $(VENV)/.nvrtc  ## the slow proofs that CI adds: properties with 100 inputs each, loops, planted faults
 	$(pytest) -n $(WORKERS) --hypothesis-profile=full --timeout=1800 property_tests $(PYTEST_ARGS)
 	$(pytest) -n $(WORKERS) --dist loadfile --timeout=1800 tests/proof tests/meta $(PYTEST_ARGS)
 
