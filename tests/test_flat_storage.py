@@ -80,9 +80,9 @@ def test_S2_4_each_value_is_loaded_as_it_is_now_and_divided_once(changes: tuple[
     for round_ in range(2):  # the second one begins with the gradient inside
         for change in changes:
             change(parameter, storage, divisor)
+        expected = torch.zeros(6) if parameter.grad is None else parameter.grad.reshape(-1) / divisor
         if mark in changes:
             storage.settle()
-        expected = torch.zeros(6) if parameter.grad is None else parameter.grad.reshape(-1) / divisor
         flat = storage.load(get_backend("reference"), divisor)
         assert torch.equal(flat, torch.cat([expected, torch.zeros(2)])), round_
         if flatten:

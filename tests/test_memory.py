@@ -28,9 +28,8 @@ def warm_backend() -> None:
 def live_bytes() -> int:
     """The bytes of all storages that a Python tensor holds."""
     gc.collect()
-    storages = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in gc.get_objects() if issubclass(type(t), torch.Tensor)
-    }
+    tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.layout is torch.strided}
     return sum(storages.values())
 
 

@@ -49,7 +49,9 @@ class FlatStorage:
         self._views: list[Tensor] = []
         """If flat, the part of ``_flat`` that is each tensor's, in its shape."""
         self._divided: dict[int, tuple[Tensor, int]] = {}
-        """What of each tensor outside ``_flat`` has been divided into its view already: the tensor, as it was in this version."""
+        """What has been divided into its view but is still outside ``_flat``: the tensor, as it was in this version."""
+        self._settled: set[int] = set()
+        """What has been divided and lies in ``_flat``."""
         if flatten:
             self._move_together(effective)
 
@@ -95,12 +97,12 @@ class FlatStorage:
 
     def settle(self) -> None:
         """Make what has been divided part of flat storage: all tensors are marked, and no other mark comes before `load`."""
-        for place, (tensor, version) in list(self._divided.items()):
+        for place, (tensor, version) in self._divided.items():
             proxy = self._tensors[place]
             if registration(proxy).effective(proxy) is tensor and version == tensor._version:
                 registration(proxy).replace(proxy, self._views[place])
-                inside = self._effective_or_zero(proxy)
-                self._divided[place] = inside, inside._version
+                self._settled.add(place)
+        self._divided.clear()
 
     def load(self, kernels: KernelBackend, divisor: int = 1) -> Tensor:
         """Return the flat tensor: the effective tensors' values over ``divisor``, wherever they are, and zero padding."""
@@ -115,13 +117,12 @@ class FlatStorage:
         strayed, undivided = [], []
         for place, (proxy, tensor, view) in enumerate(zip(self._tensors, effective, self._views, strict=True)):
             inside = tensor.data_ptr() == view.data_ptr() and tensor.stride() == view.stride()
-            known, version = self._divided.pop(place, (None, 0))
-            divided = inside and known is tensor and version == tensor._version
             if not inside:
                 strayed.append((tensor.detach(), view))
                 registration(proxy).replace(proxy, view)
-            if not divided:
+            if not inside or place not in self._settled:
                 undivided.append(view)
+        self._settled.clear()
         if strayed:
             torch._foreach_copy_([view for _, view in strayed], [tensor for tensor, _ in strayed])
         if divisor > 1 and undivided:
