@@ -39,7 +39,7 @@ template <typename T> INLINE void reduce_chunks(T* x, long long size, long long 
 
 // divisor: the number of chunks, or 0 for the sum.
 #define INSTANCE(T, suffix)                                                                                              \
-    extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT)                                                                  \
+    extern "C" __global__ void BOUNDS                                                                  \
         reduce_chunks_##suffix(T* x, long long size, long long num_chunks, long long target, Wide<T> divisor) {          \
         reduce_chunks(x, size, num_chunks, target, divisor);                                                             \
     }

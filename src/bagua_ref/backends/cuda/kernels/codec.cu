@@ -252,7 +252,7 @@ INLINE void decompress(const unsigned char* payload, long long size, long long n
     }
 }
 
-#define KERNEL(name, suffix) extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT) name##_##suffix
+#define KERNEL(name, suffix) extern "C" __global__ void BOUNDS name##_##suffix
 
 #define INSTANCES(T, suffix)                                                                                                  \
     KERNEL(find_ends, suffix)(const T* __restrict__ x, long long size, long long num_chunks, long long parts,                 \

@@ -43,11 +43,11 @@ template <bool GATHER> INLINE void copy_segments(unsigned char* flat, const Segm
     }
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT) gather_segments(unsigned char* flat, const __grid_constant__ Segments segments) {
+extern "C" __global__ void BOUNDS gather_segments(unsigned char* flat, const __grid_constant__ Segments segments) {
     copy_segments<true>(flat, segments);
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT) scatter_segments(unsigned char* flat, const __grid_constant__ Segments segments) {
+extern "C" __global__ void BOUNDS scatter_segments(unsigned char* flat, const __grid_constant__ Segments segments) {
     copy_segments<false>(flat, segments);
 }
 
@@ -78,11 +78,11 @@ template <bool GATHER, typename E> INLINE void copy_strided(E* flat, E* there, c
 }
 
 #define STRIDED(E, suffix)                                                                                              \
-    extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT)                                                                 \
+    extern "C" __global__ void BOUNDS                                                                 \
         gather_strided_##suffix(E* flat, E* there, const __grid_constant__ Strided shape) {                             \
         copy_strided<true>(flat, there, shape);                                                                         \
     }                                                                                                                   \
-    extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT)                                                                 \
+    extern "C" __global__ void BOUNDS                                                                 \
         scatter_strided_##suffix(E* flat, E* there, const __grid_constant__ Strided shape) {                            \
         copy_strided<false>(flat, there, shape);                                                                        \
     }
@@ -103,7 +103,7 @@ template <typename Bits> INLINE Bits key_of(Bits bits, Bits infinity) {
 }
 
 #define ORDER(Bits, infinity, suffix)                                                                                    \
-    extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT)                                                                  \
+    extern "C" __global__ void BOUNDS                                                                  \
         order_keys_##suffix(const Bits* __restrict__ bits, long long count, Bits* keys) {                                \
         for (long long i = thread_of_grid(); i < count; i += threads_of_grid()) keys[i] = key_of<Bits>(bits[i], infinity); \
     }

@@ -15,8 +15,15 @@
 
 #define INLINE __device__ __forceinline__
 
-constexpr int BLOCK = 256;   // threads; the plan launches the same number
-constexpr int RESIDENT = 3;  // blocks that must fit on a multiprocessor, which leaves a thread 80 registers
+constexpr int BLOCK = 256;  // threads; the plan launches the same number
+
+// From Blackwell on the compiler takes up to 111 registers for a thread if it may; three blocks on a multiprocessor allow 80.
+// Below, the same bound would make it take more than it does by itself.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+#define BOUNDS __launch_bounds__(BLOCK, 3)
+#else
+#define BOUNDS __launch_bounds__(BLOCK)
+#endif
 
 // Arithmetic (S1): 16-bit floats in float32, rounded once when stored; every operation by itself, never fused.
 
