@@ -1,0 +1,134 @@
+"""Launches recorded from the launcher's plans and run by a program under a sanitizer, on memory that ends where tensors end."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import struct
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from tests.cuda_emulation import build
+from torch import Tensor
+
+from bagua_ref.backends import get_backend
+from bagua_ref.backends.cuda.backend import PlannedBackend
+from bagua_ref.backends.cuda.launch import WORKSPACE, Card, Launch, Plan
+from bagua_ref.backends.cuda.movement import Segments
+
+SANITIZERS = {
+    # Stack checks off: a fibre's stack is an ordinary piece of memory.
+    "address": (("-O1", "-fsanitize=address", "-fno-omit-frame-pointer"), None),
+    # The runtime is what makes threads of fibres, so it is not watched itself.
+    "thread": (("-O1", "-fsanitize=thread", "-DEMULATION_THREADS"), ("-O1", "-DEMULATION_THREADS")),
+}
+
+
+class Recorder(PlannedBackend):
+    """Keeps the plans of what it is asked for, on CPU tensors."""
+
+    name = "recorder"
+    device_types = ("cpu",)
+
+    def __init__(self, card: Card) -> None:
+        self.card, self.plans = card, []
+
+    def _card(self, device: torch.device) -> Card:
+        return self.card
+
+    def _submit(self, plan: Plan, device: torch.device) -> None:
+        self.plans.append(plan)
+
+
+def program(sanitizer: str, sources: dict[str, tuple[str, tuple[str, ...]]]) -> Path:
+    """Return the program that replays launches of these sources under a sanitizer of `SANITIZERS`."""
+    flags, own_flags = SANITIZERS[sanitizer]
+    return build.build(f"replay-{sanitizer}", sources, flags, ("runtime.cpp", "replay.cpp"), own_flags)
+
+
+def replay(
+    path: Path,
+    folder: Path,
+    work: Callable[[object], object],
+    tensors: list[Tensor],
+    *,
+    multiprocessors: int = 1,
+    order: int = 0,
+    change: Callable[[Launch], Launch] = lambda launch: launch,
+) -> tuple[subprocess.CompletedProcess, bool]:
+    """Run ``work(kernels)`` by the program and by the reference.
+
+    Args:
+        path: what `program` returned.
+        folder: for the trace.
+        work: calls kernels on ``tensors``, and on nothing else.
+        tensors: all that it reads and writes.
+        multiprocessors: of the card that is planned for.
+        order: of the threads, as for `tests.cuda_emulation.backend.Emulator.run`.
+        change: makes another launch of each, to plant a fault in the plan.
+
+    Returns:
+        How the program ended, and whether the tensors are what the reference makes of them.
+    """
+    recorder = Recorder(Card(multiprocessors))
+    work(recorder)
+    spans = [(tensor.data_ptr(), tensor.numel() * tensor.element_size()) for tensor in tensors]
+    buffers = [(start % 64, ctypes.string_at(start, size)) for start, size in spans]
+    launches = b""
+    for plan in recorder.plans:
+        buffers.append((0, b"\xa5" * plan.workspace))
+        for launch in map(change, plan.launches):
+            launches += _launch(launch, spans, len(buffers) - 1)
+    trace, results = folder / "trace", folder / "results"
+    head = _number(order, len(buffers)) + b"".join(_number(skip) + _text(content) for skip, content in buffers)
+    trace.write_bytes(head + _number(sum(len(plan.launches) for plan in recorder.plans)) + launches)
+    # ThreadSanitizer of older compilers does not know where newer systems put memory, unless it is always the same place.
+    plain = [setarch, "-R"] if (setarch := shutil.which("setarch")) else []
+    options = {"TSAN_OPTIONS": "halt_on_error=1:exitcode=66", "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0"}
+    run = subprocess.run(
+        [*plain, str(path), str(trace), str(results)], capture_output=True, text=True, timeout=300, env={**os.environ, **options}
+    )
+    if run.returncode:
+        return run, False
+    found, place, same = results.read_bytes(), 0, True
+    work(get_backend("reference"))
+    for start, size in spans:
+        same &= found[place : place + size] == ctypes.string_at(start, size)
+        place += size
+    return run, same
+
+
+def _launch(launch: Launch, spans: list[tuple[int, int]], workspace: int) -> bytes:
+    made = _text(launch.kernel.encode()) + _number(launch.grid, launch.block, launch.shared, len(launch.args))
+    for value in launch.args:
+        if value is WORKSPACE:
+            made += _text(bytes(8)) + _number(1, 0, workspace, 0)
+            continue
+        places = []
+        if isinstance(value, ctypes.c_void_p):
+            places = [(0, value.value)]
+        elif isinstance(value, Segments):
+            places = [(8 * number, value.there[number]) for number in range(value.count)]
+        made += _text(bytes(value)) + _number(len(places))
+        for place, address in places:
+            buffer, offset = _locate(address or 0, spans)
+            made += _number(place, buffer, offset)
+    return made
+
+
+def _locate(address: int, spans: list[tuple[int, int]]) -> tuple[int, int]:
+    for number, (start, size) in enumerate(spans):
+        if start <= address < start + size or (start == address and size == 0):
+            return number, address - start
+    raise ValueError(f"address {address:#x} is in none of the tensors that were named")
+
+
+def _number(*values: int) -> bytes:
+    return struct.pack(f"<{len(values)}Q", *values)
+
+
+def _text(content: bytes) -> bytes:
+    return _number(len(content)) + content
