@@ -1,8 +1,4 @@
-"""Inputs that break number formats: what properties draw from.
-
-Lists of numbers shrink well, so tensors are drawn element by element and kept short; sizes that cross a block of the
-reference are examples in ``tests/``.
-"""
+"""What properties run over: every backend that works here, and the inputs that `bagua_ref.conformance` ships."""
 
 from __future__ import annotations
 
@@ -11,10 +7,11 @@ import os
 import pytest
 import torch
 from _pytest.mark import ParameterSet
-from hypothesis import strategies as st
-from torch import Tensor
 
 from bagua_ref.backends import available_backends, register_backend
+from bagua_ref.conformance.strategies import adversarial, name_of
+
+__all__ = ["COMPRESSIBLE", "FLOATS", "adversarial", "every_backend", "name_of"]
 
 COMPRESSIBLE = (torch.float16, torch.bfloat16, torch.float32)
 FLOATS = (*COMPRESSIBLE, torch.float64)
@@ -37,76 +34,3 @@ def _backends() -> list[ParameterSet | str]:
 
 
 every_backend = pytest.mark.parametrize("backend", _backends())
-every_float = pytest.mark.parametrize("dtype", FLOATS, ids=str)
-every_compressible = pytest.mark.parametrize("dtype", COMPRESSIBLE, ids=str)
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """Return ``"float32"`` for torch.float32: what the scalar oracles call it."""
-    return str(dtype).removeprefix("torch.")
-
-
-def numbers(dtype: torch.dtype, *, finite: bool = False) -> st.SearchStrategy[float]:
-    """Any number of dtype, edges more often than chance would have them."""
-    info = torch.finfo(dtype)
-    edges = [0.0, -0.0, 1.0, -1.0, info.max, -info.max, info.tiny, -info.tiny, info.tiny / 4, -info.tiny / 4, 1 + info.eps]
-    if not finite:
-        edges += [float("inf"), float("-inf"), float("nan")]
-    width = {torch.float16: 16, torch.bfloat16: 32, torch.float32: 32, torch.float64: 64}[dtype]
-    limit = {"min_value": -info.max, "max_value": info.max} if finite else {"allow_nan": True, "allow_infinity": True}
-    return st.one_of(st.floats(-4, 4, width=width), st.sampled_from(edges), st.floats(width=width, **limit))
-
-
-def adversarial(dtype: torch.dtype, size: int, *, finite: bool = False) -> st.SearchStrategy[Tensor]:
-    """Tensors of ``size`` elements: tame, halves, constant, denormal, huge, or anything."""
-    info = torch.finfo(dtype)
-
-    def tensors(number: st.SearchStrategy[float]) -> st.SearchStrategy[Tensor]:
-        return st.lists(number, min_size=size, max_size=size).map(
-            lambda values: torch.tensor(values, dtype=torch.float64).to(dtype)
-        )
-
-    return st.one_of(
-        tensors(st.floats(-4, 4)),
-        tensors(st.integers(-600, 600).map(lambda n: n / 2)),
-        tensors(st.integers(-8, 8).map(lambda n: n * info.tiny / 16)),
-        tensors(st.integers(-8, 8).map(lambda n: n / 8 * info.max)),
-        tensors(numbers(dtype, finite=finite)),
-        numbers(dtype, finite=finite).map(lambda value: torch.full((size,), value, dtype=torch.float64).to(dtype)),
-    )
-
-
-chunk_sizes = st.one_of(st.integers(0, 70), st.sampled_from([0, 1, 31, 32, 33, 64, 65]))
-"""Also sizes that fill a payload's rows of 32 bytes, and that do not."""
-
-
-@st.composite
-def chunked(draw: st.DrawFn, dtype: torch.dtype, *, finite: bool = False) -> tuple[Tensor, int]:
-    """A flat tensor of 1 to 5 equal chunks, each of its own kind, and how many there are."""
-    num_chunks, size = draw(st.integers(1, 5)), draw(chunk_sizes)
-    return torch.cat([draw(adversarial(dtype, size, finite=finite)) for _ in range(num_chunks)]), num_chunks
-
-
-@st.composite
-def same_sized(draw: st.DrawFn, dtype: torch.dtype, count: int) -> list[Tensor]:
-    """``count`` flat tensors of one size, possibly empty."""
-    size = draw(st.integers(0, 12))
-    return [draw(adversarial(dtype, size)) for _ in range(count)]
-
-
-@st.composite
-def ends_near_half_a_level(draw: st.DrawFn) -> tuple[float, float]:
-    """A float32 minimum and maximum with max*scale close to k + 1/2: where S4.6's bound is tight.
-
-    ``max * 255 / (max - min) = k + 1/2`` solved for max, then moved by up to four float32 steps either way.
-    """
-    half = draw(st.one_of(st.integers(0, 254), st.integers(255, 2**18))) + 0.5
-    magnitude = draw(st.floats(1, 2, width=32)) * 2.0 ** draw(st.integers(-10, 60))
-    low = -magnitude if half < 255 else magnitude
-    high = torch.tensor(-half * low / (255 - half), dtype=torch.float32)
-    bits = high.view(torch.int32) + draw(st.integers(-4, 4))
-    moved = bits.view(torch.float32).item()
-    low = torch.tensor(low, dtype=torch.float32).item()
-    sign = draw(st.sampled_from([1, -1])) if half > 255 else 1
-    low, high_value = sorted((sign * low, sign * moved))
-    return low, high_value

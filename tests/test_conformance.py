@@ -231,7 +231,9 @@ def test_reports_as_json_and_junit(tmp_path):
 
 def test_junit_can_hold_whatever_a_message_says():
     report = Report("t", [Result("a", "kernels", "S1", "failed", message="\x00\x1b[31m <&>")], "quick", 0)
-    ElementTree.fromstring(report.to_junit())
+    failure = ElementTree.fromstring(report.to_junit()).find(".//failure")
+    assert failure is not None
+    assert "<&>" in f"{failure.get('message')} {failure.text}"
 
 
 def test_ids_are_stable():

@@ -289,8 +289,11 @@ def test_the_packages_own_optimizer_passes() -> None:
 
 
 def test_a_third_party_optimizer_passes_and_the_example_runs() -> None:
-    lion = pytest.importorskip("lion_pytorch").Lion
-    assert try_on_clones(lion(parameters())) is None
+    if "CI" not in os.environ:  # there it must be
+        pytest.importorskip("lion_pytorch")
+    from lion_pytorch import Lion
+
+    assert try_on_clones(Lion(parameters())) is None
     command = [sys.executable, "examples/fuse_third_party.py"]
     ended = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, capture_output=True, text=True, timeout=120

@@ -254,8 +254,11 @@ def test_no_sync_accumulates_and_the_next_backward_reduces_the_sum() -> None:
 
 
 def test_no_sync_on_a_plain_module_does_nothing() -> None:
-    with nn.Linear(2, 2).no_sync():
-        pass
+    module = nn.Linear(2, 2)
+    with module.no_sync():
+        module(torch.ones(1, 2)).sum().backward()
+    assert module.weight.grad is not None
+    assert module.weight.grad.tolist() == [[1, 1], [1, 1]]
 
 
 def test_wrapping_again_replaces_the_algorithm_and_ends_the_old_thread() -> None:

@@ -236,7 +236,7 @@ class Scheduler:
                 with torch.autograd.set_multithreading_enabled(False):
                     task.context.run(task.function)
         except _Unwind:
-            pass
+            pass  # the world ends, for a reason that it has kept
         except BaseException as error:
             if not task.unwinding:
                 self._fail(error, f"raised in {task!r} of the simulated world")
