@@ -44,10 +44,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _docstring_names(request: pytest.FixtureRequest, doctest_namespace: dict[str, object]) -> None:
-    """Let examples in docstrings use torch and the package's public names without importing them."""
+def _docstring_examples(request: pytest.FixtureRequest, doctest_namespace: dict[str, object]) -> None:
+    """Let examples in docstrings use torch and the package's public names without importing them, and find no caches of others."""
     if isinstance(request.node, pytest.DoctestItem):
         import bagua_ref
+        from bagua_ref.contrib.cache import job_servers
 
+        for kind in ("redis", "fakeredis"):
+            job_servers.shutdown(kind)  # a test that ran before in this process may have filled its job's cache
         doctest_namespace.update({"torch": torch, "bagua_ref": bagua_ref})
         doctest_namespace.update({name: getattr(bagua_ref, name) for name in bagua_ref.__all__})
