@@ -21,6 +21,11 @@ from pathlib import Path
 from typing import Any
 
 SOURCE = Path(__file__).parents[2] / "src"
+sys.path.insert(0, str(Path(__file__).parent))
+
+from mutants_algorithms import ALGORITHMS  # noqa: E402
+from mutants_cache import CACHES  # noqa: E402
+from mutants_fused_optimizer import FUSED_OPTIMIZERS  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -87,10 +92,10 @@ def _try_in_child(mutant: Mutant, seed: int, outbox: Any) -> None:
     from bagua_ref.conformance.world import own_communicator
 
     parts = {"kernels": "reference", "communicator": staticmethod(own_communicator)}
-    if mutant.suite == "samplers":
+    if mutant.suite in ("samplers", "cache", "fused_optimizer"):
         from bagua_ref import contrib
 
-        parts["samplers"] = contrib
+        parts |= {"samplers": contrib}
     target = type("Reference", (), parts)()
     report = run_conformance(
         target, [mutant.suite], checks=[mutant.clause], seed=seed, fail_fast=True, shrink=False, jobs=1, time_limit=10
@@ -323,6 +328,9 @@ MUTANTS = [
         ("collectives", COLLECTIVES),
         ("comm_ops", COMM_OPS),
         ("samplers", SAMPLERS),
+        ("algorithms", ALGORITHMS),
+        ("cache", CACHES),
+        ("fused_optimizer", FUSED_OPTIMIZERS),
     )
     for name, *rest in rows
 ]
