@@ -89,16 +89,10 @@ def _try_in_child(mutant: Mutant, seed: int, outbox: Any) -> None:
     module = "bagua_ref." + mutant.file.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
     sys.meta_path.insert(0, _Patched(module, str(SOURCE / "bagua_ref" / mutant.file), mutant.source()))
     from bagua_ref.conformance import run_conformance
-    from bagua_ref.conformance.world import own_communicator
+    from bagua_ref.conformance.reference_target import ReferenceTarget
 
-    parts = {"kernels": "reference", "communicator": staticmethod(own_communicator)}
-    if mutant.suite in ("samplers", "cache", "fused_optimizer"):
-        from bagua_ref import contrib
-
-        parts |= {"samplers": contrib}
-    target = type("Reference", (), parts)()
     report = run_conformance(
-        target, [mutant.suite], checks=[mutant.clause], seed=seed, fail_fast=True, shrink=False, jobs=1, time_limit=10
+        ReferenceTarget(), [mutant.suite], checks=[mutant.clause], seed=seed, fail_fast=True, shrink=False, jobs=1, time_limit=10
     )
     assert report.ran, f"{mutant.name}: no check of {mutant.suite} is about {mutant.clause}"
     outbox.send([(result.id, result.examples, result.message) for result in report.failures()])

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from bagua_ref import contrib
 from bagua_ref.conformance import run_conformance
 from bagua_ref.conformance.checks import all_checks
-from bagua_ref.conformance.world import own_communicator
+from bagua_ref.conformance.reference_target import ReferenceTarget
 
 ROOT = Path(__file__).parents[2]
 MUTANTS = ROOT / "tests" / "meta" / "mutants.py"
@@ -53,15 +52,9 @@ def test_no_two_mutants_share_a_name():
     assert len(set(names)) == len(names)
 
 
-class Reference:
-    kernels = "reference"
-    communicator = staticmethod(own_communicator)
-    samplers = contrib
-
-
 @pytest.mark.parametrize("offset", range(3))
 def test_nobody_is_blamed_wrongly(offset):
-    report = run_conformance(Reference(), seed=SEED + offset)
+    report = run_conformance(ReferenceTarget(), seed=SEED + offset)
     assert report.passed, report
     assert not report.failures()
 

@@ -79,7 +79,10 @@ class Task:
         if last is not None:
             method, arguments = last
             message = f"{method}: {message}"
-            snippet = str(script_of_call(self.target.setup, method, arguments, comment)) if arguments is not None else ""
+            if isinstance(arguments, str):
+                snippet = arguments
+            elif arguments is not None:
+                snippet = str(script_of_call(self.target.setup, method, arguments, comment))
         return Outcome(False, message, snippet, self.journal.calls, time.perf_counter() - self._begun)
 
     def _receive(self) -> list[tuple[str | None, Outcome]]:

@@ -26,7 +26,11 @@ class Journal:
 
     @contextmanager
     def call(self, what: Any) -> Iterator[None]:
-        """Say that ``what``, which can be pickled, is under way until the block ends."""
+        """Say that ``what`` is under way until the block ends.
+
+        Args:
+            what: can be pickled: the name of a call and its arguments by name, or a script up to it, or None.
+        """
         data = pickle.dumps(what)
         if len(data) > _SIZE:
             data = b""

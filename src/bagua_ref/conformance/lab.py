@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,8 @@ class Lab:
         self.target, self.journal, self.thorough = target, journal, thorough
         self.dtype_name = dtype or ""
         self.dtype: torch.dtype = getattr(torch, dtype) if dtype else torch.float32
+        self.resources = ExitStack()
+        """What the check has started for all of its inputs; closed when it ends."""
 
     def call(self, method: str, arguments: dict[str, Any], writes: tuple[str, ...] = ()) -> Call:
         """Call a kernel with copies of the arguments; raise `Violation` unless it leaves everything else as it was.

@@ -91,7 +91,8 @@ def search(check: Check, dtype: str | None, target: Target, how: Search, journal
     own_seed = zlib.crc32(f"{how.seed} {check.id} {dtype}".encode())
     message = snippet = ""
     try:
-        seed(own_seed)(configured(given(st.data())(run)))()
+        with lab.resources:
+            seed(own_seed)(configured(given(st.data())(run)))()
     except Violation as violation:
         message, snippet = str(violation), violation.snippet
     except Flaky:

@@ -29,6 +29,7 @@ class Target:
         name: for reports.
         parts: name -> what the target has there; a part that it has not is missing.
         setup: lines of a script that make ``kernels``.
+        origin: lines of a script that make ``target``, the object that has the parts; empty if it is a backend.
         dtypes: names of the dtypes that its capabilities allow; None: all.
         device: where its kernels want tensors.
     """
@@ -38,6 +39,7 @@ class Target:
     setup: list[str] = field(default_factory=list)
     dtypes: tuple[str, ...] | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    origin: list[str] = field(default_factory=list)
 
     @property
     def kernels(self) -> Any:
@@ -60,8 +62,7 @@ def resolve(target: Any) -> Target:
     """
     if isinstance(target, str) and ":" not in target:
         kernels: Any = get_backend(target)
-        setup = ["from bagua_ref.backends import get_backend", "", f"kernels = get_backend({target!r})"]
-        return Target(target, {"kernels": kernels}, setup, _dtypes(kernels), _device(kernels))
+        return Target(target, {"kernels": kernels}, _setup_of_backend(target), _dtypes(kernels), _device(kernels))
     if isinstance(target, str):
         named = resolve(load(target))
         named.name = target
@@ -82,8 +83,12 @@ def resolve(target: Any) -> Target:
         kernels = parts["kernels"] = get_backend(kernels)
     name = getattr(target, "name", type(target).__name__)
     limits = _dtypes(target)
-    setup = _setup(target) if kernels is None else [*_setup(target)[:-1], _setup(target)[-1] + ".kernels"]
-    return Target(str(name), parts, setup, limits if limits is not None else _dtypes(kernels), _device(kernels))
+    *imports, last = _setup(target)
+    setup = [*imports, last if kernels is None else last + ".kernels"]
+    if isinstance(getattr(target, "kernels", None), str):
+        setup = _setup_of_backend(target.kernels)
+    origin = [*imports, last.replace("kernels", "target", 1)]
+    return Target(str(name), parts, setup, limits if limits is not None else _dtypes(kernels), _device(kernels), origin)
 
 
 def assemble(backend: str | None, communicator: str | None) -> Target:
@@ -119,6 +124,10 @@ def _setup(target: Any) -> list[str]:
         return [f"kernels = {kind.__qualname__.rpartition('.')[2]}()"]
     top = kind.__qualname__.partition(".")[0]
     return [f"from {kind.__module__} import {top}", "", f"kernels = {kind.__qualname__}()"]
+
+
+def _setup_of_backend(name: str) -> list[str]:
+    return ["from bagua_ref.backends import get_backend", "", f"kernels = get_backend({name!r})"]
 
 
 def _dtypes(part: Any) -> tuple[str, ...] | None:
