@@ -33,6 +33,7 @@ CLAUSES = {
     "S4.4": "poisoned and empty chunks",
     "S4.5": "target chunk, dtypes",
     "S4.6": "bound of the error",
+    "S5": "wrapping",
     "S5.1": "gradient_allreduce",
     "S5.2": "bytegrad",
     "S5.3": "decentralized",

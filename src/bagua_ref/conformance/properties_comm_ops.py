@@ -12,7 +12,7 @@ from torch import Tensor
 from bagua_ref.conformance.checks import Draw, check
 from bagua_ref.conformance.expected import comm_ops_scalar, decentralized_numpy
 from bagua_ref.conformance.reference_ops import ReferenceCommOps
-from bagua_ref.conformance.strategies import COMPRESSIBLE, FLOATS, bulk, mixed, seeds, tensors, worlds
+from bagua_ref.conformance.strategies import COMPRESSIBLE, FLOATS, bulk, mixed, paired_worlds, seeds, tensors, worlds
 from bagua_ref.conformance.tolerances import EXACT, SUM, Tolerance, assert_equal
 from bagua_ref.conformance.violation import Script, Violation, literal
 from bagua_ref.conformance.world import RankWorld, run_ranks
@@ -148,13 +148,6 @@ def full_precision(lab: Lab, draw: Draw) -> None:
         _compare(found[rank], found[0], f"{what} and rank 0 differ", script, f"results[{rank}]")
 
 
-@st.composite
-def _paired_worlds(draw: st.DrawFn, hierarchical: bool) -> tuple[int, ...]:
-    """Worlds in which ranks (hierarchical: leaders) can be paired."""
-    nodes = draw(worlds(8))
-    return (*nodes, 1) if (len(nodes) if hierarchical else sum(nodes)) % 2 else nodes
-
-
 def _arrays(ranks: list[Tensor]) -> list[decentralized_numpy.Array]:
     return [x.double().numpy() if x.dtype is torch.float64 else x.float().numpy() for x in ranks]
 
@@ -163,7 +156,7 @@ def _arrays(ranks: list[Tensor]) -> list[decentralized_numpy.Array]:
 def shift_one(lab: Lab, draw: Draw) -> None:
     """Ranks are averaged with the peer of each step; hierarchical, leaders are, on node means."""
     between = draw(st.booleans())
-    nodes, count = draw(_paired_worlds(between)), draw(st.integers(1, 5))
+    nodes, count = draw(paired_worlds(between)), draw(st.integers(1, 5))
     rounds = [_inputs(lab, draw, sum(nodes), 1) for _ in range(1)]
     rounds += [[bulk(lab.dtype, "tame", draw(seeds), x.numel()) for x in rounds[0]] for _ in range(count - 1)]
     by_rank = [list(ranks) for ranks in zip(*rounds, strict=True)]

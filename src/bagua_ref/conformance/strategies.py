@@ -29,6 +29,7 @@ __all__ = [
     "name_of",
     "numbers",
     "operands",
+    "paired_worlds",
     "seeds",
     "tensors",
     "worlds",
@@ -231,3 +232,10 @@ def worlds(draw: st.DrawFn, max_ranks: int = 9) -> tuple[int, ...]:
     n = draw(st.integers(1, max_ranks))
     cuts = sorted(draw(st.sets(st.integers(1, n - 1), max_size=3))) if n > 1 else []
     return tuple(end - start for start, end in zip([0, *cuts], [*cuts, n], strict=True))
+
+
+@st.composite
+def paired_worlds(draw: st.DrawFn, hierarchical: bool, max_ranks: int = 8) -> tuple[int, ...]:
+    """Worlds in which ranks (hierarchical: leaders) can be paired; perhaps of one rank more."""
+    nodes = draw(worlds(max_ranks))
+    return (*nodes, 1) if (len(nodes) if hierarchical else sum(nodes)) % 2 else nodes

@@ -1,0 +1,36 @@
+"""Weights and gradients that trainings are tried with."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+__all__ = ["ONE_BUCKET", "copies", "lists", "on_a_grid", "shapes", "tensor"]
+
+ONE_BUCKET = 2**20
+"""A bucket size that no training here reaches."""
+
+shapes = st.sampled_from([(1,), (3,), (3, 2), (17,), (2, 1, 5), (), (0,)])
+
+
+def on_a_grid(seed: int, like: Tensor, limit: int, multiple: int = 1) -> Tensor:
+    """Return a tensor like ``like`` of quarters from -limit to limit times ``multiple``: sums of a few are exact in any order."""
+    drawn = np.random.default_rng([seed, 4]).integers(-limit, limit, like.numel(), endpoint=True)
+    return (torch.from_numpy(drawn) * multiple / 4).to(like.dtype).view(like.shape)
+
+
+def copies(weights: list[Tensor], ranks: int) -> list[list[Tensor]]:
+    """Return the same weights for each rank."""
+    return [[w.clone() for w in weights] for _ in range(ranks)]
+
+
+def lists(tensors: list[Tensor]) -> list[list[float]]:
+    """Return each tensor's elements as numbers."""
+    return [x.reshape(-1).tolist() for x in tensors]
+
+
+def tensor(numbers: list[float], like: Tensor) -> Tensor:
+    """Return a tensor like ``like`` of these numbers."""
+    return torch.tensor(numbers, dtype=torch.float64).to(like.dtype).view(like.shape)
