@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bagua_ref import streams
 from bagua_ref.backends import get_backend
 from bagua_ref.backends.base import COMPRESSIBLE, FLOATS
 from bagua_ref.comm_ops import (
@@ -130,13 +131,39 @@ class BaguaBucket:
         if flat.numel() != self._numel:
             raise ValueError(f"flat has {flat.numel()} elements; bucket {self.name!r} has {self._numel}, padding included")
         self._storage.store(flat, self.effective_tensors(), self.kernels)
+        for observer in current_world().observers:
+            observer.after_copy(self, flat)
 
-    def execute(self) -> None:
-        """Run the operations in order; the background worker calls this when all tensors are ready (S2.4)."""
+    @property
+    def stream(self) -> Any:
+        """The CUDA stream on which operations run, the group's; None: the stream of the thread that executes them."""
+        return next((group.side_stream(self.device) for group in self._background_groups.values()), None)
+
+    def execute(self, after: Sequence[Any] = ()) -> Any:
+        """Run the operations in order; the background worker calls this when all tensors are ready (S2.4).
+
+        Args:
+            after: CUDA events that come first.
+
+        Returns:
+            The CUDA event that they are done; None on a CPU, where they are.
+        """
+        with streams.use_stream(self.stream, self.device):
+            streams.order_after(after, self.device)
+            self._run_operations()
+            return streams.record(streams.current_stream(self.device))
+
+    def _run_operations(self) -> None:
+        observers = current_world().observers
         for place, op in enumerate(self._ops):
             self.running = op
-            flat = self._storage.load(self.kernels, 1 if place else self._divisor)
+            divisor = 1 if place else self._divisor
+            flat = self._storage.load(self.kernels, divisor)
+            for observer in observers:
+                observer.before_op(self, op, flat, divisor)
             op(flat)
+            for observer in observers:
+                observer.after_op(self, op, flat)
             if not self.flatten and not isinstance(op, PythonOp):  # that one writes the tensors themselves
                 self.copy_from_flat(flat)
         if self.flatten and any(isinstance(op, PythonOp) for op in self._ops):
@@ -300,7 +327,7 @@ class BaguaBucket:
             )
         self._check_centralized(average=True, scattergather=False, compression=None)
         _, comm, _ = self._connect(group, hierarchical=False)
-        self._async_op = AsynchronousModelAverage(comm, self.kernels, current_world())
+        self._async_op = AsynchronousModelAverage(comm, self.kernels, current_world(), self.device)
         self._ops.append(self._async_op)
         return self._async_op
 

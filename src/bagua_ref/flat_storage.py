@@ -107,6 +107,9 @@ class FlatStorage:
     def load(self, kernels: KernelBackend, divisor: int = 1) -> Tensor:
         """Return the flat tensor: the effective tensors' values over ``divisor``, wherever they are, and zero padding."""
         effective = [self._effective_or_zero(proxy) for proxy in self._tensors]
+        if self._device.type == "cuda":
+            for tensor in effective:  # once it is gone, its memory must not serve another stream before this one is through
+                tensor.record_stream(torch.cuda.current_stream(self._device))
         if self._flat is None:
             self._flat = torch.empty(self.numel, dtype=self._dtype, device=self._device)
         if self.padding_tensor is not None:

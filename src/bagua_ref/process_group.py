@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
 
+from bagua_ref import streams
 from bagua_ref.communicators.base import Communicator, NonMember
 from bagua_ref.communicators.topology import Topology
 from bagua_ref.communicators.torch_distributed import TorchDistributedTransport
@@ -19,6 +20,7 @@ from bagua_ref.errors import NotInitializedError
 from bagua_ref.runtime import Identity, current_world
 
 if TYPE_CHECKING:
+    import torch
     from collections.abc import Iterator, Sequence
 
     from bagua_ref.runtime import RealWorld, World
@@ -64,7 +66,7 @@ class BaguaProcessGroup:
 
     Args:
         ranks: global ranks, all different.
-        stream: the CUDA stream to communicate on; not used.
+        stream: the CUDA stream on which its background operations run; None: one of its own, of high priority.
         group_name: no other group has it, and all ranks give it alike.
 
     Attributes:
@@ -93,6 +95,7 @@ class BaguaProcessGroup:
         self._rank = job.world.identity.rank
         self._communicators: dict[str, MaybeCommunicator] = {}
         self._siblings: list[weakref.ref[BaguaProcessGroup]] = []
+        self._side_streams: dict[torch.device, Any] = {}
         job.taken.add(group_name)
         job.groups[group_name] = self
 
@@ -125,6 +128,17 @@ class BaguaProcessGroup:
         group = BaguaProcessGroup(self.ranks, self.stream, name, is_background=True, job=self._job)
         self._siblings.append(weakref.ref(group))
         return group
+
+    def side_stream(self, device: torch.device) -> Any:
+        """Return the stream of ``device`` on which background operations of this group run; None: the caller's.
+
+        Simulated ranks hand tensors to each other without events, so they stay on one stream.
+        """
+        if self.stream is not None or not self._job.transport.has_streams:
+            return self.stream
+        if device not in self._side_streams:
+            self._side_streams[device] = streams.side_stream(device)
+        return self._side_streams[device]
 
     @property
     def bytes_sent(self) -> int:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from bagua_ref.types import Group, Transport
+    from bagua_ref.types import BucketObserver, Group, Transport
 
 __all__ = ["Event", "Identity", "Lock", "Queue", "RealWorld", "Thread", "World", "current_world", "use_world"]
 
@@ -98,6 +98,9 @@ class World(ABC):
 
     transport: Transport | None = None
     """How ranks are connected; None before ``init_process_group()`` in real life."""
+
+    observers: tuple[BucketObserver, ...] = ()
+    """Who sees what goes into the operations of this rank's buckets, and what comes out."""
 
     @property
     @abstractmethod

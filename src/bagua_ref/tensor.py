@@ -232,7 +232,11 @@ class BaguaTensor:
         sink.mark_ready(_as_tensor(self))
 
     def bagua_mark_communication_ready_without_synchronization(self) -> None:
-        """Say that this tensor is ready now, without waiting for the current CUDA stream; on a CPU the same as above."""
+        """Say that this tensor is ready, as `bagua_mark_communication_ready` does.
+
+        The original's operations do not wait for the current CUDA stream then. Here they do: it may be bringing the tensor into
+        its bucket.
+        """
         BaguaTensor.bagua_mark_communication_ready(self)
 
     def bagua_set_storage(self, storage: torch.UntypedStorage | torch.TypedStorage, storage_offset: int = 0) -> None:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["Group", "ReadinessSink", "ReduceOp", "Transport"]
+__all__ = ["BucketObserver", "Group", "ReadinessSink", "ReduceOp", "Transport"]
 
 
 class ReduceOp(IntEnum):
@@ -37,6 +37,9 @@ class Transport(Protocol):
 
     node_of: tuple[int, ...]
     """The node of each global rank, by rank."""
+
+    has_streams: bool
+    """Whether a rank may work on CUDA streams of its own."""
 
     def connect(self, name: str, ranks: Sequence[int], timeout: float) -> Any:
         """Return this rank's Communicator for the global ``ranks``.
@@ -68,6 +71,10 @@ class Group(Protocol):
         """Return the communicator of the group's ranks on this node (S1)."""
         ...
 
+    def side_stream(self, device: Any) -> Any:
+        """Return the CUDA stream on which background operations run; None: the caller's."""
+        ...
+
     def for_background(self) -> Group:
         """Return a group of the same ranks that no caller's thread uses."""
         ...
@@ -86,4 +93,20 @@ class ReadinessSink(Protocol):
 
     def mark_ready(self, tensor: Tensor) -> None:
         """Tick ``tensor`` off in its bucket (S2.4)."""
+        ...
+
+
+class BucketObserver(Protocol):
+    """Sees what goes into the operations of a world's buckets, and what comes out; it changes nothing and does not raise."""
+
+    def before_op(self, bucket: Any, op: Any, flat: Tensor, divisor: int) -> None:
+        """``op`` is about to run on ``flat``, whose elements have been divided by ``divisor`` on their way in."""
+        ...
+
+    def after_op(self, bucket: Any, op: Any, flat: Tensor) -> None:
+        """``op`` has run on ``flat``."""
+        ...
+
+    def after_copy(self, bucket: Any, flat: Tensor) -> None:
+        """``flat`` has been copied into the bucket's tensors, as a decentralized operation's result is."""
         ...

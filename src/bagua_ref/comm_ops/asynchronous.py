@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bagua_ref import streams
 from bagua_ref.comm_ops.base import CommOp
 from bagua_ref.types import ReduceOp
 
@@ -30,10 +31,19 @@ class WeightLock:
 
     Training may hold it several times over (a closure's forward inside ``optimizer.step``), and another thread may release
     what training holds; only one thread trains.
+
+    On CUDA, who comes next goes on only once what the other has queued is done; the host does not wait for that.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, device: torch.device) -> None:
         self._lock = world.lock()
+        self._device = device
+        self._training: Any = streams.current_stream(device)
+        """The stream of whoever holds the lock for training, or held it last."""
+        self._used: Any = streams.record(self._training)
+        """When training was through with the weights."""
+        self._changed: Any = None
+        """When a round was."""
         self._holds = 0
         self._counting = threading.Lock()
         self.on_wait: Callable[[], None] | None = None
@@ -46,6 +56,8 @@ class WeightLock:
                 self._holds += 1
                 return
         self._lock.acquire()
+        self._training = streams.current_stream(self._device)
+        streams.order_after([self._changed], self._device)
         with self._counting:
             self._holds = 1
 
@@ -57,6 +69,7 @@ class WeightLock:
             self._holds -= 1
             last = self._holds == 0
         if last:
+            self._used = streams.record(self._training)
             self._lock.release()
 
     def take_for_round(self) -> None:
@@ -64,10 +77,16 @@ class WeightLock:
         while not self._lock.acquire(timeout=_GLANCE):
             if self.on_wait is not None:
                 self.on_wait()
+        self.wait_for_training()
 
     def release_from_round(self) -> None:
         """Give them back."""
+        self._changed = streams.record(streams.current_stream(self._device))
         self._lock.release()
+
+    def wait_for_training(self) -> None:
+        """On CUDA, go on only once what training did before it last gave the weights back is done."""
+        streams.order_after([self._used], self._device)
 
 
 class AsynchronousModelAverage(CommOp):
@@ -84,14 +103,15 @@ class AsynchronousModelAverage(CommOp):
         comm: the ranks; no other thread uses it.
         kernels: the backend that computes.
         world: of this rank; makes the lock.
+        device: of the weights.
 
     Source: asynchronous model average of Bagua 0.9; Lian et al., "Asynchronous Decentralized Parallel SGD", ICML 2018
     (arXiv:1710.06952).
     """
 
-    def __init__(self, comm: Communicator, kernels: KernelBackend, world: World) -> None:
+    def __init__(self, comm: Communicator, kernels: KernelBackend, world: World, device: torch.device) -> None:
         super().__init__(comm, kernels)
-        self.lock = WeightLock(world)
+        self.lock = WeightLock(world, device)
         self._wants_to_stop = self._stopped = False
         self._snapshot: Tensor | None = None
         self._reduced: Tensor | None = None
@@ -108,6 +128,7 @@ class AsynchronousModelAverage(CommOp):
         if self._snapshot is None or self._reduced is None or self._snapshot.numel() != x.numel():
             self._snapshot = torch.empty_like(x)
             self._reduced = torch.empty_like(x, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+        self.lock.wait_for_training()  # or a snapshot might be of weights that are not yet there
         self._snapshot.copy_(x)
         self._reduced.copy_(self._snapshot)
         self.comm.allreduce_inplace(self._reduced, ReduceOp.SUM)
@@ -116,6 +137,17 @@ class AsynchronousModelAverage(CommOp):
             self.kernels.async_average_(x, self._reduced, self._snapshot, self.comm.nranks())
         finally:
             self.lock.release_from_round()
+
+    @property
+    def last_round(self) -> tuple[Tensor, Tensor]:
+        """The snapshot of the last round that did not stop, and its sum over ranks; overwritten by the next.
+
+        Raises:
+            RuntimeError: there was none.
+        """
+        if self._snapshot is None or self._reduced is None:
+            raise RuntimeError("there was no round yet")
+        return self._snapshot, self._reduced
 
     def lock_weight(self) -> None:
         """Keep rounds from changing the weights until `unlock_weight`."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 import re
 import threading
-import time
+import weakref
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from bagua_ref.communicators.rendezvous import another_connection, prefixed
+from bagua_ref.communicators.watch import Watch
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Connection"]
 
 _TICK = timedelta(milliseconds=200)  # how soon a waiting collective notices abort() or Ctrl-C
+_watch = Watch()
 
 
 class Connection:
@@ -42,6 +44,7 @@ class Connection:
         self._timeout = timedelta(seconds=timeout)
         self._turn = threading.Lock()
         self._closed = ""
+        self._kind_of_end: type[CommunicationError] = CommunicationError
         self._gloo: Any = None
         self._nccl: Any = None
         try:
@@ -52,7 +55,9 @@ class Connection:
         self.run("connect", lambda group: [group.barrier()])
 
     def run(self, collective: str, start: Callable[[Any], list[Any]], over_nccl: bool = False, interruptible: bool = True) -> None:
-        """Start ``collective`` on a process group and wait until it is done.
+        """Start ``collective`` on a process group and wait until it is done; over NCCL the current stream waits, not the host.
+
+        What NCCL does not finish within the timeout is given up then, which ends its kernels, and the next call raises.
 
         Args:
             collective: its name, for messages.
@@ -69,16 +74,17 @@ class Connection:
                 "another thread is inside a collective of this communicator, and two at once would mix up their data; give each "
                 "thread a group of its own (new_group)"
             )
-            raise CommunicationError(f"{collective} on {self._title}: {why}")
+            raise self._kind_of_end(f"{collective} on {self._title}: {why}")
         group = works = work = None
         try:
             if self._closed:
-                raise CommunicationError(f"{collective} on {self._title}: {self._closed}")
+                raise self._kind_of_end(f"{collective} on {self._title}: {self._closed}")
             group = self._nccl_group() if over_nccl else self._gloo
             works = start(group)
             for work in works:
                 if over_nccl:
-                    self._wait_for_nccl(work)
+                    work.wait()
+                    _watch.add(work, self._timeout.total_seconds(), _late(self, collective))
                 elif interruptible:
                     self._wait_for_gloo(work)
                 else:
@@ -120,18 +126,18 @@ class Connection:
                 if self._closed:
                     raise CommunicationError(f"a collective on {self._title} was given up: {self._closed}") from None
 
-    def _wait_for_nccl(self, work: Any) -> None:
-        work.wait()  # orders the current stream only
-        deadline = time.monotonic() + self._timeout.total_seconds()
-        while not work.is_completed():
-            if self._closed or time.monotonic() > deadline:
-                raise RuntimeError(self._closed or f"timed out after {self._timeout.total_seconds():g} s")
-            time.sleep(2e-5)
+    def give_up_late(self, collective: str) -> None:
+        """Give the connection up, as ``collective`` was started and has not been done within the timeout."""
+        if not self._closed:
+            self._kind_of_end = CommunicationTimeoutError
+            self._closed = f"{collective} was not done within {self._timeout.total_seconds():g} s; a rank has not come, or has died"
+        self._drop()
 
     def _nccl_group(self) -> Any:
         if self._nccl is None:
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = self._timeout
+            options._timeout = 2 * self._timeout + timedelta(minutes=1)  # torch ends the process then; ours comes first
+            options.is_high_priority_stream = True
             # Unlike gloo, NCCL comes back to the store at its first collective, and from threads of its own.
             store = prefixed("nccl", another_connection(self._store))
             self._nccl = dist.ProcessGroupNCCL(store, self._rank, self._nranks, options)
@@ -151,6 +157,18 @@ class Connection:
         nccl, self._nccl, self._gloo = self._nccl, None, None
         if nccl is not None:
             nccl.abort()
+
+
+def _late(connection: Connection, collective: str) -> Callable[[], None]:
+    """Return what gives up ``connection``, if it is there still."""
+    weak = weakref.ref(connection)
+
+    def give_up() -> None:
+        found = weak()
+        if found is not None:
+            found.give_up_late(collective)
+
+    return give_up
 
 
 def _reason(error: RuntimeError) -> str:

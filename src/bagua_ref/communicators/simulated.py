@@ -240,6 +240,8 @@ class SimulatedNetwork:
 class SimulatedTransport:
     """How one rank of a simulated world reaches the others (`bagua_ref.types.Transport`)."""
 
+    has_streams = False
+
     def __init__(self, network: SimulatedNetwork, rank: int) -> None:
         self._network, self._rank = network, rank
         self._communicators: list[SimulatedCommunicator] = []

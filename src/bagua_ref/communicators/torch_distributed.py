@@ -62,6 +62,7 @@ class TorchDistributedTransport:
         job, found = meet(prefixed("bagua_ref", store), rank, world_size, card, timeout)
         self.store = prefixed(f"bagua_ref/{job}", store)
         self._idle = [self.store]
+        self.has_streams = True
         self.rank = rank
         self._communicators: weakref.WeakSet[TorchDistributedCommunicator] = weakref.WeakSet()
         names = list(dict.fromkeys(name for name, _, _ in found))
@@ -102,7 +103,8 @@ class TorchDistributedCommunicator(Communicator):
     """A `Communicator` over gloo and, from the first CUDA tensor on, NCCL.
 
     Whatever moves without arithmetic moves as bytes, so any dtype does. 16-bit floats are added up in float32 and rounded once,
-    where gloo would round, and overflow, at every rank. A rank that dies or does not come within the timeout makes the others
+    where gloo would round, and overflow, at every rank; NCCL adds as it does. Over NCCL the calling thread's current stream waits
+    for a collective, not the host. A rank that dies or does not come within the timeout makes the others
     raise; the communicator is of no use after that.
 
     Args:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from bagua_ref import streams
 from bagua_ref.errors import CommunicationError
 from bagua_ref.scheduling.readiness import Readiness
 from bagua_ref.scheduling.worker import Worker
@@ -37,6 +38,8 @@ class Engine:
         self._buckets: list[BaguaBucket] = []
         self._readiness: Readiness[str] = Readiness([])
         self._places: dict[str, tuple[BaguaBucket, int]] = {}
+        self._marked_on: dict[BaguaBucket, set[Any]] = {}
+        """The CUDA streams on which tensors of a bucket were being made when they were marked in this round."""
 
     def __repr__(self) -> str:
         return f"Engine({self.name!r}, {len(self._buckets)} buckets)"
@@ -78,12 +81,16 @@ class Engine:
         scheduled = self._readiness.mark(name)
         bucket, place = self._places[name]
         bucket.take_in(place)
+        self._marked_on.setdefault(bucket, set()).add(streams.current_stream(bucket.device))
         for ready in scheduled:
-            self._buckets[ready].settle()
-            self._worker.submit(_BucketRun(self._buckets[ready]))
+            bucket = self._buckets[ready]
+            bucket.settle()
+            self._worker.submit(_BucketRun(bucket, [streams.record(stream) for stream in self._marked_on.pop(bucket, ())]))
 
     def wait_pending_comm_ops(self) -> None:
-        """Return when everything scheduled has finished (S2.5).
+        """Return when everything scheduled has finished (S2.5); on CUDA, what is called from now on waits, not the host.
+
+        A collective of NCCL that does not come to an end within the timeout is given up, and the next operation raises.
 
         Raises:
             CommunicationError: an operation failed; names bucket and operation, caused by the first error.
@@ -93,6 +100,7 @@ class Engine:
             if run.error is not None:
                 error = run.error
                 raise CommunicationError(f"{run.describe()}: {type(error).__name__}: {error}") from error
+            streams.order_after([run.done], run.bucket.device)
 
     def begin_backward(self) -> None:
         """Keep to one round until `end_backward`: a tensor marked again after its bucket was scheduled is an error."""
@@ -143,15 +151,24 @@ class Engine:
 
 
 class _BucketRun:
-    """One execution of a bucket's operations."""
+    """One execution of a bucket's operations.
 
-    def __init__(self, bucket: BaguaBucket) -> None:
-        self.bucket = bucket
+    Args:
+        bucket: whose.
+        ready: CUDA events, when its tensors are there.
+
+    Attributes:
+        done: the CUDA event that it is; None on a CPU.
+    """
+
+    def __init__(self, bucket: BaguaBucket, ready: list[Any]) -> None:
+        self.bucket, self._ready = bucket, ready
+        self.done: Any = None
         self.error: BaseException | None = None
 
     def __call__(self) -> None:
         try:
-            self.bucket.execute()
+            self.done = self.bucket.execute(self._ready)
         except Exception as error:
             self.error = error
 

@@ -1,0 +1,243 @@
+"""What waits for what on a device that queues its work, told by stand-ins for streams that remember what came before (S2.5)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import bagua_ref
+from bagua_ref import streams
+from bagua_ref.bucket import BaguaBucket
+from bagua_ref.comm_ops.asynchronous import WeightLock
+from bagua_ref.communicators.connection import Connection
+from bagua_ref.communicators.watch import Watch
+from bagua_ref.errors import CommunicationTimeoutError
+from bagua_ref.runtime import RealWorld, current_world
+from bagua_ref.scheduling.engine import Engine
+from bagua_ref.simulation import SimulatedWorld
+
+CPU = torch.device("cpu")
+
+
+class Stream:
+    """Knows what is done before anything that is queued on it next."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.before = name, frozenset()
+
+    def queue(self, what: str) -> None:
+        self.before |= {what}
+
+
+class Streams:
+    """In place of `bagua_ref.streams`: every thread begins on the default stream, an event is what was queued before it."""
+
+    def __init__(self) -> None:
+        self.default = Stream("default")
+        self._local = threading.local()
+
+    @property
+    def current(self) -> Stream:
+        return getattr(self._local, "stream", self.default)
+
+    def current_stream(self, device: torch.device) -> Stream:
+        return self.current
+
+    def side_stream(self, device: torch.device) -> Stream:
+        return Stream("side")
+
+    def record(self, stream: Stream) -> frozenset[str]:
+        return stream.before
+
+    def order_after(self, events: Any, device: torch.device) -> None:
+        for event in events:
+            self.current.before |= event or frozenset()
+
+    @contextmanager
+    def use_stream(self, stream: Stream | None, device: torch.device) -> Any:
+        outer = self.current
+        self._local.stream = stream or outer
+        try:
+            yield
+        finally:
+            self._local.stream = outer
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    fakes = Streams()
+    for name in streams.__all__:
+        monkeypatch.setattr(streams, name, getattr(fakes, name))
+    return fakes
+
+
+def bucket_on(stream: Stream, tensors: int, *functions: Any) -> BaguaBucket:
+    bucket = BaguaBucket([torch.ones(2).ensure_bagua_tensor(f"t{place}") for place in range(tensors)], "b", flatten=True)
+    for function in functions:
+        bucket.append_python_op(function)
+    group = type("Group", (), {"side_stream": lambda self, device: stream})()
+    bucket._background_groups[group] = group
+    return bucket
+
+
+def test_S2_5_operations_run_on_the_groups_stream_after_all_marks_and_the_waiting_stream_after_them(fakes):
+    side, seen = Stream("side"), []
+
+    def operation(name: str) -> None:
+        seen.append((fakes.current, fakes.current.before))
+        fakes.current.queue("operation")
+
+    bucket, engine = bucket_on(side, 2, operation), Engine(RealWorld(), "m")
+    engine.register_ordered_buckets([bucket])
+    another = Stream("another")
+    with fakes.use_stream(another, CPU):
+        another.queue("first gradient")
+        bucket.tensors[0].bagua_mark_communication_ready()
+        another.queue("copy into flat storage")
+    fakes.default.queue("second gradient")
+    bucket.tensors[1].bagua_mark_communication_ready()
+    fakes.default.queue("the rest of backward")
+    engine.wait_pending_comm_ops()
+    engine.close()
+    ((stream, before),) = seen
+    assert stream is side
+    assert before == {"first gradient", "copy into flat storage", "second gradient"}
+    assert "operation" in fakes.default.before
+
+
+def test_S2_5_a_second_round_does_not_wait_for_streams_of_the_first(fakes):
+    side, seen = Stream("side"), []
+    bucket, engine = bucket_on(side, 1, lambda name: seen.append(fakes.current.before)), Engine(RealWorld(), "m")
+    engine.register_ordered_buckets([bucket])
+    old = Stream("old")
+    with fakes.use_stream(old, CPU):
+        bucket.tensors[0].bagua_mark_communication_ready()
+    engine.wait_pending_comm_ops()
+    old.queue("what came later there")
+    bucket.tensors[0].bagua_mark_communication_ready()
+    engine.wait_pending_comm_ops()
+    engine.close()
+    assert seen == [frozenset(), frozenset()]
+
+
+def test_S3_6_rounds_and_training_wait_for_each_others_work_on_the_device(fakes):
+    side, lock = Stream("side"), None
+    fakes.default.queue("initial weights")
+    lock = WeightLock(RealWorld(), CPU)
+    with fakes.use_stream(side, CPU):
+        lock.take_for_round()
+        assert side.before == {"initial weights"}
+        side.queue("first average")
+        lock.release_from_round()
+    lock.hold()
+    assert "first average" in fakes.default.before
+    fakes.default.queue("step")
+    lock.release()
+    fakes.default.queue("something else")
+    with fakes.use_stream(side, CPU):
+        lock.take_for_round()
+    assert "step" in side.before
+    assert "something else" not in side.before
+
+
+def test_S3_6_a_round_that_takes_back_what_training_has_dropped_waits_for_trainings_stream(fakes):
+    lock, side = WeightLock(RealWorld(), CPU), Stream("side")
+    lock.hold()
+    fakes.default.queue("forward")
+    lock.on_wait = lock.release  # on the round's thread, whose current stream is another one
+    with fakes.use_stream(side, CPU):
+        lock.take_for_round()
+    assert "forward" in side.before
+
+
+def test_a_group_has_one_stream_for_a_device_unless_it_was_given_one_and_simulated_ranks_none(fakes):
+    mine = Stream("mine")
+
+    def rank(comm: Any) -> None:
+        bagua_ref.init_process_group()
+        group = bagua_ref.communication.new_group()
+        assert group.side_stream(CPU) is None
+        assert bagua_ref.communication.new_group(stream=mine).for_background().side_stream(CPU) is mine
+        current_world().transport.has_streams = True
+        assert group.side_stream(CPU) is group.side_stream(CPU)
+        assert group.side_stream(CPU) is not group.for_background().side_stream(CPU)
+
+    SimulatedWorld(2).run(rank)
+
+
+def test_on_a_cpu_there_is_nothing_to_order():
+    assert streams.current_stream(CPU) is streams.side_stream(CPU) is streams.record(None) is None
+    with streams.use_stream(None, CPU):
+        streams.order_after([None], CPU)
+
+
+@pytest.mark.gpu
+def test_a_side_stream_waits_for_an_event_and_is_waited_for():
+    device = torch.device("cuda", torch.cuda.current_device())
+    side = streams.side_stream(device)
+    x = torch.zeros(2**24, device=device)
+    for _ in range(100):
+        x += 1
+    ready = streams.record(streams.current_stream(device))
+    with streams.use_stream(side, device):
+        assert streams.current_stream(device) == side
+        streams.order_after([ready], device)
+        y = x * 2
+        done = streams.record(streams.current_stream(device))
+    streams.order_after([done], device)
+    assert bool((y == 200).all())
+
+
+class Work:
+    def __init__(self, completed: bool) -> None:
+        self.completed = completed
+
+    def is_completed(self) -> bool:
+        return self.completed
+
+    def wait(self) -> None:
+        """Over NCCL: the current stream waits."""
+
+
+def wait_until(condition: Any) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_S2_5_what_is_done_in_time_is_not_given_up_and_what_is_not_is_once():
+    watch, given_up = Watch(), []
+    watch.add(Work(completed=True), 0.0, lambda: given_up.append("done"))
+    watch.add(Work(completed=False), 0.1, lambda: given_up.append("late"))
+    slow = Work(completed=False)
+    watch.add(slow, 60, lambda: given_up.append("slow"))
+    wait_until(lambda: given_up)
+    slow.completed = True
+    wait_until(lambda: watch._thread is None)
+    assert given_up == ["late"]
+    watch.add(Work(completed=False), 0.0, lambda: given_up.append("later"))
+    wait_until(lambda: len(given_up) == 2)
+
+
+def test_S2_5_after_a_collective_that_does_not_end_the_next_one_raises_and_the_library_is_aborted(monkeypatch):
+    connection = Connection(dist.HashStore(), 0, 1, 0.3, "a group")
+    aborted = []
+    group = type("Group", (), {"abort": lambda self: aborted.append(self)})()
+
+    def nccl_group() -> Any:
+        connection._nccl = group
+        return group
+
+    monkeypatch.setattr(connection, "_nccl_group", nccl_group)
+    connection.run("allreduce", lambda group: [Work(completed=True)], over_nccl=True)
+    connection.run("allreduce", lambda group: [Work(completed=False)], over_nccl=True)  # returns, as the host does not wait
+    wait_until(lambda: aborted)
+    with pytest.raises(CommunicationTimeoutError, match=r"broadcast on a group: allreduce was not done within 0.3 s"):
+        connection.run("broadcast", lambda group: [Work(completed=True)], over_nccl=True)
