@@ -1,7 +1,7 @@
 """The command line: ``bagua-ref demo`` trains with every algorithm, ``bagua-ref doctor`` says what this machine can do.
 
 ``bagua-ref balance`` shows what the balanced sampler would do for given lengths, ``bagua-ref vectors`` writes golden vectors and
-checks another implementation's outputs against them.
+checks another implementation's outputs against them, ``bagua-ref trace`` checks a recorded training.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import bagua_ref
-from bagua_ref.cli import vectors
+from bagua_ref.cli import trace, vectors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -147,6 +147,7 @@ def _parser() -> argparse.ArgumentParser:
         "--output", type=Path, default=Path("balance.png"), metavar="FILE", help="the picture (default: %(default)s)"
     )
     vectors.add_parser(commands)
+    trace.add_parser(commands)
     _add_verify(commands)
     return parser
 

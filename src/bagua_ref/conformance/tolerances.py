@@ -21,7 +21,7 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["EXACT", "SUM", "ULP", "Tolerance", "assert_equal"]
+__all__ = ["EXACT", "SUM", "ULP", "Tolerance", "assert_equal", "places", "where_equal"]
 
 _INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -75,11 +75,7 @@ def assert_equal(actual: Tensor, expected: Tensor, tolerance: Tolerance, *, magn
         raise AssertionError(
             f"{actual.dtype} of shape {tuple(actual.shape)} instead of {expected.dtype} of shape {tuple(expected.shape)}"
         )
-    same = actual == expected
-    if expected.dtype.is_floating_point:
-        same = _steps(actual) == _steps(expected)
-        same |= actual.isnan() & expected.isnan()
-        same |= _close(actual, expected, tolerance, magnitude)
+    same = where_equal(actual, expected, tolerance, magnitude=magnitude)
     if not same.all():
         wrong = (~same).nonzero()
         first = tuple(wrong[0].tolist())
@@ -89,12 +85,21 @@ def assert_equal(actual: Tensor, expected: Tensor, tolerance: Tolerance, *, magn
         )
 
 
+def where_equal(actual: Tensor, expected: Tensor, tolerance: Tolerance, *, magnitude: Tensor | float | None = None) -> Tensor:
+    """Return for each element whether `assert_equal` would take it; both tensors are on the CPU, of one dtype and shape."""
+    if not expected.dtype.is_floating_point:
+        return actual == expected
+    same = places(actual) == places(expected)
+    same |= actual.isnan() & expected.isnan()
+    return same | _close(actual, expected, tolerance, magnitude)
+
+
 def _close(actual: Tensor, expected: Tensor, tolerance: Tolerance, magnitude: Tensor | float | None) -> Tensor:
     """Return where two float tensors are finite and near enough; nowhere for `EXACT`."""
     finite = actual.isfinite() & expected.isfinite()
     near = torch.zeros_like(finite)
     if tolerance.ulps:
-        near |= (_steps(actual) - _steps(expected)).abs() <= tolerance.ulps
+        near |= (places(actual) - places(expected)).abs() <= tolerance.ulps
     if tolerance.epsilons:
         scale = expected.double().abs() if magnitude is None else torch.as_tensor(magnitude).cpu().double()
         info = torch.finfo(expected.dtype)
@@ -104,7 +109,7 @@ def _close(actual: Tensor, expected: Tensor, tolerance: Tolerance, magnitude: Te
     return finite & near
 
 
-def _steps(x: Tensor) -> Tensor:
+def places(x: Tensor) -> Tensor:
     """Return each float's place among all of its dtype, so that neighbours differ by 1 and -0 and +0 lie side by side."""
     bits = x.contiguous().view(_INTEGER_OF_SIZE[x.element_size()]).long()
     lowest = -(2 ** (8 * x.element_size() - 1))

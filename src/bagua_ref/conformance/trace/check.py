@@ -1,0 +1,195 @@
+"""Checking a trace: every execution of every bucket is replayed, and what ranks recorded is compared with what it gives."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bagua_ref.conformance.tolerances import EXACT, places, where_equal
+from bagua_ref.conformance.trace.files import Record, TraceError, read_trace
+from bagua_ref.conformance.trace.options import merged_options
+from bagua_ref.conformance.trace.recognise import recognise
+from bagua_ref.conformance.trace.replay import Expected, NotReplayable, Replay
+from bagua_ref.conformance.trace.report import Divergence, Execution, TraceReport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from torch import Tensor
+
+__all__ = ["check_trace"]
+
+
+def check_trace(
+    directory: str | Path,
+    algorithm: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    *,
+    buckets: Collection[str] = (),
+    progress: Callable[[int, int], object] | None = None,
+) -> TraceReport:
+    """Replay a trace as a training with ``algorithm``, and compare.
+
+    Args:
+        directory: where all ranks' folders are.
+        algorithm: a registered name; None: what the trace says.
+        options: of the algorithm; what is left out is as the trace says, or the algorithm's default.
+        buckets: only these; none: all.
+        progress: called with how many steps are done, and of how many.
+
+    Raises:
+        TraceError: the trace cannot be used, or nothing of it can be replayed.
+        ValueError: the algorithm, an option or a bucket is unknown.
+    """
+    ranks = read_trace(Path(directory))
+    manifest = ranks[0].manifest
+    if algorithm is None:
+        algorithm = manifest.get("algorithm")
+        if not isinstance(algorithm, str):
+            raise ValueError("algorithm=None: the trace does not say which algorithm it is of; name it")
+    replay = Replay(algorithm, merged_options(algorithm, manifest["options"], options or {}), tuple(manifest["nodes"]))
+    if unknown := sorted(set(buckets) - set(manifest["buckets"])):
+        raise ValueError(f"buckets: {unknown[0]!r} is none of the trace's, which are {', '.join(manifest['buckets'])}")
+    report = TraceReport(algorithm, replay.options, replay.nodes, _notes(ranks))
+    common = sorted(set.intersection(*(set(rank.steps) for rank in ranks)))
+    before: dict[str, list[Record]] = {}
+    for done, step in enumerate(common):
+        by_rank = [rank.records(step) for rank in ranks]
+        for bucket in dict.fromkeys(name for records in by_rank for name in records):
+            if buckets and bucket not in buckets:
+                continue
+            try:
+                records = _of_all_ranks(bucket, by_rank)
+                last = before.get(bucket)
+                before[bucket] = records
+                expected = replay(step, records, last)
+                report.executions += [
+                    _compare(step, bucket, e, records, replay, manifest["buckets"].get(bucket, {})) for e in expected
+                ]
+            except NotReplayable as reason:
+                report.not_checked.append((step, bucket, str(reason)))
+        if progress is not None:
+            progress(done + 1, len(common))
+    if not report.executions:
+        why = "no step was recorded by all ranks"
+        if report.not_checked:
+            step, bucket, why = report.not_checked[0]
+            why = f"step {step}, bucket {bucket!r}: {why}"
+        raise TraceError(f"nothing could be replayed: {why}")
+    return report
+
+
+def _notes(ranks: Sequence[Any]) -> list[str]:
+    """Return what a reader should know of the recording."""
+    notes = []
+    every = set().union(*(rank.steps for rank in ranks))
+    common = set.intersection(*(set(rank.steps) for rank in ranks))
+    if lonely := sorted(every - common):
+        who = [place for place, rank in enumerate(ranks) if lonely[0] in rank.steps]
+        notes.append(
+            f"{len(lonely)} steps, from step {lonely[0]} on, were recorded by some ranks only (rank {', '.join(map(str, who))}) "
+            "and are not checked"
+        )
+    for place, rank in enumerate(ranks):
+        if stopped := rank.manifest.get("stopped"):
+            notes.append(f"rank {place} stopped recording: {stopped['reason']}")
+        elif not rank.manifest.get("complete"):
+            notes.append(f"rank {place} did not end its recording: it failed, or was killed; whole steps are here")
+    return notes
+
+
+def _of_all_ranks(bucket: str, by_rank: list[dict[str, Record]]) -> list[Record]:
+    absent = [rank for rank, records in enumerate(by_rank) if bucket not in records]
+    if absent:
+        raise NotReplayable(f"rank {absent[0]} recorded no bucket {bucket!r} in this step")
+    return [records[bucket] for records in by_rank]
+
+
+def _compare(
+    step: int, bucket: str, expected: Expected, records: list[Record], replay: Replay, described: Mapping[str, Any]
+) -> Execution:
+    """Compare one output of an execution on all ranks."""
+    got = []
+    for rank, record in enumerate(records):
+        x, wanted = record.outputs.get(expected.name), expected.values[rank]
+        if x is None:
+            raise NotReplayable(f"output {expected.name!r} was not recorded on rank {rank}")
+        if x.shape != wanted.shape or x.dtype != wanted.dtype:
+            raise NotReplayable(
+                f"output {expected.name!r} of rank {rank} is {x.numel()} x {x.dtype}, where the operation gives "
+                f"{wanted.numel()} x {wanted.dtype}"
+            )
+        got.append(x)
+    equal = [where_equal(x, w, expected.tolerance, magnitude=expected.magnitude) for x, w in zip(got, expected.values, strict=True)]
+    wrong = [int((~same).sum()) for same in equal]
+    execution = Execution(
+        step,
+        bucket,
+        [x.numel() for x in got],
+        wrong,
+        [_error(x, w) for x, w in zip(got, expected.values, strict=True)],
+    )
+    if any(wrong):
+        rank = next(rank for rank, count in enumerate(wrong) if count)
+        element = int((~equal[rank]).nonzero()[0])
+        name, index = _tensor_at(expected.name, element, described)
+        x, w = got[rank][element], expected.values[rank][element]
+        execution.first = Divergence(
+            step, rank, bucket, name, index, element, _number(w), _number(x), _ulps(x, w), expected.tolerance.name,
+            _chunks(torch.stack([~same for same in equal]).any(0), replay),
+        )  # fmt: skip
+        inputs = [record.inputs["x"] for record in records if "x" in record.inputs]
+        execution.kind = recognise(expected, got, inputs if len(inputs) == len(records) else None, replay)
+    return execution
+
+
+def _error(got: Tensor, wanted: Tensor) -> float:
+    """Return the largest difference as a share of the largest expected value; inf where one is finite and one not."""
+    if not got.numel():
+        return 0.0
+    same = where_equal(got, wanted, EXACT)
+    difference = torch.where(same, 0.0, (got.double() - wanted.double()).abs())
+    largest = torch.nan_to_num(wanted.double().abs(), nan=0.0, posinf=0.0).max().item()
+    error = difference.max().item()
+    if math.isnan(error) or math.isinf(error):
+        return math.inf
+    return error / largest if largest else (math.inf if error else 0.0)
+
+
+def _tensor_at(role: str, element: int, described: Mapping[str, Any]) -> tuple[str, list[int]]:
+    """Return the name of the tensor that a flat element belongs to, and the element's place in it."""
+    start = 0
+    for tensor in described.get("tensors", ()) if role == "x" else ():
+        size = math.prod(tensor["shape"])
+        if element < start + size:
+            place, index = element - start, list[int]()
+            for length in reversed(tensor["shape"]):
+                place, at = divmod(place, length)
+                index.insert(0, at)
+            return str(tensor["name"]), index
+        start += size
+    return role, [element]
+
+
+def _chunks(wrong: Tensor, replay: Replay) -> str | None:
+    """Say which chunks of a scattered operation hold what is wrong."""
+    if replay.algorithm not in ("bytegrad", "qadam") and not replay.options.get("scattergather"):
+        return None
+    count = len(replay.nodes) if replay.options["hierarchical"] else sum(replay.nodes)
+    unit = math.lcm(sum(replay.nodes), count)
+    size = (wrong.numel() + -wrong.numel() % unit) // count
+    hit = sorted(set((wrong.nonzero().reshape(-1) // size).tolist()))
+    return f"chunk {', '.join(map(str, hit))} of {count} chunks of {size} elements" if count > 1 else None
+
+
+def _number(x: Tensor) -> float:
+    return float(x.item())
+
+
+def _ulps(a: Tensor, b: Tensor) -> int | None:
+    if not a.dtype.is_floating_point or a.isnan() or b.isnan():
+        return None
+    return abs(int(places(a.reshape(1)).item()) - int(places(b.reshape(1)).item()))

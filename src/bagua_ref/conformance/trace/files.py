@@ -1,0 +1,217 @@
+"""A trace on disk: for each rank a folder with a manifest, an index of steps, and a safetensors file for each step."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from bagua_ref.conformance.vectors.safetensors_file import DamagedFileError, read_safetensors, write_safetensors
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+__all__ = ["FORMAT", "INDEX", "MANIFEST", "TRACE_VERSION", "RankTrace", "Record", "TraceError", "Writer", "read_trace"]
+
+FORMAT = "bagua_ref trace"
+TRACE_VERSION = "1"
+"""Of the format of the files."""
+
+MANIFEST, INDEX = "manifest.json", "steps.jsonl"
+
+
+class TraceError(Exception):
+    """A trace cannot be used: a rank's files are missing or damaged, or ranks recorded different things."""
+
+
+@dataclass
+class Record:
+    """One execution of a bucket's operation on one rank.
+
+    Attributes:
+        bucket: its name.
+        execution: how often the bucket's operation had been executed before, since recording began.
+        inputs: what went in, by name; flat.
+        outputs: what came out.
+        info: what was said about it: JSON values.
+    """
+
+    bucket: str
+    execution: int
+    inputs: dict[str, Tensor]
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+class Writer:
+    """Writes one rank's folder. A step's file is complete before the index names it, so that a crash leaves all earlier steps.
+
+    Args:
+        folder: is made; holds no trace yet.
+        manifest: what to write first.
+
+    Raises:
+        ValueError: the folder holds a trace.
+        OSError: it cannot be written.
+    """
+
+    def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
+        if (folder / MANIFEST).exists():
+            raise ValueError(f"directory={str(folder.parent)!r} holds a trace of this rank already; choose another, or empty it")
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self.write_manifest(manifest)
+        self._index = (folder / INDEX).open("a", encoding="utf-8")
+
+    def write_manifest(self, manifest: dict[str, Any]) -> None:
+        """Replace the manifest at once."""
+        partial = self._folder / f"{MANIFEST}.partial"
+        partial.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+        os.replace(partial, self._folder / MANIFEST)
+
+    def write_step(self, step: int, records: list[Record]) -> int:
+        """Write the records of a step, in the order in which their operations ended; return the size of its file."""
+        name = f"{step:08d}.safetensors"
+        tensors: dict[str, Tensor] = {}
+        entries = []
+        for record in records:
+            for kind, values in (("in", record.inputs), ("out", record.outputs)):
+                tensors.update({f"{record.bucket}:{kind}:{role}": tensor for role, tensor in values.items()})
+            entries.append(
+                {
+                    "bucket": record.bucket,
+                    "execution": record.execution,
+                    "inputs": list(record.inputs),
+                    "outputs": list(record.outputs),
+                    "info": record.info,
+                }
+            )
+        size = len(write_safetensors(self._folder / name, tensors))
+        self._index.write(json.dumps({"step": step, "file": name, "records": entries}) + "\n")
+        self._index.flush()
+        return size
+
+    def close(self) -> None:
+        """Close the index."""
+        self._index.close()
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """One rank's part of a trace.
+
+    Attributes:
+        folder: where it is.
+        manifest: what it says.
+        steps: the index, by step.
+    """
+
+    folder: Path
+    manifest: dict[str, Any]
+    steps: dict[int, dict[str, Any]]
+
+    def bytes(self) -> int:
+        """Return how large the files of all steps are."""
+        return sum((self.folder / entry["file"]).stat().st_size for entry in self.steps.values())
+
+    def records(self, step: int) -> dict[str, Record]:
+        """Return a step's records by bucket, in order.
+
+        Raises:
+            TraceError: the step's file is missing, damaged, or lacks a tensor.
+        """
+        entry = self.steps[step]
+        path = self.folder / entry["file"]
+        try:
+            tensors = read_safetensors(path)
+        except OSError as error:
+            raise TraceError(f"{str(path)!r} cannot be read: {error.strerror}") from None
+        except DamagedFileError as error:
+            raise TraceError(f"{str(path)!r}: {error}") from None
+        found: dict[str, Record] = {}
+        for listed in entry["records"]:
+            bucket = listed["bucket"]
+            values: list[dict[str, Tensor]] = []
+            for kind, roles in (("in", listed["inputs"]), ("out", listed["outputs"])):
+                names = {role: f"{bucket}:{kind}:{role}" for role in roles}
+                if missing := [name for name in names.values() if name not in tensors]:
+                    raise TraceError(f"{str(path)!r} has no tensor {missing[0]!r}, which {INDEX} lists")
+                values.append({role: tensors[name].reshape(-1) for role, name in names.items()})
+            found[bucket] = Record(bucket, listed["execution"], values[0], values[1], listed["info"])
+        return found
+
+
+def read_trace(directory: Path) -> list[RankTrace]:
+    """Return all ranks' traces in ``directory``, by rank.
+
+    Raises:
+        TraceError: there is none, a rank is missing, a manifest or an index is damaged, or the ranks' worlds differ.
+    """
+    if not directory.is_dir():
+        raise TraceError(f"{str(directory)!r} is no folder")
+    present = sorted(path.name for path in directory.iterdir() if (path / MANIFEST).exists())
+    if not present:
+        raise TraceError(f"{str(directory)!r} holds no trace: no rank0/{MANIFEST} in it")
+    first = _read_rank(directory / present[0])
+    world_size = first.manifest["world_size"]
+    ranks = []
+    for rank in range(world_size):
+        folder = directory / f"rank{rank}"
+        if not (folder / MANIFEST).exists():
+            raise TraceError(
+                f"{str(folder / MANIFEST)!r} is missing; a trace of {world_size} ranks needs rank0 to rank{world_size - 1} in one "
+                f"folder, and {', '.join(present)} {'are' if len(present) > 1 else 'is'} there"
+            )
+        trace = _read_rank(folder)
+        for key, expected in (("rank", rank), ("world_size", world_size), ("nodes", first.manifest["nodes"])):
+            if trace.manifest[key] != expected:
+                raise TraceError(f"{str(folder / MANIFEST)!r} says {key}={trace.manifest[key]!r}, where {expected!r} was expected")
+        ranks.append(trace)
+    return ranks
+
+
+_KEYS = {"rank": int, "world_size": int, "nodes": list, "options": dict, "buckets": dict, "sampling": dict}
+
+
+def _read_rank(folder: Path) -> RankTrace:
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text("utf-8"))
+        if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+            raise TraceError(f"{str(path)!r} is no manifest of a trace: its format is not {FORMAT!r}")
+        if manifest.get("trace_version") != TRACE_VERSION:
+            raise TraceError(
+                f"{str(path)!r} has trace_version {manifest.get('trace_version')!r}; this bagua_ref reads {TRACE_VERSION!r}"
+            )
+        for key, kind in _KEYS.items():
+            if not isinstance(manifest.get(key), kind):
+                raise TraceError(f"{str(path)!r} has {key}={manifest.get(key)!r}, which must be of type {kind.__name__}")
+        if any(type(size) is not int or size < 1 for size in manifest["nodes"]) or sum(manifest["nodes"]) != manifest["world_size"]:
+            raise TraceError(
+                f"{str(path)!r} has nodes={manifest['nodes']}, which do not sum to world_size={manifest['world_size']}"
+            )
+        return RankTrace(folder, manifest, _read_index(folder / INDEX))
+    except OSError as error:
+        raise TraceError(f"{error.filename!r} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise TraceError(f"{str(path)!r} is no JSON: {error}") from None
+
+
+def _read_index(path: Path) -> dict[int, dict[str, Any]]:
+    steps: dict[int, dict[str, Any]] = {}
+    lines = path.read_text("utf-8").split("\n")
+    for number, line in enumerate(lines, start=1):
+        if not line or number == len(lines):  # a last line without its end was cut off by a crash
+            continue
+        try:
+            entry = json.loads(line)
+            for record in entry["records"]:
+                if not isinstance(record["info"], dict) or not {"bucket", "execution", "inputs", "outputs"} <= record.keys():
+                    raise KeyError("a record")
+            steps[int(entry["step"])] = {**entry, "file": str(entry["file"])}
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise TraceError(f"{str(path)!r} line {number} is no entry of a step: {type(error).__name__}: {error}") from None
+    return steps

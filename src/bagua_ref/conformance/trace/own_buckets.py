@@ -1,0 +1,140 @@
+"""How our own buckets are recorded: each operation is asked what it is, and what it will not show by itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from bagua_ref.comm_ops import (
+    AsynchronousModelAverage,
+    CentralizedFullPrecision,
+    CentralizedLowPrecision,
+    CentralizedScatterGather,
+    Decentralized,
+    Hierarchical,
+    LowPrecisionDecentralized,
+    PythonOp,
+)
+from bagua_ref.tensor import registration
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bagua_ref.bucket import BaguaBucket
+    from bagua_ref.conformance.trace.recorder import Recorder
+
+__all__ = ["OwnBuckets"]
+
+_ALGORITHMS: dict[type, str] = {
+    CentralizedFullPrecision: "gradient_allreduce",
+    CentralizedScatterGather: "gradient_allreduce",
+    CentralizedLowPrecision: "bytegrad",
+    Decentralized: "decentralized",
+    LowPrecisionDecentralized: "low_precision_decentralized",
+    AsynchronousModelAverage: "async",
+}
+_QADAM = "MomentumBucket"
+
+
+class OwnBuckets:
+    """The observer of this rank's buckets: tells a recorder what each operation takes and gives.
+
+    A bucket is called by its own name; buckets of the second module that communicates are called ``"1/0"``, ``"1/1"``, ...
+
+    Args:
+        recorder: that writes it down.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._modules: list[str] = []
+        self._algorithm: str | None = None
+        self._described: dict[str, tuple[BaguaBucket, Any]] = {}
+
+    def before_op(self, bucket: BaguaBucket, op: Any, flat: Tensor, divisor: int) -> None:
+        """Record what goes in: the flat tensor; of a ring, its replicas where they are not the outputs of the step before."""
+        if not self._recorder.recording:
+            return
+        if isinstance(op, PythonOp):
+            if _QADAM in repr(op):
+                self._algorithm = "qadam"
+            return
+        if isinstance(op, AsynchronousModelAverage):
+            # What it takes is the snapshot, of which it knows only afterwards.
+            self._recorder.begin(self._name(bucket), lambda follows: {}, {"operation": type(op).__name__})
+            return
+        inner = op.leaders_op if isinstance(op, Hierarchical) else op
+        options = _options_of(op, divisor)
+        info: dict[str, Any] = {"operation": type(inner).__name__ if inner is not None else "another rank's", **options}
+        if divisor > 1:
+            info["divided_by"] = divisor
+        if isinstance(op, Decentralized):
+            info["execution"] = op.step
+        if self._algorithm not in ("qadam", "async"):
+            self._algorithm = _ALGORITHMS.get(type(inner)) or self._algorithm
+        name = self._name(bucket)
+
+        def inputs(follows: bool) -> dict[str, Tensor]:
+            found = {"x": _copy(flat)}
+            if isinstance(inner, LowPrecisionDecentralized) and not follows:
+                replicas = {"weight": inner.weight, "left": inner.left_peer_weight, "right": inner.right_peer_weight}
+                found.update({role: _copy(replica) for role, replica in replicas.items()})
+            return found
+
+        self._recorder.begin(name, inputs, info)
+        self._describe(name, bucket, op, flat, options)
+
+    def after_op(self, bucket: BaguaBucket, op: Any, flat: Tensor) -> None:
+        """Record what came out; a decentralized operation's result comes with the copy into the tensors."""
+        if not self._recorder.recording or isinstance(op, PythonOp | Decentralized):
+            return
+        name = self._name(bucket)
+        if not isinstance(op, AsynchronousModelAverage):
+            self._recorder.end(name, lambda: {"x": _copy(flat)})
+        elif op.get_status() == "stopped":
+            self._recorder.forget(name)
+        else:
+            snapshot, reduced = op.last_round
+            self._recorder.end(name, lambda: {"reduced": _copy(reduced)}, lambda: {"snapshot": _copy(snapshot)})
+            self._algorithm = "async"
+            self._describe(name, bucket, op, flat, {})
+
+    def after_copy(self, bucket: BaguaBucket, flat: Tensor) -> None:
+        """Record a decentralized operation's result."""
+        if self._recorder.recording and isinstance(bucket.running, Decentralized):
+            self._recorder.end(self._name(bucket), lambda: {"x": _copy(flat)})
+
+    def _describe(self, name: str, bucket: BaguaBucket, op: Any, flat: Tensor, options: dict[str, Any]) -> None:
+        if self._described.get(name) != (bucket, op):
+            self._described[name] = bucket, op
+            self._recorder.describe_own(name, _entry(bucket, flat), self._algorithm, options)
+
+    def _name(self, bucket: BaguaBucket) -> str:
+        module = registration(bucket.tensors[0]).module_name
+        if module not in self._modules:
+            self._modules.append(module)
+        place = self._modules.index(module)
+        return f"{place}/{bucket.name}" if place else bucket.name
+
+
+def _options_of(op: Any, divisor: int) -> dict[str, Any]:
+    """Return the options of the algorithm that an operation gives away."""
+    inner = op.leaders_op if isinstance(op, Hierarchical) else op
+    if isinstance(op, Decentralized):
+        return {"hierarchical": op.intra is not None, "peer_selection_mode": op.peer_selection_mode}
+    options: dict[str, Any] = {"hierarchical": isinstance(op, Hierarchical)}
+    if isinstance(inner, CentralizedFullPrecision | CentralizedScatterGather | CentralizedLowPrecision):
+        options["average"] = inner.average or divisor > 1
+    if isinstance(inner, CentralizedScatterGather):
+        options["scattergather"] = True
+    return options
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _entry(bucket: BaguaBucket, flat: Tensor) -> dict[str, Any]:
+    tensors = [{"name": registration(t).name, "shape": list(t.shape)} for t in bucket.tensors]
+    if bucket.padding_tensor is not None:
+        tensors.append({"name": registration(bucket.padding_tensor).name, "shape": [bucket.padding_tensor.numel()]})
+    return {"dtype": str(flat.dtype).removeprefix("torch."), "elements": flat.numel(), "tensors": tensors}

@@ -1,0 +1,108 @@
+"""Names for divergences that have a usual cause: rounding to 16 bits, a sum for a mean, another peer, nothing received."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from bagua_ref.backends import get_backend
+from bagua_ref.conformance.tolerances import EXACT, where_equal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bagua_ref.conformance.trace.replay import Expected, Replay
+
+__all__ = ["recognise"]
+
+_ROUGHLY = 1e-3  # of the largest value: a codec's levels lie further apart than its sums differ from n means
+
+
+def recognise(expected: Expected, got: list[Tensor], inputs: list[Tensor] | None, replay: Replay) -> str | None:
+    """Return what an execution that diverges looks like, None if like nothing known.
+
+    Args:
+        expected: what came out must be.
+        got: what did, by rank.
+        inputs: what went in, by rank.
+        replay: which operation it was.
+    """
+    wanted = torch.stack(expected.values)
+    found = torch.stack(got)
+    if not found.dtype.is_floating_point:
+        return None
+    if inputs is not None and _same(found, torch.stack(inputs)):
+        return "as if nothing had been communicated: outputs are inputs"
+    n = len(got)
+    for factor, what in ((n, "summed, where a mean was expected"), (1 / n, "averaged, where a sum was expected")):
+        if n > 1 and _roughly(found, wanted, factor):
+            return f"as if {what}"
+    if (narrow := _narrower(found, expected, wanted)) is not None:
+        return narrow
+    if (
+        inputs is not None
+        and replay.options.get("peer_selection_mode") == "shift_one"
+        and (peer := _other_peer(found, wanted, inputs))
+    ):
+        return peer
+    if mixed := _mixed_up(found, wanted):
+        return mixed
+    if all(_same(row, wanted[0]) for row in wanted) and not all(_same(row, found[0]) for row in found):
+        return "ranks end with different values, where all must end with the same"
+    return None
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and bool(where_equal(a, b, EXACT).all())
+
+
+def _roughly(found: Tensor, wanted: Tensor, factor: float) -> bool:
+    scaled = wanted.double() * factor
+    largest = scaled.abs().max().item() if scaled.numel() else 0.0
+    return 0 < largest < float("inf") and bool(((found.double() - scaled).abs() <= _ROUGHLY * largest).all())
+
+
+def _narrower(found: Tensor, expected: Expected, wanted: Tensor) -> str | None:
+    """Whether all that was found are numbers of a 16-bit format, and as near as its roundings of inputs and sum would be."""
+    if found.dtype not in (torch.float32, torch.float64) or not found.numel():
+        return None
+    magnitude = expected.magnitude if expected.magnitude is not None else wanted.double().abs()
+    matches: list[tuple[int, str]] = []
+    for dtype in (torch.float16, torch.bfloat16):
+        rounded = wanted.to(dtype).to(found.dtype)
+        if not _same(found.to(dtype).to(found.dtype), found):
+            continue
+        info = torch.finfo(dtype)
+        allowed = (len(found) + 1) * info.eps * (magnitude + info.smallest_normal)
+        near = (found.double() - wanted.double()).abs() <= allowed
+        overflow = ~found.isfinite() & (wanted.double().abs() > info.max / len(found))
+        if bool((near | overflow | where_equal(found, wanted, EXACT)).all()):
+            exact = int(where_equal(found, rounded, EXACT).sum())
+            name = str(dtype).removeprefix("torch.")
+            text = f"all values are numbers of {name}, and {exact} of {found.numel()} are the expected one rounded"
+            matches.append((exact, f"as if rounded to {name}: {text}"))
+    return max(matches)[1] if matches else None
+
+
+def _other_peer(found: Tensor, wanted: Tensor, inputs: list[Tensor]) -> str | None:
+    """Whether a rank that diverges has averaged with another rank than its peer."""
+    kernels = get_backend("reference")
+    for rank, row in enumerate(found):
+        if _same(row, wanted[rank]):
+            continue
+        for other, x in enumerate(inputs):
+            mean = x.clone()
+            kernels.average_(mean, inputs[rank])
+            if other != rank and _same(mean, row):
+                return f"as if rank {rank} had averaged with rank {other}, which is not its peer now"
+    return None
+
+
+def _mixed_up(found: Tensor, wanted: Tensor) -> str | None:
+    """Whether every rank that diverges has what another rank should have."""
+    wrong = [rank for rank in range(len(found)) if not _same(found[rank], wanted[rank])]
+    sources = [next((other for other in range(len(wanted)) if _same(found[rank], wanted[other])), None) for rank in wrong]
+    if not wrong or None in sources:
+        return None
+    return f"as if ranks were mixed up: rank {wrong[0]} has what rank {sources[0]} must have"

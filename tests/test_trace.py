@@ -1,0 +1,533 @@
+"""Traces of whole trainings: right ones pass, altered and wrong ones are found at the very place (S3.1 to S3.6, S5)."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.launch import launch
+from tests.trace_trainings import network, simulate, train, train_each, train_torchs_ddp
+from torch import Tensor
+
+import bagua_ref
+from bagua_ref.backends.reference import ReferenceBackend
+from bagua_ref.cli import main
+from bagua_ref.conformance.trace import Recorder, TraceError, check_trace, read_trace
+from bagua_ref.conformance.vectors.safetensors_file import read_safetensors, write_safetensors
+from bagua_ref.simulation import SimulatedWorld
+
+FLAT = {"hierarchical": False}
+SHIFT_ONE = {"hierarchical": False, "peer_selection_mode": "shift_one"}
+GLOO = [
+    ("gradient_allreduce", "gradient_allreduce", {}),
+    ("bytegrad", "bytegrad", FLAT),
+    ("hierarchical", "bytegrad", {}),
+    ("decentralized", "decentralized", FLAT),
+    ("shift_one", "decentralized", SHIFT_ONE),
+    ("low_precision_decentralized", "low_precision_decentralized", FLAT),
+    ("qadam", "qadam", FLAT),
+    ("async", "async", {"sync_interval_ms": 5, "warmup_steps": 2}),
+]
+
+
+def test_our_training_over_gloo_does_not_diverge(tmp_path: Path) -> None:
+    launch(train_each, 2, tmp_path, GLOO)
+    for folder, name, _ in GLOO:
+        report = check_trace(tmp_path / folder)  # the trace says which algorithm it is of, and with which options
+        assert report.algorithm == name
+        assert report.passed, f"{folder}: {report}"
+        assert not report.not_checked
+        assert not report.notes
+        assert len(report.steps) >= 4 if name != "async" else len(report.steps) >= 3
+    assert check_trace(tmp_path / "shift_one").options == SHIFT_ONE
+    assert check_trace(tmp_path / "hierarchical").options["hierarchical"]
+
+
+@pytest.mark.parametrize("name", ["gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "qadam"])
+@pytest.mark.parametrize("nodes", [(1,), (3,), (2, 2), (1, 3)])
+@pytest.mark.parametrize("hierarchical", [False, True])
+def test_our_training_does_not_diverge_on_any_nodes(tmp_path: Path, name: str, nodes: tuple[int, ...], hierarchical: bool) -> None:
+    simulate(tmp_path, name, {"hierarchical": hierarchical}, nodes)
+    report = check_trace(tmp_path, name)
+    assert report.passed, report
+    assert report.options["hierarchical"] == hierarchical
+    assert (report.steps, report.not_checked) == ([0, 1, 2, 3], [])
+    assert report.values >= 4 * sum(nodes) * 102
+
+
+def test_torchs_ddp_with_its_fp16_hook_diverges_by_rounding_to_float16(tmp_path: Path) -> None:
+    launch(train_torchs_ddp, 2, tmp_path, True)
+    report = check_trace(tmp_path, "gradient_allreduce")
+    assert not report.passed
+    assert report.first is not None
+    assert (report.first.step, report.first.rank, report.first.bucket) == (0, 0, "0")
+    assert 1 < report.first.ulps < 2**14  # float16 has 13 bits less
+    ((kind, count),) = report.kinds.items()
+    assert kind.startswith("as if rounded to float16: all values are numbers of float16")
+    assert count == len(report.executions) >= 4
+
+
+def test_torchs_ddp_without_it_is_gradient_allreduce(tmp_path: Path) -> None:
+    launch(train_torchs_ddp, 2, tmp_path, False)
+    report = check_trace(tmp_path, "gradient_allreduce")
+    assert report.passed, report
+    assert report.steps == [0, 1, 2, 3]
+
+
+class OffByOneChunk(ReferenceBackend):
+    """Compresses the chunk after the one that was reduced."""
+
+    def compress_minmax_uint8(
+        self, x: Tensor, num_chunks: int, target_chunk: int | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        if target_chunk is None:
+            return super().compress_minmax_uint8(x, num_chunks, out=out)
+        size = x.numel() // num_chunks
+        moved = x.clone()
+        moved[target_chunk * size :][:size] = x[(target_chunk + 1) % num_chunks * size :][:size]
+        return super().compress_minmax_uint8(moved, num_chunks, target_chunk, out)
+
+
+def test_bytegrad_with_a_planted_off_by_one_chunk_is_located(tmp_path: Path) -> None:
+    simulate(tmp_path, "bytegrad", FLAT, (4,), backend=OffByOneChunk())
+    report = check_trace(tmp_path, "bytegrad", FLAT)
+    assert report.first is not None
+    assert (report.first.step, report.first.rank, report.first.bucket) == (0, 0, "0")
+    recorded = read_trace(tmp_path)[0].records(0)["0"].outputs["x"]
+    expected = simulate_once(tmp_path)
+    assert report.first.element == int((recorded != expected).nonzero()[0])
+    assert report.first.got == recorded[report.first.element].item()
+    assert report.first.expected == expected[report.first.element].item()
+    assert report.first.chunks == "chunk 0, 1, 2, 3 of 4 chunks of 26 elements"
+    assert "tensor '2.bias'[" in str(report)  # the last layer comes first
+
+
+def simulate_once(tmp_path: Path) -> Tensor:
+    """Return what the first step gives where nothing is planted."""
+    simulate(tmp_path / "right", "bytegrad", FLAT, (4,), steps=1)
+    return read_trace(tmp_path / "right")[0].records(0)["0"].outputs["x"]
+
+
+def alter(directory: Path, rank: int, step: int, change: Any, tensor: str = "0:out:x") -> None:
+    path = directory / f"rank{rank}" / f"{step:08d}.safetensors"
+    tensors = read_safetensors(path)
+    change(tensors[tensor])
+    write_safetensors(path, tensors)
+
+
+def one_ulp_up(x: Tensor, element: int) -> None:
+    x[element] = torch.nextafter(x[element], torch.tensor(math.inf))
+
+
+EXACT_CASES = [
+    ("bytegrad", FLAT),
+    ("bytegrad", {}),
+    ("decentralized", SHIFT_ONE),
+    ("low_precision_decentralized", FLAT),
+    ("low_precision_decentralized", {}),
+    ("qadam", FLAT),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), EXACT_CASES)
+@pytest.mark.parametrize(("rank", "step", "element"), [(0, 3, 0), (3, 2, 101), (2, 3, 57)])
+def test_one_ulp_in_one_output_is_found_at_its_place(
+    tmp_path: Path, name: str, options: dict[str, Any], rank: int, step: int, element: int
+) -> None:
+    simulate(tmp_path, name, options, (4,))
+    alter(tmp_path, rank, step, lambda x: one_ulp_up(x, element))
+    report = check_trace(tmp_path, name)
+    found = report.first
+    assert found is not None
+    assert (found.rank, found.step, found.bucket, found.element, found.ulps) == (rank, step, "0", element, 1)
+    wrong = [execution for execution in report.executions if any(execution.wrong)]
+    assert sum(wrong[0].wrong) == 1
+    # A ring's results are also its next step's replicas; elsewhere nothing else is touched.
+    assert {execution.step for execution in wrong} <= ({step, step + 1} if "low" in name else {step})
+    if "low" not in name:
+        assert report.diverging == 1
+
+
+@pytest.mark.parametrize("name", ["gradient_allreduce", "decentralized"])
+def test_a_sum_may_differ_in_the_last_bit_but_not_by_more(tmp_path: Path, name: str) -> None:
+    simulate(tmp_path, name, FLAT, (4,))
+    alter(tmp_path, 2, 1, lambda x: one_ulp_up(x, 7))
+    assert check_trace(tmp_path).passed
+    alter(tmp_path, 2, 1, lambda x: x[7].mul_(1.001).add_(1e-4))
+    report = check_trace(tmp_path)
+    assert report.first is not None
+    assert (report.first.rank, report.first.step, report.first.element, report.diverging) == (2, 1, 7, 1)
+
+
+def test_a_wrong_peer_is_named(tmp_path: Path) -> None:
+    simulate(tmp_path, "decentralized", SHIFT_ONE, (4,))
+    xs = [rank.records(2)["0"].inputs["x"] for rank in read_trace(tmp_path)]
+    # At step 2 rank 1 meets rank 3, as at step 0; it takes rank 2's instead.
+    alter(tmp_path, 1, 2, lambda x: x.copy_((xs[2] + xs[1]) / 2))
+    report = check_trace(tmp_path)
+    assert report.first is not None
+    assert (report.first.step, report.first.rank, report.first.element) == (2, 1, 0)
+    assert report.kinds == {"as if rank 1 had averaged with rank 2, which is not its peer now": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [*EXACT_CASES, ("gradient_allreduce", {}), ("decentralized", FLAT)],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_what_belongs_to_another_step_is_found(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
+    simulate(tmp_path, name, options, (4,))
+    other = read_trace(tmp_path)[1].records(2)["0"].outputs["x"]
+    alter(tmp_path, 1, 3, lambda x: x.copy_(other))
+    report = check_trace(tmp_path)
+    assert report.first is not None
+    assert (report.first.rank, report.first.step) == (1, 3)
+
+
+def test_other_usual_causes_are_named(tmp_path: Path) -> None:
+    simulate(tmp_path / "a", "gradient_allreduce", {}, (2,))
+    ranks = read_trace(tmp_path / "a")
+
+    def kind(number: int, change: Any) -> str:
+        directory = tmp_path / str(number)
+        shutil.copytree(tmp_path / "a", directory)
+        for rank in (0, 1):
+            alter(directory, rank, 1, lambda x, rank=rank: x.copy_(change(rank, x.clone())))
+        (found,) = check_trace(directory).kinds
+        return found
+
+    assert kind(1, lambda rank, x: 2 * x) == "as if summed, where a mean was expected"
+    assert kind(2, lambda rank, x: ranks[rank].records(1)["0"].inputs["x"]) == (
+        "as if nothing had been communicated: outputs are inputs"
+    )
+    assert kind(3, lambda rank, x: x.bfloat16().float()).startswith("as if rounded to bfloat16")
+    assert kind(4, lambda rank, x: x + rank) == "ranks end with different values, where all must end with the same"
+
+
+def test_an_asynchronous_round_is_checked_whole_where_x_is_recorded(tmp_path: Path) -> None:
+    def rank(comm: Any) -> None:
+        with Recorder(tmp_path, rank=comm.rank(), world_size=3, nodes=(3,)) as recorder:
+            for step in range(3):
+                snapshot = torch.full((5,), float(comm.rank() + step))
+                reduced = snapshot.clone()
+                recorder.before_op("weights", {"snapshot": snapshot})
+                comm.allreduce_inplace(reduced)
+                before = snapshot + 0.5
+                x = before + (reduced / 3 - snapshot)
+                recorder.after_op("weights", {"reduced": reduced, "before": before, "x": x + (step == 2) * 1e-3})
+                recorder.step()
+
+    SimulatedWorld(3).run(rank)
+    report = check_trace(tmp_path, "async")
+    assert report.first is not None
+    assert (report.first.step, report.first.rank, report.first.tensor, report.first.element) == (2, 0, "x", 0)
+    assert len(report.executions) == 6
+
+
+def test_qadams_update_of_the_momentum_is_checked_where_it_is_recorded(tmp_path: Path) -> None:
+    with Recorder(tmp_path, rank=0, world_size=1) as recorder:
+        momentum, grad = torch.tensor([0.5, -1.0]), torch.tensor([0.25, 3.0])
+        kernels = ReferenceBackend()
+        for wrong in (False, True):
+            recorder.before_op("m", {"momentum": momentum, "grad": grad}, beta1=0.5)
+            x = momentum.clone()
+            kernels.update_momentum_(x, grad, 0.9 if wrong else 0.5)
+            for _ in range(2):  # on the way to the rank that reduces, and back
+                kernels.decompress_minmax_uint8(kernels.compress_minmax_uint8(x, 1), 1, out=x)
+            recorder.after_op("m", x)
+            recorder.step()
+    report = check_trace(tmp_path, "qadam", {"hierarchical": False, "warmup_steps": 0})
+    assert [any(execution.wrong) for execution in report.executions] == [False, True]
+
+
+# What is recorded, and when recording stops
+
+
+def test_sampled_steps_and_buckets_can_all_be_replayed(tmp_path: Path) -> None:
+    for name, options in (("low_precision_decentralized", FLAT), ("decentralized", SHIFT_ONE), ("bytegrad", {})):
+        simulate(tmp_path / name, name, options, (2,), steps=9, every=3)
+        report = check_trace(tmp_path / name)
+        assert report.passed
+        assert (report.steps, report.not_checked) == ([0, 3, 6], [])
+    simulate(tmp_path / "share", "low_precision_decentralized", FLAT, (2,), steps=20, buckets=0.5, seed=3)
+    report = check_trace(tmp_path / "share")
+    assert report.passed
+    assert not report.not_checked
+    assert 3 < len(report.steps) < 17
+    assert any(b == a + 1 for a, b in zip(report.steps, report.steps[1:], strict=False))
+
+
+def test_a_ring_whose_replicas_are_unknown_is_not_checked_and_says_so(tmp_path: Path) -> None:
+    simulate(tmp_path, "low_precision_decentralized", FLAT, (2,))
+    for rank in (0, 1):
+        index = tmp_path / f"rank{rank}" / "steps.jsonl"
+        index.write_text(index.read_text().replace('["x", "weight", "left", "right"]', '["x"]'))
+    report = check_trace(tmp_path)
+    assert report.passed
+    assert report.steps == [1, 2, 3]
+    assert report.not_checked[0][:2] == (0, "0")
+    assert "replicas" in report.not_checked[0][2]
+
+
+def test_the_limit_stops_recording_with_one_warning_and_training_goes_on(tmp_path: Path) -> None:
+    with pytest.warns(RuntimeWarning, match=r"max_bytes=3000.*Training goes on") as warned:
+        (recorder,) = simulate(tmp_path, "gradient_allreduce", {}, (1,), steps=9, max_bytes=3000)
+    assert len(warned) == 1
+    assert 0 < recorder.bytes_written <= 3000
+    report = check_trace(tmp_path)
+    assert report.passed
+    assert len(report.steps) == recorder.steps_written == 3
+    assert report.notes == ["rank 0 stopped recording: step 3 would exceed max_bytes=3000"]
+
+
+def test_a_disk_that_fails_stops_recording_not_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bagua_ref.conformance.trace import files
+
+    def full(path: Path, tensors: Any) -> bytes:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files, "write_safetensors", full)
+    with pytest.warns(RuntimeWarning, match="No space left"):
+        (recorder,) = simulate(tmp_path, "gradient_allreduce", {}, (1,))
+    assert recorder.steps_written == 0
+
+
+def test_a_crash_leaves_all_whole_steps(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, rank=0, world_size=1)
+    recorder.__enter__()
+    for _ in range(3):
+        recorder.before_op("0", torch.ones(2))
+        recorder.after_op("0", torch.ones(2))
+        recorder.step()
+    recorder.before_op("0", torch.ones(2))  # and no more: the process is gone
+    (tmp_path / "rank0" / "00000003.safetensors").write_bytes(b"half a fi")
+    with (tmp_path / "rank0" / "steps.jsonl").open("a") as index:
+        index.write('{"step": 3, "file": "00000')
+    report = check_trace(tmp_path, "gradient_allreduce")
+    assert report.steps == [0, 1, 2]
+    assert "did not end its recording" in report.notes[0]
+
+
+def test_an_exception_drops_the_step_that_is_not_whole(tmp_path: Path) -> None:
+    def fail() -> None:
+        with Recorder(tmp_path, rank=0, world_size=1) as recorder:
+            for step in range(3):
+                for bucket in (0, 1):
+                    if (step, bucket) == (2, 1):
+                        raise ZeroDivisionError
+                    recorder.before_op(bucket, torch.ones(2))
+                    recorder.after_op(bucket, torch.ones(2))
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert sorted(read_trace(tmp_path)[0].steps) == [0, 1]  # without step(): a bucket that comes again begins one
+
+
+def test_ranks_that_ended_at_different_steps_are_checked_as_far_as_all_went(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        with Recorder(tmp_path, rank=rank, world_size=2) as recorder:
+            for _ in range(3 + rank):
+                recorder.before_op("0", np.ones(4, np.float32))
+                recorder.after_op("0", np.ones(4, np.float32))
+                recorder.step()
+    report = check_trace(tmp_path, "gradient_allreduce")
+    assert report.passed
+    assert report.steps == [0, 1, 2]
+    assert report.notes == ["1 steps, from step 3 on, were recorded by some ranks only (rank 1) and are not checked"]
+
+
+def test_nothing_is_observed_after_the_recorder_has_ended(tmp_path: Path) -> None:
+    def rank(comm: Any) -> int:
+        bagua_ref.init_process_group()
+        train(tmp_path, "bytegrad", {}, steps=2)
+        from bagua_ref.runtime import current_world
+
+        return len(current_world().observers)
+
+    assert SimulatedWorld(2).run(rank) == [0, 0]
+
+
+def test_recording_changes_no_weight(tmp_path: Path) -> None:
+    def weights(recorded: bool) -> Tensor:
+        def rank(comm: Any) -> Tensor:
+            bagua_ref.init_process_group()
+            model = network()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            from tests.trace_trainings import learn
+
+            from bagua_ref.algorithms import Algorithm
+
+            model.with_bagua([optimizer], Algorithm.init("bytegrad"))
+            if recorded:
+                with Recorder(tmp_path):
+                    learn(model, optimizer, comm.rank(), 3)
+            else:
+                learn(model, optimizer, comm.rank(), 3)
+            return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+        return SimulatedWorld(2).run(rank)[0]
+
+    assert torch.equal(weights(recorded=True), weights(recorded=False))
+
+
+def test_two_modules_in_one_training_do_not_mix(tmp_path: Path) -> None:
+    def rank(comm: Any) -> None:
+        from bagua_ref.algorithms import Algorithm
+
+        bagua_ref.init_process_group()
+        with Recorder(tmp_path):
+            models = [network(), network()]
+            for model in models:
+                model.with_bagua([], Algorithm.init("bytegrad"))
+            for _ in range(2):
+                for model in models:
+                    model(torch.randn(4, 7)).sum().backward()
+
+    SimulatedWorld(2).run(rank)
+    report = check_trace(tmp_path)
+    assert report.passed
+    assert {execution.bucket for execution in report.executions} == {"0", "1/0"}
+    assert len(check_trace(tmp_path, buckets=["1/0"]).executions) == 2
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"every": 0}, ValueError, "every=0 must be 1 or more"),
+        ({"every": 1.5}, TypeError, "every=1.5 must be an int"),
+        ({"buckets": 0.0}, ValueError, "buckets=0.0 must be a share above 0 up to 1"),
+        ({"buckets": "0"}, TypeError, "names of buckets in a list"),
+        ({"buckets": []}, ValueError, "at least one"),
+        ({"max_bytes": 0}, ValueError, "max_bytes=0 must be 1 or more"),
+        ({"max_bytes": "1G"}, TypeError, "max_bytes='1G' must be an int"),
+        ({"options": {"x": [1]}}, TypeError, r"options: x=\[1\] must be a number, a string"),
+        ({"algorithm": 3}, TypeError, "algorithm=3 must be a name"),
+        ({"rank": 2, "world_size": 2}, ValueError, "rank=2 must be from 0 to world_size - 1 = 1"),
+        ({"rank": 0, "world_size": 3, "nodes": [2, 2]}, ValueError, r"nodes=\[2, 2\] must be .* sum to world_size=3"),
+        ({"rank": 0, "world_size": 0}, ValueError, "world_size=0 must be 1 or more"),
+    ],
+)
+def test_a_recorder_refuses(tmp_path: Path, arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message), Recorder(tmp_path, **arguments):
+        pass
+
+
+def test_the_three_calls_refuse(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, rank=0, world_size=1)
+    with pytest.raises(RuntimeError, match="with Recorder"):
+        recorder.step()
+    with recorder:
+        with pytest.raises(ValueError, match="bucket='a': after_op was called without before_op"):
+            recorder.after_op("a", torch.ones(1))
+        recorder.before_op("a", torch.ones(1))
+        with pytest.raises(ValueError, match="before_op was called twice"):
+            recorder.before_op("a", torch.ones(1))
+        for bad, error, message in (
+            ([], ValueError, "at least one and of one dtype"),
+            ([torch.ones(1), torch.ones(1).half()], ValueError, "of one dtype"),
+            ({}, ValueError, "at least one tensor"),
+            ({"a b": torch.ones(1)}, ValueError, "must be an identifier"),
+            (3.0, TypeError, "must be a torch.Tensor or a NumPy array, not float"),
+            (torch.ones(1, dtype=torch.complex64), TypeError, "complex64 is not recorded"),
+        ):
+            with pytest.raises(error, match=message):
+                recorder.before_op("b", bad)
+        with pytest.raises(TypeError, match="bucket=None must be a name or a number"):
+            recorder.before_op(None, torch.ones(1))
+        with pytest.raises(TypeError, match=r"info: at=.* must be a number"):
+            recorder.before_op("c", torch.ones(1), at=torch.ones(1))
+    with pytest.raises(ValueError, match="holds a trace of this rank already"), Recorder(tmp_path, rank=0, world_size=1):
+        pass
+
+
+def test_traces_that_cannot_be_used_say_why(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="is no folder"):
+        check_trace(tmp_path / "none")
+    with pytest.raises(TraceError, match="holds no trace"):
+        check_trace(tmp_path)
+    simulate(tmp_path, "bytegrad", FLAT, (3,))
+
+    def broken(what: str, path: str, change: Any, message: str) -> None:
+        directory = tmp_path / "broken" / what
+        for rank in range(3):
+            shutil.copytree(tmp_path / f"rank{rank}", directory / f"rank{rank}")
+        change(directory / path)
+        with pytest.raises((TraceError, ValueError), match=message):
+            check_trace(directory, "bytegrad")
+
+    broken("a", "rank2", shutil.rmtree, r"rank2/manifest.json' is missing; a trace of 3 ranks needs rank0 to rank2")
+    broken("b", "rank1/manifest.json", lambda p: p.write_text("{"), "is no JSON")
+    broken("c", "rank1/manifest.json", lambda p: p.write_text("{}"), "is no manifest of a trace")
+    broken("d", "rank1/00000001.safetensors", Path.unlink, "00000001.safetensors' cannot be read: No such file")
+    broken("e", "rank1/00000001.safetensors", lambda p: p.write_bytes(p.read_bytes()[:-1]), "truncated")
+    broken("f", "rank1/steps.jsonl", lambda p: p.write_text("what\n"), "line 1 is no entry of a step")
+    broken("g", "rank0/steps.jsonl", lambda p: p.write_text(""), "nothing could be replayed: no step was recorded by all ranks")
+    change = json.loads((tmp_path / "rank1/manifest.json").read_text())
+    broken("h", "rank1/manifest.json", lambda p: p.write_text(json.dumps({**change, "nodes": [1, 2]})), r"nodes=\[1, 2\]")
+    broken("i", "rank1/manifest.json", lambda p: p.write_text(json.dumps({**change, "trace_version": "9"})), "trace_version '9'")
+    with pytest.raises(ValueError, match="algorithm='bytgrad' must be one of gradient_allreduce"):
+        check_trace(tmp_path, "bytgrad")
+    with pytest.raises(ValueError, match="option 'interval' is none of bytegrad's, which are hierarchical, average"):
+        check_trace(tmp_path, "bytegrad", {"interval": 2})
+    with pytest.raises(ValueError, match="option hierarchical='no' must be true or false"):
+        check_trace(tmp_path, "bytegrad", {"hierarchical": "no"})
+    with pytest.raises(ValueError, match="buckets: '7' is none of the trace's, which are 0"):
+        check_trace(tmp_path, buckets=["7"])
+    with pytest.raises(TraceError, match="shift_one pairs ranks, and there are 3"):
+        check_trace(tmp_path, "decentralized", SHIFT_ONE)
+
+
+# The command line
+
+
+def test_trace_check_exits_0_1_and_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = tmp_path / "trace"
+    simulate(directory, "bytegrad", FLAT, (2,))
+    assert main(["trace", "check", str(directory), "--algorithm", "bytegrad"]) == 0
+    captured = capsys.readouterr()
+    assert "NO DIVERGENCE" in captured.out
+    assert "replaying: 4 of 4 steps" in captured.err
+    alter(directory, 1, 2, lambda x: one_ulp_up(x, 30))
+    report, picture = tmp_path / "report.json", tmp_path / "errors.png"
+    command = ["trace", "check", str(directory), "--algorithm", "bytegrad", "--option", "hierarchical=false"]
+    assert main([*command, "--json", str(report), "--png", str(picture)]) == 1
+    assert "First divergence: step 2, rank 1, bucket '0', tensor '0.bias'[0] (element 30" in capsys.readouterr().out
+    found = json.loads(report.read_text())
+    assert (found["passed"], found["diverging"], found["first"]["element"]) == (False, 1, 30)
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    assert main([*command, "--option", "nonsense"]) == 2
+    assert "option 'nonsense' must be name=value" in capsys.readouterr().err
+    assert main([*command, "--json", str(tmp_path / "no" / "such")]) == 2
+    assert main(["trace", "check", str(tmp_path / "nothing")]) == 2
+    assert "is no folder" in capsys.readouterr().err
+
+
+def test_trace_show_says_what_was_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    simulate(tmp_path, "decentralized", SHIFT_ONE, (2,))
+    assert main(["trace", "show", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "decentralized(hierarchical=False, peer_selection_mode=shift_one) on 2 ranks, nodes [2]" in shown
+    assert shown.count("complete") == 2
+    assert main(["trace", "show", str(tmp_path / "rank0")]) == 2
+
+
+def test_the_picture_of_a_long_trace_with_infinite_errors_can_be_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from bagua_ref.conformance.trace.plot import draw_errors
+    from bagua_ref.conformance.trace.report import Divergence, Execution, TraceReport
+
+    report = TraceReport("bytegrad", {}, (3,), [])
+    report.executions = [Execution(step, "0", [4] * 3, [0] * 3, [0.0] * 3) for step in range(1000)]
+    report.executions[500] = Execution(500, "0", [4] * 3, [0, 2, 0], [0.0, math.inf, 0.0])
+    report.executions[500].first = Divergence(500, 1, "0", "w", [0], 0, 1.0, math.nan, None, "EXACT")
+    draw_errors(report).savefig(tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 1000

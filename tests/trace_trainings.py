@@ -1,0 +1,92 @@
+"""Trainings that tests record: ours with every algorithm, and somebody else's through three calls."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import bagua_ref
+from bagua_ref.algorithms import Algorithm, QAdamOptimizer
+from bagua_ref.conformance.trace import Recorder
+from bagua_ref.runtime import current_world
+from bagua_ref.simulation import SimulatedWorld
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3))
+
+
+def learn(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: int, pause: float = 0.0) -> None:
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(8, 7, generator=generator)).square().mean().backward()
+        optimizer.step()
+        if pause:
+            current_world().sleep(pause)
+
+
+def train(
+    directory: Path, name: str, options: dict[str, Any], *, steps: int = 4, backend: Any = None, **recording: Any
+) -> Recorder:
+    """Train with algorithm ``name`` on the calling rank, recorded; the world exists."""
+    model = network()
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if name == "qadam":
+        optimizer = QAdamOptimizer(model.parameters(), lr=1e-3, warmup_steps=2)
+        options = {**options, "q_adam_optimizer": optimizer}
+    rank = bagua_ref.get_rank()
+    with Recorder(directory, **recording) as recorder:
+        model.with_bagua([optimizer], Algorithm.init(name, **options), backend=backend)
+        learn(model, optimizer, rank, steps, pause=0.02 if name == "async" else 0.0)
+        if name == "async":
+            model.bagua_algorithm.abort(model)
+    return recorder
+
+
+def simulate(directory: Path, name: str, options: dict[str, Any], nodes: tuple[int, ...], **settings: Any) -> list[Recorder]:
+    """Record a training in the simulated world; return each rank's recorder."""
+
+    def rank(comm: Any) -> Recorder:
+        bagua_ref.init_process_group()
+        return train(directory, name, options, **settings)
+
+    return SimulatedWorld(sum(nodes), nodes=nodes).run(rank)
+
+
+def train_each(directory: Path, cases: list[tuple[str, str, dict[str, Any]]]) -> None:
+    """Train with several algorithms on one rank of real processes, one after the other."""
+    for folder, name, options in cases:
+        train(directory / folder, name, options)
+
+
+def train_torchs_ddp(directory: Path, compress: bool) -> None:
+    """Train with torch's own DistributedDataParallel, recorded around its communication hook."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
+
+    hook = fp16_compress_hook if compress else allreduce_hook
+    model = nn.parallel.DistributedDataParallel(network())
+    with Recorder(directory) as recorder:
+
+        def recorded(state, bucket):  # torch looks at annotations, which are strings here
+            recorder.before_op(bucket.index(), bucket.buffer())
+
+            def ended(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+                recorder.after_op(bucket.index(), future.value())
+                return future.value()
+
+            return hook(None, bucket).then(ended)
+
+        model.register_comm_hook(None, recorded)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(8, 7, generator=generator)).square().mean().backward()
+            optimizer.step()
+            recorder.step()
