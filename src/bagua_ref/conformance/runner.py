@@ -21,7 +21,7 @@ from bagua_ref.conformance.target import Target, resolve
 __all__ = ["check_ids", "reason_to_skip", "row_id", "run_conformance", "run_one"]
 
 _POLL_SECONDS = 0.005
-_NEEDS = {"kernels": "kernels", "codec": "kernels", "collectives": "communicator"}
+_NEEDS = {"kernels": "kernels", "codec": "kernels", "collectives": "communicator", "fused_optimizer": "fuse_optimizer"}
 """Suite -> the part of a target that it looks at; other suites are called like theirs."""
 
 Progress = Callable[[int, int, Result], None]
@@ -228,9 +228,11 @@ def _versions() -> dict[str, str]:
     import hypothesis
 
     import bagua_ref
+    from bagua_ref.conformance.vectors import VECTORS_VERSION
 
     return {
         "specification": SPEC_VERSION,
+        "vectors": VECTORS_VERSION,
         "bagua_ref": bagua_ref.__version__,
         "torch": str(torch.__version__),
         "hypothesis": hypothesis.__version__,
