@@ -17,7 +17,7 @@ __all__ = ["Check", "Draw", "all_checks", "check", "require_hypothesis", "varian
 Draw = Callable[[Any], Any]
 """Takes a Hypothesis strategy, returns a value."""
 
-_MODULES = {suite: f"properties_{suite}" for suite in ("kernels", "codec", "collectives", "comm_ops", "samplers")}
+_MODULES = {suite: f"properties_{suite}" for suite in ("kernels", "codec", "collectives", "comm_ops", "algorithms", "samplers")}
 """Where the checks of each suite are; a suite that is not here is not built."""
 
 _table: dict[str, Check] = {}

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from bagua_ref.conformance.reference_algorithms import Action
 
 _INTERVAL_MS = 100
+_LONG_SLEEP = ("sleep", 20 * _INTERVAL_MS / 1000)
+"""Time for rounds after which all ranks are equal."""
 _ROUNDS = SUM(1000)
 """Between weights that some hundred rounds have moved to and fro, each of which rounds."""
 
@@ -50,18 +52,24 @@ class _Case:
         starts = copies(self.weights, self.n)
         return Training(lab, "async_model_average", self.nodes, starts, programs, draw(seeds), options)
 
-    def expect_nothing_lost(self, training: Training, programs: list[list[Action]], agree: bool) -> None:
-        """Expect that the mean over ranks is where the mean of all steps leads; if ``agree``, on every rank."""
-        for place, w in enumerate(self.weights):
-            taken = torch.stack([_sum([g[place] for g in _steps(program)], w) for program in programs]).double()
-            mass = w.double().abs() + torch.stack([_sum([g[place].abs() for g in _steps(p)], w) for p in programs]).double().amax(0)
-            want = w.double() - taken.mean(0)
-            last = torch.stack([results[-1][place] for results in training.results])
-            source = f"torch.stack([mine[-1][{place}] for mine in results]).double().mean(0).to({w.dtype})"
-            where = f"mean over ranks at the end, parameter {place}"
-            training.expect_that(source, last.double().mean(0).to(w.dtype), want.to(w.dtype), where, _ROUNDS, mass)
-            for rank in range(self.n if agree else 0):
-                training.expect(rank, len(programs[rank]) - 1, place, want.to(w.dtype), _ROUNDS, mass, "at the end")
+    def expect_nothing_lost(self, training: Training, programs: list[list[Action]], places: list[int], agree: bool) -> None:
+        """Expect that the mean over ranks is where the mean of all steps leads; if ``agree``, on every rank.
+
+        Args:
+            training: what came of the programs.
+            programs: of each rank.
+            places: of each rank's abort after which this is so.
+            agree: there was time for rounds in which nobody trained.
+        """
+        for p, w in enumerate(self.weights):
+            taken = [[g[p] for g in _steps(program[:place])] for program, place in zip(programs, places, strict=True)]
+            mass = w.double().abs() + torch.stack([_sum([g.abs() for g in mine], w) for mine in taken]).double().amax(0)
+            want = (w.double() - torch.stack([_sum(mine, w) for mine in taken]).double().mean(0)).to(w.dtype)
+            found = torch.stack([results[place][p] for results, place in zip(training.results, places, strict=True)])
+            source = f"torch.stack([mine[at][{p}] for mine, at in zip(results, {places})]).double().mean(0).to({w.dtype})"
+            training.expect_that(source, found.double().mean(0).to(w.dtype), want, f"mean over ranks, parameter {p}", _ROUNDS, mass)
+            for rank, place in enumerate(places if agree else []):
+                training.expect(rank, place, p, want, _ROUNDS, mass, f"action {place} (abort)")
 
 
 def _steps(program: list[Action]) -> list[Any]:
@@ -133,26 +141,46 @@ def nothing_lost(lab: Lab, draw: Draw) -> None:
             for _ in range(draw(st.integers(2, 5))):
                 program += [case.gradients() for _ in range(draw(st.integers(1, 3)))] + [_sleep(draw)]
         # Rounds have begun by the second of these at the latest; while nobody trains they make the ranks equal.
-        program += [case.gradients(), case.gradients(), ("sleep", 20 * _INTERVAL_MS / 1000), ("abort",)]
+        program += [case.gradients(), case.gradients(), _LONG_SLEEP, ("abort",)]
         programs.append(program)
     training = case.train(lab, draw, programs, _INTERVAL_MS, warmup_steps)
     _expect_known(case, training, programs, warmup_steps, True)
-    case.expect_nothing_lost(training, programs, agree=True)
+    case.expect_nothing_lost(training, programs, [len(program) - 1 for program in programs], agree=True)
 
 
-@check("algorithms", "S5.6", "abort", needs=("async_model_average",), effort=0.7)
-def abort(lab: Lab, draw: Draw) -> None:
-    """Abort and resume in any sequence: averaging rests from an abort to the next resume, training and its warm-up go on."""
+def _expect_of_actions(lab: Lab, draw: Draw, kinds: list[str], warmup_steps: int, equal: bool) -> None:
+    """Let all ranks do the same, each with its own gradients and at its own pace, then abort; then time passes, and a step."""
     case = _Case(draw, draw(worlds(3)), torch.float32)
-    warmup_steps = draw(st.integers(0, 3))
-    kinds = draw(st.lists(st.sampled_from(["step", "step", "sleep", "abort", "resume"]), max_size=9))
     make: dict[str, Callable[[], Action]] = {
         "step": case.gradients,
         "sleep": lambda: _sleep(draw),
+        "long sleep": lambda: _LONG_SLEEP,
         "abort": lambda: ("abort",),
         "resume": lambda: ("resume",),
     }
-    programs = [[make[kind]() for kind in kinds] + [("abort",), _sleep(draw), case.gradients(), ("abort",)] for _ in range(case.n)]
+    programs = [[make[kind]() for kind in [*kinds, "abort", "sleep", "step", "abort"]] for _ in range(case.n)]
     training = case.train(lab, draw, programs, _INTERVAL_MS, warmup_steps)
     _expect_known(case, training, programs, warmup_steps, True)
-    case.expect_nothing_lost(training, programs, agree=False)
+    case.expect_nothing_lost(training, programs, [len(kinds)] * case.n, agree=equal)
+
+
+_kinds = ["step", "step", "sleep", "abort", "resume"]
+
+
+@check("algorithms", "S5.6", "abort", needs=("async_model_average",), effort=0.5)
+def abort(lab: Lab, draw: Draw) -> None:
+    """Abort and resume in any sequence: averaging rests from an abort to the next resume, training and its warm-up go on."""
+    warmup_steps = draw(st.integers(0, 3))
+    kinds = draw(st.lists(st.sampled_from(_kinds), max_size=9))
+    if draw(st.integers(0, 2)):  # each rank aborts at a time of its own, while the others still take part in rounds
+        kinds += ["resume", *["step"] * (warmup_steps + 2), "sleep", "step", "sleep"]
+    _expect_of_actions(lab, draw, kinds, warmup_steps, equal=False)
+
+
+@check("algorithms", "S5.6", "resume", needs=("async_model_average",), effort=0.25)
+def resume(lab: Lab, draw: Draw) -> None:
+    """After a resume rounds begin again, and make the ranks equal while nobody trains."""
+    warmup_steps = draw(st.integers(0, 2))
+    kinds = [*draw(st.lists(st.sampled_from(_kinds), max_size=4)), "abort"]
+    kinds += [*draw(st.lists(st.sampled_from(["step", "sleep"]), max_size=2)), "resume"]
+    _expect_of_actions(lab, draw, [*kinds, *["step"] * (warmup_steps + 2), "long sleep"], warmup_steps, equal=True)

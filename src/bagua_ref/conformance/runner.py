@@ -113,11 +113,12 @@ def row_id(check: Check, dtype: str | None) -> str:
 def reason_to_skip(target: Target, check: Check, dtype: str | None) -> str:
     """Return why a check is not run on a target; empty if it is."""
     part = _NEEDS.get(check.suite, check.suite)
-    if part == "comm_ops" and part not in target.parts:
-        part = "kernels"  # the package's own operations are run with them
+    is_ours = part in ("comm_ops", "algorithms") and part not in target.parts
+    if is_ours:
+        part = "kernels"  # the package's own operations and algorithms are run with them
     if part not in target.parts:
         return f"the target has no {part}"
-    missing = [name for name in check.needs if not hasattr(target.parts[part], name)]
+    missing = [name for name in check.needs if not is_ours and not hasattr(target.parts[part], name)]
     if missing:
         return f"the target's {part} has no {', '.join(missing)}"
     if dtype is not None and target.dtypes is not None and dtype not in target.dtypes:

@@ -17,7 +17,16 @@ from bagua_ref.conformance.runner import check_ids, reason_to_skip, row_id, run_
 from bagua_ref.conformance.search import Search
 from bagua_ref.conformance.target import Target, resolve
 
-__all__ = ["CodecSuite", "CollectiveSuite", "CommOpSuite", "ConformanceSuite", "KernelSuite", "SamplerSuite", "judge"]
+__all__ = [
+    "AlgorithmSuite",
+    "CodecSuite",
+    "CollectiveSuite",
+    "CommOpSuite",
+    "ConformanceSuite",
+    "KernelSuite",
+    "SamplerSuite",
+    "judge",
+]
 
 
 def judge(target: Target, check: Check, dtype: str | None, how: Search, xfail: tuple[str, ...], time_limit: float = 10.0) -> None:
@@ -106,6 +115,15 @@ class CommOpSuite(ConformanceSuite):
     @pytest.mark.parametrize(("check", "dtype"), _rows("comm_ops"))
     def test_comm_ops(self, target: Any, check: Check, dtype: str | None) -> None:
         """Check an operation."""
+        self._judge(target, check, dtype)
+
+
+class AlgorithmSuite(ConformanceSuite):
+    """Whole trainings with the six algorithms (S2, S5)."""
+
+    @pytest.mark.parametrize(("check", "dtype"), _rows("algorithms"))
+    def test_algorithms(self, target: Any, check: Check, dtype: str | None) -> None:
+        """Check an algorithm."""
         self._judge(target, check, dtype)
 
 
