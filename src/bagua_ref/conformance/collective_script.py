@@ -1,4 +1,4 @@
-"""A collective written down as a script: all ranks, what they bring and what they should have afterwards."""
+"""A program of all ranks written down as a script: what they bring, what they call and what they should have afterwards."""
 
 from __future__ import annotations
 
@@ -12,43 +12,61 @@ if TYPE_CHECKING:
 
     from bagua_ref.conformance.target import Target
 
-__all__ = ["script_of_collective"]
+__all__ = ["script_of_collective", "script_of_ranks"]
 
 
 def script_of_collective(
     target: Target, nodes: tuple[int, ...], seed: int, method: str, brought: list[tuple[Any, ...]], expected: list[list[Tensor]]
 ) -> str:
-    """Return a script that calls ``method`` on every rank of a simulated world and compares all tensors with ``expected``."""
-    factory = target.parts.get("communicator")
-    name = getattr(factory, "__qualname__", "").partition(".")[0]
-    source = (
-        f"from {factory.__module__} import {name}" if factory is not None and name else "# the factory under test is needed here"
-    )
-    own = "communicator" not in target.parts
-    setup = [
-        "from bagua_ref.conformance import EXACT, assert_equal",
-        "from bagua_ref.conformance.world import RankWorld" + (", own_communicator" if own else ""),
-        "from bagua_ref.simulation import SimulatedWorld",
-        *([] if own else [source]),
-        "",
-    ]
-    call = "own_communicator" if own else getattr(factory, "__qualname__", "communicator")
+    """Return a script that calls ``method`` on every rank and compares all tensors with ``expected``."""
     rows = "".join(f"    ({', '.join(map(_literal, row))},),\n" for row in brought)
-    body = [
-        f"nodes = {nodes!r}",
-        f"brought = [\n{rows}]",
-        f"expected = {literal(expected)}",
-        "",
-        "",
-        "def program(transport):",
-        f"    comm = {call}(RankWorld(transport.rank(), {sum(nodes)}, nodes, transport))",
-        f"    comm.{method}(*brought[transport.rank()])",
-        "",
-        "",
-        f"SimulatedWorld({sum(nodes)}, nodes=nodes, seed={seed}).run(program)",
+    given = [f"brought = [\n{rows}]", f"expected = {literal(expected)}"]
+    after = [
         "for mine, wanted in zip(brought, expected):",
         "    for tensor, want in zip([item for item in mine if isinstance(item, torch.Tensor)], wanted):",
         "        assert_equal(tensor, want, EXACT)",
+    ]
+    return script_of_ranks(target, nodes, seed, given, [f"comm.{method}(*brought[comm.rank()])"], after)
+
+
+def script_of_ranks(
+    target: Target, nodes: tuple[int, ...], seed: int, given: list[str], program: list[str], after: list[str]
+) -> str:
+    """Return a script that runs a program on every rank.
+
+    Args:
+        target: whose communicators take part.
+        nodes: how many ranks each node has.
+        seed: of the interleaving.
+        given: lines that make what ranks bring.
+        program: lines of what each rank does with ``comm``; what it returns is in ``results``.
+        after: lines that compare.
+    """
+    factory = target.parts.get("communicator")
+    name = getattr(factory, "__qualname__", "").partition(".")[0]
+    if factory is None:
+        call, source = "own_communicator", []
+    elif name:
+        call, source = factory.__qualname__, [f"from {factory.__module__} import {name}"]
+    else:
+        call, source = "communicator", ["# communicator is the factory under test"]
+    setup = [
+        "from bagua_ref.conformance import EXACT, assert_equal",
+        f"from bagua_ref.conformance.world import {'own_communicator, ' if factory is None else ''}run_world",
+        *source,
+        "",
+    ]
+    body = [
+        f"nodes = {nodes!r}",
+        *given,
+        "",
+        "",
+        "def program(comm):",
+        *(f"    {line}" for line in program),
+        "",
+        "",
+        f"results = run_world({call}, nodes, program, seed={seed})",
+        *after,
     ]
     return str(Script(setup, body))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
@@ -11,15 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bagua_ref.conformance.checks import Draw, check
-from bagua_ref.conformance.collective_script import script_of_collective
+from bagua_ref.conformance.collective_script import script_of_collective, script_of_ranks
 from bagua_ref.conformance.strategies import seeds, worlds
 from bagua_ref.conformance.tolerances import EXACT, SUM, assert_equal
-from bagua_ref.conformance.violation import Violation
+from bagua_ref.conformance.violation import Violation, literal
 from bagua_ref.conformance.world import run_ranks
 from bagua_ref.types import ReduceOp
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from bagua_ref.conformance.lab import Lab
 
@@ -84,7 +85,7 @@ def _check(
 
     expected = [wanted(rank) for rank in range(n)]
     script = script_of_collective(lab.target, nodes, seed, method, brought, expected)
-    try:
+    with _written_down(script):
         found = run_ranks(lab, nodes, program, method, brought, seed)
         for rank in range(n):
             for number, (tensor, want) in enumerate(zip(found[rank], expected[rank], strict=True)):
@@ -92,10 +93,7 @@ def _check(
                     magnitude = want.double().abs() if tolerance else None
                     assert_equal(tensor, want, SUM(tolerance) if tolerance else EXACT, magnitude=magnitude)
                 except AssertionError as error:
-                    raise Violation(f"{method} on nodes {nodes}: tensor {number} of rank {rank}: {error}", script) from None
-    except Violation as violation:
-        violation.snippet = script
-        raise
+                    raise Violation(f"{method} on nodes {nodes}: tensor {number} of rank {rank}: {error}") from None
 
 
 def _root(draw: Draw, nodes: tuple[int, ...]) -> int:
@@ -287,34 +285,54 @@ def exchange(lab: Lab, draw: Draw) -> None:
     ranks = st.integers(0, sum(nodes) - 1)
     messages = draw(st.lists(st.tuples(ranks, ranks, _counts), max_size=20))
 
-    def program(comm: Any) -> list[Tensor]:
-        rank = comm.rank()
-        sends = [(_values(number, count, dtype), dst) for number, (src, dst, count) in enumerate(messages) if src == rank]
-        recvs = [(_nothing(count, dtype), src) for src, dst, count in messages if dst == rank]
-        comm.exchange(sends, recvs)
-        return [tensor for tensor, _ in recvs]
+    everyone, listed, seed = range(sum(nodes)), list(enumerate(messages)), draw(seeds)
+    sends = [[(_values(number, count, dtype), dst) for number, (src, dst, count) in listed if src == rank] for rank in everyone]
+    recvs = [[(_nothing(count, dtype), src) for src, dst, count in messages if dst == rank] for rank in everyone]
+    wanted = [[_values(number, count, dtype) for number, (_, dst, count) in listed if dst == rank] for rank in everyone]
+    script = script_of_ranks(
+        lab.target, nodes, seed,
+        [f"sends = {literal(sends)}", f"recvs = {literal(recvs)}", f"expected = {literal(wanted)}"],
+        ["comm.exchange(sends[comm.rank()], recvs[comm.rank()])"],
+        ["for mine, wanted in zip(recvs, expected):", "    for (tensor, _), want in zip(mine, wanted):",
+         "        assert_equal(tensor, want, EXACT)"],
+    )  # fmt: skip
 
-    for rank, received in enumerate(run_ranks(lab, nodes, program, "exchange", messages, draw(seeds))):
-        wanted = [_values(number, count, dtype) for number, (_, dst, count) in enumerate(messages) if dst == rank]
-        for tensor, want in zip(received, wanted, strict=True):
-            _same(tensor, want, f"exchange of (src, dst, count) {messages} on nodes {nodes}, received by rank {rank}")
+    def program(comm: Any) -> list[Tensor]:
+        mine = [(tensor.clone(), src) for tensor, src in recvs[comm.rank()]]
+        comm.exchange(sends[comm.rank()], mine)
+        return [tensor for tensor, _ in mine]
+
+    with _written_down(script):
+        for rank, received in enumerate(run_ranks(lab, nodes, program, "exchange", messages, seed)):
+            for tensor, want in zip(received, wanted[rank], strict=True):
+                _same(tensor, want, f"exchange of (src, dst, count) {messages} on nodes {nodes}, received by rank {rank}")
 
 
 @check("collectives", "S3.9", "send_and_recv")
 def send_and_recv(lab: Lab, draw: Draw) -> None:
     """A message passed along the ranks arrives at the last."""
     nodes, dtype, count = draw(worlds()), getattr(torch, draw(st.sampled_from(_MOVABLE))), draw(_counts)
+    seed, message = draw(seeds), _values(0, count, dtype)
+    script = script_of_ranks(
+        lab.target, nodes, seed,
+        [f"message, nothing = {literal(message)}, {literal(_nothing(count, dtype))}"],
+        ["tensor = message if comm.rank() == 0 else nothing.clone()", "if comm.rank() > 0:",
+         "    comm.recv(tensor, comm.rank() - 1)", f"if comm.rank() < {sum(nodes) - 1}:",
+         "    comm.send(tensor, comm.rank() + 1)", "return tensor"],
+        ["for tensor in results:", "    assert_equal(tensor, message, EXACT)"],
+    )  # fmt: skip
 
     def program(comm: Any) -> Tensor:
-        tensor = _values(0, count, dtype) if comm.rank() == 0 else _nothing(count, dtype)
+        tensor = message.clone() if comm.rank() == 0 else _nothing(count, dtype)
         if comm.rank() > 0:
             comm.recv(tensor, comm.rank() - 1)
         if comm.rank() < comm.nranks() - 1:
             comm.send(tensor, comm.rank() + 1)
         return tensor
 
-    for rank, tensor in enumerate(run_ranks(lab, nodes, program, "send and recv", (count, str(dtype)), draw(seeds))):
-        _same(tensor, _values(0, count, dtype), f"a message of {count} {dtype} passed on nodes {nodes}, at rank {rank}")
+    with _written_down(script):
+        for rank, tensor in enumerate(run_ranks(lab, nodes, program, "send and recv", (count, str(dtype)), seed)):
+            _same(tensor, message, f"a message of {count} {dtype} passed on nodes {nodes}, at rank {rank}")
 
 
 @check("collectives", "S3.9", "broadcast_object")
@@ -325,9 +343,16 @@ def broadcast_object(lab: Lab, draw: Draw) -> None:
     simple = st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=300), st.binary(max_size=20))
     value = draw(st.recursive(simple, lambda inner: st.one_of(st.lists(inner), st.dictionaries(st.text(), inner)), max_leaves=5))
     program = lambda comm: comm.broadcast_object(value if comm.rank() == src else comm.rank(), src)  # noqa: E731
-    for rank, found in enumerate(run_ranks(lab, nodes, program, "broadcast_object", value, seed)):
-        if found != value or type(found) is not type(value):
-            raise Violation(f"broadcast_object from {src} on nodes {nodes}: rank {rank} got {found!r} instead of {value!r}")
+    script = script_of_ranks(
+        lab.target, nodes, seed,
+        [f"value = {value!r}"],
+        [f"return comm.broadcast_object(value if comm.rank() == {src} else comm.rank(), {src})"],
+        ["assert results == [value] * len(results), results"],
+    )  # fmt: skip
+    with _written_down(script):
+        for rank, found in enumerate(run_ranks(lab, nodes, program, "broadcast_object", value, seed)):
+            if found != value or type(found) is not type(value):
+                raise Violation(f"broadcast_object from {src} on nodes {nodes}: rank {rank} got {found!r} instead of {value!r}")
 
 
 @check("collectives", "S3.9", "refuses")
@@ -344,6 +369,15 @@ def refuses(lab: Lab, draw: Draw) -> None:
         "bits of floats": ("allreduce_inplace", (torch.zeros(2), draw(st.sampled_from(list(_BITWISE))))),
     }
     method, arguments = bad[case]
+    seed = draw(seeds)
+    shown = ", ".join(str(int(item)) if isinstance(item, ReduceOp) else literal(item) for item in arguments)
+    script = script_of_ranks(
+        lab.target, nodes, seed, [],
+        ["try:", f"    comm.{method}({shown})", "except (ValueError, TypeError):", "    tensor = torch.ones(1)",
+         f"    comm.allreduce_inplace(tensor, {int(ReduceOp.SUM)})", "    return tensor",
+         f"raise AssertionError({f'{method} took what does not fit ({case})'!r})"],
+        ["for tensor in results:", f"    assert_equal(tensor, torch.tensor([{float(n)}]), EXACT)"],
+    )  # fmt: skip
 
     def program(comm: Any) -> Tensor | str:
         try:
@@ -354,10 +388,22 @@ def refuses(lab: Lab, draw: Draw) -> None:
             return tensor
         return f"{method} took what does not fit ({case})"
 
-    for rank, found in enumerate(run_ranks(lab, nodes, program, method, case, draw(seeds))):
-        if isinstance(found, str):
-            raise Violation(f"{found} on nodes {nodes}, rank {rank}: {arguments!r}")
-        _same(found, torch.full((1,), float(n)), f"allreduce after {method} refused its arguments, on nodes {nodes}, rank {rank}")
+    with _written_down(script):
+        for rank, found in enumerate(run_ranks(lab, nodes, program, method, case, seed)):
+            if isinstance(found, str):
+                raise Violation(f"{found} on nodes {nodes}, rank {rank}: {arguments!r}")
+            what = f"allreduce after {method} refused its arguments, on nodes {nodes}, rank {rank}"
+            _same(found, torch.full((1,), float(n)), what)
+
+
+@contextmanager
+def _written_down(script: str) -> Iterator[None]:
+    """Give a violation the script that shows it."""
+    try:
+        yield
+    except Violation as violation:
+        violation.snippet = script
+        raise
 
 
 def _same(tensor: Any, want: Tensor, what: str) -> None:

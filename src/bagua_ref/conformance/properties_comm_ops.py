@@ -71,7 +71,7 @@ def _run(
 
     try:
         return run_ranks(
-            lab, nodes, program, f"{method}({', '.join(f'{k}={v}' for k, v in options.items())})", inputs, seed
+            lab, nodes, program, f"{method}({', '.join(f'{k}={v}' for k, v in options.items())})", inputs, seed, simulated=True
         ), script
     except Violation as violation:
         violation.snippet = script

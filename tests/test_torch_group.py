@@ -1,0 +1,116 @@
+"""Communicators under judgement: process groups of torch over real threads, and scripts that show what is wrong with one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bagua_ref.cli import main
+from bagua_ref.communicators.simulated import SimulatedCommunicator
+from bagua_ref.conformance import run_conformance
+from bagua_ref.conformance.torch_group import TorchGroup, gloo
+from bagua_ref.conformance.world import RankWorld, run_world
+
+ROOT = Path(__file__).parents[1]
+
+
+class Forgetful(dist.ProcessGroupGloo):
+    """Takes rank 0 for the source of every broadcast."""
+
+    def broadcast(self, tensor, src):
+        return super().broadcast(tensor, 0)
+
+
+def forgetful(world: RankWorld) -> TorchGroup:
+    return TorchGroup(Forgetful(world.store, world.rank, world.world_size))
+
+
+forgetful.real_threads = True
+
+
+class Careless:
+    """Wraps the simulated world's communicator and gets one thing after the other wrong."""
+
+    def __init__(self, inner: SimulatedCommunicator) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def exchange(self, sends, recvs):
+        self._inner.exchange(sends, recvs)
+        for tensor, _ in recvs[1:]:
+            tensor.zero_()
+
+    def recv(self, tensor, src):
+        self._inner.recv(tensor, src)
+        tensor[:1] = 0
+
+    def broadcast_object(self, obj, src):
+        return self._inner.broadcast_object(obj, 0)
+
+    def broadcast(self, tensor, src):
+        if 0 <= src < self.nranks():
+            self._inner.broadcast(tensor, src)
+
+    def gather(self, send_tensor, recv_tensor, dst):
+        raise RuntimeError("no gather here")
+
+
+def careless(world: RankWorld) -> Careless:
+    return Careless(world.transport)
+
+
+def judge(communicator, check, **options):
+    target = type("Target", (), {"communicator": staticmethod(communicator)})()
+    return run_conformance(target, ["collectives"], checks=[f"collectives.S3.9.{check}"], **options)
+
+
+def test_S3_9_torchs_gloo_passes():
+    report = judge(gloo, "allreduce")
+    assert report.passed, report
+
+
+def test_S3_9_a_group_with_a_fault_fails_with_a_script_that_shows_it():
+    (failed,) = judge(forgetful, "broadcast").failures()
+    assert "broadcast on nodes" in failed.message
+    assert "run_world(forgetful, nodes" in failed.counterexample
+    assert fails(failed.counterexample)
+
+
+@pytest.mark.parametrize("check", ["exchange", "send_and_recv", "broadcast_object", "refuses", "gather"])
+def test_S3_9_every_failure_of_a_communicator_comes_with_a_script_that_shows_it(check):
+    (failed,) = judge(careless, check).failures()
+    assert fails(failed.counterexample)
+    assert not fails(failed.counterexample.replace("run_world(careless", "run_world(own_communicator").replace(
+        "import run_world", "import own_communicator, run_world"))  # fmt: skip
+
+
+def fails(script: str) -> bool:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    ran = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=100)
+    assert ran.returncode in (0, 1), ran.stderr
+    return ran.returncode == 1
+
+
+def test_real_threads_bring_what_their_ranks_return_and_raise_what_one_raises():
+    def program(comm):
+        x = torch.tensor([float(comm.rank())])
+        comm.allreduce_inplace(x)
+        return comm.rank(), x.item()
+
+    assert run_world(gloo, (2, 1), program) == [(0, 3.0), (1, 3.0), (2, 3.0)]
+    with pytest.raises(ZeroDivisionError):
+        run_world(gloo, (2,), lambda comm: 1 / comm.rank())
+
+
+def test_the_command_judges_a_torch_group(capsys):
+    command = ["verify", "--communicator", "bagua_ref.conformance.torch_group:gloo", "--check", "collectives.S3.9.broadcast"]
+    assert main(command) == 0
+    assert "1 passed" in capsys.readouterr().out
