@@ -342,7 +342,9 @@ MUTANTS = [
 
 if __name__ == "__main__":
     import hypothesis  # noqa: F401 - once, here, not in every child
-    import torch  # noqa: F401
+    import torch
+
+    torch.optim.SGD([torch.zeros(1)], lr=0.1).step()  # imports torch's compiler
 
     sys.path.insert(0, str(SOURCE))
     raise SystemExit(main())

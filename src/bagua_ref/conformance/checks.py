@@ -12,12 +12,15 @@ from bagua_ref.conformance.clauses import CLAUSES, SUITES
 if TYPE_CHECKING:
     from bagua_ref.conformance.lab import Lab
 
-__all__ = ["Check", "Draw", "all_checks", "check", "require_hypothesis", "variants"]
+__all__ = ["Check", "Draw", "all_checks", "check", "prepare", "require_hypothesis", "variants"]
 
 Draw = Callable[[Any], Any]
 """Takes a Hypothesis strategy, returns a value."""
 
-_MODULES = {suite: f"properties_{suite}" for suite in ("kernels", "codec", "collectives", "comm_ops", "algorithms", "samplers")}
+_MODULES = {
+    suite: f"properties_{suite}"
+    for suite in ("kernels", "codec", "collectives", "comm_ops", "algorithms", "samplers", "fused_optimizer")
+}
 """Where the checks of each suite are; a suite that is not here is not built."""
 
 _table: dict[str, Check] = {}
@@ -89,6 +92,13 @@ def all_checks() -> dict[str, Check]:
     for module in _MODULES.values():
         importlib.import_module(f"bagua_ref.conformance.{module}")
     return dict(sorted(_table.items(), key=lambda item: SUITES.index(item[1].suite)))
+
+
+def prepare(suite: str) -> None:
+    """Let a suite import what takes long, once, before its checks run in processes of their own."""
+    ready = getattr(importlib.import_module(f"bagua_ref.conformance.{_MODULES[suite]}"), "prepare", None)
+    if ready is not None:
+        ready()
 
 
 def variants(row: Check) -> list[str | None]:

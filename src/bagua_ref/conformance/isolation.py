@@ -7,6 +7,7 @@ behind, and only what kills the process kills the suite.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import queue
 import signal
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bagua_ref.conformance.checks import prepare
 from bagua_ref.conformance.journal import Journal
 from bagua_ref.conformance.lab import script_of_call
 from bagua_ref.conformance.search import Outcome, Search, search
@@ -101,6 +103,7 @@ class InProcess(Task):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
+        prepare(self.check.suite)
         context = multiprocessing.get_context("fork")
         self._inbox, outbox = context.Pipe(duplex=False)
         self._process = context.Process(target=self._work, args=(outbox,), daemon=True)
@@ -111,6 +114,7 @@ class InProcess(Task):
 
     def _work(self, outbox: Any) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends this process
+        gc.freeze()  # to look through what the parent left, again and again, would copy all of its memory
         faulthandler.disable()  # how the process died is the verdict's to say
         torch.set_num_threads(1)
         warnings.simplefilter("ignore")

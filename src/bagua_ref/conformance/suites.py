@@ -23,6 +23,7 @@ __all__ = [
     "CollectiveSuite",
     "CommOpSuite",
     "ConformanceSuite",
+    "FusedOptimizerSuite",
     "KernelSuite",
     "SamplerSuite",
     "judge",
@@ -133,4 +134,13 @@ class SamplerSuite(ConformanceSuite):
     @pytest.mark.parametrize(("check", "dtype"), _rows("samplers"))
     def test_samplers(self, target: Any, check: Check, dtype: str | None) -> None:
         """Check a sampler."""
+        self._judge(target, check, dtype)
+
+
+class FusedOptimizerSuite(ConformanceSuite):
+    """Fused optimizers (S6)."""
+
+    @pytest.mark.parametrize(("check", "dtype"), _rows("fused_optimizer"))
+    def test_fused_optimizer(self, target: Any, check: Check, dtype: str | None) -> None:
+        """Check a fused optimizer."""
         self._judge(target, check, dtype)
