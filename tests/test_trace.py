@@ -12,14 +12,17 @@ import numpy as np
 import pytest
 import torch
 from tests.launch import launch
-from tests.trace_trainings import network, simulate, train, train_each, train_torchs_ddp
+from tests.test_examples import load, run
+from tests.trace_trainings import learn, network, simulate, train, train_each, train_torchs_ddp
 from torch import Tensor
 
 import bagua_ref
+from bagua_ref.algorithms import Algorithm
 from bagua_ref.backends.reference import ReferenceBackend
 from bagua_ref.cli import main
 from bagua_ref.conformance.trace import Recorder, TraceError, check_trace, read_trace
 from bagua_ref.conformance.vectors.safetensors_file import read_safetensors, write_safetensors
+from bagua_ref.runtime import current_world
 from bagua_ref.simulation import SimulatedWorld
 
 FLAT = {"hierarchical": False}
@@ -104,8 +107,26 @@ def test_bytegrad_with_a_planted_off_by_one_chunk_is_located(tmp_path: Path) -> 
     assert report.first.element == int((recorded != expected).nonzero()[0])
     assert report.first.got == recorded[report.first.element].item()
     assert report.first.expected == expected[report.first.element].item()
-    assert report.first.chunks == "chunk 0, 1, 2, 3 of 4 chunks of 26 elements"
+    assert report.first.chunks == "chunk 0, 1, 2, 3 of 4 chunks of 26 elements, reduced by rank 0, 1, 2, 3"
     assert "tensor '2.bias'[" in str(report)  # the last layer comes first
+
+
+def test_the_example_finds_the_rank_that_has_the_fault(capsys: pytest.CaptureFixture[str]) -> None:
+    right, wrong = load("trace_off_by_one").main()
+    assert right.passed
+    assert wrong.first is not None
+    assert (wrong.first.step, wrong.first.bucket) == (0, "0")
+    assert wrong.first.chunks == "chunk 2 of 4 chunks of 262 elements, reduced by rank 2"
+    assert 2 * 262 <= wrong.first.element < 3 * 262
+    assert "NO DIVERGENCE" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_example_records_torchs_ddp(tmp_path: Path) -> None:
+    printed = run("-m", "torch.distributed.run", "--nproc_per_node=2", "examples/trace_ddp.py", str(tmp_path / "trace"))
+    assert "10 steps" in printed
+    (kind,) = check_trace(tmp_path / "trace", "gradient_allreduce").kinds
+    assert kind.startswith("as if rounded to float16")
 
 
 def simulate_once(tmp_path: Path) -> Tensor:
@@ -207,7 +228,12 @@ def test_other_usual_causes_are_named(tmp_path: Path) -> None:
         "as if nothing had been communicated: outputs are inputs"
     )
     assert kind(3, lambda rank, x: x.bfloat16().float()).startswith("as if rounded to bfloat16")
-    assert kind(4, lambda rank, x: x + rank) == "ranks end with different values, where all must end with the same"
+    assert kind(4, lambda rank, x: x + rank) == "like ranks that end with different values, where all must end with the same"
+
+
+def test_a_mean_taken_for_bytegrad_is_named(tmp_path: Path) -> None:
+    simulate(tmp_path, "gradient_allreduce", {}, (4,))
+    assert check_trace(tmp_path, "bytegrad", FLAT).kinds == {"as if it had been communicated in full precision, not compressed": 4}
 
 
 def test_an_asynchronous_round_is_checked_whole_where_x_is_recorded(tmp_path: Path) -> None:
@@ -346,8 +372,6 @@ def test_nothing_is_observed_after_the_recorder_has_ended(tmp_path: Path) -> Non
     def rank(comm: Any) -> int:
         bagua_ref.init_process_group()
         train(tmp_path, "bytegrad", {}, steps=2)
-        from bagua_ref.runtime import current_world
-
         return len(current_world().observers)
 
     assert SimulatedWorld(2).run(rank) == [0, 0]
@@ -359,10 +383,6 @@ def test_recording_changes_no_weight(tmp_path: Path) -> None:
             bagua_ref.init_process_group()
             model = network()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            from tests.trace_trainings import learn
-
-            from bagua_ref.algorithms import Algorithm
-
             model.with_bagua([optimizer], Algorithm.init("bytegrad"))
             if recorded:
                 with Recorder(tmp_path):
@@ -378,8 +398,6 @@ def test_recording_changes_no_weight(tmp_path: Path) -> None:
 
 def test_two_modules_in_one_training_do_not_mix(tmp_path: Path) -> None:
     def rank(comm: Any) -> None:
-        from bagua_ref.algorithms import Algorithm
-
         bagua_ref.init_process_group()
         with Recorder(tmp_path):
             models = [network(), network()]
@@ -394,6 +412,32 @@ def test_two_modules_in_one_training_do_not_mix(tmp_path: Path) -> None:
     assert report.passed
     assert {execution.bucket for execution in report.executions} == {"0", "1/0"}
     assert len(check_trace(tmp_path, buckets=["1/0"]).executions) == 2
+
+
+def test_a_trace_of_a_group_that_is_not_all_ranks_says_what_to_do(tmp_path: Path) -> None:
+    def rank(comm: Any) -> None:
+        bagua_ref.init_process_group()
+        group = bagua_ref.communication.new_group([1, 3])
+        for directory, named in ((tmp_path / "a", {}), (tmp_path / "b", {"rank": comm.rank() // 2, "world_size": 2})):
+            if named and comm.rank() not in (1, 3):
+                continue
+            with Recorder(directory, **named):
+                if comm.rank() in (1, 3):
+                    model = network()
+                    model.with_bagua([], Algorithm.init("bytegrad", hierarchical=False), process_group=group)
+                    model(torch.randn(4, 7)).sum().backward()
+
+    SimulatedWorld(4).run(rank)
+    with pytest.raises(TraceError, match="no step was recorded by all ranks"):
+        check_trace(tmp_path / "a", "bytegrad")
+    assert check_trace(tmp_path / "b").passed
+    for number, other in ((0, 1), (2, 3)):  # as if these had recorded something, too
+        shutil.rmtree(tmp_path / "a" / f"rank{number}")
+        shutil.copytree(tmp_path / "a" / f"rank{other}", tmp_path / "a" / f"rank{number}")
+        manifest = tmp_path / "a" / f"rank{number}" / "manifest.json"
+        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "rank": number}))
+    with pytest.raises(TraceError, match="a group of 2 ranks, and the trace is of 4: give the Recorder rank, world_size"):
+        check_trace(tmp_path / "a", "bytegrad")
 
 
 # Bad input
@@ -470,6 +514,9 @@ def test_traces_that_cannot_be_used_say_why(tmp_path: Path) -> None:
     broken("d", "rank1/00000001.safetensors", Path.unlink, "00000001.safetensors' cannot be read: No such file")
     broken("e", "rank1/00000001.safetensors", lambda p: p.write_bytes(p.read_bytes()[:-1]), "truncated")
     broken("f", "rank1/steps.jsonl", lambda p: p.write_text("what\n"), "line 1 is no entry of a step")
+    far = json.dumps({"step": 0, "file": "../x", "records": []})
+    broken("j", "rank1/steps.jsonl", lambda p: p.write_text(f"{far}\n"), "file='../x' must be a name in this folder")
+    broken("k", "rank1/steps.jsonl", lambda p: p.write_text('{"step": 0, "records": [{}]}\n'), "a record needs bucket, execution")
     broken("g", "rank0/steps.jsonl", lambda p: p.write_text(""), "nothing could be replayed: no step was recorded by all ranks")
     change = json.loads((tmp_path / "rank1/manifest.json").read_text())
     broken("h", "rank1/manifest.json", lambda p: p.write_text(json.dumps({**change, "nodes": [1, 2]})), r"nodes=\[1, 2\]")

@@ -99,10 +99,10 @@ def _show(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int
 def _summary(ranks: list[RankTrace]) -> str:
     first = ranks[0].manifest
     options = ", ".join(f"{name}={value}" for name, value in first["options"].items())
-    name = first["algorithm"] or "an algorithm that the trace does not name"
+    name = first.get("algorithm") or "an algorithm that the trace does not name"
     lines = [
         f"{name}{f'({options})' if options else ''} on {first['world_size']} ranks, nodes {first['nodes']}",
-        f"sampling: {first['sampling']}",
+        f"sampling: {first.get('sampling', 'not said')}",
         f"{'rank':>4} {'steps':>6} {'first':>6} {'last':>6} {'bytes':>13}  state",
     ]
     for place, rank in enumerate(ranks):

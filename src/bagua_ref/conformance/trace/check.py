@@ -56,23 +56,18 @@ def check_trace(
     report = TraceReport(algorithm, replay.options, replay.nodes, _notes(ranks))
     common = sorted(set.intersection(*(set(rank.steps) for rank in ranks)))
     before: dict[str, list[Record]] = {}
-    for done, step in enumerate(common):
-        by_rank = [rank.records(step) for rank in ranks]
-        for bucket in dict.fromkeys(name for records in by_rank for name in records):
-            if buckets and bucket not in buckets:
-                continue
-            try:
-                records = _of_all_ranks(bucket, by_rank)
-                last = before.get(bucket)
-                before[bucket] = records
-                expected = replay(step, records, last)
-                report.executions += [
-                    _compare(step, bucket, e, records, replay, manifest["buckets"].get(bucket, {})) for e in expected
-                ]
-            except NotReplayable as reason:
-                report.not_checked.append((step, bucket, str(reason)))
-        if progress is not None:
-            progress(done + 1, len(common))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the simulated world does; to and fro for each step would cost more than the second thread gives
+    try:
+        for done, step in enumerate(common):
+            by_rank = [rank.records(step) for rank in ranks]
+            for bucket in dict.fromkeys(name for records in by_rank for name in records):
+                if not buckets or bucket in buckets:
+                    _check_execution(step, bucket, by_rank, before, replay, report, manifest["buckets"].get(bucket, {}))
+            if progress is not None:
+                progress(done + 1, len(common))
+    finally:
+        torch.set_num_threads(threads)
     if not report.executions:
         why = "no step was recorded by all ranks"
         if report.not_checked:
@@ -80,6 +75,26 @@ def check_trace(
             why = f"step {step}, bucket {bucket!r}: {why}"
         raise TraceError(f"nothing could be replayed: {why}")
     return report
+
+
+def _check_execution(
+    step: int,
+    bucket: str,
+    by_rank: list[dict[str, Record]],
+    before: dict[str, list[Record]],
+    replay: Replay,
+    report: TraceReport,
+    described: Mapping[str, Any],
+) -> None:
+    """Replay one execution and put what became of it into the report; ``before`` holds each bucket's last records."""
+    try:
+        records = _of_all_ranks(bucket, by_rank)
+        last = before.get(bucket)
+        before[bucket] = records
+        for expected in replay(step, records, last):
+            report.executions.append(_compare(step, bucket, expected, records, replay, described))
+    except NotReplayable as reason:
+        report.not_checked.append((step, bucket, str(reason)))
 
 
 def _notes(ranks: Sequence[Any]) -> list[str]:
@@ -147,16 +162,16 @@ def _compare(
 
 
 def _error(got: Tensor, wanted: Tensor) -> float:
-    """Return the largest difference as a share of the largest expected value; inf where one is finite and one not."""
-    if not got.numel():
-        return 0.0
+    """Return the largest difference as a share of the largest value, expected or found; inf where only one of two is finite."""
     same = where_equal(got, wanted, EXACT)
-    difference = torch.where(same, 0.0, (got.double() - wanted.double()).abs())
-    largest = torch.nan_to_num(wanted.double().abs(), nan=0.0, posinf=0.0).max().item()
-    error = difference.max().item()
-    if math.isnan(error) or math.isinf(error):
+    if same.all():
+        return 0.0
+    got, wanted = got.double(), wanted.double()
+    error = torch.where(same, 0.0, (got - wanted).abs()).max().item()
+    if not math.isfinite(error):
         return math.inf
-    return error / largest if largest else (math.inf if error else 0.0)
+    both = torch.cat([got, wanted])
+    return error / both[both.isfinite()].abs().max().clamp(min=torch.finfo(torch.float64).tiny).item()
 
 
 def _tensor_at(role: str, element: int, described: Mapping[str, Any]) -> tuple[str, list[int]]:
@@ -178,11 +193,15 @@ def _chunks(wrong: Tensor, replay: Replay) -> str | None:
     """Say which chunks of a scattered operation hold what is wrong."""
     if replay.algorithm not in ("bytegrad", "qadam") and not replay.options.get("scattergather"):
         return None
-    count = len(replay.nodes) if replay.options["hierarchical"] else sum(replay.nodes)
-    unit = math.lcm(sum(replay.nodes), count)
-    size = (wrong.numel() + -wrong.numel() % unit) // count
+    starts = [sum(replay.nodes[:node]) for node in range(len(replay.nodes))]
+    reducers = starts if replay.options["hierarchical"] else list(range(sum(replay.nodes)))
+    count = len(reducers)
+    if count == 1:
+        return None
+    size = (wrong.numel() + -wrong.numel() % math.lcm(sum(replay.nodes), count)) // count
     hit = sorted(set((wrong.nonzero().reshape(-1) // size).tolist()))
-    return f"chunk {', '.join(map(str, hit))} of {count} chunks of {size} elements" if count > 1 else None
+    ranks = ", ".join(str(reducers[chunk]) for chunk in hit)
+    return f"chunk {', '.join(map(str, hit))} of {count} chunks of {size} elements, reduced by rank {ranks}"
 
 
 def _number(x: Tensor) -> float:

@@ -173,7 +173,10 @@ def read_trace(directory: Path) -> list[RankTrace]:
     return ranks
 
 
-_KEYS = {"rank": int, "world_size": int, "nodes": list, "options": dict, "buckets": dict, "sampling": dict}
+_KEYS = {"rank": int, "world_size": int, "nodes": list, "options": dict, "buckets": dict}
+
+
+_MEMBERS = {"bucket", "execution", "inputs", "outputs"}
 
 
 def _read_rank(folder: Path) -> RankTrace:
@@ -186,6 +189,7 @@ def _read_rank(folder: Path) -> RankTrace:
             raise TraceError(
                 f"{str(path)!r} has trace_version {manifest.get('trace_version')!r}; this bagua_ref reads {TRACE_VERSION!r}"
             )
+        manifest = {"nodes": [manifest.get("world_size")], "options": {}, "buckets": {}, **manifest}
         for key, kind in _KEYS.items():
             if not isinstance(manifest.get(key), kind):
                 raise TraceError(f"{str(path)!r} has {key}={manifest.get(key)!r}, which must be of type {kind.__name__}")
@@ -209,9 +213,11 @@ def _read_index(path: Path) -> dict[int, dict[str, Any]]:
         try:
             entry = json.loads(line)
             for record in entry["records"]:
-                if not isinstance(record["info"], dict) or not {"bucket", "execution", "inputs", "outputs"} <= record.keys():
-                    raise KeyError("a record")
-            steps[int(entry["step"])] = {**entry, "file": str(entry["file"])}
+                if not isinstance(record.setdefault("info", {}), dict) or not record.keys() >= _MEMBERS:
+                    raise ValueError(f"a record needs {', '.join(sorted(_MEMBERS))}")
+            if entry["file"] != os.path.basename(entry["file"]):
+                raise ValueError(f"file={entry['file']!r} must be a name in this folder")
+            steps[int(entry["step"])] = entry
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise TraceError(f"{str(path)!r} line {number} is no entry of a step: {type(error).__name__}: {error}") from None
     return steps

@@ -65,6 +65,10 @@ class OwnBuckets:
         inner = op.leaders_op if isinstance(op, Hierarchical) else op
         options = _options_of(op, divisor)
         info: dict[str, Any] = {"operation": type(inner).__name__ if inner is not None else "another rank's", **options}
+        if isinstance(op, Decentralized):
+            info["ranks"] = op.num_ranks
+        elif not isinstance(op, Hierarchical):
+            info["ranks"] = op.comm.nranks()
         if divisor > 1:
             info["divided_by"] = divisor
         if isinstance(op, Decentralized):

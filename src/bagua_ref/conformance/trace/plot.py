@@ -47,12 +47,12 @@ def draw_errors(report: TraceReport) -> Any:
     common: dict[str, Any] = {"extent": extent, "aspect": "auto", "interpolation": "nearest"}
     axes.imshow(np.where(checked, 0.0, np.nan), cmap=ListedColormap([_WITHIN]), **common)
     norm, colors = LogNorm(low, high), _colors()
-    drawn = np.clip(errors, low, None)  # also infinite ones, which get the colour over the scale
+    drawn = np.clip(errors, low, 10 * high)  # infinite ones get the colour over the scale; imshow would leave them out
     axes.imshow(drawn, cmap=colors, norm=norm, **common)
     if finite.size or np.isinf(errors).any():
         extend = "max" if np.isinf(errors).any() else "neither"
         bar = figure.colorbar(ScalarMappable(norm, colors), ax=axes, extend=extend, pad=0.015, aspect=14)
-        bar.set_label("largest error / largest\nexpected value (no unit)", color=_INK)
+        bar.set_label("largest error /\nlargest value (no unit)", color=_INK)
     if report.first is not None:
         axes.plot(report.first.step, report.first.rank, marker="s", markersize=11, fillstyle="none", color=_INK, linestyle="none")
     axes.set_xlabel("step" if width == 1 else f"step ({width} to a column)", color=_INK)
@@ -62,13 +62,15 @@ def draw_errors(report: TraceReport) -> Any:
     axes.set_title(_title(report), loc="left", fontsize=10, color=_INK)
     patches = [Patch(facecolor=_WITHIN, edgecolor="#9aa5a0", label="checked, within tolerance")]
     patches.append(Patch(facecolor=_UNCHECKED, edgecolor="#9aa5a0", label="not recorded or not checked"))
+    if np.isinf(errors).any():
+        patches.append(Patch(facecolor="black", label="one finite, one not"))
     if report.first is not None:
         from matplotlib.lines import Line2D
 
         patches.append(
             Line2D([], [], marker="s", markersize=9, fillstyle="none", color=_INK, linestyle="none", label="first divergence")  # type: ignore[arg-type]
         )
-    figure.legend(handles=patches, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    figure.legend(handles=patches, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     return figure
 
 

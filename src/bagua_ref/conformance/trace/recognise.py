@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from bagua_ref.backends import get_backend
-from bagua_ref.conformance.tolerances import EXACT, where_equal
+from bagua_ref.conformance.tolerances import EXACT, SUM, where_equal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,6 +38,8 @@ def recognise(expected: Expected, got: list[Tensor], inputs: list[Tensor] | None
     for factor, what in ((n, "summed, where a mean was expected"), (1 / n, "averaged, where a sum was expected")):
         if n > 1 and _roughly(found, wanted, factor):
             return f"as if {what}"
+    if inputs is not None and replay.algorithm in ("bytegrad", "qadam") and _uncompressed(found, inputs, replay):
+        return "as if it had been communicated in full precision, not compressed"
     if (narrow := _narrower(found, expected, wanted)) is not None:
         return narrow
     if (
@@ -49,7 +51,7 @@ def recognise(expected: Expected, got: list[Tensor], inputs: list[Tensor] | None
     if mixed := _mixed_up(found, wanted):
         return mixed
     if all(_same(row, wanted[0]) for row in wanted) and not all(_same(row, found[0]) for row in found):
-        return "ranks end with different values, where all must end with the same"
+        return "like ranks that end with different values, where all must end with the same"
     return None
 
 
@@ -61,6 +63,14 @@ def _roughly(found: Tensor, wanted: Tensor, factor: float) -> bool:
     scaled = wanted.double() * factor
     largest = scaled.abs().max().item() if scaled.numel() else 0.0
     return 0 < largest < float("inf") and bool(((found.double() - scaled).abs() <= _ROUGHLY * largest).all())
+
+
+def _uncompressed(found: Tensor, inputs: list[Tensor], replay: Replay) -> bool:
+    """Whether a compressed operation gave what one in full precision would give."""
+    xs = torch.stack(inputs).double()
+    divisor = len(inputs) if replay.options.get("average", True) else 1
+    result = (xs.sum(0) / divisor).to(found.dtype).expand_as(found)
+    return bool(where_equal(found, result.contiguous(), SUM(len(inputs)), magnitude=xs.abs().sum(0) / divisor).all())
 
 
 def _narrower(found: Tensor, expected: Expected, wanted: Tensor) -> str | None:

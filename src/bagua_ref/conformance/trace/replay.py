@@ -74,6 +74,11 @@ class Replay:
         first = records[0]
         if len({record.info.get("execution", record.execution) for record in records}) > 1:
             raise NotReplayable("ranks count their executions differently: they did not begin to record at the same place")
+        if (members := first.info.get("ranks", len(records))) != len(records):
+            raise NotReplayable(
+                f"the operation ran on a group of {members} ranks, and the trace is of {len(records)}: give the Recorder rank, "
+                "world_size and nodes as they are in the group"
+            )
         if self.algorithm == "async":
             return self._async(records) if "snapshot" in first.inputs else self._full_precision(records, False, True)
         if self.algorithm == "decentralized":

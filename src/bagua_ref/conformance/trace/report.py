@@ -59,7 +59,7 @@ class Execution:
         bucket: its name.
         values: how many were compared, by rank.
         wrong: how many of them diverge.
-        errors: by rank, the largest difference as a share of the largest expected value.
+        errors: by rank, the largest difference as a share of the largest value, expected or recorded.
         first: the first that diverges.
         kind: what it looks like, if like something known.
     """
@@ -115,7 +115,7 @@ class TraceReport:
 
     @property
     def kinds(self) -> dict[str, int]:
-        """What diverging executions look like, and how many do; the part after a colon is the first one's."""
+        """What diverging executions look like, in order of appearance, and how many do; what follows a colon is the first one's."""
         counts: Counter[str] = Counter()
         texts: dict[str, str] = {}
         for execution in self.executions:
@@ -123,7 +123,7 @@ class TraceReport:
                 name = (execution.kind or "like nothing known").partition(":")[0]
                 texts.setdefault(name, execution.kind or name)
                 counts[name] += 1
-        return {texts[name]: count for name, count in counts.most_common()}
+        return {texts[name]: count for name, count in counts.items()}
 
     @property
     def steps(self) -> list[int]:
