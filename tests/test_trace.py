@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.launch import launch
+from tests.launch import launch, outcomes
 from tests.test_examples import load, run
-from tests.trace_trainings import learn, network, simulate, train, train_each, train_torchs_ddp
+from tests.trace_trainings import learn, network, simulate, train, train_and_die, train_each, train_torchs_ddp
 from torch import Tensor
 
 import bagua_ref
@@ -22,6 +22,7 @@ from bagua_ref.backends.reference import ReferenceBackend
 from bagua_ref.cli import main
 from bagua_ref.conformance.trace import Recorder, TraceError, check_trace, read_trace
 from bagua_ref.conformance.vectors.safetensors_file import read_safetensors, write_safetensors
+from bagua_ref.errors import CommunicationError
 from bagua_ref.runtime import current_world
 from bagua_ref.simulation import SimulatedWorld
 
@@ -62,6 +63,17 @@ def test_our_training_does_not_diverge_on_any_nodes(tmp_path: Path, name: str, n
     assert report.options["hierarchical"] == hierarchical
     assert (report.steps, report.not_checked) == ([0, 1, 2, 3], [])
     assert report.values >= 4 * sum(nodes) * 102
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_dtypes_do_not_diverge(tmp_path: Path, dtype: torch.dtype) -> None:
+    cases = [("gradient_allreduce", {}), ("decentralized", SHIFT_ONE)]
+    cases += [("bytegrad", {}), ("low_precision_decentralized", FLAT)] if dtype is not torch.float64 else []
+    for number, (name, options) in enumerate(cases):
+        simulate(tmp_path / str(number), name, options, (2,), dtype=dtype)
+        report = check_trace(tmp_path / str(number))
+        assert report.passed, report
+        assert read_trace(tmp_path / str(number))[0].records(0)["0"].outputs["x"].dtype is dtype
 
 
 def test_torchs_ddp_with_its_fp16_hook_diverges_by_rounding_to_float16(tmp_path: Path) -> None:
@@ -324,6 +336,17 @@ def test_a_disk_that_fails_stops_recording_not_training(tmp_path: Path, monkeypa
     assert recorder.steps_written == 0
 
 
+def test_a_rank_that_dies_leaves_its_whole_steps(tmp_path: Path) -> None:
+    survivor, dead = outcomes(train_and_die, 2, tmp_path, collective_timeout=5, limit=60)
+    assert isinstance(survivor.error, CommunicationError)
+    assert dead.exitcode == 3
+    report = check_trace(tmp_path)
+    assert report.passed
+    assert report.steps == [0, 1]
+    assert [rank.steps.keys() for rank in read_trace(tmp_path)] == [{0, 1}] * 2
+    assert len(report.notes) == 2
+
+
 def test_a_crash_leaves_all_whole_steps(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, rank=0, world_size=1)
     recorder.__enter__()
@@ -332,7 +355,7 @@ def test_a_crash_leaves_all_whole_steps(tmp_path: Path) -> None:
         recorder.after_op("0", torch.ones(2))
         recorder.step()
     recorder.before_op("0", torch.ones(2))  # and no more: the process is gone
-    (tmp_path / "rank0" / "00000003.safetensors").write_bytes(b"half a fi")
+    (tmp_path / "rank0" / "00000003.safetensors.partial").write_bytes(b"half a fi")
     with (tmp_path / "rank0" / "steps.jsonl").open("a") as index:
         index.write('{"step": 3, "file": "00000')
     report = check_trace(tmp_path, "gradient_allreduce")
@@ -355,6 +378,18 @@ def test_an_exception_drops_the_step_that_is_not_whole(tmp_path: Path) -> None:
     assert sorted(read_trace(tmp_path)[0].steps) == [0, 1]  # without step(): a bucket that comes again begins one
 
 
+def test_a_bucket_that_comes_late_is_in_its_step(tmp_path: Path) -> None:
+    with Recorder(tmp_path, rank=0, world_size=1) as recorder:
+        for step in range(4):
+            for bucket in (0, 1) if step % 2 == 0 else (0,):  # step 2's bucket 1 is none of the step before
+                recorder.before_op(bucket, torch.ones(2))
+                recorder.after_op(bucket, torch.ones(2))
+            recorder.step()
+    assert recorder.steps_written == 4
+    (rank,) = read_trace(tmp_path)
+    assert [list(rank.records(step)) for step in range(4)] == [["0", "1"], ["0"], ["0", "1"], ["0"]]
+
+
 def test_ranks_that_ended_at_different_steps_are_checked_as_far_as_all_went(tmp_path: Path) -> None:
     for rank in (0, 1):
         with Recorder(tmp_path, rank=rank, world_size=2) as recorder:
@@ -375,6 +410,15 @@ def test_nothing_is_observed_after_the_recorder_has_ended(tmp_path: Path) -> Non
         return len(current_world().observers)
 
     assert SimulatedWorld(2).run(rank) == [0, 0]
+
+
+def test_recording_and_checking_need_nothing_that_is_optional(tmp_path: Path) -> None:
+    simulate(tmp_path, "bytegrad", FLAT, (2,), steps=1)
+    absent = ["hypothesis", "jsonschema", "matplotlib", "safetensors", "rich", "sklearn"]
+    script = (
+        f"import sys; sys.modules.update(dict.fromkeys({absent})); from bagua_ref.conformance.trace import Recorder, check_trace"
+    )
+    assert "NO DIVERGENCE" in run("-c", f"{script}; print(check_trace({str(tmp_path)!r}))")
 
 
 def test_recording_changes_no_weight(tmp_path: Path) -> None:

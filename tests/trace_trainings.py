@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +24,27 @@ def network() -> nn.Sequential:
 
 def learn(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: int, pause: float = 0.0) -> None:
     generator = torch.Generator().manual_seed(rank)
+    dtype = next(model.parameters()).dtype
     for _ in range(steps):
         optimizer.zero_grad()
-        model(torch.randn(8, 7, generator=generator)).square().mean().backward()
+        model(torch.randn(8, 7, generator=generator).to(dtype)).square().mean().backward()
         optimizer.step()
         if pause:
             current_world().sleep(pause)
 
 
 def train(
-    directory: Path, name: str, options: dict[str, Any], *, steps: int = 4, backend: Any = None, **recording: Any
+    directory: Path,
+    name: str,
+    options: dict[str, Any],
+    *,
+    steps: int = 4,
+    backend: Any = None,
+    dtype: torch.dtype = torch.float32,
+    **recording: Any,
 ) -> Recorder:
     """Train with algorithm ``name`` on the calling rank, recorded; the world exists."""
-    model = network()
+    model = network().to(dtype)
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if name == "qadam":
         optimizer = QAdamOptimizer(model.parameters(), lr=1e-3, warmup_steps=2)
@@ -57,6 +66,19 @@ def simulate(directory: Path, name: str, options: dict[str, Any], nodes: tuple[i
         return train(directory, name, options, **settings)
 
     return SimulatedWorld(sum(nodes), nodes=nodes).run(rank)
+
+
+def train_and_die(directory: Path) -> None:
+    """Train on real processes until rank 1 is gone, in the middle of its third step; rank 0's next exchange then fails."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.with_bagua([optimizer], Algorithm.init("bytegrad", hierarchical=False), timeout=5)
+    with Recorder(directory):
+        learn(model, optimizer, bagua_ref.get_rank(), 2)
+        loss = model(torch.randn(8, 7)).square().mean()
+        if bagua_ref.get_rank() == 1:
+            os._exit(3)
+        loss.backward()
 
 
 def train_each(directory: Path, cases: list[tuple[str, str, dict[str, Any]]]) -> None:

@@ -73,7 +73,10 @@ class Writer:
         os.replace(partial, self._folder / MANIFEST)
 
     def write_step(self, step: int, records: list[Record]) -> int:
-        """Write the records of a step, in the order in which their operations ended; return the size of its file."""
+        """Write the records of a step, in the order in which their operations ended; return the size of its file.
+
+        A step may be written again with more records: the index's last line on a step holds.
+        """
         name = f"{step:08d}.safetensors"
         tensors: dict[str, Tensor] = {}
         entries = []
@@ -89,7 +92,9 @@ class Writer:
                     "info": record.info,
                 }
             )
-        size = len(write_safetensors(self._folder / name, tensors))
+        partial = self._folder / f"{name}.partial"
+        size = len(write_safetensors(partial, tensors))
+        os.replace(partial, self._folder / name)
         self._index.write(json.dumps({"step": step, "file": name, "records": entries}) + "\n")
         self._index.flush()
         return size

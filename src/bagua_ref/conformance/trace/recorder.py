@@ -34,8 +34,9 @@ class Recorder:
     those wrapped before. For any other trainer call `before_op`, `after_op` and `step`. Every rank records, into one directory;
     ``bagua-ref trace check`` then replays all ranks.
 
-    A step's file is written when the step is over: at `step`, or when a bucket comes that the step has seen already. A crash
-    leaves all steps before it. Nothing that happens to the files disturbs training: recording stops with a warning.
+    A step is over at `step`, or when a bucket comes that it has seen already; it is written then, or as soon as all buckets of
+    the step before have come again. A crash leaves all whole steps. Nothing that happens to the files disturbs training: recording
+    stops with a warning.
 
     Args:
         directory: this rank writes into ``directory/rank<r>``, which holds no trace yet.
@@ -94,6 +95,7 @@ class Recorder:
         self._lock = threading.RLock()  # buckets run on workers' threads
         self._algorithm, self._options = algorithm, plain_values("options", {} if options is None else options)
         self._manifest: dict[str, Any] = {}
+        self._written: set[int] = set()
         self._writer: Writer | None = None
 
     def __enter__(self) -> Recorder:
@@ -257,7 +259,8 @@ class Recorder:
         except OSError as error:
             self._stop(f"step {step} cannot be written: {error}", step)
             return
-        self.steps_written += 1
+        self._written.add(step)
+        self.steps_written = len(self._written)
 
     def _save_manifest(self) -> None:
         try:

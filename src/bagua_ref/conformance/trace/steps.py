@@ -69,7 +69,8 @@ class Steps:
 
     Args:
         sampling: what is recorded.
-        write: called with a step's number and records.
+        write: called with a step's number and records, as soon as all buckets of the step before have come again, and once more
+            if others follow.
     """
 
     def __init__(self, sampling: Sampling, write: Callable[[int, list[Record]], None]) -> None:
@@ -82,6 +83,8 @@ class Steps:
         self._open: dict[str, Record | None] = {}
         """Operations that have begun; None: not to be recorded."""
         self._ended: list[Record] = []
+        self._flushed = 0
+        """How many of these were written."""
         self._last: dict[str, int] = {}
         """Each bucket's last execution that was recorded."""
 
@@ -126,6 +129,8 @@ class Steps:
             record.outputs = dict(outputs())
             self._ended.append(record)
             self._last[bucket] = record.execution
+        if self._before and self._is_whole():
+            self._flush()  # now, not when the next step begins: the process may not live that long
 
     def forget(self, bucket: str) -> None:
         """Drop an operation that has begun: it failed, or was none."""
@@ -138,13 +143,21 @@ class Steps:
 
     def advance(self) -> None:
         """End the step."""
-        ended, self._ended = self._ended, []
+        self._flush()
+        self._ended, self._flushed = [], 0
         self._before, self._seen = self._seen, set()
-        step, self.step = self.step, self.step + 1
-        if ended:
-            self._write(step, ended)
+        self.step += 1
+
+    def _is_whole(self) -> bool:
+        """Return whether all that has begun has ended, and no bucket of the step before lacks."""
+        return not self._open and self._seen >= self._before
+
+    def _flush(self) -> None:
+        if len(self._ended) > self._flushed:
+            self._flushed = len(self._ended)
+            self._write(self.step, list(self._ended))
 
     def finish(self, failed: bool) -> None:
-        """End the last step; if training failed, only if it is whole: all has ended, and no bucket of the step before lacks."""
-        if not failed or (not self._open and self._seen >= self._before):
+        """End the last step; if training failed, only if it is whole."""
+        if not failed or self._is_whole():
             self.advance()
