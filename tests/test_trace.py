@@ -19,6 +19,7 @@ from torch import Tensor
 import bagua_ref
 from bagua_ref.algorithms import Algorithm
 from bagua_ref.backends.reference import ReferenceBackend
+from bagua_ref.bucket import BaguaBucket
 from bagua_ref.cli import main
 from bagua_ref.conformance.trace import Recorder, TraceError, check_trace, read_trace
 from bagua_ref.conformance.vectors.safetensors_file import read_safetensors, write_safetensors
@@ -458,6 +459,36 @@ def test_two_modules_in_one_training_do_not_mix(tmp_path: Path) -> None:
     assert len(check_trace(tmp_path, buckets=["1/0"]).executions) == 2
 
 
+def test_two_operations_of_one_bucket_do_not_mix(tmp_path: Path) -> None:
+    def rank(comm: Any) -> None:
+        bagua_ref.init_process_group()
+        bucket = BaguaBucket([torch.randn(6).ensure_bagua_tensor("x")], "0", flatten=True)
+        bucket.append_centralized_synchronous_op(average=False)
+        bucket.append_centralized_synchronous_op(scattergather=True, compression="MinMaxUInt8")
+        with Recorder(tmp_path):
+            for _ in range(3):
+                bucket.execute()
+
+    SimulatedWorld(2).run(rank)
+    assert sorted(read_trace(tmp_path)[0].steps) == [0, 1, 2]
+    assert check_trace(tmp_path, "gradient_allreduce", {"average": False}, buckets=["0"]).passed
+    assert check_trace(tmp_path, "bytegrad", {"average": True, "hierarchical": False}, buckets=["0#2"]).passed
+
+
+def test_numpy_arrays_of_any_kind_are_recorded(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    backwards = np.arange(6, dtype=np.float32).reshape(2, 3)[::-1]
+    fixed = np.ones(3, np.float32)
+    fixed.setflags(write=False)
+    with Recorder(tmp_path, rank=0, world_size=1) as recorder:
+        recorder.before_op(0, (backwards, fixed))
+        recorder.after_op(0, [torch.from_numpy(backwards.copy()), fixed])
+    assert not recwarn.list
+    assert check_trace(tmp_path, "gradient_allreduce").passed
+    (rank,) = read_trace(tmp_path)
+    assert rank.records(0)["0"].inputs["x"].tolist() == [3, 4, 5, 0, 1, 2, 1, 1, 1]
+    assert rank.manifest["buckets"]["0"]["tensors"] == [{"name": "0", "shape": [2, 3]}, {"name": "1", "shape": [3]}]
+
+
 def test_a_trace_of_a_group_that_is_not_all_ranks_says_what_to_do(tmp_path: Path) -> None:
     def rank(comm: Any) -> None:
         bagua_ref.init_process_group()
@@ -498,6 +529,7 @@ def test_a_trace_of_a_group_that_is_not_all_ranks_says_what_to_do(tmp_path: Path
         ({"max_bytes": 0}, ValueError, "max_bytes=0 must be 1 or more"),
         ({"max_bytes": "1G"}, TypeError, "max_bytes='1G' must be an int"),
         ({"options": {"x": [1]}}, TypeError, r"options: x=\[1\] must be a number, a string"),
+        ({"options": {"x": math.nan}}, ValueError, "options: x=nan must be finite"),
         ({"algorithm": 3}, TypeError, "algorithm=3 must be a name"),
         ({"rank": 2, "world_size": 2}, ValueError, "rank=2 must be from 0 to world_size - 1 = 1"),
         ({"rank": 0, "world_size": 3, "nodes": [2, 2]}, ValueError, r"nodes=\[2, 2\] must be .* sum to world_size=3"),

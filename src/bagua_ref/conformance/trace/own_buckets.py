@@ -38,7 +38,8 @@ _QADAM = "MomentumBucket"
 class OwnBuckets:
     """The observer of this rank's buckets: tells a recorder what each operation takes and gives.
 
-    A bucket is called by its own name; buckets of the second module that communicates are called ``"1/0"``, ``"1/1"``, ...
+    A bucket is called by its own name; buckets of the second module that communicates are called ``"1/0"``, ``"1/1"``, ... A
+    bucket's second operation is recorded as a bucket ``"0#2"``.
 
     Args:
         recorder: that writes it down.
@@ -49,6 +50,7 @@ class OwnBuckets:
         self._modules: list[str] = []
         self._algorithm: str | None = None
         self._described: dict[str, tuple[BaguaBucket, Any]] = {}
+        self._ops: dict[BaguaBucket, list[Any]] = {}
 
     def before_op(self, bucket: BaguaBucket, op: Any, flat: Tensor, divisor: int) -> None:
         """Record what goes in: the flat tensor; of a ring, its replicas where they are not the outputs of the step before."""
@@ -60,7 +62,7 @@ class OwnBuckets:
             return
         if isinstance(op, AsynchronousModelAverage):
             # What it takes is the snapshot, of which it knows only afterwards.
-            self._recorder.begin(self._name(bucket), lambda follows: {}, {"operation": type(op).__name__})
+            self._recorder.begin(self._name(bucket, op), lambda follows: {}, {"operation": type(op).__name__})
             return
         inner = op.leaders_op if isinstance(op, Hierarchical) else op
         options = _options_of(op, divisor)
@@ -75,7 +77,7 @@ class OwnBuckets:
             info["execution"] = op.step
         if self._algorithm not in ("qadam", "async"):
             self._algorithm = _ALGORITHMS.get(type(inner)) or self._algorithm
-        name = self._name(bucket)
+        name = self._name(bucket, op)
 
         def inputs(follows: bool) -> dict[str, Tensor]:
             found = {"x": _copy(flat)}
@@ -91,7 +93,7 @@ class OwnBuckets:
         """Record what came out; a decentralized operation's result comes with the copy into the tensors."""
         if not self._recorder.recording or isinstance(op, PythonOp | Decentralized):
             return
-        name = self._name(bucket)
+        name = self._name(bucket, op)
         if not isinstance(op, AsynchronousModelAverage):
             self._recorder.end(name, lambda: {"x": _copy(flat)})
         elif op.get_status() == "stopped":
@@ -105,19 +107,23 @@ class OwnBuckets:
     def after_copy(self, bucket: BaguaBucket, flat: Tensor) -> None:
         """Record a decentralized operation's result."""
         if self._recorder.recording and isinstance(bucket.running, Decentralized):
-            self._recorder.end(self._name(bucket), lambda: {"x": _copy(flat)})
+            self._recorder.end(self._name(bucket, bucket.running), lambda: {"x": _copy(flat)})
 
     def _describe(self, name: str, bucket: BaguaBucket, op: Any, flat: Tensor, options: dict[str, Any]) -> None:
         if self._described.get(name) != (bucket, op):
             self._described[name] = bucket, op
             self._recorder.describe_own(name, _entry(bucket, flat), self._algorithm, options)
 
-    def _name(self, bucket: BaguaBucket) -> str:
+    def _name(self, bucket: BaguaBucket, op: Any) -> str:
         module = registration(bucket.tensors[0]).module_name
         if module not in self._modules:
             self._modules.append(module)
         place = self._modules.index(module)
-        return f"{place}/{bucket.name}" if place else bucket.name
+        ops = self._ops.setdefault(bucket, [])
+        if op not in ops:
+            ops.append(op)
+        number = f"#{ops.index(op) + 1}" if ops[0] is not op else ""
+        return f"{place}/{bucket.name}{number}" if place else f"{bucket.name}{number}"
 
 
 def _options_of(op: Any, divisor: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from bagua_ref.conformance.trace.files import FORMAT, TRACE_VERSION, Record, Wri
 from bagua_ref.conformance.trace.identity import find_identity
 from bagua_ref.conformance.trace.own_buckets import OwnBuckets
 from bagua_ref.conformance.trace.steps import Sampling, Steps
-from bagua_ref.conformance.trace.values import as_tensor, bucket_name, flat_copy, named_tensors, plain_values
+from bagua_ref.conformance.trace.values import bucket_name, described, flat_copy, named_tensors, plain_values
 from bagua_ref.runtime import current_world
 
 if TYPE_CHECKING:
@@ -164,7 +164,9 @@ class Recorder:
                 raise ValueError(f"bucket={name!r}: before_op was called twice without after_op in between")
             given, info = named_tensors("tensors", tensors), plain_values("info", info)
             self.begin(name, lambda follows: {role: flat_copy(value) for role, value in given.items()}, info)
-            self.describe(name, given, tensors)
+            if name not in self._manifest["buckets"]:
+                self._manifest["buckets"][name] = described(given.get("x", next(iter(given.values()))))
+                self._save_manifest()
 
     def after_op(self, bucket: str | int, tensors: Any) -> None:
         """Say what has come out of a bucket's operation.
@@ -213,23 +215,6 @@ class Recorder:
         with self._lock:
             if self.recording:
                 self._steps.forget(bucket)
-
-    def describe(self, bucket: str, given: Mapping[str, Any], tensors: Any = None) -> None:
-        """Put a bucket that is new into the manifest."""
-        if bucket in self._manifest["buckets"] or self.stopped is not None:
-            return
-        role = "x" if "x" in given else next(iter(given))
-        parts = tensors if isinstance(tensors, list | tuple) else [given[role]]
-        first = as_tensor(given[role] if not isinstance(given[role], list) else given[role][0])
-        self._manifest["buckets"][bucket] = {
-            "dtype": str(first.dtype).removeprefix("torch."),
-            "elements": sum(as_tensor(part).numel() for part in parts),
-            "tensors": [
-                {"name": str(place) if parts is tensors else "x", "shape": list(as_tensor(part).shape)}
-                for place, part in enumerate(parts)
-            ],
-        }
-        self._save_manifest()
 
     def describe_own(self, bucket: str, entry: dict[str, Any], algorithm: str | None, options: Mapping[str, Any]) -> None:
         """Put what is known of a bucket of ours into the manifest; what the user said of the algorithm goes before."""

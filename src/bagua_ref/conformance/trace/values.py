@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from bagua_ref.conformance.vectors.safetensors_file import CODES
 
-__all__ = ["as_tensor", "bucket_name", "flat_copy", "named_tensors", "plain_values"]
+__all__ = ["Given", "bucket_name", "described", "flat_copy", "named_tensors", "plain_values"]
+
+Given = Tensor | list[Tensor]
+"""A tensor, or several that are taken as one flat one."""
 
 
 def bucket_name(bucket: Any) -> str:
@@ -27,39 +32,58 @@ def plain_values(argument: str, values: Any) -> dict[str, Any]:
     for name, value in values.items():
         if value is not None and not isinstance(value, str | int | float):
             raise TypeError(f"{argument}: {name}={value!r} must be a number, a string, a bool or None, which JSON can hold")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{argument}: {name}={value!r} must be finite, which JSON can hold")
     return dict(values)
 
 
-def named_tensors(argument: str, tensors: Any) -> dict[str, Any]:
-    """Return what was given, by name."""
-    named = dict(tensors) if isinstance(tensors, Mapping) else {"x": list(tensors) if isinstance(tensors, tuple) else tensors}
+def named_tensors(argument: str, tensors: Any) -> dict[str, Given]:
+    """Return what was given, by name, as tensors that are not copied where that can be avoided."""
+    named = dict(tensors) if isinstance(tensors, Mapping) else {"x": tensors}
     if not named:
         raise ValueError(f"{argument}={tensors!r} must hold at least one tensor")
+    found: dict[str, Given] = {}
     for role, value in named.items():
         if not isinstance(role, str) or not role.isidentifier():
             raise ValueError(f"{argument}: the name {role!r} must be an identifier, such as 'x'")
-        parts = value if isinstance(value, list) else [value]
-        dtypes = {as_tensor(part).dtype for part in parts}
-        if len(dtypes) != 1:
+        if not isinstance(value, list | tuple):
+            found[role] = _as_tensor(argument, value)
+            continue
+        parts = [_as_tensor(argument, part) for part in value]
+        if len({part.dtype for part in parts}) != 1:
             raise ValueError(
                 f"{argument}: {role} is a list of tensors, which must be at least one and of one dtype, not "
-                f"{sorted(map(str, dtypes))}"
+                f"{sorted({str(part.dtype) for part in parts})}"
             )
-    return named
-
-
-def as_tensor(value: Any) -> torch.Tensor:
-    """Return ``value`` as a tensor, without copying."""
-    found = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-    if not isinstance(found, torch.Tensor):
-        raise TypeError(f"tensors: {value!r} must be a torch.Tensor or a NumPy array, not {type(value).__name__}")
-    if found.dtype not in CODES:
-        raise TypeError(f"tensors: {found.dtype} is not recorded; known are {', '.join(CODES.values())}")
+        found[role] = parts
     return found
 
 
-def flat_copy(value: Any) -> torch.Tensor:
+def described(given: Given) -> dict[str, Any]:
+    """Return what a manifest says of a bucket whose x is given."""
+    parts = given if isinstance(given, list) else [given]
+    return {
+        "dtype": str(parts[0].dtype).removeprefix("torch."),
+        "elements": sum(part.numel() for part in parts),
+        "tensors": [
+            {"name": str(place) if isinstance(given, list) else "x", "shape": list(part.shape)} for place, part in enumerate(parts)
+        ],
+    }
+
+
+def flat_copy(given: Given) -> Tensor:
     """Return a flat copy in main memory."""
-    if isinstance(value, list):
-        return torch.cat([as_tensor(part).detach().reshape(-1) for part in value]).cpu()
-    return as_tensor(value).detach().reshape(-1).to("cpu", copy=True)
+    if isinstance(given, list):
+        return torch.cat([part.detach().reshape(-1) for part in given]).cpu()
+    return given.detach().reshape(-1).to("cpu", copy=True)
+
+
+def _as_tensor(argument: str, value: Any) -> Tensor:
+    if isinstance(value, np.ndarray):
+        # torch takes neither strides below 0 nor, without a warning, what cannot be written to.
+        value = torch.from_numpy(np.require(value, requirements=["C", "W"]))
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{argument}: {value!r} must be a torch.Tensor or a NumPy array, not {type(value).__name__}")
+    if value.dtype not in CODES:
+        raise TypeError(f"{argument}: {value.dtype} is not recorded; known are {', '.join(CODES.values())}")
+    return value
