@@ -21,6 +21,8 @@ from bagua_ref.algorithms import Algorithm
 from bagua_ref.backends.reference import ReferenceBackend
 from bagua_ref.bucket import BaguaBucket
 from bagua_ref.cli import main
+from bagua_ref.comm_ops import LowPrecisionDecentralized, shift_one_peer
+from bagua_ref.comm_ops.hierarchical import reduce_to_leader
 from bagua_ref.conformance.trace import Recorder, TraceError, check_trace, read_trace
 from bagua_ref.conformance.vectors.safetensors_file import read_safetensors, write_safetensors
 from bagua_ref.errors import CommunicationError
@@ -146,6 +148,53 @@ def simulate_once(tmp_path: Path) -> Tensor:
     """Return what the first step gives where nothing is planted."""
     simulate(tmp_path / "right", "bytegrad", FLAT, (4,), steps=1)
     return read_trace(tmp_path / "right")[0].records(0)["0"].outputs["x"]
+
+
+def peer_off_by_one_at_odd_steps(rank: int, nranks: int, step: int) -> int:
+    return shift_one_peer(rank, nranks, step + step % 2)
+
+
+def test_a_peer_formula_that_is_off_by_one_at_odd_steps_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as planted:
+        planted.setattr("bagua_ref.comm_ops.decentralized.shift_one_peer", peer_off_by_one_at_odd_steps)
+        simulate(tmp_path, "decentralized", SHIFT_ONE, (6,), steps=3)
+    report = check_trace(tmp_path)
+    assert report.first is not None
+    assert (report.first.step, report.first.rank, report.first.element) == (1, 0, 0)
+    # At step 1 rank 0 must meet 4, and meets 5.
+    assert report.kinds == {"as if rank 0 had averaged with rank 5, which is not its peer now": 1}
+
+
+class ForgetfulRing(LowPrecisionDecentralized):
+    """Its left replica is not kept."""
+
+    def __call__(self, x: Tensor) -> None:
+        left = self.left_peer_weight.clone()
+        super().__call__(x)
+        self.left_peer_weight.copy_(left)
+
+
+def test_a_replica_that_is_not_kept_is_found_at_the_step_that_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as planted:
+        planted.setattr("bagua_ref.bucket.LowPrecisionDecentralized", ForgetfulRing)
+        simulate(tmp_path, "low_precision_decentralized", FLAT, (4,))
+    report = check_trace(tmp_path, "low_precision_decentralized", FLAT)
+    assert report.first is not None
+    assert (report.first.step, report.first.rank, report.steps) == (1, 0, [0, 1, 2, 3])
+
+
+def test_a_mean_that_divides_by_the_wrong_number_on_uneven_nodes_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def mean_of_node(x: Tensor, intra: Any, kernels: Any, divisor: float | None, in_rank_order: bool) -> None:
+        reduce_to_leader(x, intra, kernels, float(intra.nranks()), in_rank_order)
+
+    with monkeypatch.context() as planted:
+        planted.setattr("bagua_ref.comm_ops.hierarchical.reduce_to_leader", mean_of_node)
+        simulate(tmp_path / "even", "bytegrad", {}, (2, 2))
+        simulate(tmp_path / "uneven", "bytegrad", {}, (1, 3))
+    assert check_trace(tmp_path / "even").passed
+    report = check_trace(tmp_path / "uneven")
+    assert report.first is not None
+    assert (report.first.step, report.first.rank, report.first.bucket) == (0, 0, "0")
 
 
 def alter(directory: Path, rank: int, step: int, change: Any, tensor: str = "0:out:x") -> None:
