@@ -26,8 +26,9 @@ def load(name: str) -> ModuleType:
     return module
 
 
-def run(*command: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+def run(*command: str, temporary: Path | None = None) -> str:
+    """Run Python; ``temporary`` is where torchrun leaves its folders."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), **({"TMPDIR": str(temporary)} if temporary else {})}
     ended = subprocess.run([sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
@@ -40,8 +41,9 @@ def accuracy(printed: str) -> float:
 
 
 @pytest.mark.slow
-def test_torchrun_trains_with_bytegrad() -> None:
-    printed = run("-m", "torch.distributed.run", "--nproc_per_node=2", "examples/train_digits.py", "--algorithm", "bytegrad")
+def test_torchrun_trains_with_bytegrad(tmp_path: Path) -> None:
+    command = ("-m", "torch.distributed.run", "--nproc_per_node=2", "examples/train_digits.py", "--algorithm", "bytegrad")
+    printed = run(*command, temporary=tmp_path)
     assert "bytegrad, 2 ranks" in printed
     assert accuracy(printed) > 0.9
     assert printed.count("epoch 10:") == 1

@@ -510,7 +510,7 @@ def test_a_restarted_worker_group_trains_again(fail, tmp_path):
     script = tmp_path / "fails_once.py"
     script.write_text(FAILS_ONCE.format(fail=fail))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "TMPDIR": str(tmp_path)}
     port = bagua_ref.env.find_free_network_port()
     launcher = subprocess.Popen(
         [*command, f"--master-port={port}", str(script)],

@@ -138,7 +138,8 @@ def test_the_example_finds_the_rank_that_has_the_fault(capsys: pytest.CaptureFix
 
 @pytest.mark.slow
 def test_the_example_records_torchs_ddp(tmp_path: Path) -> None:
-    printed = run("-m", "torch.distributed.run", "--nproc_per_node=2", "examples/trace_ddp.py", str(tmp_path / "trace"))
+    command = ("-m", "torch.distributed.run", "--nproc_per_node=2", "examples/trace_ddp.py", str(tmp_path / "trace"))
+    printed = run(*command, temporary=tmp_path)
     assert "10 steps" in printed
     (kind,) = check_trace(tmp_path / "trace", "gradient_allreduce").kinds
     assert kind.startswith("as if rounded to float16")
