@@ -19,7 +19,7 @@ Draw = Callable[[Any], Any]
 
 _MODULES = {
     suite: f"properties_{suite}"
-    for suite in ("kernels", "codec", "collectives", "comm_ops", "algorithms", "samplers", "fused_optimizer")
+    for suite in ("kernels", "codec", "collectives", "comm_ops", "algorithms", "samplers", "cache", "fused_optimizer")
 }
 """Where the checks of each suite are; a suite that is not here is not built."""
 

@@ -118,6 +118,11 @@ def reason_to_skip(target: Target, check: Check, dtype: str | None) -> str:
         part = "kernels"  # the package's own operations and algorithms are run with them
     if part not in target.parts:
         return f"the target has no {part}"
+    if check.suite == "cache":
+        from bagua_ref.conformance.servers import reason_without_servers  # who checks kernels alone may lack what caches need
+
+        if reason := reason_without_servers():
+            return reason
     missing = [name for name in check.needs if not is_ours and not hasattr(target.parts[part], name)]
     if missing:
         return f"the target's {part} has no {', '.join(missing)}"

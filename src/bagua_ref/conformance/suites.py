@@ -19,6 +19,7 @@ from bagua_ref.conformance.target import Target, resolve
 
 __all__ = [
     "AlgorithmSuite",
+    "CacheSuite",
     "CodecSuite",
     "CollectiveSuite",
     "CommOpSuite",
@@ -134,6 +135,15 @@ class SamplerSuite(ConformanceSuite):
     @pytest.mark.parametrize(("check", "dtype"), _rows("samplers"))
     def test_samplers(self, target: Any, check: Check, dtype: str | None) -> None:
         """Check a sampler."""
+        self._judge(target, check, dtype)
+
+
+class CacheSuite(ConformanceSuite):
+    """Caches (S8)."""
+
+    @pytest.mark.parametrize(("check", "dtype"), _rows("cache"))
+    def test_cache(self, target: Any, check: Check, dtype: str | None) -> None:
+        """Check a cache."""
         self._judge(target, check, dtype)
 
 

@@ -138,7 +138,7 @@ def _compare(what: str, ours: Any, theirs: Tensor, tolerance: Tolerance) -> None
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    return tensor.detach().reshape(-1).contiguous().view(torch.uint8)
 
 
 def assert_place(parameters: Sequence[Tensor], pointers: Sequence[int]) -> None:
