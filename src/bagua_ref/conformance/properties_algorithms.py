@@ -158,7 +158,9 @@ def buckets(lab: Lab, draw: Draw) -> None:
     nodes = draw(worlds(3))
     weights = _weights(draw, dtypes)
     gradients = _any_gradients(draw, weights, sum(nodes), 2)
-    bucket_bytes = draw(st.sampled_from([1, 4, 8, 12, 24, 40, ONE_BUCKET]))
+    of_one = [w.nbytes for w in reversed(weights) if w.dtype is weights[-1].dtype]
+    filled = sum(of_one[: draw(st.integers(1, len(of_one)))])  # a bucket of so many is just full
+    bucket_bytes = draw(st.sampled_from([filled, filled, filled + 1, max(1, filled - 1), 40, ONE_BUCKET])) or 1
     options = {"hierarchical": False, "average": True}
     _train_on_gradients(lab, draw, "bytegrad", nodes, weights, gradients, bucket_bytes, options)
 
@@ -221,9 +223,10 @@ def gradient_allreduce(lab: Lab, draw: Draw) -> None:
 @check("algorithms", "S5.2", "gradients", dtypes=COMPRESSIBLE, needs=("bytegrad",), effort=0.3)
 def bytegrad(lab: Lab, draw: Draw) -> None:
     """Every rank steps along gradients that have travelled in one byte per element, bit for bit."""
-    nodes, weights = draw(worlds(5)), _of_one_dtype(lab, draw)
+    nodes, weights = draw(worlds(5) | st.sampled_from([(2, 1), (1, 3), (2, 2), (2, 1, 2)])), _of_one_dtype(lab, draw)
     gradients = _any_gradients(draw, weights, sum(nodes), draw(st.integers(1, 3)))
-    _train_on_gradients(lab, draw, "bytegrad", nodes, weights, gradients, draw(_bucket_bytes), _either_sum(draw))
+    options = {"hierarchical": draw(st.sampled_from([True, True, False])), "average": draw(st.booleans())}
+    _train_on_gradients(lab, draw, "bytegrad", nodes, weights, gradients, draw(_bucket_bytes), options)
 
 
 # Weights.
@@ -237,10 +240,15 @@ def _joined(tensors: list[Tensor]) -> decentralized_numpy.Array:
     return np.concatenate([_array(x) for x in tensors])
 
 
+def _two_pairs(between: bool) -> st.SearchStrategy[tuple[int, ...]]:
+    """Worlds in which the peer of one step is not that of the next."""
+    return st.sampled_from([(1, 1, 1, 1), (2, 1, 1, 1)] if between else [(4,), (3, 1)])
+
+
 def _decentralized(lab: Lab, draw: Draw, mode: str) -> None:
     between = draw(st.booleans())
-    nodes = draw(paired_worlds(between, 6) if mode == "shift_one" else worlds(5))
-    n, steps, interval = sum(nodes), draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    nodes = draw((_two_pairs(between) | paired_worlds(between, 6)) if mode == "shift_one" else worlds(5))
+    n, steps, interval = sum(nodes), draw(st.integers(1, 6)), draw(st.integers(1, 3))
     weights = _of_one_dtype(lab, draw)
     gradients = _any_gradients(draw, weights, n, steps)
     options = {"hierarchical": between, "peer_selection_mode": mode, "communication_interval": interval}
