@@ -328,7 +328,7 @@ _groups = st.fixed_dictionaries(
 )
 
 
-@check("algorithms", "S5.5", "steps", dtypes=COMPRESSIBLE, needs=("qadam",), effort=0.3)
+@check("algorithms", "S5.5", "steps", dtypes=COMPRESSIBLE, needs=("qadam",), effort=0.25)
 def qadam(lab: Lab, draw: Draw) -> None:
     """Steps are Adam's before warmup_steps and go along momenta of one byte per element after it, with v frozen, bit for bit."""
     nodes, weights, steps = draw(worlds(4)), _of_one_dtype(lab, draw), 6

@@ -128,7 +128,7 @@ def warmup(lab: Lab, draw: Draw) -> None:
     _expect_known(case, training, programs, warmup_steps, interval > 0)
 
 
-@check("algorithms", "S3.6", "nothing_lost", dtypes=("float32", "float64"), needs=("async_model_average",), effort=0.3)
+@check("algorithms", "S3.6", "nothing_lost", dtypes=("float32", "float64"), needs=("async_model_average",), effort=0.2)
 def nothing_lost(lab: Lab, draw: Draw) -> None:
     """Rounds move the ranks to their mean, at whatever pace each of them trains, and no rank's steps are lost."""
     case = _Case(draw, draw(worlds(4).filter(lambda nodes: sum(nodes) > 1)), lab.dtype)
