@@ -148,19 +148,20 @@ def first_rank(lab: Lab, draw: Draw) -> None:
             training.expect(rank, 0, place, w - given[place], SUM(n + 1), w.abs().double() + 64)
 
 
-@check("algorithms", "S2.1", "buckets", needs=("bytegrad",), effort=0.5)
+@check("algorithms", "S2.1", "buckets", needs=("bytegrad",), effort=0.7)
 def buckets(lab: Lab, draw: Draw) -> None:
     """Parameters enter buckets from the last to the first, by dtype, and a bucket is closed once it holds the bucket size."""
     names = [name for name in COMPRESSIBLE if lab.target.dtypes is None or name in lab.target.dtypes]
     if not names:
         return
-    dtypes = [dtype_named(draw(st.sampled_from(names))) for _ in range(draw(st.integers(2, 6)))]
+    used = draw(st.lists(st.sampled_from(names), min_size=1, max_size=2))
+    dtypes = [dtype_named(draw(st.sampled_from(used))) for _ in range(draw(st.integers(3, 6)))]
     nodes = draw(worlds(3))
     weights = _weights(draw, dtypes)
     gradients = _any_gradients(draw, weights, sum(nodes), 2)
     of_one = [w.nbytes for w in reversed(weights) if w.dtype is weights[-1].dtype]
     filled = sum(of_one[: draw(st.integers(1, len(of_one)))])  # a bucket of so many is just full
-    bucket_bytes = draw(st.sampled_from([filled, filled, filled + 1, max(1, filled - 1), 40, ONE_BUCKET])) or 1
+    bucket_bytes = max(1, draw(st.sampled_from([filled, filled, filled + 1, filled - 1, filled - 1, 40, ONE_BUCKET])))
     options = {"hierarchical": False, "average": True}
     _train_on_gradients(lab, draw, "bytegrad", nodes, weights, gradients, bucket_bytes, options)
 
