@@ -419,7 +419,7 @@ def runs_nothing(lab: Lab, draw: Draw) -> None:
     """Reading runs no code of whoever wrote, unless allow_pickle=True says that it may."""
     bare = draw(st.booleans())
     nested = draw(st.sampled_from(["Trap()", "[1, Trap()]", "{'key': (None, Trap())}"]))
-    with _script(lab, 1, "Source, Trap, assert_same") as script:
+    with _script(lab, 1, "Trap") as script:
         if bare:
             script.do(f"import pickle\n\nservers[0].set('d_key', pickle.dumps({nested}, {draw(st.integers(0, 5))}))")
         else:
@@ -427,8 +427,8 @@ def runs_nothing(lab: Lab, draw: Draw) -> None:
             script.do(f"writer.get('key', lambda key: {nested})\nwriter.close()")
         script.loader("d", 1, more=draw(st.sampled_from(["", ", allow_pickle=False"])))
         script.do(
-            "try:\n    assert_same(loader.get('key', lambda key: 'made anew'), 'made anew')\n"
-            "except (ValueError, TypeError) as error:\n"
-            "    assert 'allow_pickle' in str(error), f'the error must name allow_pickle: {error}'"
+            "try:\n    found = loader.get('key', lambda key: 'made anew')\n"
+            "except (ValueError, TypeError) as error:\n    found = error"
         )
         script.do("Trap.assert_unsprung()")
+        script.do("assert found == 'made anew' or 'allow_pickle' in str(found), f'found {found!r}'")

@@ -66,11 +66,11 @@ class CacheServer:
         if not self.host:
             self.host = address
         elif self._is_real:
-            with redis.Redis(**address) as client:
+            with redis.Redis(**address, protocol=2) as client:
                 client.config_set("requirepass", self.host["password"])
         else:
             self._server._listener.password = self.host["password"].encode()
-        self._client = redis.Redis(**self.host, single_connection_client=True)
+        self._client = redis.Redis(**self.host, protocol=2, single_connection_client=True)
         self._refuses = False
 
     def kill(self) -> None:
@@ -87,7 +87,8 @@ class CacheServer:
             self._client.config_set("maxmemory-policy", "noeviction")
             self._client.config_set("maxmemory", 1 if refuse else _CAPACITY)
         else:
-            self._server._listener.database = _Database(self._server._listener.database, refuse)
+            listener = self._server._listener
+            listener.database = _Full(listener.database) if refuse else getattr(listener.database, "emptier", listener.database)
 
     def reset(self) -> None:
         """Run, be empty, and take writes."""
@@ -111,18 +112,18 @@ class CacheServer:
         self._client.set(key, data)
 
 
-class _Database:
-    """A database of fakeredis that may take no more."""
+class _Full:
+    """A database of fakeredis that takes no more."""
 
-    def __init__(self, database: Any, refuse: bool) -> None:
-        self._database, self._refuse = database, refuse
+    def __init__(self, emptier: Any) -> None:
+        self.emptier = emptier
 
     def execute_command(self, name: str, *arguments: Any) -> Any:
         import redis
 
-        if self._refuse and name in ("SET", "MSET", "SETEX", "SETNX"):
+        if name in ("SET", "MSET", "SETEX", "SETNX"):
             raise redis.ResponseError("OOM command not allowed when used memory > 'maxmemory'.")
-        return self._database.execute_command(name, *arguments)
+        return self.emptier.execute_command(name, *arguments)
 
 
 def start_servers(count: int) -> list[CacheServer]:
