@@ -338,6 +338,9 @@ MUTANTS = [
 - the two messages of a ring of two ranks swapped: both have the same bytes.
 - NaN let through where complexities are read: what sorts them looks again.
 - not looking at min*scale for poison: it overflows only where max*scale does, in chunks of one value.
+- a parameter whose gradient comes later stays out of its run: it is stepped by itself, and right.
+- a full store that is left alone for a while, read or not: S8.3 lets load_fn serve all of it.
+- a cached value's length not looked at: its checksum is over all that is left of it.
 """
 
 if __name__ == "__main__":
