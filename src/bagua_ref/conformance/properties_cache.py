@@ -1,28 +1,28 @@
-"""Caches against what their stores hold (S8): a target's ``cache`` has `CacheLoader`, with the parameters of ours."""
+"""Caches against what their stores hold (S8): a target's ``cache`` has `CacheLoader`, with the parameters of ours.
+
+What values come back as is next door.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import weakref
 from typing import TYPE_CHECKING
 
 from hypothesis import strategies as st
 
+from bagua_ref.conformance import properties_cache_values  # noqa: F401 - enters its checks
+from bagua_ref.conformance.cache_lab import LOADER, cache_script
 from bagua_ref.conformance.checks import Draw, check
-from bagua_ref.conformance.play import Play
-from bagua_ref.conformance.value_sources import TENSORS, array_sources, objects, plain_sources, tensor_sources, value_sources
+from bagua_ref.conformance.value_sources import value_sources
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from bagua_ref.conformance.lab import Lab
-    from bagua_ref.conformance.servers import ServerPool
 
-_LOADER = ("CacheLoader",)
 _names = st.one_of(st.sampled_from(["", "data", "a_b"]), st.text(max_size=6))
 _keys = st.one_of(st.integers(0, 11), st.text(max_size=5))
 _sizes = st.integers(1, 5)
-_pools: weakref.WeakKeyDictionary[Lab, ServerPool] = weakref.WeakKeyDictionary()
 
 
 def prepare() -> None:
@@ -32,42 +32,6 @@ def prepare() -> None:
 
     with contextlib.suppress(ImportError):
         import fakeredis  # noqa: F401
-
-
-def _pool(lab: Lab) -> ServerPool:
-    if lab not in _pools:
-        from bagua_ref.conformance.servers import ServerPool
-
-        _pools[lab] = ServerPool()
-        lab.resources.callback(_pools[lab].close)
-    return _pools[lab]
-
-
-class _Script(Play):
-    """A script about ``loader``, whose stores are ``servers``."""
-
-    def __init__(self, lab: Lab, servers: int, *imports: str) -> None:
-        super().__init__(lab, "cache", "from bagua_ref.conformance.servers import start_servers", *imports)
-        self.names["start_servers"] = _pool(lab).start_servers
-        self.do(f"servers = start_servers({servers})\nhosts = [server.host for server in servers]")
-
-    def loader(self, name: str = "data", size: int = 1, variable: str = "loader", more: str = "") -> None:
-        """Make a loader."""
-        arguments = f"hosts=hosts, dataset_name={name!r}, writer_buffer_size={size}{more}"
-        self.do(f"{variable} = cache.CacheLoader(backend='redis', {arguments})")
-
-
-@contextlib.contextmanager
-def _script(lab: Lab, servers: int = 1, values: str = "Source") -> Iterator[_Script]:
-    """Give a script, and end what it leaves behind, as the next one has the same servers."""
-    script = _Script(lab, servers, f"from bagua_ref.conformance.values import {values}")
-    try:
-        yield script
-    finally:
-        for left in script.names.values():
-            if hasattr(left, "num_keys"):
-                with contextlib.suppress(Exception), lab.journal.call(("close", str(script.script))):
-                    left.close()
 
 
 def _placed(names: Sequence[str], stores: int) -> list[list[str]]:
@@ -84,11 +48,11 @@ def _store_of(name: str, stores: int) -> int:
     return int(xxhash.xxh64_intdigest(name.encode(), seed=0)) % stores
 
 
-@check("cache", "S8.1", "keys", needs=_LOADER)
+@check("cache", "S8.1", "keys", needs=LOADER)
 def keys(lab: Lab, draw: Draw) -> None:
     """The value of a key lies under "{dataset_name}_{key}", in the store that xxh64 of that text names."""
     name, wanted, stores = draw(_names), draw(st.lists(_keys, min_size=1, max_size=8)), draw(st.integers(1, 4))
-    with _script(lab, stores) as script:
+    with cache_script(lab, stores) as script:
         script.do("from bagua_ref.conformance.servers import assert_keys\n\nload = Source()")
         script.loader(name, draw(_sizes))
         script.do(f"for key in {wanted!r}:\n    loader.get(key, load)")
@@ -96,12 +60,12 @@ def keys(lab: Lab, draw: Draw) -> None:
         script.do(f"assert_keys(servers, {_placed([f'{name}_{key}' for key in wanted], stores)!r})")
 
 
-@check("cache", "S8.1", "names", needs=_LOADER, effort=0.5)
+@check("cache", "S8.1", "names", needs=LOADER, effort=0.5)
 def names(lab: Lab, draw: Draw) -> None:
     """Loaders of one dataset name share values, and those of others do not."""
     both = draw(st.lists(st.sampled_from(["", "a", "b", "a_1"]), min_size=2, max_size=3))
     wanted = draw(st.lists(st.sampled_from([1, 2, "1", "1_2"]), min_size=1, max_size=4))
-    with _script(lab, draw(st.integers(1, 2))) as script:
+    with cache_script(lab, draw(st.integers(1, 2))) as script:
         script.do("load = Source()")
         made: set[str] = set()
         for number, name in enumerate(both):
@@ -113,11 +77,11 @@ def names(lab: Lab, draw: Draw) -> None:
                 made.add(full)
 
 
-@check("cache", "S8.1", "one_store_per_node", needs=_LOADER, effort=0.5)
+@check("cache", "S8.1", "one_store_per_node", needs=LOADER, effort=0.5)
 def one_store_per_node(lab: Lab, draw: Draw) -> None:
     """With cluster_mode=False node k keeps everything in store k modulo the number of stores."""
     stores, node, wanted = draw(st.integers(1, 3)), draw(st.integers(0, 4)), draw(st.lists(_keys, min_size=1, max_size=5))
-    with _script(lab, stores) as script:
+    with cache_script(lab, stores) as script:
         script.do(
             "import os\nfrom unittest import mock\n\nfrom bagua_ref.conformance.servers import assert_keys\n\nload = Source()"
         )
@@ -129,12 +93,12 @@ def one_store_per_node(lab: Lab, draw: Draw) -> None:
         script.do(f"assert_keys(servers, {expected!r})")
 
 
-@check("cache", "S8.2", "get", needs=_LOADER, effort=1.5)
+@check("cache", "S8.2", "get", needs=LOADER, effort=1.5)
 def get(lab: Lab, draw: Draw) -> None:
     """Get returns what was made for a key, by whichever loader; load_fn is called for new keys alone; writes wait as announced."""
     stores, size, name = draw(st.integers(1, 3)), draw(_sizes), draw(st.sampled_from(["data", "d", ""]))
     moves = draw(st.lists(st.one_of(st.integers(0, 5), st.sampled_from(["flush", "close", "num_keys"])), min_size=2, max_size=16))
-    with _script(lab, stores, "Source, assert_same") as script:
+    with cache_script(lab, stores, "Source, assert_same") as script:
         script.do("from bagua_ref.conformance.servers import assert_keys\n\nload = Source()")
         script.loader(name, size)
         stored: dict[int, str] = {}
@@ -160,10 +124,10 @@ def get(lab: Lab, draw: Draw) -> None:
             script.do(f"assert_keys(servers, {_placed([f'{name}_{key}' for key in stored], stores)!r})")
 
 
-@check("cache", "S8.2", "none", needs=_LOADER, effort=0.2)
+@check("cache", "S8.2", "none", needs=LOADER, effort=0.2)
 def none(lab: Lab, draw: Draw) -> None:
     """A cached None is a hit."""
-    with _script(lab, 1) as script:
+    with cache_script(lab, 1) as script:
         script.do("load = Source({'key': None})")
         script.loader("d", draw(_sizes))
         for _ in range(2):
@@ -175,11 +139,11 @@ def none(lab: Lab, draw: Draw) -> None:
             script.loader("d")
 
 
-@check("cache", "S8.2", "num_keys", needs=_LOADER, effort=0.5)
+@check("cache", "S8.2", "num_keys", needs=LOADER, effort=0.5)
 def num_keys(lab: Lab, draw: Draw) -> None:
     """Num_keys writes what waits, and counts the keys of all datasets in all stores."""
     stores, counts = draw(st.integers(1, 3)), draw(st.lists(st.integers(0, 5), min_size=1, max_size=3))
-    with _script(lab, stores) as script:
+    with cache_script(lab, stores) as script:
         script.do("load = Source()")
         for number, count in enumerate(counts):
             script.loader(f"set {number}", 10, f"loader{number}")
@@ -188,11 +152,11 @@ def num_keys(lab: Lab, draw: Draw) -> None:
             script.do(f"found = loader{number}.num_keys()\nassert found == {total}, f'num_keys() is {{found}}, not {total}'")
 
 
-@check("cache", "S8.2", "worker", needs=_LOADER, effort=0.2)
+@check("cache", "S8.2", "worker", needs=LOADER, effort=0.2)
 def worker(lab: Lab, draw: Draw) -> None:
     """What a worker process has made is written when it ends, and what its parent had waiting is not lost."""
     size, mine, theirs = draw(st.integers(2, 6)), draw(st.integers(0, 3)), draw(st.integers(1, 9))
-    with _script(lab, 1) as script:
+    with cache_script(lab, 1) as script:
         script.do("from bagua_ref.conformance.servers import assert_keys, in_worker\n\nload = Source()")
         script.loader("d", size)
         script.do(f"for key in range({mine}):\n    loader.get(key, load)")
@@ -204,11 +168,11 @@ def worker(lab: Lab, draw: Draw) -> None:
         script.do(f"assert_keys(servers, {[[f'd_{key}' for key in (*range(mine), *range(100, 100 + theirs))]]!r})")
 
 
-@check("cache", "S8.2", "dataset", needs=(*_LOADER, "CachedDataset"), effort=0.5)
+@check("cache", "S8.2", "dataset", needs=(*LOADER, "CachedDataset"), effort=0.5)
 def dataset(lab: Lab, draw: Draw) -> None:
     """A cached dataset has the samples of the dataset, and makes each once."""
     length, name = draw(st.integers(4, 12)), draw(_names)
-    with _script(lab, draw(st.integers(1, 3)), "assert_same") as script:
+    with cache_script(lab, draw(st.integers(1, 3)), "assert_same") as script:
         script.do(
             "class Squares(torch.utils.data.Dataset):\n    made = []\n\n"
             f"    def __len__(self):\n        return {length}\n\n"
@@ -242,14 +206,14 @@ def _damaged(draw: Draw, server: str) -> str:
     return f"data = {server}.get('d_key')\n{server}.set('d_key', {data})"
 
 
-@check("cache", "S8.3", "damage", needs=_LOADER, effort=1.5)
+@check("cache", "S8.3", "damage", needs=LOADER, effort=1.5)
 def damage(lab: Lab, draw: Draw) -> None:
     """A value that was cut, changed or written by others is made anew: never an exception, never another value."""
     stores = draw(st.integers(1, 2))
     value = draw(
         st.one_of(st.sampled_from(["b'some bytes' * 5", "tensor('int32', (8,), '0102030405060708' * 4)"]), value_sources())
     )
-    with _script(lab, stores, "Source, array, assert_same, double, tensor") as script:
+    with cache_script(lab, stores, "Source, array, assert_same, double, tensor") as script:
         script.do(f"value = {value}\nload = Source({{'key': value}})")
         script.loader("d")
         script.do("loader.get('key', load)\nloader.close()")
@@ -259,12 +223,12 @@ def damage(lab: Lab, draw: Draw) -> None:
             script.do("assert_same(loader.get('key', load), value)")
 
 
-@check("cache", "S8.3", "down", needs=_LOADER, effort=0.4)
+@check("cache", "S8.3", "down", needs=LOADER, effort=0.4)
 def down(lab: Lab, draw: Draw) -> None:
     """Without a store load_fn serves, with one warning; other stores go on."""
     stores, size, wanted = draw(st.integers(1, 3)), draw(_sizes), draw(st.lists(st.integers(0, 9), min_size=2, max_size=12))
     dead, early = draw(st.integers(0, stores - 1)), draw(st.booleans())
-    with _script(lab, stores, "Source, assert_same") as script:
+    with cache_script(lab, stores, "Source, assert_same") as script:
         script.do(f"import warnings\n\nload = Source({{key: f'value {{key}}' for key in range(10)}})\ndead = servers[{dead}]")
         if early:
             script.do("dead.kill()")
@@ -287,12 +251,12 @@ def down(lab: Lab, draw: Draw) -> None:
         script.do("loader.num_keys()\nloader.close()")
 
 
-@check("cache", "S8.3", "full", needs=_LOADER, effort=0.3)
+@check("cache", "S8.3", "full", needs=LOADER, effort=0.3)
 def full(lab: Lab, draw: Draw) -> None:
     """Where a store takes no more, load_fn serves what it lacks, with one warning."""
     size, old, new = draw(_sizes), draw(st.integers(1, 4)), draw(st.integers(1, 8))
     new = max(new, size)  # one is written at least
-    with _script(lab, 1, "Source, assert_same") as script:
+    with cache_script(lab, 1, "Source, assert_same") as script:
         script.do("import warnings\n\nload = Source({key: f'value {key}' for key in range(20)})")
         script.loader("d", size)
         script.do(f"for key in range({old}):\n    loader.get(key, load)\nloader.flush()\nservers[0].refuse_writes()")
@@ -309,10 +273,10 @@ def full(lab: Lab, draw: Draw) -> None:
         )
 
 
-@check("cache", "S8.3", "warns_once", needs=_LOADER, effort=0.05)
+@check("cache", "S8.3", "warns_once", needs=LOADER, effort=0.05)
 def warns_once(lab: Lab, draw: Draw) -> None:
     """A store that stays down is one warning, however often it is asked."""
-    with _script(lab, 1) as script:
+    with cache_script(lab, 1) as script:
         script.do("import time\nimport warnings\n\nload = Source()\nservers[0].kill()")
         script.loader("d", draw(_sizes))
         script.do(
@@ -325,11 +289,11 @@ def warns_once(lab: Lab, draw: Draw) -> None:
         )
 
 
-@check("cache", "S8.3", "back", needs=_LOADER, effort=0.08)
+@check("cache", "S8.3", "back", needs=LOADER, effort=0.08)
 def back(lab: Lab, draw: Draw) -> None:
     """A store that is back is used again, and what waited for it is not more than the write buffer holds."""
     size, made = draw(_sizes), draw(st.integers(2, 5))
-    with _script(lab, 1) as script:
+    with cache_script(lab, 1) as script:
         script.do("import itertools\nimport time\n\nfrom bagua_ref.conformance.servers import assert_within\n")
         script.do("load = Source()\nnumbers = itertools.count()")
         script.loader("d", size)
@@ -341,94 +305,14 @@ def back(lab: Lab, draw: Draw) -> None:
         script.do("assert_within(8, is_used, 'the store is used again')")
 
 
-@check("cache", "S8.3", "counters", needs=_LOADER, effort=0.5)
+@check("cache", "S8.3", "counters", needs=LOADER, effort=0.5)
 def counters(lab: Lab, draw: Draw) -> None:
     """Stats() tells hits and misses, and no errors where there are none."""
     wanted = draw(st.lists(st.integers(0, 5), min_size=1, max_size=10))
-    with _script(lab, draw(st.integers(1, 2))) as script:
+    with cache_script(lab, draw(st.integers(1, 2))) as script:
         script.do("load = Source()")
         script.loader("d", draw(_sizes))
         script.do(f"for key in {wanted}:\n    loader.get(key, load)\nstats = loader.stats()")
         expected = (len(wanted) - len(set(wanted)), len(set(wanted)), 0)
         found = "(stats.hits, stats.misses, stats.errors)"
         script.do(f"assert {found} == {expected}, f'hits, misses, errors are {{{found}}}, not {expected}'")
-
-
-def _come_back(lab: Lab, draw: Draw, sources: list[str]) -> None:
-    """Let values be made, and read from the store, without pickle, and compare."""
-    with _script(lab, 1, "Source, array, assert_same, double, tensor, without_pickle") as script:
-        script.do(f"values = [{', '.join(sources)}]\nload = Source(dict(enumerate(values)))")
-        script.loader("d", draw(_sizes))
-        for turn in ("made", "read"):
-            script.do(
-                "with without_pickle():\n    found = [loader.get(place, load) for place in range(len(values))]\n    loader.close()"
-            )
-            script.do("assert_same(found, values, 'values')")
-            if turn == "made":
-                script.loader("d")
-        script.do("load.expect(*range(len(values)))")
-
-
-@check("cache", "S8.5", "tensors", dtypes=TENSORS, needs=_LOADER, effort=0.12)
-def tensors(lab: Lab, draw: Draw) -> None:
-    """Tensors of any shape and strides come back bit for bit, without pickle."""
-    _come_back(lab, draw, draw(st.lists(tensor_sources(lab.dtype_name), min_size=1, max_size=3)))
-
-
-@check("cache", "S8.5", "arrays", needs=_LOADER, effort=0.8)
-def arrays(lab: Lab, draw: Draw) -> None:
-    """Arrays of any dtype, byte order, shape and strides come back bit for bit, without pickle."""
-    _come_back(lab, draw, draw(st.lists(array_sources(), min_size=1, max_size=4)))
-
-
-@check("cache", "S8.5", "plain", needs=_LOADER, effort=0.8)
-def plain(lab: Lab, draw: Draw) -> None:
-    """None, bool, int, float, str and bytes come back as they are, without pickle."""
-    _come_back(lab, draw, draw(st.lists(plain_sources(), min_size=1, max_size=6)))
-
-
-@check("cache", "S8.5", "containers", needs=_LOADER, effort=0.8)
-def containers(lab: Lab, draw: Draw) -> None:
-    """Tuples, lists and dicts of all these come back as they are, however nested, without pickle."""
-    _come_back(lab, draw, draw(st.lists(value_sources(), min_size=1, max_size=2)))
-
-
-@check("cache", "S8.5", "needs_pickle", needs=_LOADER, effort=0.5)
-def needs_pickle(lab: Lab, draw: Draw) -> None:
-    """Other objects are an error that names allow_pickle, and nothing is stored; with allow_pickle=True they are kept."""
-    value = draw(objects())
-    with _script(lab, 1, "Source, Thing, array, double, tensor") as script:
-        script.do(f"value = {value}\nload = Source({{'key': value}})")
-        more = draw(st.sampled_from(["", ", allow_pickle=None", ", allow_pickle=False"]))
-        script.loader("d", 1, more=more)
-        script.do(
-            "try:\n    loader.get('key', load)\nexcept Exception as error:\n"
-            "    assert 'allow_pickle' in str(error), f'the error must name allow_pickle: {error}'\n"
-            "else:\n    raise AssertionError('an object that needs pickle must be an error')"
-        )
-        script.do("loader.flush()\nassert servers[0].keys() == [], f'{servers[0].keys()} were stored'")
-        script.loader("d", 1, "other", more=", allow_pickle=True")
-        script.do("load.calls.clear()\nother.get('key', load)\nother.close()")
-        script.loader("d", 1, "other", more=", allow_pickle=True")
-        script.do("found = other.get('key', load)\nload.expect('key')")
-        script.do("assert str(found) == str(value) or found == value, f'{found!r} instead of {value!r}'")
-
-
-@check("cache", "S8.5", "runs_nothing", needs=_LOADER, effort=0.5)
-def runs_nothing(lab: Lab, draw: Draw) -> None:
-    """Reading runs no code of whoever wrote, unless allow_pickle=True says that it may."""
-    bare = draw(st.booleans())
-    nested = draw(st.sampled_from(["Trap()", "[1, Trap()]", "{'key': (None, Trap())}"]))
-    with _script(lab, 1, "Trap") as script:
-        if bare:
-            script.do(f"import pickle\n\nservers[0].set('d_key', pickle.dumps({nested}, {draw(st.integers(0, 5))}))")
-        else:
-            script.loader("d", 1, "writer", more=", allow_pickle=True")
-            script.do(f"writer.get('key', lambda key: {nested})\nwriter.close()")
-        script.loader("d", 1, more=draw(st.sampled_from(["", ", allow_pickle=False"])))
-        script.do(
-            "try:\n    found = loader.get('key', lambda key: 'made anew')\n"
-            "except (ValueError, TypeError) as error:\n    found = error"
-        )
-        script.do("Trap.assert_unsprung()")
-        script.do("assert found == 'made anew' or 'allow_pickle' in str(found), f'found {found!r}'")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bagua_ref import contrib
 from bagua_ref.conformance.world import own_communicator
 
 __all__ = ["ReferenceTarget"]
@@ -14,6 +13,9 @@ class ReferenceTarget:
     name = "bagua_ref"
     kernels = "reference"
     communicator = staticmethod(own_communicator)
-    samplers = contrib
-    cache = contrib
-    fuse_optimizer = staticmethod(contrib.fuse_optimizer)
+
+    def __init__(self) -> None:
+        from bagua_ref import contrib
+
+        self.samplers = self.cache = contrib
+        self.fuse_optimizer = contrib.fuse_optimizer

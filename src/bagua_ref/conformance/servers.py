@@ -12,8 +12,6 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from bagua_ref.contrib.cache.fake_server import start_fake_server
-from bagua_ref.contrib.cache.server import find_program, start_redis_server
 from bagua_ref.errors import BackendUnavailableError
 
 if TYPE_CHECKING:
@@ -33,6 +31,8 @@ def reason_without_servers() -> str:
 
 
 def _has_program() -> bool:
+    from bagua_ref.contrib.cache.server import find_program
+
     try:
         find_program()
     except BackendUnavailableError:
@@ -56,6 +56,9 @@ class CacheServer:
     def start(self) -> None:
         """Start it, empty, where it was before; nothing if it runs."""
         import redis
+
+        from bagua_ref.contrib.cache.fake_server import start_fake_server
+        from bagua_ref.contrib.cache.server import start_redis_server
 
         if self._server is not None:
             return
