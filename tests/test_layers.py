@@ -46,7 +46,8 @@ HOUSE = (
         2,
         (
             "backends", "backends.reference", "backends.reference.*", "backends.cuda", "backends.cuda.*",
-            "communicators", "communicators.torch_distributed", "communicators.connection", "communicators.rendezvous", "communicators.watch",
+            "communicators", "communicators.torch_distributed", "communicators.connection", "communicators.rendezvous",
+            "communicators.watch",
             "communicators.simulated", "communicators.scheduler", "communicators.hierarchical",
         ),
         layers(range(3)),

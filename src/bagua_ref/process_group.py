@@ -20,8 +20,9 @@ from bagua_ref.errors import NotInitializedError
 from bagua_ref.runtime import Identity, current_world
 
 if TYPE_CHECKING:
-    import torch
     from collections.abc import Iterator, Sequence
+
+    import torch
 
     from bagua_ref.runtime import RealWorld, World
     from bagua_ref.types import Transport

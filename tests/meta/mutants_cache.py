@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
-LOADER, BUFFER, GUARD, CODEC, ARRAYS = "contrib/cache_loader.py", *(f"contrib/cache/{name}.py" for name in ("write_buffer", "guard", "codec", "arrays"))
+LOADER, BUFFER, GUARD, CODEC, ARRAYS = (
+    "contrib/cache_loader.py",
+    *(f"contrib/cache/{name}.py" for name in ("write_buffer", "guard", "codec", "arrays")),
+)
 DATASET, STORE, REDIS = "contrib/cached_dataset.py", "contrib/utils/store.py", "contrib/utils/redis_store.py"
 NAMES = 'names = [f"{self.dataset_name}_{key}" for key in keys]'
 CACHES: list[tuple[str, str, str, str, str]] = [

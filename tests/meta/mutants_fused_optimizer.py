@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-OPTIMIZER, FUSER, GROUPING, LAYOUT, PLAN, RUN, VERIFY = (f"contrib/fuse/{name}.py" for name in ("optimizer", "fuser", "grouping", "layout", "plan", "run", "verify"))
+OPTIMIZER, FUSER, GROUPING, LAYOUT, PLAN, RUN, VERIFY = (
+    f"contrib/fuse/{name}.py" for name in ("optimizer", "fuser", "grouping", "layout", "plan", "run", "verify")
+)
 FUSED_OPTIMIZERS: list[tuple[str, str, str, str, str]] = [
     ("offset 0 of a larger storage is taken for the weights", "S6", LAYOUT, "// tensors[0].element_size(),), (1,))", "// tensors[0].element_size(),), (1,), 0)"),
     ("tensors with gaps between them are taken for neighbours", "S6", LAYOUT, "before.element_size() == after.data_ptr()", "before.element_size() <= after.data_ptr()"),
