@@ -398,7 +398,21 @@ def test_a_rank_that_dies_leaves_its_whole_steps(tmp_path: Path) -> None:
     assert len(report.notes) == 2
 
 
-def test_a_crash_leaves_all_whole_steps(tmp_path: Path) -> None:
+def test_an_operation_that_is_none_of_ours_runs_and_is_not_recorded(tmp_path: Path) -> None:
+    def rank(comm: Any) -> list[float]:
+        bagua_ref.init_process_group()
+        bucket = BaguaBucket([torch.ones(2).ensure_bagua_tensor("t")], "0", flatten=True)  # type: ignore[attr-defined]
+        bucket._ops.append(lambda flat: flat.mul_(3))
+        with Recorder(tmp_path) as recorder:
+            bucket.execute()
+        assert recorder.steps_written == 0
+        return bucket.tensors[0].tolist()
+
+    assert SimulatedWorld(1).run(rank) == [[3.0, 3.0]]
+
+
+def test_a_crash_leaves_all_whole_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(current_world(), "observers", ())  # restored afterwards, as nobody leaves the recorder
     recorder = Recorder(tmp_path, rank=0, world_size=1)
     recorder.__enter__()
     for _ in range(3):

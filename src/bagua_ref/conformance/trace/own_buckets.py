@@ -9,6 +9,7 @@ from bagua_ref.comm_ops import (
     CentralizedFullPrecision,
     CentralizedLowPrecision,
     CentralizedScatterGather,
+    CommOp,
     Decentralized,
     Hierarchical,
     LowPrecisionDecentralized,
@@ -54,7 +55,7 @@ class OwnBuckets:
 
     def before_op(self, bucket: BaguaBucket, op: Any, flat: Tensor, divisor: int) -> None:
         """Record what goes in: the flat tensor; of a ring, its replicas where they are not the outputs of the step before."""
-        if not self._recorder.recording:
+        if not self._recorder.recording or not isinstance(op, CommOp | PythonOp):
             return
         if isinstance(op, PythonOp):
             if _QADAM in repr(op):
@@ -91,7 +92,7 @@ class OwnBuckets:
 
     def after_op(self, bucket: BaguaBucket, op: Any, flat: Tensor) -> None:
         """Record what came out; a decentralized operation's result comes with the copy into the tensors."""
-        if not self._recorder.recording or isinstance(op, PythonOp | Decentralized):
+        if not self._recorder.recording or not isinstance(op, CommOp) or isinstance(op, Decentralized):
             return
         name = self._name(bucket, op)
         if not isinstance(op, AsynchronousModelAverage):
