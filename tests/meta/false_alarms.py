@@ -35,7 +35,7 @@ def run(backend: str, profile: str, seed: int, jobs: int) -> dict[str, Any]:
     if backend == "cuda-emulated":
         target.kernels = EmulatedBackend()
         target.name = backend
-    report = run_conformance(target, BACKENDS[backend], profile, seed=seed, jobs=jobs, time_limit=60)
+    report = run_conformance(target, BACKENDS[backend], profile, seed=seed, jobs=jobs, time_limit=600)
     passed: dict[str, int] = {}
     for result in report.results:
         passed[result.suite] = passed.get(result.suite, 0) + (result.status == "passed")

@@ -17,7 +17,7 @@ from bagua_ref.conformance.reference_target import ReferenceTarget
 
 ROOT = Path(__file__).parents[2]
 MUTANTS = ROOT / "tests" / "meta" / "mutants.py"
-SEED = int.from_bytes(os.urandom(4), "big")
+SEED = 0 if "CI" in os.environ else int.from_bytes(os.urandom(4), "big")  # CI judges a change, not its luck
 
 
 def load(path):
