@@ -315,12 +315,15 @@ def test_S5_buffers_are_broadcast_before_training_forwards_outside_no_sync(mode:
 
 
 def test_two_forwards_may_come_before_a_backward() -> None:
-    def rank(r: int) -> None:
+    def rank(r: int) -> list[list[float]]:
         model = DistributedDataParallel(network())
         # Batch normalisation saves its statistics for backward: autograd must not see the broadcast as a change of them.
         (model(batch(r, 0)).sum() + model(batch(r, 1)).square().sum()).backward()
+        return [parameter.grad.reshape(-1).tolist() for parameter in model.parameters()]
 
-    simulate(2, rank)
+    first, second = simulate(2, rank)
+    assert first == second
+    assert any(map(any, first))
 
 
 def test_a_wrapper_without_buffers_or_without_other_ranks_makes_no_connections_for_them() -> None:

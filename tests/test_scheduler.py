@@ -179,9 +179,12 @@ def test_threads_that_take_their_time_to_end_are_waited_for(monkeypatch):
     def slow(scheduler, task):
         main(scheduler, task)
         time.sleep(0.05)
+        ended.append(task)
 
+    ended = []
     monkeypatch.setattr(Scheduler, "_main", slow)
     SimulatedWorld(3).run(lambda comm: comm.barrier())
+    assert len(ended) == 3
 
 
 def test_code_that_catches_everything_cannot_keep_a_thread():

@@ -226,6 +226,23 @@ def test_S2_5_what_is_done_in_time_is_not_given_up_and_what_is_not_is_once():
     wait_until(lambda: len(given_up) == 2)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the thread's death is what is meant
+def test_S2_5_work_that_fails_is_given_up_and_a_watch_that_died_of_giving_up_is_begun_anew():
+    class Failed(Work):
+        def is_completed(self) -> bool:
+            raise RuntimeError("remote error")
+
+    def give_up() -> None:
+        given_up.append("failed")
+        raise RuntimeError("the library cannot be aborted")
+
+    watch, given_up = Watch(), []
+    watch.add(Failed(completed=False), 0.0, give_up)
+    wait_until(lambda: given_up and not watch._thread.is_alive())
+    watch.add(Work(completed=False), 0.0, lambda: given_up.append("next"))
+    wait_until(lambda: given_up == ["failed", "next"])
+
+
 def test_S2_5_after_a_collective_that_does_not_end_the_next_one_raises_and_the_library_is_aborted(monkeypatch):
     connection = Connection(dist.HashStore(), 0, 1, 0.3, "a group")
     aborted = []

@@ -42,7 +42,7 @@ class Watch:
         """
         with self._lock:
             self._under_way.append(_UnderWay(work, time.monotonic() + timeout, give_up))
-            if self._thread is None:
+            if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._look, name="bagua_ref watch of collectives", daemon=True)
                 self._thread.start()
 
@@ -53,7 +53,7 @@ class Watch:
                 now, watched = time.monotonic(), self._under_way
                 self._under_way = deque()
                 for entry in watched:
-                    if not entry.work.is_completed():
+                    if not _is_done(entry.work):
                         (late if now > entry.deadline else self._under_way).append(entry)
                 if not self._under_way and not late:
                     self._thread = None
@@ -62,3 +62,11 @@ class Watch:
                 entry.give_up()
             del late, watched
             time.sleep(_GLANCE)
+
+
+def _is_done(work: Any) -> bool:
+    """Return whether ``work`` has come to an end; one that has failed never does, and is given up in time."""
+    try:
+        return bool(work.is_completed())
+    except RuntimeError:
+        return False
