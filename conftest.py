@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 # Two pytest workers, each with ranks of its own, share the cores: more threads per rank only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 # A job in the background of a shell ignores Ctrl-C, and so would the tests that press it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -43,14 +49,50 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_left_to_the_next_file() -> Iterator[None]:
+    """Let no file meet what another left in its process: which files share one changes from run to run."""
+    environment, children = _environment(), _children()
+    yield
+    _end_job_servers()
+    from bagua_ref import backends
+    from bagua_ref.runtime import current_world
+
+    assert not torch.distributed.is_initialized()
+    assert backends._process_wide == []
+    assert current_world().observers == ()
+    assert torch.get_default_dtype() is torch.float32
+    assert _environment() == environment
+    assert {pid: line for pid, line in _children().items() if pid not in children} == {}
+
+
+def _environment() -> dict[str, str]:
+    """Return the variables that say who a rank is and what it uses; other libraries leave some of their own."""
+    return {name: text for name, text in os.environ.items() if any(word in name for word in ("BAGUA", "RANK", "WORLD", "MASTER"))}
+
+
+def _children() -> dict[str, str]:
+    """Return the command lines of this process's children, but for the one that Python's multiprocessing keeps."""
+    found = {}
+    for pid in (pid for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()):
+        with contextlib.suppress(FileNotFoundError):
+            found[pid] = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    return {pid: line for pid, line in found.items() if "resource_tracker" not in line}
+
+
+def _end_job_servers() -> None:
+    from bagua_ref.contrib.cache import job_servers
+
+    for kind in ("redis", "fakeredis"):
+        job_servers.shutdown(kind)
+
+
 @pytest.fixture(autouse=True)
 def _docstring_examples(request: pytest.FixtureRequest, doctest_namespace: dict[str, object]) -> None:
     """Let examples in docstrings use torch and the package's public names without importing them, and find no caches of others."""
     if isinstance(request.node, pytest.DoctestItem):
         import bagua_ref
-        from bagua_ref.contrib.cache import job_servers
 
-        for kind in ("redis", "fakeredis"):
-            job_servers.shutdown(kind)  # a test that ran before in this process may have filled its job's cache
+        _end_job_servers()  # a test that ran before in this process may have filled its job's cache
         doctest_namespace.update({"torch": torch, "bagua_ref": bagua_ref})
         doctest_namespace.update({name: getattr(bagua_ref, name) for name in bagua_ref.__all__})
