@@ -72,12 +72,12 @@ def _environment() -> dict[str, str]:
 
 
 def _children() -> dict[str, str]:
-    """Return the command lines of this process's children, but for the one that Python's multiprocessing keeps."""
+    """Return the command lines of this process's children, but for those that Python's multiprocessing keeps."""
     found = {}
     for pid in (pid for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()):
         with contextlib.suppress(FileNotFoundError):
             found[pid] = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-    return {pid: line for pid, line in found.items() if "resource_tracker" not in line}
+    return {pid: line for pid, line in found.items() if "resource_tracker" not in line and "forkserver" not in line}
 
 
 def _end_job_servers() -> None:
