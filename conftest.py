@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -81,10 +82,17 @@ def _children() -> dict[str, str]:
 
 
 def _end_job_servers() -> None:
-    from bagua_ref.contrib.cache import job_servers
-
-    for kind in ("redis", "fakeredis"):
+    job_servers = sys.modules.get("bagua_ref.contrib.cache.job_servers")  # to import it takes redis, which not everyone has
+    for kind in ("redis", "fakeredis") if job_servers else ():
         job_servers.shutdown(kind)
+
+
+@pytest.fixture
+def no_thread_is_left() -> Iterator[None]:
+    """Fail a test that leaves a thread behind."""
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) == before
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ from importlib.metadata import EntryPoint
 
 import pytest
 import torch
+from tests.threads import assert_right_on_threads
 
 import bagua_ref.backends as registry
 from bagua_ref.backends import KernelBackend, available_backends, get_backend, register_backend, use_backend
@@ -364,19 +365,7 @@ def test_kernels_on_many_threads_do_not_share_buffers():
     generator = torch.Generator().manual_seed(3)
     inputs = [torch.randn(3 * BLOCK, generator=generator).to(torch.bfloat16) for _ in range(4)]
     expected = [kernels.compress_minmax_uint8(x, 3) for x in inputs]
-    wrong: list[int] = []
-
-    def work(index: int) -> None:
-        for _ in range(10):
-            if not torch.equal(kernels.compress_minmax_uint8(inputs[index], 3), expected[index]):
-                wrong.append(index)
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    assert_right_on_threads(lambda index: kernels.compress_minmax_uint8(inputs[index], 3), expected, rounds=10)
 
 
 def test_every_kernel_is_abstract_behind_its_checks():

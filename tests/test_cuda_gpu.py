@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
 import torch
+from tests.threads import assert_right_on_threads
 from torch import Tensor, nn
 
 import bagua_ref
@@ -101,20 +101,13 @@ def test_two_threads_on_two_streams_and_two_on_one():
     inputs = [numbers(200_000, torch.float32, seed=seed) * 10**seed for seed in range(4)]
     expected = [reference.compress_minmax_uint8(x, 2) for x in inputs]
     torch.cuda.synchronize()
-    streams, wrong = [torch.cuda.Stream() for _ in range(2)], []
+    streams = [torch.cuda.Stream() for _ in range(2)]
 
-    def work(index: int) -> None:
+    def compress(index: int) -> Tensor:
         with torch.cuda.stream(streams[index // 2]):
-            for _ in range(50):
-                if not torch.equal(cuda.compress_minmax_uint8(inputs[index], 2), expected[index]):
-                    wrong.append(index)
+            return cuda.compress_minmax_uint8(inputs[index], 2)
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    assert_right_on_threads(compress, expected, rounds=50)
 
 
 def test_kernels_do_not_wait_for_the_device():

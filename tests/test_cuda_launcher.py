@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.cuda_emulation import build
 from tests.cuda_emulation.backend import emulator
+from tests.threads import assert_right_on_threads
 
 import bagua_ref.backends as registry
 from bagua_ref.backends import available_backends, get_backend
@@ -198,19 +199,7 @@ def test_threads_on_one_stream_do_not_take_each_other_s_workspace(cuda):
     kernels, reference = OnCpu(), get_backend("reference")
     inputs = [torch.randn(60_000, generator=torch.Generator().manual_seed(seed)) * 10**seed for seed in range(4)]
     expected = [reference.compress_minmax_uint8(x, 2) for x in inputs]
-    wrong: list[int] = []
-
-    def work(index: int) -> None:
-        for _ in range(5):
-            if not torch.equal(kernels.compress_minmax_uint8(inputs[index], 2), expected[index]):
-                wrong.append(index)
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    assert_right_on_threads(lambda index: kernels.compress_minmax_uint8(inputs[index], 2), expected, rounds=5)
 
 
 def test_what_cuda_refuses_is_an_error_with_its_words(cuda):

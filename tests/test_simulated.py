@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 
 import pytest
 import torch
@@ -13,12 +12,7 @@ from bagua_ref.runtime import current_world
 from bagua_ref.simulation import SimulatedWorld
 from bagua_ref.types import ReduceOp
 
-
-@pytest.fixture(autouse=True)
-def _no_thread_is_left():
-    before = set(threading.enumerate())
-    yield
-    assert set(threading.enumerate()) == before
+pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 
 
 def one(value=0.0, count=1):

@@ -13,12 +13,7 @@ from bagua_ref.env import get_local_rank, get_local_size, get_node_rank, get_ran
 from bagua_ref.runtime import current_world
 from bagua_ref.simulation import SimulatedWorld
 
-
-@pytest.fixture(autouse=True)
-def _no_thread_is_left():
-    before = set(threading.enumerate())
-    yield
-    assert set(threading.enumerate()) == before
+pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 
 
 def one(value=0.0, count=1):
