@@ -101,9 +101,11 @@ def test_S3_4_the_result_waits_in_peer_weight_and_steps_are_counted(flatten: boo
         assert bucket._decentralized_op is op
         assert bucket._peer_weight is peer_weight
         assert op.step == 0
+        version = tensor._version
         bucket.execute()
         assert op.step == 1
         assert tensor.tolist() == [r] * 3
+        assert tensor._version == version, "autograd would take a write for a change, in the middle of a forward"
         assert peer_weight.tolist() == [(r + (r + 2) % 4) / 2] * 3
         op.copy_back_peer_weight(bucket)
         first = tensor[0].item()

@@ -164,7 +164,9 @@ class BaguaBucket:
             op(flat)
             for observer in observers:
                 observer.after_op(self, op, flat)
-            if not self.flatten and not isinstance(op, PythonOp):  # that one writes the tensors themselves
+            # A Python function writes the tensors themselves. A decentralized operation changes none before copy-back, and a forward
+            # or backward uses them meanwhile: autograd would take a write, even of equal values, for a change.
+            if not self.flatten and not isinstance(op, (PythonOp, Decentralized)):
                 self.copy_from_flat(flat)
         if self.flatten and any(isinstance(op, PythonOp) for op in self._ops):
             self._storage.load(self.kernels)  # a Python function may have put other tensors in place
