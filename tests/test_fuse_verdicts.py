@@ -209,6 +209,26 @@ def test_a_class_that_does_not_is_refused_with_the_reason(cls: Any, why: str) ->
     assert not optimizer.state
 
 
+@pytest.mark.parametrize(
+    "special",
+    [
+        lambda p: p.ndim > 3,  # as gradient centralization, which many apply to convolutions only
+        lambda p: p.ndim == 5,
+        lambda p: p.ndim == 0,
+        lambda p: p.ndim == 2 and p.shape[0] == p.shape[1],
+        lambda p: p.ndim > 1 and min(p.shape) >= 128,  # as Adafactor's factors in most of its implementations
+        lambda p: p.numel() >= 4096,  # as state of 8 bits
+    ],
+)
+def test_a_class_that_treats_a_few_shapes_otherwise_is_refused(special: Any) -> None:
+    class Special(Base):
+        def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
+            p.sub_(grad.sign() if special(p) else grad, alpha=group["lr"])
+
+    with pytest.raises(ValueError, match=r"optimizer=Special cannot be fused: .*shapes or order matter"):
+        fuse_optimizer(Special(parameters()))
+
+
 def test_every_groups_options_are_tried() -> None:
     ps = parameters()
     groups = [{"params": ps[:2], "weight_decay": 0.0}, {"params": ps[2:], "weight_decay": 0.1}]

@@ -164,8 +164,8 @@ class BaguaBucket:
             op(flat)
             for observer in observers:
                 observer.after_op(self, op, flat)
-            # A Python function writes the tensors themselves. A decentralized operation changes none before copy-back, and a forward
-            # or backward uses them meanwhile: autograd would take a write, even of equal values, for a change.
+            # A Python function writes the tensors themselves. A decentralized operation changes none before copy-back, and forward
+            # and backward use them meanwhile: autograd would take a write, even of equal values, for a change.
             if not self.flatten and not isinstance(op, (PythonOp, Decentralized)):
                 self.copy_from_flat(flat)
         if self.flatten and any(isinstance(op, PythonOp) for op in self._ops):

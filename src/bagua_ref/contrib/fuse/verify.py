@@ -31,8 +31,12 @@ NOT_ELEMENTWISE = {
 }
 """Classes of torch.optim that cannot be fused, and why."""
 
-SHAPES: tuple[tuple[int, ...], ...] = ((3, 5), (7,), (2, 3, 4), (130, 9), (1,), (64,))
-"""Of the clones: matrices and not, with sizes that vector loops divide and do not."""
+SHAPES: tuple[tuple[int, ...], ...] = (
+    *((3, 5), (7,), (2, 3, 4), (130, 129), (1,), (64,)),
+    *((4, 4), (), (2, 3, 2, 2), (2, 1, 2, 3, 2)),
+)
+"""Of the clones: matrices and not, with sizes that vector loops divide and do not. Some optimizers treat only weights of
+convolutions, or only what is large, in a way of its own."""
 
 STEPS = 16
 ORDINARY_STEP = 3
