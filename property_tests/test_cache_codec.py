@@ -8,7 +8,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.cache_values import Pair, Sample, same
 
@@ -136,7 +136,6 @@ def test_S8_3_a_truncated_or_changed_value_is_never_taken_for_a_value(value, dat
     at, change = data.draw(st.integers(0, len(whole) - 1), label="at"), data.draw(st.integers(1, 255), label="change")
     changed = bytearray(whole)
     changed[at] ^= change
-    assume(at not in (1, 2, 3))  # three bytes of the frame mean nothing
     for damaged in (whole[:cut], whole + b"\0", bytes(changed)):
         with pytest.raises(DamagedValueError):
             decode(damaged, allow_pickle=True)

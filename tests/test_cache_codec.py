@@ -66,6 +66,15 @@ def test_the_other_byte_order_and_other_versions_are_refused():
             decode(bytes([version]) + data[1:], allow_pickle=True)
 
 
+def test_S8_3_a_change_of_any_bit_is_damage():
+    data = encode({"a": torch.ones(2)}, allow_pickle=False)
+    for bit in range(8 * len(data)):
+        changed = bytearray(data)
+        changed[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(DamagedValueError):
+            decode(bytes(changed), allow_pickle=True)
+
+
 def test_an_array_in_a_file_comes_back_as_an_array(tmp_path):
     mapped = np.memmap(tmp_path / "numbers", dtype="<f4", mode="w+", shape=(3,))
     assert same(round_trip(mapped[1:]), np.zeros(2, "<f4"))
@@ -142,6 +151,11 @@ def test_a_pickle_without_permission_never_runs(monkeypatch):
     assert ran == []
     decode(data, allow_pickle=True)
     assert len(ran) == 1
+
+
+def test_what_pickle_refuses_is_named_with_what_to_return_instead():
+    with pytest.raises(TypeError, match=r"builtins\.function cannot be cached, as pickle raised .*; return tensors"):
+        encode([lambda: 1], allow_pickle=True)
 
 
 class Vanished:

@@ -145,6 +145,12 @@ def test_wrong_arguments_are_named(options, message):
         RedisStore(**options)
 
 
+@pytest.mark.parametrize("hosts", ["localhost:6379", {"host": "localhost", "password": "secret"}, ["localhost:6379"]])
+def test_hosts_must_be_a_list_of_dicts(hosts):
+    with pytest.raises(TypeError, match=r"hosts must be a list of dicts, such as \[\{'host': 'localhost', 'port': 6379\}\]"):
+        RedisStore(hosts=hosts)
+
+
 def test_not_cluster_mode_takes_the_nodes_own_server():
     hosts = [{"host": f"server{i}", "port": i} for i in range(2)]
     taken = SimulatedWorld(5, nodes=[1, 2, 1, 1]).run(lambda comm: repr(RedisStore(hosts=hosts, cluster_mode=False)))

@@ -21,7 +21,8 @@ __all__ = ["DamagedValueError", "TooLargeError", "decode", "encode"]
 VERSION = 1 if sys.byteorder == "little" else 129
 """First byte of every value. Numbers are stored as the machine has them, so the other byte order is another version."""
 
-_FRAME = struct.Struct("=B3xIQ")  # version, bytes in all, xxh3 of what follows
+_FRAME = struct.Struct("=B3xIQ")  # version, three zeros, bytes in all, xxh3 of what follows
+_BEGINNING = bytes((VERSION, 0, 0, 0))
 _COUNT = struct.Struct("=I")
 _INT = struct.Struct("=q")
 _FLOAT = struct.Struct("=d")
@@ -49,7 +50,7 @@ def encode(value: Any, allow_pickle: bool) -> bytes:
         allow_pickle: whether other objects may be pickled.
 
     Raises:
-        TypeError: it holds a NumPy structured array, or an object that needs pickle without permission.
+        TypeError: it holds a NumPy structured array, or an object that needs pickle without permission, or that pickle refuses.
         TooLargeError: it is larger than 512 MiB.
 
     >>> decode(encode({"tokens": torch.tensor([3, 1]), "text": "ja"}, allow_pickle=False), allow_pickle=False)
@@ -80,7 +81,7 @@ def decode(data: bytes, allow_pickle: bool) -> Any:
     Raises:
         DamagedValueError: it is truncated, foreign, of another version, or needs pickle without permission (S8.3).
     """
-    if len(data) <= _FRAME.size or data[0] != VERSION:
+    if len(data) <= _FRAME.size or data[: len(_BEGINNING)] != _BEGINNING:
         raise DamagedValueError(f"{data[:8]!r}... is no cached value of version {VERSION}")
     view = memoryview(data)
     _, size, checksum = _FRAME.unpack_from(view)
@@ -124,14 +125,22 @@ def _write(value: Any, parts: list[Any], allow_pickle: bool) -> None:
 
 
 def _write_pickled(value: Any, parts: list[Any], allow_pickle: bool) -> None:
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    plain = "return tensors, arrays, numbers, str, bytes, and tuples, lists and dicts of them"
     if not allow_pickle:
-        kind = f"{type(value).__module__}.{type(value).__qualname__}"
         raise TypeError(
             f"a value of type {kind} cannot be cached without pickle, which is off for hosts= because whoever can write to those "
-            "servers could run code here; pass allow_pickle=True if you trust all of them, or return tensors, arrays, numbers, "
-            "str, bytes, and tuples, lists and dicts of them"
+            f"servers could run code here; pass allow_pickle=True if you trust all of them, or {plain}"
         )
-    parts.append(_blob(b"p", pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)))
+    try:
+        pickled = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    except RecursionError:
+        raise
+    except Exception as error:  # a class's own way of being pickled can raise anything
+        raise TypeError(
+            f"a value of type {kind} cannot be cached, as pickle raised {type(error).__name__}: {error}; {plain}"
+        ) from error
+    parts.append(_blob(b"p", pickled))
 
 
 def _blob(tag: bytes, data: bytes | bytearray) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from bagua_ref.contrib.utils.store import ClusterStore, Store, StoreError
 from bagua_ref.env import get_master_addr, get_node_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
 __all__ = [
     "RedisStore",
@@ -66,6 +67,8 @@ class RedisStore(ClusterStore):
         self.cluster_mode, self._is_ours = cluster_mode, hosts is None
         if hosts is None:
             hosts = job_servers.addresses("redis", checked_capacity(capacity_per_node), every_node=cluster_mode)
+        elif isinstance(hosts, (str, Mapping)) or not all(isinstance(host, Mapping) for host in hosts):
+            raise TypeError("hosts must be a list of dicts, such as [{'host': 'localhost', 'port': 6379}]")
         elif not hosts:
             raise ValueError("hosts=[] must name one server or more; None starts one on each node")
         elif not cluster_mode:
