@@ -26,7 +26,7 @@ from bagua_ref.contrib.cache import job_servers
 from bagua_ref.contrib.cache import server as server_module
 from bagua_ref.contrib.cache.server import node_address, start_redis_server
 from bagua_ref.contrib.utils.redis_store import bootstrap_redis_server, shutdown_redis_server
-from bagua_ref.errors import BackendUnavailableError, NotInitializedError
+from bagua_ref.errors import BackendUnavailableError, CommunicationTimeoutError, NotInitializedError
 
 ROOT = Path(__file__).parents[1]
 
@@ -356,3 +356,20 @@ def joined_again() -> int:
 
 def test_a_group_that_is_made_again_finds_the_server_that_still_runs():
     assert launch(joined_again, 2) == [2, 2]
+
+
+def test_who_waits_for_a_rank_says_for_which_and_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_servers, "_WAIT_SECONDS", 0.1)
+    with pytest.raises(
+        CommunicationTimeoutError, match=r"waited [\de.-]+ s in vain for rank 1 of 2; every rank must make its first"
+    ):
+        job_servers._exchange(dist.HashStore(), "rank", 0, range(2), "a machine")
+
+    class Gone(dist.HashStore):  # as when the rank that holds the store has left
+        def wait(self, *arguments: object) -> None:
+            raise dist.DistNetworkError("Connection was likely closed")
+
+    with pytest.raises(
+        CommunicationTimeoutError, match=r"waited [\de.-]+ s in vain for rank 0 of 2; .*Connection was likely closed"
+    ):
+        job_servers._exchange(Gone(), "rank", 0, range(2), "a machine")

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import threading
+import time
 import warnings
 import weakref
 from datetime import timedelta
@@ -151,11 +152,11 @@ def _meet(kind: str, capacity: int) -> tuple[list[dict[str, Any]], int]:
         nodes = []
     store = prefixed(f"cache/{kind}/{_rounds.get(kind, 0)}", another_connection(store))
     if not nodes:
-        names = _exchange(store, "node", rank, range(dist.get_world_size()), _node_name())
+        names = _exchange(store, "rank", rank, range(dist.get_world_size()), _node_name())
         nodes = [list(dict.fromkeys(names)).index(name) for name in names]
     node, count = nodes[rank], max(nodes) + 1
     if nodes.index(node) == rank:
-        hosts = _exchange(store, "host", node, range(count), _machine())
+        hosts = _exchange(store, "node", node, range(count), _machine())
         try:
             server = _start(kind, capacity, LOOPBACK if len(set(hosts)) == 1 else node_address(get_master_addr()))
             card: dict[str, Any] = {"address": server.address}
@@ -176,11 +177,13 @@ def _exchange(store: Any, what: str, mine: int, all_of_them: Sequence[int], card
 
 
 def _read(store: Any, key: str, whose: str) -> str:
+    started = time.monotonic()
     try:
         store.wait([key], timedelta(seconds=_WAIT_SECONDS))
-    except RuntimeError as error:
+    except RuntimeError as error:  # too late, or the store is gone
+        waited = time.monotonic() - started
         raise CommunicationTimeoutError(
-            f"waited {_WAIT_SECONDS:g} s in vain for {whose}; every rank must make its first CacheLoader with hosts=None ({error})"
+            f"waited {waited:.3g} s in vain for {whose}; every rank must make its first CacheLoader with hosts=None ({error})"
         ) from None
     return cast("str", store.get(key).decode())
 
