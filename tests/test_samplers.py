@@ -154,7 +154,8 @@ def test_equal_complexities_warn_where_the_sampler_is_made() -> None:
         ({"random_level": float("nan")}, ValueError, "random_level is NaN"),
         ({"random_level": "high"}, TypeError, "random_level='high'"),
         ({"num_replicas": 0}, ValueError, "num_replicas=0 must be at least 1"),
-        ({"num_replicas": 2.0}, TypeError, "float"),
+        ({"num_replicas": 2.0}, TypeError, "num_replicas=2.0 is a float; it must be an int"),
+        ({"rank": 0.5}, TypeError, "rank=0.5 is a float"),
         ({"rank": 2}, ValueError, "rank=2 must be from 0 to num_replicas - 1 = 1"),
         ({"rank": -1}, ValueError, "rank=-1"),
         ({"dataset": []}, ValueError, "dataset is empty"),
@@ -176,7 +177,7 @@ def test_equal_complexities_warn_where_the_sampler_is_made() -> None:
         ({"complexity_fn": None, "complexities": torch.ones(2, dtype=torch.complex64)}, TypeError, r"complexities\[0\]"),
         ({"complexity_fn": None, "complexities": [2**70, 0], "random_level": 0.5}, ValueError, "does not fit into 64 bits"),
         ({"seed": 2**64}, ValueError, "seed . epoch = 18446744073709551616 must fit into 64 bits"),
-        ({"seed": 0.5}, TypeError, "float"),
+        ({"seed": 0.5}, TypeError, "seed=0.5 is a float"),
         ({"backend": "abacus"}, ValueError, "abacus"),
     ],
 )  # fmt: skip
@@ -199,7 +200,7 @@ def test_epochs_that_no_generator_takes_are_refused_and_the_sampler_stays() -> N
     sampler = sampler_of(seed=5)
     with pytest.raises(ValueError, match="must fit into 64 bits"):
         sampler.set_epoch(2**64)
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="epoch='3' is a str; it must be an int"):
         sampler.set_epoch("3")  # type: ignore[arg-type]
     assert sampler.epoch == 0
 
@@ -464,6 +465,8 @@ def test_a_damaged_state_of_batches_is_refused(change: dict[str, Any], message: 
 
 
 def test_a_state_of_something_else_is_refused() -> None:
+    with pytest.raises(TypeError, match="state_dict is a NoneType"):
+        sampler_of().load_state_dict(None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"state_dict lacks num_replicas, length, .*epoch, samples"):
         sampler_of().load_state_dict({})
     with pytest.raises(ValueError, match="state_dict lacks batches"):
@@ -573,6 +576,8 @@ def test_wrong_samplers_are_refused() -> None:
         LoadBalancingDistributedBatchSampler(sampler_of(drop_last=True), pairs)
     with pytest.raises(TypeError, match="batch_fn=3 must be a function"):
         batches_of(0, 3)
+    with pytest.raises(TypeError, match="batch_fn returned a NoneType for replica 0; it must return a list of batches"):
+        batches_of(0, lambda indices: None)
 
 
 def test_batches_of_another_batch_fn_are_refused() -> None:

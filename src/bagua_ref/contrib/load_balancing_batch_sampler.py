@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Sampler
@@ -119,7 +120,12 @@ class LoadBalancingDistributedBatchSampler(Sampler[list[int]]):
         counts, own = [], []
         for replica in range(self.num_replicas):
             indices = order[(chunks * self.num_replicas + replica) % self.sampler.length].tolist()
-            batches = list(self.batch_fn(indices))
+            made = self.batch_fn(indices)
+            if not isinstance(made, Iterable):
+                raise TypeError(
+                    f"batch_fn returned a {type(made).__name__} for replica {replica}; it must return a list of batches"
+                )
+            batches = list(made)
             if not batches:
                 raise ValueError(f"batch_fn made no batches for replica {replica} from its {len(indices)} indices; each needs one")
             counts.append(len(batches))

@@ -5,7 +5,6 @@ Costs and their order are in `complexities`, what a replica and a saved place ar
 
 from __future__ import annotations
 
-import operator
 import warnings
 import zlib
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from torch.utils.data import Sampler
 
 from bagua_ref.backends import get_backend
 from bagua_ref.contrib.complexities import Ordering, ends, noise_bound, numbers_of, read_complexities, shown, to_number
-from bagua_ref.contrib.sampler_state import Place, check_settings, checked_count, replica_of
+from bagua_ref.contrib.sampler_state import Place, check_settings, checked_count, replica_of, whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -95,7 +94,7 @@ class LoadBalancingDistributedSampler(Sampler[int]):
             raise TypeError(f"complexity_fn={complexity_fn!r} must be a function; numbers go to complexities=")
         get_backend(backend)  # one that cannot run is an error before the dataset is read
         self.shuffle = bool(shuffle)
-        self.seed = operator.index(seed)
+        self.seed = whole("seed", seed)
         self.drop_last = bool(drop_last)
         self.num_samples = self.length // self.num_replicas if self.drop_last else -(-self.length // self.num_replicas)
         self.total_size = self.num_samples * self.num_replicas
@@ -119,7 +118,7 @@ class LoadBalancingDistributedSampler(Sampler[int]):
 
         The epoch that is current already goes on: a place set by `load_state_dict` stays.
         """
-        if operator.index(epoch) != self.epoch:
+        if whole("epoch", epoch) != self.epoch:
             self._start_epoch(epoch)
 
     def __iter__(self) -> Iterator[int]:
@@ -167,7 +166,7 @@ class LoadBalancingDistributedSampler(Sampler[int]):
         self._resume_at = samples
 
     def _checked_epoch(self, epoch: int) -> int:
-        number = operator.index(epoch)
+        number = whole("epoch", epoch)
         if not -(2**63) <= self.seed + number < 2**64:
             raise ValueError(f"seed + epoch = {self.seed + number} must fit into 64 bits")
         return number

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch.distributed as dist
 
 from bagua_ref.runtime import RealWorld, current_world
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-__all__ = ["Place", "check_settings", "checked_count", "replica_of"]
+__all__ = ["Place", "check_settings", "checked_count", "replica_of", "whole"]
 
 
 class Place:
@@ -32,7 +30,7 @@ def replica_of(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
         found_size, found_rank = _size_and_rank()
         num_replicas = found_size if num_replicas is None else num_replicas
         rank = found_rank if rank is None else rank
-    count, place = operator.index(num_replicas), operator.index(rank)
+    count, place = whole("num_replicas", num_replicas), whole("rank", rank)
     if count < 1:
         raise ValueError(f"num_replicas={count} must be at least 1")
     if not 0 <= place < count:
@@ -40,9 +38,17 @@ def replica_of(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     return count, place
 
 
+def whole(name: str, value: Any) -> int:
+    """Return ``value``, which is called ``name``, as an int; refuse what is no whole number."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; it must be an int") from None
+
+
 def checked_count(name: str, value: int, most: int) -> int:
     """Return ``value``; refuse what an epoch of ``most`` items does not have."""
-    number = operator.index(value)
+    number = whole(name, value)
     if not 0 <= number <= most:
         raise ValueError(f"{name}={number} must be from 0 to {most}, the number of {name} in the epoch")
     return number
@@ -50,6 +56,8 @@ def checked_count(name: str, value: int, most: int) -> int:
 
 def check_settings(state_dict: Mapping[str, Any], here: Mapping[str, Any], unit: str) -> None:
     """Refuse a state that was saved under other settings than those here."""
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"state_dict is a {type(state_dict).__name__}; it must be a dict that state_dict() returned")
     if missing := [name for name in (*here, "epoch", unit) if name not in state_dict]:
         raise ValueError(f"state_dict lacks {', '.join(missing)}; it must come from state_dict() of the same kind of sampler")
     for name, value in here.items():
