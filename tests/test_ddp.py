@@ -230,6 +230,9 @@ def test_its_options_reach_the_training() -> None:
         assert small.inner.bucket_bytes == 2048
         default = DistributedDataParallel(nn.Linear(2, 2))
         assert default.inner.bucket_bytes == 25 * 1024**2
+        torchs = DistributedDataParallel(nn.BatchNorm1d(2), bucket_cap_mb=None, broadcast_buffers=None)  # newer torch's defaults
+        assert torchs.inner.bucket_bytes == 25 * 1024**2
+        assert torchs.broadcast_buffers is torchs.will_sync_module_buffers() is True
 
     simulate(2, rank)
 
@@ -467,6 +470,7 @@ UNSUPPORTED: list[Any] = [
     ({"device_ids": ["cpu"]}, ValueError, r"device_ids=\['cpu'\] must be the CUDA device"),
     ({"bucket_cap_mb": 0}, ValueError, "bucket_cap_mb=0 must be a positive number"),
     ({"bucket_cap_mb": True}, ValueError, "bucket_cap_mb=True"),
+    ({"bucket_cap_mb": "much"}, ValueError, "bucket_cap_mb='much' must be a positive number"),
     ({"process_group": 3}, TypeError, "process_group=3 must be a BaguaProcessGroup, a torch ProcessGroup"),
     ({"algorithm": "bytegrad"}, TypeError, "algorithm='bytegrad'"),
     ({"optimizers": "SGD"}, TypeError, "optimizers='SGD'"),

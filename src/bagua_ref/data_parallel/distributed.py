@@ -44,10 +44,11 @@ class DistributedDataParallel(torch.nn.Module):
         device_ids: None, or the one CUDA device of ``module``, to which inputs are then moved.
         output_device: None, or that device.
         dim: 0.
-        broadcast_buffers: give every rank the first one's buffers before each training forward outside `no_sync`, not only now.
+        broadcast_buffers: give every rank the first one's buffers before each training forward outside `no_sync`, not only now;
+            None is True.
             An algorithm whose ranks take no steps together (async, after its warm-up) leaves buffers to each rank.
         process_group: the ranks that train together, Bagua's group or torch's; None is Bagua's default group.
-        bucket_cap_mb: the size at which a bucket is closed, in MiB.
+        bucket_cap_mb: the size at which a bucket is closed, in MiB; None is 25.
         find_unused_parameters: parameters that a backward does not reach count as having zero gradient.
         check_reduction: False.
         gradient_as_bucket_view: keep each bucket's tensors in one storage; ``do_flatten`` of ``with_bagua``.
@@ -81,9 +82,9 @@ class DistributedDataParallel(torch.nn.Module):
         device_ids: Sequence[int | torch.device] | None = None,
         output_device: int | torch.device | None = None,
         dim: int = 0,
-        broadcast_buffers: bool = True,
+        broadcast_buffers: bool | None = True,
         process_group: Any = None,
-        bucket_cap_mb: float = 25,
+        bucket_cap_mb: float | None = 25,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = True,
@@ -98,7 +99,10 @@ class DistributedDataParallel(torch.nn.Module):
             raise TypeError(f"module={module!r} must be a torch.nn.Module")
         _refuse_unsupported(dim=(dim, 0), check_reduction=(check_reduction, False))
         _refuse_torchs(torch_arguments)
-        if isinstance(bucket_cap_mb, bool) or not bucket_cap_mb > 0:
+        # None, the default of newer torch, is what torch takes for these.
+        broadcast_buffers = True if broadcast_buffers is None else broadcast_buffers
+        bucket_cap_mb = 25 if bucket_cap_mb is None else bucket_cap_mb
+        if not isinstance(bucket_cap_mb, (int, float)) or isinstance(bucket_cap_mb, bool) or not bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r} must be a positive number of MiB")
         super().__init__()
         self.device_ids = _device_ids(module, device_ids, output_device)
