@@ -334,6 +334,18 @@ def test_S2_1_shared_frozen_and_ignored_parameters() -> None:
     assert zero[3] == one[3]
 
 
+@pytest.mark.parametrize("name", ["gradient_allreduce", "decentralized", "low_precision_decentralized", "async"])
+def test_S2_1_parameters_enter_in_reverse_order(name: str) -> None:
+    def rank(r: int) -> None:
+        module = network()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        module.with_bagua([optimizer], Algorithm.init(name))
+        names = [tensor.bagua_backend_tensor().name for tensor in module.bagua_buckets[0].tensors]
+        assert names == [name for name, _ in reversed(list(module.named_parameters()))]
+
+    simulate(1, rank)
+
+
 def test_S2_1_bucket_size_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     def sizes() -> list[list[str]]:
         def rank(r: int) -> list[list[str]]:
@@ -737,6 +749,14 @@ def test_unknown_algorithm_lists_what_there_is() -> None:
         ValueError, match=r"'telepathy' is not a registered algorithm; there are .*'bytegrad'.*'gradient_allreduce'"
     ):
         Algorithm.init("telepathy")
+
+
+def test_what_cannot_be_an_algorithm_is_not_registered() -> None:
+    with pytest.raises(TypeError, match="name=3 must be a string"):
+        GlobalAlgorithmRegistry.register(3, GradientAllReduceAlgorithm)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="algorithm=3 must be an Algorithm class"):
+        GlobalAlgorithmRegistry.register("three", 3)  # type: ignore[arg-type]
+    assert "three" not in GlobalAlgorithmRegistry
 
 
 @pytest.mark.parametrize(

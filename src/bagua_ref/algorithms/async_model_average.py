@@ -173,7 +173,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         return False
 
     def init_tensors(self, bagua_ddp: TrainingContext) -> list[Tensor]:
-        """Return the gradients in warm-up, the weights after it."""
+        """Return the gradients in warm-up, the weights after it; last layer first in both."""
         if self._warming_up:
             return super().init_tensors(bagua_ddp)
         # Proxies of the parameters, which may be registered for their gradients at the same time.
@@ -184,7 +184,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
                 bagua_ddp.bagua_module_name,
                 getter_closure=lambda _, parameter=parameter: parameter,  # type: ignore[misc]
             )
-            for name, parameter in bagua_ddp.bagua_build_params()
+            for name, parameter in reversed(bagua_ddp.bagua_build_params())
         ]
 
     def tensors_to_buckets(self, tensors: Sequence[Sequence[Tensor]], do_flatten: bool) -> list[BaguaBucket]:

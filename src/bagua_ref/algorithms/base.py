@@ -177,7 +177,12 @@ class _AlgorithmRegistry(dict):  # type: ignore[type-arg]
 
         Raises:
             ValueError: the name is taken by another algorithm.
+            TypeError: ``name`` is no string, or ``algorithm`` cannot be called.
         """
+        if not isinstance(name, str):
+            raise TypeError(f"name={name!r} must be a string")
+        if not callable(algorithm):
+            raise TypeError(f"algorithm={algorithm!r} must be an Algorithm class, or a function that returns an Algorithm")
         if name in self and self[name][0] is not algorithm:
             raise ValueError(f"name={name!r} is already registered for {self[name][0]!r}; choose another")
         self[name] = (algorithm, description or (algorithm.__doc__ or "").partition("\n")[0])

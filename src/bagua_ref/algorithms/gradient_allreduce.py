@@ -21,7 +21,7 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
         super().__init__(process_group)
         self.hierarchical, self.average = hierarchical, average
 
-    def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
+    def init_operations(self, _: TrainingContext, bucket: BaguaBucket) -> None:
         """Append S3.1."""
         bucket.append_centralized_synchronous_op(hierarchical=self.hierarchical, average=self.average, group=self.process_group)
 
