@@ -173,6 +173,8 @@ class TestChoice:
             register_backend("other", "elsewhere:Other")
         with pytest.raises(ValueError, match="target='elsewhere' must be of the form 'module:Class'"):
             register_backend("new", "elsewhere")
+        with pytest.raises(TypeError, match="name=5 must be a string"):
+            register_backend(5, "others:Other")
 
     def test_another_package_s_entry_point_is_imported_only_when_asked_for(self, monkeypatch, tmp_path):
         (tmp_path / "third_party_kernels.py").write_text(

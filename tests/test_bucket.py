@@ -154,6 +154,13 @@ def test_S2_6_bad_tensors_are_refused(tensors: Any, error: type[Exception], mess
         BaguaBucket(tensors, "0", flatten=True)
 
 
+def test_a_name_or_backend_that_cannot_be_is_refused_at_once() -> None:
+    with pytest.raises(TypeError, match="name=0 of a bucket must be a string"):
+        BaguaBucket(named(torch.ones(2)), 0, flatten=True)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="backend='abacus' is not a known kernel backend"):
+        BaguaBucket(named(torch.ones(2)), "0", flatten=True, backend="abacus")
+
+
 @pytest.mark.parametrize("alignment", [0, -1, 1.5, True])
 def test_bad_alignment_is_refused(alignment: Any) -> None:
     with pytest.raises(ValueError, match="alignment="):

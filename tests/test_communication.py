@@ -210,6 +210,9 @@ def test_twice(world_of_one):
         {"local_world_size": 0},
         {"store": dist.HashStore()},
         {"store": dist.HashStore(), "rank": 1, "world_size": 1},
+        {"rank": 5, "world_size": 2},
+        {"rank": -2},
+        {"world_size": 0},
     ],
     ids=lambda arguments: " ".join(arguments),
 )
@@ -218,6 +221,18 @@ def test_S1_bad_arguments_leave_nothing_behind(arguments):
         bagua_ref.init_process_group(**arguments)
     assert not bagua_ref.is_initialized()
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("arguments", [{"store": "somewhere", "rank": 0, "world_size": 1}, {"timeout": "soon"}])
+def test_S1_arguments_of_another_type_are_named(arguments):
+    with pytest.raises((TypeError, ValueError), match=f"{next(iter(arguments))}='so"):
+        bagua_ref.init_process_group(**arguments)
+    assert not bagua_ref.is_initialized()
+
+
+def test_S3_9_tensors_without_values_are_refused(world_of_one):
+    with pytest.raises(ValueError, match="'meta', which holds no values"):
+        bagua_ref.allreduce_inplace(torch.ones(2, device="meta"))
 
 
 def test_S1_a_world_of_one_comes_and_goes(monkeypatch):

@@ -41,6 +41,13 @@ def test_registering_again_keeps_the_name_within_a_module() -> None:
     assert tensor.ensure_bagua_tensor("v", "other module").bagua_backend_tensor().name == "v"
 
 
+def test_names_are_strings() -> None:
+    with pytest.raises(TypeError, match=r"^name=5 must be a string or None"):
+        torch.ones(2).ensure_bagua_tensor(5)
+    with pytest.raises(TypeError, match="module_name=5 must be a string or None"):
+        torch.ones(2).to_bagua_tensor("w", 5)
+
+
 def test_to_bagua_tensor_shares_storage_and_leaves_the_original() -> None:
     tensor = torch.zeros(3)
     other = tensor.to_bagua_tensor("w")

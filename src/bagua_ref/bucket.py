@@ -53,7 +53,8 @@ class BaguaBucket:
 
     Raises:
         ValueError: no tensors, a name twice, overlap, mixed devices, no effective tensor, alignment below 1.
-        TypeError: mixed dtypes.
+        TypeError: mixed dtypes, a name that is no string.
+        BackendUnavailableError: the backend cannot run here.
 
     >>> bucket = BaguaBucket([torch.ones(3).ensure_bagua_tensor("a")], "0", flatten=True, alignment=4)
     >>> bucket.flattened_tensor(), bucket.bytes()
@@ -71,10 +72,14 @@ class BaguaBucket:
         *,
         backend: str | KernelBackend | None = None,
     ) -> None:
+        if not isinstance(name, str):
+            raise TypeError(f"name={name!r} of a bucket must be a string")
         tensors = list(tensors)
         effective = check_shared(tensors, name)
         if not isinstance(alignment, int) or isinstance(alignment, bool) or alignment < 1:
             raise ValueError(f"alignment={alignment!r} of bucket {name!r} must be an int, 1 or more")
+        if backend is not None:
+            get_backend(backend)  # refuse what cannot run before an operation needs it
         self.tensors, self.name, self.flatten, self.backend = tensors, name, flatten, backend
         self.dtype, self.device = effective[0].dtype, effective[0].device
         self.running: object = None

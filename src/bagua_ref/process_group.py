@@ -207,8 +207,8 @@ def init_process_group(
         raise ValueError(f"backend={backend!r} must be 'gloo', 'nccl' or None (nccl if every rank has its own GPU)")
     if local_world_size != -1 and local_world_size < 1:
         raise ValueError(f"local_world_size={local_world_size} must be 1 or more, or -1 (ask the launcher)")
-    if not 0 < timeout < float("inf"):
-        raise ValueError(f"timeout={timeout} must be a number of seconds above 0, and finite")
+    if not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
+        raise ValueError(f"timeout={timeout!r} must be a number of seconds above 0, and finite")
     if world.transport is not None:
         job = _Job(world, world.transport, timeout)
     else:
@@ -254,11 +254,17 @@ def _rendezvous(store: Any, rank: int, world_size: int, timeout: float) -> tuple
     from torch.distributed.rendezvous import rendezvous
 
     if store is not None:
+        if not isinstance(store, dist.Store):  # type: ignore[attr-defined]
+            raise TypeError(f"store={store!r} must be a torch.distributed store, such as a TCPStore, or None")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank={rank} and world_size={world_size} must be given with store, with 0 <= rank < world_size")
         return store, rank, world_size
     if rank == -1 and world_size == -1 and not {"RANK", "WORLD_SIZE"} & os.environ.keys():
         return dist.HashStore(), 0, 1  # type: ignore[attr-defined]
+    identity = current_world().identity
+    this, of = (identity.rank if rank == -1 else rank), (identity.world_size if world_size == -1 else world_size)
+    if not 0 <= this < of:
+        raise ValueError(f"rank={this} and world_size={of}, as given or in the environment, must be 0 <= rank < world_size")
     found: tuple[Any, int, int] = next(rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout)))
     return found
 

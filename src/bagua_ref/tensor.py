@@ -172,6 +172,9 @@ class BaguaTensor:
         True
         """
         tensor = _as_tensor(self)
+        for argument, text in (("name", name), ("module_name", module_name)):
+            if text is not None and not isinstance(text, str):
+                raise TypeError(f"{argument}={text!r} must be a string or None")
         for argument, closure in (("getter_closure", getter_closure), ("setter_closure", setter_closure)):
             if closure is not None and not callable(closure):
                 raise TypeError(f"{argument}={closure!r} must be callable or None")

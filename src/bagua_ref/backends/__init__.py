@@ -49,7 +49,11 @@ def register_backend(name: str, target: str, *, hint: str = "") -> None:
 
     Raises:
         ValueError: target is not of this form, or name already stands for another target.
+        TypeError: name or target is no string.
     """
+    for argument, value in (("name", name), ("target", target)):
+        if not isinstance(value, str):
+            raise TypeError(f"{argument}={value!r} must be a string")
     module, colon, attribute = target.partition(":")
     if not (module and colon and attribute):
         raise ValueError(f"target={target!r} must be of the form 'module:Class'")

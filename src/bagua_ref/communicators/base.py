@@ -334,6 +334,8 @@ class Communicator(ABC):
     def _check(self, argument: str, tensor: Tensor) -> None:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{argument} must be a torch.Tensor, not {type(tensor).__name__}")
+        if tensor.is_meta:
+            raise ValueError(f"{argument} is on device 'meta', which holds no values; it must be on a CPU or CUDA device")
         if tensor.is_conj() or tensor.is_neg():
             raise ValueError(f"{argument} is a lazily conjugated or negated view; pass tensor.resolve_conj().resolve_neg()")
         if tensor.layout != torch.strided or not tensor.is_contiguous():
