@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import warnings
 from typing import Any
@@ -14,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from bagua_ref.conformance.twins import takes_later_parameters
 from bagua_ref.contrib.fuse.optimizer import fuse_optimizer
 from bagua_ref.contrib.fuse.verify import ELEMENTWISE
 
@@ -165,20 +165,6 @@ days = st.lists(
     min_size=1,
     max_size=8,
 )
-
-
-@functools.cache
-def takes_later_parameters(cls: type[torch.optim.Optimizer]) -> bool:
-    """Return whether an optimizer steps parameters that it gets after it was made; Adagrad of older releases of torch does not."""
-    first, second = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
-    optimizer = cls([first], lr=0.1)
-    optimizer.add_param_group({"params": [second]})
-    second.grad = torch.ones(1)
-    try:
-        optimizer.step()
-    except KeyError:
-        return False
-    return True
 
 
 def live(twins: Twins, days: list[tuple[str, bool, list[int], str]], extra: list[dict[str, Any]]) -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from bagua_ref.conformance.checks import Draw, check
 from bagua_ref.conformance.play import Play
+from bagua_ref.conformance.twins import takes_later_parameters
 
 if TYPE_CHECKING:
     from bagua_ref.conformance.lab import Lab
@@ -209,7 +210,7 @@ def groups(lab: Lab, draw: Draw) -> None:
         changes = [turned, wide, f"each[{place}].requires_grad_(False)"]
         twins.do(f"for each in (ps, qs):\n    {draw(st.sampled_from(changes))}")
     options = [draw(_options(name)) for _ in sizes]
-    late = draw(st.booleans())
+    late = draw(st.booleans()) and takes_later_parameters(getattr(torch.optim, name))
     known = slice(0, -1 if late else None)
     twins.fuse(name, sizes[known], options[known])
     for turn in range(3):

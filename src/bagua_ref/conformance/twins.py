@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ __all__ = [
     "no_warning",
     "numbers",
     "parameters",
+    "takes_later_parameters",
 ]
 
 
@@ -41,6 +43,20 @@ def numbers(seed: int, shape: Sequence[int], dtype: torch.dtype = torch.float32)
 def parameters(seed: int, shapes: Sequence[Sequence[int]], dtype: torch.dtype = torch.float32) -> list[Any]:
     """Return parameters of these shapes, each in a storage of its own."""
     return [torch.nn.Parameter(numbers(seed + place, shape, dtype)) for place, shape in enumerate(shapes)]
+
+
+@functools.cache
+def takes_later_parameters(cls: Any) -> bool:
+    """Return whether an optimizer steps parameters that it gets after it was made; Adagrad of older releases of torch does not."""
+    first, second = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
+    optimizer = cls([first], lr=0.1)
+    optimizer.add_param_group({"params": [second]})
+    second.grad = torch.ones(1)
+    try:
+        optimizer.step()
+    except KeyError:
+        return False
+    return True
 
 
 def copies(parameters: Sequence[Tensor]) -> list[Any]:
