@@ -18,19 +18,40 @@ if TYPE_CHECKING:
 __all__ = ["another_connection", "meet", "prefixed"]
 
 
+class _Prefixed(dist.PrefixStore):  # type: ignore[name-defined,misc]
+    """A view of a store that knows what it is a view of; torch's own does not tell its prefix."""
+
+    def __init__(self, name: str, store: Store) -> None:
+        super().__init__(name, store)
+        self.prefix, self.whole = name, store
+
+
 def prefixed(name: str, store: Store) -> Store:
     """Return a view of ``store`` in which all keys start with ``name``."""
-    return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+    return _Prefixed(name, store)
 
 
 def another_connection(store: Store) -> Store:
     """Return a connection of its own to ``store``: one connection serves one request at a time, and some wait for other ranks.
 
     Each costs a look-up of the server's name, which can take seconds, so reuse them.
+
+    Args:
+        store: of torch, or a `prefixed` view of one.
+
+    Raises:
+        CommunicationError: its server cannot be reached.
     """
-    clone = getattr(store, "clone", None)  # older torch has none
     try:
-        return clone() if clone is not None else store
+        if hasattr(store, "clone"):
+            clone: Store = store.clone()
+            return clone
+        # torch 2.6 and its like
+        if isinstance(store, _Prefixed):
+            return prefixed(store.prefix, another_connection(store.whole))
+        if isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
+            return dist.TCPStore(store.host, store.port, timeout=store.timeout, wait_for_workers=False)  # type: ignore[attr-defined]
+        return store  # files and memory serve all at once
     except RuntimeError as error:
         raise CommunicationError(f"the store through which the ranks find each other cannot be reached: {error}") from error
 

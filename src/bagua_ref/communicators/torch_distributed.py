@@ -60,7 +60,8 @@ class TorchDistributedTransport:
             node = str(rank // local_world_size)
         card = [node, torch.cuda.device_count() if dist.is_nccl_available() else 0, os.environ.get("CUDA_VISIBLE_DEVICES")]
         job, found = meet(prefixed("bagua_ref", store), rank, world_size, card, timeout)
-        self.store = prefixed(f"bagua_ref/{job}", store)
+        # The job's name is new, so no prefix of others is needed; without theirs, `another_connection` can be made in any torch.
+        self.store = prefixed(f"bagua_ref/{job}", getattr(store, "_underlying_non_prefix_store", store))
         self._idle = [self.store]
         self.has_streams = True
         self.rank = rank
