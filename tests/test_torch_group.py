@@ -16,6 +16,7 @@ from bagua_ref.communicators.simulated import SimulatedCommunicator
 from bagua_ref.conformance import run_conformance
 from bagua_ref.conformance.torch_group import TorchGroup, gloo
 from bagua_ref.conformance.world import RankWorld, run_world
+from bagua_ref.types import ReduceOp
 
 ROOT = Path(__file__).parents[1]
 
@@ -38,7 +39,7 @@ class Careless:
     """Wraps the simulated world's communicator and gets one thing after the other wrong."""
 
     def __init__(self, inner: SimulatedCommunicator) -> None:
-        self._inner = inner
+        self._inner, self._seen = inner, []
 
     def __getattr__(self, name):
         return getattr(self._inner, name)
@@ -62,6 +63,26 @@ class Careless:
     def gather(self, send_tensor, recv_tensor, dst):
         raise RuntimeError("no gather here")
 
+    def barrier(self):
+        pass
+
+    def alltoall(self, send_tensor, recv_tensor):
+        self._inner.alltoall(send_tensor, recv_tensor)
+        if len(self._seen) % 2 and recv_tensor.numel():
+            recv_tensor.view(-1)[0] = 0  # every other time
+        self._seen.append(recv_tensor)
+
+    def allreduce_inplace(self, tensor, op):
+        if tensor.is_contiguous():
+            self._inner.allreduce_inplace(tensor, op)
+        else:
+            self._inner.allreduce_inplace(tensor.as_strided(tensor.shape, (1,)), op)
+
+    def reduce_scatter(self, send_tensor, recv_tensor, op):
+        wide = recv_tensor.double()
+        self._inner.reduce_scatter(send_tensor.double(), wide, op if send_tensor.is_floating_point() else ReduceOp.SUM)
+        recv_tensor.copy_(wide)
+
 
 def careless(world: RankWorld) -> Careless:
     return Careless(world.transport)
@@ -84,12 +105,45 @@ def test_S3_9_a_group_with_a_fault_fails_with_a_script_that_shows_it():
     assert fails(failed.counterexample)
 
 
-@pytest.mark.parametrize("check", ["exchange", "send_and_recv", "broadcast_object", "refuses", "gather"])
+CHECKS = [
+    "exchange",
+    "send_and_recv",
+    "broadcast_object",
+    "refuses",
+    "gather",
+    "one_after_another",
+    "every_dtype",
+    "gaps",
+    "barrier",
+]
+
+
+@pytest.mark.parametrize("check", CHECKS)
 def test_S3_9_every_failure_of_a_communicator_comes_with_a_script_that_shows_it(check):
     (failed,) = judge(careless, check).failures()
     assert fails(failed.counterexample)
     assert not fails(failed.counterexample.replace("run_world(careless", "run_world(own_communicator").replace(
         "import run_world", "import own_communicator, run_world"))  # fmt: skip
+
+
+class OnAnObject:
+    """Has a method for a factory."""
+
+    def communicator(self, world):
+        return Careless(world.transport)
+
+
+class WithoutAName:
+    """Has a factory that no import finds."""
+
+    communicator = staticmethod(lambda world: Careless(world.transport))
+
+
+@pytest.mark.parametrize("target", [OnAnObject(), WithoutAName()], ids=lambda target: type(target).__name__)
+def test_S3_9_a_script_finds_the_factory_on_its_target(target):
+    (failed,) = run_conformance(target, ["collectives"], checks=["collectives.S3.9.barrier"]).failures()
+    assert fails(failed.counterexample)
+    assert not fails(failed.counterexample.replace("run_world(target.communicator", "run_world(lambda world: world.transport"))
 
 
 def fails(script: str) -> bool:

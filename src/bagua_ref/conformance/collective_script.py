@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from bagua_ref.conformance.target import load
 from bagua_ref.conformance.violation import Script, literal
+from bagua_ref.conformance.world import own_communicator
 from bagua_ref.types import ReduceOp
 
 if TYPE_CHECKING:
@@ -42,17 +44,10 @@ def script_of_ranks(
         program: lines of what each rank does with ``comm``; what it returns is in ``results``.
         after: lines that compare.
     """
-    factory = target.parts.get("communicator")
-    name = getattr(factory, "__qualname__", "").partition(".")[0]
-    if factory is None:
-        call, source = "own_communicator", []
-    elif name:
-        call, source = factory.__qualname__, [f"from {factory.__module__} import {name}"]
-    else:
-        call, source = "communicator", ["# communicator is the factory under test"]
+    call, source = _factory(target)
     setup = [
         "from bagua_ref.conformance import EXACT, assert_equal",
-        f"from bagua_ref.conformance.world import {'own_communicator, ' if factory is None else ''}run_world",
+        f"from bagua_ref.conformance.world import {'own_communicator, ' if call == 'own_communicator' else ''}run_world",
         *source,
         "",
     ]
@@ -69,6 +64,28 @@ def script_of_ranks(
         *after,
     ]
     return str(Script(setup, body))
+
+
+def _factory(target: Target) -> tuple[str, list[str]]:
+    """Return how a script calls the factory of the target's communicators, and the lines that it needs for that."""
+    factory = target.parts.get("communicator")
+    if factory is None or factory is own_communicator:
+        return "own_communicator", []
+    module, name = getattr(factory, "__module__", ""), getattr(factory, "__qualname__", "")
+    if target.factory:
+        module, _, name = target.factory.partition(":")
+    if module != "__main__" and _is_there(module, name, factory):
+        return name, [f"from {module} import {name.partition('.')[0]}"]
+    if target.origin and not target.factory:
+        return "target.communicator", target.origin
+    return "communicator", ["# communicator is the factory under test"]
+
+
+def _is_there(module: str, name: str, factory: Any) -> bool:
+    try:
+        return load(f"{module}:{name}") is factory
+    except (ImportError, AttributeError, ValueError):
+        return False
 
 
 def _literal(value: Any) -> str:

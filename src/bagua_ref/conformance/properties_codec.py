@@ -141,13 +141,19 @@ def _payloads(draw: st.DrawFn, dtype: torch.dtype) -> tuple[list[bytes], int]:
     size = draw(st.one_of(st.integers(0, 40), st.sampled_from([32, 256])))
     blocks = []
     for _ in range(draw(st.integers(1, 4))):
-        kind = draw(st.sampled_from(["any", "tame", "near"]))
-        if kind == "any":
+        kind = draw(st.sampled_from(["any", "tame", "near", "largest"]))
+        if kind == "largest":  # one end is, and levels may lie beyond it
+            largest = torch.finfo(dtype).max
+            end = draw(st.sampled_from([-largest, largest]))
+            ends = sorted([end, end * draw(st.floats(-1 if dtype is torch.float16 else 0, 1))])
+        elif kind == "any":
             ends = sorted(draw(st.tuples(numbers(dtype, finite=True), numbers(dtype, finite=True))))
         else:
             ends = sorted(bulk(dtype, kind, draw(seeds), 2).tolist())
         header = bytes(torch.tensor(ends, dtype=torch.float64).to(dtype).view(torch.uint8).tolist())
         body = bytes(range(256)) if size == 256 else draw(st.binary(min_size=size, max_size=size))
+        if kind == "largest":
+            body = (b"\0\xff" + body)[:size]
         filling = draw(st.sampled_from([b"\0", b"\xff"]))
         blocks.append((header.ljust(32, filling) + body).ljust(payload_bytes(size, 1), filling))
     return blocks, size
@@ -176,7 +182,7 @@ def poison(lab: Lab, draw: Draw) -> None:
     """A chunk that is not finite, or overflows, is poisoned, alone, and decompresses to NaN."""
     size, num_chunks = draw(st.sampled_from([1, 2, 5, 33, 100])), draw(st.integers(1, 4))
     x = torch.cat([draw(tensors(lab.dtype, size, finite=True)) for _ in range(num_chunks)])
-    bad, place = draw(st.integers(0, num_chunks - 1)), draw(st.integers(0, size - 1))
+    bad, place = draw(st.integers(0, num_chunks - 1)), draw(st.one_of(st.integers(0, size - 1), st.sampled_from([0, size - 1])))
     x[bad * size + place] = draw(st.sampled_from([math.inf, -math.inf, math.nan]))
     _check_payload(lab, x, num_chunks, None)
     call = _decompress(lab, _bytes(_blocks(lab, x, num_chunks)), num_chunks, x.numel())

@@ -1,6 +1,6 @@
 """Every collective in simulated worlds of 1 to 9 ranks on 1 to 4 uneven nodes, against values computed from the rank (S3.9).
 
-Messages, objects and refusals are next door.
+Messages, objects and refusals are next door, and so are several collectives in a row.
 """
 
 from __future__ import annotations
@@ -11,9 +11,19 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bagua_ref.conformance import properties_messages  # noqa: F401 - enters its checks
+from bagua_ref.conformance import properties_messages, properties_series  # noqa: F401 - they enter their checks
 from bagua_ref.conformance.checks import Draw, check
-from bagua_ref.conformance.collective_cases import MOVABLE, counts, nothing, reduced, reductions, root_of, values, written_down
+from bagua_ref.conformance.collective_cases import (
+    MOVABLE,
+    counts,
+    nothing,
+    reduced,
+    reductions,
+    root_of,
+    terms,
+    values,
+    written_down,
+)
 from bagua_ref.conformance.collective_script import script_of_collective
 from bagua_ref.conformance.strategies import seeds, worlds
 from bagua_ref.conformance.tolerances import EXACT, SUM, assert_equal
@@ -71,11 +81,11 @@ def allreduce(lab: Lab, draw: Draw) -> None:
     dtype, n = getattr(torch, name), sum(nodes)
     total, near = reduced(op, n, count, dtype), _several(op, n, dtype)
     if draw(st.booleans()):
-        _check(lab, draw, nodes, "allreduce_inplace", lambda r: (values(r, count, dtype), op), lambda r: [total], near)
+        _check(lab, draw, nodes, "allreduce_inplace", lambda r: (terms(op, r, count, dtype), op), lambda r: [total], near)
         return
     _check(
-        lab, draw, nodes, "allreduce", lambda r: (values(r, count, dtype), nothing(count, dtype), op),
-        lambda r: [values(r, count, dtype), total], near,
+        lab, draw, nodes, "allreduce", lambda r: (terms(op, r, count, dtype), nothing(count, dtype), op),
+        lambda r: [terms(op, r, count, dtype), total], near,
     )  # fmt: skip
 
 
@@ -87,13 +97,13 @@ def reduce_(lab: Lab, draw: Draw) -> None:
     total, near = reduced(op, n, count, dtype), _several(op, n, dtype)
     if draw(st.booleans()):
         _check(
-            lab, draw, nodes, "reduce_inplace", lambda r: (values(r, count, dtype), dst, op),
-            lambda r: [total if r == dst else values(r, count, dtype)], near,
+            lab, draw, nodes, "reduce_inplace", lambda r: (terms(op, r, count, dtype), dst, op),
+            lambda r: [total if r == dst else terms(op, r, count, dtype)], near,
         )  # fmt: skip
         return
     _check(
-        lab, draw, nodes, "reduce", lambda r: (values(r, count, dtype), nothing(count, dtype), dst, op),
-        lambda r: [values(r, count, dtype), total if r == dst else nothing(count, dtype)], near,
+        lab, draw, nodes, "reduce", lambda r: (terms(op, r, count, dtype), nothing(count, dtype), dst, op),
+        lambda r: [terms(op, r, count, dtype), total if r == dst else nothing(count, dtype)], near,
     )  # fmt: skip
 
 
@@ -105,16 +115,16 @@ def reduce_scatter(lab: Lab, draw: Draw) -> None:
     near = _several(op, n, dtype)
 
     def inplace(rank: int) -> list[Tensor]:
-        wanted = values(rank, n * count, dtype)
+        wanted = terms(op, rank, n * count, dtype)
         wanted[rank * count : (rank + 1) * count] = reduced(op, n, count, dtype, rank * count)
         return [wanted]
 
     if draw(st.booleans()):
-        _check(lab, draw, nodes, "reduce_scatter_inplace", lambda r: (values(r, n * count, dtype), op), inplace, near)
+        _check(lab, draw, nodes, "reduce_scatter_inplace", lambda r: (terms(op, r, n * count, dtype), op), inplace, near)
         return
     _check(
-        lab, draw, nodes, "reduce_scatter", lambda r: (values(r, n * count, dtype), nothing(count, dtype), op),
-        lambda r: [values(r, n * count, dtype), reduced(op, n, count, dtype, r * count)], near,
+        lab, draw, nodes, "reduce_scatter", lambda r: (terms(op, r, n * count, dtype), nothing(count, dtype), op),
+        lambda r: [terms(op, r, n * count, dtype), reduced(op, n, count, dtype, r * count)], near,
     )  # fmt: skip
 
 

@@ -40,6 +40,7 @@ class Target:
     dtypes: tuple[str, ...] | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     origin: list[str] = field(default_factory=list)
+    factory: str = ""
 
     @property
     def kernels(self) -> Any:
@@ -97,7 +98,7 @@ def assemble(backend: str | None, communicator: str | None) -> Target:
         raise ValueError("name a backend, a communicator or both")
     target = Target(str(communicator), {}) if backend is None else resolve(backend)
     if communicator is not None:
-        target.parts["communicator"] = load(communicator)
+        target.parts["communicator"], target.factory = load(communicator), communicator
     return target
 
 
