@@ -556,6 +556,37 @@ def test_a_tied_parameter_and_views_of_one_another_are_stepped_one_by_one() -> N
     assert fused._bagua_fused_count == 3
 
 
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"lr": torch.tensor(0.01, dtype=torch.float64)},
+        {"lr": torch.tensor(0.01)},
+        {"weight_decay": torch.tensor(0.1, dtype=torch.float64)},
+        {"betas": tuple(torch.tensor([0.9, 0.99], dtype=torch.float64)), "lr": 0.01},
+    ],
+    ids=str,
+)
+def test_a_parameter_of_shape_nothing_has_the_bits_of_step_also_if_options_are_tensors(option: dict[str, Any]) -> None:
+    """Torch computes a number with a number in the wider dtype of both, and a vector with a number in the vector's."""
+    for seed in range(10):
+        generator = torch.Generator().manual_seed(seed)
+        ps = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((), (3,), (2, 2), ())]
+        qs = [torch.nn.Parameter(p.detach().clone()) for p in ps]
+        fused = fuse_optimizer(torch.optim.AdamW(ps, lr=0.01, foreach=False))
+        plain = torch.optim.AdamW(qs, lr=0.01, foreach=False)
+        for step in range(4):
+            for p, q in zip(ps, qs, strict=True):
+                p.grad = torch.randn(p.shape, generator=generator)
+                q.grad = p.grad.clone()
+            if step == 1:  # later than the plan
+                for optimizer in (fused, plain):
+                    optimizer.param_groups[0].update(option)
+            fused.fuse_step()
+            plain.step()
+            assert all(map(torch.equal, ps, qs))
+        assert fused._bagua_fused_count == 4
+
+
 def test_the_count_grows_by_one_for_each_group_with_a_run() -> None:
     groups = [{"params": parameters((3,), (4,))}, {"params": parameters((5,))}, {"params": parameters((2,), (2,)), "lr": 1.0}]
     optimizer = fuse_optimizer(torch.optim.SGD(groups, lr=0.1))

@@ -15,6 +15,8 @@ from bagua_ref.contrib.fuse.run import NUMBERS, Run, registration_of
 from bagua_ref.contrib.fuse.state import held_elsewhere, take_over
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
 __all__ = ["Plan", "can_fuse", "options"]
@@ -64,6 +66,7 @@ class Plan:
             planned = PlannedGroup(list(group["params"]), options(group))
             kinds = {(p.dtype, p.device) for p in planned.parameters}
             fitting = {kind for kind in kinds if can_fuse(group, *kind, allow_inexact)}
+            has_tensors = _has_tensors(group)
             joinable = []
             for parameter in planned.parameters:
                 grad = parameter.grad
@@ -74,6 +77,8 @@ class Plan:
                     and id(parameter) not in overlapping
                     and is_plain(parameter)
                     and parameter.numel()
+                    # A number with a number is computed in the wider dtype of both, a vector with a number is not.
+                    and (parameter.ndim > 0 or not has_tensors)
                     and _is_dense(grad, parameter)
                 ):
                     joinable.append(parameter)
@@ -173,9 +178,20 @@ class Plan:
 
 
 def options(group: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what may decide how a group is stepped: switches, which numbers are zero, and `_replaces_average`."""
+    """Return what may decide how a group is stepped: switches, which numbers are zero, which are tensors, `_replaces_average`."""
     values = [value == 0 if value.__class__ in (int, float) else value for value in group.values() if value.__class__ in NUMBERS]
-    return *values, _replaces_average(group)
+    return *values, _replaces_average(group), *map(type, _betas(group))
+
+
+def _has_tensors(group: dict[str, Any]) -> bool:
+    """Return whether an option is a tensor, as a learning rate may be, or one of the betas."""
+    others = (value for name, value in group.items() if name != "params")
+    return any(isinstance(value, torch.Tensor) for value in (*others, *_betas(group)))
+
+
+def _betas(group: dict[str, Any]) -> Sequence[Any]:
+    betas = group.get("betas")
+    return betas if isinstance(betas, (tuple, list)) else ()
 
 
 def _replaces_average(group: dict[str, Any]) -> bool:
@@ -183,8 +199,8 @@ def _replaces_average(group: dict[str, Any]) -> bool:
 
     Then ``lerp_`` has weight 1, and on a CPU the sign of a zero that it gives depends on the element's place in memory.
     """
-    betas = group.get("betas")
-    first = betas[0] if isinstance(betas, (tuple, list)) and betas else None
+    betas = _betas(group)
+    first = betas[0] if betas else None
     return (first is not None and bool(first == 0)) or (bool(group.get("centered")) and group.get("alpha") == 0)
 
 
