@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
@@ -21,6 +22,7 @@ import bagua_ref
 from bagua_ref import ReduceOp
 from bagua_ref.communication import _get_default_group, from_torch_group
 from bagua_ref.communicators.collectives import combine
+from bagua_ref.communicators.connection import Connection
 from bagua_ref.communicators.torch_distributed import TorchDistributedCommunicator
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 
@@ -459,6 +461,29 @@ def interrupt():
 def test_ctrl_c_ends_a_collective_under_way():
     ended = outcomes(interrupt, 2)
     assert ended[0].exitcode == 0, ended[0].traceback
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+def test_works_are_freed_before_abort_can_have_the_turn(given_up):
+    connection, freed = Connection(dist.HashStore(), 0, 1, 30.0, "alone"), []
+
+    class Work:
+        @staticmethod  # no frame of which holds it, as with torch's
+        def wait(*_):
+            if given_up:
+                connection._closed = "test"
+                raise RuntimeError("not yet")
+
+        @staticmethod
+        def is_completed():
+            return False
+
+        def __del__(self):
+            freed.append(connection._turn.locked())
+
+    with pytest.raises(CommunicationError, match="given up") if given_up else nullcontext() as kept:
+        connection.run("wait", lambda group: [Work()])
+    assert freed == [True], kept
 
 
 # Scripts.

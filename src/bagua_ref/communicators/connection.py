@@ -104,6 +104,9 @@ class Connection:
             self._drop()
             raise
         finally:
+            # Freeing a work lets go of Python's lock for a moment; a thread that does so while the interpreter ends aborts the
+            # process. So it is freed before abort(), which comes first then, can have the turn.
+            group = works = work = None
             self._turn.release()
 
     def abort(self) -> None:
@@ -124,6 +127,7 @@ class Connection:
                     work.wait()  # raises what went wrong, if anything did
                     return
                 if self._closed:
+                    del work  # not to be kept, and freed late, by the error's traceback
                     raise CommunicationError(f"a collective on {self._title} was given up: {self._closed}") from None
 
     def give_up_late(self, collective: str) -> None:
