@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from tests import hostile_backends as hostile
+from tests.meta.mutants import MUTANTS
 
 from bagua_ref.backends.reference import ReferenceBackend
 from bagua_ref.cli import main
@@ -347,3 +348,8 @@ def test_the_plugin_needs_no_test_file(tmp_path):
     (tmp_path / "xfails").write_text("no.such\n")
     found, output = pytest_in(tmp_path, *backend)
     assert (found, "no check is called 'no.such'" in output) == (4, True), output
+
+
+def test_every_planted_fault_still_has_its_place_in_the_source():
+    """`make proof` plants them; a change that moves their place shows here."""
+    assert all(mutant.source() for mutant in MUTANTS)
