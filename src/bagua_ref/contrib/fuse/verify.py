@@ -36,7 +36,7 @@ SHAPES: tuple[tuple[int, ...], ...] = (
     *((4, 4), (), (2, 3, 2, 2), (2, 1, 2, 3, 2)),
 )
 """Of the clones: matrices and not, with sizes that vector loops divide and do not. Some optimizers treat only weights of
-convolutions, or only what is large, in a way of its own."""
+convolutions, or only what is large, in a way of their own."""
 
 STEPS = 16
 ORDINARY_STEP = 3
