@@ -78,11 +78,13 @@ def _one_by_one(lab: Lab, nodes: tuple[int, ...], seed: int, calls: list[_Call])
     shown = [[(call.method, _written(call.brought[rank])) for call in calls] for rank in everyone]
     script = script_of_ranks(
         lab.target, nodes, seed,
-        [f"brought = {literal(shown)}", f"expected = {literal([[call.expected[rank] for call in calls] for rank in everyone])}"],
+        ["from bagua_ref.conformance import SUM", f"brought = {literal(shown)}",
+         f"expected = {literal([[call.expected[rank] for call in calls] for rank in everyone])}",
+         f"near = {[call.tolerance for call in calls]}  # in SUM; 0: exact"],
         ["for method, arguments in brought[comm.rank()]:", "    getattr(comm, method)(*arguments)"],
-        ["for mine, wanted in zip(brought, expected):", "    for (_, arguments), tensors in zip(mine, wanted):",
+        ["for mine, wanted in zip(brought, expected):", "    for (_, arguments), tensors, terms in zip(mine, wanted, near):",
          "        for tensor, want in zip([item for item in arguments if isinstance(item, torch.Tensor)], tensors):",
-         "            assert_equal(tensor, want, EXACT)"],
+         "            assert_equal(tensor, want, SUM(terms) if terms else EXACT)"],
     )  # fmt: skip
 
     def program(comm: Any) -> list[list[Tensor]]:
