@@ -150,8 +150,8 @@ def test_S5_hooks_are_called_in_order_and_only_in_training() -> None:
         calls.clear()
         module.eval()
         module(batch(r, 0)).sum().backward()
-        optimizer.step()
         assert calls == []
+        optimizer.zero_grad()
         assert module.bagua_train_step_counter == 1
         module.train()
         with module.no_sync():
@@ -641,8 +641,7 @@ def test_a_copy_or_pickle_of_a_wrapped_module_is_an_ordinary_module() -> None:
             other(batch(r, 0)).sum().backward()
             assert torch.equal(weights(other), weights(module))
             assert module.bagua_train_step_counter == 0
-            with pytest.raises(AttributeError):
-                other.bagua_buckets  # noqa: B018
+            assert other.bagua_buckets is None
 
     simulate(2, rank)
 

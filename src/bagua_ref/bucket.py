@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.profiler import record_function
 
 from bagua_ref import streams
 from bagua_ref.backends import get_backend
@@ -23,7 +24,7 @@ from bagua_ref.comm_ops import (
 from bagua_ref.errors import NotInitializedError
 from bagua_ref.flat_storage import FlatStorage
 from bagua_ref.runtime import current_world
-from bagua_ref.tensor import check_apart, check_shared, effective_tensors
+from bagua_ref.tensor import check_apart, check_shared, effective_tensor, effective_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -112,16 +113,22 @@ class BaguaBucket:
 
     def bytes(self) -> int:
         """Return the number of bytes of the effective tensors; padding does not count (S2.2)."""
-        return sum(t.numel() * t.element_size() for t in self.effective_tensors())
+        return self._storage.filled * self.dtype.itemsize
 
     def flattened_tensor(self) -> Tensor:
-        """Return a new flat tensor with the elements of all effective tensors and the padding, in order."""
-        parts = [t.detach().reshape(-1) for t in self.effective_tensors()]
+        """Return a new flat tensor with all effective tensors and the padding, in order; a missing gradient counts as zero."""
+        parts = [
+            torch.zeros(proxy.numel(), dtype=self.dtype, device=self.device) if tensor is None else tensor.detach().reshape(-1)
+            for proxy, tensor in zip(self.tensors, map(effective_tensor, self.tensors), strict=True)
+        ]
         return torch.cat(parts + ([self.padding_tensor] if self.padding_tensor is not None else []))
 
     def check_flatten(self) -> bool:
-        """Return whether the effective tensors and the padding are contiguous in memory (S2.3)."""
-        return self._storage.is_contiguous(self.effective_tensors())
+        """Return whether the effective tensors and the padding are contiguous in memory (S2.3).
+
+        A gradient that is missing, as before the first backward or after ``zero_grad()``, is taken to be where it will be put.
+        """
+        return self._storage.is_contiguous([effective_tensor(proxy) for proxy in self.tensors])
 
     def take_in(self, place: int) -> None:
         """Bring tensor ``place``, just marked ready, into flat storage."""
@@ -144,21 +151,22 @@ class BaguaBucket:
         """The CUDA stream on which operations run, the group's; None: the stream of the thread that executes them."""
         return next((group.side_stream(self.device) for group in self._background_groups.values()), None)
 
-    def execute(self, after: Sequence[Any] = ()) -> Any:
+    def execute(self, after: Sequence[Any] = (), label: str | None = None) -> Any:
         """Run the operations in order; the background worker calls this when all tensors are ready (S2.4).
 
         Args:
             after: CUDA events that come first.
+            label: what operations are named after in a profile that takes in this thread.
 
         Returns:
             The CUDA event that they are done; None on a CPU, where they are.
         """
         with streams.use_stream(self.stream, self.device):
             streams.order_after(after, self.device)
-            self._run_operations()
+            self._run_operations(label or f"bagua_ref::bucket{self.name}")
             return streams.record(streams.current_stream(self.device))
 
-    def _run_operations(self) -> None:
+    def _run_operations(self, label: str) -> None:
         observers = current_world().observers
         for place, op in enumerate(self._ops):
             self.running = op
@@ -166,7 +174,8 @@ class BaguaBucket:
             flat = self._storage.load(self.kernels, divisor)
             for observer in observers:
                 observer.before_op(self, op, flat, divisor)
-            op(flat)
+            with record_function(f"{label}/{type(op).__name__}"):
+                op(flat)
             for observer in observers:
                 observer.after_op(self, op, flat)
             # A Python function writes the tensors themselves. A decentralized operation changes none before copy-back, and forward

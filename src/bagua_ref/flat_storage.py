@@ -31,6 +31,7 @@ class FlatStorage:
         alignment: the number of elements, padding included, divides by it.
 
     Attributes:
+        filled: the number of elements, without padding.
         numel: the number of elements, padding included.
         padding_tensor: the padding, None if none is needed.
     """
@@ -38,11 +39,11 @@ class FlatStorage:
     def __init__(self, name: str, tensors: Sequence[Tensor], effective: Sequence[Tensor], flatten: bool, alignment: int) -> None:
         self._tensors, self._flatten = tensors, flatten
         self._dtype, self._device = effective[0].dtype, effective[0].device
-        self._filled = sum(t.numel() for t in effective)
-        self.numel = self._filled + -self._filled % alignment
+        self.filled = sum(t.numel() for t in effective)
+        self.numel = self.filled + -self.filled % alignment
         self.padding_tensor: Tensor | None = None
-        if self.numel > self._filled:
-            zeros = cast("BaguaTensor", torch.zeros(self.numel - self._filled, dtype=self._dtype, device=self._device))
+        if self.numel > self.filled:
+            zeros = cast("BaguaTensor", torch.zeros(self.numel - self.filled, dtype=self._dtype, device=self._device))
             self.padding_tensor = BaguaTensor.ensure_bagua_tensor(zeros, f"bagua_padding_tensor_bucket_{name}")
         self._flat: Tensor | None = None
         """The effective tensors' own storage if flat, else a buffer made when it is first needed."""
@@ -55,9 +56,12 @@ class FlatStorage:
         if flatten:
             self._move_together(effective)
 
-    def is_contiguous(self, effective: Sequence[Tensor]) -> bool:
-        """Return whether the effective tensors and the padding are contiguous in memory (S2.3)."""
-        return check_contiguous([*effective, *([self.padding_tensor] if self.padding_tensor is not None else [])])
+    def is_contiguous(self, effective: Sequence[Tensor | None]) -> bool:
+        """Return whether the effective tensors and the padding are contiguous in memory (S2.3); None is where it belongs."""
+        if not self._flatten and None in effective:
+            return False
+        present = [self._views[place] if tensor is None else tensor for place, tensor in enumerate(effective)]
+        return check_contiguous([*present, *([self.padding_tensor] if self.padding_tensor is not None else [])])
 
     def _move_together(self, effective: Sequence[Tensor]) -> None:
         """Move the effective tensors into one contiguous storage, if they do not lie in one already (S2.3)."""
@@ -113,9 +117,9 @@ class FlatStorage:
         if self._flat is None:
             self._flat = torch.empty(self.numel, dtype=self._dtype, device=self._device)
         if self.padding_tensor is not None:
-            self._flat[self._filled :] = 0
+            self._flat[self.filled :] = 0
         if not self._flatten:
-            kernels.gather_flat([t.detach() for t in effective], self._flat[: self._filled])
+            kernels.gather_flat([t.detach() for t in effective], self._flat[: self.filled])
             return self._flat.div_(divisor) if divisor > 1 else self._flat
         strayed, undivided = [], []
         for place, (proxy, tensor, view) in enumerate(zip(self._tensors, effective, self._views, strict=True)):
@@ -145,4 +149,4 @@ class FlatStorage:
 
     def store(self, flat: Tensor, effective: Sequence[Tensor], kernels: KernelBackend) -> None:
         """Copy ``flat`` into the effective tensors, wherever they are; padding is left out."""
-        kernels.scatter_flat(flat[: self._filled], [t.detach() for t in effective])
+        kernels.scatter_flat(flat[: self.filled], [t.detach() for t in effective])

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     Getter = Callable[[Tensor], Tensor | None]
     Setter = Callable[[Tensor, Tensor], object]
 
-__all__ = ["BaguaTensor", "Registration", "check_apart", "check_shared", "effective_tensors", "registration"]
+__all__ = ["BaguaTensor", "Registration", "check_apart", "check_shared", "effective_tensor", "effective_tensors", "registration"]
 
 _unnamed = itertools.count()
 
@@ -120,6 +120,11 @@ def check_apart(flat: Tensor, name: str, **tensors: Tensor) -> list[Tensor]:
     return [others[argument] for argument in tensors]
 
 
+def effective_tensor(proxy: Tensor) -> Tensor | None:
+    """Return what communication works on in place of ``proxy``, None where there is nothing yet."""
+    return registration(proxy).effective(proxy)
+
+
 def effective_tensors(tensors: list[Tensor], name: str) -> list[Tensor]:
     """Return what communication works on in bucket ``name``.
 
@@ -128,7 +133,7 @@ def effective_tensors(tensors: list[Tensor], name: str) -> list[Tensor]:
     """
     found = []
     for proxy in tensors:
-        tensor = registration(proxy).effective(proxy)
+        tensor = effective_tensor(proxy)
         if tensor is None:
             raise ValueError(
                 f"tensor {registration(proxy).name!r} of bucket {name!r} has no effective tensor; "

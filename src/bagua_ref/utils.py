@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import sys
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +25,7 @@ __all__ = [
     "flatten",
     "get_flattened_tensor",
     "overlapping",
+    "uncompiled",
     "unflatten",
 ]
 
@@ -38,24 +41,38 @@ class NotCopied:
 
 
 class OwnHook:
-    """A hook on a module that stays behind when the module is copied or pickled: copies get one that does nothing."""
+    """A hook that calls ``method`` as long as the method's object lives.
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+    It holds that object weakly. When the module that it hangs on is copied or pickled it stays behind: the copy gets a hook that
+    does nothing. torch.compile runs it as it is.
 
+    Args:
+        method: a bound method; None makes a hook that does nothing.
+    """
+
+    def __init__(self, method: Callable[..., Any] | None = None) -> None:
+        self._method = None if method is None else weakref.WeakMethod(method)
+
+    # Unlike torch.compiler.disable, this imports torch._dynamo only when it is first called.
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def __call__(self, *args: Any) -> Any:
-        """Call the function."""
-        return self._function(*args)
+        """Call the method."""
+        method = None if self._method is None else self._method()
+        return None if method is None else method(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnHook:
-        return OwnHook(_do_nothing)
+        return OwnHook()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return OwnHook, (_do_nothing,)
+        return OwnHook, ()
 
 
-def _do_nothing(*_: Any) -> None:
-    """Stand in for a hook."""
+def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module inside what ``torch.compile(module)`` returns, any other module as it is."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # not imported yet: there is no compiled module
+    while dynamo is not None and isinstance(module, dynamo.OptimizedModule):
+        module = module._orig_mod
+    return module
 
 
 def apply_flattened_call(bucket: Sequence[Tensor], call: Callable[..., object], extra_args: Sequence[Any] | None = None) -> None:

@@ -7,16 +7,18 @@ import weakref
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl
 from bagua_ref.algorithms.weight_holder import WeightHolder
 from bagua_ref.bucket import BaguaBucket
 from bagua_ref.errors import CommunicationError
 from bagua_ref.tensor import BaguaTensor
+from bagua_ref.utils import uncompiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import torch
     from torch import Tensor
 
     from bagua_ref.algorithms.base import TrainingContext
@@ -127,7 +129,7 @@ class Rounds:
         try:
             while not self._forgotten:
                 for bucket in self._buckets:
-                    bucket.execute()
+                    bucket.execute(label=f"bagua_ref::async/bucket{bucket.name}")
                     if bucket._async_op.get_status() == "stopped":
                         self._go(State.ABORTED)
                         return
@@ -164,6 +166,11 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     def ranks_in_step(self) -> bool:
         """Whether the warm-up lasts."""
         return self._warming_up
+
+    @property
+    def begins_in_forward(self) -> bool:
+        """After the warm-up rounds are started and weights are held in forward-pre (S5.6)."""
+        return not self._warming_up
 
     def need_reset(self) -> bool:
         """Return True once, before the first step after warm-up."""
@@ -217,7 +224,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             self._weight_buckets.append(bucket)
         name = f"bagua_ref averaging {context.bagua_module_name}"
         self._rounds = Rounds(context.world, name, self._weight_buckets, group, self.sync_interval_ms / 1000)
-        self._holder = WeightHolder(context.module, context.bagua_optimizers, self._rounds.ops)
+        self._holder = WeightHolder(context.called_module, context.bagua_optimizers, self._rounds.ops)
         weakref.finalize(self, self._rounds.forget).atexit = False
 
     def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
@@ -274,7 +281,9 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
 
     def _check_module(self, bagua_ddp: Any) -> None:
         context = self.context
-        if bagua_ddp is not context and context.module not in (bagua_ddp, getattr(bagua_ddp, "module", None)):
+        inside = getattr(bagua_ddp, "module", None)
+        modules = [uncompiled(module) for module in (bagua_ddp, inside) if isinstance(module, torch.nn.Module)]
+        if bagua_ddp is not context and context.module not in modules:
             raise ValueError(
                 f"{type(bagua_ddp).__name__} is not the module that this algorithm trains, {context.bagua_module_name!r}"
             )

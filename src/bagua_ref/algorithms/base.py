@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from bagua_ref.bucket import BaguaBucket
 from bagua_ref.tensor import BaguaTensor
+from bagua_ref.utils import NotCopied
 
 if TYPE_CHECKING:
     import weakref
@@ -27,6 +28,7 @@ class TrainingContext(Protocol):
 
     Attributes:
         module: the wrapped module.
+        called_module: what training calls: the same, or what torch.compile had made of it.
         process_group: the module's own group, which only its background worker uses.
         bagua_module_name: unique in this process.
         bagua_buckets: the buckets in the order in which they are scheduled.
@@ -51,12 +53,17 @@ class TrainingContext(Protocol):
         """The wrapped module."""
         ...
 
+    @property
+    def called_module(self) -> torch.nn.Module:
+        """What training calls."""
+        ...
+
     def bagua_build_params(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Return the parameters that take part, in the order of ``named_parameters()`` (S2.1)."""
         ...
 
 
-class AlgorithmImpl:
+class AlgorithmImpl(NotCopied):
     """An algorithm at work on one module; the base class all-reduces nothing but moves gradients through buckets.
 
     Override what differs. The hooks that the ``init_*_hook`` methods return are called in this order in each training step:
@@ -84,6 +91,11 @@ class AlgorithmImpl:
     def ranks_in_step(self) -> bool:
         """Whether all ranks take the same training forwards; if not, buffers are not broadcast before them."""
         return True
+
+    @property
+    def begins_in_forward(self) -> bool:
+        """Whether a step that calls no training forward of the module goes wrong; if not, a backward alone can be synchronized."""
+        return False
 
     def suspend(self) -> Callable[[], None]:
         """Stop what communicates in the background, collectively, as the module is wrapped anew; return what takes it up again."""
@@ -197,6 +209,10 @@ class _AlgorithmRegistry(dict):  # type: ignore[type-arg]
             raise ValueError(f"name={name!r} is not a registered algorithm; there are {', '.join(map(repr, sorted(self)))}")
         found: Callable[..., Algorithm] = self[name][0]
         return found
+
+    def name_of(self, algorithm: Algorithm) -> str:
+        """Return the name of the algorithm's class, or the class's own if it is not registered."""
+        return next((name for name, (known, _) in self.items() if known is type(algorithm)), type(algorithm).__name__)
 
     def available_algorithms(self) -> list[str]:
         """Return the registered names."""

@@ -41,6 +41,11 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
         self._averaging = False
         """Whether the last training forward marked the weights ready, and no backward has brought the result back yet."""
 
+    @property
+    def begins_in_forward(self) -> bool:
+        """Weights are marked ready in forward-pre (S5.3)."""
+        return True
+
     def init_tensors(self, bagua_ddp: TrainingContext) -> list[Tensor]:
         """Return the weights, last layer first."""
         self.tensors = _register_weights(bagua_ddp)

@@ -132,6 +132,11 @@ class QAdamOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if not self.state and self._makes_state_only():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    self.ensure_state(parameter)
+            return loss
         s = self.step_id + 1
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
@@ -148,6 +153,13 @@ class QAdamOptimizer(torch.optim.Optimizer):
                     )
         self.step_id = s
         return loss
+
+    def _makes_state_only(self) -> bool:
+        """Return whether this is the step with lr=0 and zero gradients by which torch.distributed.checkpoint has state made."""
+        return all(
+            group["lr"] == 0 and not any(p.grad is not None and p.grad.any() for p in group["params"])
+            for group in self.param_groups
+        )
 
 
 def _adam_step(group: dict[str, Any], parameters: list[Tensor], states: list[dict[str, Tensor]]) -> None:
@@ -231,6 +243,11 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
     def _past_warmup(self) -> bool:
         """Whether the next step is past the warm-up, so that what counts for it is the momentum."""
         return self.optimizer_step_id >= self.warmup_steps
+
+    @property
+    def begins_in_forward(self) -> bool:
+        """The change of phase does (S5.5)."""
+        return True
 
     def need_reset(self) -> bool:
         """Return whether the phase is another than that of the buckets: once after the warm-up, or after loading a checkpoint."""

@@ -43,16 +43,16 @@ class WeightHolder:
         self._dropped: list[_Hold] = []
         """What finalizers have let go: they may run anywhere, so they only leave a note."""
         for op in ops:
-            op.lock.on_wait = _weakly(self.collect)
+            op.lock.on_wait = OwnHook(self.collect)
         self._handles: list[Any] = [
-            module.register_forward_pre_hook(OwnHook(_weakly(self._before_forward))),
-            module.register_forward_hook(OwnHook(_weakly(self._after_forward)), always_call=True),
+            module.register_forward_pre_hook(OwnHook(self._before_forward)),
+            module.register_forward_hook(OwnHook(self._after_forward), always_call=True),
         ]
         self._unguard: list[Callable[[], None]] = []
         for optimizer in optimizers:
-            self._handles.append(optimizer.register_step_pre_hook(_weakly(self._before_step)))
-            self._handles.append(optimizer.register_step_post_hook(_weakly(self._after_step)))
-            self._unguard.append(_call_on_exception(optimizer, _weakly(self._after_step)))
+            self._handles.append(optimizer.register_step_pre_hook(OwnHook(self._before_step)))
+            self._handles.append(optimizer.register_step_post_hook(OwnHook(self._after_step)))
+            self._unguard.append(_call_on_exception(optimizer, OwnHook(self._after_step)))
 
     def drop_forward(self) -> None:
         """Give back what a forward took."""
@@ -148,17 +148,6 @@ class _WhenBackwardEnds(_LetGo):
 
     def __call__(self) -> None:
         self._hold.release()
-
-
-def _weakly(method: Any) -> Any:
-    """Return a function that calls ``method``, as long as its object lives."""
-    weak = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> None:
-        if (alive := weak()) is not None:
-            alive(*args)
-
-    return call
 
 
 def _call_on_exception(optimizer: torch.optim.Optimizer, function: Callable[[], None]) -> Callable[[], None]:

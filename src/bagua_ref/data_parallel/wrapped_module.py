@@ -10,16 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bagua_ref.algorithms.base import GlobalAlgorithmRegistry
 from bagua_ref.communication import broadcast_coalesced
 from bagua_ref.data_parallel.bucketing import split_into_buckets
 from bagua_ref.data_parallel.state_broadcast import broadcast_state
+from bagua_ref.data_parallel.step_guard import StepGuard
+from bagua_ref.data_parallel.trained_parameters import TrainedParameters
 from bagua_ref.env import get_default_bucket_size
 from bagua_ref.runtime import use_world
 from bagua_ref.scheduling.engine import Engine
-from bagua_ref.utils import NotCopied, OwnHook
+from bagua_ref.utils import NotCopied, OwnHook, uncompiled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from bagua_ref.algorithms.base import Algorithm
     from bagua_ref.backends.base import KernelBackend
@@ -39,7 +42,7 @@ class WrappedModule(NotCopied):
     A deep copy or pickle of the module is an ordinary module, without hooks.
 
     Args:
-        module: to train; hooks are put on it and its parameters.
+        module: to train, or what torch.compile made of it; hooks are put on it and its parameters.
         optimizers: whose state is broadcast, and whose steps the algorithm sees.
         algorithm: makes the implementation.
         group: the ranks that train together.
@@ -67,11 +70,13 @@ class WrappedModule(NotCopied):
         bucket_bytes: int | None = None,
         broadcast_buffers: bool = False,
     ) -> None:
+        self._called = weakref.ref(module)  # hooks inside what torch.compile made would be compiled
+        module = uncompiled(module)
         self._module = weakref.ref(module)
-        self.bagua_module_name = getattr(module, "_bagua_module_name", None) or f"bagua_module_{next(_counter)}"
-        self.bagua_optimizers = list(optimizers)
-        self.bagua_buckets: list[BaguaBucket] = []
-        self.bagua_train_step_counter = 0
+        self.bagua_module_name = module.__dict__.get("bagua_module_name") or _OwnName(f"bagua_module_{next(_counter)}")
+        self.bagua_optimizers: list[torch.optim.Optimizer] = _OwnList(optimizers)
+        self.bagua_buckets: list[BaguaBucket] = _OwnList()
+        self._train_steps = 0
         self.world, self._do_flatten, self.kernel_backend = world, do_flatten, backend
         self._find_unused_parameters, self._bucket_bytes = find_unused_parameters, bucket_bytes
         self._broadcast_buffers = broadcast_buffers
@@ -80,12 +85,14 @@ class WrappedModule(NotCopied):
             *getattr(module, "_ddp_params_and_buffers_to_ignore", ()),
         }
         """Names of parameters and buffers that are neither communicated nor broadcast."""
-        self._synchronizing = False
+        self._synchronizing = not self.bagua_optimizers
         """Whether the last training forward was entered outside `no_sync`."""
         self.skipping = False
         """Whether training forwards entered now skip communication, as in `no_sync`."""
         self._in_backward = False
-        self._bagua_backend = Engine(world, self.bagua_module_name, timeout)
+        self._guard = StepGuard(self.bagua_module_name, self.bagua_optimizers)
+        self._bagua_backend = Engine(world, self.bagua_module_name, timeout, GlobalAlgorithmRegistry.name_of(algorithm))
+        self._parameters = TrainedParameters(module, self.parameters_to_ignore)
         split_into_buckets([p for _, p in self.bagua_build_params()], 1)  # refuse what cannot be trained before anything is sent
         self.given_group, self.process_group = group, group.for_background()
         self._owns_group = self.process_group is not group
@@ -101,11 +108,26 @@ class WrappedModule(NotCopied):
         self.bagua_algorithm._context = weakref.ref(self)
         self._handles: list[Any] = []
         self.reset()
-        self._handles.append(module.register_forward_pre_hook(OwnHook(self._forwarding())))
+        self._handles.append(self.called_module.register_forward_pre_hook(OwnHook(self._begin_forward)))
         for name, parameter in self.bagua_build_params():
-            self._handles.append(parameter.register_post_accumulate_grad_hook(self._accumulated(name)))
+            self._handles.append(parameter.register_post_accumulate_grad_hook(GradientHook(self, name)))
         for optimizer in self.bagua_optimizers:
-            self._handles.append(optimizer.register_step_post_hook(self._stepped()))
+            self._handles.append(optimizer.register_step_pre_hook(OwnHook(self._begin_step)))
+            self._handles.append(optimizer.register_step_post_hook(OwnHook(self._end_step)))
+
+    def publish(self) -> None:
+        """Give the module the attributes of `bagua_ref.distributed.BaguaModule`; others' modules have none of them."""
+        names = ("bagua_module_name", "bagua_algorithm", "bagua_optimizers", "bagua_buckets", "bagua_train_step_counter")
+        self.module.__dict__.update(_bagua=self, **{name: getattr(self, name) for name in names})
+
+    @property
+    def bagua_train_step_counter(self) -> int:
+        """Training forwards begun since wrapping, or as a checkpoint has them."""
+        return self._train_steps
+
+    @bagua_train_step_counter.setter
+    def bagua_train_step_counter(self, value: int) -> None:
+        self._train_steps = self.module.__dict__["bagua_train_step_counter"] = value
 
     @property
     def module(self) -> torch.nn.Module:
@@ -114,23 +136,15 @@ class WrappedModule(NotCopied):
         assert module is not None, "the module's hooks and properties are the only way here"
         return module
 
-    def bagua_build_params(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """Return the parameters that need a gradient and are not ignored, as ``named_parameters()`` names them (S2.1).
+    @property
+    def called_module(self) -> torch.nn.Module:
+        """What training calls: the wrapped module, or what torch.compile had made of it when it was wrapped."""
+        module = self._called()
+        return self.module if module is None else module
 
-        Raises:
-            NotImplementedError: a parameter gets sparse gradients.
-        """
-        sparse = {id(p): m for m in self.module.modules() if getattr(m, "sparse", False) for p in m.parameters(recurse=False)}
-        parameters = [
-            (name, p) for name, p in self.module.named_parameters() if p.requires_grad and name not in self.parameters_to_ignore
-        ]
-        for name, parameter in parameters:
-            if id(parameter) in sparse:
-                raise NotImplementedError(
-                    f"parameter {name!r} of {sparse[id(parameter)]!r} gets sparse gradients, which cannot be communicated; use "
-                    f"sparse=False or list it in module._bagua_params_and_buffers_to_ignore"
-                )
-        return parameters
+    def bagua_build_params(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """Return the parameters that need a gradient and are not ignored, as ``named_parameters()`` names them (S2.1)."""
+        return self._parameters.named
 
     @property
     def bucket_bytes(self) -> int:
@@ -140,22 +154,26 @@ class WrappedModule(NotCopied):
     def reset(self) -> None:
         """Ask the algorithm for tensors, buckets, operations and hooks (S5); the state is not broadcast again."""
         algorithm = self.bagua_algorithm
+        without_gradient = [parameter for _, parameter in self.bagua_build_params() if parameter.grad is None]
         self._bagua_backend.wait_pending_comm_ops()
         with use_world(self.world):
             tensors = algorithm.init_tensors(self)
-            self.bagua_buckets = algorithm.tensors_to_buckets(split_into_buckets(tensors, self.bucket_bytes), self._do_flatten)
+            self.bagua_buckets[:] = algorithm.tensors_to_buckets(split_into_buckets(tensors, self.bucket_bytes), self._do_flatten)
             for bucket in self.bagua_buckets:
                 bucket.backend = bucket.backend or self.kernel_backend
                 algorithm.init_operations(self, bucket)
         self._bagua_backend.register_ordered_buckets(self.bagua_buckets)
+        for parameter in without_gradient:  # or torch would not make the optimizer's state when a checkpoint is loaded
+            parameter.grad = None
         self._forward_pre_hook = algorithm.init_forward_pre_hook(self)
         self._backward_hook = algorithm.init_backward_hook(self)
         self._post_backward_hook = algorithm.init_post_backward_hook(self)
         self._post_step_hook = algorithm.init_post_optimizer_step_hook(self)
 
-    def _begin_forward(self, input: Any) -> None:
-        if not self.module.training or _inside_backward():  # checkpointing computes forwards anew
+    def _begin_forward(self, module: torch.nn.Module, input: Any) -> None:
+        if not module.training or _inside_backward():  # checkpointing computes forwards anew
             return
+        self._parameters.check()
         self._synchronizing = not self.skipping
         if self._in_backward:  # the last backward failed half-way
             self._in_backward = False
@@ -163,6 +181,7 @@ class WrappedModule(NotCopied):
         self.bagua_train_step_counter += 1
         if self.bagua_algorithm.need_reset():
             self.reset()
+        self._guard.forward_begins()
         if self._synchronizing:
             if self._buffer_group is not None and self.bagua_algorithm.ranks_in_step:
                 # A graph that has saved a buffer must not take this for a change of the user's: data has no version.
@@ -178,46 +197,38 @@ class WrappedModule(NotCopied):
         """Return the buffers that are broadcast, as they are now: modules may put others in place."""
         return [buffer for name, buffer in self.module.named_buffers() if name not in self.parameters_to_ignore]
 
-    # Hooks on parameters and optimizers hold this object weakly: the collector cannot see through a parameter's C++ part.
+    def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._guard.before_step(optimizer)
 
-    def _forwarding(self) -> Callable[[torch.nn.Module, Any], None]:
-        this = weakref.ref(self)
-
-        def hook(module: torch.nn.Module, input: Any) -> None:
-            wrapped = this()
-            if wrapped is not None:
-                wrapped._begin_forward(input)
-
-        return hook
-
-    def _accumulated(self, name: str) -> Callable[[torch.Tensor], None]:
-        this = weakref.ref(self)
-
-        def hook(parameter: torch.Tensor) -> None:
-            wrapped = this()
-            if wrapped is not None:
-                wrapped._grad_accumulated(name, parameter)
-
-        return hook
-
-    def _stepped(self) -> Callable[[torch.optim.Optimizer, Any, Any], None]:
-        this = weakref.ref(self)
-
-        def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            wrapped = this()
-            if wrapped is not None and wrapped.module.training and wrapped._synchronizing:
-                wrapped._post_step_hook(optimizer)
-
-        return hook
+    def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._guard.after_step(optimizer) and self.module.training and self._synchronizing:
+            self._post_step_hook(optimizer)
 
     def _grad_accumulated(self, name: str, parameter: Any) -> None:
-        if not self._synchronizing or not self.module.training:
-            return
-        if not self._in_backward:
+        if self._in_backward or self._begin_backward(name, parameter):
+            self._backward_hook(name, parameter)
+
+    def _begin_backward(self, name: str, parameter: Any) -> bool:
+        """Return whether the backward that has just begun to deliver gradients is synchronized."""
+        bypassed = self._why_bypassed()
+        if bypassed is None and self._synchronizing and not self.skipping:
             self._in_backward = True
             self._bagua_backend.begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._graph_task_ended)
-        self._backward_hook(name, parameter)
+            return True
+        if bypassed is None or self.skipping:
+            self._guard.gradient_arrives()
+        else:
+            self._guard.bypassed(f"the backward that reached parameter {name!r} {bypassed}", parameter)
+        return False
+
+    def _why_bypassed(self) -> str | None:
+        """Return why a backward that begins now cannot be synchronized, None if it can or was not meant to be."""
+        if not self.module.training:
+            return "began while the module was in eval mode"
+        if self._guard.expects_backward or (not self.bagua_optimizers and not self.bagua_algorithm.begins_in_forward):
+            return None
+        return "followed no training forward of the module, as when one of its children or methods is called instead of it"
 
     def _graph_task_ended(self) -> None:
         """Go on to post-backward, at the end of the outermost backward.
@@ -236,6 +247,7 @@ class WrappedModule(NotCopied):
         self._in_backward = False
         self._bagua_backend.end_backward(self._find_unused_parameters)
         self._post_backward_hook()
+        self._guard.synchronized()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -256,6 +268,32 @@ class WrappedModule(NotCopied):
             self.process_group.close()
         if self._buffer_group is not None:
             self._buffer_group.close()
+
+
+class GradientHook(NotCopied):
+    """The hook on a parameter, called for each gradient, so as light as can be; it says which training the parameter is part of.
+
+    Args:
+        wrapped: the training; held weakly, as the garbage collector cannot see through the C++ part of a parameter.
+        name: the parameter's.
+    """
+
+    __slots__ = ("_name", "training")
+
+    def __init__(self, wrapped: WrappedModule, name: str) -> None:
+        self.training, self._name = weakref.ref(wrapped), name
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        if (wrapped := self.training()) is not None:
+            wrapped._grad_accumulated(self._name, parameter)
+
+
+class _OwnList(NotCopied, list):  # type: ignore[type-arg]
+    """A list that stays behind when the module it hangs on is copied."""
+
+
+class _OwnName(NotCopied, str):
+    """A made-up name that stays behind when the module it hangs on is copied."""
 
 
 def _inside_backward() -> bool:

@@ -8,9 +8,11 @@ import torch
 
 from bagua_ref.algorithms.base import Algorithm
 from bagua_ref.backends import get_backend
-from bagua_ref.data_parallel.wrapped_module import WrappedModule
+from bagua_ref.data_parallel.trained_parameters import refuse_what_cannot_be_flat
+from bagua_ref.data_parallel.wrapped_module import GradientHook, WrappedModule
 from bagua_ref.errors import NotInitializedError
 from bagua_ref.runtime import current_world
+from bagua_ref.utils import uncompiled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,6 +42,7 @@ def wrap(
     Arguments and errors as `bagua_ref.distributed.BaguaModule.with_bagua`; ``bucket_bytes`` and ``broadcast_buffers`` as
     `WrappedModule`; ``caller`` is what the user called, for messages.
     """
+    called, module = module, uncompiled(module)
     optimizers = _check(module, optimizers, algorithm, timeout)
     if backend is not None:
         get_backend(backend)  # refuse what cannot run before anything is sent
@@ -60,8 +63,8 @@ def wrap(
         before._bagua_backend.wait_pending_comm_ops()
         take_up_again = before.bagua_algorithm.suspend()
     try:
-        module._bagua = WrappedModule(  # type: ignore[assignment]
-            module,
+        wrapped = WrappedModule(
+            called,
             optimizers,
             algorithm,
             group,
@@ -78,13 +81,14 @@ def wrap(
             before.reset()  # the tensors may have been registered for the new algorithm already
             take_up_again()
         raise
+    wrapped.publish()
     if before is not None:
         before.close()
 
 
 def context_of(module: torch.nn.Module) -> WrappedModule | None:
     """Return the training that ``module`` takes part in, None if it is not wrapped."""
-    return cast("WrappedModule | None", module.__dict__.get("_bagua"))
+    return cast("WrappedModule | None", uncompiled(module).__dict__.get("_bagua"))
 
 
 def _check(
@@ -101,4 +105,13 @@ def _check(
     for name, inside in module.named_modules():
         if name and context_of(inside) is not None:
             raise ValueError(f"module.{name} is wrapped already; wrap the whole module once, or only its parts")
+    refuse_what_cannot_be_flat(module)
+    for name, parameter in module.named_parameters():
+        for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+            other = hook.training() if isinstance(hook, GradientHook) else None
+            if other is not None and other.module is not module:
+                raise ValueError(
+                    f"parameter {name!r} takes part in the training of {type(other.module).__name__} "
+                    f"({other.bagua_module_name!r}) already; wrap the whole module once, or only its parts"
+                )
     return list(optimizers)

@@ -16,17 +16,32 @@ if TYPE_CHECKING:
     from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl
     from bagua_ref.backends.base import KernelBackend
     from bagua_ref.bucket import BaguaBucket
-    from bagua_ref.data_parallel.wrapped_module import WrappedModule
     from bagua_ref.types import Group
 
 __all__ = ["BaguaModule"]
 
 
 class BaguaModule:
-    """The methods that bagua_ref puts on ``torch.nn.Module``.
+    """The methods that bagua_ref puts on ``torch.nn.Module``, and the attributes that a wrapped module has.
+
+    Other modules have no attributes of ours, so that nothing that looks through a module's attributes, as torch.compile and
+    torch.jit do, finds any.
+
+    Attributes:
+        bagua_module_name: the name of this module in messages, unique in the process; may be set before wrapping.
+        bagua_algorithm: the implementation of the algorithm at work.
+        bagua_optimizers: the optimizers passed when wrapping.
+        bagua_buckets: the buckets in the order in which they are scheduled.
+        bagua_train_step_counter: training forwards begun since wrapping.
 
     Source: ``bagua/torch_api/distributed.py`` of Bagua 0.9.
     """
+
+    bagua_module_name: str
+    bagua_algorithm: AlgorithmImpl
+    bagua_optimizers: list[torch.optim.Optimizer]
+    bagua_buckets: list[BaguaBucket]
+    bagua_train_step_counter: int
 
     def with_bagua(
         self,
@@ -84,47 +99,7 @@ class BaguaModule:
         wrapped = context_of(_module(self))
         return nullcontext() if wrapped is None else wrapped.no_sync()
 
-    @property
-    def bagua_module_name(self) -> str:
-        """The name of this module in messages; unique in the process."""
-        wrapped = context_of(_module(self))
-        return wrapped.bagua_module_name if wrapped is not None else getattr(self, "_bagua_module_name", "")
-
-    @bagua_module_name.setter
-    def bagua_module_name(self, name: str) -> None:
-        """Name the module; before it is wrapped."""
-        if context_of(_module(self)) is not None:
-            raise ValueError(f"name={name!r}: a module is named before it is wrapped; this one is {self.bagua_module_name!r}")
-        self._bagua_module_name = name
-
-    @property
-    def bagua_algorithm(self) -> AlgorithmImpl:
-        """The implementation of the algorithm at work."""
-        return _wrapped(self).bagua_algorithm
-
-    @property
-    def bagua_optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers passed when wrapping."""
-        return _wrapped(self).bagua_optimizers
-
-    @property
-    def bagua_buckets(self) -> list[BaguaBucket]:
-        """The buckets in the order in which they are scheduled."""
-        return _wrapped(self).bagua_buckets
-
-    @property
-    def bagua_train_step_counter(self) -> int:
-        """Training forwards begun since wrapping."""
-        return _wrapped(self).bagua_train_step_counter
-
 
 def _module(mixin: object) -> torch.nn.Module:
     """Return ``self`` of a method that runs on torch.nn.Module, typed as what it is."""
     return cast("torch.nn.Module", mixin)
-
-
-def _wrapped(mixin: object) -> WrappedModule:
-    wrapped = context_of(_module(mixin))
-    if wrapped is None:
-        raise AttributeError("this module is not wrapped; call with_bagua() first")
-    return wrapped

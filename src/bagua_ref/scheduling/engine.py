@@ -5,6 +5,9 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.profiler import record_function
+
 from bagua_ref import streams
 from bagua_ref.errors import CommunicationError
 from bagua_ref.scheduling.readiness import Readiness
@@ -30,10 +33,11 @@ class Engine:
         world: whose threads and clock to use.
         name: the module's, for messages and the thread.
         timeout: seconds without progress after which waiting raises (S2.5).
+        algorithm: what is at work, for the profiler; "": the name.
     """
 
-    def __init__(self, world: World, name: str = "", timeout: float = 300.0) -> None:
-        self.name = name
+    def __init__(self, world: World, name: str = "", timeout: float = 300.0, algorithm: str = "") -> None:
+        self.name, self._algorithm = name, algorithm or name
         self._worker: Worker[_BucketRun] = Worker(world, f"bagua_ref worker {name}", timeout)
         self._buckets: list[BaguaBucket] = []
         self._readiness: Readiness[str] = Readiness([])
@@ -85,7 +89,8 @@ class Engine:
         for ready in scheduled:
             bucket = self._buckets[ready]
             bucket.settle()
-            self._worker.submit(_BucketRun(bucket, [streams.record(stream) for stream in self._marked_on.pop(bucket, ())]))
+            events = [streams.record(stream) for stream in self._marked_on.pop(bucket, ())]
+            self._worker.submit(_BucketRun(bucket, events, f"bagua_ref::{self._algorithm}/bucket{bucket.name}"))
 
     def wait_pending_comm_ops(self) -> None:
         """Return when everything scheduled has finished (S2.5); on CUDA, what is called from now on waits, not the host.
@@ -96,7 +101,9 @@ class Engine:
             CommunicationError: an operation failed; names bucket and operation, caused by the first error.
             CommunicationTimeoutError: no progress within the timeout; names bucket and operation.
         """
-        for run in self._worker.wait():
+        with record_function(f"bagua_ref::{self._algorithm}/wait"):
+            runs = self._worker.wait()
+        for run in runs:
             if run.error is not None:
                 error = run.error
                 raise CommunicationError(f"{run.describe()}: {type(error).__name__}: {error}") from error
@@ -156,21 +163,30 @@ class _BucketRun:
     Args:
         bucket: whose.
         ready: CUDA events, when its tensors are there.
+        label: names it in a profile of the thread that makes it, from here to the end of its operations.
 
     Attributes:
         done: the CUDA event that it is; None on a CPU.
     """
 
-    def __init__(self, bucket: BaguaBucket, ready: list[Any]) -> None:
-        self.bucket, self._ready = bucket, ready
+    def __init__(self, bucket: BaguaBucket, ready: list[Any], label: str) -> None:
+        self.bucket, self._ready, self._label = bucket, ready, label
+        self._ended: torch.futures.Future[None] | None = None
+        if torch.autograd.profiler._is_profiler_enabled:
+            self._ended = torch.futures.Future()
+            profiled = record_function(label)
+            profiled.__enter__()
+            profiled._call_end_callbacks_on_future(self._ended)
         self.done: Any = None
         self.error: BaseException | None = None
 
     def __call__(self) -> None:
         try:
-            self.done = self.bucket.execute(self._ready)
+            self.done = self.bucket.execute(self._ready, self._label)
         except Exception as error:
             self.error = error
+        if self._ended is not None:
+            self._ended.set_result(None)
 
     def describe(self) -> str:
         return f"bucket {self.bucket.name!r}, operation {self.bucket.running!r}"

@@ -1,0 +1,99 @@
+"""Which parameters of a module take part in training, and whether they still do (S2.1)."""
+
+from __future__ import annotations
+
+import weakref
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    import torch
+    from torch.nn import Parameter
+
+__all__ = ["TrainedParameters", "refuse_what_cannot_be_flat"]
+
+
+class TrainedParameters:
+    """The parameters that a module had when it was wrapped, by name; `check` notices any others.
+
+    Args:
+        module: whose parameters they are; held weakly.
+        ignored: names of parameters that do not take part.
+
+    Raises:
+        NotImplementedError: a parameter gets sparse gradients.
+    """
+
+    def __init__(self, module: torch.nn.Module, ignored: Collection[str]) -> None:
+        self._module, self._ignored = weakref.ref(module), ignored
+        self._take_stock(module)
+        self.named = self._find(module)
+        """Those that need a gradient and are not ignored, as ``named_parameters()`` names them."""
+
+    def check(self) -> None:
+        """Refuse to go on if parameters were added, replaced or unfrozen.
+
+        Raises:
+            RuntimeError: names them.
+        """
+        if list(map(id, chain.from_iterable(self._members))) == self._ids and not any(p.requires_grad for p in self._frozen):
+            return
+        module = self._module()
+        assert module is not None, "its forward is under way"
+        known = dict(self.named)
+        new = [name for name, parameter in self._find(module) if known.get(name) is not parameter]
+        if new:
+            raise RuntimeError(
+                f"{type(module).__name__} was wrapped before {'parameters' if len(new) > 1 else 'parameter'} "
+                f"{', '.join(map(repr, new))} could be trained (added, replaced or unfrozen since), so they would not be "
+                "synchronized. Call with_bagua() again on every rank, or list the names in "
+                "module._bagua_params_and_buffers_to_ignore before wrapping"
+            )
+        self._take_stock(module)  # what changed is ignored, or frozen
+
+    def _find(self, module: torch.nn.Module) -> list[tuple[str, Parameter]]:
+        sparse = {id(p): m for m in module.modules() if getattr(m, "sparse", False) for p in m.parameters(recurse=False)}
+        found = [(name, p) for name, p in module.named_parameters() if p.requires_grad and name not in self._ignored]
+        for name, parameter in found:
+            if id(parameter) in sparse:
+                raise NotImplementedError(
+                    f"parameter {name!r} of {sparse[id(parameter)]!r} gets sparse gradients, which cannot be communicated; use "
+                    f"sparse=False or list it in module._bagua_params_and_buffers_to_ignore"
+                )
+        return found
+
+    def _take_stock(self, module: torch.nn.Module) -> None:
+        """Remember all parameters and submodules by identity: comparing that takes microseconds, naming them does not."""
+        self._members: list[Collection[Any]] = [
+            members.values() for inside in module.modules() for members in (inside._parameters, inside._modules)
+        ]
+        self._kept = list(chain.from_iterable(self._members))  # an id is only another object's once this one is gone
+        self._ids = list(map(id, self._kept))
+        self._frozen = [p for name, p in module.named_parameters() if not p.requires_grad and name not in self._ignored]
+
+
+def refuse_what_cannot_be_flat(module: torch.nn.Module) -> None:
+    """Refuse parameters that have no memory of their own to be put into buckets.
+
+    Raises:
+        NotImplementedError: names a parameter, its type and what to do.
+    """
+    for name, parameter in module.named_parameters():
+        kind = type(parameter.data).__name__
+        if kind == "DTensor":
+            raise NotImplementedError(
+                f"parameter {name!r} is a DTensor, as fully_shard (FSDP2) and parallelize_module make them, and cannot be put into "
+                "a bucket. Wrap the module before it is sharded and do not shard it, or leave its communication to torch alone"
+            )
+        if kind == "UninitializedTensor" or hasattr(parameter, "materialize"):
+            raise ValueError(f"parameter {name!r} is not initialized yet; call the module once before wrapping it")
+        if kind != "Tensor":
+            raise NotImplementedError(f"parameter {name!r} is a {kind}, which cannot be put into a bucket; only plain tensors can")
+    for name, inside in module.named_modules():
+        if "FullyShardedDataParallel" in (base.__name__ for base in type(inside).__mro__):
+            raise NotImplementedError(
+                f"{'module.' + name if name else 'module'} is a FullyShardedDataParallel, which communicates by itself; wrap the "
+                "module without it"
+            )

@@ -1,0 +1,343 @@
+"""Training that goes around the wrapped module, or whose parameters have changed, does not go on in silence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.launch import launch, outcomes
+from torch import nn
+
+import bagua_ref
+from bagua_ref.algorithms import Algorithm, DecentralizedAlgorithm, GradientAllReduceAlgorithm, QAdamOptimizer
+from bagua_ref.data_parallel import DistributedDataParallel
+from bagua_ref.simulation import SimulatedWorld
+
+ALGORITHMS = ("gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "qadam", "async")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(4, 3), nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))
+
+    def training_step(self, x: torch.Tensor) -> torch.Tensor:
+        return self.forward(x).square().mean()
+
+
+def simulate(ranks: int, function: Any) -> list[Any]:
+    def main(comm: Any) -> Any:
+        bagua_ref.init_process_group()
+        return function(comm.rank())
+
+    return SimulatedWorld(ranks).run(main)
+
+
+def wrapped(algorithm: str = "gradient_allreduce", **options: Any) -> tuple[Net, torch.optim.Optimizer]:
+    module = Net()
+    if algorithm == "qadam":
+        optimizer: torch.optim.Optimizer = QAdamOptimizer(module.parameters(), lr=0.01, warmup_steps=2)
+        options["q_adam_optimizer"] = optimizer
+    else:
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    module.with_bagua([optimizer], Algorithm.init(algorithm, **options))
+    return module, optimizer
+
+
+def batch(rank: int, step: int = 0) -> torch.Tensor:
+    return torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def weights(module: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1).clone() for p in module.parameters()])
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("trained_before", [False, True])
+def test_a_step_after_a_method_was_called_instead_of_the_module_raises(algorithm: str, trained_before: bool) -> None:
+    def rank(r: int) -> None:
+        module, optimizer = wrapped(algorithm)
+        if trained_before:
+            module(batch(r)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        before = weights(module)
+        module.training_step(batch(r)).backward()
+        for _ in range(2):  # trying again does not help
+            with pytest.raises(
+                RuntimeError, match=r"gradients of this rank alone.*'body.\w+' followed no training forward.*model\(x\)"
+            ):
+                optimizer.step()
+        assert torch.equal(weights(module), before)
+        optimizer.zero_grad()
+        module(batch(r)).sum().backward()
+        optimizer.step()
+        if algorithm == "async":
+            module.bagua_algorithm.abort(module)
+
+    simulate(2, rank)
+
+
+def test_a_step_after_children_were_called_instead_of_the_module_raises() -> None:
+    def rank(r: int) -> None:
+        module, optimizer = wrapped()
+        module.head(module.body(batch(r))).sum().backward()
+        with pytest.raises(RuntimeError, match="children"):
+            optimizer.step()
+
+    simulate(2, rank)
+
+
+def test_a_step_on_gradients_of_eval_mode_raises_unless_they_were_dropped() -> None:
+    def rank(r: int) -> None:
+        module, optimizer = wrapped()
+        module.eval()
+        module(batch(r)).sum().backward()
+        with pytest.raises(RuntimeError, match="eval mode"):
+            optimizer.step()
+        optimizer.zero_grad()
+        module.train()
+        with module.no_sync():
+            module(batch(r)).sum().backward()
+        optimizer.step()
+
+    simulate(2, rank)
+
+
+def _bypass_over_gloo() -> None:
+    module, optimizer = wrapped()
+    module.training_step(batch(bagua_ref.get_rank())).backward()
+    optimizer.step()
+
+
+def test_every_real_rank_raises() -> None:
+    for ended in outcomes(_bypass_over_gloo, 2):
+        assert isinstance(ended.error, RuntimeError)
+        assert "gradients of this rank alone" in str(ended.error)
+
+
+def test_without_a_known_optimizer_gradients_are_synchronized_as_they_come() -> None:
+    def rank(r: int) -> torch.Tensor:
+        module = DistributedDataParallel(Net())
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            module.module.training_step(batch(r, step)).backward()
+            optimizer.step()
+        return weights(module)
+
+    first, second = simulate(2, rank)
+    assert torch.equal(first, second)
+
+
+def test_without_a_known_optimizer_an_algorithm_that_needs_forwards_raises_at_the_second_step() -> None:
+    def rank(r: int) -> None:
+        module = DistributedDataParallel(Net(), algorithm=DecentralizedAlgorithm())
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for step in range(2):
+            module(batch(r, step)).sum().backward()
+            optimizer.step()
+        module.module.training_step(batch(r)).backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="an optimizer was about to step"):
+            module.module.training_step(batch(r)).backward()
+
+    simulate(2, rank)
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_a_penaltys_own_backward_before_the_main_one_is_reduced_with_it(average: bool) -> None:
+    def rank(r: int) -> torch.Tensor:
+        module, optimizer = wrapped(average=average)
+        for step in range(3):
+            optimizer.zero_grad()
+            (0.01 * sum(p.square().sum() for p in module.parameters())).backward()
+            module(batch(r, step)).square().mean().backward()
+            optimizer.step()
+        return weights(module)
+
+    alone, optimizer = Net(), None
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = sum(
+            alone(batch(r, step)).square().mean() + 0.01 * sum(p.square().sum() for p in alone.parameters()) for r in range(2)
+        )
+        (loss / 2 if average else loss).backward()
+        optimizer.step()
+    for found in simulate(2, rank):
+        torch.testing.assert_close(found, weights(alone))
+
+
+def test_local_gradients_on_purpose_and_torch_autograd_grad_stay_legal() -> None:
+    def rank(r: int) -> None:
+        module, optimizer = wrapped()
+        with module.no_sync():
+            module(batch(r)).sum().backward()
+        optimizer.step()
+        with module.no_sync():
+            module.training_step(batch(r)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found = torch.autograd.grad(module.training_step(batch(r)), list(module.parameters()))
+        for parameter, gradient in zip(module.parameters(), found, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        x = batch(r).requires_grad_()
+        (slope,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
+        optimizer.zero_grad()
+        (slope.square().mean() + module(x).square().mean()).backward()
+        optimizer.step()
+
+    simulate(2, rank)
+
+
+def test_one_forward_may_have_several_backwards_and_optimizers() -> None:
+    def rank(r: int) -> torch.Tensor:
+        module = Net()
+        optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (module.body, module.head)]
+        module.with_bagua(optimizers, GradientAllReduceAlgorithm(), find_unused_parameters=True)
+        output = module(batch(r))
+        output.square().mean().backward(retain_graph=True)
+        output.sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        for step in range(2):
+            module(batch(r, step)).square().mean().backward()
+            optimizers[step].step()
+        return weights(module)
+
+    first, second = simulate(2, rank)
+    assert torch.equal(first, second)
+
+
+# Parameters that change.
+
+
+def _unfreeze(module: Net) -> str:
+    module.body.weight.requires_grad_(True)
+    return "body.weight"
+
+
+def _replace(module: Net) -> str:
+    module.head.weight = nn.Parameter(torch.zeros(2, 3))
+    return "head.weight"
+
+
+def _add(module: Net) -> str:
+    module.head.extra = nn.Parameter(torch.zeros(1))
+    return "head.extra"
+
+
+def _add_a_module(module: Net) -> str:
+    module.more = nn.Linear(1, 1)
+    return "more.weight', 'more.bias"
+
+
+@pytest.mark.parametrize("change", [_unfreeze, _replace, _add, _add_a_module])
+def test_parameters_that_appear_after_wrapping_are_named_at_the_next_training_forward(change: Any) -> None:
+    def rank(r: int) -> None:
+        module = Net()
+        module.body.weight.requires_grad_(False)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        module.with_bagua([optimizer], GradientAllReduceAlgorithm())
+        module(batch(r)).sum().backward()
+        name = change(module)
+        with torch.no_grad():
+            module.eval()(batch(r))  # evaluation goes on
+        module.train()
+        steps = module.bagua_train_step_counter
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=rf"'{name}'.*with_bagua\(\) again"):
+                module(batch(r))
+        assert module.bagua_train_step_counter == steps
+        module.with_bagua([torch.optim.SGD(module.parameters(), lr=0.1)], GradientAllReduceAlgorithm(), find_unused_parameters=True)
+        module(batch(r)).sum().backward()
+        everywhere = module.head.weight.grad.clone()
+        bagua_ref.broadcast(everywhere, 0)
+        assert torch.equal(everywhere, module.head.weight.grad)
+
+    simulate(2, rank)
+
+
+def test_what_is_ignored_or_frozen_may_change() -> None:
+    def rank(r: int) -> None:
+        module = Net()
+        module._bagua_params_and_buffers_to_ignore = ["body.weight"]
+        module.with_bagua([], GradientAllReduceAlgorithm())
+        module.body.weight = nn.Parameter(torch.zeros(3, 4))
+        module.head.frozen = nn.Parameter(torch.zeros(1), requires_grad=False)
+        module(batch(r)).sum().backward()
+        module.head.frozen.requires_grad_(True)
+        with pytest.raises(RuntimeError, match=r"'head\.frozen'"):
+            module(batch(r))
+
+    simulate(2, rank)
+
+
+# What cannot be wrapped.
+
+
+def test_a_child_of_a_wrapped_module_cannot_be_wrapped_too() -> None:
+    def rank(r: int) -> None:
+        module, _ = wrapped()
+        with pytest.raises(ValueError, match="parameter 'weight' takes part in the training of Net"):
+            module.head.with_bagua([], GradientAllReduceAlgorithm())
+        module(batch(r)).sum().backward()
+
+    simulate(2, rank)
+
+
+def test_a_parameter_is_free_again_when_its_training_is_forgotten() -> None:
+    def rank(r: int) -> None:
+        head = nn.Linear(3, 2)
+        for _ in range(2):
+            whole = nn.Sequential(nn.Linear(4, 3), head)
+            whole.with_bagua([], GradientAllReduceAlgorithm())
+            whole(batch(r)).sum().backward()
+            del whole
+        head.with_bagua([], GradientAllReduceAlgorithm())
+
+    simulate(2, rank)
+
+
+def _wrap_what_is_sharded() -> list[str]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    sharded = Net()
+    fully_shard(sharded, mesh=mesh)
+    replicated = Net()
+    replicated.head.weight = nn.Parameter(distribute_tensor(replicated.head.weight.detach(), mesh, [Replicate()]))
+    assert isinstance(replicated.head.weight, DTensor)
+    messages = []
+    for module in (sharded, replicated, FullyShardedDataParallel(Net(), use_orig_params=True, device_id=torch.device("cpu"))):
+        with pytest.raises(NotImplementedError) as caught:
+            module.with_bagua([torch.optim.SGD(module.parameters(), lr=0.1)], GradientAllReduceAlgorithm())
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_sharded_modules_are_refused_by_name() -> None:
+    for fsdp2, dtensor, fsdp1 in launch(_wrap_what_is_sharded, 2):
+        assert "'body.weight' is a DTensor" in fsdp2
+        assert "'head.weight' is a DTensor" in dtensor
+        assert "FullyShardedDataParallel" in fsdp1
+
+
+def test_a_lazy_module_is_refused_until_it_was_called() -> None:
+    def rank(r: int) -> None:
+        module = nn.Sequential(nn.LazyLinear(3))
+        with pytest.raises(ValueError, match=r"'0\.weight' is not initialized yet"):
+            module.with_bagua([], GradientAllReduceAlgorithm())
+        module(batch(r))
+        module.with_bagua([], GradientAllReduceAlgorithm())
+
+    simulate(2, rank)

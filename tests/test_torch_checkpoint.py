@@ -1,0 +1,155 @@
+"""Resuming through torch.distributed.checkpoint, in any order of wrapping and loading (S5)."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from tests.launch import launch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
+
+import bagua_ref
+from bagua_ref.algorithms import Algorithm, QAdamOptimizer
+from bagua_ref.data_parallel import DistributedDataParallel
+
+ALGORITHMS = ("gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "qadam", "async")
+
+
+class Training:
+    """A model in training on this rank, wrapped when asked to."""
+
+    def __init__(self, algorithm: str, optimizer: str) -> None:
+        torch.manual_seed(bagua_ref.get_rank())
+        self.algorithm = algorithm
+        self.module: nn.Module = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+        made: Any = QAdamOptimizer if algorithm == "qadam" else getattr(torch.optim, optimizer)
+        options = {"warmup_steps": 2} if algorithm == "qadam" else {}
+        self.optimizer = made(self.module.parameters(), lr=0.05, **options)
+
+    def wrap(self, wrapper: bool) -> None:
+        options: dict[str, Any] = {"qadam": {"q_adam_optimizer": self.optimizer}, "async": {"warmup_steps": 100}}.get(
+            self.algorithm, {}
+        )
+        algorithm = Algorithm.init(self.algorithm, **options)
+        if wrapper:
+            self.module = DistributedDataParallel(self.module, optimizers=[self.optimizer], algorithm=algorithm)
+        else:
+            self.module.with_bagua([self.optimizer], algorithm)
+
+    @property
+    def plain(self) -> nn.Module:
+        return self.module.module if isinstance(self.module, DistributedDataParallel) else self.module
+
+    def train(self, steps: range) -> None:
+        for step in steps:
+            generator = torch.Generator().manual_seed(10 * step + bagua_ref.get_rank())
+            self.optimizer.zero_grad()
+            self.module(torch.randn(4, 6, generator=generator)).square().mean().backward()
+            self.optimizer.step()
+
+    def state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.plain, self.optimizer)
+        own = {"model": model, "optimizer": optimizer}
+        return {f"rank{bagua_ref.get_rank()}": own}  # weights differ between ranks in some algorithms
+
+    def load(self, path: str) -> None:
+        state = self.state()
+        dcp.load(state, checkpoint_id=path)
+        own = state[f"rank{bagua_ref.get_rank()}"]
+        set_state_dict(self.plain, self.optimizer, model_state_dict=own["model"], optim_state_dict=own["optimizer"])
+
+    def weights(self) -> torch.Tensor:
+        return torch.cat([p.detach().reshape(-1).clone() for p in self.module.parameters()])
+
+
+def _resume(algorithm: str, optimizer: str, wrapper: bool, path: str) -> None:
+    whole = Training(algorithm, optimizer)
+    whole.wrap(wrapper)
+    whole.train(range(4))
+    dcp.save(whole.state(), checkpoint_id=path)
+    own_state = whole.module.bagua_algorithm.state_dict()
+    whole.train(range(4, 8))
+    for wrap_first in (True, False):
+        resumed = Training(algorithm, optimizer)
+        if wrap_first:
+            resumed.wrap(wrapper)
+            resumed.load(path)
+        else:
+            resumed.load(path)
+            resumed.wrap(wrapper)
+            if algorithm in ("decentralized", "low_precision_decentralized"):
+                resumed.load(path)  # wrapping has given every rank the first one's weights
+        resumed.module.bagua_algorithm.load_state_dict(own_state)
+        resumed.train(range(4, 8))
+        assert torch.equal(resumed.weights(), whole.weights()), (wrap_first, resumed.weights() - whole.weights())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("algorithm", "optimizer", "wrapper"),
+    [
+        *((algorithm, "AdamW", False) for algorithm in ALGORITHMS),
+        ("gradient_allreduce", "AdamW", True),
+        ("low_precision_decentralized", "SGD", False),
+    ],
+)
+def test_a_training_resumes_bit_for_bit_whether_it_is_wrapped_or_loaded_first(
+    algorithm: str, optimizer: str, wrapper: bool
+) -> None:
+    path = tempfile.mkdtemp()
+    try:
+        launch(_resume, 2, algorithm, optimizer, wrapper, path)
+    finally:
+        shutil.rmtree(path)
+
+
+def _look_at_state_on_one_rank(algorithm: str, optimizer: str) -> tuple[torch.Tensor, int]:
+    training = Training(algorithm, optimizer)
+    training.wrap(False)
+    for turn in range(3):
+        if bagua_ref.get_rank() == 0:  # torch makes missing state by a step with lr=0
+            training.optimizer.zero_grad()
+            get_optimizer_state_dict(training.module, training.optimizer)
+        training.train(range(turn, turn + 1))
+    return training.weights(), training.module.bagua_algorithm.state_dict().get("optimizer_steps", 3)
+
+
+def _look_at_no_state(algorithm: str, optimizer: str) -> tuple[torch.Tensor, int]:
+    training = Training(algorithm, optimizer)
+    training.wrap(False)
+    training.train(range(3))
+    return training.weights(), training.module.bagua_algorithm.state_dict().get("optimizer_steps", 3)
+
+
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "low_precision_decentralized", "qadam"])
+def test_a_step_that_only_makes_state_on_one_rank_counts_and_communicates_nothing(algorithm: str) -> None:
+    looked = launch(_look_at_state_on_one_rank, 2, algorithm, "SGD")
+    for (weights, steps), (expected, expected_steps) in zip(looked, launch(_look_at_no_state, 2, algorithm, "SGD"), strict=True):
+        assert torch.equal(weights, expected)
+        assert steps == expected_steps == 3
+
+
+def test_qadams_step_that_only_makes_state_does_not_count() -> None:
+    training = Training("qadam", "")
+    get_optimizer_state_dict(training.module, training.optimizer)
+    assert training.optimizer.step_id == 0
+    assert all(float(entry["step"]) == 0 for entry in training.optimizer.state.values())
+
+
+def _gradients_after_wrapping() -> None:
+    for algorithm in ALGORITHMS:
+        training = Training(algorithm, "SGD")
+        training.wrap(False)
+        assert all(p.grad is None for p in training.module.parameters()), algorithm
+        for bucket in training.module.bagua_buckets:
+            assert bucket.check_flatten(), algorithm
+            assert bucket.flattened_tensor().numel() * 4 >= bucket.bytes() > 0
+
+
+def test_wrapping_makes_no_gradients() -> None:
+    launch(_gradients_after_wrapping, 2)

@@ -1,0 +1,216 @@
+"""torch.compile and torch.jit: importing leaves every module as it was, and compiled modules train as others do."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch._dynamo.testing
+import torch._dynamo.utils
+from tests.launch import launch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import bagua_ref
+from bagua_ref.algorithms import Algorithm, QAdamOptimizer
+from bagua_ref.data_parallel import DistributedDataParallel
+from bagua_ref.distributed import BaguaModule
+
+ALGORITHMS = {
+    "gradient_allreduce": {},
+    "bytegrad": {},
+    "decentralized": {"peer_selection_mode": "shift_one", "hierarchical": False},
+    "low_precision_decentralized": {},
+    "qadam": {},
+    "async": {"sync_interval_ms": 1, "warmup_steps": 3},
+}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.first(x)))
+
+
+class Containing(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def sequential() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Any:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def test_importing_leaves_modules_that_are_not_wrapped_alone() -> None:
+    for name in BaguaModule.__annotations__:
+        assert not hasattr(nn.Linear(2, 2), name)
+        assert name not in dir(nn.Linear(2, 2))
+    x = torch.ones(1, 2)
+    module = nn.Linear(2, 2)
+    for other in (
+        torch.compile(module, backend="eager", fullgraph=True),
+        torch.jit.script(module),
+        torch.jit.trace(module, x),
+        torch.export.export(module, (x,)).module(),
+    ):
+        assert torch.equal(other(x), module(x))
+    saved = io.BytesIO()
+    torch.jit.save(torch.jit.script(Net()), saved)
+    assert b"bagua" not in saved.getvalue()
+
+
+def _after(wrap: Callable[[nn.Module], nn.Module], module: nn.Module, how: dict[str, Any]) -> nn.Module:
+    return torch.compile(wrap(module), **how)
+
+
+def _before(wrap: Callable[[nn.Module], nn.Module], module: nn.Module, how: dict[str, Any]) -> nn.Module:
+    return wrap(torch.compile(module, **how))
+
+
+def _method_after(wrap: Callable[[nn.Module], nn.Module], module: nn.Module, how: dict[str, Any]) -> nn.Module:
+    wrapped = wrap(module)
+    wrapped.compile(**how)
+    return wrapped
+
+
+def _method_before(wrap: Callable[[nn.Module], nn.Module], module: nn.Module, how: dict[str, Any]) -> nn.Module:
+    module.compile(**how)
+    return wrap(module)
+
+
+def _method_inside(wrap: Callable[[nn.Module], nn.Module], module: nn.Module, how: dict[str, Any]) -> nn.Module:
+    wrapped = wrap(module)
+    module.compile(**how)
+    return wrapped
+
+
+def _container(wrap: Callable[[nn.Module], nn.Module], module: nn.Module, how: dict[str, Any]) -> nn.Module:
+    return torch.compile(Containing(wrap(module)), **how)
+
+
+FORMS = (_after, _before, _method_after, _method_before, _method_inside, _container)
+
+
+def _train(algorithm: str, form: Any, fullgraph: bool, backend: Any = "eager") -> tuple[list[torch.Tensor], int]:
+    """Return the weights after six steps, and how many training forwards were counted."""
+    torch._dynamo.reset()
+    module = Net()
+    if algorithm == "qadam":
+        optimizer: torch.optim.Optimizer = QAdamOptimizer(module.parameters(), lr=0.01, warmup_steps=3)
+        made = Algorithm.init(algorithm, q_adam_optimizer=optimizer)
+    else:
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        made = Algorithm.init(algorithm, **ALGORITHMS[algorithm])
+    how = {"backend": backend, "fullgraph": fullgraph}
+
+    def wrap(given: nn.Module) -> nn.Module:
+        return given.with_bagua([optimizer], made)
+
+    called = wrap(module) if form is None else form(wrap, module, how)
+    generator = torch.Generator().manual_seed(bagua_ref.get_rank())
+    for _ in range(6):
+        optimizer.zero_grad()
+        called(torch.randn(3, 4, generator=generator)).square().mean().backward()
+        optimizer.step()
+    if algorithm == "async":
+        module.bagua_algorithm.abort(module if form is _container else called)
+    steps = called.bagua_train_step_counter if form is not _container else module.bagua_train_step_counter
+    return [p.detach().clone() for p in module.parameters()], steps
+
+
+def _train_all_forms(algorithm: str) -> None:
+    expected, _ = _train(algorithm, None, fullgraph=False)
+    for form in FORMS if algorithm == "gradient_allreduce" else (_after, _before, _method_after, _container):
+        for fullgraph in (form is not _container, False) if algorithm == "gradient_allreduce" else (form is not _container,):
+            weights, steps = _train(algorithm, form, fullgraph)
+            assert steps == 6, (form, fullgraph, steps)
+            if algorithm != "async":  # when its rounds happen is a matter of time
+                for mine, theirs in zip(weights, expected, strict=True):
+                    assert torch.equal(mine, theirs), (form, fullgraph)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_compiled_modules_train_bit_for_bit_as_others(algorithm: str) -> None:
+    launch(_train_all_forms, 2, algorithm)
+
+
+def _count_breaks(wrap: Callable[[nn.Module], nn.Module]) -> dict[tuple[str, str, bool], int | None]:
+    """Return the graph breaks of each way to compile; None: it cannot be compiled so."""
+    found: dict[tuple[str, str, bool], int | None] = {}
+    for form in FORMS:
+        for make in (Net, sequential):
+            for fullgraph in (False, True):
+                torch._dynamo.reset()
+                torch._dynamo.utils.counters.clear()
+                try:
+                    module = form(wrap, make(), {"backend": torch._dynamo.testing.CompileCounter(), "fullgraph": fullgraph})
+                    for _ in range(2):
+                        module(torch.ones(2, 4)).sum().backward()
+                    breaks: int | None = sum(torch._dynamo.utils.counters["graph_break"].values())
+                except Exception:
+                    breaks = None
+                found[form.__name__, make.__name__, fullgraph] = breaks
+    return found
+
+
+def _count_ours_and_torchs() -> list[dict[tuple[str, str, bool], int | None]]:
+    def with_bagua(module: nn.Module) -> nn.Module:
+        return module.with_bagua([], Algorithm.init("gradient_allreduce"))
+
+    return [_count_breaks(wrap) for wrap in (TorchDDP, with_bagua, DistributedDataParallel)]
+
+
+@pytest.mark.slow
+def test_graphs_break_no_more_often_than_with_torchs_ddp() -> None:
+    (torchs, *ours), _ = launch(_count_ours_and_torchs, 2)
+    assert sum(breaks is not None for breaks in torchs.values()) > 12
+    for counted in ours:
+        for case, breaks in torchs.items():
+            if breaks is not None:
+                assert counted[case] is not None, case
+                assert counted[case] <= breaks, case
+
+
+def _train_step_as_a_whole() -> bool:
+    module = Net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    module.with_bagua([optimizer], Algorithm.init("gradient_allreduce"))
+
+    @torch.compile(backend="eager")
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        module(x).square().mean().backward()
+        optimizer.step()
+
+    for turn in range(4):
+        step(torch.full((3, 4), float(bagua_ref.get_rank() + turn)))
+    mine = torch.cat([p.detach().reshape(-1) for p in module.parameters()])
+    theirs = mine.clone()
+    bagua_ref.broadcast(theirs, 0)
+    return torch.equal(mine, theirs) and module.bagua_train_step_counter == 4
+
+
+@pytest.mark.slow
+def test_a_training_step_can_be_compiled_as_a_whole() -> None:
+    assert launch(_train_step_as_a_whole, 2) == [True, True]
