@@ -32,7 +32,7 @@ def draw_curves(outcomes: Sequence[Outcome], kind: str, window: int, *, dark: bo
     from matplotlib.figure import Figure
 
     ink, grid, colors = ("#e6e7ea", "#3a3f48", _COLORS_ON_DARK) if dark else ("#1c1e21", "#d5d8dd", _COLORS)
-    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    figure = Figure(figsize=(5.4, 4.0), layout="constrained")
     figure.patch.set_alpha(0)
     axes = figure.add_subplot(facecolor="none")
     together = [outcome for outcome in outcomes if outcome.algorithm != ALONE]

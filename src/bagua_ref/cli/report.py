@@ -20,7 +20,7 @@ from bagua_ref.cli.progress import readable_bytes
 from bagua_ref.cli.recipes import ALONE, make_model
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from rich.console import Console
@@ -35,7 +35,7 @@ _HEADERS = (
     "test accuracy",
     "final loss",
     "sent per step and rank",
-    "of full precision",
+    "ratio to full precision",
     "steps per second",
     "weight difference",
 )
@@ -104,27 +104,38 @@ def _parameters() -> int:
 
 
 def _page(outcomes: Sequence[Outcome], settings: Settings) -> str:
-    rows = "\n".join(
-        "<tr>"
-        + "".join(
-            f"<{'td' if place else 'th scope=row'}>{escape(cell)}</{'td' if place else 'th'}>" for place, cell in enumerate(row)
-        )
-        + "</tr>"
-        for row in table_rows(outcomes)
-    )
-    algorithms = "\n".join(
-        f"<dt>{escape(name)}</dt><dd>{escape(GlobalAlgorithmRegistry[name][1])}</dd>" for name in settings.algorithms
-    )
-    figures = "\n".join(_figure(outcomes, settings, kind, caption) for kind, caption in _CAPTIONS.items())
     return _PAGE.format(
         headline=escape(_headline(settings)),
         workers=settings.workers,
         headers="".join(f"<th scope=col>{escape(header)}</th>" for header in _HEADERS),
-        rows=rows,
-        figures=figures,
-        algorithms=algorithms,
+        rows="\n".join(_row(cells) for cells in table_rows(outcomes)),
+        async_note=_async_note({outcome.algorithm: outcome for outcome in outcomes}, settings),
+        figures="\n".join(_figure(outcomes, settings, kind, caption) for kind, caption in _CAPTIONS.items()),
+        algorithms="\n".join(
+            f"<div><dt>{escape(name)}</dt><dd>{escape(GlobalAlgorithmRegistry[name][1])}</dd></div>" for name in settings.algorithms
+        ),
         made=f"bagua_ref {bagua_ref.__version__}, torch {torch.__version__}, seed {settings.seed}, "
         f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC",
+    )
+
+
+def _row(cells: Sequence[str]) -> str:
+    """Return one row of the table; its cells carry their headers for narrow screens, where each row is a block of lines."""
+    first, *others = cells
+    labelled = (f'<td data-label="{escape(header)}">{escape(cell)}</td>' for header, cell in zip(_HEADERS[1:], others, strict=True))
+    return f"<tr><th scope=row>{escape(first)}</th>{''.join(labelled)}</tr>"
+
+
+def _async_note(outcomes: Mapping[str, Outcome], settings: Settings) -> str:
+    """Return why the loss of ``async`` lags behind, or nothing if it does not."""
+    single, own = outcomes.get(ALONE), outcomes.get("async")
+    if single is None or own is None or own.ratio is None or own.final_loss <= single.final_loss:
+        return ""
+    rounds = round(own.ratio * settings.steps)  # a round sends what one all-reduce of all gradients would
+    return (
+        "<li><code>async</code> averages weights in the background, at intervals of time. So short a run has few such rounds: "
+        f"about {rounds} in {settings.steps} steps. In between, each rank learns only from its own {settings.batch} of the "
+        f"{settings.batch * settings.workers} images of a step, so the final loss is higher.</li>"
     )
 
 
@@ -156,24 +167,44 @@ _PAGE = """<!doctype html>
 <style>
 :root {{ color-scheme: light dark; --ink: #1c1e21; --soft: #5c6370; --line: #d5d8dd; --page: #ffffff; }}
 @media (prefers-color-scheme: dark) {{ :root {{ --ink: #e6e7ea; --soft: #a3a9b5; --line: #3a3f48; --page: #16181c; }} }}
-body {{ margin: 2rem auto; max-width: 70rem; padding: 0 1.2rem; background: var(--page); color: var(--ink);
+body {{ margin: 2rem auto; max-width: 110rem; padding: 0 1.2rem; background: var(--page); color: var(--ink);
   font: 16px/1.5 system-ui, sans-serif; }}
-h1 {{ font-size: 1.6rem; margin-bottom: 0; }}
+h1 {{ font-size: 1.6rem; line-height: 1.2; margin-bottom: 0; }}
 h2 {{ font-size: 1.15rem; margin-top: 2.2rem; }}
-p {{ max-width: 46rem; }}
+p, ul {{ max-width: 46rem; }}
 .soft, figcaption {{ color: var(--soft); }}
-.wide {{ overflow-x: auto; }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
-th, td {{ padding: .4rem .9rem; border-bottom: 1px solid var(--line); text-align: right; font-weight: normal; }}
+th, td {{ padding: .4rem clamp(.3rem, .9vw, .9rem); border-bottom: 1px solid var(--line); text-align: right; font-weight: normal; }}
 th[scope=col] {{ color: var(--soft); vertical-align: bottom; max-width: 8rem; }}
 td {{ white-space: nowrap; }}
-th[scope=row] {{ font-family: ui-monospace, monospace; }}
+th[scope=row], dt, code {{ font-family: ui-monospace, monospace; font-size: .95em; }}
 th:first-child {{ text-align: left; padding-left: 0; }}
-.figures {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(30rem, 100%), 1fr)); gap: 1.5rem; }}
-figure {{ margin: 0; }}
-img {{ width: 100%; height: auto; }}
-dt {{ font-family: ui-monospace, monospace; }}
-dd {{ margin: 0 0 .7rem; }}
+.notes {{ padding-left: 1.2rem; }}
+.notes li {{ margin-bottom: .5rem; }}
+.grid {{ display: grid; gap: 1.5rem; }}
+figure, dl, dd {{ margin: 0; }}
+img {{ display: block; width: 100%; height: auto; }}
+@media (max-width: 60rem) {{ table {{ font-size: .9rem; }} }}
+@media (max-width: 46rem) {{ /* every row becomes a block, every cell a line of it */
+  table, tbody, tr, th[scope=row] {{ display: block; }}
+  thead {{ display: none; }}
+  tr {{ margin-bottom: 1rem; padding: .7rem 1rem; border: 1px solid var(--line); border-radius: .5rem; }}
+  th[scope=row] {{ border: 0; padding: 0 0 .3rem; font-weight: bold; }}
+  table {{ font-size: 1rem; }}
+  td {{ display: flex; justify-content: space-between; gap: 1rem; border: 0; padding: .1rem 0; }}
+  td::before {{ content: attr(data-label); color: var(--soft); }}
+}}
+@media (min-width: 46rem) {{ /* two plots beside each other, and the third below in the middle */
+  .grid {{ grid-template-columns: repeat(2, minmax(0, 1fr)); }}
+  figure:last-child {{ grid-column: 1 / -1; justify-self: center; width: calc(50% - .75rem); }}
+}}
+@media (min-width: 75rem) {{ /* all three beside each other */
+  .grid {{ grid-template-columns: repeat(3, minmax(0, 1fr)); }}
+  figure:last-child {{ grid-column: auto; width: 100%; }}
+}}
+@media (min-width: 85rem) {{ /* the notes beside the table */
+  .results {{ display: grid; grid-template-columns: 54rem minmax(0, 1fr); gap: 3rem; align-items: start; }}
+}}
 </style>
 </head>
 <body>
@@ -182,22 +213,29 @@ dd {{ margin: 0 0 .7rem; }}
 <p>The same network was trained from the same weights on the same batches, once in a single process and then with each algorithm on
 {workers} processes of this machine. An algorithm does well where its loss falls like the single process's and its accuracy is the
 same, while it sends less than full precision does.</p>
-<div class="wide"><table>
+<div class="results">
+<table>
 <thead><tr>{headers}</tr></thead>
 <tbody>
 {rows}
 </tbody>
-</table></div>
-<p class="soft">One test image is 0.3 % of accuracy. Bytes are counted by formula in every communicator: 2(n-1)/n of a buffer that
-is all-reduced, (n-1)/n of one that is gathered or exchanged, a message as it is; full precision is an all-reduce of all gradients
-in float32. The weight difference is the largest between two ranks after the last step. Speed is this machine's: messages between
-its processes cost next to nothing, so compressing them takes more time than it saves here.</p>
+</table>
+<ul class="soft notes">
+<li>One test image is 0.3 % of accuracy.</li>
+<li>Bytes are counted by formula in every communicator: 2(n-1)/n of a buffer that is all-reduced, (n-1)/n of one that is gathered or
+exchanged, a message as it is; full precision is an all-reduce of all gradients in float32.</li>
+<li>Speed is this machine's: messages between its processes cost next to nothing, so compressing them takes more time than it saves
+here.</li>
+<li>The weight difference is the largest between two ranks after the last step.</li>
+{async_note}
+</ul>
+</div>
 <h2>Curves</h2>
-<div class="figures">
+<div class="grid">
 {figures}
 </div>
 <h2>Algorithms</h2>
-<dl>
+<dl class="grid">
 {algorithms}
 </dl>
 <p class="soft">{made}. The numbers are in results.json.</p>
