@@ -1,44 +1,69 @@
-"""A mkdocs hook: the API pages, one per room of the package, made from the sources so that none is missing or stale."""
+"""A mkdocs hook: the API pages, made from the docstrings of the public modules, a room of the package to a page."""
 
 from __future__ import annotations
 
-import ast
-from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File
 
-SOURCE = Path(__file__).parents[1] / "src" / "bagua_ref"
+# Groups of pages; each page lists the modules whose public names it shows. Modules that only the package itself imports, and those
+# of the original that are not provided, have no page.
+API = {
+    "Training": {
+        "distributed": ["bagua_ref.distributed"],
+        "data_parallel": ["bagua_ref.data_parallel.distributed", "bagua_ref.data_parallel.functional"],
+        "algorithms": [
+            "bagua_ref.algorithms.base",
+            "bagua_ref.algorithms.gradient_allreduce",
+            "bagua_ref.algorithms.bytegrad",
+            "bagua_ref.algorithms.decentralized",
+            "bagua_ref.algorithms.q_adam",
+            "bagua_ref.algorithms.async_model_average",
+        ],
+        "communication": ["bagua_ref.communication"],
+        "env": ["bagua_ref.env"],
+        "errors": ["bagua_ref.errors"],
+    },
+    "Data and optimizers": {
+        "samplers": ["bagua_ref.contrib.load_balancing_sampler", "bagua_ref.contrib.load_balancing_batch_sampler"],
+        "cache": [
+            "bagua_ref.contrib.cached_dataset",
+            "bagua_ref.contrib.cache_loader",
+            "bagua_ref.contrib.utils.store",
+            "bagua_ref.contrib.utils.redis_store",
+        ],
+        "fuse": ["bagua_ref.contrib.fuse.optimizer"],
+    },
+    "Simulation": {
+        "simulation": ["bagua_ref.simulation"],
+        "runtime": ["bagua_ref.runtime"],
+    },
+    "Building blocks": {
+        "bucket": ["bagua_ref.bucket"],
+        "tensor": ["bagua_ref.tensor"],
+        "comm_ops": ["bagua_ref.comm_ops"],
+        "communicators": ["bagua_ref.communicators.base"],
+        "backends": ["bagua_ref.backends", "bagua_ref.backends.reference.backend"],
+    },
+    "Checking": {
+        "conformance": ["bagua_ref.conformance"],
+        "trace": ["bagua_ref.conformance.trace"],
+        "vectors": ["bagua_ref.conformance.vectors"],
+    },
+}
 
-# From what users call first down to what only contributors read.
-ROOMS = (
-    "distributed", "data_parallel", "algorithms", "communication", "process_group", "simulation", "contrib",
-    "backends", "communicators", "bucket", "tensor", "comm_ops", "scheduling", "env", "runtime", "types", "errors",
-    "utils", "cli", "conformance",
-)  # fmt: skip
+# Here the code is the explanation: an operation or a kernel is a few lines that look like their clause.
+WITH_SOURCE = ("bagua_ref.comm_ops", "bagua_ref.backends.reference.backend")
 
 
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages and list them in the navigation."""
-    entries = []
-    rooms = {path.stem for path in SOURCE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()} - {"__init__"}
-    for room in sorted(rooms, key=lambda room: (ROOMS.index(room) if room in ROOMS else len(ROOMS), room)):
-        documented = [path for path in _modules(room) if ast.get_docstring(ast.parse(path.read_text()))]
-        if not documented:
-            continue
-        page = "\n\n".join([f"# {room}", *(f"## `{name}` {{ #{name}-module }}\n\n::: {name}" for name in map(_name, documented))])
-        files.append(File.generated(config, f"api/{room}.md", content=page))
-        entries.append({f"bagua_ref.{room}": f"api/{room}.md"})
-    config.nav.append({"API": entries})
+    for room, modules in (item for pages in API.values() for item in pages.items()):
+        files.append(File.generated(config, f"api/{room}.md", content="\n\n".join([f"# {room}", *map(_section, modules)])))
+    config.nav.append({"API": [{group: [{room: f"api/{room}.md"} for room in pages]} for group, pages in API.items()]})
     return files
 
 
-def _modules(room: str) -> list[Path]:
-    folder = SOURCE / room
-    found = sorted(folder.rglob("*.py")) if folder.is_dir() else [SOURCE / f"{room}.py"]
-    return [path for path in found if not path.name.startswith("_") or path.name == "__init__.py"]
-
-
-def _name(path: Path) -> str:
-    parts = ("bagua_ref", *path.relative_to(SOURCE).with_suffix("").parts)
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+def _section(module: str) -> str:
+    options = f"\n    options:\n      show_source: {str(module in WITH_SOURCE).lower()}"
+    return f"## `{module}` {{ #{module}-module }}\n\n::: {module}{options}"

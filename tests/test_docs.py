@@ -1,14 +1,18 @@
-"""The pages tell the truth: their Python runs, page by page, and prints what the page says it prints."""
+"""The pages tell the truth: their Python prints what the page says it prints; the site has the pages it should and no others."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from bagua_ref.not_provided import REPLACEMENTS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -50,3 +54,53 @@ def test_every_registered_algorithm_and_no_other_is_said_to_be_here() -> None:
     assert all((ROOT / link).exists() for _, link in rows)
     specified = (ROOT / "docs/spec.md").read_text().split("In the registry:")[1].split("\n## ")[0]
     assert set(re.findall(r"`(\w+)`", specified)) == registered()
+
+
+@pytest.fixture(scope="module")
+def site() -> dict[str, Any]:
+    """Return what is published: the files of the site by their paths, as mkdocs and the hook collect them."""
+    pytest.importorskip("mkdocstrings")
+    from mkdocs.config import load_config
+    from mkdocs.structure.files import get_files
+
+    config = load_config(str(ROOT / "mkdocs.yml"))
+    files = config.plugins.on_files(get_files(config), config=config)
+    return {file.src_uri: file for file in files if file.inclusion.is_included()}
+
+
+def documented(site: dict[str, Any]) -> list[str]:
+    """Return the modules whose docstrings are on the API's pages."""
+    pages = [file.content_string for path, file in site.items() if path.startswith("api/")]
+    return [module for page in pages for module in re.findall(r"^::: (\S+)$", page, re.MULTILINE)]
+
+
+def test_the_site_publishes_pages_and_pictures_only(site: dict[str, Any]) -> None:
+    assert {"index.md", "algorithms/bytegrad.md", "images/trace.png", "stylesheets/extra.css"} <= site.keys()
+    assert {Path(path).suffix for path in site} == {".md", ".svg", ".png", ".css"}
+
+
+def test_what_is_not_provided_has_no_page(site: dict[str, Any]) -> None:
+    modules = documented(site)
+    assert modules
+    assert not {f"bagua_ref.{name}" for name in REPLACEMENTS} & set(modules)
+    assert not {f"api/{name.split('.')[0]}.md" for name in REPLACEMENTS if "." not in name} & site.keys()
+
+
+@pytest.mark.parametrize("package", ["bagua_ref", "bagua_ref.algorithms", "bagua_ref.contrib", "bagua_ref.data_parallel"])
+def test_the_api_pages_have_every_function_and_class_that_a_package_exports(package: str, site: dict[str, Any]) -> None:
+    shown = {name for module in documented(site) for name in importlib.import_module(module).__all__}
+    found = importlib.import_module(package)
+    assert {name for name in found.__all__ if callable(getattr(found, name))} <= shown
+
+
+def test_the_api_pages_leave_out_what_only_the_package_itself_imports(site: dict[str, Any]) -> None:
+    modules = documented(site)
+    conformance = [module for module in modules if module.startswith("bagua_ref.conformance")]
+    assert sorted(conformance) == ["bagua_ref.conformance", "bagua_ref.conformance.trace", "bagua_ref.conformance.vectors"]
+    assert not [module for module in modules if module.startswith(("bagua_ref.scheduling", "bagua_ref.cli"))]
+
+
+def test_the_front_page_says_how_to_install_and_train() -> None:
+    page = (ROOT / "docs/index.md").read_text()
+    assert "```console\npip install .\n```" in page
+    assert "with_bagua(" in blocks(ROOT / "docs/index.md")[0][0]
