@@ -156,7 +156,7 @@ def main() -> int:
     )
     torch.set_num_threads(1)
     if not redis.connection.HIREDIS_AVAILABLE:
-        raise SystemExit("hiredis is missing, and the peers would be slowed down: pip install 'bagua_ref[bench]'")
+        raise SystemExit("hiredis is missing, and the peers would be slowed down: pip install '.[bench]'")
     size, rounds = (256, 1) if args.quick else (2048, 5)
     rows = []
     for workers in (0, args.workers):

@@ -16,6 +16,12 @@ class Raises(ReferenceBackend):
         raise RuntimeError("out of cheese")
 
 
+class Prints(ReferenceBackend):
+    def _add_(self, x, y):
+        print("look at me")
+        super()._add_(x, y)
+
+
 class Exits(ReferenceBackend):
     def _add_(self, x, y):
         raise SystemExit(3)

@@ -3,7 +3,9 @@ from __future__ import annotations
 import io
 import json
 import os
+import pty
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -19,13 +21,15 @@ import torch
 from rich.console import Console
 
 import bagua_ref
+from bagua_ref import extras
 from bagua_ref.algorithms import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry
-from bagua_ref.cli import demo, demo_worker, main
+from bagua_ref.cli import demo_worker, main
 from bagua_ref.cli.curves import draw_curves, trailing_mean
 from bagua_ref.cli.progress import readable_bytes, shown
 from bagua_ref.cli.recipes import ALONE, RECIPES, Digits, Recipe, Settings, make_model
 from bagua_ref.cli.report import print_table, write_report
 from bagua_ref.cli.results import Outcome, Reports, full_precision_bytes
+from bagua_ref.extras import install_command
 from bagua_ref.simulation import SimulatedWorld
 
 SOURCE = Path(__file__).parents[1] / "src"
@@ -55,12 +59,39 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Any, Re
 # The command line.
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["doctor", "--help"]])
-def test_help_ends_well(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+COMMANDS = ["demo", "doctor", "balance", "verify", "vectors export", "vectors check", "trace check", "trace show"]
+
+
+@pytest.mark.parametrize("command", ["", "vectors", "trace", *COMMANDS])
+def test_help_fits_80_columns(command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as ended:
-        main(arguments)
+        main([*command.split(), "--help"])
     assert ended.value.code == 0
-    assert "usage: bagua-ref" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert printed.startswith(" ".join(["usage: bagua-ref", *command.split(), "[-h]"]))
+    assert [line for line in printed.splitlines() if len(line) > 80] == []
+    if command in COMMANDS:
+        assert re.search(r"^  --json  ", printed, re.MULTILINE), "a flag"
+        assert re.search(r"^  --json-file PATH  ", printed, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_error_prints_the_usage_of_its_subcommand(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    required = {
+        "balance": ["--lengths", "x", "--replicas", "2"],
+        "vectors export": ["x"],
+        "vectors check": ["x", "--outputs", "x"],
+        "trace check": ["x"],
+        "trace show": ["x"],
+    }
+    with pytest.raises(SystemExit) as ended:
+        main([*command.split(), *required.get(command, []), "--no-such-option"])
+    assert ended.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"usage: bagua-ref {command} [-h]")
+    assert printed.err.endswith(f"bagua-ref {command}: error: unrecognized arguments: --no-such-option\n")
+    assert printed.out == ""
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,13 +106,13 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ([], "COMMAND"),
         (["fly"], "'fly'"),
-        (["demo", "--workers", "0"], "workers=0 must be 1 to 64"),
-        (["demo", "--workers", "65"], "workers=65 must be 1 to 64"),
+        (["demo", "--workers", "0"], "workers=0 must be from 1 to 64"),
+        (["demo", "--workers", "65"], "workers=65 must be from 1 to 64"),
         (["demo", "--workers", "two"], "--workers: invalid int value: 'two'"),
         (["demo", "--epochs", "0"], "epochs=0 must be"),
         (["demo", "--seed", "-1"], "seed=-1 must be"),
-        (["demo", "--algorithms", "bytgrad"], "'bytgrad' is none of gradient_allreduce, bytegrad"),
-        (["demo", "--algorithms", "bytegrad", "bytegrad"], "names one twice"),
+        (["demo", "--algorithms", "bytgrad"], "--algorithms: invalid choice: 'bytgrad'"),
+        (["demo", "--algorithms", "bytegrad", "bytegrad"], "names an algorithm twice"),
         (["demo", "--output", f"{__file__}/report"], "must be a folder that can be written"),
         (["doctor", "--yaml"], "--yaml"),
     ],
@@ -93,10 +124,87 @@ def test_bad_input_is_named_and_exits_with_2(arguments: list[str], complaint: st
     assert complaint in capsys.readouterr().err
 
 
-def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(demo, "_EXTRA", {"rich": "rich", "no_such_module": "scikit-learn"})
-    assert main(["demo"]) == 1
-    assert capsys.readouterr().err == "bagua-ref demo needs scikit-learn: pip install 'bagua_ref[demo]'\n"
+def test_a_missing_extra_is_named_after_wrong_arguments(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["demo", "--output", str(tmp_path)]) == 2
+    complaint = "bagua-ref demo: error: the demo needs scikit-learn, matplotlib; install with: "
+    assert capsys.readouterr().err == f"{complaint}{install_command('demo')}\n"
+    with pytest.raises(SystemExit) as ended:
+        main(["demo", "--workers", "0"])
+    assert ended.value.code == 2
+    assert "workers=0" in capsys.readouterr().err
+
+
+def test_in_a_checkout_an_extra_is_installed_from_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert install_command("demo") == f"pip install -e '{SOURCE.parent}[demo]'"
+    folder = tmp_path / "it's mine"
+    (folder / "src" / "bagua_ref").mkdir(parents=True)
+    (folder / "pyproject.toml").touch()
+    monkeypatch.setattr(extras, "_FOLDER", folder)
+    assert shlex.split(install_command("demo")) == ["pip", "install", "-e", f"{folder}[demo]"]
+
+
+def test_of_an_installed_package_the_packages_of_an_extra_are_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bagua_ref-0.dist-info").mkdir()
+    (tmp_path / "bagua_ref-0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.4\nName: bagua_ref\nVersion: 0\nRequires-Dist: torch>=2.6\nRequires-Dist: other; extra == 'test'\n"
+        "Requires-Dist: rich>=14; extra == 'demo'\nRequires-Dist: matplotlib; extra == \"demo\"\n"
+    )
+    monkeypatch.setattr(extras, "_FOLDER", tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert install_command("demo") == "pip install 'rich>=14' matplotlib"
+
+
+# Completion.
+
+
+def completion(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(["--print-completion", shell])
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("ver", ["verify"]),
+        ("demo --al", ["--algorithms"]),
+        ("demo --algorithms byte", ["bytegrad"]),
+        ("trace ", ["check", "show"]),
+        ("verify --json-", ["--json-file"]),
+        ("vectors check fo", ["folder"]),
+        ("balance --lengths f", ["file", "folder"]),
+    ],
+)
+def test_bash_completes(typed: str, offered: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    words = ["bagua-ref", *typed.split(" ")]
+    script = (
+        f"{completion('bash', capsys)}\nCOMP_WORDS=({' '.join(map(shlex.quote, words))}); COMP_CWORD={len(words) - 1}\n"
+        "complete -p bagua-ref >&2; _shtab_bagua_ref 2>&1; printf '%s\\n' \"${COMPREPLY[@]}\""
+    )
+    run = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert "bagua-ref" in run.stderr
+    assert sorted(word for word in run.stdout.split("\n") if word and not word.startswith("bash: ")) == offered
+
+
+@pytest.mark.parametrize("shell", ["zsh", "tcsh"])
+def test_other_shells_get_a_script_too(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "balance" in completion(shell, capsys)
+
+
+def test_completion_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    with pytest.raises(SystemExit) as ended:
+        main(["--print-completion", "bash"])
+    assert ended.value.code == 2
+    hint = f"bagua-ref: error: --print-completion needs shtab; install with: {install_command('completion')}\n"
+    assert capsys.readouterr().err == hint
 
 
 def test_the_package_does_not_import_its_command_line() -> None:
@@ -108,7 +216,100 @@ def test_the_package_does_not_import_its_command_line() -> None:
     assert run.stdout == "[]\n"
 
 
+# Colour.
+
+COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3\d|4\d|9\d|10\d)(?:;\d+)*m")
+
+
+def in_terminal(arguments: list[str], no_color: str | None) -> str:
+    """Run ``bagua-ref`` in a terminal of its own; return what it showed there."""
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "TERM": "xterm-256color", "COLUMNS": "80"}
+    environment.pop("NO_COLOR", None)
+    if no_color is not None:
+        environment["NO_COLOR"] = no_color
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-m", "bagua_ref.cli", *arguments], env=environment, stdin=theirs, stdout=theirs, stderr=theirs
+    ) as process:
+        os.close(theirs)
+        shown = b""
+        while True:
+            try:
+                shown += os.read(ours, 65536)
+            except OSError:  # Linux says so when the last writer is gone
+                break
+        os.close(ours)
+        process.wait(timeout=60)
+    return shown.decode()
+
+
+@pytest.mark.parametrize(("no_color", "coloured"), [(None, True), ("", True), ("0", False)])
+def test_progress_has_colours_unless_no_color_says_otherwise(
+    no_color: str | None, coloured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if no_color is not None:
+        monkeypatch.setenv("NO_COLOR", no_color)
+    settings = Settings(workers=1, quick=True, algorithms=("bytegrad",))
+    console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=80)
+    with shown(Reports(tmp_path, settings), settings, console):
+        write(tmp_path, 0, *(step(name, 1.0, 0) for name in (ALONE, "bytegrad") for _ in range(10)))
+    print_table(outcomes(), settings, console)
+    printed = console.file.getvalue()
+    assert "10/10" in printed
+    assert bool(COLOUR.search(printed)) == coloured
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--help",
+        "demo --workers 0",
+        "doctor",
+        "balance --lengths {folder}/lengths --replicas 2 --output {folder}/work.png",
+        "verify --backend tests.hostile_backends:Raises --check kernels.S1.add",
+        "vectors check --help",
+        "trace show {folder}",
+    ],
+)
+def test_no_other_command_has_colours_with_no_color(arguments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(SOURCE.parent)  # for tests.hostile_backends
+    (tmp_path / "lengths").write_text("1\n2\n3\n")
+    shown = in_terminal(arguments.format(folder=tmp_path).split(), "1")
+    assert shown
+    assert COLOUR.search(shown) is None
+
+
 # Doctor.
+
+
+def test_doctor_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = tmp_path / "a-very-long-name" / ("x" * 100)
+    folder.mkdir(parents=True)
+    server = folder / "redis-server"
+    server.write_text("#!/bin/sh\necho Redis server v=9.9.9 sha=00000000:0 malloc=jemalloc-5.3.0 bits=64 build=ae4d7c971a948f0\n")
+    server.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.setenv("BAGUA_" + "LONG_" * 20, "value " * 40)
+    monkeypatch.setenv("BAGUA_TWO_LINES", "one\ntwo")
+    monkeypatch.setenv("BAGUA_REF_BACKEND", "abacus")
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if len(line) > 80] == []
+    assert "x" * 100 in "".join(line.strip() for line in lines)
+    start = next(place for place, line in enumerate(lines) if line.startswith("  redis-server"))
+    assert lines[start + 1].startswith(" " * 23)
+    assert "  BAGUA_TWO_LINES      one two" in lines
+
+
+def test_doctor_writes_json_into_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["doctor", "--json-file", str(tmp_path / "doctor.json")]) == 0
+    assert capsys.readouterr().out.startswith("versions\n")
+    assert main(["doctor", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "doctor.json").read_text())
+    assert main(["doctor", "--json-file", str(tmp_path / "no" / "such")]) == 2
+    complaint = f"bagua-ref doctor: error: cannot write {str(tmp_path / 'no' / 'such')!r}: No such file or directory\n"
+    assert capsys.readouterr().err == complaint
 
 
 def test_doctor_prints_every_topic(capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,6 +356,19 @@ def test_doctor_asks_the_redis_server_for_its_version(
     redis = json.loads(capsys.readouterr().out)["redis"]
     assert redis["redis-server"] == f"Redis server v=9.9.9 ({server})"
     assert redis["valkey-server"] == "not on PATH"
+
+
+def test_the_demo_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def train(settings: Settings, output: Path) -> int:
+        print_table(outcomes(), settings, Console())
+        write_report(outcomes(), settings, output)
+        return 0
+
+    monkeypatch.setattr("bagua_ref.cli.demo.run_demo", train)
+    assert main(["demo", "--output", str(tmp_path), "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == json.loads((tmp_path / "results.json").read_text())
+    assert "gradient_allreduce" in printed.err
 
 
 # What is trained.
@@ -467,12 +681,13 @@ def wait_for_training(process: subprocess.Popen[str]) -> None:
 
 
 def test_the_demo_end_to_end(tmp_path: Path, start_demo: Any) -> None:
-    process = start_demo("--quick")
+    process = start_demo("--quick", "--json-file", str(tmp_path / "demo.json"))
     out, err = finish(process, tmp_path)
     assert process.returncode == 0, err
     assert re.search(r"bytegrad: test accuracy [\d.]+%, loss [\d.]+, 384.0 kB sent", out)
     assert re.search(r"gradient_allreduce +[\d.]+% +[\d.]+ +153.1 kB +1.000 +\d+ +0 *\n", out)
     found = json.loads((tmp_path / "report" / "results.json").read_text())
+    assert json.loads((tmp_path / "demo.json").read_text()) == found
     assert [entry["algorithm"] for entry in found["results"]] == [ALONE, *RECIPES]
     by_name = {entry["algorithm"]: entry for entry in found["results"]}
     assert by_name["gradient_allreduce"]["bytes_per_step"] == 4 * PARAMETERS
@@ -492,7 +707,7 @@ def test_interrupting_the_demo_ends_its_workers(tmp_path: Path, start_demo: Any)
     process.send_signal(signal.SIGINT)
     _, err = finish(process, tmp_path)
     assert process.returncode == 130
-    assert err == "bagua-ref demo: SIGINT, workers ended\n"
+    assert err == "bagua-ref demo: stopped by SIGINT; no worker is left running\n"
 
 
 @pytest.mark.slow
@@ -502,5 +717,5 @@ def test_a_worker_that_dies_is_named(tmp_path: Path, start_demo: Any) -> None:
     os.kill(workers_of(tmp_path)[0], signal.SIGKILL)
     _, err = finish(process, tmp_path)
     assert process.returncode == 1
-    assert re.search(r"bagua-ref demo: worker \d (was ended by SIGKILL|failed with exit code 1)", err)
+    assert re.search(r"bagua-ref demo: worker \d (was killed by SIGKILL|failed with exit code 1)", err)
     assert not (tmp_path / "report" / "results.json").exists()

@@ -246,7 +246,7 @@ def test_ids_are_stable():
 
 
 def test_verify_passes_fails_and_says_when_it_cannot_run(tmp_path, capsys):
-    assert main(["verify", "--backend", "reference", "--check", ADD, "--json", str(tmp_path / "r.json")]) == 0
+    assert main(["verify", "--backend", "reference", "--check", ADD, "--json-file", str(tmp_path / "r.json")]) == 0
     assert json.loads((tmp_path / "r.json").read_text())["passed"] is True
     assert "PASSED: reference" in capsys.readouterr().out
     assert main(["verify", "--backend", "tests.hostile_backends:Raises", "--check", ADD]) == 1
@@ -256,13 +256,31 @@ def test_verify_passes_fails_and_says_when_it_cannot_run(tmp_path, capsys):
     for arguments in (
         ["--backend", "no-such"],
         ["--backend", "tests.hostile_backends:NoSuch"],
-        ["--backend", "reference", "--suite", "kernel"],
         ["--backend", "reference", "--suite", "cache"],
-        ["--backend", "reference", "--xfails", str(tmp_path / "none")],
+        ["--backend", "reference", "--check", ADD, "--json-file", str(tmp_path / "no" / "such")],
+        ["--backend", "reference", "--check", ADD, "--junit", str(tmp_path / "no" / "such")],
     ):
         assert main(["verify", *arguments]) == 2, arguments
-    with pytest.raises(SystemExit, match="2"):
-        main(["verify"])
+    capsys.readouterr()
+    for arguments in (
+        [],
+        ["--backend", "reference", "--suite", "kernel"],
+        ["--backend", "reference", "--xfails", str(tmp_path / "none")],
+        ["--backend", "reference", "--check", "no-such"],
+        ["--backend", "reference", "--jobs", "-1"],
+        ["--backend", "reference", "--time-limit", "0"],
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(["verify", *arguments])
+        assert capsys.readouterr().err.startswith("usage: bagua-ref verify ")
+
+
+def test_verify_prints_nothing_but_json_whatever_the_implementation_prints(capfd):
+    assert main(["verify", "--backend", "tests.hostile_backends:Prints", "--check", ADD, "--json"]) == 0
+    printed = capfd.readouterr()
+    found = json.loads(printed.out)
+    assert (found["passed"], {result["status"] for result in found["results"]}) == (True, {"passed"})
+    assert "look at me" in printed.err
 
 
 def test_verify_reads_known_failures(tmp_path, capsys):
@@ -271,7 +289,8 @@ def test_verify_reads_known_failures(tmp_path, capsys):
     assert main(["verify", "--backend", "tests.hostile_backends:Raises", "--check", ADD, "--xfails", str(known)]) == 0
     assert main(["verify", "--backend", "reference", "--check", ADD, "--xfails", str(known)]) == 1
     known.write_text("kernels.S1.nothing\n")
-    assert main(["verify", "--backend", "reference", "--xfails", str(known)]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(["verify", "--backend", "reference", "--xfails", str(known)])
     assert "line 1: no check is called 'kernels.S1.nothing'" in capsys.readouterr().err
 
 
@@ -294,7 +313,7 @@ def test_without_hypothesis_the_error_says_what_to_install():
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
     assert ran.returncode == 2
-    assert "pip install 'bagua_ref[conformance]'" in ran.stderr
+    assert f"conformance checks need Hypothesis; install with: pip install -e '{ROOT}[conformance]'" in ran.stderr
 
 
 # The pytest doors.

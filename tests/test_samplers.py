@@ -24,6 +24,7 @@ from bagua_ref.backends.reference import ReferenceBackend
 from bagua_ref.cli import balance, main
 from bagua_ref.conformance.expected import samplers_plain
 from bagua_ref.contrib import LoadBalancingDistributedBatchSampler, LoadBalancingDistributedSampler
+from bagua_ref.extras import install_command
 from bagua_ref.simulation import SimulatedWorld
 
 ROOT = Path(__file__).parents[1]
@@ -304,7 +305,7 @@ def test_progress_is_shown_on_rank_0_and_standard_error(capsys: pytest.CaptureFi
 
 def test_progress_without_rich_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rich.console", None)
-    with pytest.raises(ModuleNotFoundError, match=re.escape("pip install 'bagua_ref[demo]'")):
+    with pytest.raises(ModuleNotFoundError, match=re.escape(f"install with: {install_command('demo')}")):
         LoadBalancingDistributedSampler(LENGTHS, abs, 2, 0, progress=True)
 
 
@@ -612,6 +613,7 @@ def test_balance_prints_and_draws(lengths_file: Path, tmp_path: Path, capsys: py
     assert re.search(r"with balancing +[\d.]+ +1\.\d{3} +[\d.]+ +[\d.]+%", printed)
     assert len(re.findall(r"^ +\d+   ", printed, re.MULTILINE)) == 2
     assert "…" not in printed
+    assert f"Picture: {picture}" in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -624,7 +626,7 @@ def test_balance_takes_arrays(tmp_path: Path) -> None:
     ("content", "more", "complaint"),
     [
         ("1\ntwo\n", [], "line 2: 'two' is not a number"),
-        ("# nothing\n", [], "has no lengths"),
+        ("# nothing\n", [], "contains no lengths"),
         ("1\n0\n", [], "length 2 of 2 is 0; it must be above 0"),
         ("1\nnan\n", [], "is nan"),
         ("1\n1e400\n", [], "is inf"),
@@ -645,13 +647,48 @@ def test_balance_names_bad_input(
     with pytest.raises(SystemExit) as ended:
         main(["balance", "--lengths", str(path), "--replicas", "2", "--output", str(tmp_path / "p.png"), *more])
     assert ended.value.code == 2
-    assert complaint in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert printed.err.startswith("usage: bagua-ref balance ")
+    assert complaint in printed.err
+    assert printed.out == ""
 
 
-def test_balance_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(balance, "_EXTRA", ("rich", "no_such_module"))
-    assert main(["balance", "--lengths", "x", "--replicas", "2"]) == 1
-    assert capsys.readouterr().err == "bagua-ref balance needs no_such_module: pip install 'bagua_ref[demo]'\n"
+def test_balance_as_json(lengths_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = {"--output": tmp_path / "work.png", "--json-file": tmp_path / "balance.json"}
+    options = [str(word) for option in files.items() for word in option]
+    assert main(["balance", "--lengths", str(lengths_file), "--replicas", "3", "--batch-size", "2", *options, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == json.loads(files["--json-file"].read_text())
+    assert (found["replicas"], found["steps"], found["picture"]) == (3, 4, str(files["--output"]))
+    balanced, plain = found["with_balancing"], found["without_balancing"]
+    assert np.array(balanced["work"]).shape == np.array(plain["work"]).shape == (4, 3)
+    assert balanced["time_spent_waiting"] < plain["time_spent_waiting"]
+
+
+@pytest.mark.parametrize("missing", ["rich", "matplotlib"])
+def test_balance_says_what_to_install(
+    missing: str, lengths_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    command = ["balance", "--lengths", str(lengths_file), "--replicas", "2", "--output", str(tmp_path / "work.png")]
+    assert main(command) == 2
+    assert capsys.readouterr().err.endswith(f"needs {missing}; install with: {install_command('demo')}\n")
+    with pytest.raises(SystemExit):  # what is wrong with the arguments is said first
+        main([*command, "--random-level", "2"])
+    assert "random_level=2.0" in capsys.readouterr().err
+
+
+def test_balance_needs_matplotlib_only_for_the_picture(
+    lengths_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.chdir(tmp_path)
+    assert main(["balance", "--lengths", str(lengths_file), "--replicas", "3"]) == 0
+    printed = capsys.readouterr()
+    assert "with balancing" in printed.out
+    assert "Picture" not in printed.out
+    assert "warning: the picture needs matplotlib" in printed.err
+    assert not (tmp_path / "balance.png").exists()
 
 
 def test_work_is_what_the_replicas_draw() -> None:

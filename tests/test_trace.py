@@ -687,14 +687,18 @@ def test_trace_check_exits_0_1_and_2(tmp_path: Path, capsys: pytest.CaptureFixtu
     alter(directory, 1, 2, lambda x: one_ulp_up(x, 30))
     report, picture = tmp_path / "report.json", tmp_path / "errors.png"
     command = ["trace", "check", str(directory), "--algorithm", "bytegrad", "--option", "hierarchical=false"]
-    assert main([*command, "--json", str(report), "--png", str(picture)]) == 1
+    assert main([*command, "--json-file", str(report), "--png", str(picture)]) == 1
     assert "First divergence: step 2, rank 1, bucket '0', tensor '0.bias'[0] (element 30" in capsys.readouterr().out
     found = json.loads(report.read_text())
     assert (found["passed"], found["diverging"], found["first"]["element"]) == (False, 1, 30)
     assert picture.read_bytes()[:4] == b"\x89PNG"
-    assert main([*command, "--option", "nonsense"]) == 2
+    assert main([*command, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out) == found
+    with pytest.raises(SystemExit, match="2"):
+        main([*command, "--option", "nonsense"])
     assert "option 'nonsense' must be name=value" in capsys.readouterr().err
-    assert main([*command, "--json", str(tmp_path / "no" / "such")]) == 2
+    assert main([*command, "--json-file", str(tmp_path / "no" / "such")]) == 2
+    assert main([*command, "--png", str(tmp_path / "no" / "such.png")]) == 2
     assert main(["trace", "check", str(tmp_path / "nothing")]) == 2
     assert "is no folder" in capsys.readouterr().err
 
@@ -705,6 +709,12 @@ def test_trace_show_says_what_was_recorded(tmp_path: Path, capsys: pytest.Captur
     shown = capsys.readouterr().out
     assert "decentralized(hierarchical=False, peer_selection_mode=shift_one) on 2 ranks, nodes [2]" in shown
     assert shown.count("complete") == 2
+    assert main(["trace", "show", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["algorithm"] == "decentralized"
+    assert found["options"]["peer_selection_mode"] == "shift_one"
+    assert [rank["complete"] for rank in found["ranks"]] == [True, True]
+    assert [bucket["recorded"] for bucket in found["buckets"].values()] == [len(found["ranks"][0]["steps"])]
     assert main(["trace", "show", str(tmp_path / "rank0")]) == 2
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from bagua_ref.algorithms.q_adam import QAdamOptimizer
 from bagua_ref.backends.base import COMPRESSIBLE, FLOATS
 from bagua_ref.cli import main
 from bagua_ref.conformance.tolerances import EXACT, ULP, assert_equal
-from bagua_ref.conformance.vectors import VectorsError, check_outputs, export_vectors, read_manifest
+from bagua_ref.conformance.vectors import VECTORS_VERSION, VectorsError, check_outputs, export_vectors, read_manifest
 from bagua_ref.conformance.vectors.case import canonical, name_of
 from bagua_ref.conformance.vectors.check import tolerance_named
 from bagua_ref.conformance.vectors.independent import solve
@@ -28,6 +29,7 @@ from bagua_ref.conformance.vectors.manifest import manifest_text, read_vectors, 
 from bagua_ref.conformance.vectors.numbers import Numbers
 from bagua_ref.conformance.vectors.safetensors_file import CODES, DamagedFileError, read_safetensors, write_safetensors
 from bagua_ref.contrib.utils.store import ClusterStore
+from bagua_ref.extras import install_command
 
 LIMIT = 5 * 2**20
 SUITES = ("cache", "codec", "comm_ops", "kernels", "peers", "qadam", "samplers")
@@ -216,7 +218,10 @@ def check(capsys: pytest.CaptureFixture[str], some: Path, outputs: Path) -> Call
     """Return a function that checks outputs against vectors and returns exit code and what was printed."""
 
     def run(*more: str, outputs: Path = outputs, vectors: Path = some) -> tuple[int, str]:
-        code = main(["vectors", "check", str(vectors), "--outputs", str(outputs), *more])
+        try:
+            code = main(["vectors", "check", str(vectors), "--outputs", str(outputs), *more])
+        except SystemExit as ended:
+            code = ended.code
         captured = capsys.readouterr()
         return code, captured.out + captured.err
 
@@ -309,8 +314,10 @@ def test_a_file_that_has_no_place_fails(check: Any, outputs: Path, damage: Any, 
 
 def test_json_has_every_case(check: Any, outputs: Path, some: Path) -> None:
     change(outputs, "kernels", lambda t: t.pop(CASE))
-    code, printed = check("--json")
+    report = some.parent / "report.json"
+    code, printed = check("--json", "--json-file", str(report))
     found = json.loads(printed)
+    assert json.loads(report.read_text()) == found
     assert (code, found["passed"]) == (1, False)
     count = len(read_manifest(some)["cases"])
     assert found["counts"] == {"passed": count - 1, "failed": 0, "missing": 1}
@@ -380,6 +387,30 @@ def test_what_cannot_be_checked_is_said(check: Any, outputs: Path) -> None:
     code, printed = check("--operation", "adds")
     assert (code, "operation 'adds' has no case; known are add, " in printed) == (2, True)
     assert check("--operation", "shift_one_peer", "--dtype", "float16")[0] == 2
+
+
+def test_without_jsonschema_wrong_arguments_are_named_first(
+    check: Any, outputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "jsonschema", None)
+    hint = f"golden vectors need jsonschema; install with: {install_command('conformance')}"
+    code, printed = check()
+    assert (code, hint in printed) == (2, True)
+    for folders in ({"outputs": tmp_path / "nowhere"}, {"vectors": tmp_path / "nowhere"}):
+        code, printed = check(**folders)
+        assert (code, hint in printed, "no such folder" in printed) == (2, False, True)
+    assert main(["vectors", "export", str(outputs)]) == 2
+    assert "is not empty" in capsys.readouterr().err
+    assert main(["vectors", "export", str(tmp_path / "new")]) == 2
+    assert hint in capsys.readouterr().err
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_export_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("bagua_ref.conformance.vectors.export._write", lambda directory: 7)
+    monkeypatch.setattr("bagua_ref.conformance.vectors.export.read_manifest", lambda directory: {})
+    assert main(["vectors", "export", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"directory": str(tmp_path), "vectors_version": VECTORS_VERSION, "cases": 7}
 
 
 def test_export_leaves_other_files_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -198,4 +198,4 @@ def _backend_class(registration: _Registration, asked: str) -> type[KernelBacken
 
 
 register_backend("reference", "bagua_ref.backends.reference:ReferenceBackend")
-register_backend("cuda", "bagua_ref.backends.cuda.launcher:CudaBackend", hint="pip install 'bagua_ref[cuda12]' (or [cuda13])")
+register_backend("cuda", "bagua_ref.backends.cuda.launcher:CudaBackend")

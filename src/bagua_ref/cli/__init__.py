@@ -1,18 +1,25 @@
-"""The command line: ``bagua-ref demo`` trains with every algorithm, ``bagua-ref doctor`` says what this machine can do.
+"""The command line: ``bagua-ref demo`` trains with every algorithm, ``bagua-ref doctor`` reports what this machine can run.
 
 ``bagua-ref balance`` shows what the balanced sampler would do for given lengths, ``bagua-ref vectors`` writes golden vectors and
-checks another implementation's outputs against them, ``bagua-ref trace`` checks a recorded training.
+checks another implementation's outputs against them, ``bagua-ref trace`` checks a recorded training run, and ``bagua-ref verify``
+checks an implementation against the specification.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import bagua_ref
 from bagua_ref.cli import trace, vectors
+from bagua_ref.cli.command import CommandError, Commands, PrintCompletion, add_command, add_json_options, write_json
+from bagua_ref.cli.recipes import RECIPES, Settings
+from bagua_ref.conformance.clauses import SUITES
+from bagua_ref.extras import install_command
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,25 +30,30 @@ __all__ = ["main"]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``bagua-ref`` with ``argv`` (None: the process's arguments); return the exit code.
 
-    0: done. 1: the work failed. 2: bad input, raised as SystemExit by argparse. 130: interrupted.
+    0: success. 1: what was run or checked has failed. 2: bad input (raised as SystemExit by argparse), a missing package, or a
+    file that cannot be read or written. 130: interrupted.
     """
-    parser = _parser()
-    arguments = parser.parse_args(argv)
+    arguments, unknown = _parser().parse_known_args(argv)
+    parser: argparse.ArgumentParser = arguments.parser
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")  # parse_args would print the usage of bagua-ref itself
+    arguments.stdout = sys.stdout
     try:
-        exit_code: int = arguments.command(parser, arguments)
+        # Whatever else is printed, by a tested implementation for one, must not end up between the lines of JSON.
+        with redirect_stdout(sys.stderr) if arguments.json else nullcontext():
+            exit_code: int = arguments.command(parser, arguments)
+    except CommandError as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
-        print("bagua-ref: interrupted", file=sys.stderr)
+        print(f"{parser.prog}: interrupted", file=sys.stderr)
         return 130
     return exit_code
 
 
 def _demo(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     from bagua_ref.cli.demo import missing_packages, run_demo
-    from bagua_ref.cli.recipes import RECIPES, Settings
 
-    if missing := missing_packages():
-        print(f"bagua-ref demo needs {', '.join(missing)}: pip install 'bagua_ref[demo]'", file=sys.stderr)
-        return 1
     try:
         settings = Settings(
             workers=arguments.workers,
@@ -54,37 +66,54 @@ def _demo(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int
     except ValueError as error:
         parser.error(str(error))
     except OSError as error:
-        parser.error(f"output={str(arguments.output)!r} must be a folder that can be written: {error}")
-    return run_demo(settings, arguments.output)
-
-
-def _balance(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    from bagua_ref.cli.balance import draw_plans, missing_packages, plans_of, print_plans, read_lengths
-
+        parser.error(f"output={str(arguments.output)!r} must be a folder that can be written: {error.strerror}")
     if missing := missing_packages():
-        print(f"bagua-ref balance needs {', '.join(missing)}: pip install 'bagua_ref[demo]'", file=sys.stderr)
-        return 1
-    from rich.console import Console
-
-    try:
-        lengths = read_lengths(arguments.lengths)
-        plans = plans_of(lengths, arguments.replicas, arguments.batch_size, arguments.seed, arguments.random_level)
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
-    console = Console(highlight=False)
-    print_plans(*plans, console, arguments.steps)
-    try:
-        draw_plans(*plans).savefig(arguments.output, dpi=120, metadata={"Software": None})
-    except (OSError, ValueError) as error:  # no such folder, no such format
-        parser.error(f"output={str(arguments.output)!r} must be a picture that can be written: {error}")
-    console.print(f"Picture: {arguments.output}", soft_wrap=True)
-    return 0
+        raise CommandError(f"the demo needs {', '.join(missing)}; install with: {install_command('demo')}")
+    exit_code = run_demo(settings, arguments.output)
+    if exit_code == 0:
+        write_json(arguments, json.loads((arguments.output / "results.json").read_text()))
+    return exit_code
 
 
 def _doctor(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     from bagua_ref.cli.doctor import examine, print_findings
 
-    print_findings(examine(), as_json=arguments.json)
+    findings = examine()
+    if not arguments.json:
+        print_findings(findings)
+    write_json(arguments, findings)
+    return 0
+
+
+def _balance(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    from bagua_ref.cli.balance import as_json, draw_plans, is_installed, plans_of, print_plans, read_lengths
+
+    try:
+        lengths = read_lengths(arguments.lengths)
+        plans = plans_of(lengths, arguments.replicas, arguments.batch_size, arguments.seed, arguments.random_level)
+    except OSError as error:
+        parser.error(f"cannot read {str(arguments.lengths)!r}: {error.strerror}")
+    except ValueError as error:
+        parser.error(str(error))
+    if not arguments.json and not is_installed("rich"):
+        raise CommandError(f"printing tables needs rich; install with: {install_command('demo')}")
+    picture: Path | None = arguments.output or Path("balance.png")
+    if is_installed("matplotlib"):
+        try:
+            draw_plans(*plans).savefig(picture, dpi=120, metadata={"Software": None})
+        except (OSError, ValueError) as error:  # no such folder, no such format
+            parser.error(f"output={str(picture)!r} must be a picture that can be written: {error}")
+    else:
+        complaint = f"the picture needs matplotlib; install with: {install_command('demo')}"
+        if arguments.output is not None:
+            raise CommandError(complaint)
+        print(f"{parser.prog}: warning: {complaint}", file=sys.stderr)
+        picture = None
+    if not arguments.json:
+        print_plans(*plans, arguments.steps)
+        if picture is not None:
+            print(f"Picture: {picture}")
+    write_json(arguments, as_json(*plans, picture))
     return 0
 
 
@@ -92,85 +121,147 @@ def _verify(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> i
     from bagua_ref.cli.verify import verify
 
     if arguments.backend is None and arguments.communicator is None:
-        parser.error("verify needs --backend, --communicator or both")
-    return verify(arguments)
+        parser.error("at least one of --backend and --communicator is required")
+    if arguments.xfails is not None and not arguments.xfails.is_file():
+        parser.error(f"argument --xfails: no such file: {str(arguments.xfails)!r}")
+    return verify(parser, arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bagua-ref", description="PyTorch training with relaxed communication.")
     parser.add_argument("--version", action="version", version=f"bagua_ref {bagua_ref.__version__}")
+    parser.add_argument(
+        "--print-completion",
+        action=PrintCompletion,
+        choices=("bash", "zsh", "tcsh"),
+        help="print a completion script for this shell and exit; needs shtab",
+    )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-
-    demo = commands.add_parser(
-        "demo",
-        help="train on handwritten digits with every algorithm and compare them",
-        description="Train a small network on scikit-learn's handwritten digits with every algorithm, on several processes of this "
-        "machine, and compare accuracy, traffic and speed. Writes index.html and results.json into the output folder.",
-    )
-    demo.set_defaults(command=_demo)
-    demo.add_argument("--workers", type=int, default=4, metavar="N", help="processes that train together (default: %(default)s)")
-    demo.add_argument("--epochs", type=int, default=10, metavar="N", help="passes over the training data (default: %(default)s)")
-    demo.add_argument("--algorithms", nargs="+", metavar="NAME", help="which to train with (default: all)")
-    demo.add_argument(
-        "--output", type=Path, default=Path("demo-report"), metavar="DIR", help="where to write (default: %(default)s)"
-    )
-    demo.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and batches (default: %(default)s)")
-    demo.add_argument("--quick", action="store_true", help="ten steps instead of all epochs, to see whether everything works")
-
-    doctor = commands.add_parser(
+    _add_demo(commands)
+    doctor = add_command(
+        commands,
         "doctor",
-        help="say what is installed here, what can run, and why the rest cannot",
-        description="Print versions, kernel backends and why one cannot run, gloo, NCCL, GPUs, Redis and the environment.",
+        _doctor,
+        help="report what is installed and what can run on this machine",
+        description="Report versions, kernel backends, gloo, NCCL, GPUs, Redis and environment variables; where something cannot "
+        "be used, say why.",
     )
-    doctor.set_defaults(command=_doctor)
-    doctor.add_argument("--json", action="store_true", help="print JSON")
-    balance = commands.add_parser(
-        "balance",
-        help="show the work per step and replica with and without the balanced sampler",
-        description="Take the lengths of a dataset's samples as their cost, deal them out to replicas with torch's "
-        "DistributedSampler and with LoadBalancingDistributedSampler, print each step's work and draw both.",
-    )
-    balance.set_defaults(command=_balance)
-    balance.add_argument(
-        "--lengths", type=Path, required=True, metavar="FILE", help="one number per line, or a .npy array of one dimension"
-    )
-    balance.add_argument("--replicas", type=int, required=True, metavar="N", help="processes that train together")
-    balance.add_argument(
-        "--batch-size", type=int, default=8, metavar="N", help="samples of a replica in each step (default: %(default)s)"
-    )
-    balance.add_argument(
-        "--random-level", type=float, default=0.0, metavar="X", help="of the balanced sampler, 0 to 1 (default: %(default)s)"
-    )
-    balance.add_argument("--seed", type=int, default=0, metavar="N", help="of both samplers (default: %(default)s)")
-    balance.add_argument("--steps", type=int, default=8, metavar="N", help="how many steps to print (default: %(default)s)")
-    balance.add_argument(
-        "--output", type=Path, default=Path("balance.png"), metavar="FILE", help="the picture (default: %(default)s)"
-    )
+    add_json_options(doctor)
+    _add_balance(commands)
     vectors.add_parser(commands)
     trace.add_parser(commands)
     _add_verify(commands)
     return parser
 
 
-def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    verify = commands.add_parser(
-        "verify",
-        help="check an implementation against the specification, clause by clause",
-        description="Search for inputs for which an implementation differs from the specification. Exit code 0: none was found; "
-        "1: one was, or a known failure passed; 2: nothing could be run.",
+def _add_demo(commands: Commands[argparse.ArgumentParser]) -> None:
+    demo = add_command(
+        commands,
+        "demo",
+        _demo,
+        help="train on handwritten digits with every algorithm and compare the results",
+        description="Train a small network on scikit-learn's handwritten digits with every algorithm, on several processes of this "
+        "machine, and compare accuracy, traffic and speed. Writes index.html and results.json.",
     )
-    verify.set_defaults(command=_verify)
-    verify.add_argument("--backend", metavar="NAME|pkg.mod:Class", help="a kernel backend, or any target of run_conformance")
-    verify.add_argument("--communicator", metavar="pkg.mod:factory", help="a function of a world, called on each rank")
-    verify.add_argument("--suite", nargs="+", metavar="NAME", help="which suites (default: all that the target has something for)")
-    verify.add_argument("--check", nargs="+", metavar="ID", help="only these checks, by id or by number of clause")
-    verify.add_argument("--profile", choices=("quick", "full"), default="quick", help="how many inputs (default: %(default)s)")
-    verify.add_argument("--xfails", type=Path, metavar="FILE", help="ids of known failures, one a line; # begins a comment")
-    verify.add_argument("--seed", type=int, default=0, metavar="N", help="of all inputs (default: %(default)s)")
-    verify.add_argument("--jobs", type=int, metavar="N", help="processes at a time; 0: threads of this one (default: one per core)")
+    demo.add_argument("--workers", type=int, default=4, metavar="N", help="number of training processes (default: %(default)s)")
+    demo.add_argument(
+        "--epochs", type=int, default=10, metavar="N", help="number of passes over the training data (default: %(default)s)"
+    )
+    demo.add_argument(
+        "--algorithms", nargs="+", choices=list(RECIPES), metavar="NAME", help="algorithms to train with (default: all)"
+    )
+    demo.add_argument(
+        "--output", type=Path, default=Path("demo-report"), metavar="DIR", help="folder for the report (default: %(default)s)"
+    )
+    demo.add_argument("--seed", type=int, default=0, metavar="N", help="random seed for weights and batches (default: %(default)s)")
+    demo.add_argument("--quick", action="store_true", help="train for ten steps only, to check that everything works")
+    add_json_options(demo)
+
+
+def _add_balance(commands: Commands[argparse.ArgumentParser]) -> None:
+    balance = add_command(
+        commands,
+        "balance",
+        _balance,
+        help="compare the work per step and replica with and without the balanced sampler",
+        description="Distribute samples of the given lengths over replicas, once with torch's DistributedSampler and once with "
+        "LoadBalancingDistributedSampler. Print and plot how much work each replica has in each step, taking a sample's length as "
+        "its cost.",
+    )
+    balance.add_argument(
+        "--lengths",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="lengths of the samples: a text file with one number per line, or a one-dimensional .npy array",
+    )
+    balance.add_argument("--replicas", type=int, required=True, metavar="N", help="number of training processes")
+    balance.add_argument(
+        "--batch-size", type=int, default=8, metavar="N", help="samples per replica and step (default: %(default)s)"
+    )
+    balance.add_argument(
+        "--random-level", type=float, default=0.0, metavar="X", help="random_level of the sampler, 0 to 1 (default: %(default)s)"
+    )
+    balance.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of both samplers (default: %(default)s)")
+    balance.add_argument("--steps", type=int, default=8, metavar="N", help="number of steps to print (default: %(default)s)")
+    balance.add_argument("--output", type=Path, metavar="FILE", help="where to save the plot (default: balance.png)")
+    add_json_options(balance)
+
+
+def _add_verify(commands: Commands[argparse.ArgumentParser]) -> None:
+    verify = add_command(
+        commands,
+        "verify",
+        _verify,
+        help="check an implementation against the specification, clause by clause",
+        description="Search for inputs for which an implementation differs from the specification.",
+        epilog="Exit status is 0 if all checks passed, 1 if one failed or a known failure passed, and 2 if nothing could be run.",
+    )
     verify.add_argument(
-        "--time-limit", type=float, default=10.0, metavar="S", help="seconds that one call may take (default: %(default)s)"
+        "--backend", metavar="NAME|pkg.mod:Class", help="a kernel backend, or any other target that run_conformance accepts"
+    )
+    verify.add_argument("--communicator", metavar="pkg.mod:factory", help="a function that each rank calls with its world")
+    verify.add_argument(
+        "--suite",
+        nargs="+",
+        choices=SUITES,
+        metavar="NAME",
+        help="suites to run: %(choices)s (default: all that apply to the target)",
+    )
+    verify.add_argument("--check", nargs="+", metavar="ID", help="run only these checks, given by id or by clause")
+    verify.add_argument(
+        "--profile", choices=("quick", "full"), default="quick", help="number of inputs to try (default: %(default)s)"
+    )
+    verify.add_argument(
+        "--xfails", type=Path, metavar="FILE", help="list of known failures: one id per line, comments start with #"
+    )
+    verify.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of all inputs (default: %(default)s)")
+    verify.add_argument(
+        "--jobs", type=_count, metavar="N", help="number of processes; 0: threads of this process (default: one per core, up to 4)"
+    )
+    verify.add_argument(
+        "--time-limit",
+        type=_seconds,
+        default=10.0,
+        metavar="S",
+        help="seconds after which a single call counts as hanging (default: %(default)s)",
     )
     verify.add_argument("--fail-fast", action="store_true", help="stop at the first failure")
-    verify.add_argument("--json", type=Path, metavar="PATH", help="write the report as JSON")
-    verify.add_argument("--junit", type=Path, metavar="PATH", help="write the report as JUnit XML")
+    add_json_options(verify)
+    verify.add_argument("--junit", type=Path, metavar="PATH", help="also write the result as JUnit XML to PATH")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a non-negative integer")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
+    return seconds

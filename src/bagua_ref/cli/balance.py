@@ -15,11 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from rich.console import Console
+__all__ = ["Plan", "as_json", "draw_plans", "is_installed", "plans_of", "print_plans", "read_lengths"]
 
-__all__ = ["Plan", "draw_plans", "missing_packages", "plans_of", "print_plans", "read_lengths"]
-
-_EXTRA = ("rich", "matplotlib")
 _LARGEST = 1e18  # sums of these are still floats
 _DRAWN = 60  # steps in the picture: more would be a blur
 _COLORS = ("#d55e00", "#0072b2")  # Okabe and Ito's
@@ -43,14 +40,19 @@ class Plan:
         return float((self.work.max(axis=1) / self.work.mean(axis=1)).mean())
 
     @property
+    def worst(self) -> float:
+        """The slowest replica's work over the mean, in the step where that is largest."""
+        return float((self.work.max(axis=1) / self.work.mean(axis=1)).max())
+
+    @property
     def idle(self) -> float:
         """The share of all replicas' time that is waiting for the slowest."""
         return 1 - float(self.work.mean(axis=1).sum() / self.work.max(axis=1).sum())
 
 
-def missing_packages() -> list[str]:
-    """Return which packages it needs are not installed."""
-    return [package for package in _EXTRA if find_spec(package) is None]
+def is_installed(package: str) -> bool:
+    """Return whether a package that only some output needs is installed."""
+    return find_spec(package) is not None
 
 
 def read_lengths(path: Path) -> list[int | float]:
@@ -67,14 +69,14 @@ def read_lengths(path: Path) -> list[int | float]:
         except EOFError:
             raise ValueError(f"{path} is empty") from None
         if array.ndim != 1 or array.dtype.kind not in "iuf":
-            raise ValueError(f"{path} has shape {array.shape} of {array.dtype}; it must be one row of numbers")
+            raise ValueError(f"{path} has shape {array.shape} of {array.dtype}; it must be a one-dimensional array of numbers")
         found = array.tolist()
     else:
         for place, line in enumerate(path.read_text().splitlines(), start=1):
             if text := line.partition("#")[0].strip():
                 found.append(_number(text, f"{path}, line {place}"))
     if not found:
-        raise ValueError(f"{path} has no lengths")
+        raise ValueError(f"{path} contains no lengths")
     for place, number in enumerate(found, start=1):
         if not 0 < number < _LARGEST:
             raise ValueError(f"{path}: length {place} of {len(found)} is {number}; it must be above 0 and below {_LARGEST}")
@@ -106,18 +108,35 @@ def plans_of(lengths: list[int | float], replicas: int, batch_size: int, seed: i
     return before, after
 
 
-def print_plans(before: Plan, after: Plan, console: Console, steps: int) -> None:
+def as_json(before: Plan, after: Plan, picture: Path | None) -> dict[str, Any]:
+    """Return both plans, with the work of each replica in every step, as JSON values."""
+    steps, replicas = before.work.shape
+    plans = {
+        plan.name.replace(" ", "_"): {
+            "mean_work_per_step": float(plan.work.mean()),
+            "slowest_over_mean": plan.imbalance,
+            "worst_step": plan.worst,
+            "time_spent_waiting": plan.idle,
+            "work": plan.work.tolist(),
+        }
+        for plan in (before, after)
+    }
+    return {"replicas": replicas, "steps": steps, "picture": None if picture is None else str(picture), **plans}
+
+
+def print_plans(before: Plan, after: Plan, steps: int) -> None:
     """Print what the samplers make of the epoch, and the work of each replica in the first ``steps`` steps."""
     from rich import box
+    from rich.console import Console
     from rich.table import Table
 
+    console = Console(highlight=False)
     count, replicas = before.work.shape
     summary = Table(box=box.SIMPLE_HEAD, title=f"{replicas} replicas, {count} steps", title_justify="left")
     for place, header in enumerate(("", "mean work\nper step", "slowest\n/ mean", "worst\nstep", "time spent\nwaiting")):
         summary.add_column(header, justify="right" if place else "left", no_wrap=not place)
     for plan in (before, after):
-        ratios = plan.work.max(axis=1) / plan.work.mean(axis=1)
-        summary.add_row(plan.name, f"{plan.work.mean():,.1f}", f"{plan.imbalance:.3f}", f"{ratios.max():.3f}", f"{plan.idle:.1%}")
+        summary.add_row(plan.name, f"{plan.work.mean():,.1f}", f"{plan.imbalance:.3f}", f"{plan.worst:.3f}", f"{plan.idle:.1%}")
     console.print(summary)
     table = Table(box=box.SIMPLE_HEAD, title="Work of each replica", title_justify="left")
     table.add_column("step", justify="right")

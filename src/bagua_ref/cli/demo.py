@@ -53,7 +53,7 @@ def run_demo(settings: Settings, output: Path) -> int:
             with _quiet_launcher(), shown(reports, settings, console):
                 _launch(settings.workers, exchange)
         except SignalException as interruption:
-            print(f"bagua-ref demo: {interruption.sigval.name}, workers ended", file=sys.stderr)
+            print(f"bagua-ref demo: stopped by {interruption.sigval.name}; no worker is left running", file=sys.stderr)
             return 128 + interruption.sigval
         except ChildFailedError as error:
             print(_story(error, exchange), file=sys.stderr)
@@ -102,10 +102,10 @@ def _story(error: ChildFailedError, exchange: Path) -> str:
     lines = []
     for rank in sorted(error.failures.keys() - ended_by_launcher) or sorted(ended_by_launcher):
         failure = error.failures[rank]
-        how = f"was ended by {failure.signal_name()}" if failure.exitcode < 0 else f"failed with exit code {failure.exitcode}"
+        how = f"was killed by {failure.signal_name()}" if failure.exitcode < 0 else f"failed with exit code {failure.exitcode}"
         lines.append(f"bagua-ref demo: worker {rank} {how}")
     first, _ = error.get_first_failure()
     for path in exchange.glob(f"logs/**/{first}/stderr.log"):
         if written := path.read_text().splitlines():
-            lines += [f"worker {first} wrote:", *written[-20:]]
+            lines += [f"The end of worker {first}'s standard error:", *written[-20:]]
     return "\n".join(lines)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
 import subprocess
+import textwrap
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ _VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT",
     "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS",
 )  # fmt: skip
+_COLUMNS = 80
 
 
 def examine() -> dict[str, dict[str, Any]]:
@@ -50,15 +51,13 @@ def examine() -> dict[str, dict[str, Any]]:
     }
 
 
-def print_findings(findings: Mapping[str, Mapping[str, Any]], *, as_json: bool) -> None:
-    """Print what `examine` returns, for people or as JSON."""
-    if as_json:
-        print(json.dumps(findings, indent=2))
-        return
+def print_findings(findings: Mapping[str, Mapping[str, Any]]) -> None:
+    """Print what `examine` returns, in lines of up to 80 columns."""
     for topic, entries in findings.items():
         print(f"{topic}: none" if not entries else topic)
         for name, finding in entries.items():
-            print(f"  {name:<20} {finding}")
+            text = f"  {name:<20} {finding}"
+            print(textwrap.fill(text, _COLUMNS, subsequent_indent=" " * 23, break_on_hyphens=False))
 
 
 def _communication() -> dict[str, str]:

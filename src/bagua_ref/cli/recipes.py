@@ -83,16 +83,16 @@ class Settings:
 
     def __post_init__(self) -> None:
         if not 1 <= self.workers <= GLOBAL_BATCH:
-            raise ValueError(f"workers={self.workers} must be 1 to {GLOBAL_BATCH}, the images in a batch that they share")
+            raise ValueError(f"workers={self.workers} must be from 1 to {GLOBAL_BATCH}, the number of images in a batch")
         if not 1 <= self.epochs <= 1000:
-            raise ValueError(f"epochs={self.epochs} must be 1 to 1000")
+            raise ValueError(f"epochs={self.epochs} must be from 1 to 1000")
         if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed={self.seed} must be 0 to {2**32 - 1}")
+            raise ValueError(f"seed={self.seed} must be from 0 to {2**32 - 1}")
         for name in self.algorithms:
             if name not in RECIPES:
-                raise ValueError(f"algorithms: {name!r} is none of {', '.join(RECIPES)}")
+                raise ValueError(f"algorithms: {name!r} must be one of {', '.join(RECIPES)}")
         if len(set(self.algorithms)) < len(self.algorithms):
-            raise ValueError(f"algorithms: {' '.join(self.algorithms)} names one twice")
+            raise ValueError(f"algorithms: {' '.join(self.algorithms)} names an algorithm twice")
 
     @property
     def batch(self) -> int:

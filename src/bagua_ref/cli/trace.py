@@ -2,52 +2,67 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bagua_ref.cli.command import CommandError, add_command, add_json_options, write_json
+from bagua_ref.extras import install_command
+
 if TYPE_CHECKING:
     import argparse
+    from typing import Any
 
+    from bagua_ref.cli.command import Commands
     from bagua_ref.conformance.trace import RankTrace, TraceReport
 
 __all__ = ["add_parser"]
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     """Add ``trace check`` and ``trace show`` to the commands of ``bagua-ref``."""
     trace = commands.add_parser(
         "trace",
-        help="check a recorded training against what its algorithm must compute",
-        description="A trace is what bagua_ref.conformance.trace.Recorder wrote during a training: what went into and came out of "
+        help="check a recorded training run against what its algorithm must compute",
+        description="A trace is what bagua_ref.conformance.trace.Recorder wrote during a training run: the inputs and outputs of "
         "every bucket's operation, on every rank.",
     )
     verbs = trace.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    check = verbs.add_parser(
+    check = add_command(
+        verbs,
         "check",
+        _check,
         help="replay all ranks and find the first divergence",
-        description="Replay all ranks in the simulated world and compare. Exit code 0: no divergence; 1: a divergence; 2: the "
-        "trace cannot be checked.",
+        description="Replay all ranks in the simulated world and compare the results with the recorded ones.",
+        epilog="Exit status is 0 if nothing diverges, 1 if something does, and 2 if the trace cannot be checked.",
     )
-    check.set_defaults(command=_check)
-    check.add_argument("directory", type=Path, metavar="DIR", help="holds rank0, rank1, ...")
-    check.add_argument("--algorithm", metavar="NAME", help="what the training claims to be (default: what the trace says)")
+    check.add_argument("directory", type=Path, metavar="DIR", help="folder that contains rank0, rank1, ...")
+    check.add_argument("--algorithm", metavar="NAME", help="algorithm to replay (default: the one that the trace names)")
     check.add_argument(
         "--option",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="of the algorithm, such as hierarchical=false; again for each (default: as the trace says, else the algorithm's)",
+        help="option of the algorithm, such as hierarchical=false; can be repeated (default: the recorded value, or else the "
+        "algorithm's default)",
     )
-    check.add_argument("--bucket", action="append", default=[], metavar="NAME", help="only this one; again for each (default: all)")
-    check.add_argument("--json", type=Path, metavar="PATH", help="write the report as JSON")
-    check.add_argument("--png", type=Path, metavar="PATH", help="draw the errors over steps and ranks; needs matplotlib")
+    check.add_argument(
+        "--bucket", action="append", default=[], metavar="NAME", help="check only this bucket; can be repeated (default: all)"
+    )
+    add_json_options(check)
+    check.add_argument("--png", type=Path, metavar="PATH", help="plot the errors by step and rank; needs matplotlib")
 
-    show = verbs.add_parser("show", help="say what was recorded", description="Say what was recorded, without checking it.")
-    show.set_defaults(command=_show)
-    show.add_argument("directory", type=Path, metavar="DIR", help="holds rank0, rank1, ...")
+    show = add_command(
+        verbs,
+        "show",
+        _show,
+        help="summarize what was recorded",
+        description="Summarize what was recorded, without checking it.",
+        epilog="Exit status is 0 on success and 2 if the trace cannot be read.",
+    )
+    show.add_argument("directory", type=Path, metavar="DIR", help="folder that contains rank0, rank1, ...")
+    add_json_options(show)
 
 
 def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
@@ -57,30 +72,30 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
     try:
         options = parse_options(arguments.option)
         report = check_trace(arguments.directory, arguments.algorithm, options, buckets=arguments.bucket, progress=_progress)
-    except (TraceError, ValueError) as error:
+    except ValueError as error:
         _end_progress()
-        print(f"bagua-ref trace: {error}", file=sys.stderr)
-        return 2
+        parser.error(str(error))
+    except TraceError as error:
+        _end_progress()
+        raise CommandError(error) from None
     _end_progress()
-    print(report)
-    try:
-        if arguments.json is not None:
-            arguments.json.write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
-        if arguments.png is not None:
-            _draw(report, arguments.png)
-    except (OSError, ValueError, ModuleNotFoundError) as error:
-        print(f"bagua-ref trace: the report cannot be written: {error}", file=sys.stderr)
-        return 2
+    if not arguments.json:
+        print(report)
+    write_json(arguments, report.as_json())
+    if arguments.png is not None:
+        _draw(report, arguments.png)
     return 0 if report.passed else 1
 
 
 def _draw(report: TraceReport, path: Path) -> None:
-    try:
-        from bagua_ref.conformance.trace.plot import draw_errors
+    from bagua_ref.conformance.trace.plot import draw_errors
 
+    try:
         draw_errors(report).savefig(path, dpi=120, metadata={"Software": None})
     except ModuleNotFoundError:
-        raise ModuleNotFoundError("--png needs matplotlib: pip install 'bagua_ref[conformance]'") from None
+        raise CommandError(f"--png needs matplotlib; install with: {install_command('conformance')}") from None
+    except (OSError, ValueError) as error:  # no such folder, no such format
+        raise CommandError(f"cannot write {str(path)!r}: {error}") from None
     print(f"Picture: {path}")
 
 
@@ -89,20 +104,50 @@ def _show(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int
 
     try:
         ranks = read_trace(arguments.directory)
-        print(_summary(ranks))
+        if not arguments.json:
+            print(_summary(ranks))
+        write_json(arguments, _as_json(ranks))
     except (TraceError, OSError) as error:
-        print(f"bagua-ref trace: {error}", file=sys.stderr)
-        return 2
+        raise CommandError(error) from None
     return 0
+
+
+def _as_json(ranks: list[RankTrace]) -> dict[str, Any]:
+    first = ranks[0].manifest
+    return {
+        "algorithm": first.get("algorithm"),
+        "options": first["options"],
+        "nodes": first["nodes"],
+        "sampling": first.get("sampling"),
+        "ranks": [
+            {
+                "steps": sorted(rank.steps),
+                "bytes": rank.bytes(),
+                "complete": bool(rank.manifest.get("complete")),
+                "stopped": rank.manifest.get("stopped"),
+            }
+            for rank in ranks
+        ],
+        "buckets": {
+            name: {**bucket, "recorded": count}
+            for (name, bucket), count in zip(first["buckets"].items(), _times_recorded(ranks), strict=True)
+        },
+    }
+
+
+def _times_recorded(ranks: list[RankTrace]) -> list[int]:
+    """Return how often rank 0 recorded each bucket."""
+    times = Counter(record["bucket"] for entry in ranks[0].steps.values() for record in entry["records"])
+    return [times[name] for name in ranks[0].manifest["buckets"]]
 
 
 def _summary(ranks: list[RankTrace]) -> str:
     first = ranks[0].manifest
     options = ", ".join(f"{name}={value}" for name, value in first["options"].items())
-    name = first.get("algorithm") or "an algorithm that the trace does not name"
+    name = first.get("algorithm") or "unknown algorithm"
     lines = [
         f"{name}{f'({options})' if options else ''} on {first['world_size']} ranks, nodes {first['nodes']}",
-        f"sampling: {first.get('sampling', 'not said')}",
+        f"sampling: {first.get('sampling', 'unknown')}",
         f"{'rank':>4} {'steps':>6} {'first':>6} {'last':>6} {'bytes':>13}  state",
     ]
     for place, rank in enumerate(ranks):
@@ -111,10 +156,9 @@ def _summary(ranks: list[RankTrace]) -> str:
         state = "complete" if rank.manifest.get("complete") else f"stopped: {stopped['reason']}" if stopped else "not ended"
         ends = (f"{steps[0]}", f"{steps[-1]}") if steps else ("-", "-")
         lines.append(f"{place:4} {len(steps):6} {ends[0]:>6} {ends[1]:>6} {rank.bytes():13,}  {state}")
-    times = Counter(record["bucket"] for entry in ranks[0].steps.values() for record in entry["records"])
     lines.append(f"{'bucket':10} {'dtype':9} {'elements':>12} {'tensors':>7} {'recorded':>8}")
-    for name, bucket in first["buckets"].items():
-        lines.append(f"{name:10} {bucket['dtype']:9} {bucket['elements']:12,} {len(bucket['tensors']):7} {times[name]:8}")
+    for (name, bucket), times in zip(first["buckets"].items(), _times_recorded(ranks), strict=True):
+        lines.append(f"{name:10} {bucket['dtype']:9} {bucket['elements']:12,} {len(bucket['tensors']):7} {times:8}")
     return "\n".join(lines)
 
 

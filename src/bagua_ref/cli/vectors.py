@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections import defaultdict
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bagua_ref.cli.command import CommandError, add_command, add_json_options, write_json
+
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable
+    from collections.abc import Iterator
     from typing import Any
 
+    from bagua_ref.cli.command import Commands
     from bagua_ref.conformance.vectors import Report, Verdict
 
 __all__ = ["add_parser"]
@@ -20,68 +22,82 @@ __all__ = ["add_parser"]
 _SHOWN = 20  # failures that are printed; the JSON has all
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     """Add ``vectors export`` and ``vectors check`` to the commands of ``bagua-ref``."""
     vectors = commands.add_parser(
         "vectors",
-        help="write golden vectors, or check another implementation's outputs against them",
-        description="Golden vectors are inputs and expected outputs as safetensors files with a JSON manifest, for "
-        "implementations in any language. Exit code 0: passed; 1: failed; 2: could not run.",
+        help="export golden vectors, or check another implementation's outputs against them",
+        description="Golden vectors are inputs and expected outputs, stored as safetensors files with a JSON manifest, to test "
+        "implementations in any language.",
     )
     verbs = vectors.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    export = verbs.add_parser("export", help="write all cases", description="Write all cases: the same bytes on every machine.")
-    export.set_defaults(command=_export)
-    export.add_argument("directory", type=Path, metavar="DIR", help="is made, or must be empty")
+    export = add_command(
+        verbs,
+        "export",
+        _export,
+        help="write all test cases to a folder",
+        description="Write all test cases to a folder. The files are identical on every machine.",
+        epilog="Exit status is 0 on success and 2 on errors.",
+    )
+    export.add_argument("directory", type=Path, metavar="DIR", help="folder to create; if it exists, it must be empty")
+    add_json_options(export)
 
-    check = verbs.add_parser(
+    check = add_command(
+        verbs,
         "check",
-        help="compare outputs with what the vectors expect",
-        description="Compare outputs with what the vectors expect, each by its case's tolerance. Exit code 0: all passed; 1: a "
-        "case failed or is missing, or something else lies among the outputs; 2: the vectors or the outputs cannot be used.",
+        _check,
+        help="compare an implementation's outputs with the expected ones",
+        description="Compare an implementation's outputs with the expected ones, within the tolerance of each test case.",
+        epilog="Exit status is 0 if all cases passed, 1 if a case failed or is missing or the outputs contain anything else, and 2 "
+        "if the vectors or the outputs cannot be read.",
     )
-    check.set_defaults(command=_check)
-    check.add_argument("directory", type=Path, metavar="DIR", help="the vectors")
+    check.add_argument("directory", type=Path, metavar="DIR", help="folder of the vectors")
     check.add_argument(
-        "--outputs", type=Path, required=True, metavar="DIR2", help="safetensors files whose tensors are named ID:NAME"
+        "--outputs",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="folder of the outputs: safetensors files with tensors named ID:NAME",
     )
-    check.add_argument("--operation", nargs="+", default=[], metavar="NAME", help="only these operations (default: all)")
-    check.add_argument("--dtype", nargs="+", default=[], metavar="NAME", help="only cases of these dtypes (default: all)")
-    check.add_argument("--json", action="store_true", help="print JSON, with every case, instead of the table")
+    check.add_argument("--operation", nargs="+", default=[], metavar="NAME", help="check only these operations (default: all)")
+    check.add_argument("--dtype", nargs="+", default=[], metavar="NAME", help="check only these dtypes (default: all)")
+    add_json_options(check)
 
 
 def _export(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     from bagua_ref.conformance.vectors import VECTORS_VERSION, export_vectors
 
-    def work() -> int:
+    with _errors():
         count = export_vectors(arguments.directory)
-        print(f"{count} cases of vectors version {VECTORS_VERSION} in {arguments.directory}")
-        return 0
-
-    return _could_run(work)
+    if not arguments.json:
+        print(f"Wrote {count} cases (vectors version {VECTORS_VERSION}) to {arguments.directory}")
+    write_json(arguments, {"directory": str(arguments.directory), "vectors_version": VECTORS_VERSION, "cases": count})
+    return 0
 
 
 def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     from bagua_ref.conformance.vectors import check_outputs
 
-    def work() -> int:
+    for folder in (arguments.directory, arguments.outputs):
+        if not folder.is_dir():
+            parser.error(f"no such folder: {str(folder)!r}")
+    with _errors():
         report = check_outputs(arguments.directory, arguments.outputs, operations=arguments.operation, dtypes=arguments.dtype)
-        if arguments.json:
-            print(json.dumps(report.as_json(), indent=2))
-        else:
-            _print_report(report)
-        return 0 if report.passed else 1
-
-    return _could_run(work)
+    if not arguments.json:
+        _print_report(report)
+    write_json(arguments, report.as_json())
+    return 0 if report.passed else 1
 
 
-def _could_run(work: Callable[[], int]) -> int:
+@contextmanager
+def _errors() -> Iterator[None]:
+    """Turn what is wrong with vectors or outputs into a `CommandError`."""
     from bagua_ref.conformance.vectors import VectorsError
 
     try:
-        return work()
+        yield
     except VectorsError as error:
-        print(f"bagua-ref vectors: {error}", file=sys.stderr)
-        return 2
+        raise CommandError(error) from None
 
 
 def _print_report(report: Report) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from typing import TYPE_CHECKING
 
+from bagua_ref.cli.command import CommandError, write_file, write_json
 from bagua_ref.errors import BaguaError
 
 if TYPE_CHECKING:
@@ -16,29 +18,30 @@ if TYPE_CHECKING:
 __all__ = ["verify"]
 
 
-def verify(arguments: argparse.Namespace) -> int:
-    """Run the checks; return 0 if all passed, 1 if one did not, 2 if nothing could be run."""
-    try:
-        from bagua_ref.conformance.checks import all_checks
-        from bagua_ref.conformance.runner import check_ids, run_conformance
-        from bagua_ref.conformance.target import assemble
-        from bagua_ref.conformance.xfails import read_xfails
+def verify(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    """Run the checks; return 0 if all passed, 1 if one did not, 2 if nothing could be run.
 
-        sys.path.insert(0, os.getcwd())  # pkg.mod:Class is most often in the folder one works in
-        try:
-            target = assemble(arguments.backend, arguments.communicator)
-        except Exception as error:  # what is named may fail in any way while it is imported or made
-            print(
-                f"bagua-ref verify: {arguments.backend or arguments.communicator}: {type(error).__name__}: {error}", file=sys.stderr
-            )
-            return 2
+    Raises:
+        CommandError: the target cannot be imported or made, or Hypothesis is missing.
+    """
+    from bagua_ref.conformance.checks import all_checks
+    from bagua_ref.conformance.runner import check_ids, run_conformance
+    from bagua_ref.conformance.target import assemble
+    from bagua_ref.conformance.xfails import read_xfails
+
+    sys.path.insert(0, os.getcwd())  # pkg.mod:Class is most often in the folder one works in
+    try:
+        target = assemble(arguments.backend, arguments.communicator)
+    except Exception as error:  # what is named may fail in any way while it is imported or made
+        named = arguments.backend or arguments.communicator
+        raise CommandError(f"cannot load {named}: {type(error).__name__}: {error}") from None
+    try:
         known = [*all_checks(), *check_ids()]
-        xfail = read_xfails(arguments.xfails, known) if arguments.xfails else ()
         report = run_conformance(
             target,
             arguments.suite,
             arguments.profile,
-            xfail,
+            read_xfails(arguments.xfails, known) if arguments.xfails else (),
             arguments.fail_fast,
             checks=arguments.check,
             seed=arguments.seed,
@@ -46,20 +49,24 @@ def verify(arguments: argparse.Namespace) -> int:
             time_limit=arguments.time_limit,
             progress=_show,
         )
-    except (ValueError, TypeError, AttributeError, ImportError, OSError, BaguaError) as error:
-        print(f"bagua-ref verify: {error}", file=sys.stderr)
-        return 2
+    except ValueError as error:
+        parser.error(str(error))
+    except (TypeError, AttributeError, ImportError, OSError, BaguaError) as error:
+        raise CommandError(error) from None
     _show(0, 0, None)
-    print(report)
+    if not arguments.json:
+        print(report)
     code = 0 if report.passed else 1 if report.ran else 2
     try:
-        report.write(json_path=arguments.json, junit_path=arguments.junit)
-    except OSError as error:
-        print(f"bagua-ref verify: the report cannot be written: {error}", file=sys.stderr)
+        write_json(arguments, json.loads(report.to_json()))
+        if arguments.junit is not None:
+            write_file(arguments.junit, report.to_junit())
+    except CommandError as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
         code = 2
     if any("no answer within" in result.message for result in report.results):
         # A thread that hangs in foreign code would keep this process from ending, or end it badly.
-        sys.stdout.flush()
+        arguments.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
     return code

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from bagua_ref.conformance.clauses import CLAUSES, SUITES
+from bagua_ref.extras import install_command
 
 if TYPE_CHECKING:
     from bagua_ref.conformance.lab import Lab
@@ -79,7 +80,7 @@ def require_hypothesis() -> None:
     try:
         import hypothesis  # noqa: F401
     except ImportError as error:
-        raise ImportError("conformance checks need Hypothesis: pip install 'bagua_ref[conformance]'") from error
+        raise ImportError(f"conformance checks need Hypothesis; install with: {install_command('conformance')}") from error
 
 
 def all_checks() -> dict[str, Check]:

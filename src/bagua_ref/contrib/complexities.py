@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bagua_ref.backends import get_backend
+from bagua_ref.extras import install_command
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -240,5 +241,5 @@ def _with_bar(length: int) -> Iterable[int]:
         from rich.console import Console
         from rich.progress import track
     except ModuleNotFoundError:
-        raise ModuleNotFoundError("progress=True needs rich: pip install 'bagua_ref[demo]'") from None
+        raise ModuleNotFoundError(f"progress=True needs rich; install with: {install_command('demo')}") from None
     return track(range(length), "complexities", console=Console(file=sys.stderr))

@@ -20,6 +20,7 @@ import torch
 from bagua_ref.backends.cuda.backend import PlannedBackend
 from bagua_ref.backends.cuda.disk_cache import cached
 from bagua_ref.backends.cuda.launch import Card, Plan, pack, source_of
+from bagua_ref.extras import install_command
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -64,7 +65,8 @@ class CudaBackend(PlannedBackend):
         try:
             from cupy.cuda import runtime
         except ImportError as error:
-            return f"CuPy cannot be imported: {error}"
+            extra = "cuda13" if (torch.version.cuda or "").startswith("13.") else "cuda12"
+            return f"CuPy cannot be imported: {error}; install with: {install_command(extra)}"
         if not torch.cuda.is_available():
             if torch.version.cuda is None:
                 return "this torch was built without CUDA; install one that was built with it, then CuPy for the same CUDA"

@@ -19,6 +19,7 @@ from bagua_ref.conformance.vectors.manifest import (
     manifest_text,
     read_manifest,
     schema_text,
+    schema_validator,
 )
 from bagua_ref.conformance.vectors.other_cases import cache_cases, optimizer_cases, peer_cases, sampler_cases
 from bagua_ref.conformance.vectors.safetensors_file import write_safetensors
@@ -54,6 +55,7 @@ def export_vectors(directory: Path) -> int:
         directory.mkdir(parents=True, exist_ok=True)
         if any(directory.iterdir()):
             raise VectorsError(f"{str(directory)!r} is not empty; give a new directory, or empty this one first")
+        schema_validator()  # without it the manifest could not be checked in the end
         count = _write(directory)
     except OSError as error:
         raise VectorsError(f"{str(directory)!r} cannot be written: {error}") from None

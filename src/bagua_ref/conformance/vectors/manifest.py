@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from bagua_ref.conformance.clauses import SPEC_VERSION
 from bagua_ref.conformance.vectors.case import name_of
 from bagua_ref.conformance.vectors.safetensors_file import DamagedFileError, read_safetensors
+from bagua_ref.extras import install_command
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MANIFEST", "SCHEMA", "VECTORS_VERSION", "VectorsError",
-    "entry_of", "manifest_text", "read_manifest", "read_vectors", "schema_text",
+    "entry_of", "manifest_text", "read_manifest", "read_vectors", "schema_text", "schema_validator",
 ]  # fmt: skip
 
 VECTORS_VERSION = "1"
@@ -86,10 +87,6 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     Raises:
         VectorsError: there is none, or it does not fit the schema; or jsonschema, which says so, is not installed.
     """
-    try:
-        from jsonschema import Draft202012Validator
-    except ModuleNotFoundError:
-        raise VectorsError("golden vectors need jsonschema: pip install 'bagua_ref[conformance]'") from None
     path = directory / MANIFEST
     try:
         manifest: dict[str, Any] = json.loads(path.read_text("utf-8"))
@@ -101,11 +98,24 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         raise VectorsError(
             f"{str(path)!r} has vectors_version {manifest['vectors_version']!r}; this bagua_ref checks {VECTORS_VERSION!r}"
         )
-    misfit = next(iter(Draft202012Validator(json.loads(schema_text())).iter_errors(manifest)), None)
+    misfit = next(iter(schema_validator().iter_errors(manifest)), None)
     if misfit is not None:
         place = "/".join(map(str, misfit.absolute_path)) or "the top"
         raise VectorsError(f"{str(path)!r} does not fit the schema at {place}: {misfit.message[:200]}")
     return manifest
+
+
+def schema_validator() -> Any:
+    """Return a validator of manifests.
+
+    Raises:
+        VectorsError: jsonschema is not installed.
+    """
+    try:
+        from jsonschema import Draft202012Validator
+    except ModuleNotFoundError:
+        raise VectorsError(f"golden vectors need jsonschema; install with: {install_command('conformance')}") from None
+    return Draft202012Validator(json.loads(schema_text()))
 
 
 def read_vectors(directory: Path, manifest: dict[str, Any]) -> dict[str, dict[str, Tensor]]:

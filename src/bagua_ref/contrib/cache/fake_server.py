@@ -64,7 +64,7 @@ def start_fake_server(host: str, capacity: int, port: int = 0) -> FakeServer:
         import fakeredis
     except ImportError as error:
         raise BackendUnavailableError(
-            f"backend='fakeredis' needs the package fakeredis: pip install fakeredis, or bagua_ref[fakeredis] ({error})"
+            f"backend='fakeredis' needs fakeredis ({error}); install with: pip install fakeredis"
         ) from error
     password = secrets.token_urlsafe(32)
     database = fakeredis.FakeStrictRedis(server=fakeredis.FakeServer())

@@ -1,0 +1,97 @@
+"""Parts that all subcommands share: parsers, errors, JSON output, shell completion."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bagua_ref.extras import install_command
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["CommandError", "Commands", "PrintCompletion", "add_command", "add_json_options", "write_file", "write_json"]
+
+Commands = argparse._SubParsersAction  # argparse has no public name for what add_subparsers returns
+
+
+class CommandError(Exception):
+    """Why a subcommand cannot do its work; `main` prints the message and exits with 2."""
+
+
+def add_command(
+    commands: Commands[argparse.ArgumentParser],
+    name: str,
+    run: Callable[[argparse.ArgumentParser, argparse.Namespace], int],
+    **texts: Any,
+) -> argparse.ArgumentParser:
+    """Return the parser of a new subcommand, which `main` runs as ``run(parser, arguments)``.
+
+    Args:
+        commands: where to add it.
+        name: what users type.
+        run: returns the exit code.
+        texts: ``help``, ``description`` and ``epilog``.
+    """
+    parser = commands.add_parser(name, **texts)
+    parser.set_defaults(command=run, parser=parser)
+    return parser
+
+
+def add_json_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--json`` and ``--json-file``, which `write_json` obeys."""
+    parser.add_argument("--json", action="store_true", help="print the result as JSON instead of text")
+    parser.add_argument("--json-file", type=Path, metavar="PATH", help="also write the result as JSON to PATH")
+
+
+def write_json(arguments: argparse.Namespace, result: Any) -> None:
+    """Write ``result`` as JSON to where ``--json`` and ``--json-file`` ask for it, if anywhere.
+
+    Raises:
+        CommandError: the file cannot be written.
+    """
+    text = json.dumps(result, indent=2) + "\n"
+    if arguments.json:
+        print(text, end="", file=arguments.stdout)
+    if arguments.json_file is not None:
+        write_file(arguments.json_file, text)
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a file that the user asked for.
+
+    Raises:
+        CommandError: it cannot be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"cannot write {str(path)!r}: {error.strerror}") from None
+
+
+class PrintCompletion(argparse.Action):
+    """``--print-completion SHELL``: print a script that completes commands, options and paths."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        """Print the script and exit."""
+        try:
+            import shtab
+        except ModuleNotFoundError:
+            parser.exit(2, f"{parser.prog}: error: {option_string} needs shtab; install with: {install_command('completion')}\n")
+        _complete_paths(parser, shtab)
+        print(shtab.complete(parser, shell=values))
+        parser.exit()
+
+
+def _complete_paths(parser: argparse.ArgumentParser, shtab: Any) -> None:
+    """Let shells offer folders and files where an argument is a path."""
+    for action in parser._actions:
+        if isinstance(action, Commands):
+            for subparser in action.choices.values():
+                _complete_paths(subparser, shtab)
+        elif action.type is Path:
+            action.complete = shtab.DIRECTORY if action.metavar == "DIR" else shtab.FILE  # type: ignore[attr-defined]

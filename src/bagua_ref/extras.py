@@ -1,0 +1,29 @@
+"""Commands that install optional dependencies."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+__all__ = ["install_command"]
+
+_FOLDER = Path(__file__).parents[2]
+"""The checkout, if this file is in one."""
+
+
+def install_command(extra: str) -> str:
+    """Return the shell command that installs an extra of bagua_ref, in a form that works for how bagua_ref is installed.
+
+    A checkout is installed again, in place. Elsewhere the command names the packages: what bagua_ref was installed from may
+    be a file that is gone, and its name alone need not be on any package index.
+
+    Args:
+        extra: a name under ``project.optional-dependencies`` in pyproject.toml.
+    """
+    if (_FOLDER / "pyproject.toml").is_file() and (_FOLDER / "src" / "bagua_ref").is_dir():
+        return f"pip install -e {shlex.quote(f'{_FOLDER}[{extra}]')}"
+    from importlib.metadata import requires  # not needed to import bagua_ref
+
+    named = [line.partition(";") for line in requires("bagua_ref") or ()]
+    packages = [name.strip() for name, _, marker in named if marker.strip().replace('"', "'") == f"extra == '{extra}'"]
+    return f"pip install {shlex.join(packages)}"
