@@ -13,10 +13,10 @@ bin := $(VENV)/bin
 pip := $(bin)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
 pytest := $(bin)/python -m pytest
 
-.PHONY: help env demo test proof bench gpu docs lint types format clean
+.PHONY: help env demo test proof release-check bench gpu docs lint types format clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
 
 # torch alone and first: its version is then settled, and nothing that needs "some torch" can bring another one.
 $(VENV)/.torch: constraints.txt
@@ -56,6 +56,10 @@ test: lint types docs  ## everything that must be green: style, types, docs, exa
 proof: $(VENV)/.nvrtc  ## the slow proofs that CI adds: properties with 100 inputs each, loops, planted faults
 	$(pytest) -n $(WORKERS) --hypothesis-profile=full --timeout=1800 property_tests $(PYTEST_ARGS)
 	$(pytest) -n $(WORKERS) --dist loadfile --timeout=1800 tests/proof tests/meta $(PYTEST_ARGS)
+
+# Needs nothing of .venv: what it builds and installs is in folders of its own.
+release-check:  ## build what would be released and try it as a user would, outside of this folder
+	@$(PYTHON) tests/release_check.py
 
 bench: $(VENV)/.dev  ## every comparison with a peer; one table and one JSON file each
 	@missed=0; for script in $(shell grep -l '^if __name__' benchmarks/*.py); do \

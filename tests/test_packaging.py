@@ -1,4 +1,4 @@
-"""What a package index would show: built by the same hooks as the wheel, from the files as they are."""
+"""What a package index would show, built by the same hooks as the wheel, and the cheap parts of the release check."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests import release_check
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)[^)]*\)")
@@ -35,3 +37,25 @@ def test_the_metadata_names_authors_and_addresses(metadata: dict[str, Any]) -> N
     assert metadata["authors"] == [{"name": "The bagua_ref developers"}]
     assert metadata["urls"]
     assert all(url.startswith("https://") for url in metadata["urls"].values())
+
+
+def test_the_release_check_takes_the_quick_start_from_the_readme() -> None:
+    script = release_check.quick_start()
+    compile(script, "train.py", "exec")
+    assert "with_bagua" in script
+    assert script.endswith("bagua_ref.destroy_process_group()\n")
+
+
+def test_the_release_check_refuses_what_fails_and_cleans_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def check(folder: Path) -> None:
+        (folder / "dist").mkdir()
+        release_check.run(folder, Path(sys.executable), sys.executable, "-c", "print('it broke'); raise SystemExit(3)")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(release_check, "check", check)
+    assert release_check.main() == 1
+    printed = capsys.readouterr().out
+    assert "it broke\n== FAILED: exit code 3, not 0: " in printed
+    assert list(tmp_path.iterdir()) == []

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from bagua_ref.comm_ops.hierarchical import reduce_to_leader
 from bagua_ref.conformance.trace import Recorder, TraceError, check_trace, read_trace
 from bagua_ref.conformance.vectors.safetensors_file import read_safetensors, write_safetensors
 from bagua_ref.errors import CommunicationError
+from bagua_ref.extras import install_command
 from bagua_ref.runtime import current_world
 from bagua_ref.simulation import SimulatedWorld
 
@@ -701,6 +703,19 @@ def test_trace_check_exits_0_1_and_2(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main([*command, "--png", str(tmp_path / "no" / "such.png")]) == 2
     assert main(["trace", "check", str(tmp_path / "nothing")]) == 2
     assert "is no folder" in capsys.readouterr().err
+
+
+def test_a_picture_without_matplotlib_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    simulate(tmp_path / "trace", "bytegrad", FLAT, (2,))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    command = ["trace", "check", str(tmp_path / "trace"), "--png", str(tmp_path / "errors.png")]
+    assert main(command) == 2
+    assert capsys.readouterr().err.endswith(f"--png needs matplotlib; install with: {install_command('conformance')}\n")
+    with pytest.raises(SystemExit, match="2"):
+        main([*command, "--algorithm", "bytgrad"])
+    assert "'bytgrad' must be one of" in capsys.readouterr().err
 
 
 def test_trace_show_says_what_was_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
