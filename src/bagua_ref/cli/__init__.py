@@ -110,7 +110,9 @@ def _balance(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         print(f"{parser.prog}: warning: {complaint}", file=sys.stderr)
         picture = None
     if not arguments.json:
-        print_plans(*plans, arguments.steps)
+        from rich.console import Console
+
+        print_plans(*plans, Console(highlight=False), arguments.steps)
         if picture is not None:
             print(f"Picture: {picture}")
     write_json(arguments, as_json(*plans, picture))

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
+    from rich.console import Console
+
 __all__ = ["Plan", "as_json", "draw_plans", "is_installed", "plans_of", "print_plans", "read_lengths"]
 
 _LARGEST = 1e18  # sums of these are still floats
@@ -124,13 +126,11 @@ def as_json(before: Plan, after: Plan, picture: Path | None) -> dict[str, Any]:
     return {"replicas": replicas, "steps": steps, "picture": None if picture is None else str(picture), **plans}
 
 
-def print_plans(before: Plan, after: Plan, steps: int) -> None:
+def print_plans(before: Plan, after: Plan, console: Console, steps: int) -> None:
     """Print what the samplers make of the epoch, and the work of each replica in the first ``steps`` steps."""
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
     count, replicas = before.work.shape
     summary = Table(box=box.SIMPLE_HEAD, title=f"{replicas} replicas, {count} steps", title_justify="left")
     for place, header in enumerate(("", "mean work\nper step", "slowest\n/ mean", "worst\nstep", "time spent\nwaiting")):
