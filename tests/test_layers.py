@@ -35,7 +35,7 @@ def layers(*parts: int | range) -> frozenset[int]:
 
 # The table of the architecture. A floor may always import itself; cycles are another test's business.
 HOUSE = (
-    Floor(0, ("errors", "env", "extras", "types", "runtime", "streams", "not_provided"), layers(0)),
+    Floor(0, ("errors", "env", "extras", "launch_environment", "types", "runtime", "streams", "not_provided"), layers(0)),
     Floor(0, ("checkpoint", "model_parallel", "moe", "service"), layers(0)),  # they only say that they are left out
     Floor(
         1,
@@ -47,7 +47,7 @@ HOUSE = (
         (
             "backends", "backends.reference", "backends.reference.*", "backends.cuda", "backends.cuda.*",
             "communicators", "communicators.torch_distributed", "communicators.connection", "communicators.rendezvous",
-            "communicators.watch",
+            "communicators.watch", "communicators.job_store",
             "communicators.simulated", "communicators.scheduler", "communicators.hierarchical",
         ),
         layers(range(3)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from bagua_ref.launch_environment import read_launch
 from bagua_ref.runtime import current_world, find_free_port
 
 __all__ = [
@@ -56,8 +57,15 @@ def get_default_bucket_size() -> int:
 
 
 def get_master_addr() -> str:
-    """Return MASTER_ADDR, 127.0.0.1 if unset (S1)."""
-    return os.environ.get("MASTER_ADDR", "127.0.0.1")
+    """Return MASTER_ADDR; if unset, the address of rank 0 that mpirun's or srun's variables tell, else 127.0.0.1 (S1).
+
+    Raises:
+        ValueError: mpirun started processes on several nodes, and MASTER_ADDR is not set.
+    """
+    if "MASTER_ADDR" in os.environ:
+        return os.environ["MASTER_ADDR"]
+    launch = read_launch(os.environ)
+    return "127.0.0.1" if launch is None else launch.master_address()
 
 
 def find_free_network_port() -> int:

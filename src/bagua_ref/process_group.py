@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from bagua_ref import streams
 from bagua_ref.communicators.base import Communicator, NonMember
+from bagua_ref.communicators.job_store import job_store
 from bagua_ref.communicators.topology import Topology
 from bagua_ref.communicators.torch_distributed import TorchDistributedTransport
 from bagua_ref.errors import NotInitializedError
@@ -181,7 +182,7 @@ def init_process_group(
     """Find the other ranks and make the default group of all of them (S1). Every rank calls it.
 
     Uses torch's default process group if there is one. Else makes it from ``store``, ``rank`` and ``world_size``, or from the
-    environment as ``torchrun`` sets it; with nothing set this is a world of one.
+    environment as ``torchrun``, ``mpirun`` or ``srun`` sets it; with nothing set this is a world of one.
 
     Args:
         store: a torch.distributed store that all ranks share; needs ``rank`` and ``world_size``.
@@ -193,7 +194,8 @@ def init_process_group(
 
     Raises:
         RuntimeError: it was called before; `destroy_process_group` undoes that.
-        ValueError: an argument is out of range, or disagrees with torch's default group.
+        ValueError: an argument is out of range, or disagrees with torch's default group, or the launcher's variables are
+            incomplete or contradict each other.
         CommunicationTimeoutError: the other ranks did not come in time.
 
     >>> init_process_group(); get_communicator("default", "global").nranks()
@@ -221,7 +223,7 @@ def _join(
 ) -> _Job:
     owns_torch_group = not dist.is_initialized()
     if owns_torch_group:
-        store, rank, world_size = _rendezvous(store, rank, world_size, timeout)
+        store, rank, world_size = job_store(store, rank, world_size, timeout)
     else:
         for name, given, known in (("rank", rank, dist.get_rank()), ("world_size", world_size, dist.get_world_size())):
             if given not in (-1, known):
@@ -248,25 +250,6 @@ def _join(
     # Connections that live on into the interpreter's shutdown can abort the process.
     atexit.register(_destroy_at_exit, world, os.getpid())
     return _Job(world, transport, timeout, owns_transport=True, owns_torch_group=owns_torch_group)
-
-
-def _rendezvous(store: Any, rank: int, world_size: int, timeout: float) -> tuple[Any, int, int]:
-    from torch.distributed.rendezvous import rendezvous
-
-    if store is not None:
-        if not isinstance(store, dist.Store):  # type: ignore[attr-defined]
-            raise TypeError(f"store={store!r} must be a torch.distributed store, such as a TCPStore, or None")
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank={rank} and world_size={world_size} must be given with store, with 0 <= rank < world_size")
-        return store, rank, world_size
-    if rank == -1 and world_size == -1 and not {"RANK", "WORLD_SIZE"} & os.environ.keys():
-        return dist.HashStore(), 0, 1  # type: ignore[attr-defined]
-    identity = current_world().identity
-    this, of = (identity.rank if rank == -1 else rank), (identity.world_size if world_size == -1 else world_size)
-    if not 0 <= this < of:
-        raise ValueError(f"rank={this} and world_size={of}, as given or in the environment, must be 0 <= rank < world_size")
-    found: tuple[Any, int, int] = next(rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout)))
-    return found
 
 
 def destroy_process_group() -> None:

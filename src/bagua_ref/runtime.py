@@ -7,15 +7,15 @@ ContextVar; a thread started by `World.spawn` inherits it (plain threads would s
 from __future__ import annotations
 
 import contextvars
-import os
 import queue
 import socket
 import threading
 import time
 from abc import ABC, abstractmethod
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
+
+from bagua_ref.launch_environment import Identity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -23,39 +23,6 @@ if TYPE_CHECKING:
     from bagua_ref.types import BucketObserver, Group, Transport
 
 __all__ = ["Event", "Identity", "Lock", "Queue", "RealWorld", "Thread", "World", "current_world", "use_world"]
-
-
-@dataclass(frozen=True)
-class Identity:
-    """Who a rank is (S1): its place among all ranks and on its node."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    node_rank: int
-
-    @staticmethod
-    def from_environment() -> Identity:
-        """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and GROUP_RANK or NODE_RANK; nothing set is a world of one."""
-
-        def read(default: int, *names: str) -> int:
-            for name in names:
-                value = os.environ.get(name)
-                if value is not None:
-                    try:
-                        return int(value)
-                    except ValueError:
-                        raise ValueError(f"environment variable {name}={value!r} must be an integer") from None
-            return default
-
-        return Identity(
-            rank=read(0, "RANK"),
-            world_size=read(1, "WORLD_SIZE"),
-            local_rank=read(0, "LOCAL_RANK"),
-            local_world_size=read(1, "LOCAL_WORLD_SIZE"),
-            node_rank=read(0, "GROUP_RANK", "NODE_RANK"),
-        )
 
 
 class Event(Protocol):

@@ -27,6 +27,7 @@ _VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT",
     "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS",
 )  # fmt: skip
+_PREFIXES = ("BAGUA_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_RANK", "SLURM_")
 _COLUMNS = 80
 
 
@@ -45,7 +46,7 @@ def examine() -> dict[str, dict[str, Any]]:
         | {f"{index}": torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())},
         "redis": _redis(),
         "environment": {
-            name: value for name, value in sorted(os.environ.items()) if name in _VARIABLES or name.startswith("BAGUA_")
+            name: value for name, value in sorted(os.environ.items()) if name in _VARIABLES or name.startswith(_PREFIXES)
         },
         "problems": _problems(),
     }

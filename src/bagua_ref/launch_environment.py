@@ -1,0 +1,199 @@
+"""The environment variables by which launchers tell a process its rank: torchrun's, Open MPI's, other MPIs' and Slurm's (S1)."""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["Identity", "Launch", "read_launch"]
+
+FIRST_PORT, PORTS = 20_000, 8_000
+"""The range from which MASTER_PORT is derived."""
+
+_TORCHRUNS_PORT = 29_500
+_BY_HAND = "set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun does"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who a rank is (S1): its place among all ranks and on its node."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+
+    @staticmethod
+    def from_environment() -> Identity:
+        """Return what the launcher's variables say; without any this is a world of one.
+
+        Raises:
+            ValueError: variables are incomplete or contradict each other.
+        """
+        launch = read_launch(os.environ)
+        if launch is not None:
+            return launch.identity
+
+        def read(default: int, *names: str) -> int:
+            return next((_number(os.environ, name) for name in names if name in os.environ), default)
+
+        return Identity(
+            rank=read(0, "RANK"),
+            world_size=read(1, "WORLD_SIZE"),
+            local_rank=read(0, "LOCAL_RANK"),
+            local_world_size=read(1, "LOCAL_WORLD_SIZE"),
+            node_rank=read(0, "GROUP_RANK", "NODE_RANK"),
+        )
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What mpirun or srun says about this process.
+
+    Attributes:
+        launcher: its name, for messages.
+        identity: who this rank is. MPI does not number nodes: until the ranks meet, each node is taken to hold consecutive ones.
+        address: where rank 0 listens; None: no variable tells.
+        port: on which port.
+    """
+
+    launcher: str
+    identity: Identity
+    address: str | None
+    port: int
+
+    def master_address(self) -> str:
+        """Return the address of rank 0.
+
+        Raises:
+            ValueError: no variable tells.
+        """
+        if self.address is None:
+            raise ValueError(
+                f"{self.launcher} started {self.identity.world_size} processes on several nodes and does not say where rank 0 "
+                "runs; set MASTER_ADDR to the host name or address of rank 0's node, on all ranks (mpirun -x MASTER_ADDR=...)"
+            )
+        return self.address
+
+
+def read_launch(environment: Mapping[str, str]) -> Launch | None:
+    """Return what the variables of MPI or Slurm say; None if there are none, or torchrun's come first.
+
+    The first of these that is there counts: RANK and WORLD_SIZE, as torchrun sets them or a user; OMPI_COMM_WORLD_RANK and its
+    like (Open MPI); PMI_RANK (MPICH, Intel MPI) or PMIX_RANK; SLURM_STEP_NUM_TASKS above 1 (srun). mpirun inside of a Slurm
+    allocation sets Slurm's variables too, for the processes that start the ranks. A batch script and a shell in an allocation
+    have no step of several tasks, so they are a world of one.
+
+    Raises:
+        ValueError: variables are incomplete or contradict each other.
+    """
+    if {"RANK", "WORLD_SIZE"} & environment.keys():
+        return None
+    if {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"} & environment.keys():
+        return _mpi("Open MPI", environment, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+    tasks = _number(environment, "SLURM_STEP_NUM_TASKS") if "SLURM_STEP_NUM_TASKS" in environment else 0
+    if {"PMI_RANK", "PMI_SIZE"} & environment.keys():
+        places = [environment.get(name) for name in ("PMI_RANK", "PMI_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")]
+        if tasks <= 1 or places[:2] != places[2:]:  # else it is srun --mpi=pmi2, whose own variables say more
+            return _mpi("PMI", environment, "PMI_RANK", "PMI_SIZE")
+    elif "PMIX_RANK" in environment:
+        if tasks < 1:
+            raise ValueError(
+                f"PMIX_RANK={environment['PMIX_RANK']} is set, but no variable says how many ranks there are; {_BY_HAND}"
+            )
+        if environment["PMIX_RANK"] != environment.get("SLURM_PROCID", "0"):
+            raise ValueError(
+                f"PMIX_RANK={environment['PMIX_RANK']} and SLURM_PROCID={environment.get('SLURM_PROCID')} contradict each other; "
+                f"{_BY_HAND}"
+            )
+    return _slurm(environment, tasks) if tasks > 1 else None
+
+
+def _mpi(launcher: str, environment: Mapping[str, str], rank_name: str, size_name: str) -> Launch:
+    rank, size = _place(launcher, environment, rank_name, size_name)
+    pairs = [("MPI_LOCALRANKID", "MPI_LOCALNRANKS"), ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")]
+    if launcher == "Open MPI":
+        pairs = [("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")]
+    local_names = next((pair for pair in pairs if set(pair) & environment.keys()), pairs[0])
+    local_rank, local_size = (0, 1) if size == 1 else _place(launcher, environment, *local_names)
+    if local_size > size:
+        raise ValueError(f"{launcher}'s {local_names[1]}={local_size} is more than {size_name}={size}; {_BY_HAND}")
+    identity = Identity(rank, size, local_rank, local_size, max(0, rank - local_rank) // local_size)
+    job = environment.get("PMIX_NAMESPACE")
+    port = _TORCHRUNS_PORT if job is None else FIRST_PORT + zlib.crc32(job.encode()) % PORTS
+    return _launch(launcher, environment, identity, "127.0.0.1" if local_size == size else None, port)
+
+
+def _slurm(environment: Mapping[str, str], size: int) -> Launch:
+    rank, _ = _place("Slurm", environment, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+    tasks = _required("Slurm", environment, "SLURM_STEP_TASKS_PER_NODE")
+    if re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", tasks) is None:
+        raise ValueError(f"SLURM_STEP_TASKS_PER_NODE={tasks!r} must be numbers of tasks, such as 4(x2),3; {_BY_HAND}")
+    on_node = [int(count) for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks) for _ in range(int(times or 1))]
+    node, local_rank = (_required_number("Slurm", environment, name) for name in ("SLURM_NODEID", "SLURM_LOCALID"))
+    if sum(on_node) != size or not 0 <= node < len(on_node) or not 0 <= local_rank < on_node[node]:
+        raise ValueError(
+            f"SLURM_STEP_NUM_TASKS={size}, SLURM_STEP_TASKS_PER_NODE={tasks}, SLURM_NODEID={node} and SLURM_LOCALID={local_rank} "
+            f"contradict each other; {_BY_HAND}"
+        )
+    address: str | None = "127.0.0.1"
+    if len(on_node) > 1 and "MASTER_ADDR" not in environment:
+        lists = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+        address = first_host(_required("Slurm", environment, *lists))
+        if rank == 0 and node != 0:
+            raise ValueError(
+                f"rank 0 runs on node {node} of the step, not on the first, {address}; set MASTER_ADDR to its host name"
+            )
+    job, step = (_number(environment, name) if name in environment else 0 for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    identity = Identity(rank, size, local_rank, on_node[node], node)
+    return _launch("Slurm", environment, identity, address, FIRST_PORT + (1009 * job + step) % PORTS)
+
+
+def _launch(launcher: str, environment: Mapping[str, str], identity: Identity, address: str | None, port: int) -> Launch:
+    if "MASTER_PORT" in environment:
+        port = _number(environment, "MASTER_PORT")
+    return Launch(launcher, identity, environment.get("MASTER_ADDR", address), port)
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of a list in Slurm's notation.
+
+    >>> first_host("node[01-03,7],login1")
+    'node01'
+    """
+    first = re.match(r"(\[[^\]]*\]|[^,\[])*", nodes)
+    assert first is not None
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0])
+
+
+def _place(launcher: str, environment: Mapping[str, str], rank_name: str, size_name: str) -> tuple[int, int]:
+    rank, size = (_required_number(launcher, environment, name) for name in (rank_name, size_name))
+    if not 0 <= rank < size:
+        raise ValueError(f"{rank_name}={rank} and {size_name}={size} of {launcher} contradict each other; {_BY_HAND}")
+    return rank, size
+
+
+def _required_number(launcher: str, environment: Mapping[str, str], name: str) -> int:
+    _required(launcher, environment, name)
+    return _number(environment, name)
+
+
+def _required(launcher: str, environment: Mapping[str, str], *names: str) -> str:
+    for name in names:
+        if name in environment:
+            return environment[name]
+    raise ValueError(f"{launcher} started this process, but {' or '.join(names)} is not set; {_BY_HAND}")
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environment[name])
+    except ValueError:
+        raise ValueError(f"environment variable {name}={environment[name]!r} must be an integer") from None
