@@ -31,7 +31,8 @@ CONSTRUCTOR = f"{WRAPPER}. `optimizers=None` is no optimizers, `algorithm=None` 
 CHANGED = {
     "communication:BaguaProcessGroup": "leaders are the lowest ranks of their nodes, so nodes may be uneven ([S1])",
     "communication:reduce_scatter_inplace": "the other ranks' chunks stay as they were ([S3.9])",
-    "tensor:BaguaTensor.bagua_backend_tensor": "returns a `Registration`, an object of Python",
+    "tensor:BaguaTensor.bagua_backend_tensor": "returns an object that stands for the effective tensor in every collective; it has "
+    "`data_ptr()` and `num_elements()`, as the original's",
     "bucket:BaguaBucket": "padding is zero before each execution ([S2.2]); repeated names, overlap, mixed dtypes or devices are "
     "errors ([S2.6])",
     "bucket:BaguaBucket.check_flatten": "adjacent tensors must share one storage, too ([S2.3])",

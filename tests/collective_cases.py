@@ -7,6 +7,7 @@ under test and return nothing; a failed assertion on one rank fails the world.
 from __future__ import annotations
 
 import functools
+import math
 import operator
 
 import pytest
@@ -348,6 +349,138 @@ def refusals(comm) -> None:
     same(x, torch.full((2 * n,), float(n)))
 
 
+def integers_wrap_around(comm) -> None:
+    """Sums and products beyond the range lose what is beyond it, from the ends of the range inwards, whoever brings what."""
+    n, rank = comm.nranks(), comm.rank()
+
+    def wrapped(number: int, dtype: torch.dtype) -> int:
+        lowest, span = torch.iinfo(dtype).min, 2 ** (8 * dtype.itemsize)
+        return (number - lowest) % span + lowest
+
+    def brought(r: int, size: int, dtype: torch.dtype) -> list[int]:
+        ends = torch.iinfo(dtype)
+        return [ends.max - r - i % 5 if (r + i) % 3 else ends.min + r + i % 3 for i in range(size)]
+
+    for dtype in INTEGERS:
+        for op, combine in ((ReduceOp.SUM, sum), (ReduceOp.PRODUCT, math.prod)):
+            for size in (n, 210 * n):
+                columns = zip(*(brought(r, size, dtype) for r in range(n)), strict=True)
+                expected = torch.tensor([wrapped(combine(column), dtype) for column in columns], dtype=dtype)
+                everywhere(comm, torch.tensor(brought(rank, size, dtype), dtype=dtype), op, expected)
+
+
+def extremes_of_nan(comm) -> None:
+    """One NaN on any one rank, at any place, makes both MIN and MAX a NaN there, and there only."""
+    n, rank = comm.nranks(), comm.rank()
+    for dtype in FLOATS:
+        for op in (ReduceOp.MIN, ReduceOp.MAX):
+            for who in range(n):
+                for size in (n, 35 * n):
+                    x, expected = filled(rank, size, dtype), combined(n, size, dtype, op)
+                    places = slice(who, None, 3)
+                    expected[places] = math.nan
+                    if rank == who:
+                        x[places] = math.nan
+                    everywhere(comm, x, op, expected)
+
+
+def everywhere(comm, x: Tensor, op: ReduceOp, expected: Tensor) -> None:
+    """Check every reducing collective on ``x``, whose size divides by the number of ranks."""
+    n, rank = comm.nranks(), comm.rank()
+    mine = expected.chunk(n)[rank]
+    recv = torch.empty_like(x)
+    comm.allreduce(x, recv, op)
+    alike(recv, expected)
+    comm.reduce(x, recv := torch.empty_like(x), n - 1, op)
+    if rank == n - 1:
+        alike(recv, expected)
+    comm.reduce_scatter(x, recv := torch.empty_like(mine), op)
+    alike(recv, mine)
+    for reduce_all in (
+        lambda y: comm.allreduce_inplace(y, op),
+        lambda y: bagua_ref.allreduce_coalesced_inplace([y[:1], y[1:]], op, comm),
+    ):
+        reduce_all(y := x.clone())
+        alike(y, expected)
+    comm.reduce_scatter_inplace(y := x.clone(), op)
+    alike(y.chunk(n)[rank], mine)
+    comm.reduce_inplace(y := x.clone(), 0, op)
+    if rank == 0:
+        alike(y, expected)
+
+
+def alike(actual: Tensor, expected: Tensor) -> None:
+    """As `same`, where a NaN equals a NaN."""
+    same(actual.isnan(), expected.isnan())
+    same(actual.nan_to_num(), expected.nan_to_num())
+
+
+def backend_tensors(comm) -> None:
+    """The original's form: ``comm.allreduce_inplace(x.ensure_bagua_tensor().bagua_backend_tensor(), op)``, for each collective."""
+    n, rank = comm.nranks(), comm.rank()
+
+    def of(tensor: Tensor):
+        return tensor.ensure_bagua_tensor().bagua_backend_tensor()
+
+    def small(r: int) -> Tensor:
+        return torch.full((2,), 10.0 * r + 1)
+
+    def mean() -> Tensor:
+        return torch.full((2,), 10.0 * (n - 1) / 2 + 1)
+
+    everything = torch.cat([small(r) for r in range(n)])
+    chunk = slice(2 * rank, 2 * rank + 2)
+    last = n - 1
+    comm.allreduce_inplace(of(x := small(rank)), ReduceOp.AVG)
+    same(x, mean())
+    comm.allreduce(of(small(rank)), of(x := torch.zeros(2)), int(ReduceOp.AVG))
+    same(x, mean())
+    comm.reduce(of(small(rank)), of(x := mean()), last, op=ReduceOp.AVG)
+    same(x, mean())
+    comm.reduce_inplace(of(x := small(rank)), last, ReduceOp.AVG)
+    same(x, mean() if rank == last else small(rank))
+    comm.broadcast(of(x := small(rank)), last)
+    same(x, small(last))
+    comm.allgather(of(small(rank)), of(x := torch.zeros(2 * n)))
+    same(x, everything)
+    comm.allgather_inplace(of(x := torch.full((2 * n,), 10.0 * rank + 1)))
+    same(x, everything)
+    comm.gather(of(small(rank)), of(x := everything.clone()), last)
+    same(x, everything)
+    comm.gather_inplace(of(x := everything.clone() if rank == last else small(rank)), 2, last)
+    same(x, everything if rank == last else small(rank))
+    comm.scatter(of(everything.clone()), of(x := torch.zeros(2)), last)
+    same(x, small(rank))
+    comm.scatter_inplace(of(x := everything.clone() if rank == last else torch.zeros(2)), 2, last)
+    same(x, everything if rank == last else small(rank))
+    comm.reduce_scatter(of(everything.clone()), of(x := torch.zeros(2)), ReduceOp.AVG)
+    same(x, small(rank))
+    comm.reduce_scatter_inplace(of(x := everything + rank), ReduceOp.AVG)
+    same(x[chunk], small(rank) + (n - 1) / 2)
+    comm.alltoall(of(everything.clone()), of(x := torch.zeros(2 * n)))
+    same(x, small(rank).repeat(n))
+    comm.alltoall_inplace(of(x := everything.clone()))
+    same(x, small(rank).repeat(n))
+    counts, displs = [2] * n, [2 * r for r in range(n)]
+    comm.alltoall_v(of(everything.clone()), counts, displs, of(x := torch.zeros(2 * n)), counts, displs)
+    same(x, small(rank).repeat(n))
+    comm.alltoall_v_inplace(of(x := everything.clone()), counts, displs)
+    same(x, small(rank).repeat(n))
+    if n > 1 and rank < 2:
+        (comm.send if rank == 0 else comm.recv)(of(x := small(rank)), 1 - rank)
+        same(x, small(0))
+    weight = torch.nn.Parameter(torch.zeros(2)).ensure_bagua_tensor(getter_closure=lambda p: p.grad)
+    with pytest.raises(ValueError, match="no effective tensor; for a gradient call bagua_ensure_grad"):
+        comm.allreduce_inplace(weight.bagua_backend_tensor())
+    backend_tensor = weight.bagua_backend_tensor()
+    weight.grad = small(rank)  # found when the collective is called
+    bagua_ref.allreduce_inplace(backend_tensor, ReduceOp.AVG, comm)
+    same(weight.grad, mean())
+    same(weight.detach(), torch.zeros(2))
+    comm.reduce_scatter_inplace(of(weight := torch.nn.Parameter(everything.clone())), ReduceOp.AVG)
+    same(weight.detach(), everything)
+
+
 def outsiders_see_nothing(outside) -> None:
     """Every collective on a communicator without this rank returns at once and changes nothing."""
     x, y = torch.arange(4.0), torch.arange(8.0)
@@ -384,5 +517,5 @@ def outsiders_see_nothing(outside) -> None:
 
 CASES = (
     broadcast, broadcast_object, reduce, allreduce, allreduce_large, reduce_scatter, allgather, gather, scatter, alltoall,
-    alltoall_v, send_and_recv, exchange, coalesced, parameters, refusals,
+    alltoall_v, send_and_recv, exchange, coalesced, parameters, integers_wrap_around, extremes_of_nan, backend_tensors, refusals,
 )  # fmt: skip

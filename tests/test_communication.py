@@ -10,6 +10,7 @@ import torch.distributed as dist
 from tests import collective_cases as cases
 
 import bagua_ref
+from bagua_ref.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
 from bagua_ref.communication import (
     BaguaProcessGroup,
     _get_default_group,
@@ -153,7 +154,27 @@ def test_communicators_by_name():
     simulate(program)
 
 
-@pytest.mark.parametrize("ranks", [[], [0, 0], [3], [-1], [0.5]])
+def test_S1_a_group_of_no_ranks_has_no_members():
+    def program():
+        group = bagua_ref.new_group(ranks=[])
+        x = torch.ones(2)
+        for comm in (
+            group.get_global_communicator(),
+            group.get_inter_node_communicator(),
+            group.get_intra_node_communicator(),
+        ):
+            assert isinstance(comm, NonMember)
+            assert _rank_not_in_comm(comm)
+            bagua_ref.allreduce_inplace(x, comm=comm)
+        assert _rank_not_in_group(group)
+        assert torch.equal(x, torch.ones(2))
+        with pytest.raises(ValueError, match="does not hold this rank"):
+            torch.nn.Linear(2, 2).with_bagua([], GradientAllReduceAlgorithm(), process_group=group)
+
+    simulate(program)
+
+
+@pytest.mark.parametrize("ranks", [[0, 0], [3], [-1], [0.5]])
 def test_ranks_that_make_no_group(ranks):
     def program():
         with pytest.raises(ValueError, match="ranks="):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 
 import pytest
 import torch
@@ -89,6 +91,22 @@ def test_a_plain_tensor_says_what_to_do(call: str) -> None:
 def test_marking_a_tensor_in_no_registered_bucket_is_an_error() -> None:
     with pytest.raises(ValueError, match="'w' is in no registered bucket"):
         torch.ones(2).ensure_bagua_tensor("w").bagua_mark_communication_ready()
+
+
+def test_a_backend_tensor_is_its_effective_tensor_and_keeps_nothing_alive_in_a_cycle() -> None:
+    parameter = parameter_with_grad()
+    backend_tensor = parameter.ensure_bagua_tensor("w", "m", lambda p: p.grad).bagua_backend_tensor()
+    assert (backend_tensor.name, backend_tensor.module_name) == ("w", "m")
+    assert backend_tensor.data_ptr() == parameter.grad.data_ptr()
+    assert backend_tensor.num_elements() == parameter.grad.numel()
+    assert repr(backend_tensor) == "RegisteredTensor('w' of module 'm')"
+    died = weakref.ref(parameter)
+    gc.disable()
+    try:
+        del parameter, backend_tensor
+        assert died() is None
+    finally:
+        gc.enable()
 
 
 def test_closures_must_be_callable() -> None:

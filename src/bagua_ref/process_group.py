@@ -67,7 +67,7 @@ class BaguaProcessGroup:
     same order. One thread at a time uses a group.
 
     Args:
-        ranks: global ranks, all different.
+        ranks: global ranks, all different; none: a group whose communicators are `NonMember` on every rank.
         stream: the CUDA stream on which its background operations run; None: one of its own, of high priority.
         group_name: no other group has it, and all ranks give it alike.
 
@@ -77,7 +77,7 @@ class BaguaProcessGroup:
         is_background: whether `for_background` made it.
 
     Raises:
-        ValueError: ranks are empty, repeated or out of range, or the name is taken.
+        ValueError: ranks are repeated or out of range, or the name is taken.
         NotInitializedError: ``init_process_group()`` has not been called.
     """
 
@@ -87,8 +87,8 @@ class BaguaProcessGroup:
         if job is None:
             job = _get_default_group()._job
         size = len(job.transport.node_of)
-        if not ranks or len(set(ranks)) != len(ranks) or not all(isinstance(r, int) and 0 <= r < size for r in ranks):
-            raise ValueError(f"ranks={list(ranks)} must be one or more different ranks between 0 and {size - 1}")
+        if len(set(ranks)) != len(ranks) or not all(isinstance(r, int) and 0 <= r < size for r in ranks):
+            raise ValueError(f"ranks={list(ranks)} must be different ranks between 0 and {size - 1}")
         if group_name in job.taken:
             raise ValueError(f"group_name={group_name!r} is taken; give each group a name of its own")
         self.ranks, self.stream, self.group_name, self.is_background = tuple(ranks), stream, group_name, is_background
@@ -305,7 +305,7 @@ def new_group(ranks: Sequence[int] | None = None, stream: Any = None) -> BaguaPr
     """Return a group of ``ranks`` (None: all), in ascending order. Every rank of the default group calls it, members or not.
 
     Raises:
-        ValueError: ranks are empty, repeated or out of range.
+        ValueError: ranks are repeated or out of range.
     """
     job = _get_default_group()._job
     ranks = sorted(ranks) if ranks is not None else range(len(job.transport.node_of))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bagua_ref.backends.checks import check_beside
+from bagua_ref.types import BackendTensor
 from bagua_ref.utils import NotCopied, overlapping
 
 if TYPE_CHECKING:
@@ -20,7 +21,16 @@ if TYPE_CHECKING:
     Getter = Callable[[Tensor], Tensor | None]
     Setter = Callable[[Tensor, Tensor], object]
 
-__all__ = ["BaguaTensor", "Registration", "check_apart", "check_shared", "effective_tensor", "effective_tensors", "registration"]
+__all__ = [
+    "BaguaTensor",
+    "RegisteredTensor",
+    "Registration",
+    "check_apart",
+    "check_shared",
+    "effective_tensor",
+    "effective_tensors",
+    "registration",
+]
 
 _unnamed = itertools.count()
 
@@ -57,6 +67,49 @@ class Registration(NotCopied):
         if effective is None:
             raise ValueError(f"tensor {self.name!r} has no effective tensor, and no setter_closure to put one in place")
         effective.data = tensor
+
+
+class RegisteredTensor(BackendTensor):
+    """A bagua tensor as collectives take it: its effective tensor at the time of the call (S1).
+
+    Tensors do not hold theirs, so that nothing keeps them alive in a cycle.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        registration(tensor)
+        self._tensor = tensor
+
+    def __repr__(self) -> str:
+        return f"RegisteredTensor({self.name!r} of module {self.module_name!r})"
+
+    @property
+    def name(self) -> str:
+        """The name under which the tensor is registered."""
+        return registration(self._tensor).name
+
+    @property
+    def module_name(self) -> str:
+        """The wrapped module that it belongs to, or ""."""
+        return registration(self._tensor).module_name
+
+    def effective_tensor(self) -> Tensor:
+        """Return the effective tensor, detached.
+
+        Raises:
+            ValueError: there is none.
+        """
+        effective = registration(self._tensor).effective(self._tensor)
+        if effective is None:
+            raise ValueError(f"tensor {self.name!r} has no effective tensor; for a gradient call bagua_ensure_grad() first")
+        return effective.detach()
+
+    def data_ptr(self) -> int:
+        """Return the address of the effective tensor's first element."""
+        return self.effective_tensor().data_ptr()
+
+    def num_elements(self) -> int:
+        """Return the effective tensor's number of elements."""
+        return self.effective_tensor().numel()
 
 
 def registration(tensor: Tensor) -> Registration:
@@ -217,9 +270,14 @@ class BaguaTensor:
         """Make ``tensor`` the effective one."""
         registration(_as_tensor(self)).replace(_as_tensor(self), tensor)
 
-    def bagua_backend_tensor(self) -> Registration:
-        """Return what bagua_ref holds about this tensor."""
-        return registration(_as_tensor(self))
+    def bagua_backend_tensor(self) -> RegisteredTensor:
+        """Return what stands for this tensor in the collectives of a communicator (S3.9).
+
+        >>> x = torch.ones(2).ensure_bagua_tensor("x")
+        >>> x.bagua_backend_tensor().num_elements()
+        2
+        """
+        return RegisteredTensor(_as_tensor(self))
 
     def bagua_ensure_grad(self) -> Tensor:
         """Give a parameter a zero gradient if it has none; return the parameter."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -10,7 +11,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["BucketObserver", "Group", "ReadinessSink", "ReduceOp", "Transport"]
+__all__ = ["BackendTensor", "BucketObserver", "Group", "ReadinessSink", "ReduceOp", "Transport"]
 
 
 class ReduceOp(IntEnum):
@@ -30,6 +31,14 @@ class ReduceOp(IntEnum):
     BAND = 8
     BXOR = 9
     AVG = 10
+
+
+class BackendTensor(ABC):
+    """What stands for a tensor in the collectives of a communicator (S3.9)."""
+
+    @abstractmethod
+    def effective_tensor(self) -> Tensor:
+        """Return the tensor that communication works on."""
 
 
 class Transport(Protocol):

@@ -6,16 +6,17 @@ fit. What does not fit is a ValueError or TypeError before anything is sent.
 
 from __future__ import annotations
 
+import functools
 import pickle
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
-from bagua_ref.types import ReduceOp
+from bagua_ref.types import BackendTensor, ReduceOp
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -26,14 +27,29 @@ REDUCIBLE = (
     torch.uint8, torch.int8, torch.int32, torch.int64,
 )  # fmt: skip
 _BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _collective(method: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Let ``method`` take what ``tensor.bagua_backend_tensor()`` returns wherever it takes a tensor."""
+
+    def effective(argument: Any) -> Any:
+        return argument.effective_tensor() if isinstance(argument, BackendTensor) else argument
+
+    @functools.wraps(method)
+    def taking_backend_tensors(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return method(*map(effective, args), **{name: effective(argument) for name, argument in kwargs.items()})
+
+    return taking_backend_tensors
 
 
 class Communicator(ABC):
     """Collectives between ``nranks()`` ranks, of which this is number ``rank()`` (S3.9).
 
     All ranks call the same collectives in the same order, from one thread at a time. Tensors are contiguous; movement takes
-    any dtype, reduction the float and integer types that gloo and NCCL both know. ``src`` and ``dst`` count ranks within this
-    communicator.
+    any dtype, reduction the float and integer types that gloo and NCCL both know. What ``tensor.bagua_backend_tensor()`` returns
+    stands for its effective tensor. ``src`` and ``dst`` count ranks within this communicator.
 
     Attributes:
         name: the group's name, for messages.
@@ -72,6 +88,7 @@ class Communicator(ABC):
 
     # Point to point.
 
+    @_collective
     def send(self, tensor: Tensor, dst: int) -> None:
         """Send ``tensor`` to rank ``dst``, which calls `recv` with one of the same size and dtype."""
         self._check_peer("dst", dst)
@@ -79,6 +96,7 @@ class Communicator(ABC):
         self._bytes_sent += _nbytes(tensor)
         self._send(tensor, dst)
 
+    @_collective
     def recv(self, tensor: Tensor, src: int) -> None:
         """Fill ``tensor`` with what rank ``src`` sends."""
         self._check_peer("src", src)
@@ -111,6 +129,7 @@ class Communicator(ABC):
 
     # One to all, all to one.
 
+    @_collective
     def broadcast(self, tensor: Tensor, src: int = 0) -> None:
         """Give every rank ``src``'s values of ``tensor``."""
         self._check_rank("src", src)
@@ -136,6 +155,7 @@ class Communicator(ABC):
         """Return the device on which `broadcast_object` moves its bytes."""
         return torch.device("cpu")
 
+    @_collective
     def reduce(self, send_tensor: Tensor, recv_tensor: Tensor, dst: int, op: ReduceOp = ReduceOp.SUM) -> None:
         """Combine ``send_tensor`` over ranks into ``dst``'s ``recv_tensor``; elsewhere recv_tensor is unchanged."""
         self._check_rank("dst", dst)
@@ -147,6 +167,7 @@ class Communicator(ABC):
         else:
             self._reduce_inplace(send_tensor.clone(), dst, op)
 
+    @_collective
     def reduce_inplace(self, tensor: Tensor, dst: int, op: ReduceOp = ReduceOp.SUM) -> None:
         """Combine ``tensor`` over ranks into ``dst``'s; elsewhere it is unchanged."""
         self._check_rank("dst", dst)
@@ -155,6 +176,7 @@ class Communicator(ABC):
         # A library may use the senders' tensors as scratch space.
         self._reduce_inplace(tensor if self._rank == dst else tensor.clone(), dst, op)
 
+    @_collective
     def gather(self, send_tensor: Tensor, recv_tensor: Tensor, dst: int) -> None:
         """Collect every rank's ``send_tensor`` in rank order in ``dst``'s ``recv_tensor``, n times as large."""
         self._check_rank("dst", dst)
@@ -165,12 +187,14 @@ class Communicator(ABC):
             self._bytes_sent += _nbytes(send_tensor)
         self._gather(send_tensor, recv_tensor, dst)
 
+    @_collective
     def gather_inplace(self, tensor: Tensor, count: int, dst: int) -> None:
         """As `gather`: ``dst``'s tensor holds n*count elements, its own in chunk dst; elsewhere ``count`` are sent."""
         own = self._check_inplace_chunk(tensor, count, "dst", dst)
         self._bytes_sent += _nbytes(own) if self._rank != dst else 0
         self._gather(own.clone() if self._rank == dst else own, tensor, dst)
 
+    @_collective
     def scatter(self, send_tensor: Tensor, recv_tensor: Tensor, src: int) -> None:
         """Give each rank its chunk of ``src``'s ``send_tensor``, n times as large as ``recv_tensor``."""
         self._check_rank("src", src)
@@ -180,6 +204,7 @@ class Communicator(ABC):
             self._bytes_sent += _nbytes(recv_tensor) * (self._nranks - 1)
         self._scatter(send_tensor, recv_tensor, src)
 
+    @_collective
     def scatter_inplace(self, tensor: Tensor, count: int, src: int) -> None:
         """As `scatter`: ``src``'s tensor holds n*count elements and stays as it is; elsewhere ``count`` arrive."""
         own = self._check_inplace_chunk(tensor, count, "src", src)
@@ -188,6 +213,7 @@ class Communicator(ABC):
 
     # All to all.
 
+    @_collective
     def allreduce(self, send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
         """Combine ``send_tensor`` over ranks into every rank's ``recv_tensor``."""
         op = self._check_reduction(op, send_tensor, recv_tensor, 1, 1)
@@ -199,30 +225,35 @@ class Communicator(ABC):
         """Return whether a mean is a sum that this rank divides afterwards; to divide what is summed then gives as good a mean."""
         return False
 
+    @_collective
     def allreduce_inplace(self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
         """Combine ``tensor`` over ranks, in place on every rank."""
         op = self._check_reduction(op, tensor, tensor, 1, 1)
         self._bytes_sent += 2 * _nbytes(tensor) * self._others
         self._allreduce_inplace(tensor, op)
 
+    @_collective
     def allgather(self, send_tensor: Tensor, recv_tensor: Tensor) -> None:
         """Collect every rank's ``send_tensor`` in rank order in every rank's ``recv_tensor``, n times as large."""
         self._check_pair(send_tensor, recv_tensor, self._nranks, 1)
         self._bytes_sent += _nbytes(recv_tensor) * self._others
         self._allgather(send_tensor, recv_tensor)
 
+    @_collective
     def allgather_inplace(self, tensor: Tensor) -> None:
         """As `allgather`; what this rank sends is chunk ``rank()`` of its tensor."""
         own = self._own_chunk(tensor)
         self._bytes_sent += _nbytes(tensor) * self._others
         self._allgather(own.clone(), tensor)
 
+    @_collective
     def reduce_scatter(self, send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
         """Combine ``send_tensor``, n times as large as ``recv_tensor``, over ranks; rank r receives chunk r."""
         op = self._check_reduction(op, send_tensor, recv_tensor, 1, self._nranks)
         self._bytes_sent += _nbytes(send_tensor) * self._others
         self._reduce_scatter(send_tensor, recv_tensor, op)
 
+    @_collective
     def reduce_scatter_inplace(self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
         """As `reduce_scatter`; the result is chunk ``rank()`` of the tensor, whose other chunks stay as they were."""
         op = self._check_reduction(op, tensor, tensor, 1, 1)
@@ -232,6 +263,7 @@ class Communicator(ABC):
         self._reduce_scatter(tensor, result, op)
         own.copy_(result)
 
+    @_collective
     def alltoall(self, send_tensor: Tensor, recv_tensor: Tensor) -> None:
         """Send chunk d of n to rank d; chunk s of ``recv_tensor`` comes from rank s."""
         self._check_pair(send_tensor, recv_tensor, 1, 1)
@@ -239,12 +271,14 @@ class Communicator(ABC):
         self._bytes_sent += _nbytes(send_tensor) * self._others
         self._alltoall(send_tensor, recv_tensor)
 
+    @_collective
     def alltoall_inplace(self, tensor: Tensor) -> None:
         """As `alltoall`, sending from and receiving into one tensor."""
         self._own_chunk(tensor)
         self._bytes_sent += _nbytes(tensor) * self._others
         self._alltoall(tensor.clone(), tensor)
 
+    @_collective
     def alltoall_v(
         self,
         send_tensor: Tensor,
@@ -268,6 +302,7 @@ class Communicator(ABC):
             )
         self.exchange(list(zip(sends, range(self._nranks), strict=True)), list(zip(recvs, range(self._nranks), strict=True)))
 
+    @_collective
     def alltoall_v_inplace(self, tensor: Tensor, counts: Sequence[int], displs: Sequence[int]) -> None:
         """As `alltoall_v` with the same counts and displacements in both directions, on one tensor."""
         self._check("tensor", tensor)
