@@ -28,6 +28,8 @@ BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
 
 WRAPPER = "a class under every name; what it does not support raises NotImplementedError, which names it"
 CONSTRUCTOR = f"{WRAPPER}. `optimizers=None` is no optimizers, `algorithm=None` is `GradientAllReduceAlgorithm()`"
+ASYNC = "algorithms.async_model_average:AsyncModelAverageAlgorithmImpl"
+EITHER_NAME = "the module is given by position, as `bagua_ddp=` or as `bagua_module=`"
 CHANGED = {
     "communication:BaguaProcessGroup": "leaders are the lowest ranks of their nodes, so nodes may be uneven ([S1])",
     "communication:reduce_scatter_inplace": "the other ranks' chunks stay as they were ([S3.9])",
@@ -50,7 +52,8 @@ CHANGED = {
     "algorithms.decentralized:LowPrecisionDecentralizedAlgorithm": "the interval counts optimizer steps ([S5.4])",
     "algorithms.q_adam:QAdamOptimizer": "each parameter's own group's options count; in the warm-up it is the installed "
     "`torch.optim.Adam` bit for bit ([S5.5])",
-    "algorithms.async_model_average:AsyncModelAverageAlgorithmImpl.abort": "holds until `resume`, in warm-up too ([S5.6])",
+    f"{ASYNC}.abort": f"holds until `resume`, in warm-up too ([S5.6]); {EITHER_NAME}",
+    f"{ASYNC}.resume": EITHER_NAME,
     "contrib.fuse.optimizer:fuse_optimizer": "an optimizer that couples elements is refused; with `verify=` and `allow_inexact=`; "
     "storage offsets count, and a 0-dim `step` works ([S6])",
     "contrib.load_balancing_data_loader:LoadBalancingDistributedSampler": "the dataset's complexities are never changed ([S7])",

@@ -578,6 +578,25 @@ def test_abort_of_another_module_is_refused() -> None:
     simulate(1, rank)
 
 
+def test_S5_6_abort_and_resume_take_the_module_under_both_of_its_names() -> None:
+    def rank(r: int) -> list[State]:
+        module, _, algorithm = wrapped()
+        states = []
+        for name in ("bagua_ddp", "bagua_module"):
+            for method in (algorithm.abort, algorithm.resume):
+                with pytest.raises(TypeError, match=rf"{method.__name__}\(\) takes the module .* neither is given"):
+                    method()
+                with pytest.raises(TypeError, match="as bagua_ddp or as bagua_module; both are given"):
+                    method(module, bagua_module=module)
+                with pytest.raises(ValueError, match="Linear is not the module that this algorithm trains"):
+                    method(**{name: nn.Linear(2, 2)})
+                method(**{name: module})
+                states.append(algorithm._rounds.state)
+        return states
+
+    assert simulate(2, rank) == [[State.ABORTED, State.IDLE] * 2] * 2
+
+
 def test_every_state_is_reachable_and_left() -> None:
     assert set(TRANSITIONS) == set(State) == {state for following in TRANSITIONS.values() for state in following}
 

@@ -255,38 +255,47 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
 
         return hook
 
-    def abort(self, bagua_ddp: Any) -> None:
+    def abort(self, bagua_ddp: Any = None, *, bagua_module: Any = None) -> None:
         """Stop averaging on all ranks; returns when all have called this, while rounds go on (S5.6).
 
         Collective, and idempotent until `resume`; from any state. There is no final averaging.
 
         Args:
             bagua_ddp: the wrapped module, its wrapper, or the training context.
+            bagua_module: the same, under the name in Bagua's documentation.
 
         Raises:
+            TypeError: both are given, or neither.
+            ValueError: it is not the module that this algorithm trains.
             CommunicationError: a round failed, for instance because a rank died.
         """
-        self._check_module(bagua_ddp)
+        self._check_module("abort", bagua_ddp, bagua_module)
         self._holder.drop()
         self._rounds.stop()
 
-    def resume(self, bagua_ddp: Any) -> None:
+    def resume(self, bagua_ddp: Any = None, *, bagua_module: Any = None) -> None:
         """Let training forwards start averaging again after `abort`; does nothing if it was not aborted (S5.6).
 
         Args:
             bagua_ddp: the wrapped module, its wrapper, or the training context.
+            bagua_module: the same, under the name in Bagua's documentation.
+
+        Raises:
+            TypeError: both are given, or neither.
+            ValueError: it is not the module that this algorithm trains.
         """
-        self._check_module(bagua_ddp)
+        self._check_module("resume", bagua_ddp, bagua_module)
         self._rounds.resume()
 
-    def _check_module(self, bagua_ddp: Any) -> None:
-        context = self.context
-        inside = getattr(bagua_ddp, "module", None)
-        modules = [uncompiled(module) for module in (bagua_ddp, inside) if isinstance(module, torch.nn.Module)]
-        if bagua_ddp is not context and context.module not in modules:
-            raise ValueError(
-                f"{type(bagua_ddp).__name__} is not the module that this algorithm trains, {context.bagua_module_name!r}"
-            )
+    def _check_module(self, method: str, bagua_ddp: Any, bagua_module: Any) -> None:
+        if (bagua_ddp is None) == (bagua_module is None):
+            given = "neither is" if bagua_ddp is None else "both are"
+            raise TypeError(f"{method}() takes the module as bagua_ddp or as bagua_module; {given} given")
+        module, context = bagua_module if bagua_ddp is None else bagua_ddp, self.context
+        inside = getattr(module, "module", None)
+        modules = [uncompiled(given) for given in (module, inside) if isinstance(given, torch.nn.Module)]
+        if module is not context and context.module not in modules:
+            raise ValueError(f"{type(module).__name__} is not the module that this algorithm trains, {context.bagua_module_name!r}")
 
     def suspend(self) -> Callable[[], None]:
         """Abort, unless aborted already; return what resumes."""
