@@ -63,8 +63,8 @@ CHANGED = {
     "contrib.utils.store:Store.shutdown": "stops the server only in the process that started it ([S8.4])",
     "contrib.utils.redis_store:RedisStore": "one server per node and job, with a password ([S8.4])",
     "contrib.utils.redis_store:bootstrap_redis_server": "returns the addresses, passwords included, of all nodes' servers ([S8.4])",
-    "contrib.utils.redis_store:start_redis_server_cli": "returns a `RedisServer`: on loopback, with a password, and gone with this "
-    "process",
+    "contrib.utils.redis_store:start_redis_server_cli": "listens on loopback alone, returns when the server "
+    "answers, and raises if it does not start",
     "contrib.utils.redis_store:_RedisStore": "connects when it is first used, in each process anew",
 }
 """What a name does differently, by ``module:name``. Clauses in brackets become links."""

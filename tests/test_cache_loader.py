@@ -351,9 +351,9 @@ def test_capacity_is_kept_by_evicting():
     need()
     from tests.cache_servers import free_port
 
-    from bagua_ref.contrib.utils.redis_store import start_redis_server_cli
+    from bagua_ref.contrib.cache.server import start_redis_server
 
-    server = start_redis_server_cli(free_port(), 10_000_000)
+    server = start_redis_server("127.0.0.1", 10_000_000, free_port())
     try:
         loader, make = CacheLoader(hosts=[server.address]), Maker(lambda key: bytes(100_000))
         with warnings.catch_warnings():

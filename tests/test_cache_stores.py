@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import shutil
 import subprocess
+from contextlib import contextmanager
 
 import pytest
 import redis
@@ -13,6 +15,7 @@ import xxhash
 from tests.cache_servers import Server, eventually, every_backend, free_port, need, servers
 
 import bagua_ref
+from bagua_ref.contrib.cache.server import start_redis_server
 from bagua_ref.contrib.utils.fake_redis_store import FakeRedisStore
 from bagua_ref.contrib.utils.redis_store import (
     RedisStore,
@@ -22,6 +25,7 @@ from bagua_ref.contrib.utils.redis_store import (
     start_redis_server_cli,
 )
 from bagua_ref.contrib.utils.store import ClusterStore, Store, StoreError
+from bagua_ref.errors import BackendUnavailableError
 from bagua_ref.simulation import SimulatedWorld
 
 
@@ -246,10 +250,70 @@ def test_a_pickled_store_carries_no_connection():
         assert copy._client is not store._client
 
 
-@pytest.mark.redis
-def test_a_server_of_ones_own_and_its_end():
+@contextmanager
+def daemon(*args, process=False):
+    """Start a daemon by hand, in a process of its own that ends before it is used; yield its port, and end it."""
     need()
-    server = start_redis_server_cli(free_port(), 50_000_000, "--maxclients", "17")
+    port = free_port()
+    try:
+        if process:
+            starter = multiprocessing.get_context("spawn").Process(target=start_redis_server_cli, args=(port, 50_000_000, *args))
+            starter.start()
+            starter.join(60)
+            assert starter.exitcode == 0
+        else:
+            assert start_redis_server_cli(port, 50_000_000, *args) is None
+        yield port
+    finally:
+        password = args[args.index("--requirepass") + 1] if "--requirepass" in args else None
+        redis.Redis(port=port, password=password).shutdown(nosave=True)
+    assert eventually(lambda: not _RedisStore("127.0.0.1", port).status())
+
+
+@pytest.mark.redis
+def test_a_server_started_by_hand_outlives_the_process_that_started_it():
+    with daemon(process=True) as port:
+        host = {"host": "127.0.0.1", "port": port}
+        store = RedisStore(hosts=[host])
+        assert store.status()
+        store.set("a", b"1")
+        store.shutdown()  # a server that is somebody's goes on
+        shutdown_redis_server()
+        assert RedisStore(hosts=[host]).get("a") == b"1"
+        settings = redis.Redis(port=port).config_get("max*") | redis.Redis(port=port).config_get("save")
+        assert settings["maxmemory"] == "50000000"
+        assert settings["maxmemory-policy"] == "allkeys-random"
+        assert settings["save"] == ""
+        assert redis.Redis(port=port).config_get("bind")["bind"] == "127.0.0.1"
+        with pytest.raises(BackendUnavailableError, match=f"a server listens on port {port} already"):
+            start_redis_server_cli(port, 50_000_000)
+
+
+@pytest.mark.redis
+def test_a_server_started_by_hand_takes_further_arguments():
+    with daemon("--requirepass", "secret", "--maxclients 17") as port:
+        with pytest.raises(redis.AuthenticationError):
+            redis.Redis(port=port).ping()
+        assert redis.Redis(port=port, password="secret").config_get("maxclients")["maxclients"] == "17"
+
+
+@pytest.mark.redis
+def test_a_server_that_does_not_start_says_why():
+    need()
+    with pytest.raises(BackendUnavailableError, match=r"does not start on port .*no-such-setting"):
+        start_redis_server_cli(free_port(), 50_000_000, "--no-such-setting", "1")
+
+
+@pytest.mark.parametrize(("port", "capacity", "named"), [(0, 10, "port=0"), ("6379", 10, "port='6379'"), (6379, 0, "capacity=0")])
+def test_a_server_by_hand_with_bad_arguments(port, capacity, named):
+    with pytest.raises(ValueError, match=named):
+        start_redis_server_cli(port, capacity)
+
+
+@pytest.mark.redis
+def test_a_server_of_this_process_and_its_end():
+    need()
+    server = start_redis_server("127.0.0.1", 50_000_000, free_port(), "--maxclients", "17")
     try:
         assert "password" not in repr(server)
         client = redis.Redis(**server.address)

@@ -1,4 +1,4 @@
-"""Start a Redis of this job's own: loopback or the node's address, a random password, an end with this process (S8.4)."""
+"""Start a Redis: of this job's own, with a random password and an end with this process (S8.4), or a daemon on loopback."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 from bagua_ref.errors import BackendUnavailableError
 from bagua_ref.runtime import find_free_port
 
-__all__ = ["STOP_PRIORITY", "RedisServer", "find_program", "node_address", "start_redis_server"]
+__all__ = ["STOP_PRIORITY", "RedisServer", "find_program", "node_address", "start_redis_daemon", "start_redis_server"]
 
 PROGRAMS = ("redis-server", "valkey-server")
 LOOPBACK = "127.0.0.1"
@@ -103,6 +103,54 @@ def start_redis_server(host: str, capacity: int, port: int | None = None, *argum
             return server
         _stop(server._watchdog)
     raise BackendUnavailableError(f"{program} does not start on {host}: {said}")
+
+
+def start_redis_daemon(port: int, capacity: int, *arguments: str) -> None:
+    """Start a Redis on loopback that outlives this process, without a password, and return when it answers.
+
+    Args:
+        port: where to listen.
+        capacity: bytes, after which keys are evicted at random.
+        arguments: further ones for the server, such as ``"--requirepass"``, which come after ours.
+
+    Raises:
+        BackendUnavailableError: there is no program, or it does not start; the message says what it said.
+    """
+    program = find_program()
+    if _listens(port):
+        raise BackendUnavailableError(f"{program} does not start: a server listens on port {port} already")
+    settings = {
+        "bind": LOOPBACK, "port": port, "protected-mode": "yes", "maxmemory": capacity, "maxmemory-policy": "allkeys-random",
+        "save": "", "appendonly": "no", "daemonize": "no", "loglevel": "warning", "logfile": "",
+    }  # fmt: skip
+    command = [program, *(word for name, value in settings.items() for word in (f"--{name}", str(value))), *arguments]
+    # The shell ends at once, so that the server is nobody's child; its own way, --daemonize, would not say why it fails.
+    shell = subprocess.Popen(
+        ["/bin/sh", "-c", '"$@" &', "sh", *command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    assert shell.stdout is not None
+    said, deadline = b"", time.monotonic() + _START_SECONDS
+    with shell, shell.stdout as output:
+        while not _listens(port):
+            ended = False
+            if select.select([output], [], [], 0.01)[0]:
+                more = os.read(output.fileno(), 4096)
+                said, ended = said + more, not more
+            if ended or time.monotonic() > deadline:
+                reason = "; ".join(said.decode(errors="replace").splitlines()[-3:])
+                raise BackendUnavailableError(f"{program} does not start on port {port}: {reason or 'it said nothing'}")
+
+
+def _listens(port: int) -> bool:
+    try:
+        socket.create_connection((LOOPBACK, port), timeout=1.0).close()
+        return True
+    except OSError:
+        return False
 
 
 def _start(program: str, host: str, port: int, capacity: int, password: str, arguments: tuple[str, ...]) -> RedisServer:

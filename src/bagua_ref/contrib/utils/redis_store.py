@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from bagua_ref.contrib.cache import job_servers
-from bagua_ref.contrib.cache.server import RedisServer, node_address, start_redis_server
+from bagua_ref.contrib.cache.server import node_address, start_redis_daemon
 from bagua_ref.contrib.utils.store import ClusterStore, Store, StoreError
 from bagua_ref.env import get_master_addr, get_node_rank
 
@@ -233,9 +233,26 @@ def shutdown_redis_server() -> None:
     job_servers.shutdown("redis")
 
 
-def start_redis_server_cli(port: int, capacity: int, *args: str) -> RedisServer:
-    """Start a Redis of this process's own on loopback, with a random password; ``args`` are further arguments of the program."""
-    return start_redis_server("127.0.0.1", checked_capacity(capacity), port, *args)
+def start_redis_server_cli(port: int, capacity: int, *args: str) -> None:
+    """Start a Redis on loopback that outlives this process, and return when it answers; for ``RedisStore(hosts=[...])``.
+
+    It has no password unless ``args`` set one, so every user of this machine can read it. End it with
+    ``redis-cli -p PORT shutdown``. What the job starts by itself is another matter (S8.4).
+
+    Args:
+        port: where to listen.
+        capacity: bytes, after which keys are evicted at random; nothing is kept on disk.
+        args: further arguments of the program, such as ``"--requirepass", "secret"``; they override ours.
+
+    Raises:
+        BackendUnavailableError: there is no server program, or it does not start, for instance because the port is taken.
+        ValueError: port or capacity is out of range.
+    """
+    if not isinstance(port, int) or not 0 < port < 2**16:
+        raise ValueError(f"port={port!r} must be an int from 1 to 65535")
+    if not isinstance(capacity, int) or capacity < 1:
+        raise ValueError(f"capacity={capacity!r} must be a positive number of bytes")
+    start_redis_daemon(port, capacity, *args)
 
 
 def get_host_ip() -> str:
