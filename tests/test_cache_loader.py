@@ -64,6 +64,73 @@ def test_the_first_get_makes_and_the_second_reads(backend):
 
 
 @every_backend
+@pytest.mark.parametrize(
+    ("one", "its_key", "other", "others_key"), [("n_1", "1", "n", "1_1"), ("n%5F1", "1", "n_1", "1"), ("n%", 1, "n%25", 1)]
+)
+def test_S8_1_no_two_datasets_share_a_key(backend, one, its_key, other, others_key):
+    first, second = fresh(backend, dataset_name=one), CacheLoader(backend, dataset_name=other)
+    assert first.get(its_key, lambda key: "first") == "first"
+    assert second.get(others_key, lambda key: "second") == "second"
+    assert first.num_keys() == 2
+    assert first.contains([its_key]) == second.contains([others_key]) == [True]
+
+
+@every_backend
+def test_S8_1_the_names_percent_and_underscore_are_escaped(backend):
+    loader = fresh(backend, dataset_name="50%_of")
+    loader.get("a_b%", lambda key: 1)
+    assert loader.store.contains(["50%25%5Fof_a_b%"]) == [True]
+
+
+@every_backend
+@pytest.mark.parametrize("size", [1, 5], ids=["written", "waiting"])
+def test_S8_2_what_get_returns_is_the_callers_own(backend, size):
+    """Neither what a miss returns nor what a hit returns leads back to the buffer or the cache."""
+    values = {
+        "tensor": lambda key: torch.arange(4.0),
+        "array": lambda key: np.arange(4),
+        "nested": lambda key: {"a": [torch.zeros(2), np.zeros(2)], "b": [1, 2]},
+    }
+
+    def spoil(value):
+        if isinstance(value, (torch.Tensor, np.ndarray)):
+            value[:] = -7
+        else:
+            for part in value["a"]:
+                part[:] = -7
+            value["a"].clear()
+            value["b"].append(3)
+
+    loader = fresh(backend, writer_buffer_size=size)
+    for key, make in values.items():
+        for _ in range(3):
+            found = loader.get(key, make)
+            assert same(found, make(key))
+            spoil(found)
+        one, two = loader.get_many([key, key], lambda keys: [values[k](k) for k in keys], flush=False)
+        spoil(one)
+        assert same(two, make(key))
+
+
+@every_backend
+def test_S8_2_an_exception_of_load_fn_passes_on_and_nothing_is_cached(backend):
+    loader = fresh(backend, writer_buffer_size=3)
+
+    def fail(key):
+        raise LookupError(f"no {key}")
+
+    for _ in range(2):
+        with pytest.raises(LookupError, match="no a"):
+            loader.get("a", fail)
+        with pytest.raises(LookupError, match="no b"):
+            loader.get_many(["b", "c"], lambda keys: [fail(key) for key in keys])
+    assert loader.num_keys() == 0
+    assert loader.contains(["a", "b", "c"]) == [False] * 3
+    assert loader.get("a", lambda key: "made") == "made"
+    assert loader.stats().errors == 0
+
+
+@every_backend
 def test_a_cached_none_is_a_hit(backend):
     loader, make = fresh(backend), Maker(lambda key: None)
     assert [loader.get("a", make), loader.get("a", make), loader.get_many(["a"], make)] == [None, None, [None]]

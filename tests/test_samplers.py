@@ -206,6 +206,23 @@ def test_epochs_that_no_generator_takes_are_refused_and_the_sampler_stays() -> N
     assert sampler.epoch == 0
 
 
+@pytest.mark.parametrize(
+    "form", [list, torch.tensor, lambda values: np.array(values, np.float32)], ids=["floats", "tensor", "array"]
+)
+def test_S7_2_the_noise_bound_is_computed_in_float64(form: Any) -> None:
+    """In float32 2^25 + 1 is 2^25, and randint below another bound draws other noise."""
+    values = [0.0] * 5000 + [2.0**25]
+
+    def order(bound: int) -> list[int]:
+        noise = torch.randint(bound, (len(values),), generator=torch.Generator().manual_seed(0)).tolist()
+        return sorted(range(len(values)), key=lambda i: values[i] + noise[i])
+
+    assert order(2**25 + 1) != order(2**25)
+    replicas = len(values)  # one chunk, which is the order
+    sampler = LoadBalancingDistributedSampler(values, None, replicas, 0, random_level=1.0, complexities=form(values))
+    assert sampler.shuffle_chunks()[0] == [order(2**25 + 1)]
+
+
 # Who draws.
 
 

@@ -8,10 +8,10 @@ LOADER, BUFFER, GUARD, CODEC, ARRAYS = (
     *(f"contrib/cache/{name}.py" for name in ("write_buffer", "guard", "codec", "arrays")),
 )
 DATASET, STORE, REDIS = "contrib/cached_dataset.py", "contrib/utils/store.py", "contrib/utils/redis_store.py"
-NAMES = 'names = [f"{self.dataset_name}_{key}" for key in keys]'
+NAMES = 'return f"{dataset}_{key}"'
 CACHES: list[tuple[str, str, str, str, str]] = [
-    ("keys go without the dataset's name", "S8.1", LOADER, NAMES, 'names = [f"{key}" for key in keys]'),
-    ("keys are written as Python writes them", "S8.1", LOADER, NAMES, 'names = [f"{self.dataset_name}_{key!r}" for key in keys]'),
+    ("keys go without the dataset's name", "S8.1", LOADER, NAMES, 'return f"{key}"'),
+    ("keys are written as Python writes them", "S8.1", LOADER, NAMES, 'return f"{dataset}_{key!r}"'),
     ("the hash is of the key in UTF-16", "S8.1", STORE, "xxh64_intdigest(key.encode())", 'xxh64_intdigest(key.encode("utf-16"))'),
     ("the hash has another seed", "S8.1", STORE, "xxh64_intdigest(key.encode())", "xxh64_intdigest(key.encode(), seed=1)"),
     ("the hash leaves the dataset's name out", "S8.1", STORE, "xxh64_intdigest(key.encode())", 'xxh64_intdigest(key.rpartition("_")[2].encode())'),

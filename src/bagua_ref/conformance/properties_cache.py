@@ -34,6 +34,11 @@ def prepare() -> None:
         import fakeredis  # noqa: F401
 
 
+def _stored_name(dataset: str, key: object) -> str:
+    """Return the name in the stores: "%" and "_" of the dataset's name are escaped, so that no two datasets share one."""
+    return "".join({"%": "%25", "_": "%5F"}.get(letter, letter) for letter in dataset) + f"_{key}"
+
+
 def _placed(names: Sequence[str], stores: int) -> list[list[str]]:
     """Return the keys that each store has: xxh64 with seed 0 of the key in UTF-8, modulo the number of stores."""
     placed: list[list[str]] = [[] for _ in range(stores)]
@@ -50,20 +55,20 @@ def _store_of(name: str, stores: int) -> int:
 
 @check("cache", "S8.1", "keys", needs=LOADER)
 def keys(lab: Lab, draw: Draw) -> None:
-    """The value of a key lies under "{dataset_name}_{key}", in the store that xxh64 of that text names."""
+    """The value of a key lies under "{dataset_name}_{key}", "%" and "_" of the name escaped, where xxh64 of that text says."""
     name, wanted, stores = draw(_names), draw(st.lists(_keys, min_size=1, max_size=8)), draw(st.integers(1, 4))
     with cache_script(lab, stores) as script:
         script.do("from bagua_ref.conformance.servers import assert_keys\n\nload = Source()")
         script.loader(name, draw(_sizes))
         script.do(f"for key in {wanted!r}:\n    loader.get(key, load)")
         script.do("loader.close()")
-        script.do(f"assert_keys(servers, {_placed([f'{name}_{key}' for key in wanted], stores)!r})")
+        script.do(f"assert_keys(servers, {_placed([_stored_name(name, key) for key in wanted], stores)!r})")
 
 
 @check("cache", "S8.1", "names", needs=LOADER, effort=0.5)
 def names(lab: Lab, draw: Draw) -> None:
     """Loaders of one dataset name share values, and those of others do not."""
-    both = draw(st.lists(st.sampled_from(["", "a", "b", "a_1"]), min_size=2, max_size=3))
+    both = draw(st.lists(st.sampled_from(["", "a", "b", "a_1", "a%5F1"]), min_size=2, max_size=3))
     wanted = draw(st.lists(st.sampled_from([1, 2, "1", "1_2"]), min_size=1, max_size=4))
     with cache_script(lab, draw(st.integers(1, 2))) as script:
         script.do("load = Source()")
@@ -71,7 +76,8 @@ def names(lab: Lab, draw: Draw) -> None:
         for number, name in enumerate(both):
             script.loader(name, 1, f"loader{number}")
             for key in wanted:
-                known, full = f"{name}_{key}" in made, f"{name}_{key}"
+                full = _stored_name(name, key)
+                known = full in made
                 script.do(f"loader{number}.get({key!r}, load)")
                 script.do(f"load.expect({'' if known else repr(key)})  # {full!r} is {'known' if known else 'new'}")
                 made.add(full)
@@ -121,7 +127,7 @@ def get(lab: Lab, draw: Draw) -> None:
             if not isinstance(move, int) or len(waiting) >= size:
                 stored |= waiting
                 waiting = {}
-            script.do(f"assert_keys(servers, {_placed([f'{name}_{key}' for key in stored], stores)!r})")
+            script.do(f"assert_keys(servers, {_placed([_stored_name(name, key) for key in stored], stores)!r})")
 
 
 @check("cache", "S8.2", "none", needs=LOADER, effort=0.2)

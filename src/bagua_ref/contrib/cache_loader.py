@@ -105,7 +105,7 @@ class CacheLoader:
             TypeError: a value is a NumPy structured array, or needs pickle without permission (S8.5).
             ValueError: ``load_many`` returned another number of values.
         """
-        names = [f"{self.dataset_name}_{key}" for key in keys]
+        names = [self._stored_name(key) for key in keys]
         values, missing = self._look_up(names)
         if not missing:
             return values
@@ -133,7 +133,7 @@ class CacheLoader:
     def contains(self, keys: Sequence[Any]) -> list[bool]:
         """Return which of ``keys`` have a value in the stores, without reading it; False where a store does not answer."""
         self.flush()
-        return self._guarded.contains([f"{self.dataset_name}_{key}" for key in keys])
+        return self._guarded.contains([self._stored_name(key) for key in keys])
 
     def num_keys(self) -> int:
         """Return the number of keys in all stores that answer, of all datasets, after writing what waits here (S8.2)."""
@@ -152,6 +152,11 @@ class CacheLoader:
     def stats(self) -> CacheStats:
         """Return the counts of this process and of all DataLoader workers that it has started with this loader (S8.3)."""
         return self._counters.total()
+
+    def _stored_name(self, key: Any) -> str:
+        """Return the name of ``key``'s value in the stores; no two pairs of dataset name and key share one (S8.1)."""
+        dataset = self.dataset_name.replace("%", "%25").replace("_", "%5F")
+        return f"{dataset}_{key}"
 
     def _look_up(self, names: list[str]) -> tuple[list[Any], list[int]]:
         """Return the values that there are, and the places of those that there are not."""

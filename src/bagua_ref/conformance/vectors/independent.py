@@ -224,8 +224,9 @@ def _sampler_batches(
 
 def _cache_store(dtype: str, inputs: Tensors, dataset_name: str, num_stores: int) -> Tensors:
     data, hashes = bytes(inputs["keys"].tolist()), []
+    escaped = dataset_name.encode().replace(b"%", b"%25").replace(b"_", b"%5F")
     for length in inputs["lengths"].tolist():
-        hashes.append(xxh64(dataset_name.encode() + b"_" + data[:length]))
+        hashes.append(xxh64(escaped + b"_" + data[:length]))
         data = data[length:]
     return {
         "hash": torch.from_numpy(np.array(hashes, np.uint64)),
