@@ -18,7 +18,7 @@ import torch.distributed
 
 import bagua_ref
 from bagua_ref.errors import NotProvidedError
-from bagua_ref.not_provided import REPLACEMENTS
+from bagua_ref.not_provided import MISSING, REPLACEMENTS
 
 sys.path.insert(0, str(Path(__file__).parent))
 from _porting_names import NAMES
@@ -31,6 +31,8 @@ CONSTRUCTOR = f"{WRAPPER}. `optimizers=None` is no optimizers, `algorithm=None` 
 ASYNC = "algorithms.async_model_average:AsyncModelAverageAlgorithmImpl"
 EITHER_NAME = "the module is given by position, as `bagua_ddp=` or as `bagua_module=`"
 CHANGED = {
+    ":get_backend": "chooses kernels; a wrapped module's communication is `communication.get_backend`",
+    "communication:get_backend": "knows the names of wrapped modules only",
     "communication:BaguaProcessGroup": "leaders are the lowest ranks of their nodes, so nodes may be uneven ([S1])",
     "communication:reduce_scatter_inplace": "the other ranks' chunks stay as they were ([S3.9])",
     "tensor:BaguaTensor.bagua_backend_tensor": "returns an object that stands for the effective tensor in every collective; it has "
@@ -125,6 +127,8 @@ def status_of(module: str, name: str, line: str) -> tuple[str, str]:
         found: Any = importlib.import_module(f"bagua_ref.{module}".rstrip("."))
     except NotProvidedError:
         return "not provided", REPLACEMENTS[module]
+    if instead := MISSING.get(module, {}).get(name.split(".")[0]) or (not module and REPLACEMENTS.get(name)):
+        return "not provided", instead
     for part in name.split("."):
         inside, found = found, getattr(found, part)
     if instead := UNSUPPORTED.get(f"{module}:{name}"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 NAMES = {
     "": """
         init_process_group
+        get_backend(model_name)
         ReduceOp
         send
         recv
@@ -42,6 +43,8 @@ NAMES = {
         communication
         algorithms
         data_parallel
+        checkpoint
+        moe
     """,
     "env": """
         get_world_size()
@@ -52,6 +55,14 @@ NAMES = {
         get_default_bucket_size()
         get_master_addr()
         find_free_network_port()
+        get_bagua_service_port()
+        is_report_metrics_switch_on()
+        get_autotune_level()
+        get_autotune_max_samples()
+        get_autotune_sampling_confidence_time_s()
+        get_autotune_warmup_time_s()
+        get_is_output_autotune_log()
+        get_autotune_server_wait_time()
     """,
     "utils": """
         flatten(tensors)
@@ -60,6 +71,15 @@ NAMES = {
         apply_flattened_call_all(tensors, call)
         check_contiguous(tensors)
         get_flattened_tensor(tensors)
+        LOGGER
+        to_bagua_datatype(datatype)
+        average_by_removing_extreme_values(raw_score_list)
+        StatisticalAverage(last_update_time=time.time(), records=[], record_tail=(0.0, 0.0))
+        .record_seconds()
+        .total_recording_time()
+        .get_records_mean(last_n_seconds)
+        .record(val)
+        .get(last_n_seconds)
     """,
     "communication": """
         class ReduceOp
@@ -83,6 +103,7 @@ NAMES = {
         .get_intra_node_communicator()
         is_initialized()
         _get_default_group()
+        get_backend(model_name)
         new_group(ranks=None, stream=None)
         from_torch_group(group, stream=None)
         get_communicator(group_name, comm_name)
@@ -112,6 +133,15 @@ NAMES = {
         alltoall_v(send_tensor, send_counts, send_displs, recv_tensor, recv_counts, recv_displs, comm=None)
         alltoall_v_inplace(tensor, counts, displs, comm=None)
         barrier(comm=None)
+        class comm
+        .WORLD
+        class CommMember
+        .WORLD
+        .NON_COMM_MEMBER
+        broadcast_nccl_unique_id(comm_key, root)
+        run_flask_app(port)
+        start_autotune_server(service_port)
+        get_hyperparameters_service_client()
     """,
     "tensor": """
         class BaguaTensor
@@ -147,6 +177,14 @@ NAMES = {
         .bagua_algorithm
         .bagua_optimizers
         .bagua_buckets
+    """,
+    "data_parallel": """
+        DistributedDataParallel
+    """,
+    "data_parallel.bagua_distributed": """
+        BaguaDistributedDataParallel(module, optimizers, algorithm, process_group, bagua_module_name=None, \
+            gradient_as_bucket_view=True, find_unused_parameters=False)
+        .bagua_build_params()
     """,
     "data_parallel.functional": """
         class ReduceOp
@@ -191,7 +229,14 @@ NAMES = {
             gradient_as_bucket_view=True, optimizers=[], algorithm=GradientAllReduceAlgorithm())
     """,
     "algorithms": """
+        Algorithm
+        AlgorithmImpl
         GlobalAlgorithmRegistry
+        gradient_allreduce
+        bytegrad
+        decentralized
+        q_adam
+        async_model_average
     """,
     "algorithms.base": """
         class Algorithm
@@ -210,6 +255,7 @@ NAMES = {
         .register(name, algorithm, description=None)
         .get(name)
         .available_algorithms()
+        GlobalAlgorithmRegistry
     """,
     "algorithms.gradient_allreduce": """
         GradientAllReduceAlgorithmImpl(process_group, hierarchical=False, average=True)
@@ -270,10 +316,24 @@ NAMES = {
         AsyncModelAverageAlgorithm(peer_selection_mode='all', sync_interval_ms=500, warmup_steps=0)
         .reify(process_group)
     """,
+    "contrib": """
+        fuse_optimizer
+        LoadBalancingDistributedSampler
+        LoadBalancingDistributedBatchSampler
+        CacheLoader
+        CachedDataset
+    """,
     "contrib.cache_loader": """
         CacheLoader(backend='redis', dataset_name='', writer_buffer_size=1, **kwargs)
         .get(key, load_fn)
         .num_keys()
+        serialize(input)
+        deserialize(input)
+        BatchFetcher(store, read_buffer_size, writer_buffer_size)
+        .read(key)
+        .write(key, value)
+        .write_post_read()
+        .flush_write_map()
     """,
     "contrib.cached_dataset": """
         CachedDataset(dataset, backend='redis', dataset_name='', writer_buffer_size=20, **kwargs)
@@ -291,6 +351,18 @@ NAMES = {
         fuse_optimizer(optimizer, do_flatten=True, check_flatten=True)
         is_fused_optimizer(optimizer)
         fuse_step(optimizer, closure=None)
+        flatten_tensors_with_closure(tensors, getter_closure, setter_closure)
+        flatten_params_and_states(optimizer)
+        calculate_mutual_groups(tensors_list)
+        group_tensors(tensors, indices)
+        infer_state_tensors(optimizer, fused_param, original_params, name)
+        make_optimizer_instance(optimizer)
+        do_fuse(optimizer)
+        check_optimizer(optimizer)
+        sync_param_group_scalars(src_group, dst_group)
+        sync_optimizer_state(optimizer)
+        get_tensor_state(optimizer, param, name)
+        get_optimizer_param_states(optimizer, params)
     """,
     "contrib.utils.store": """
         class Store
@@ -326,6 +398,7 @@ NAMES = {
         .mget(keys)
         .status()
         .shutdown()
+        create_redis_client(host, port)
         start_redis_server_cli(port, capacity, *args)
         get_host_ip()
     """,

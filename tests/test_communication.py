@@ -17,6 +17,7 @@ from bagua_ref.communication import (
     _rank_not_in_comm,
     _rank_not_in_group,
     from_torch_group,
+    get_backend,
     get_communicator,
 )
 from bagua_ref.communicators.base import NonMember
@@ -180,6 +181,30 @@ def test_ranks_that_make_no_group(ranks):
         with pytest.raises(ValueError, match="ranks="):
             bagua_ref.new_group(ranks)
         assert bagua_ref.new_group([0]).ranks == (0,)  # names still agree
+
+    simulate(program)
+
+
+def test_the_communication_of_a_wrapped_module_is_found_by_the_modules_name():
+    def program():
+        module = torch.nn.Linear(2, 1)
+        module.bagua_module_name = "scorer"
+        with pytest.raises(
+            ValueError, match=r"model_name='scorer' must be the bagua_module_name of a wrapped module; known are \[\]"
+        ):
+            get_backend("scorer")
+        module.with_bagua([], GradientAllReduceAlgorithm())
+        module(torch.ones(1, 2)).sum().backward()
+        get_backend("scorer").wait_pending_comm_ops()
+        with pytest.raises(
+            ValueError, match=r"for the wrapped module 'scorer' is bagua_ref\.communication\.get_backend\('scorer'\)"
+        ):
+            bagua_ref.get_backend("scorer")
+        with pytest.raises(ValueError, match=r"installed are [^;]*$"):
+            bagua_ref.get_backend("scorrer")
+        first = get_backend("scorer")
+        module.with_bagua([], GradientAllReduceAlgorithm())
+        assert get_backend("scorer") is not first
 
     simulate(program)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 
 import bagua_ref
 from bagua_ref.errors import BaguaError, NotProvidedError
-from bagua_ref.not_provided import REPLACEMENTS
+from bagua_ref.not_provided import MISSING, REPLACEMENTS
 
 ROOT = Path(__file__).parents[1]
 
@@ -40,7 +41,7 @@ def test_the_page_is_current() -> None:
 
 
 def test_every_name_of_the_original_is_on_the_page_with_its_status() -> None:
-    assert len(names()) == 278
+    assert len(names()) == 344
     page = porting.PAGE.read_text()
     for module, lines in porting.NAMES.items():
         section = page.partition(f"### `bagua.torch_api.{module}`".replace(".`", "`"))[2].partition("### ")[0]
@@ -96,6 +97,7 @@ def test_other_parameters_need_a_remark(monkeypatch: pytest.MonkeyPatch) -> None
 WORDS = {
     "checkpoint": "torch.distributed.checkpoint",
     "contrib.sync_batchnorm": "torch.nn.SyncBatchNorm",
+    "data_parallel.bagua_distributed": "model.with_bagua",
     "distributed.launch": "torchrun",
     "distributed.run": "torchrun",
     "model_parallel": "deepspeed.moe",
@@ -120,6 +122,20 @@ def test_importing_what_is_left_out_names_the_replacement(name: str, word: str) 
         assert not hasattr(bagua_ref, name)
         with pytest.raises(AttributeError, match=word):
             getattr(bagua_ref, name)
+
+
+@pytest.mark.parametrize(("module", "name"), [(module, name) for module, names in MISSING.items() for name in names])
+def test_importing_a_name_that_is_left_out_says_what_to_use_instead(module: str, name: str) -> None:
+    with pytest.raises(NotProvidedError, match=rf"^bagua_ref\.{module}\.{name} is not provided; .*(use|choose|ask|pass) "):
+        exec(f"from bagua_ref.{module} import {name}")
+
+
+@pytest.mark.parametrize("module", MISSING)
+def test_a_misspelt_name_of_a_module_is_an_ordinary_error(module: str) -> None:
+    found = importlib.import_module(f"bagua_ref.{module}")
+    assert not hasattr(found, "get_autotune_leval")
+    with pytest.raises(AttributeError, match=rf"module 'bagua_ref\.{module}' has no attribute 'sned'"):
+        found.sned  # noqa: B018
 
 
 @pytest.mark.parametrize("name", ["launch", "run"])

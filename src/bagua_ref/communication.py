@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bagua_ref.communicators.base import Communicator, NonMember
+from bagua_ref.not_provided import explain_missing
 from bagua_ref.process_group import (
     BaguaProcessGroup,
     BaguaProcessGroupPatch,
@@ -24,6 +25,7 @@ from bagua_ref.process_group import (
     is_initialized,
     new_group,
 )
+from bagua_ref.runtime import current_world
 from bagua_ref.types import ReduceOp
 
 if TYPE_CHECKING:
@@ -52,6 +54,7 @@ __all__ = [
     "from_torch_group",
     "gather",
     "gather_inplace",
+    "get_backend",
     "get_communicator",
     "init_process_group",
     "is_initialized",
@@ -75,6 +78,32 @@ def _on(comm: MaybeCommunicator | None) -> Any:
     if not isinstance(comm, (Communicator, NonMember)):
         raise TypeError(f"comm={comm!r} must be a communicator, such as group.get_global_communicator()")
     return comm
+
+
+def get_backend(model_name: str) -> Any:
+    """Return what communicates for the wrapped module of this name: the object whose ``wait_pending_comm_ops()`` waits.
+
+    Kernels are another matter: those are `bagua_ref.get_backend`.
+
+    Args:
+        model_name: the module's ``bagua_module_name``.
+
+    Raises:
+        ValueError: no wrapped module has this name.
+
+    >>> bagua_ref.init_process_group()
+    >>> model = torch.nn.Linear(2, 1)
+    >>> model.bagua_module_name = "scorer"
+    >>> model = model.with_bagua([], bagua_ref.algorithms.GradientAllReduceAlgorithm())
+    >>> bagua_ref.communication.get_backend("scorer").wait_pending_comm_ops()
+    >>> bagua_ref.destroy_process_group()
+    """
+    engines = current_world().engines
+    if model_name not in engines:
+        raise ValueError(
+            f"model_name={model_name!r} must be the bagua_module_name of a wrapped module; known are {sorted(engines)}"
+        )
+    return engines[model_name]
 
 
 @torch.no_grad()
@@ -257,3 +286,7 @@ def _scatter_flat(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     if tensors:
         for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(values.view(tensor.shape))
+
+
+if not TYPE_CHECKING:  # so that type checkers still find misspelt names
+    __getattr__ = explain_missing("communication")

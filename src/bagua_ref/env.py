@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 from bagua_ref.launch_environment import read_launch
+from bagua_ref.not_provided import explain_missing
 from bagua_ref.runtime import current_world, find_free_port
 
 __all__ = [
@@ -71,3 +73,7 @@ def get_master_addr() -> str:
 def find_free_network_port() -> int:
     """Return a TCP port of this machine that was free a moment ago."""
     return find_free_port()
+
+
+if not TYPE_CHECKING:  # so that type checkers still find misspelt names
+    __getattr__ = explain_missing("env")

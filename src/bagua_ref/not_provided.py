@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from bagua_ref.errors import NotProvidedError
 
-__all__ = ["REPLACEMENTS", "not_provided"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["MISSING", "REPLACEMENTS", "explain_missing", "not_provided"]
 
 _EXPERTS = (
     "use a library of expert layers, such as DeepSpeed's deepspeed.moe or Tutel, and list the experts' parameters in "
     "module._bagua_params_and_buffers_to_ignore before wrapping"
 )
 _LAUNCHER = "start workers with torchrun, e.g. torchrun --nproc_per_node=4 train.py"
+_NO_SERVICE = (
+    "there is no autotune service: choose the bucket size by BAGUA_DEFAULT_BUCKET_SIZE, or by bucket_cap_mb= of "
+    "DistributedDataParallel"
+)
 
 REPLACEMENTS = {
     "checkpoint": (
@@ -18,16 +27,54 @@ REPLACEMENTS = {
         "torch.distributed.checkpoint"
     ),
     "contrib.sync_batchnorm": "use torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before wrapping",
+    "data_parallel.bagua_distributed": (
+        "use model.with_bagua(...) or bagua_ref.data_parallel.DistributedDataParallel; what algorithms are given is "
+        "bagua_ref.algorithms.base.TrainingContext"
+    ),
     "distributed.launch": _LAUNCHER,
     "distributed.run": _LAUNCHER,
     "model_parallel": _EXPERTS,
     "moe": _EXPERTS,
-    "service": (
-        "there is no autotune service: choose the bucket size by BAGUA_DEFAULT_BUCKET_SIZE, or bucket_cap_mb= of "
-        "DistributedDataParallel"
-    ),
+    "service": _NO_SERVICE,
 }
 """By the name of the module within the package."""
+
+MISSING = {
+    "env": dict.fromkeys(
+        (
+            "get_autotune_level", "get_autotune_max_samples", "get_autotune_sampling_confidence_time_s",
+            "get_autotune_server_wait_time", "get_autotune_warmup_time_s", "get_bagua_service_port",
+            "get_is_output_autotune_log", "is_report_metrics_switch_on",
+        ),
+        _NO_SERVICE,
+    ),
+    "communication": {
+        **dict.fromkeys(("get_hyperparameters_service_client", "run_flask_app", "start_autotune_server"), _NO_SERVICE),
+        "CommMember": "ask isinstance(comm, bagua_ref.communication.NonMember)",
+        "broadcast_nccl_unique_id": "use broadcast_object; communicators connect by themselves",
+        "comm": "pass comm=None for the default group's global communicator",
+    },
+    "utils": {
+        **dict.fromkeys(("StatisticalAverage", "average_by_removing_extreme_values"), "use the standard library's statistics"),
+        "LOGGER": 'use logging.getLogger("bagua_ref")',
+        "to_bagua_datatype": "use the tensor's dtype as it is",
+    },
+    "contrib.cache_loader": {
+        "BatchFetcher": "use CacheLoader.get_many, and writer_buffer_size= of CacheLoader",
+        "deserialize": "use bagua_ref.contrib.cache.codec.decode",
+        "serialize": "use bagua_ref.contrib.cache.codec.encode",
+    },
+    "contrib.fuse.optimizer": dict.fromkeys(
+        (
+            "calculate_mutual_groups", "check_optimizer", "do_fuse", "flatten_params_and_states", "flatten_tensors_with_closure",
+            "get_optimizer_param_states", "get_tensor_state", "group_tensors", "infer_state_tensors", "make_optimizer_instance",
+            "sync_optimizer_state", "sync_param_group_scalars",
+        ),
+        "use fuse_optimizer and fuse_step; how they work inside is not part of the interface",
+    ),
+    "contrib.utils.redis_store": {"create_redis_client": "use redis.Redis(host=host, port=port) of the package redis"},
+}  # fmt: skip
+"""Single names that are left out, by module: what to use instead."""
 
 
 def not_provided(name: str) -> NotProvidedError:
@@ -37,3 +84,15 @@ def not_provided(name: str) -> NotProvidedError:
     NotProvidedError('bagua_ref.distributed.run is not provided; start workers with torchrun, e.g. ...')
     """
     return NotProvidedError(f"bagua_ref.{name} is not provided; {REPLACEMENTS[name]}")
+
+
+def explain_missing(module: str) -> Callable[[str], object]:
+    """Return the ``__getattr__`` of ``module``, by which importing one of its `MISSING` names says what to use instead."""
+
+    def __getattr__(name: str) -> object:  # noqa: N807
+        if name in MISSING[module]:
+            # Python would replace an AttributeError by one that explains nothing, in ``from module import name``.
+            raise NotProvidedError(f"bagua_ref.{module}.{name} is not provided; {MISSING[module][name]}")
+        raise AttributeError(f"module 'bagua_ref.{module}' has no attribute {name!r}")
+
+    return __getattr__

@@ -11,8 +11,10 @@ import queue
 import socket
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from bagua_ref.launch_environment import Identity
@@ -68,6 +70,11 @@ class World(ABC):
 
     observers: tuple[BucketObserver, ...] = ()
     """Who sees what goes into the operations of this rank's buckets, and what comes out."""
+
+    @cached_property
+    def engines(self) -> weakref.WeakValueDictionary[str, Any]:
+        """What communicates for each wrapped module, by the module's name."""
+        return weakref.WeakValueDictionary()
 
     @property
     @abstractmethod

@@ -11,6 +11,8 @@ import torch
 from torch._utils import _flatten_dense_tensors as flatten
 from torch._utils import _unflatten_dense_tensors as unflatten
 
+from bagua_ref.not_provided import explain_missing
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -138,3 +140,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     """Return the address of the first byte of ``tensor`` and that after its last."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
+
+
+if not TYPE_CHECKING:  # so that type checkers still find misspelt names
+    __getattr__ = explain_missing("utils")

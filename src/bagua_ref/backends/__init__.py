@@ -19,6 +19,7 @@ import torch
 
 from bagua_ref.backends.base import KernelBackend, payload_bytes
 from bagua_ref.errors import BackendUnavailableError
+from bagua_ref.runtime import current_world
 
 __all__ = ["KernelBackend", "available_backends", "get_backend", "payload_bytes", "register_backend", "use_backend"]
 
@@ -171,7 +172,10 @@ def _load(name: str, asked: str) -> KernelBackend:
     registration = _registered.get(name) or _installed().get(name)
     if registration is None:
         names = ", ".join(map(repr, sorted({*_registered, *_installed()})))
-        raise ValueError(f"{asked} is not a known kernel backend; installed are {names}")
+        advice = ""
+        if name in current_world().engines:
+            advice = f"; what communicates for the wrapped module {name!r} is bagua_ref.communication.get_backend({name!r})"
+        raise ValueError(f"{asked} is not a known kernel backend; installed are {names}{advice}")
     with _lock:
         if name not in _instances:
             _instances[name] = _backend_class(registration, asked)()

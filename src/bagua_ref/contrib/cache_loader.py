@@ -12,6 +12,7 @@ from bagua_ref.contrib.cache.write_buffer import WriteBuffer
 from bagua_ref.contrib.utils.fake_redis_store import FakeRedisStore
 from bagua_ref.contrib.utils.redis_store import RedisStore
 from bagua_ref.contrib.utils.store import ClusterStore
+from bagua_ref.not_provided import explain_missing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -189,3 +190,7 @@ class CacheLoader:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(f"{f'{name!r} is made anew: ' if name else ''}{error}", stacklevel=5)
+
+
+if not TYPE_CHECKING:  # so that type checkers still find misspelt names
+    __getattr__ = explain_missing("contrib.cache_loader")

@@ -119,6 +119,7 @@ class WrappedModule(NotCopied):
         """Give the module the attributes of `bagua_ref.distributed.BaguaModule`; others' modules have none of them."""
         names = ("bagua_module_name", "bagua_algorithm", "bagua_optimizers", "bagua_buckets", "bagua_train_step_counter")
         self.module.__dict__.update(_bagua=self, **{name: getattr(self, name) for name in names})
+        self.world.engines[self.bagua_module_name] = self._bagua_backend
 
     @property
     def bagua_train_step_counter(self) -> int:

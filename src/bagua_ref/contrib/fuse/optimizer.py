@@ -9,6 +9,7 @@ import torch
 
 from bagua_ref.contrib.fuse.fuser import Fuser
 from bagua_ref.contrib.fuse.verify import check_elementwise
+from bagua_ref.not_provided import explain_missing
 from bagua_ref.utils import NotCopied
 
 if TYPE_CHECKING:
@@ -110,3 +111,7 @@ class _Method(NotCopied):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(self._optimizer, *args, **kwargs)
+
+
+if not TYPE_CHECKING:  # so that type checkers still find misspelt names
+    __getattr__ = explain_missing("contrib.fuse.optimizer")

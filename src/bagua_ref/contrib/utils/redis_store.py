@@ -11,6 +11,7 @@ from bagua_ref.contrib.cache import job_servers
 from bagua_ref.contrib.cache.server import node_address, start_redis_daemon
 from bagua_ref.contrib.utils.store import ClusterStore, Store, StoreError
 from bagua_ref.env import get_master_addr, get_node_rank
+from bagua_ref.not_provided import explain_missing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -278,3 +279,7 @@ def _checked_host(host: Mapping[str, Any]) -> dict[str, Any]:
     except (TypeError, ValueError):
         raise ValueError(f"hosts has a server with port={options['port']!r}; it must be a number") from None
     return options
+
+
+if not TYPE_CHECKING:  # so that type checkers still find misspelt names
+    __getattr__ = explain_missing("contrib.utils.redis_store")
