@@ -313,10 +313,15 @@ def new_group(ranks: Sequence[int] | None = None, stream: Any = None) -> BaguaPr
 
 
 def from_torch_group(group: Any, stream: Any = None) -> BaguaProcessGroup:
-    """Return a new group of the same ranks as torch's ``group``; all its members call it in the same order."""
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"group={group!r} must be a torch.distributed.ProcessGroup that this rank is a member of")
+    """Return a new group of the same ranks as torch's ``group``; all its members call it in the same order.
+
+    Where ``torch.distributed.new_group`` has said that this rank is no member, the result is a group of no ranks.
+    """
     job = _get_default_group()._job
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
+        return BaguaProcessGroup((), stream, job.next_name("torch/others/"))
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group={group!r} must be a torch.distributed.ProcessGroup, as torch.distributed.new_group returns it")
     return BaguaProcessGroup(dist.get_process_group_ranks(group), stream, job.next_name(f"torch/{group.group_name}/"))
 
 
