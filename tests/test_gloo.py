@@ -223,6 +223,26 @@ def test_S1_one_store_serves_one_job_after_another(function):
     assert launch(function, 2, init=False) == [[2.0] * 3] * 2
 
 
+def connect_late(path):
+    """Rank 1 takes a second longer to come out of torch's part; has it when this rank is through?"""
+    if os.environ["RANK"] == "1":
+        connect = dist.init_process_group
+
+        def slowly(*args, **options):
+            connect(*args, **options)
+            time.sleep(1)
+            path.touch()
+
+        dist.init_process_group = slowly
+    bagua_ref.init_process_group()
+    return path.exists()
+
+
+def test_S1_nobody_leaves_init_process_group_before_all_are_connected(tmp_path):
+    """Else a rank that ends at once makes those fail that are still connecting."""
+    assert launch(connect_late, 2, tmp_path / "connected", init=False) == [True, True]
+
+
 def torch_subgroup():
     torch_group = dist.new_group([0, 2])
     group = from_torch_group(torch_group)

@@ -237,6 +237,8 @@ def _join(
         chosen = backend or ("nccl" if transport.owns_gpu else "gloo")
         own = transport.store  # which no earlier attempt of an elastic launch has written to
         dist.init_process_group(chosen, store=own, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
+        if chosen == "gloo":
+            dist.barrier()  # a rank that ends at once must not make those fail that are still connecting
     transport.uses_nccl = "nccl" in dist.get_backend()
     node = transport.node_of[rank]
     world.known_identity = Identity(
