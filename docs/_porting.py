@@ -130,6 +130,8 @@ def status_of(module: str, name: str, line: str) -> tuple[str, str]:
     if instead := MISSING.get(module, {}).get(name.split(".")[0]) or (not module and REPLACEMENTS.get(name)):
         return "not provided", instead
     for part in name.split("."):
+        if part in vars(found).get("__annotations__", ()) and not hasattr(found, part):
+            return "changed", "an attribute of wrapped modules; others have none"
         inside, found = found, getattr(found, part)
     if instead := UNSUPPORTED.get(f"{module}:{name}"):
         return "not provided", instead
