@@ -32,6 +32,10 @@ def round_trip(value, allow_pickle=False):
         np.array("2026-11-21", "M8[D]"),
         np.float64(1.5),
         np.array(7),
+        np.str_("a\0"),
+        np.str_("\0"),
+        np.bytes_(b"a\0\0"),
+        np.array(["a\0", "b"]),
         {"a": [1, (2.5, None)], 3: {"nested": (True, b"x", "y")}},
         10**40,
         -(2**63),
@@ -103,6 +107,15 @@ def test_what_is_more_than_it_seems_needs_pickle_and_keeps_its_type(value):
     with pytest.raises(TypeError, match=r"without pickle.*allow_pickle=True"):
         encode(value, allow_pickle=False)
     assert type(round_trip(value, allow_pickle=True)) is type(value)
+
+
+class _Decibels(np.float32):
+    pass
+
+
+def test_a_scalar_of_a_class_of_its_own_needs_pickle_as_it_would_come_back_as_another():
+    with pytest.raises(TypeError, match="_Decibels cannot be cached without pickle"):
+        encode(_Decibels(3), allow_pickle=False)
 
 
 def test_a_tensor_with_attributes_keeps_them_or_needs_permission():

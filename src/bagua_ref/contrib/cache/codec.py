@@ -107,7 +107,9 @@ def _write(value: Any, parts: list[Any], allow_pickle: bool) -> None:
         parts += [b"t", *tensor_parts(value)]
     elif kind in (np.ndarray, np.memmap) and is_plain_array(value):
         parts += [b"a", *array_parts(value)]
-    elif isinstance(value, np.generic) and is_plain_array(value):
+    elif kind in _SCALARS:
+        parts.append(_SCALARS[kind](value))
+    elif isinstance(value, np.generic) and kind is value.dtype.type and is_plain_array(value):
         parts += [b"g", *array_parts(np.asarray(value))]
     elif kind in (tuple, list):
         parts += [b"(" if kind is tuple else b"[", _COUNT.pack(len(value))]
@@ -118,8 +120,6 @@ def _write(value: Any, parts: list[Any], allow_pickle: bool) -> None:
         for key, item in value.items():
             _write(key, parts, allow_pickle)
             _write(item, parts, allow_pickle)
-    elif kind in _SCALARS:
-        parts.append(_SCALARS[kind](value))
     else:
         _write_pickled(value, parts, allow_pickle)
 
@@ -164,6 +164,9 @@ _SCALARS: dict[type, Callable[[Any], bytes]] = {
     str: lambda value: _blob(b"s", value.encode("utf-8", "surrogatepass")),
     bytes: lambda value: _blob(b"b", value),
     bytearray: lambda value: _blob(b"B", value),
+    # Not as arrays: NumPy strips trailing NULs from strings when it reads them out of an array.
+    np.str_: lambda value: _blob(b"u", value.encode("utf-8", "surrogatepass")),
+    np.bytes_: lambda value: _blob(b"y", bytes(value)),
 }
 
 
@@ -207,6 +210,8 @@ _BLOBS: dict[int, Callable[[memoryview], Any]] = {
     ord("s"): lambda view: str(view, "utf-8", "surrogatepass"),
     ord("b"): bytes,
     ord("B"): bytearray,
+    ord("u"): lambda view: np.str_(str(view, "utf-8", "surrogatepass")),
+    ord("y"): lambda view: np.bytes_(bytes(view)),
     ord("I"): lambda view: int.from_bytes(view, "little", signed=True),
     ord("p"): lambda view: pickle.loads(view),  # noqa: S301  (only with permission: see _read)
 }
