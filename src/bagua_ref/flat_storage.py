@@ -39,6 +39,7 @@ class FlatStorage:
     def __init__(self, name: str, tensors: Sequence[Tensor], effective: Sequence[Tensor], flatten: bool, alignment: int) -> None:
         self._tensors, self._flatten = tensors, flatten
         self._dtype, self._device = effective[0].dtype, effective[0].device
+        self._shapes = [t.shape for t in effective]
         self.filled = sum(t.numel() for t in effective)
         self.numel = self.filled + -self.filled % alignment
         self.padding_tensor: Tensor | None = None
@@ -91,12 +92,12 @@ class FlatStorage:
         """
         proxy, view = self._tensors[place], self._views[place] if self._flatten else None
         tensor = registration(proxy).effective(proxy)
-        if view is None or tensor is None or tensor.layout != torch.strided or tensor.data_ptr() == view.data_ptr():
-            return
+        if view is None or tensor is None or not self._fits(tensor, place) or tensor.data_ptr() == view.data_ptr():
+            return  # `load` does what is left to do, and refuses what does not fit
         if divisor == 1:
-            registration(proxy).replace(proxy, view.copy_(tensor.detach()))
+            registration(proxy).replace(proxy, view.copy_(self._outside(tensor)))
         else:
-            torch.div(tensor.detach(), divisor, out=view)
+            torch.div(self._outside(tensor), divisor, out=view)
             self._divided[place] = tensor, tensor._version
 
     def settle(self) -> None:
@@ -110,7 +111,7 @@ class FlatStorage:
 
     def load(self, kernels: KernelBackend, divisor: int = 1) -> Tensor:
         """Return the flat tensor: the effective tensors' values over ``divisor``, wherever they are, and zero padding."""
-        effective = [self._effective_or_zero(proxy) for proxy in self._tensors]
+        effective = [self._effective_or_zero(place) for place in range(len(self._tensors))]
         if self._device.type == "cuda":
             for tensor in effective:  # once it is gone, its memory must not serve another stream before this one is through
                 tensor.record_stream(torch.cuda.current_stream(self._device))
@@ -125,7 +126,7 @@ class FlatStorage:
         for place, (proxy, tensor, view) in enumerate(zip(self._tensors, effective, self._views, strict=True)):
             inside = tensor.data_ptr() == view.data_ptr() and tensor.stride() == view.stride()
             if not inside:
-                strayed.append((tensor.detach(), view))
+                strayed.append((self._outside(tensor), view))
                 registration(proxy).replace(proxy, view)
             if not inside or place not in self._settled:
                 undivided.append(view)
@@ -136,8 +137,9 @@ class FlatStorage:
             torch._foreach_div_(undivided, divisor)
         return self._flat
 
-    def _effective_or_zero(self, proxy: Tensor) -> Tensor:
-        """Return the effective tensor; where zero_grad() removed a gradient and none came, a new zero one."""
+    def _effective_or_zero(self, place: int) -> Tensor:
+        """Return effective tensor ``place``; where zero_grad() removed a gradient and none came, a new zero one."""
+        proxy = self._tensors[place]
         known = registration(proxy)
         tensor = known.effective(proxy)
         if tensor is None:
@@ -145,7 +147,30 @@ class FlatStorage:
             known.replace(proxy, tensor)
         if tensor.layout != torch.strided:
             raise NotImplementedError(f"tensor {known.name!r} is {tensor.layout}; only dense tensors can be communicated")
+        if not self._fits(tensor, place):
+            raise ValueError(
+                f"tensor {known.name!r} has shape {tuple(tensor.shape)} and {tensor.dtype}, but its bucket was made for shape "
+                f"{tuple(self._shapes[place])} and {self._dtype}; make the bucket, or wrap the module, after changing them"
+            )
+        if not self._flatten and any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            tensor = tensor.detach().clone(
+                memory_format=torch.contiguous_format
+            )  # expanded: the result needs room for each element
+            known.replace(proxy, tensor)
         return tensor
+
+    def _fits(self, tensor: Tensor, place: int) -> bool:
+        """Return whether ``tensor`` is dense and has the shape and dtype of the one that was there at the beginning."""
+        return tensor.layout is torch.strided and tensor.shape == self._shapes[place] and tensor.dtype is self._dtype
+
+    def _outside(self, tensor: Tensor) -> Tensor:
+        """Return ``tensor``, or a copy if it lies in flat storage, as a transposed view of its own part does.
+
+        To write there while reading from there would mix old values with new ones.
+        """
+        assert self._flat is not None
+        inside = tensor.untyped_storage().data_ptr() == self._flat.untyped_storage().data_ptr()
+        return tensor.detach().clone() if inside else tensor.detach()
 
     def store(self, flat: Tensor, effective: Sequence[Tensor], kernels: KernelBackend) -> None:
         """Copy ``flat`` into the effective tensors, wherever they are; padding is left out."""
