@@ -116,18 +116,19 @@ def test_S3_8_what_a_python_op_writes_stays(flatten: bool) -> None:
 
 
 def test_S3_8_a_python_op_may_put_other_tensors_in_place() -> None:
-    made = parameters((2,))
+    made = parameters((2,), (3,))
     bucket = BaguaBucket(made, "b", flatten=True)
     names = []
 
     def replace(name: str) -> None:
         names.append(name)
         made[0].grad = torch.full((2,), 3.0)
+        made[1].grad = None
 
     assert bucket.append_python_op(replace) is bucket
     bucket.execute()
     assert names == ["b"]
-    assert made[0].grad.tolist() == [3, 3]
+    assert bucket.flattened_tensor().tolist() == [3, 3, 0, 0, 0]
     assert bucket.check_flatten()
     assert bucket.clear_ops() is bucket
     bucket.execute()

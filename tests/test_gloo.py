@@ -20,6 +20,7 @@ from tests.launch import launch, outcomes
 
 import bagua_ref
 from bagua_ref import ReduceOp
+from bagua_ref.bucket import BaguaBucket
 from bagua_ref.communication import _get_default_group, from_torch_group
 from bagua_ref.communicators.collectives import combine
 from bagua_ref.communicators.connection import Connection
@@ -100,6 +101,23 @@ def sum_16_bit():
 
 def test_S3_9_16_bit_floats_are_summed_in_float32():
     assert launch(sum_16_bit, 3) == [[[2050.0], [60000.0]] * 2] * 3
+
+
+def mean_then_sum():
+    """The mean divides tensors on their way into the bucket; the sum that takes its place must not."""
+    tensor = torch.zeros(3).ensure_bagua_tensor("t")
+    bucket = BaguaBucket([tensor], "b", flatten=True)
+    results = []
+    for average in (True, False, True):
+        bucket.clear_ops().append_centralized_synchronous_op(average=average)
+        tensor.fill_(1.0 + bagua_ref.get_rank())
+        bucket.execute()
+        results.append(tensor.unique().tolist())
+    return results
+
+
+def test_S3_1_a_bucket_whose_mean_was_cleared_sums():
+    assert launch(mean_then_sum, 4) == [[[2.5], [10.0], [2.5]]] * 4
 
 
 def max_of_nan():
