@@ -624,3 +624,27 @@ def test_named_parameters_keep_their_names() -> None:
     optimizer.fuse_step()
     assert optimizer.state_dict()["param_groups"][0]["param_names"] == [name for name, _ in model.named_parameters()]
     assert optimizer._bagua_fused_count == 1
+
+
+@pytest.mark.parametrize("do_flatten", [True, False])
+def test_weights_of_a_later_group_move_when_it_is_added_and_never_in_a_step(do_flatten: bool) -> None:
+    ps, late, qs = parameters(), parameters((4,), (2, 3)), parameters()
+    late_twins = copy.deepcopy(late)
+    fused, plain = fuse_optimizer(adam(ps), do_flatten=do_flatten), adam(qs)
+    here = [p.data_ptr() for p in late]
+    fused.add_param_group({"params": late, "lr": 0.5})
+    plain.add_param_group({"params": late_twins, "lr": 0.5})
+    assert ([p.data_ptr() for p in late] != here) == do_flatten
+    appended = parameters((3,), (3,))
+    fused.param_groups[0]["params"] += appended
+    plain.param_groups[0]["params"] += copy.deepcopy(appended)
+    aliases = [p.data for p in (*ps, *late, *appended)]
+    for step in range(3):
+        give(step, fused.param_groups[0]["params"] + late, plain.param_groups[0]["params"] + late_twins)
+        fused.fuse_step()
+        plain.step()
+        for p, alias in zip((*ps, *late, *appended), aliases, strict=True):
+            assert p.data_ptr() == alias.data_ptr()
+            assert torch.equal(p, alias)
+    assert_alike(fused, plain)
+    assert fused._bagua_fused_count == (6 if do_flatten else 0)

@@ -11,7 +11,7 @@ FUSED_OPTIMIZERS: list[tuple[str, str, str, str, str]] = [
     ("tensors with gaps between them are taken for neighbours", "S6", LAYOUT, "before.element_size() == after.data_ptr()", "before.element_size() <= after.data_ptr()"),
     ("tensors that overlap are put together", "S6", LAYOUT, "        if start < furthest[0]:\n", "        if False:\n"),
     ("a transposed weight is read row-major", "S6", LAYOUT, "        and tensor.is_contiguous()\n", ""),
-    ("do_flatten=False moves weights", "S6", FUSER, "        if groups and self._do_flatten:\n", "        if groups:\n"),
+    ("do_flatten=False moves weights", "S6", FUSER, "        if not self._do_flatten:\n            return\n", ""),
     ("groups are exchanged in the wrong order", "S6", FUSER, "zip(optimizer.param_groups, plan.groups, strict=True)", "zip(optimizer.param_groups, plan.groups[::-1], strict=True)"),
     ("the learning rate of the first group is used for all", "S6", FUSER, '            group["params"] = planned.stepped\n', '            group["params"] = planned.stepped\n            group["lr"] = optimizer.param_groups[0]["lr"]\n'),
     ("momentum is not carried over to the next step", "S6", FUSER, "            if run.state is not None:\n", "            if run.state is None:\n"),

@@ -34,7 +34,7 @@ class Fuser(NotCopied):
         do_flatten: move weights, and gradients that stay, beside each other.
         check_flatten: warn when weights have left the place where they were put.
         allow_inexact: also fuse what then differs in the last bit.
-        check: raises if an optimizer's steps would change; called first, and when there are other groups or options.
+        check: raises if an optimizer's steps would change; `check` calls it first, and when there are other groups or options.
     """
 
     def __init__(
@@ -48,28 +48,28 @@ class Fuser(NotCopied):
         self._check = check
         self._checked: list[tuple[Any, ...]] | None = None
         """The options of all groups when they were checked."""
-        self._num_groups = 0
-        """How many groups have been flattened."""
         self._flattened: list[tuple[weakref.ref[Tensor], int]] = []
         """Weights that were moved, and where to."""
 
-    def take_in(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check what is new; if asked to, put new groups' weights beside each other, and gradients and state that are there."""
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check the optimizer, unless its groups' options are those of the last time."""
         if (found := [options(group) for group in optimizer.param_groups]) != self._checked:
             self._check(optimizer)
             self._checked = found
-        groups, self._num_groups = optimizer.param_groups[self._num_groups :], len(optimizer.param_groups)
-        if groups:
-            # A C library keeps freed memory of up to twice the largest block that it has seen, and gives more back to the system.
-            # To get a step's temporary tensors from there again would take longer than the step. Nothing touches this block.
-            np.empty(2**24, dtype=np.uint8)
-        if groups and self._do_flatten:
-            with torch.no_grad():
-                for group in groups:
-                    candidates = [p for p in group["params"] if can_fuse(group, p.dtype, p.device, self._allow_inexact)]
-                    self._flattened += [(weakref.ref(p), p.data_ptr()) for p in flatten_weights(candidates)]
-                for run in Plan(optimizer, self._allow_inexact).runs:
-                    run.move_gradients(_is_movable)
+
+    def flatten(self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+        """If asked to, put the weights of each of ``groups`` beside each other, and gradients and state that are there."""
+        # A C library keeps freed memory of up to twice the largest block that it has seen, and gives more back to the system.
+        # To get a step's temporary tensors from there again would take longer than the step. Nothing touches this block.
+        np.empty(2**24, dtype=np.uint8)
+        if not self._do_flatten:
+            return
+        with torch.no_grad():
+            for group in groups:
+                candidates = [p for p in group["params"] if can_fuse(group, p.dtype, p.device, self._allow_inexact)]
+                self._flattened += [(weakref.ref(p), p.data_ptr()) for p in flatten_weights(candidates)]
+            for run in Plan(optimizer, self._allow_inexact).runs:
+                run.move_gradients(_is_movable)
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> Any:
         """Step ``optimizer`` with flat parameters; return what ``closure`` returns."""
@@ -112,7 +112,7 @@ class Fuser(NotCopied):
         """Return the plan, a new one if need be, whose runs have their gradients."""
         if self._plan is None or not self._plan.take_gradients(optimizer):
             self._look_after_weights()
-            self.take_in(optimizer)
+            self.check(optimizer)
             with torch.no_grad():
                 self._plan = Plan(optimizer, self._allow_inexact)
             current = self._plan.take_gradients(optimizer)

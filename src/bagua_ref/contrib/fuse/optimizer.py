@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +32,8 @@ def fuse_optimizer(
     ``optimizer.step()`` stays what it was, and the two may be mixed. Results are those of ``step()``, bit for bit. Learning rate
     schedulers, hooks, ``state_dict`` and ``load_state_dict`` work as before; a deep copy or pickle is an ordinary optimizer.
 
-    Fuse after the model is where it stays: ``.to()`` moves parameters out of the common storage.
+    Fuse after the model is where it stays: ``.to()`` moves parameters out of the common storage. Weights move here, and those of a
+    later group in ``add_param_group``, so that a view or ``.data`` taken after that stays one; steps never move them.
 
     Args:
         optimizer: any that updates each element by itself; torch's own are known, every other class is tried on small clones.
@@ -62,17 +64,20 @@ def fuse_optimizer(
     if is_fused_optimizer(optimizer):
         raise RuntimeError(f"this {type(optimizer).__name__} is fused already; call fuse_optimizer once")
     fuser = Fuser(do_flatten, check_flatten, allow_inexact, partial(check_elementwise, allow_inexact=allow_inexact, verify=verify))
-    fuser.take_in(optimizer)
+    fuser.check(optimizer)
+    fuser.flatten(optimizer, optimizer.param_groups)
     optimizer._bagua_fused_optimizer = fuser  # type: ignore[attr-defined]
     optimizer._bagua_fused_count = 0  # type: ignore[attr-defined]
     optimizer.fuse_step = _Method(optimizer, fuse_step)  # type: ignore[attr-defined]
+    optimizer.add_param_group = MethodType(add_param_group, optimizer)  # type: ignore[method-assign]
     return optimizer
 
 
 def fuse_step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
     """Take a step as ``optimizer.step(closure)`` does, updating parameters that lie beside each other as one (S6).
 
-    The weights stay where they are. Where nothing lies beside each other, this is ``step()``.
+    The weights stay where they are: `fuse_optimizer` and ``add_param_group`` have moved them. Where nothing lies beside each other,
+    this is ``step()``.
 
     Args:
         optimizer: a fused one.
@@ -100,6 +105,17 @@ def is_fused_optimizer(optimizer: torch.optim.Optimizer) -> bool:
     False
     """
     return getattr(optimizer, "_bagua_fused_optimizer", None) is not None
+
+
+def add_param_group(optimizer: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
+    """Add a group as the optimizer's class does; if ``optimizer`` is fused with ``do_flatten``, move its weights beside each other.
+
+    A bound method, which a copy of the optimizer gets bound to itself: there it only does what the class does.
+    """
+    type(optimizer).add_param_group(optimizer, param_group)
+    fuser = getattr(optimizer, "_bagua_fused_optimizer", None)
+    if fuser is not None:
+        fuser.flatten(optimizer, optimizer.param_groups[-1:])
 
 
 class _Method(NotCopied):

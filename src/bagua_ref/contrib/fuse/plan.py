@@ -25,7 +25,10 @@ EXACT = (torch.float32, torch.float64)
 SHORT = (torch.float16, torch.bfloat16)
 
 data_ptr = torch.Tensor.data_ptr
+numel = torch.Tensor.numel
+is_contiguous = torch.Tensor.is_contiguous
 get_grad = operator.attrgetter("grad")
+get_dtype = operator.attrgetter("dtype")
 
 
 def can_fuse(group: dict[str, Any], dtype: torch.dtype, device: torch.device, allow_inexact: bool) -> bool:
@@ -93,7 +96,14 @@ class Plan:
         """All that are in runs, in order."""
         self._pointers = list(map(data_ptr, self.parameters))
         """Of all weights in runs, then of their gradients as they were last seen."""
-        self._matrices = [parameter for parameter in self.parameters if parameter.ndim > 1]
+        self._sizes = list(map(numel, self.parameters))
+        # As many numbers in as many bytes: only these can be taken for another dtype, the others are floats that need gradients.
+        self._convertible = [p for p in self.parameters if p.dtype in SHORT or not p.requires_grad]
+        self._dtypes = list(map(get_dtype, self._convertible))
+        single = itertools.chain.from_iterable(planned.stepped[len(planned.runs) :] for planned in self.groups)
+        self._single = [p for p in single if type(p) in PLAIN_TYPES and p.grad is not None]
+        """Stepped by themselves. Moved, one may come to overlap what is in a run, and then their order matters."""
+        self._single_pointers = list(map(data_ptr, self._single))
         self._expect_state()
 
     def _expect_state(self) -> None:
@@ -104,7 +114,8 @@ class Plan:
         for run in self.runs:
             for key in run.tensor_keys:
                 read = operator.itemgetter(key)
-                self._columns.append((read, run.states or [], list(map(data_ptr, map(read, run.states or ())))))
+                tensors = list(map(read, run.states or ()))
+                self._columns.append((read, run.states or [], list(map(data_ptr, tensors)), list(map(numel, tensors))))
         self._can_watch = False
 
     def take_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -144,8 +155,11 @@ class Plan:
             return False
         if any(registration_of(run.parameters[0]) is not run.registration for run in self.runs):
             return False
-        # Vectors of one length at one address are the same memory, matrices may have been transposed.
-        return all(map(torch.Tensor.is_contiguous, self._matrices))
+        return (
+            _lie_as_planned(self.parameters, self._sizes)
+            and list(map(get_dtype, self._convertible)) == self._dtypes
+            and list(map(data_ptr, self._single)) == self._single_pointers
+        )
 
     def _state_is_current(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether the state is what it was. If nobody has looked into it, it must be."""
@@ -159,8 +173,10 @@ class Plan:
             if sum(map(len, run.states or ())) != run.num_entries:
                 return False
         try:
-            if any(list(map(data_ptr, map(read, states))) != pointers for read, states, pointers in self._columns):
-                return False
+            for read, states, pointers, sizes in self._columns:
+                tensors = list(map(read, states))
+                if list(map(data_ptr, tensors)) != pointers or not _lie_as_planned(tensors, sizes):
+                    return False
             if not all(run.pull() for run in self.runs):
                 return False
         except (KeyError, TypeError, RuntimeError):  # a value is gone, or no dense tensor any more
@@ -205,4 +221,14 @@ def _replaces_average(group: dict[str, Any]) -> bool:
 
 
 def _is_dense(grad: Tensor, parameter: Tensor) -> bool:
-    return type(grad) in PLAIN_TYPES and grad.layout is torch.strided and grad.dtype is parameter.dtype and not grad.is_neg()
+    return (
+        type(grad) in PLAIN_TYPES
+        and grad.layout is torch.strided
+        and (grad.dtype, grad.shape) == (parameter.dtype, parameter.shape)
+        and not grad.is_neg()
+    )
+
+
+def _lie_as_planned(tensors: list[Tensor], sizes: list[int]) -> bool:
+    """Return whether tensors that begin where they did are the same memory: not transposed, repeated or shortened in place."""
+    return all(map(is_contiguous, tensors)) and list(map(numel, tensors)) == sizes

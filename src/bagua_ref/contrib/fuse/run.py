@@ -186,7 +186,7 @@ class Run:
 
     def take_gradient(self) -> None:
         """Give the flat weight, for one step, the memory of the gradients, or a copy of them if they lie elsewhere."""
-        if self._in_place and (self._one_dimensional or all(map(torch.Tensor.is_contiguous, map(get_grad, self.parameters)))):
+        if self._in_place and all(map(torch.Tensor.is_contiguous, map(get_grad, self.parameters))):
             first: Tensor = self.parameters[0].grad  # type: ignore[assignment]
             try:
                 # Raises if they only happen to be neighbours, as then the first one's storage ends before the second.

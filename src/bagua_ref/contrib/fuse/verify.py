@@ -87,7 +87,7 @@ def try_on_clones(optimizer: torch.optim.Optimizer, allow_inexact: bool = False)
             torch.manual_seed(step)
             try:
                 if step == 0:
-                    fuser.take_in(fused)
+                    fuser.flatten(fused, fused.param_groups)
                 fused.step() if step == ORDINARY_STEP else fuser.step(fused, None)
             except Exception as error:
                 return f"step() with parameters put together raised {type(error).__name__}: {error}"
