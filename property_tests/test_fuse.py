@@ -267,3 +267,85 @@ def test_S6_the_copy_of_a_fused_optimizer_is_an_ordinary_one(data: st.DataObject
         twins.fused = fuse_optimizer(copied)
         twins.fused.fuse_step()
         twins.check()
+
+
+def put(stray: str, x: Tensor) -> Tensor:
+    """Return another look at the memory of ``x``, or the values elsewhere."""
+    if stray == "transposed":
+        return x.transpose(0, -1) if x.ndim else x
+    if stray == "row repeated":
+        return x[:1].expand(x.shape) if x.ndim else x
+    if stray == "element repeated":
+        return x.as_strided(x.shape, [0] * x.ndim)
+    if stray == "shorter":
+        return x[:1] if x.ndim else x
+    if stray == "every second":
+        return x[::2] if x.ndim else x
+    if stray == "flat":
+        return x.view(-1) if x.is_contiguous() else x
+    if stray == "channels_last":
+        return x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x
+    return x.clone()
+
+
+STRAYS = [
+    "transposed",
+    "transposed",
+    "row repeated",
+    "element repeated",
+    "shorter",
+    "every second",
+    "flat",
+    "channels_last",
+    "moved",
+]
+turns = st.lists(
+    st.tuples(st.sampled_from(["weight", "gradient", "state"]), st.integers(0, 9), st.sampled_from(STRAYS), st.booleans()),
+    max_size=3,
+)
+
+
+@pytest.mark.filterwarnings("ignore:.*have left the storage")
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+@given(
+    shapes=st.lists(
+        st.sampled_from([(3, 3), (3, 3), (2, 3), (4,), (4,), (1, 3), (2, 2, 2, 2), (2, 3, 2, 2)]), min_size=2, max_size=5
+    ),
+    kept=st.booleans(),
+    momentum=st.sampled_from([0, 0.9]),
+    days=st.lists(turns, min_size=1, max_size=5),
+)
+def test_S6_tensors_that_are_turned_or_cut_in_their_memory_are_stepped_as_by_step(
+    name: str, shapes: list[tuple[int, ...]], kept: bool, momentum: float, days: list[list[tuple[str, int, str, bool]]]
+) -> None:
+    options = {"momentum": momentum} if name == "SGD" else {}
+    twins = Twins(name, [{"params": [torch.nn.Parameter(torch.randn(shape)) for shape in shapes], "lr": 0.1, **options}])
+    for day in [[], [], *days]:  # a plan has been made and used when the first tensor is turned
+        stale = kept
+        for what, place, stray, as_data in day:
+            pair = twins.pairs()[place % len(shapes)]
+            for twin, optimizer in zip(pair, (twins.fused, twins.plain), strict=True):
+                if what == "weight":
+                    twin.data = put(stray, twin.data)
+                    stale = stale and twin.grad.shape == twin.shape
+                elif what == "gradient" and put(stray, twin.grad).shape == twin.shape:
+                    twin.grad = put(stray, twin.grad)
+                elif what == "state":
+                    for key, value in optimizer.state[twin].items():
+                        if key != "step" and as_data:
+                            value.data = put(stray, value.data)
+                        elif key != "step":
+                            optimizer.state[twin][key] = put(stray, value)
+        if not any(what == "gradient" for what, *_ in day):
+            repeated = any(p.grad is not None and 0 in p.grad.stride() for p, _ in twins.pairs())
+            twins.give_gradients(kept=stale and not repeated, without=[])
+        try:
+            twins.plain.step()
+        except RuntimeError:  # its shapes do not fit each other any more, or it has less memory than elements
+            return
+        twins.fused.fuse_step()
+        for p, q in twins.pairs():
+            same(p, q, "weights")
+            same(p.grad, q.grad, "gradient")
+            for key, value in twins.plain.state[q].items():
+                same(twins.fused.state[p][key], value, key)

@@ -648,3 +648,33 @@ def test_weights_of_a_later_group_move_when_it_is_added_and_never_in_a_step(do_f
             assert torch.equal(p, alias)
     assert_alike(fused, plain)
     assert fused._bagua_fused_count == (6 if do_flatten else 0)
+
+
+def test_weights_that_are_read_as_another_dtype_where_they_are_leave_their_run() -> None:
+    ps: list[Tensor] = [nn.Parameter(torch.full((4,), 2.0, dtype=torch.float16)) for _ in range(3)]
+    fused = fuse_optimizer(torch.optim.SGD(ps, lr=0.5), allow_inexact=True)
+    give(0, ps)
+    fused.fuse_step()
+    ps[1].data = ps[1].data.view(torch.bfloat16)
+    for p in ps:
+        p.grad = torch.ones_like(p)
+    before = ps[1].detach().clone()
+    fused.fuse_step()
+    assert torch.equal(ps[1], before - 0.5)
+
+
+def test_a_weight_that_is_tied_to_another_one_later_is_updated_in_turn() -> None:
+    ps = [nn.Parameter(torch.ones(4, dtype=torch.float32)), *parameters((4,), (4,))]
+    qs = copy.deepcopy(ps)
+    fused, plain = (torch.optim.SGD([{"params": each}], lr=0.1, weight_decay=0.5, foreach=False) for each in (ps, qs))
+    for each in (ps, qs):
+        each[0].data = torch.ones(8)[::2]  # in no run
+    fused = fuse_optimizer(fused)
+    for step in range(4):
+        if step == 2:
+            for each in (ps, qs):
+                each[0].data = each[2].data
+        give(step, ps, qs)
+        fused.fuse_step()
+        plain.step()
+        assert_alike(fused, plain)

@@ -29,6 +29,7 @@ numel = torch.Tensor.numel
 is_contiguous = torch.Tensor.is_contiguous
 get_grad = operator.attrgetter("grad")
 get_dtype = operator.attrgetter("dtype")
+get_shape = operator.attrgetter("shape")
 
 
 def can_fuse(group: dict[str, Any], dtype: torch.dtype, device: torch.device, allow_inexact: bool) -> bool:
@@ -96,7 +97,7 @@ class Plan:
         """All that are in runs, in order."""
         self._pointers = list(map(data_ptr, self.parameters))
         """Of all weights in runs, then of their gradients as they were last seen."""
-        self._sizes = list(map(numel, self.parameters))
+        self._sizes, self._shapes = list(map(numel, self.parameters)), list(map(get_shape, self.parameters))
         # As many numbers in as many bytes: only these can be taken for another dtype, the others are floats that need gradients.
         self._convertible = [p for p in self.parameters if p.dtype in SHORT or not p.requires_grad]
         self._dtypes = list(map(get_dtype, self._convertible))
@@ -119,15 +120,19 @@ class Plan:
         self._can_watch = False
 
     def take_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Give each run its flat gradient; return False, having changed nothing, if the plan is out of date.
+        """Give each run its flat gradient; return False, having changed nothing of the optimizer's, if the plan is out of date.
 
         This is what a step costs beside the update itself, so nothing here works in Python on single parameters.
         """
         if not (self._groups_are_current(optimizer) and self._state_is_current(optimizer)):
             return False
         try:
-            pointers = list(map(data_ptr, itertools.chain(self.parameters, map(get_grad, self.parameters))))
+            grads = list(map(get_grad, self.parameters))
+            pointers = list(map(data_ptr, itertools.chain(self.parameters, grads)))
         except (TypeError, RuntimeError):  # a gradient is None, or not dense
+            return False
+        row_major = all(map(is_contiguous, grads))
+        if not row_major and any(map(_is_expanded, grads)):
             return False
         if pointers != self._pointers:
             count = len(self.parameters)
@@ -137,8 +142,13 @@ class Plan:
             for run in self.runs:
                 run.find_gradients(pointers[start : start + len(run.parameters)])
                 start += len(run.parameters)
-        for run in self.runs:
-            run.take_gradient()
+        try:
+            for run in self.runs:
+                run.take_gradient(row_major)
+        except RuntimeError:
+            if list(map(get_shape, self.parameters)) != self._shapes:  # the same memory, but the gradients fit another shape
+                return False
+            raise
         return True
 
     def _groups_are_current(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -226,7 +236,13 @@ def _is_dense(grad: Tensor, parameter: Tensor) -> bool:
         and grad.layout is torch.strided
         and (grad.dtype, grad.shape) == (parameter.dtype, parameter.shape)
         and not grad.is_neg()
+        and not _is_expanded(grad)
     )
+
+
+def _is_expanded(grad: Tensor) -> bool:
+    """Return whether ``grad`` repeats elements; torch adds those with other last bits than it adds as many equal ones."""
+    return any(size > 1 and not stride for size, stride in zip(grad.shape, grad.stride(), strict=True))
 
 
 def _lie_as_planned(tensors: list[Tensor], sizes: list[int]) -> bool:

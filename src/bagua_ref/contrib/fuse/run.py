@@ -184,9 +184,13 @@ class Run:
         first = pointers[0]
         self._in_place = pointers[1] == first + self._offsets[1] and pointers == [first + offset for offset in self._offsets]
 
-    def take_gradient(self) -> None:
-        """Give the flat weight, for one step, the memory of the gradients, or a copy of them if they lie elsewhere."""
-        if self._in_place and all(map(torch.Tensor.is_contiguous, map(get_grad, self.parameters))):
+    def take_gradient(self, row_major: bool) -> None:
+        """Give the flat weight, for one step, the memory of the gradients, or a copy of them if they lie elsewhere.
+
+        Args:
+            row_major: whether all gradients are; False: those of this run may still be.
+        """
+        if self._in_place and (row_major or all(map(torch.Tensor.is_contiguous, map(get_grad, self.parameters)))):
             first: Tensor = self.parameters[0].grad  # type: ignore[assignment]
             try:
                 # Raises if they only happen to be neighbours, as then the first one's storage ends before the second.
