@@ -477,7 +477,7 @@ def test_a_run_may_end_without_abort() -> None:
 
     before = set(threading.enumerate())
     assert simulate(3, rank) == [State.RUNNING] * 3
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
 
 
 def test_S5_6_a_failed_round_is_raised_on_the_training_thread_once() -> None:

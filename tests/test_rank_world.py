@@ -17,11 +17,7 @@ from bagua_ref.runtime import current_world
 from bagua_ref.simulation import SimulatedWorld
 
 
-@pytest.fixture(autouse=True)
-def _no_thread_is_left():
-    before = set(threading.enumerate())
-    yield
-    assert set(threading.enumerate()) == before
+pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 
 
 def test_spawned_threads_belong_to_their_rank():

@@ -194,6 +194,13 @@ def test_a_side_stream_waits_for_an_event_and_is_waited_for():
     assert bool((y == 200).all())
 
 
+@pytest.fixture
+def watches_end(no_thread_is_left: None) -> Any:
+    """Wait for a watch to see, at its next look, that nothing is under way any more."""
+    yield
+    wait_until(lambda: not any(thread.name == "bagua_ref watch of collectives" for thread in threading.enumerate()))
+
+
 class Work:
     def __init__(self, completed: bool) -> None:
         self.completed = completed
@@ -212,6 +219,7 @@ def wait_until(condition: Any) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.usefixtures("watches_end")
 def test_S2_5_what_is_done_in_time_is_not_given_up_and_what_is_not_is_once():
     watch, given_up = Watch(), []
     watch.add(Work(completed=True), 0.0, lambda: given_up.append("done"))
@@ -226,6 +234,7 @@ def test_S2_5_what_is_done_in_time_is_not_given_up_and_what_is_not_is_once():
     wait_until(lambda: len(given_up) == 2)
 
 
+@pytest.mark.usefixtures("watches_end")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the thread's death is what is meant
 def test_S2_5_work_that_fails_is_given_up_and_a_watch_that_died_of_giving_up_is_begun_anew():
     class Failed(Work):
@@ -244,6 +253,7 @@ def test_S2_5_work_that_fails_is_given_up_and_a_watch_that_died_of_giving_up_is_
     assert given_up == ["failed", "next"]
 
 
+@pytest.mark.usefixtures("watches_end")
 def test_S2_5_after_a_collective_that_does_not_end_the_next_one_raises_and_the_library_is_aborted(monkeypatch):
     connection = Connection(dist.HashStore(), 0, 1, 0.3, "a group")
     aborted = []
