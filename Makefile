@@ -7,6 +7,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
+SEED ?= $(shell date +%s)
 PYTEST_ARGS ?=
 
 bin := $(VENV)/bin
@@ -53,9 +54,14 @@ test: lint types docs  ## everything that must be green: style, types, docs, exa
 	$(pytest) -q tests/test_import.py  # alone: it measures time
 	$(pytest) -n $(WORKERS) --dist loadfile --ignore=tests/test_import.py $(PYTEST_ARGS)
 
+# Examples that start no other process; in random order they would show what one test leaves to another.
+in_process = $(shell grep -LE 'subprocess|multiprocessing|pytester|tests(\.| import )(launch|cache_servers|cache_jobs|oracle_c|cuda_emulation)' tests/test_*.py)
+
 proof: $(VENV)/.nvrtc  ## the slow proofs that CI adds: properties with 100 inputs each, loops, planted faults
 	$(pytest) -n $(WORKERS) --hypothesis-profile=full --timeout=1800 property_tests $(PYTEST_ARGS)
 	$(pytest) -n $(WORKERS) --dist loadfile --timeout=1800 tests/proof tests/meta $(PYTEST_ARGS)
+	$(bin)/python tests/meta/false_alarms.py --check
+	$(pytest) -n $(WORKERS) --shuffle=$(SEED) $(in_process) $(PYTEST_ARGS)
 
 # Needs nothing of .venv: what it builds and installs is in folders of its own.
 release-check:  ## build what would be released and try it as a user would, outside of this folder

@@ -1,15 +1,16 @@
-"""Set up every test run: how hard Hypothesis searches, what a machine lacks, what docstring examples may name."""
+"""Set up every test run: how hard Hypothesis searches, the order of tests, what a machine may lack, what examples may name."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import sys
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 # Two pytest workers, each with ranks of its own, share the cores: more threads per rank only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,7 +19,9 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
+
+Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
 # A job in the background of a shell ignores Ctrl-C, and so would the tests that press it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -44,12 +47,47 @@ _LEFT_OUT = ("checkpoint", "contrib/sync_batchnorm", "distributed/launch", "dist
 collect_ignore = [f"src/bagua_ref/{name}.py" for name in _LEFT_OUT]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+SKIPPED_IN_CI = ("needs a CUDA device", "async asks for flat buckets")
+"""Reasons to skip a test in CI; any other fails it there, as CI has every program and package that a test may want."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shuffle", metavar="SEED", help="run tests in the random order that this seed gives")
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    return [f"random order: --shuffle={config.option.shuffle}"] if config.option.shuffle else []
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.shuffle:
+        random.Random(config.option.shuffle).shuffle(items)
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    return _fail_if_ci_lacks_something((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    return _fail_if_ci_lacks_something((yield))
+
+
+def _fail_if_ci_lacks_something(report: Report) -> Report:
+    if "CI" in os.environ and report.skipped and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        if not any(allowed in reason for allowed in SKIPPED_IN_CI):
+            report.outcome, report.longrepr = (
+                "failed",
+                f"{reason}: CI must have what this needs, or SKIPPED_IN_CI in conftest.py name it",
+            )
+    return report
 
 
 @pytest.fixture(autouse=True, scope="module")

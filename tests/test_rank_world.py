@@ -16,7 +16,6 @@ from bagua_ref.errors import SimulationError
 from bagua_ref.runtime import current_world
 from bagua_ref.simulation import SimulatedWorld
 
-
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 
 

@@ -1,0 +1,63 @@
+"""How every test run is set up: random order, and no test left out in CI."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest_plugins = "pytester"
+CONFTEST = Path(__file__).parents[1] / "conftest.py"
+
+SKIPPING = """
+    import pytest
+
+    @pytest.mark.skipif(True, reason="there is no g++")
+    def test_needs_a_compiler():
+        pass
+
+    def test_needs_openssl():
+        pytest.skip("needs openssl")
+
+    @pytest.mark.gpu
+    def test_on_a_card():
+        pytest.skip("needs a CUDA device")  # by itself, in case there is one here
+
+    @pytest.mark.xfail
+    def test_known_failure():
+        assert False
+"""
+
+
+@pytest.mark.parametrize(
+    ("ci", "expected"), [(False, {"skipped": 4, "xfailed": 1}), (True, {"errors": 2, "failed": 1, "skipped": 1, "xfailed": 1})]
+)
+def test_in_ci_a_missing_program_is_a_failure(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, ci: bool, expected: dict[str, int]
+) -> None:
+    monkeypatch.setenv("CI", "true") if ci else monkeypatch.delenv("CI", raising=False)
+    pytester.makeconftest(CONFTEST.read_text())
+    pytester.makeini("[pytest]\nmarkers = gpu")
+    pytester.makepyfile(test_skipping=SKIPPING, test_module='import pytest\npytest.importorskip("no_such_package")')
+    ended = pytester.runpytest_subprocess("--continue-on-collection-errors")
+    ended.assert_outcomes(**expected)
+    if ci:
+        ended.stdout.fnmatch_lines_random(["*there is no g++: CI must have what this needs*", "*needs openssl: CI must have*"])
+        ended.stdout.fnmatch_lines_random(["*no_such_package*: CI must have*"])
+
+
+def test_a_random_order_is_that_of_its_seed_on_every_worker(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(CONFTEST.read_text())
+    pytester.makepyfile("import pytest\n@pytest.mark.parametrize('i', range(30))\ndef test(i): pass")
+
+    def order(seed: int, *more: str) -> list[str]:
+        ended = pytester.runpytest_subprocess(f"--shuffle={seed}", "-v", *more)
+        ended.assert_outcomes(passed=30)
+        ended.stdout.fnmatch_lines([f"random order: --shuffle={seed}"])
+        return [line.split()[0] for line in ended.outlines if " PASSED " in line]
+
+    first = order(5)
+    assert len(first) == 30
+    assert first == order(5)
+    assert first != order(6)
+    order(5, "-n", "2")  # which runs nothing if workers disagree
