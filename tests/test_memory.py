@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,19 +17,27 @@ from bagua_ref.backends import get_backend
 
 
 @pytest.fixture(autouse=True)
-def warm_backend() -> None:
+def warm_backend() -> Iterator[None]:
     """Let the reference backend make its buffers, which are of a fixed size and shared by all."""
     kernels, x = get_backend("reference"), torch.ones(300_000)
     kernels.decompress_minmax_uint8(kernels.compress_minmax_uint8(x, 2), 2, out=x)
     kernels.async_average_(x, x.clone(), x.clone(), 2)
     kernels.update_momentum_(x, x.clone(), 0.9)
+    del x
+    others = live_tensors()  # held, as what an earlier test has left to the garbage must not go while this one counts
+    yield
+    others.clear()
+
+
+def live_tensors() -> list[torch.Tensor]:
+    gc.collect()
+    return [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
 
 
 def live_bytes() -> int:
     """The bytes of all storages that a Python tensor holds."""
-    gc.collect()
-    tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.layout is torch.strided}
+    tensors = [t for t in live_tensors() if t.layout is torch.strided]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 
 
