@@ -117,9 +117,12 @@ def _environment() -> dict[str, str]:
 
 def _children() -> dict[str, str]:
     """Return the command lines of this process's children, but for those that have ended or that multiprocessing keeps."""
-    found = {}
-    for pid in (pid for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()):
-        with contextlib.suppress(FileNotFoundError):
+    found, pids = {}, []
+    for path in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # that thread has ended just now
+            pids += path.read_text().split()
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             found[pid] = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
     return {pid: line for pid, line in found.items() if line and "resource_tracker" not in line and "forkserver" not in line}
 
