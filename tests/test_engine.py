@@ -94,6 +94,20 @@ def test_S2_5_no_progress_names_bucket_and_operation() -> None:
     engine.close()
 
 
+def test_S2_5_the_timeout_names_the_bucket_under_way_where_several_are_pending() -> None:
+    release = threading.Event()
+    engine = Engine(RealWorld(), timeout=0.2)
+    buckets = [bucket_of("done", lambda _: None), bucket_of("stuck", lambda _: release.wait(30)), bucket_of("next")]
+    engine.register_ordered_buckets([*buckets, bucket_of("last")])
+    mark(*buckets)
+    for _ in range(2):  # a wait that gave up has forgotten nothing
+        with pytest.raises(CommunicationTimeoutError, match="bucket 'stuck'"):
+            engine.wait_pending_comm_ops()
+    release.set()
+    engine.wait_pending_comm_ops()
+    engine.close()
+
+
 def test_S2_5_the_timeout_is_per_progress_and_the_simulated_clock_counts() -> None:
     def rank(comm: Any) -> None:
         world = current_world()
@@ -125,6 +139,39 @@ def test_S2_4_marking_again_before_the_bucket_runs_does_nothing_and_registering_
     bucket.tensors[0].bagua_mark_communication_ready()
     engine.wait_pending_comm_ops()
     assert ran == ["a"]
+    engine.close()
+
+
+def test_S2_4_a_backward_abandoned_half_way_leaves_no_marks_behind() -> None:
+    ran = []
+    engine = Engine(RealWorld())
+    buckets = [bucket_of("a", ran.append), bucket_of("b", ran.append, tensors=2)]
+    engine.register_ordered_buckets(buckets)
+    engine.begin_backward()
+    mark(buckets[0])
+    buckets[1].tensors[0].bagua_mark_communication_ready()
+    engine.abandon_round()
+    engine.begin_backward()
+    mark(buckets[0])  # not "marked again", although its bucket has been scheduled
+    buckets[1].tensors[1].bagua_mark_communication_ready()
+    with pytest.raises(CommunicationError, match="bucket 'b': 'b0'"):
+        engine.end_backward(mark_unused=False)
+    engine.wait_pending_comm_ops()
+    assert ran == ["a", "a"]
+    engine.close()
+
+
+def test_S2_4_marks_after_an_abandoned_backward_may_begin_another_round() -> None:
+    ran = []
+    engine = Engine(RealWorld())
+    bucket = bucket_of("a", ran.append)
+    engine.register_ordered_buckets([bucket])
+    engine.begin_backward()
+    engine.abandon_round()
+    mark(bucket)
+    mark(bucket)
+    engine.wait_pending_comm_ops()
+    assert ran == ["a", "a"]
     engine.close()
 
 

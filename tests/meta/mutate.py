@@ -1,0 +1,316 @@
+"""Mutation runner: ``python tests/meta/mutate.py`` changes one statement at a time and runs the tests that execute it.
+
+The first run traces which test executes which line, child processes included; this takes minutes. Each mutant is then planted in a
+copy of this checkout and its tests run, quickest first, up to the first failure. A mutant that lives is a line that no test holds:
+write the test, or say under "then" in the log why nobody can see the difference. The log is tests/meta/mutation_run.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import datetime
+import hashlib
+import json
+import os
+import platform
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src/bagua_ref"
+LOG = Path(__file__).with_name("mutation_run.json")
+LINES = ROOT / "build/traced_lines.json"
+ROOMS = (
+    "bucket", "tensor", "process_group", "communication", "runtime",
+    "scheduling", "algorithms", "data_parallel", "communicators", "contrib",
+)  # fmt: skip
+TESTS = (
+    "engine", "bucket", "gloo", "gloo_training", "async", "ddp", "communication", "collectives", "decentralized", "flat_storage",
+    "functional", "qadam", "rendezvous", "simulated", "scheduler", "state_broadcast", "streams", "tensor", "training",
+    "rank_world", "checkpoint", "simulation", "samplers", "cache_codec", "cache_life", "cache_loader", "cache_stores",
+    "cached_dataset", "fuse", "fuse_interplay", "fuse_verdicts",
+)  # fmt: skip
+"""Files of tests/ that exercise the rooms; the rooms' own doctests are added."""
+UNTRACED = {"contrib/cache/watchdog.py": "tests/test_cache_life.py"}
+"""Programs that Python runs without `site`, and a file of tests that start them."""
+LIMIT = 20
+"""Seconds after which no further test of a mutant is begun."""
+BUDGET, LONGEST = 10.0, 3.0
+"""Seconds that a mutant's tests took under the tracer, which slows them: all together, and each where there is a choice."""
+
+SWAPS = {
+    ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
+    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And,
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv,
+}  # fmt: skip
+WORDING = ("__repr__", "describe")
+"""Functions that only make text."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change of the source; ``nth`` tells equal changes in one function apart."""
+
+    room: str
+    file: str
+    where: str
+    function: tuple[int, int]
+    lines: tuple[int, int]
+    operator: str
+    before: str
+    after: str
+    nth: int
+
+    @property
+    def id(self) -> str:
+        """The same as long as the function still has the changed text."""
+        return hashlib.sha1(repr((self.file, self.where, self.before, self.after, self.nth)).encode()).hexdigest()[:8]
+
+
+def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST, str]]:
+    """Yield what may be changed in ``node`` itself: the operator, the part to replace and its new text."""
+    match node:
+        case ast.Compare(ops=[op]) if type(op) in SWAPS:
+            yield "comparison", node, ast.unparse(ast.Compare(node.left, [SWAPS[type(op)]()], node.comparators))
+        case ast.BoolOp(op=op):
+            yield "and/or", node, ast.unparse(ast.BoolOp(SWAPS[type(op)](), node.values))
+        case ast.BinOp(op=op) if type(op) in SWAPS:
+            yield "arithmetic", node, ast.unparse(ast.BinOp(node.left, SWAPS[type(op)](), node.right))
+        case ast.Constant(value=bool()):
+            yield "constant", node, repr(not node.value)
+        case ast.Constant(value=int() | float()):
+            yield "constant", node, repr(node.value + 1)
+        case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test) | ast.comprehension(ifs=[test]) if not negated_by_swap(
+            test
+        ):
+            yield "condition", test, f"not {ast.unparse(test)}" if isinstance(test, ast.Name) else f"not ({ast.unparse(test)})"
+        case ast.Expr(value=ast.Call()) | ast.Raise() | ast.Delete() | ast.Break() | ast.Continue():
+            yield "dropped", node, "pass"
+        case ast.Assign(targets=[ast.Attribute() | ast.Subscript()]) | ast.AugAssign():
+            yield "dropped", node, "pass"
+        case ast.Return(value=ast.expr() as value) if not (isinstance(value, ast.Constant) and value.value is None):
+            yield "result", node, "return None"
+        case ast.With(items=[ast.withitem(optional_vars=None, context_expr=manager)]):
+            end = {"end_lineno": manager.end_lineno, "end_col_offset": manager.end_col_offset}
+            yield "with", ast.Pass(lineno=node.lineno, col_offset=node.col_offset, **end), "if True"
+
+
+def negated_by_swap(test: ast.expr) -> bool:
+    """Return whether the swapped comparison is the negated condition already."""
+    return isinstance(test, ast.Compare) and type(test.ops[0]) in (ast.Eq, ast.NotEq, ast.Is, ast.IsNot, ast.In, ast.NotIn)
+
+
+def mutable(node: ast.AST, where: str = "", function: Any = None, statement: Any = None) -> Iterator[tuple[str, Any, Any, ast.AST]]:
+    """Yield what may change, nodes inside functions: the function's full name, the function, the statement around and the node."""
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        where, function, statement = f"{where}.{node.name}".lstrip("."), node if isinstance(node, ast.FunctionDef) else None, None
+        children = [] if node.name in WORDING else node.body
+    else:
+        statement = node if isinstance(node, ast.stmt) else statement
+        if function is not None:
+            yield where, function, statement, node
+        wording = isinstance(node, (ast.Raise, ast.JoinedStr)) or ast.unparse(node).startswith("logger.")
+        children = [] if wording else list(ast.iter_child_nodes(node))
+    for child in children:
+        yield from mutable(child, where, function, statement)
+
+
+def mutants_of(file: Path, room: str) -> Iterator[tuple[Mutant, bytes]]:
+    """Yield every mutant of ``file`` and the file's text with it."""
+    lines = file.read_bytes().splitlines(keepends=True)  # ast counts columns in bytes
+    seen: Counter[tuple[str, ...]] = Counter()
+    for where, function, statement, node in mutable(ast.parse(b"".join(lines))):
+        for operator, part, new in changes(node):
+            first, last = part.lineno, part.end_lineno
+            new = f"({new})" if isinstance(part, ast.expr) and not isinstance(part, ast.Constant) else new
+            changed = lines[first - 1][: part.col_offset] + new.encode() + lines[last - 1][part.end_col_offset :]
+            text = b"".join((*lines[: first - 1], changed, *lines[last:]))
+            before, after = b"".join(lines[first - 1 : last]).decode().strip(), changed.decode().strip()
+            if not isinstance(
+                statement, (ast.If, ast.While, ast.For, ast.With, ast.Try)
+            ):  # one that has a body is not all one line
+                first, last = statement.lineno, statement.end_lineno
+            key = where, before, after
+            name, whole = str(file.relative_to(PACKAGE)), (function.lineno + 1, function.end_lineno)
+            yield Mutant(room, name, where, whole, (first, last), operator, before, after, seen[key]), text
+            seen[key] += 1
+
+
+def all_mutants(room: str) -> dict[str, tuple[Mutant, bytes]]:
+    """Return the mutants of a room, a file or a folder of the package, by id."""
+    files = [PACKAGE / f"{room}.py"] if (PACKAGE / f"{room}.py").exists() else sorted((PACKAGE / room).rglob("*.py"))
+    return {mutant.id: (mutant, text) for file in files for mutant, text in mutants_of(file, room)}
+
+
+@contextmanager
+def copy_of_checkout() -> Iterator[Path]:
+    """Give a copy of this checkout, so that no mutant is ever in the checkout itself."""
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        left_out = shutil.ignore_patterns(".*", "__pycache__", "build", "site", "dist", "demo-report")
+        yield Path(shutil.copytree(ROOT, Path(folder) / "copy", ignore=left_out))
+
+
+def run_pytest(copy: Path, arguments: list[str], limit: float | None, **environment: str) -> tuple[int | None, str]:
+    """Run pytest in ``copy``; return its exit code, None at the limit, and its output."""
+    paths = [environment.pop("more_path", ""), str(copy / "src")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **environment}
+    command = [sys.executable, "-m", "pytest", "-v", "-rfE", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", *arguments]
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            command, cwd=copy, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        output.seek(0)
+        return code, output.read().decode(errors="replace")
+
+
+def trace(copy: Path) -> dict[str, Any]:
+    """Return how long each passing test takes and which lines it executes; from the last run if the sources are the same."""
+    files = [*sorted(PACKAGE.rglob("*.py")), *sorted((ROOT / "tests").glob("*.py"))]
+    version = hashlib.sha1(b"".join(file.read_bytes() for file in files)).hexdigest()
+    if LINES.exists() and (known := json.loads(LINES.read_text()))["version"] == version:
+        return known
+    print("tracing which test executes which line; this takes minutes ...", flush=True)
+    doctests = [str(path.relative_to(ROOT)) for room in ROOMS for path in PACKAGE.glob(f"{room}*") if path.stem == room]
+    result = copy / "traced.json"
+    _, output = run_pytest(
+        copy,
+        ["-p", "sitecustomize", "--timeout=60", *(f"tests/test_{name}.py" for name in TESTS), *doctests],
+        None,
+        more_path=str(copy / "tests/meta/line_trace"),
+        TRACED_PACKAGE=f"{copy / 'src/bagua_ref'}/",
+        TRACED_HITS=str(copy / "hits"),
+        TRACED_RESULT=str(result),
+    )
+    print(output.splitlines()[-1])
+    LINES.parent.mkdir(exist_ok=True)
+    LINES.write_text(json.dumps({"version": version, **json.loads(result.read_text())}))
+    return json.loads(LINES.read_text())
+
+
+def tests_for(mutant: Mutant, traced: dict[str, Any]) -> list[str]:
+    """Return the tests that execute the statement, quickest first, as many as there is time for; if none, those of its function."""
+    hits, seconds = traced["tests_of"].get(mutant.file, {}), traced["seconds"]
+    for first, last in (mutant.lines, mutant.function):
+        if found := {test for line in range(first, last + 1) for test in hits.get(str(line), ())}:
+            break
+    else:
+        found = {test for test in seconds if test.startswith(UNTRACED.get(mutant.file, "nothing"))}
+    chosen, total = [], 0.0
+    for test in sorted(found, key=lambda test: (seconds[test], test)):
+        total += seconds[test]
+        if chosen and (total > BUDGET or seconds[test] > LONGEST):
+            break
+        chosen.append(test)
+    return chosen
+
+
+def run_mutant(copy: Path, mutant: Mutant, text: bytes, tests: list[str], limit: float = LIMIT) -> tuple[str, str]:
+    """Return what became of the mutant: "killed", "timeout", "survived" or "not covered"; and the test that killed it."""
+    if not tests:
+        return "not covered", ""
+    file = copy / "src/bagua_ref" / mutant.file
+    original = file.read_bytes()
+    file.write_bytes(text)
+    for compiled in file.parent.glob(f"__pycache__/{file.stem}.*"):
+        compiled.unlink()
+    try:
+        limits = [f"--session-timeout={limit}", "--timeout=10"]  # a test that hangs has noticed the mutant, a slow machine has not
+        code, output = run_pytest(copy, ["-x", *limits, *tests], limit + 30, PYTHONDONTWRITEBYTECODE="1")
+    finally:
+        file.write_bytes(original)
+    if code == 4:
+        raise RuntimeError(f"pytest did not find the tests:\n{output}")
+    if code is None:  # not even pytest could end the test that hangs
+        return "timeout", re.findall(r"^(\S+::.*?)(?: PASSED.*)?$", output, re.MULTILINE)[-1].strip()
+    by = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
+    return ("killed", by[1]) if by else ("survived", "")
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return how many mutants of each room were killed at once, killed since, explained and are still open."""
+    lines = [f"{'room':16}{'mutants':>9}{'killed':>9}{'killed since':>14}{'explained':>11}{'open':>6}"]
+    for room in (*ROOMS, "all"):
+        of_room = [row for row in rows if room in ("all", row["room"])]
+        lived = [row for row in of_room if row["outcome"] in ("survived", "not covered")]
+        since = sum(row["then"].startswith("killed by") for row in lived)
+        explained = sum(bool(row["then"]) for row in lived) - since
+        numbers = len(of_room) - len(lived), since, explained, len(lived) - since - explained
+        lines.append(f"{room:16}{len(of_room):>9}{numbers[0]:>9}{numbers[1]:>14}{numbers[2]:>11}{numbers[3]:>6}")
+    return "\n".join(lines)
+
+
+def describe(mutant: Mutant) -> str:
+    before, after = (" ".join(text.split()) for text in (mutant.before, mutant.after))
+    return f"{mutant.file}:{mutant.lines[0]} {mutant.where}: {before} -> {after}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=200, help="mutants, divided evenly over the rooms")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--rooms", nargs="+", default=list(ROOMS), help="only these; the log keeps its rows of other rooms")
+    parser.add_argument("--only", metavar="ID", help="run this mutant, print it, and write nothing")
+    parser.add_argument("--tests", nargs="+", help="with --only: run these tests instead of the traced ones")
+    parser.add_argument("--log", type=Path, default=LOG)
+    arguments = parser.parse_args()
+    with copy_of_checkout() as copy:
+        if arguments.only:
+            mutant, text = next(found[arguments.only] for room in ROOMS if arguments.only in (found := all_mutants(room)))
+            print(describe(mutant))
+            print(*run_mutant(copy, mutant, text, arguments.tests or tests_for(mutant, trace(copy)), limit=120))
+            return
+        traced = trace(copy)
+        import torch
+
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        rows = json.loads(arguments.log.read_text())["mutants"] if arguments.log.exists() else []
+        rows = [row for row in rows if row["room"] not in arguments.rooms]
+        todo = []
+        for room in arguments.rooms:
+            found = all_mutants(room)
+            todo += random.Random(f"{arguments.seed} {room}").sample(list(found.values()), arguments.count // len(arguments.rooms))
+        head = {"date": str(datetime.date.today()), "seed": arguments.seed}
+        head |= {"torch": torch.__version__, "python": platform.python_version()}
+        start = time.monotonic()
+        for place, (mutant, text) in enumerate(todo, 1):
+            tests = tests_for(mutant, traced)
+            outcome, by = run_mutant(copy, mutant, text, tests)
+            row = {
+                "id": mutant.id,
+                **asdict(mutant),
+                "commit": commit,
+                "outcome": outcome,
+                "by": by,
+                "tests": len(tests),
+                "then": "",
+            }
+            rows = sorted([*rows, row], key=lambda row: ROOMS.index(row["room"]))
+            arguments.log.write_text(json.dumps({**head, "mutants": rows}, indent=1) + "\n")
+            left = (time.monotonic() - start) / place * (len(todo) - place) / 60
+            print(f"{place}/{len(todo)}, {left:.0f} min left: {outcome:11} {mutant.id} {describe(mutant)} {by}", flush=True)
+        print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
