@@ -82,6 +82,23 @@ def test_set_storage_refuses_what_does_not_fit() -> None:
         torch.zeros(2, 2).bagua_set_storage(torch.zeros(10).untyped_storage(), 8)
 
 
+def test_set_storage_takes_what_fits_exactly() -> None:
+    tensor = torch.zeros(2, 2)
+    tensor.bagua_set_storage(torch.arange(10.0).untyped_storage(), 6)
+    assert tensor.flatten().tolist() == [6, 7, 8, 9]
+
+
+def test_set_storage_of_a_proxy_moves_its_effective_tensor() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.ensure_bagua_tensor("w", getter_closure=lambda p: p.grad, setter_closure=lambda p, grad: setattr(p, "grad", grad))
+    with pytest.raises(ValueError, match="bagua_ensure_grad"):
+        parameter.bagua_set_storage(torch.zeros(2).untyped_storage())
+    storage = torch.tensor([3.0, 4.0])
+    parameter.bagua_ensure_grad().bagua_set_storage(storage.untyped_storage())
+    assert parameter.tolist() == [1, 1]
+    assert parameter.grad.data_ptr() == storage.data_ptr()
+
+
 @pytest.mark.parametrize("call", ["bagua_getter_closure", "bagua_backend_tensor", "bagua_mark_communication_ready"])
 def test_a_plain_tensor_says_what_to_do(call: str) -> None:
     with pytest.raises(ValueError, match="ensure_bagua_tensor"):
