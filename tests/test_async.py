@@ -553,6 +553,39 @@ def test_learning_rate_schedulers_made_before_or_after_wrapping_work() -> None:
     simulate(1, rank)
 
 
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_wrapping_anew_leaves_the_optimizers_step_as_it_was(scheduled: bool) -> None:
+    """A learning rate scheduler puts a step of its own on the optimizer, too."""
+
+    def rank(r: int) -> None:
+        module = network()
+        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        if scheduled:
+            torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        before = vars(optimizer).get("step")
+        module.with_bagua([optimizer], AsyncModelAverageAlgorithm())
+        assert vars(optimizer)["step"] is not before
+        module.with_bagua([optimizer], GradientAllReduceAlgorithm())
+        assert vars(optimizer).get("step") is before
+
+    simulate(1, rank)
+
+
+def test_a_forgotten_module_takes_its_thread_along_without_waiting_for_the_interval() -> None:
+    bagua_ref.init_process_group()
+    module, optimizer, algorithm = wrapped(sync_interval_ms=600_000)
+    for _ in range(2):
+        step(module, optimizer, 0)
+    thread = algorithm._rounds._thread
+    while not algorithm._rounds.completed:
+        time.sleep(0.01)
+    del module, optimizer, algorithm
+    gc.collect()
+    thread.join(20)
+    assert not thread.is_alive()
+    bagua_ref.destroy_process_group()
+
+
 BAD = [
     ({"peer_selection_mode": "shift_one"}, "peer_selection_mode='shift_one' must be 'all'"),
     ({"sync_interval_ms": -1}, "sync_interval_ms=-1"),

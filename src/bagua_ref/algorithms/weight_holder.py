@@ -101,7 +101,6 @@ class WeightHolder:
             tensor.register_hook(_WhenBackwardBegins(self._forward, self._dropped))
 
     def _before_step(self, *_: Any) -> None:
-        self.collect()
         self.drop_forward()
         self._step = _Hold(self._ops)
 
