@@ -209,6 +209,19 @@ def test_a_tensor_of_a_closed_engine_cannot_be_marked() -> None:
         mark(bucket)
 
 
+def test_closing_waits_for_what_is_under_way_at_most_the_timeout() -> None:
+    release, ran = threading.Event(), []
+    engine, patient = Engine(RealWorld(), timeout=0.2), Engine(RealWorld(), timeout=60)
+    stuck, slow = bucket_of("stuck", lambda _: release.wait(30)), bucket_of("slow", lambda _: release.wait(30), ran.append)
+    engine.register_ordered_buckets([stuck])
+    patient.register_ordered_buckets([slow])
+    mark(stuck, slow)
+    engine.close()
+    threading.Timer(0.2, release.set).start()
+    patient.close()
+    assert ran == ["slow"]
+
+
 def test_a_forgotten_engine_takes_its_thread_along() -> None:
     engine = Engine(RealWorld(), "forgotten")
     bucket = bucket_of("a", lambda _: None)

@@ -13,6 +13,7 @@ from torch import nn
 
 import bagua_ref
 from bagua_ref.algorithms import ByteGradAlgorithm, GradientAllReduceAlgorithm
+from bagua_ref.bucket import BaguaBucket
 from bagua_ref.conformance.tolerances import EXACT, SUM, assert_equal
 from bagua_ref.errors import CommunicationError
 from bagua_ref.simulation import SimulatedWorld
@@ -78,6 +79,26 @@ def test_S5_2_bytegrad_is_bit_identical_across_ranks_and_to_the_simulation(nodes
     for result in [*real, *simulated]:
         for tensor, first in zip(result, real[0], strict=True):
             assert_equal(tensor, first, EXACT)
+
+
+def means_then_sum(flatten: bool) -> list[float]:
+    """Over gloo a first mean divides tensors on their way into the bucket; what comes after it must not divide them again."""
+    tensor = torch.zeros(3).ensure_bagua_tensor("t")
+    bucket = BaguaBucket([tensor], "b", flatten)
+    bucket.append_centralized_synchronous_op().append_centralized_synchronous_op()
+    results = []
+    for _ in range(2):
+        tensor.fill_(bagua_ref.get_rank() + 1.0)
+        bucket.execute()
+        results += tensor.unique().tolist()
+    bucket.clear_ops().append_centralized_synchronous_op(average=False)
+    bucket.execute()
+    return results + tensor.unique().tolist()
+
+
+@pytest.mark.parametrize("flatten", [True, False])
+def test_S3_1_tensors_are_divided_once_by_the_operation_that_is_a_mean(flatten: bool) -> None:
+    assert launch(means_then_sum, 3, flatten) == [[2.0, 2.0, 6.0]] * 3
 
 
 def train_and_lose_a_peer() -> str:
