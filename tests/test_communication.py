@@ -281,6 +281,28 @@ def test_S3_9_tensors_without_values_are_refused(world_of_one):
         bagua_ref.allreduce_inplace(torch.ones(2, device="meta"))
 
 
+def test_S3_9_what_a_rank_sends_to_itself_must_be_what_it_receives(world_of_one):
+    comm = _get_default_group().get_global_communicator()
+    two, three = torch.ones(2), torch.ones(3)
+    with pytest.raises(ValueError, match="exchange of rank 0 with itself"):
+        comm.exchange([(two, 0)], [(three, 0)])
+    with pytest.raises(ValueError, match=r"send_counts\[0\]=2 and recv_counts\[0\]=3 are what rank 0 sends to itself"):
+        comm.alltoall_v(two, [2], [0], three, [3], [0])
+
+
+@pytest.mark.parametrize("count", [-1, 1.0])
+def test_S3_9_counts_are_numbers_of_elements(count, world_of_one):
+    for collective in (bagua_ref.gather_inplace, bagua_ref.scatter_inplace):
+        with pytest.raises(ValueError, match=f"count={count} must be a number of elements"):
+            collective(torch.ones(1), count, 0)
+
+
+def test_S1_a_rank_that_is_no_number_is_named(monkeypatch):
+    monkeypatch.setenv("RANK", "first")
+    with pytest.raises(ValueError, match="RANK='first' must be an integer"):
+        bagua_ref.get_rank()
+
+
 def test_S1_a_world_of_one_comes_and_goes(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)

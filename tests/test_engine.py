@@ -14,6 +14,7 @@ from bagua_ref.bucket import BaguaBucket
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 from bagua_ref.runtime import RealWorld, current_world
 from bagua_ref.scheduling.engine import Engine
+from bagua_ref.scheduling.readiness import Readiness
 from bagua_ref.simulation import SimulatedWorld
 
 
@@ -140,6 +141,12 @@ def test_S2_4_marking_again_before_the_bucket_runs_does_nothing_and_registering_
     engine.wait_pending_comm_ops()
     assert ran == ["a"]
     engine.close()
+
+
+def test_an_item_belongs_to_one_bucket() -> None:
+    for buckets in ([["a"], ["b", "a"]], [["a", "a"]]):
+        with pytest.raises(ValueError, match="in two buckets, or twice in one"):
+            Readiness(buckets)
 
 
 def test_S2_4_a_backward_abandoned_half_way_leaves_no_marks_behind() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from bagua_ref.env import get_rank
 from bagua_ref.errors import SimulationError
-from bagua_ref.runtime import current_world
+from bagua_ref.runtime import RealWorld, current_world
 from bagua_ref.simulation import SimulatedWorld
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
@@ -304,3 +304,21 @@ def test_background_timeouts_are_intervals_and_let_time_pass():
         return world.now()
 
     assert SimulatedWorld(2).run(program) == [5, 5]
+
+
+def test_a_real_lock_serves_a_with_block_and_refuses_one_release_too_many():
+    lock = RealWorld().lock()
+    with lock as held:
+        assert held is lock
+        assert not lock.acquire(timeout=0.01)
+    assert lock.acquire(timeout=0)
+    lock.release()
+    with pytest.raises(RuntimeError, match="not held"):
+        lock.release()
+
+
+def test_a_real_clock_goes_on_while_one_sleeps():
+    world = RealWorld()
+    before = world.now()
+    world.sleep(0.01)
+    assert world.now() >= before + 0.01

@@ -99,7 +99,15 @@ def test_set_storage_of_a_proxy_moves_its_effective_tensor() -> None:
     assert parameter.grad.data_ptr() == storage.data_ptr()
 
 
-@pytest.mark.parametrize("call", ["bagua_getter_closure", "bagua_backend_tensor", "bagua_mark_communication_ready"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        "bagua_getter_closure",
+        "bagua_backend_tensor",
+        "bagua_mark_communication_ready",
+        "bagua_mark_communication_ready_without_synchronization",
+    ],
+)
 def test_a_plain_tensor_says_what_to_do(call: str) -> None:
     with pytest.raises(ValueError, match="ensure_bagua_tensor"):
         getattr(torch.ones(2), call)()
