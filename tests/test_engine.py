@@ -149,6 +149,23 @@ def test_an_item_belongs_to_one_bucket() -> None:
             Readiness(buckets)
 
 
+def test_S2_4_a_backward_is_one_round_and_what_comes_after_it_another() -> None:
+    ran = []
+    engine = Engine(RealWorld())
+    bucket = bucket_of("a", ran.append)
+    engine.register_ordered_buckets([bucket])
+    for _ in range(2):
+        engine.begin_backward()
+        mark(bucket)
+        with pytest.raises(ValueError, match="'a0' was marked again in a round"):
+            mark(bucket)
+        engine.end_backward(mark_unused=False)
+    mark(bucket)
+    engine.wait_pending_comm_ops()
+    assert ran == ["a"] * 3
+    engine.close()
+
+
 def test_S2_4_a_backward_abandoned_half_way_leaves_no_marks_behind() -> None:
     ran = []
     engine = Engine(RealWorld())

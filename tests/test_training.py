@@ -502,6 +502,16 @@ def test_S2_5_find_unused_parameters_counts_them_as_zero() -> None:
         assert (grad == 0.25).all()
 
 
+def test_an_algorithm_without_a_training_says_so() -> None:
+    class Unfinished(Algorithm):
+        pass
+
+    with pytest.raises(NotImplementedError, match=r"Unfinished must define reify\(process_group\)"):
+        Unfinished().reify(None)
+    with pytest.raises(RuntimeError, match="takes part in no training"):
+        GradientAllReduceAlgorithm().reify(None).context  # noqa: B018
+
+
 def test_an_exception_in_backward_leaves_training_usable() -> None:
     class Fails(torch.autograd.Function):
         @staticmethod
