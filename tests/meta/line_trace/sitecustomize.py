@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-PACKAGE, HITS = os.environ["TRACED_PACKAGE"], Path(os.environ["TRACED_HITS"])
+PACKAGE, HITS = os.environ.get("TRACED_PACKAGE", ""), Path(os.environ.get("TRACED_HITS", ""))
 seen: set[tuple[str, int]] = set()
 seconds: dict[str, float] = {}
 """Of each test that passed."""
@@ -37,7 +37,7 @@ def on_line(frame: FrameType, event: str, argument: Any) -> Any:
 
 
 def pytest_runtest_protocol() -> None:
-    sys.settrace(on_call)  # doctest and KeyboardInterrupt may have ended it
+    sys.settrace(on_call)  # doctest, or an interrupt, may have ended it
     seen.clear()
     HITS.write_bytes(b"")
 
@@ -55,5 +55,6 @@ def pytest_sessionfinish() -> None:
     Path(os.environ["TRACED_RESULT"]).write_text(json.dumps({"seconds": seconds, "tests_of": tests_of}))
 
 
-sys.settrace(on_call)
-threading.settrace(on_call)
+if PACKAGE:  # not when doctest looks into this file
+    sys.settrace(on_call)
+    threading.settrace(on_call)
