@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -535,6 +536,14 @@ def test_there_is_one_class_under_all_names() -> None:
 
 
 # Devices.
+
+
+@pytest.mark.parametrize("device", [1, "cuda:1", torch.device("cuda", 1)])
+def test_a_cuda_device_may_be_given_in_any_form(device: Any) -> None:
+    module = SimpleNamespace(parameters=lambda: [SimpleNamespace(device=torch.device("cuda", 1))])  # no CUDA device is needed
+    assert distributed._device_ids(module, [device], device) == [1]
+    with pytest.raises(ValueError, match="they are on cuda:1"):
+        distributed._device_ids(module, ["cuda"], None)
 
 
 def test_inputs_are_moved_however_they_are_nested() -> None:
