@@ -310,11 +310,25 @@ def test_a_real_lock_serves_a_with_block_and_refuses_one_release_too_many():
     lock = RealWorld().lock()
     with lock as held:
         assert held is lock
-        assert not lock.acquire(timeout=0.01)
+        assert lock.acquire(timeout=0.01) is False
     assert lock.acquire(timeout=0)
     lock.release()
     with pytest.raises(RuntimeError, match="not held"):
         lock.release()
+
+
+def test_a_real_lock_handed_over_just_as_the_time_runs_out_is_taken():
+    lock, taken = RealWorld().lock(), []
+    lock.acquire()
+    waiter = threading.Thread(target=lambda: taken.append(lock.acquire(timeout=0.1)))
+    waiter.start()
+    while not lock._waiting:
+        time.sleep(0.001)
+    with lock._mutex:  # a release that is under way
+        time.sleep(0.5)
+        lock._waiting.pop(0).release()
+    waiter.join()
+    assert taken == [True]
 
 
 def test_a_real_clock_goes_on_while_one_sleeps():
