@@ -293,7 +293,7 @@ def test_S3_9_what_a_rank_sends_to_itself_must_be_what_it_receives(world_of_one)
 def test_S3_9_arguments_of_alltoall_v_are_refused_by_their_names(world_of_one):
     with pytest.raises(TypeError, match=r"^send_tensor must be a torch.Tensor, not list"):
         bagua_ref.alltoall_v([1.0], [1], [0], torch.ones(1), [1], [0])
-    with pytest.raises(ValueError, match=r"^counts") as refused:
+    with pytest.raises(ValueError, match=r"^displs") as refused:
         bagua_ref.alltoall_v_inplace(torch.ones(2), [3], [0])
     assert "send" not in str(refused.value)
 
