@@ -213,6 +213,15 @@ def test_a_parameter_of_a_class_of_its_own_is_stepped_by_itself() -> None:
     assert fused._bagua_fused_count == 3
 
 
+def test_gradients_that_are_there_move_together_with_the_weights_before_any_step() -> None:
+    ps = parameters()
+    give(0, ps)
+    before = [p.grad.clone() for p in ps]
+    fuse_optimizer(sgd(ps))
+    assert len({p.grad.untyped_storage().data_ptr() for p in ps}) == 1
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(ps, before, strict=True))
+
+
 def test_kept_gradients_move_together_once_and_new_ones_stay_where_they_are() -> None:
     ps, fused, _, _ = twins(sgd)
     for step in range(3):

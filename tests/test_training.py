@@ -512,6 +512,16 @@ def test_an_algorithm_without_a_training_says_so() -> None:
         GradientAllReduceAlgorithm().reify(None).context  # noqa: B018
 
 
+def test_a_backend_that_cannot_run_is_refused_before_weights_are_broadcast() -> None:
+    def rank(r: int) -> None:
+        module = network(seed=r)
+        with pytest.raises(ValueError, match="backend='abacus'"):
+            module.with_bagua([], GradientAllReduceAlgorithm(), backend="abacus")
+        assert torch.equal(module[0].weight, network(seed=r)[0].weight)
+
+    simulate(2, rank)
+
+
 def test_an_exception_in_backward_leaves_training_usable() -> None:
     class Fails(torch.autograd.Function):
         @staticmethod
