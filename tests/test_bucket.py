@@ -215,3 +215,12 @@ def test_the_repr_tells_what_is_inside() -> None:
     assert "'7'" in text
     assert "1 tensors" in text
     assert "float32" in text
+
+
+def test_a_gradient_that_is_gone_cannot_come_back_without_a_setter_closure() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2)).bagua_ensure_grad()
+    bucket = BaguaBucket([parameter.ensure_bagua_tensor("w", getter_closure=lambda p: p.grad)], "b", flatten=True)
+    bucket.append_python_op(lambda _: None)
+    parameter.grad = None
+    with pytest.raises(ValueError, match="'w' has no effective tensor, and no setter_closure"):
+        bucket.execute()

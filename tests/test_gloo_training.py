@@ -85,20 +85,21 @@ def means_then_sum(flatten: bool) -> list[float]:
     """Over gloo a first mean divides tensors on their way into the bucket; what comes after it must not divide them again."""
     tensor = torch.zeros(3).ensure_bagua_tensor("t")
     bucket = BaguaBucket([tensor], "b", flatten)
-    bucket.append_centralized_synchronous_op().append_centralized_synchronous_op()
     results = []
-    for _ in range(2):
+    for average in (True, True, False):
+        bucket.append_centralized_synchronous_op(average=average)
         tensor.fill_(bagua_ref.get_rank() + 1.0)
         bucket.execute()
         results += tensor.unique().tolist()
     bucket.clear_ops().append_centralized_synchronous_op(average=False)
+    tensor.fill_(bagua_ref.get_rank() + 1.0)
     bucket.execute()
     return results + tensor.unique().tolist()
 
 
 @pytest.mark.parametrize("flatten", [True, False])
 def test_S3_1_tensors_are_divided_once_by_the_operation_that_is_a_mean(flatten: bool) -> None:
-    assert launch(means_then_sum, 3, flatten) == [[2.0, 2.0, 6.0]] * 3
+    assert launch(means_then_sum, 3, flatten) == [[2.0, 2.0, 6.0, 6.0]] * 3
 
 
 def train_and_lose_a_peer() -> str:
