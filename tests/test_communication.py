@@ -311,6 +311,14 @@ def test_S1_a_rank_that_is_no_number_is_named(monkeypatch):
         bagua_ref.get_rank()
 
 
+@pytest.mark.parametrize("collective", [bagua_ref.allgather_inplace, bagua_ref.reduce_scatter_inplace], ids=lambda f: f.__name__)
+def test_S3_9_a_collective_in_place_takes_contiguous_tensors_only(collective, world_of_one):
+    with pytest.raises(ValueError, match=r"tensor of shape \(2, 2\) and strides .* must be contiguous"):
+        collective(torch.ones(2, 2).t())
+    with pytest.raises(TypeError, match=r"tensor must be a torch.Tensor, not list"):
+        collective([1.0])
+
+
 def test_S1_a_world_of_one_comes_and_goes(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)

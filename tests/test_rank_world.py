@@ -331,6 +331,18 @@ def test_a_real_lock_handed_over_just_as_the_time_runs_out_is_taken():
     assert taken == [True]
 
 
+def test_a_real_lock_is_not_released_while_a_waiter_is_giving_up():
+    lock = RealWorld().lock()
+    lock.acquire()
+    releaser = threading.Thread(target=lock.release)
+    with lock._mutex:  # a waiter that takes itself off the list
+        releaser.start()
+        time.sleep(0.2)
+        assert lock._held
+    releaser.join()
+    assert lock.acquire(timeout=0)
+
+
 def test_a_real_clock_goes_on_while_one_sleeps():
     world = RealWorld()
     before = world.now()
