@@ -553,6 +553,20 @@ def test_learning_rate_schedulers_made_before_or_after_wrapping_work() -> None:
     simulate(1, rank)
 
 
+def test_S5_6_buckets_are_made_anew_only_when_the_warm_up_ends() -> None:
+    def rank(r: int) -> list[int]:
+        module, optimizer, algorithm = wrapped(warmup_steps=2)
+        resets = []
+        reset = module._bagua.reset
+        module._bagua.reset = lambda: (resets.append(module.bagua_train_step_counter), reset())
+        for _ in range(5):
+            step(module, optimizer)
+        algorithm.abort(module)
+        return resets
+
+    assert [len(resets) for resets in simulate(2, rank)] == [1, 1]
+
+
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_wrapping_anew_leaves_the_optimizers_step_as_it_was(scheduled: bool) -> None:
     """A learning rate scheduler puts a step of its own on the optimizer, too."""

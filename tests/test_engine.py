@@ -224,6 +224,16 @@ def test_S2_6_what_is_registered_twice_or_overlaps_is_refused_and_nothing_change
     engine.close()
 
 
+def test_a_tensor_of_a_bucket_that_was_replaced_cannot_be_marked() -> None:
+    engine = Engine(RealWorld())
+    before, after = bucket_of("before"), bucket_of("after")
+    engine.register_ordered_buckets([before])
+    engine.register_ordered_buckets([after])
+    with pytest.raises(ValueError, match="'before0' is in no registered bucket"):
+        mark(before)
+    engine.close()
+
+
 def test_a_tensor_of_a_closed_engine_cannot_be_marked() -> None:
     engine = Engine(RealWorld())
     bucket = bucket_of("a")

@@ -573,6 +573,21 @@ def test_a_forgotten_model_and_its_optimizer_are_collected() -> None:
 # The optimizer alone.
 
 
+def test_a_step_returns_what_its_closure_does() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = QAdamOptimizer([parameter], warmup_steps=2)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = parameter.square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 2.0
+    assert optimizer.step() is None
+    assert QAdamOptimizer([torch.nn.Parameter(torch.ones(2))], lr=0.0, warmup_steps=2).step(lambda: 7.0) == 7.0
+
+
 def test_a_copy_or_pickle_of_the_optimizer_keeps_its_phase() -> None:
     module, optimizer = make(warmup_steps=2)
     train(module, optimizer, 0, range(1))
