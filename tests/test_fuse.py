@@ -251,6 +251,20 @@ def test_a_step_without_change_plans_nothing_and_allocates_no_storage(monkeypatc
     assert storages.peak - storages.start <= 8  # a number that an operation takes
 
 
+def test_state_into_which_nobody_looks_is_not_looked_through_again() -> None:
+    ps = parameters()
+    fused = fuse_optimizer(adam(ps))
+    for step in range(4):
+        give(step, ps)
+        fused.fuse_step()
+    assert fused.state.is_watched
+    fused.state[ps[0]]["exp_avg"].mul_(2)
+    assert not fused.state.is_watched
+    give(4, ps)
+    fused.fuse_step()
+    assert fused.state.is_watched
+
+
 def test_a_value_that_is_in_a_graph_cannot_be_used_after_a_fused_step() -> None:
     ps, fused, _, _ = twins(sgd)
     losses = [p.square().sum() for p in ps]

@@ -184,8 +184,8 @@ class Plan:
                 return False
         try:
             for read, states, pointers, sizes in self._columns:
-                tensors = list(map(read, states))
-                if list(map(data_ptr, tensors)) != pointers or not _lie_as_planned(tensors, sizes):
+                # No list of these may live on: `held_elsewhere` would count it.
+                if list(map(data_ptr, map(read, states))) != pointers or not _lie_as_planned(list(map(read, states)), sizes):
                     return False
             if not all(run.pull() for run in self.runs):
                 return False
