@@ -150,12 +150,13 @@ def test_without_a_known_optimizer_an_algorithm_that_needs_forwards_raises_at_th
     simulate(2, rank)
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("average", [True, False])
-def test_a_penaltys_own_backward_before_the_main_one_is_reduced_with_it(average: bool) -> None:
+def test_a_penaltys_own_backward_before_the_main_one_is_reduced_with_it(average: bool, set_to_none: bool) -> None:
     def rank(r: int) -> torch.Tensor:
         module, optimizer = wrapped(average=average)
         for step in range(3):
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none)
             (0.01 * sum(p.square().sum() for p in module.parameters())).backward()
             module(batch(r, step)).square().mean().backward()
             optimizer.step()
