@@ -333,6 +333,14 @@ def test_sharded_modules_are_refused_by_name() -> None:
         assert "FullyShardedDataParallel" in fsdp1
 
 
+def test_a_scripted_module_is_refused_before_anything_is_sent() -> None:
+    def rank(r: int) -> None:
+        with pytest.raises(NotImplementedError, match="takes no hooks"):
+            torch.jit.script(nn.Sequential(nn.Linear(4, 2))).with_bagua([], GradientAllReduceAlgorithm())
+
+    simulate(2, rank)
+
+
 def test_a_lazy_module_is_refused_until_it_was_called() -> None:
     def rank(r: int) -> None:
         module = nn.Sequential(nn.LazyLinear(3))

@@ -79,6 +79,17 @@ def test_importing_leaves_modules_that_are_not_wrapped_alone() -> None:
     assert b"bagua" not in saved.getvalue()
 
 
+def test_exporting_a_wrapped_module_is_no_step() -> None:
+    bagua_ref.init_process_group()
+    try:
+        module = Net().with_bagua([], Algorithm.init("gradient_allreduce"))
+        x = torch.ones(1, 4)
+        assert torch.equal(torch.export.export(module, (x,)).module()(x), module.eval()(x))
+        assert module.bagua_train_step_counter == 0
+    finally:
+        bagua_ref.destroy_process_group()
+
+
 def _after(wrap: Callable[[nn.Module], nn.Module], module: nn.Module, how: dict[str, Any]) -> nn.Module:
     return torch.compile(wrap(module), **how)
 

@@ -172,7 +172,8 @@ class WrappedModule(NotCopied):
         self._post_step_hook = algorithm.init_post_optimizer_step_hook(self)
 
     def _begin_forward(self, module: torch.nn.Module, input: Any) -> None:
-        if not module.training or _inside_backward():  # checkpointing computes forwards anew
+        # Checkpointing computes forwards anew; torch.export calls one with stand-ins for the parameters.
+        if not module.training or _inside_backward() or torch.compiler.is_compiling():
             return
         self._parameters.check()
         self._synchronizing = not self.skipping

@@ -94,6 +94,10 @@ def context_of(module: torch.nn.Module) -> WrappedModule | None:
 def _check(
     module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], algorithm: Algorithm, timeout: float
 ) -> list[torch.optim.Optimizer]:
+    if isinstance(module, torch.jit.ScriptModule):
+        raise NotImplementedError(
+            f"{type(module).__name__} takes no hooks; wrap the module that torch.jit.script was given instead"
+        )
     if not isinstance(algorithm, Algorithm):
         raise TypeError(f"algorithm={algorithm!r} must be an Algorithm, e.g. Algorithm.init('gradient_allreduce')")
     if not isinstance(optimizers, (list, tuple)) or not all(isinstance(o, torch.optim.Optimizer) for o in optimizers):
