@@ -132,12 +132,10 @@ class Plan:
             pointers = list(map(data_ptr, itertools.chain(self.parameters, grads)))
         except (TypeError, RuntimeError):  # a gradient is None, or not dense
             return False
-        moved = pointers != self._pointers
-        # Vectors that have not moved are looked at no further: it would cost a tenth of a step to find one that repeats an element.
-        row_major = all(map(is_contiguous, grads if moved else map(get_grad, self._matrices)))
+        row_major = all(map(is_contiguous, grads))
         if not row_major and any(map(_is_expanded, grads)):
             return False
-        if moved:
+        if pointers != self._pointers:
             count = len(self.parameters)
             if pointers[:count] != self._pointers[:count]:
                 return False
