@@ -212,7 +212,7 @@ def groups(lab: Lab, draw: Draw) -> None:
     options = [draw(_options(name)) for _ in sizes]
     late = draw(st.booleans()) and takes_later_parameters(getattr(torch.optim, name))
     known = slice(0, -1 if late else None)
-    twins.fuse(name, sizes[known], options[known])
+    twins.fuse(name, sizes[known], options[known], draw(st.sampled_from(["", ", do_flatten=False"])))
     for turn in range(3):
         if late and turn == 1:
             start = sum(sizes[:-1])
