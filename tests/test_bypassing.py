@@ -198,6 +198,35 @@ def test_local_gradients_on_purpose_and_torch_autograd_grad_stay_legal() -> None
     simulate(2, rank)
 
 
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "decentralized"])
+def test_S5_a_backward_under_no_sync_of_a_forward_outside_of_it_is_synchronized(algorithm: str) -> None:
+    def rank(r: int) -> torch.Tensor:
+        module, optimizer = wrapped(algorithm)
+        if algorithm == "decentralized":
+            with torch.no_grad():
+                module.head.bias.fill_(r)
+        loss = module(batch(r)).square().mean()
+        with module.no_sync():
+            loss.backward()
+        if algorithm == "gradient_allreduce":
+            optimizer.step()
+        return weights(module)
+
+    first, second = simulate(2, rank)
+    assert torch.equal(first, second)
+
+
+def test_without_a_known_optimizer_no_sync_keeps_gradients_local_too() -> None:
+    def rank(r: int) -> torch.Tensor:
+        module = DistributedDataParallel(Net())
+        with module.no_sync():
+            module.module.training_step(batch(r)).backward()
+        return module.module.head.weight.grad.clone()
+
+    first, second = simulate(2, rank)
+    assert not torch.equal(first, second)
+
+
 def test_one_forward_may_have_several_backwards_and_optimizers() -> None:
     def rank(r: int) -> torch.Tensor:
         module = Net()

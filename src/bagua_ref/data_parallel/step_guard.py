@@ -1,4 +1,4 @@
-"""Refuses optimizer steps on gradients that bypassed communication."""
+"""Guard against optimizer steps on gradients that bypassed communication."""
 
 from __future__ import annotations
 

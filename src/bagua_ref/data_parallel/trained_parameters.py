@@ -1,4 +1,4 @@
-"""Which parameters of a module take part in training, and whether they still do (S2.1)."""
+"""The parameters of a module that take part in training, and a check that they still do (S2.1)."""
 
 from __future__ import annotations
 

@@ -213,7 +213,8 @@ class WrappedModule(NotCopied):
     def _begin_backward(self, name: str, parameter: Any) -> bool:
         """Return whether the backward that has just begun to deliver gradients is synchronized."""
         bypassed = self._why_bypassed()
-        if bypassed is None and self._synchronizing and not self.skipping:
+        # What counts is whether the forward was entered under no_sync (S5); the backward itself counts only where there was none.
+        if bypassed is None and self._synchronizing and (self._guard.expects_backward or not self.skipping):
             self._in_backward = True
             self._bagua_backend.begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._graph_task_ended)
