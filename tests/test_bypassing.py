@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.launch import launch, outcomes
+from tests.launch import launch
 from torch import nn
 
 import bagua_ref
@@ -109,16 +109,29 @@ def test_a_step_on_gradients_of_eval_mode_raises_unless_they_were_dropped() -> N
     simulate(2, rank)
 
 
-def _bypass_over_gloo() -> None:
-    module, optimizer = wrapped()
-    module.training_step(batch(bagua_ref.get_rank())).backward()
-    optimizer.step()
+def _bypass_over_gloo() -> dict[str, str]:
+    said = {}
+    for algorithm in ALGORITHMS:
+        module, optimizer = wrapped(algorithm)
+        module(batch(bagua_ref.get_rank())).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        module.training_step(batch(bagua_ref.get_rank())).backward()
+        with pytest.raises(RuntimeError) as caught:
+            optimizer.step()
+        said[algorithm] = str(caught.value)
+        optimizer.zero_grad()
+        module(batch(bagua_ref.get_rank())).sum().backward()
+        optimizer.step()
+        if algorithm == "async":
+            module.bagua_algorithm.abort(module)
+    return said
 
 
-def test_every_real_rank_raises() -> None:
-    for ended in outcomes(_bypass_over_gloo, 2):
-        assert isinstance(ended.error, RuntimeError)
-        assert "gradients of this rank alone" in str(ended.error)
+def test_every_real_rank_raises_and_goes_on_with_every_algorithm() -> None:
+    for said in launch(_bypass_over_gloo, 2):
+        assert list(said) == list(ALGORITHMS)
+        assert all("gradients of this rank alone" in message for message in said.values())
 
 
 def test_without_a_known_optimizer_gradients_are_synchronized_as_they_come() -> None:
