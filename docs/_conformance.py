@@ -1,49 +1,60 @@
-"""Write the tables of docs/conformance.md: ``python docs/_conformance.py``. A test says when that is due.
+"""Write the tables of docs/conformance/: ``python docs/_conformance.py``. A test says when that is due.
 
-What is covered comes from the table of checks; what killed the mutants from the JSON that ``python tests/meta/mutants.py --json
-docs/_mutants.json`` wrote.
+A page for each suite lists its checks; clauses.md says which checks each clause of the specification has.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from bagua_ref.conformance.checks import all_checks
-from bagua_ref.conformance.clauses import CLAUSES
+from bagua_ref.conformance.checks import Check, all_checks
+from bagua_ref.conformance.clauses import CLAUSES, SUITES
 
-PAGE = Path(__file__).with_name("conformance.md")
-KILLS = Path(__file__).with_name("_mutants.json")
+FOLDER = Path(__file__).with_name("conformance")
+BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
 
 
-def coverage() -> str:
+def clause_link(clause: str) -> str:
+    return f"[{clause}](../spec.md#{clause.lower().replace('.', '-')})"
+
+
+def checks_table(suite: str) -> str:
+    """Return a row for each check of a suite."""
+    lines = ["| check | clause | what must hold |", "|---|---|---|"]
+    for check in all_checks().values():
+        if check.suite == suite:
+            lines.append(f"| `{check.id}` | {clause_link(check.clause)} | {check.sentence} |")
+    return "\n".join(lines)
+
+
+def clauses_table() -> str:
+    """Return a row for each clause, with the names of its checks."""
+
+    def names(clause: str) -> str:
+        found: dict[str, list[Check]] = {}
+        for check in all_checks().values():
+            if check.clause == clause:
+                found.setdefault(check.suite, []).append(check)
+        each = [
+            f"[{suite}]({suite}.md#checks): {', '.join(c.id.split('.')[-1] for c in checks)}" for suite, checks in found.items()
+        ]
+        return "<br>".join(each) or "not covered"
+
     lines = ["| clause | about | checks |", "|---|---|---|"]
-    for clause, about in CLAUSES.items():
-        rows = [check for check in all_checks().values() if check.clause == clause]
-        checks = "<br>".join(f"`{check.id}`: {check.sentence}" for check in rows)
-        lines.append(f"| {clause} | {about} | {checks or 'not covered'} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"| {clause_link(clause)} | {about} | {names(clause)} |" for clause, about in CLAUSES.items())])
 
 
-def kills() -> str:
-    lines = ["| suite | mutant | clause | killed by | inputs needed | seconds |", "|---|---|---|---|---|---|"]
-    for kill in json.loads(KILLS.read_text()):
-        by = f"`{kill['by']}`" if kill["by"] else "**lives**"
-        lines.append(
-            f"| {kill['suite']} | {kill['mutant']} | {kill['clause']} | {by} | {kill['examples']} | {kill['seconds']:.1f} |"
-        )
-    return "\n".join(lines)
-
-
-def page() -> str:
-    """Return the whole page with the tables as they are now."""
-    text = PAGE.read_text()
-    for name, table in (("coverage", coverage()), ("mutants", kills())):
-        begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
-        before, _, rest = text.partition(begin)
-        text = f"{before}{begin}\n{table}\n\n{end}{rest.partition(end)[2]}"
-    return text
+def pages() -> dict[Path, str]:
+    """Return every page with its table as it is now."""
+    tables = {suite: checks_table(suite) for suite in SUITES} | {"clauses": clauses_table()}
+    found = {}
+    for name, table in tables.items():
+        path = FOLDER / f"{name}.md"
+        before, _, rest = path.read_text().partition(BEGIN)
+        found[path] = f"{before}{BEGIN}\n{table}\n\n{END}{rest.partition(END)[2]}"
+    return found
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    for path, text in pages().items():
+        path.write_text(text)

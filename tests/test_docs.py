@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -41,6 +43,21 @@ def test_the_python_of_a_page_runs_and_prints_what_it_says(page: Path) -> None:
 
 def test_a_page_of_the_guide_has_python() -> None:
     assert sum(len(blocks(page)) for page in PAGES) >= 20
+
+
+def load(name: str) -> ModuleType:
+    """Return a script of docs/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_tables_of_checks_are_current() -> None:
+    for path, text in load("_conformance").pages().items():
+        assert path.read_text() == text, "run: python docs/_conformance.py"
 
 
 def registered() -> set[str]:
