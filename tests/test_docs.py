@@ -50,7 +50,7 @@ def load(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 
@@ -58,6 +58,49 @@ def load(name: str) -> ModuleType:
 def test_the_tables_of_checks_are_current() -> None:
     for path, text in load("_conformance").pages().items():
         assert path.read_text() == text, "run: python docs/_conformance.py"
+
+
+SECTIONS = ["Formula", "Message pattern", "Bytes sent", "Memory", "When to use it", "Example", "Options"]
+TRAFFIC = [
+    ("gradient_allreduce", {}),
+    ("bytegrad", {"hierarchical": False}),
+    ("decentralized", {"hierarchical": False}),
+    ("decentralized", {"hierarchical": False, "peer_selection_mode": "shift_one"}),
+    ("low_precision_decentralized", {"hierarchical": False}),
+    ("qadam", {"hierarchical": False}),
+    ("async", {"sync_interval_ms": 30}),
+]
+
+
+@pytest.mark.parametrize("name", sorted({name for name, _ in TRAFFIC}))
+def test_every_algorithm_has_the_same_sections_and_a_picture_of_its_messages(name: str) -> None:
+    page = (ROOT / f"docs/algorithms/{name}.md").read_text()
+    assert re.findall(r"^## (.*)$", page, re.MULTILINE)[: len(SECTIONS)] == SECTIONS
+    assert f"](../images/pattern-{name}" in page.split("## Message pattern")[1].split("\n## ")[0]
+
+
+@pytest.mark.parametrize(("name", "options"), TRAFFIC, ids=[f"{name}-{len(options)}" for name, options in TRAFFIC])
+def test_a_page_says_how_much_is_sent(name: str, options: dict[str, Any]) -> None:
+    patterns = load("_patterns")
+    seconds = {"seconds": (0.04,) * patterns.RANKS} if name == "async" else {}  # its rounds take time to come
+    recording = patterns.record(name, **seconds, **options)
+    sent = patterns.bytes_per_step(name, patterns.PARAMETERS, patterns.RANKS, **options)
+    for rank in range(patterns.RANKS):
+        if name == "async":
+            rounds = len(recording.messages) / 2  # a round is an all-reduce, recorded as its two halves
+            assert rounds > 0
+            assert recording.sent(rank, 0) == rounds * sent
+        else:
+            assert recording.sent(rank, 1) == sent  # after the warm-up of qadam
+    megabytes = f"{patterns.bytes_per_step(name, patterns.RESNET50, patterns.RANKS, **options) / 1e6:.1f} MB"
+    assert f"**{megabytes}**" in (ROOT / f"docs/algorithms/{name}.md").read_text()
+    rows = re.findall(rf"^\| \[`{name}`\].*$", (ROOT / "docs/algorithms/index.md").read_text(), re.MULTILINE)
+    assert any(f"| {megabytes}" in row for row in rows)
+
+
+def test_the_pictures_of_messages_are_current() -> None:
+    for path, svg in load("_patterns").pictures().items():
+        assert path.read_text() == svg, "run: python docs/_patterns.py"
 
 
 def registered() -> set[str]:
