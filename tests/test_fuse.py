@@ -257,12 +257,12 @@ def test_state_into_which_nobody_looks_is_not_looked_through_again() -> None:
     for step in range(4):
         give(step, ps)
         fused.fuse_step()
-    assert fused.state.is_watched
+    assert fused.state.untouched
     fused.state[ps[0]]["exp_avg"].mul_(2)
-    assert not fused.state.is_watched
+    assert not fused.state.untouched
     give(4, ps)
     fused.fuse_step()
-    assert fused.state.is_watched
+    assert fused.state.untouched
 
 
 def test_a_value_that_is_in_a_graph_cannot_be_used_after_a_fused_step() -> None:

@@ -102,7 +102,6 @@ class Fuser(NotCopied):
         for group, planned in zip(optimizer.param_groups, plan.groups, strict=True):
             self._groups.append((group, group["params"]))
             group["params"] = planned.stepped
-        plan.state.unwatch()
         for run in plan.runs:
             if run.state is not None:
                 plan.state[run.weight] = run.state

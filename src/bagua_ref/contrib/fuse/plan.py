@@ -12,7 +12,7 @@ import torch
 from bagua_ref.contrib.fuse.grouping import find_runs, long_run
 from bagua_ref.contrib.fuse.layout import PLAIN_TYPES, find_overlapping, is_plain
 from bagua_ref.contrib.fuse.run import NUMBERS, Run, registration_of
-from bagua_ref.contrib.fuse.state import held_elsewhere, take_over
+from bagua_ref.contrib.fuse.state import held_elsewhere, observe
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,8 +60,7 @@ class Plan:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, allow_inexact: bool) -> None:
-        self.state = take_over(optimizer)
-        self.state.unwatch()
+        self.state = observe(optimizer)
         self.groups: list[PlannedGroup] = []
         self._idle: list[Tensor] = []
         """Parameters without gradient: once they get one, the plan is out of date."""
@@ -95,10 +94,11 @@ class Plan:
         self.num_fused_groups = sum(bool(planned.runs) for planned in self.groups)
         self.parameters = [parameter for run in self.runs for parameter in run.parameters]
         """All that are in runs, in order."""
-        self._pointers = list(map(data_ptr, self.parameters))
-        """Of all weights in runs, then of their gradients as they were last seen."""
+        self._places = [(p, p.data_ptr(), p.numel()) for p in self.parameters]
+        self._grad_pointers: list[int] = []
+        """Where the gradients were when they were last looked at."""
         self._matrices = [parameter for parameter in self.parameters if parameter.ndim > 1]
-        self._sizes, self._shapes = list(map(numel, self.parameters)), list(map(get_shape, self.parameters))
+        self._shapes = list(map(get_shape, self.parameters))
         # As many numbers in as many bytes: only these can be taken for another dtype, the others are floats that need gradients.
         self._convertible = [p for p in self.parameters if p.dtype in SHORT or not p.requires_grad]
         self._dtypes = list(map(get_dtype, self._convertible))
@@ -123,23 +123,24 @@ class Plan:
     def take_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
         """Give each run its flat gradient; return False, having changed nothing of the optimizer's, if the plan is out of date.
 
-        This is what a step costs beside the update itself, so nothing here works in Python on single parameters.
+        Together with the two methods that it calls first, this is most of what a step costs beyond the update itself.
         """
         if not (self._groups_are_current(optimizer) and self._state_is_current(optimizer)):
             return False
+        pointers, row_major = [], True
         try:
-            grads = list(map(get_grad, self.parameters))
-            pointers = list(map(data_ptr, itertools.chain(self.parameters, grads)))
-        except (TypeError, RuntimeError):  # a gradient is None, or not dense
+            for parameter, pointer, size in self._places:
+                grad: Any = parameter.grad
+                if parameter.data_ptr() != pointer or parameter.numel() != size:
+                    return False
+                pointers.append(grad.data_ptr())
+                row_major = row_major and grad.is_contiguous()
+        except (AttributeError, RuntimeError):  # a gradient is None, or not dense
             return False
-        row_major = all(map(is_contiguous, grads))
-        if not row_major and any(map(_is_expanded, grads)):
+        if not row_major and any(map(_is_expanded, map(get_grad, self.parameters))):
             return False
-        if pointers != self._pointers:
-            count = len(self.parameters)
-            if pointers[:count] != self._pointers[:count]:
-                return False
-            self._pointers, start = pointers, count
+        if pointers != self._grad_pointers:
+            self._grad_pointers, start = pointers, 0
             for run in self.runs:
                 run.find_gradients(pointers[start : start + len(run.parameters)])
                 start += len(run.parameters)
@@ -168,7 +169,6 @@ class Plan:
             return False
         return (
             all(map(is_contiguous, self._matrices))
-            and list(map(numel, self.parameters)) == self._sizes
             and list(map(get_dtype, self._convertible)) == self._dtypes
             and list(map(data_ptr, self._single)) == self._single_pointers
         )
@@ -177,7 +177,7 @@ class Plan:
         """Return whether the state is what it was. If nobody has looked into it, it must be."""
         if optimizer.state is not self.state or len(self.state) != len(self._states):
             return False
-        if self.state.is_watched:
+        if self.state.untouched:
             return True
         if not all(map(operator.is_, self.state.values(), self._states)):
             return False
@@ -201,8 +201,7 @@ class Plan:
         """Go on after a step that has left all state in place, but may have made some for parameters in no run."""
         if len(self.state) != len(self._states):
             self._expect_state()
-        if self._can_watch:
-            self.state.watch()
+        self.state.untouched = self._can_watch
 
 
 def options(group: dict[str, Any]) -> tuple[Any, ...]:

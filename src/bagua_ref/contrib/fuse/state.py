@@ -1,4 +1,4 @@
-"""An optimizer's state that tells whether anyone has looked into it since, as then what a plan knows of it may be old (S6)."""
+"""Optimizer state that records whether anyone has looked into it, as then a plan may be out of date (S6)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["State", "held_elsewhere", "take_over"]
+__all__ = ["ObservedState", "held_elsewhere", "observe"]
 
 
-class State(defaultdict[Any, Any]):
-    """The ``state`` of a fused optimizer: a defaultdict like any other. Copies and pickles are plain ones."""
+class ObservedState(defaultdict[Any, Any]):
+    """The ``state`` of a fused optimizer: a defaultdict that records whether it has been looked into. Copies are plain ones."""
+
+    untouched = False
+    """Whether nobody has looked into it since this was set to True."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return defaultdict, (self.default_factory,), None, None, iter(list(dict.items(self)))
@@ -26,33 +29,12 @@ class State(defaultdict[Any, Any]):
 
     copy = __copy__
 
-    def watch(self) -> None:
-        """Notice the next look into it."""
-        self.__class__ = _WatchedState
 
-    def unwatch(self) -> None:
-        """Be as quick as any defaultdict."""
-        self.__class__ = State
+def _recorded(name: str) -> Any:
+    method = getattr(ObservedState, name)
 
-    @property
-    def is_watched(self) -> bool:
-        """Whether nobody has looked into it since `watch`."""
-        return False
-
-
-class _WatchedState(State):
-    """State into which nobody has looked. The first look makes it `State` again, so that only that one takes longer."""
-
-    @property
-    def is_watched(self) -> bool:
-        return True
-
-
-def _noticed(name: str) -> Any:
-    method = getattr(State, name)
-
-    def look(self: State, *args: Any, **kwargs: Any) -> Any:
-        self.unwatch()
+    def look(self: ObservedState, *args: Any, **kwargs: Any) -> Any:
+        self.untouched = False
         return method(self, *args, **kwargs)
 
     return look
@@ -62,14 +44,14 @@ for _name in (
     "__copy__", "__delitem__", "__getitem__", "__ior__", "__iter__", "__or__", "__reversed__", "__ror__", "__setitem__", "clear",
     "copy", "get", "items", "keys", "pop", "popitem", "setdefault", "update", "values",
 ):  # fmt: skip
-    setattr(_WatchedState, _name, _noticed(_name))
+    setattr(ObservedState, _name, _recorded(_name))
 
 
-def take_over(optimizer: torch.optim.Optimizer) -> State:
-    """Return the optimizer's state, having made it a `State`."""
-    if not isinstance(optimizer.state, State):
+def observe(optimizer: torch.optim.Optimizer) -> ObservedState:
+    """Return the optimizer's state, after making it an `ObservedState`."""
+    if not isinstance(optimizer.state, ObservedState):
         factory = getattr(optimizer.state, "default_factory", dict)
-        optimizer.state = State(factory, optimizer.state)
+        optimizer.state = ObservedState(factory, optimizer.state)
     return optimizer.state
 
 
@@ -78,12 +60,12 @@ def held_elsewhere(
     holders: int,
     columns: Iterable[tuple[Callable[[Any], Any], Sequence[dict[Any, Any]]]],
 ) -> bool:
-    """Return whether someone holds a parameter's state or a tensor in it, and so can change it without a look into `State`.
+    """Return whether someone else refers to a parameter's state or a tensor in it, and so can change it unobserved.
 
     Args:
-        states: of parameters, in parts.
-        holders: how many lists and dicts of ours hold each of them.
-        columns: what reads a tensor from a state, and the states that have it.
+        states: the states of parameters, in parts.
+        holders: how many lists and dicts of ours refer to each of them.
+        columns: functions that read a tensor from a state, each with the states that have it.
     """
     one: dict[Any, Any] = {}
     ours = [[one] for _ in range(holders)]
