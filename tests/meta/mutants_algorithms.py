@@ -3,9 +3,18 @@
 
 from __future__ import annotations
 
-BASE, BYTES, FULL, DEC, QADAM, MOMENTUM, ASYNC = (
+BASE, BYTES, FULL, DEC, QADAM, OPTIMIZER, MOMENTUM, ASYNC = (
     f"algorithms/{name}.py"
-    for name in ("base", "bytegrad", "gradient_allreduce", "decentralized", "q_adam", "momentum", "async_model_average")
+    for name in (
+        "base",
+        "bytegrad",
+        "gradient_allreduce",
+        "decentralized",
+        "q_adam",
+        "q_adam_optimizer",
+        "momentum",
+        "async_model_average",
+    )
 )
 STATE, BUCKETS, WRAPPED = (f"data_parallel/{name}.py" for name in ("state_broadcast", "bucketing", "wrapped_module"))
 FLAT, READY, ROUND, RINGOP = (
@@ -57,14 +66,14 @@ ALGORITHMS: list[tuple[str, str, str, str, str]] = [
     ("replicas are made anew after every step", "S5.4", RINGOP, "        W.copy_(x)\n", "        W.copy_(x); L.copy_(x); R.copy_(x)\n"),
     ("the warm-up is one step longer", "S5.5", QADAM, "return self.optimizer_step_id >= self.warmup_steps", "return self.optimizer_step_id > self.warmup_steps"),
     ("compression begins one step early", "S5.5", QADAM, "return self.optimizer_step_id >= self.warmup_steps", "return self.optimizer_step_id >= self.warmup_steps - 1"),
-    ("moments are renewed at the last step of the warm-up, too", "S5.5", QADAM, "            if s < self.warmup_steps:\n", "            if s <= self.warmup_steps:\n"),
+    ("moments are renewed at the last step of the warm-up, too", "S5.5", OPTIMIZER, "            if s < self.warmup_steps:\n", "            if s <= self.warmup_steps:\n"),
     ("momenta lose bits in warm-up already", "S5.5", QADAM, "bucket.append_centralized_synchronous_op(hierarchical=False, average=True, group=self.process_group)", "bucket.append_centralized_synchronous_op(False, True, True, \"MinMaxUInt8\", self.process_group)"),
-    ("eps is added before the correction", "S5.5", QADAM, DIVIDED, "v.sqrt().add_(group[\"eps\"]) / correction"),
-    ("eps is under the root", "S5.5", QADAM, DIVIDED, "(v + group[\"eps\"]).sqrt() / correction"),
-    ("m is not corrected for its start", "S5.5", QADAM, "float(group[\"lr\"]) / (1 - beta1**s)", "float(group[\"lr\"])"),
-    ("v is corrected as of the end of the warm-up", "S5.5", QADAM, "(1 - beta2**s) ** 0.5", "(1 - beta2 ** group[\"warmup_steps\"]) ** 0.5"),
-    ("v goes on", "S5.5", QADAM, "        v = state[\"exp_avg_sq\"]\n", "        v = state[\"exp_avg_sq\"]\n        v.mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)\n"),
-    ("weight decay goes on", "S5.5", QADAM, "        state[\"step\"] += 1\n", "        state[\"step\"] += 1\n        parameter.mul_(1 - group[\"lr\"] * group[\"weight_decay\"])\n"),
+    ("eps is added before the correction", "S5.5", OPTIMIZER, DIVIDED, "v.sqrt().add_(group[\"eps\"]) / correction"),
+    ("eps is under the root", "S5.5", OPTIMIZER, DIVIDED, "(v + group[\"eps\"]).sqrt() / correction"),
+    ("m is not corrected for its start", "S5.5", OPTIMIZER, "float(group[\"lr\"]) / (1 - beta1**s)", "float(group[\"lr\"])"),
+    ("v is corrected as of the end of the warm-up", "S5.5", OPTIMIZER, "(1 - beta2**s) ** 0.5", "(1 - beta2 ** group[\"warmup_steps\"]) ** 0.5"),
+    ("v goes on", "S5.5", OPTIMIZER, "        v = state[\"exp_avg_sq\"]\n", "        v = state[\"exp_avg_sq\"]\n        v.mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)\n"),
+    ("weight decay goes on", "S5.5", OPTIMIZER, "        state[\"step\"] += 1\n", "        state[\"step\"] += 1\n        parameter.mul_(1 - group[\"lr\"] * group[\"weight_decay\"])\n"),
     ("beta1 is group 0's", "S5.5", MOMENTUM, "beta1[parameter])", "self._optimizer.param_groups[0][\"betas\"][0])"),
     ("what is left of momenta is added twice", "S5.5", MOMENTUM, "            self._kernels.update_momentum_(flat, gradient, beta1[parameter])\n", "            self._kernels.update_momentum_(flat, gradient, beta1[parameter])\n            self._kernels.update_momentum_(flat, gradient, beta1[parameter])\n"),
     ("the averaged warm-up is one step longer", "S5.6", ASYNC, "if self._warming_up and self.step >= self.warmup_steps:", "if self._warming_up and self.step > self.warmup_steps:"),

@@ -1,4 +1,4 @@
-"""What QAdam does to a bucket of momenta around the exchange: bring the gradient in, and see to overflows (S5.5)."""
+"""A QAdam bucket of momenta: the gradient enters before the exchange, and overflows are undone (S5.5)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from bagua_ref.tensor import BaguaTensor
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from bagua_ref.algorithms.q_adam import QAdamOptimizer
+    from bagua_ref.algorithms.q_adam_optimizer import QAdamOptimizer
     from bagua_ref.bucket import BaguaBucket
 
 __all__ = ["MomentumBucket"]
 
 
 class MomentumBucket:
-    """What a bucket of momenta does before and after S3.2.
+    """Updates a bucket of momenta before the exchange of S3.2, and handles overflows after it.
 
     When a GradScaler skips a step because of an overflow, the momenta that were made for it must go, too. A bucket keeps what
     they were while its operations run; longer if they overflow, or, as another bucket's may, if there is a GradScaler.

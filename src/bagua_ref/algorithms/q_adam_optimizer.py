@@ -1,0 +1,204 @@
+"""The optimizer of QAdam: Adam whose second moment freezes after a warm-up (S5.5)."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.optim.adam import adam
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from bagua_ref.tensor import Registration
+
+__all__ = ["QAdamOptimizer"]
+
+
+class QAdamOptimizer(torch.optim.Optimizer):
+    """Adam in warm-up; then ``p <- p - lr/(1-beta1^s) * m / (sqrt(v)/sqrt(1-beta2^s) + eps)`` with v frozen (S5.5).
+
+    s counts the steps of this optimizer from 1. While s < warmup_steps, weights and state are those of
+    ``torch.optim.Adam(foreach=False)``, bit for bit. At s = warmup_steps the moments stay as they are; from then on
+    `QAdamAlgorithm` renews m, between the ranks, during backward. Parameters without gradient are skipped. Options are each
+    parameter's own group's. The step counter is saved with the groups, so a checkpoint continues in its phase.
+
+    Args:
+        params: parameters or groups of them, as in torch.
+        lr: learning rate.
+        warmup_steps: the last step with exact gradients, at least 1.
+        betas: decay of m and v.
+        eps: added to the denominator.
+        weight_decay: times the weight is added to the gradient while s < warmup_steps.
+
+    Raises:
+        ValueError: an option is out of range, or a group has a warmup_steps of its own.
+        TypeError: warmup_steps is no int; a parameter is complex.
+
+    >>> model = torch.nn.Linear(4, 2)
+    >>> optimizer = QAdamOptimizer(model.parameters(), lr=1e-3, warmup_steps=10)
+    >>> model(torch.ones(1, 4)).sum().backward()
+    >>> optimizer.step(); optimizer.step_id
+    1
+
+    Source: Tang et al., "1-bit Adam", ICML 2021 (arXiv:2102.02888); QAdam in Gan et al., "BAGUA", VLDB 2022 (arXiv:2107.01499).
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        warmup_steps: int = 100,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        if not isinstance(warmup_steps, int) or isinstance(warmup_steps, bool):
+            raise TypeError(f"warmup_steps={warmup_steps!r} must be an int")
+        if warmup_steps < 1:
+            raise ValueError(f"warmup_steps={warmup_steps} must be at least 1: v is learned before it freezes")
+        if warmup_steps == 1:
+            warnings.warn(
+                "warmup_steps=1 freezes v = 0, so that every step divides m by eps alone; give Adam some steps to learn v",
+                stacklevel=2,
+            )
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**options, "warmup_steps": warmup_steps, "step_id": 0})
+
+    # Both are kept in every group, as the groups are what torch saves, copies and broadcasts.
+
+    @property
+    def step_id(self) -> int:
+        """The number of steps taken."""
+        return cast("int", self.param_groups[0]["step_id"])
+
+    @step_id.setter
+    def step_id(self, value: int) -> None:
+        for group in self.param_groups:
+            group["step_id"] = value
+
+    @property
+    def warmup_steps(self) -> int:
+        """The last step with exact gradients."""
+        return cast("int", self.param_groups[0]["warmup_steps"])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as in torch; the phase is the same for all groups."""
+        phase = {name: (self.param_groups or [self.defaults])[0][name] for name in ("warmup_steps", "step_id")}
+        if param_group.get("warmup_steps", phase["warmup_steps"]) != phase["warmup_steps"]:
+            raise ValueError(f"warmup_steps={param_group['warmup_steps']} of a group must be that of all: {phase['warmup_steps']}")
+        _check_options({**self.defaults, **param_group})
+        super().add_param_group({**param_group, **phase})
+        for parameter in self.param_groups[-1]["params"]:
+            if parameter.is_complex():
+                raise TypeError(f"a parameter is {parameter.dtype}; QAdam takes real numbers")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore, also what torch.optim.Adam saved: it lacks the phase."""
+        super().__setstate__(state)
+        taken = max((int(entry["step"]) for entry in self.state.values() if "step" in entry), default=0)
+        for group in self.param_groups:
+            group.setdefault("warmup_steps", self.defaults["warmup_steps"])
+            group.setdefault("step_id", taken)
+
+    def ensure_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Return the state of ``parameter``, with zero moments if it has none: ``exp_avg`` is m, ``exp_avg_sq`` is v.
+
+        ``step`` counts this parameter's own steps, as torch.optim.Adam's does: in warm-up that is what biases are corrected by.
+        """
+        state: dict[str, Tensor] = self.state[parameter]
+        if "step" not in state:
+            state["step"] = torch.tensor(0.0, dtype=torch.float32)
+        for name in ("exp_avg", "exp_avg_sq"):
+            if name not in state:
+                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        return state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step; return what ``closure``, which computes gradients anew, returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self.state and self._makes_state_only():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    self.ensure_state(parameter)
+            return loss
+        s = self.step_id + 1
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            states = [self.ensure_state(p) for p in parameters]
+            if s < self.warmup_steps:
+                _adam_step(group, parameters, states)
+            else:
+                _frozen_step(group, parameters, states, s)
+                if s > self.warmup_steps and not all(map(_is_communicated, parameters, states)):
+                    warnings.warn(
+                        f"step {s} is past warmup_steps={self.warmup_steps}, but no QAdamAlgorithm renews the momentum of some "
+                        "parameters, which stays as it is; wrap their module with_bagua([optimizer], QAdamAlgorithm(optimizer))",
+                        stacklevel=2,
+                    )
+        self.step_id = s
+        return loss
+
+    def _makes_state_only(self) -> bool:
+        """Return whether this is the step with lr=0 and zero gradients by which torch.distributed.checkpoint has state made."""
+        return all(
+            group["lr"] == 0 and not any(p.grad is not None and p.grad.any() for p in group["params"])
+            for group in self.param_groups
+        )
+
+
+def _adam_step(group: dict[str, Any], parameters: list[Tensor], states: list[dict[str, Tensor]]) -> None:
+    """Step as the installed torch.optim.Adam(foreach=False)."""
+    beta1, beta2 = group["betas"]
+    adam(
+        parameters,
+        [cast("Tensor", p.grad) for p in parameters],
+        [state["exp_avg"] for state in states],
+        [state["exp_avg_sq"] for state in states],
+        [],
+        [state["step"] for state in states],
+        foreach=False,
+        fused=False,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+
+
+def _frozen_step(group: dict[str, Any], parameters: list[Tensor], states: list[dict[str, Tensor]], s: int) -> None:
+    """Step along m, leaving the moments as they are."""
+    beta1, beta2 = group["betas"]
+    step_size = float(group["lr"]) / (1 - beta1**s)
+    correction = (1 - beta2**s) ** 0.5
+    for parameter, state in zip(parameters, states, strict=True):
+        state["step"] += 1
+        v = state["exp_avg_sq"]
+        if v.dtype is torch.float16:
+            v = v.float()  # where eps = 1e-8 is no zero: 0/0 would make a NaN of a weight without gradient
+        parameter.addcdiv_(state["exp_avg"], (v.sqrt() / correction).add_(group["eps"]), value=-step_size)
+
+
+def _is_communicated(parameter: Tensor, state: dict[str, Tensor]) -> bool:
+    """Return whether ``parameter`` is in a bucket of momenta."""
+    known: Registration | None = getattr(parameter, "_bagua_registration", None)
+    return known is not None and known.sink is not None and known.effective(parameter) is state["exp_avg"]
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    for name in ("lr", "eps", "weight_decay"):
+        if not options[name] >= 0:
+            raise ValueError(f"{name}={options[name]!r} must be at least 0")
+    betas = options["betas"]
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas={betas!r} must be two numbers, at least 0 and below 1")
