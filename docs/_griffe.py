@@ -1,4 +1,7 @@
-"""A griffe extension: examples in docstrings become code blocks (Markdown would read ``>>>`` as nested quotations)."""
+"""A griffe extension: examples in docstrings become code blocks, and internals have no place on the API's pages.
+
+Markdown would read ``>>>`` as nested quotations.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,44 @@ import griffe
 
 _EXAMPLE = re.compile(r"^([ ]*)>>> .*(?:\n[ ]*\S.*)*", re.MULTILINE)
 
+INTERNAL = re.compile(
+    "|".join(
+        rf"bagua_ref\.{name}"
+        for name in (
+            # What one algorithm overrides is described in the base class.
+            r"algorithms\.(?!base)\w+\.(?!Async)\w+Impl",
+            r"algorithms\.(?!base)\w+\.\w+\.reify",
+            r"algorithms\.async_model_average\.(State|AsyncModelAverageAlgorithmImpl\.(?!abort$|resume$)\w+)",
+            r"algorithms\.\w+\.QAdamOptimizer\.(ensure_state|__setstate__)",
+            r"communication\.BaguaProcessGroup\.(for_background|sibling|side_stream)",
+            r"communicators\.base\.NonMember",
+            r"bucket\.BaguaBucket\.(running|kernels|stream|take_in|settle|copy_from_flat)",
+            r"tensor\.(?!BaguaTensor)\w+",
+            r"runtime\.(RealWorld|use_world|World\.(default_group|transport|observers|engines))",
+            r"launch_environment\.Identity\.from_environment",
+            r"contrib\.utils\.redis_store\.checked_capacity",
+            r"conformance\.trace\.\w+\.Recorder\.(begin|end|forget|describe_own)",
+            r"conformance\.vectors\.\w+\.(Case|all_cases)",
+            # Methods that only say what to use instead; docs/porting.md lists them.
+            r"data_parallel\.distributed\.\w+\.(scatter|to_kwargs|gather|join|register_comm_hook)",
+        )
+    )
+)
 
-class Examples(griffe.Extension):
-    """Fence every example that stands outside an ``Examples:`` section."""
+
+class Extension(griffe.Extension):
+    """Fence examples that stand outside an ``Examples:`` section, and hide what users do not call."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring and "\nExamples:\n" not in obj.docstring.value:
             obj.docstring.value = _EXAMPLE.sub(r"\1```pycon\n\g<0>\n\1```", obj.docstring.value)
+
+    def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
+        self._prune(pkg)
+
+    def _prune(self, owner: griffe.Module | griffe.Class) -> None:
+        for name, member in list(owner.members.items()):
+            if INTERNAL.fullmatch(member.target_path if isinstance(member, griffe.Alias) else member.path):
+                del owner.members[name]
+            elif isinstance(member, griffe.Module | griffe.Class):
+                self._prune(member)

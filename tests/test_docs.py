@@ -160,6 +160,16 @@ def test_the_api_pages_leave_out_what_only_the_package_itself_imports(site: dict
     assert not [module for module in modules if module.startswith(("bagua_ref.scheduling", "bagua_ref.cli"))]
 
 
+def test_the_api_pages_leave_out_what_users_do_not_call() -> None:
+    griffe = pytest.importorskip("griffe")
+    extensions = griffe.load_extensions(str(ROOT / "docs" / "_griffe.py"))
+    package = griffe.load("bagua_ref", search_paths=[ROOT / "src"], extensions=extensions)
+    assert {"AlgorithmImpl", "Algorithm"} <= package["algorithms.base"].members.keys()
+    assert package["algorithms.bytegrad"].members.keys() & {"ByteGradAlgorithm", "ByteGradAlgorithmImpl"} == {"ByteGradAlgorithm"}
+    assert "join" not in package["data_parallel.distributed.DistributedDataParallel"].members
+    assert "all_cases" not in package["conformance.vectors"].members
+
+
 def test_the_front_page_says_how_to_install_and_train() -> None:
     page = (ROOT / "docs/index.md").read_text()
     assert "```console\npip install .\n```" in page
