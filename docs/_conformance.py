@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bagua_ref.conformance.checks import Check, all_checks
+from bagua_ref.conformance.suites.checks import Check, all_checks
 from bagua_ref.conformance.clauses import CLAUSES, SUITES
 
 FOLDER = Path(__file__).with_name("conformance")

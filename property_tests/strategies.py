@@ -9,7 +9,7 @@ import torch
 from _pytest.mark import ParameterSet
 
 from bagua_ref.backends import available_backends, register_backend
-from bagua_ref.conformance.strategies import adversarial, name_of
+from bagua_ref.conformance.inputs.strategies import adversarial, name_of
 
 __all__ = ["COMPRESSIBLE", "FLOATS", "adversarial", "every_backend", "name_of"]
 

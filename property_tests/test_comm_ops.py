@@ -12,8 +12,8 @@ from property_tests.strategies import COMPRESSIBLE, FLOATS, adversarial, every_b
 
 import bagua_ref
 from bagua_ref.bucket import BaguaBucket
+from bagua_ref.conformance import EXACT, SUM, assert_equal
 from bagua_ref.conformance.expected import comm_ops_scalar
-from bagua_ref.conformance.tolerances import EXACT, SUM, assert_equal
 from bagua_ref.simulation import SimulatedWorld
 
 

@@ -16,8 +16,8 @@ import bagua_ref
 from bagua_ref.algorithms import DecentralizedAlgorithm, LowPrecisionDecentralizedAlgorithm
 from bagua_ref.bucket import BaguaBucket
 from bagua_ref.comm_ops import shift_one_peer
+from bagua_ref.conformance import EXACT, SUM, assert_equal
 from bagua_ref.conformance.expected import decentralized_numpy as oracle
-from bagua_ref.conformance.tolerances import EXACT, SUM, assert_equal
 from bagua_ref.simulation import SimulatedWorld
 
 LR = 1.0  # torch rounds lr * gradient in float16 in some loops and not in others; this product is exact

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bagua_ref.conformance.twins import takes_later_parameters
+from bagua_ref.conformance.lab.twins import takes_later_parameters
 from bagua_ref.contrib.fuse.optimizer import fuse_optimizer
 from bagua_ref.contrib.fuse.verify import ELEMENTWISE
 

@@ -7,7 +7,7 @@ import os
 import pytest
 from property_tests.strategies import every_backend
 
-from bagua_ref.conformance.suites import KernelSuite
+from bagua_ref.conformance.run.pytest_suites import KernelSuite
 
 
 @every_backend

@@ -13,8 +13,8 @@ from torch import nn
 
 import bagua_ref
 from bagua_ref.algorithms.q_adam import QAdamAlgorithm, QAdamOptimizer
+from bagua_ref.conformance import EXACT, assert_equal
 from bagua_ref.conformance.expected.qadam_numpy import QAdam
-from bagua_ref.conformance.tolerances import EXACT, assert_equal
 from bagua_ref.simulation import SimulatedWorld
 
 STEPS = 10

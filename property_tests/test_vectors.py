@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from property_tests.strategies import COMPRESSIBLE, adversarial
 
-from bagua_ref.conformance.tolerances import EXACT, assert_equal
+from bagua_ref.conformance import EXACT, assert_equal
 from bagua_ref.conformance.vectors.case import canonical
 from bagua_ref.conformance.vectors.independent import solve
 from bagua_ref.conformance.vectors.safetensors_file import DamagedFileError, read_safetensors, write_safetensors

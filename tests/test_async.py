@@ -21,7 +21,7 @@ import bagua_ref
 from bagua_ref.algorithms import AsyncModelAverageAlgorithm, GradientAllReduceAlgorithm
 from bagua_ref.algorithms.async_model_average import TRANSITIONS, State
 from bagua_ref.bucket import BaguaBucket
-from bagua_ref.conformance.tolerances import SUM, assert_equal
+from bagua_ref.conformance import SUM, assert_equal
 from bagua_ref.errors import CommunicationError
 from bagua_ref.runtime import current_world
 from bagua_ref.simulation import SimulatedWorld

@@ -15,7 +15,7 @@ import bagua_ref.backends as registry
 from bagua_ref.backends import KernelBackend, available_backends, get_backend, register_backend, use_backend
 from bagua_ref.backends.reference import ReferenceBackend, blocks
 from bagua_ref.backends.reference.blocks import BLOCK
-from bagua_ref.conformance.tolerances import EXACT, SUM, ULP, assert_equal
+from bagua_ref.conformance import EXACT, SUM, ULP, assert_equal
 from bagua_ref.errors import BackendUnavailableError
 
 kernels = get_backend("reference")

@@ -14,9 +14,9 @@ import torch
 
 from bagua_ref.backends import get_backend, payload_bytes
 from bagua_ref.backends.reference.blocks import BLOCK
+from bagua_ref.conformance import EXACT, assert_equal
 from bagua_ref.conformance.expected import codec_scalar
 from bagua_ref.conformance.expected.rounding import float32_of_bits
-from bagua_ref.conformance.tolerances import EXACT, assert_equal
 
 COMPRESSIBLE = (torch.float16, torch.bfloat16, torch.float32)
 kernels = get_backend("reference")

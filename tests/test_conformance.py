@@ -17,10 +17,10 @@ from tests.meta.mutants import MUTANTS
 from bagua_ref.backends.reference import ReferenceBackend
 from bagua_ref.cli import main
 from bagua_ref.conformance import Report, Result, run_conformance
-from bagua_ref.conformance.canary import Canary
-from bagua_ref.conformance.checks import all_checks
 from bagua_ref.conformance.clauses import CLAUSES
-from bagua_ref.conformance.runner import check_ids
+from bagua_ref.conformance.lab.canary import Canary
+from bagua_ref.conformance.run.runner import check_ids
+from bagua_ref.conformance.suites.checks import all_checks
 
 ROOT = Path(__file__).parents[1]
 ADD = "kernels.S1.add"
@@ -328,7 +328,7 @@ def pytest_in(folder, *arguments):
 
 SUITE = """
 import pytest
-from bagua_ref.conformance.suites import KernelSuite
+from bagua_ref.conformance.run.pytest_suites import KernelSuite
 
 class TestMine(KernelSuite):
     xfail = {xfail!r}
@@ -356,7 +356,7 @@ def test_a_suite_to_subclass(tmp_path, target, xfail, code, words):
 
 
 def test_the_plugin_needs_no_test_file(tmp_path):
-    plugin = ["-p", "bagua_ref.conformance.pytest_plugin"]
+    plugin = ["-p", "bagua_ref.conformance.run.pytest_plugin"]
     found, output = pytest_in(tmp_path, *plugin, "--bagua-backend=tests.hostile_backends:Raises", "-k", "S1.add[float16]")
     assert found == 1
     assert "out of cheese" in output

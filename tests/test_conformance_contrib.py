@@ -18,7 +18,7 @@ from tests.cache_servers import eventually, processes
 
 from bagua_ref import contrib
 from bagua_ref.conformance import run_conformance
-from bagua_ref.conformance.reference_target import ReferenceTarget
+from bagua_ref.conformance.targets.reference_target import ReferenceTarget
 
 ROOT = Path(__file__).parents[1]
 
@@ -268,6 +268,6 @@ def test_a_target_without_the_part_is_skipped_with_a_reason(target):
 def test_the_command_names_the_package_s_own_target(capsys):
     from bagua_ref.cli import main
 
-    name = "bagua_ref.conformance.reference_target:ReferenceTarget"
+    name = "bagua_ref.conformance.targets.reference_target:ReferenceTarget"
     assert main(["verify", "--backend", name, "--check", "fused_optimizer.S6.count", "--check", "cache.S8.2.none"]) == 0
     assert f"PASSED: {name}" in capsys.readouterr().out

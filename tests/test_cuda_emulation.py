@@ -11,7 +11,7 @@ from tests.cuda_emulation.backend import EmulatedBackend, Emulator
 
 from bagua_ref.backends import get_backend
 from bagua_ref.backends.cuda.launch import Launch
-from bagua_ref.conformance.tolerances import EXACT, assert_equal
+from bagua_ref.conformance import EXACT, assert_equal
 
 if build.compiler() is None:
     pytest.skip("there is no g++", allow_module_level=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import bagua_ref
 from bagua_ref.algorithms import Algorithm
 from bagua_ref.backends import available_backends, get_backend, payload_bytes
-from bagua_ref.conformance.tolerances import EXACT, assert_equal
+from bagua_ref.conformance import EXACT, assert_equal
 from bagua_ref.simulation import SimulatedWorld
 
 pytestmark = pytest.mark.gpu

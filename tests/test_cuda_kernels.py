@@ -19,7 +19,7 @@ from torch import Tensor
 from bagua_ref.backends import get_backend, payload_bytes
 from bagua_ref.backends.cuda import movement, plan
 from bagua_ref.backends.cuda.launch import BLOCK, Card, Launch
-from bagua_ref.conformance.tolerances import EXACT, assert_equal
+from bagua_ref.conformance import EXACT, assert_equal
 
 if build.compiler() is None:
     pytest.skip("there is no g++", allow_module_level=True)

@@ -16,7 +16,7 @@ from torch import nn
 
 import bagua_ref
 from bagua_ref.algorithms import Algorithm, AsyncModelAverageAlgorithm, ByteGradAlgorithm, GradientAllReduceAlgorithm
-from bagua_ref.conformance.tolerances import EXACT, SUM, assert_equal
+from bagua_ref.conformance import EXACT, SUM, assert_equal
 from bagua_ref.data_parallel import DistributedDataParallel, distributed
 from bagua_ref.errors import CommunicationError, NotInitializedError
 from bagua_ref.simulation import SimulatedWorld

@@ -18,7 +18,7 @@ from bagua_ref.algorithms import Algorithm, DecentralizedAlgorithm, GradientAllR
 from bagua_ref.backends.base import payload_bytes
 from bagua_ref.bucket import BaguaBucket
 from bagua_ref.comm_ops import shift_one_peer
-from bagua_ref.conformance.tolerances import EXACT, SUM, assert_equal
+from bagua_ref.conformance import EXACT, SUM, assert_equal
 from bagua_ref.simulation import SimulatedWorld
 
 

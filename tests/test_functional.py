@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.launch import launch
 
 import bagua_ref
-from bagua_ref.conformance.tolerances import EXACT, assert_equal
+from bagua_ref.conformance import EXACT, assert_equal
 from bagua_ref.data_parallel.functional import ReduceOp, all_reduce, torch_reduce_op_to_bagua
 from bagua_ref.errors import NotInitializedError
 from bagua_ref.simulation import SimulatedWorld

@@ -14,7 +14,7 @@ from torch import nn
 import bagua_ref
 from bagua_ref.algorithms import ByteGradAlgorithm, GradientAllReduceAlgorithm
 from bagua_ref.bucket import BaguaBucket
-from bagua_ref.conformance.tolerances import EXACT, SUM, assert_equal
+from bagua_ref.conformance import EXACT, SUM, assert_equal
 from bagua_ref.errors import CommunicationError
 from bagua_ref.simulation import SimulatedWorld
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src"
 LIMIT_S = 0.15
+ORACLE = "bagua_ref.conformance"
 
 PROBE = """
 import json, logging, os, sys, threading
@@ -70,6 +71,22 @@ def test_import_brings_no_optional_package() -> None:
     loaded = {name.split(".")[0] for name in probe("import bagua_ref")["loaded"]}
     assert "bagua_ref" in loaded
     assert not loaded & OPTIONAL
+
+
+def test_the_oracle_brings_no_optional_package() -> None:
+    loaded = probe("import bagua_ref.conformance")["loaded"]
+    assert not {name.split(".")[0] for name in loaded} & {*OPTIONAL, "pytest"}
+    assert not [name for name in loaded if name.startswith(f"{ORACLE}.suites.") and name != f"{ORACLE}.suites.checks"]
+
+
+def test_a_run_of_one_suite_imports_only_what_that_suite_needs() -> None:
+    loaded = probe("from bagua_ref.conformance import run_conformance; run_conformance('reference', ['kernels'], checks=['S7.2'])")[
+        "loaded"
+    ]
+    suites = {name for name in loaded if name.startswith(f"{ORACLE}.suites.")}
+    assert suites == {f"{ORACLE}.suites.checks", f"{ORACLE}.suites.kernels"}
+    assert not {name.split(".")[0] for name in loaded} & (OPTIONAL - {"hypothesis"})
+    assert not [name for name in loaded if name.startswith((f"{ORACLE}.vectors", f"{ORACLE}.trace", "bagua_ref.contrib"))]
 
 
 def test_the_probe_sees_what_it_looks_for() -> None:

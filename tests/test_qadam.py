@@ -16,7 +16,7 @@ from torch import nn
 
 import bagua_ref
 from bagua_ref.algorithms import Algorithm, GradientAllReduceAlgorithm, QAdamAlgorithm, QAdamOptimizer
-from bagua_ref.conformance.tolerances import EXACT, assert_equal
+from bagua_ref.conformance import EXACT, assert_equal
 from bagua_ref.simulation import SimulatedWorld
 
 WARMUP = 4

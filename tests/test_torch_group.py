@@ -14,8 +14,8 @@ import torch.distributed as dist
 from bagua_ref.cli import main
 from bagua_ref.communicators.simulated import SimulatedCommunicator
 from bagua_ref.conformance import run_conformance
-from bagua_ref.conformance.torch_group import TorchGroup, gloo
-from bagua_ref.conformance.world import RankWorld, run_world
+from bagua_ref.conformance.targets.torch_group import TorchGroup, gloo
+from bagua_ref.conformance.targets.world import RankWorld, run_world
 from bagua_ref.types import ReduceOp
 
 ROOT = Path(__file__).parents[1]
@@ -165,6 +165,12 @@ def test_real_threads_bring_what_their_ranks_return_and_raise_what_one_raises():
 
 
 def test_the_command_judges_a_torch_group(capsys):
-    command = ["verify", "--communicator", "bagua_ref.conformance.torch_group:gloo", "--check", "collectives.S3.9.broadcast"]
+    command = [
+        "verify",
+        "--communicator",
+        "bagua_ref.conformance.targets.torch_group:gloo",
+        "--check",
+        "collectives.S3.9.broadcast",
+    ]
     assert main(command) == 0
     assert "1 passed" in capsys.readouterr().out

@@ -20,7 +20,7 @@ from tests.oracle_c import OPERATIONS, VECTORS
 from bagua_ref.algorithms.q_adam import QAdamOptimizer
 from bagua_ref.backends.base import COMPRESSIBLE, FLOATS
 from bagua_ref.cli import main
-from bagua_ref.conformance.tolerances import EXACT, ULP, assert_equal
+from bagua_ref.conformance import EXACT, ULP, assert_equal
 from bagua_ref.conformance.vectors import VECTORS_VERSION, VectorsError, check_outputs, export_vectors, read_manifest
 from bagua_ref.conformance.vectors.case import canonical, name_of
 from bagua_ref.conformance.vectors.check import tolerance_named

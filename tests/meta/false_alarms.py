@@ -65,7 +65,7 @@ def run(backend: str, profile: str, seed: int, jobs: int) -> dict[str, Any]:
     from tests.cuda_emulation.backend import EmulatedBackend
 
     from bagua_ref.conformance import run_conformance
-    from bagua_ref.conformance.reference_target import ReferenceTarget
+    from bagua_ref.conformance.targets.reference_target import ReferenceTarget
 
     target = ReferenceTarget()
     if backend == "cuda-emulated":

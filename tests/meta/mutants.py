@@ -89,7 +89,7 @@ def _try_in_child(mutant: Mutant, seed: int, outbox: Any) -> None:
     module = "bagua_ref." + mutant.file.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
     sys.meta_path.insert(0, _Patched(module, str(SOURCE / "bagua_ref" / mutant.file), mutant.source()))
     from bagua_ref.conformance import run_conformance
-    from bagua_ref.conformance.reference_target import ReferenceTarget
+    from bagua_ref.conformance.targets.reference_target import ReferenceTarget
 
     report = run_conformance(
         ReferenceTarget(), [mutant.suite], checks=[mutant.clause], seed=seed, fail_fast=True, shrink=False, jobs=1, time_limit=10

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from bagua_ref.conformance import run_conformance
-from bagua_ref.conformance.checks import all_checks
-from bagua_ref.conformance.reference_target import ReferenceTarget
+from bagua_ref.conformance.suites.checks import all_checks
+from bagua_ref.conformance.targets.reference_target import ReferenceTarget
 
 ROOT = Path(__file__).parents[2]
 MUTANTS = ROOT / "tests" / "meta" / "mutants.py"

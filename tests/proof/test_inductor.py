@@ -7,7 +7,7 @@ from tests.launch import launch
 from tests.test_torch_compile import _after, _before, _train
 
 import bagua_ref
-from bagua_ref.conformance.tolerances import SUM, assert_equal
+from bagua_ref.conformance import SUM, assert_equal
 
 
 def _train_compiled() -> None:

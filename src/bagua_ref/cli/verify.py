@@ -13,7 +13,7 @@ from bagua_ref.errors import BaguaError
 if TYPE_CHECKING:
     import argparse
 
-    from bagua_ref.conformance.report import Result
+    from bagua_ref.conformance.run.report import Result
 
 __all__ = ["verify"]
 
@@ -24,10 +24,10 @@ def verify(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
     Raises:
         CommandError: the target cannot be imported or made, or Hypothesis is missing.
     """
-    from bagua_ref.conformance.checks import all_checks
-    from bagua_ref.conformance.runner import check_ids, run_conformance
-    from bagua_ref.conformance.target import assemble
-    from bagua_ref.conformance.xfails import read_xfails
+    from bagua_ref.conformance.run.runner import check_ids, run_conformance
+    from bagua_ref.conformance.run.xfails import read_xfails
+    from bagua_ref.conformance.suites.checks import all_checks
+    from bagua_ref.conformance.targets.target import assemble
 
     sys.path.insert(0, os.getcwd())  # pkg.mod:Class is most often in the folder one works in
     try:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-__all__ = ["CLAUSES", "SPEC_VERSION", "SUITES"]
+__all__ = ["CLAUSES", "SPEC_VERSION", "SUITES", "VECTORS_VERSION"]
 
 SPEC_VERSION = "1.0"
 """Of the clauses that the checks cite; every report carries it."""
+
+VECTORS_VERSION = "1"
+"""Of the cases of golden vectors and their format: what ``vectors/v1`` holds."""
 
 SUITES = ("kernels", "codec", "collectives", "comm_ops", "algorithms", "samplers", "cache", "fused_optimizer")
 """Each is run against one part of a target."""

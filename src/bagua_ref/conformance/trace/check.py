@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bagua_ref.conformance.tolerances import EXACT, places, where_equal
+from bagua_ref.conformance.expected.tolerances import EXACT, places, where_equal
 from bagua_ref.conformance.trace.files import Record, TraceError, read_trace
 from bagua_ref.conformance.trace.options import merged_options
 from bagua_ref.conformance.trace.recognise import recognise

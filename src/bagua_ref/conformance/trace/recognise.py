@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from bagua_ref.backends import get_backend
-from bagua_ref.conformance.tolerances import EXACT, SUM, where_equal
+from bagua_ref.conformance.expected.tolerances import EXACT, SUM, where_equal
 
 if TYPE_CHECKING:
     from torch import Tensor

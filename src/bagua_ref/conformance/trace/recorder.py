@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bagua_ref import __version__
 from bagua_ref.conformance.clauses import SPEC_VERSION
 from bagua_ref.conformance.trace.files import FORMAT, TRACE_VERSION, Record, Writer
 from bagua_ref.conformance.trace.identity import find_identity
@@ -269,6 +270,4 @@ class Recorder:
 
 
 def _version() -> str:
-    import bagua_ref
-
-    return bagua_ref.__version__
+    return __version__

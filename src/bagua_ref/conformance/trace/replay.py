@@ -11,7 +11,8 @@ import torch
 from bagua_ref.backends import get_backend
 from bagua_ref.backends.base import COMPRESSIBLE, FLOATS
 from bagua_ref.bucket import BaguaBucket
-from bagua_ref.conformance.tolerances import EXACT, SUM, Tolerance
+from bagua_ref.conformance.expected.tolerances import EXACT, SUM, Tolerance
+from bagua_ref.process_group import init_process_group
 from bagua_ref.simulation import SimulatedWorld
 from bagua_ref.tensor import BaguaTensor
 
@@ -231,8 +232,6 @@ class Replay:
         """Return what ``rank(bucket, number)`` returns on each rank, the bucket holding its x."""
 
         def program(comm: Any) -> Tensor:
-            from bagua_ref.process_group import init_process_group
-
             init_process_group()
             return rank(BaguaBucket([_bagua_tensor(xs[comm.rank()], "x")], "0", flatten=True, backend="reference"), comm.rank())
 

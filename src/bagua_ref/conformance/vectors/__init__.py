@@ -1,9 +1,10 @@
 """Golden vectors: cases with inputs and expected outputs as files, so that an implementation in any language can be checked."""
 
+from bagua_ref.conformance.clauses import VECTORS_VERSION
 from bagua_ref.conformance.vectors.case import Case
 from bagua_ref.conformance.vectors.check import Report, Verdict, check_outputs
 from bagua_ref.conformance.vectors.export import all_cases, export_vectors
-from bagua_ref.conformance.vectors.manifest import VECTORS_VERSION, VectorsError, read_manifest
+from bagua_ref.conformance.vectors.manifest import VectorsError, read_manifest
 
 __all__ = [
     "VECTORS_VERSION",

@@ -38,7 +38,7 @@ class Case:
         outputs: what must come out, by name.
         parameters: JSON values.
         flags: some of `FLAGS`.
-        tolerance: the name of a row of `bagua_ref.conformance.tolerances`.
+        tolerance: the name of a row of `bagua_ref.conformance.expected.tolerances`.
         magnitudes: for ``SUM(n)``: per output, the sum or mean of the absolute values that were added.
     """
 

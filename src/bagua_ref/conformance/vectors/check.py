@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from bagua_ref.conformance.tolerances import EXACT, SUM, ULP, Tolerance, assert_equal
+from bagua_ref.conformance.expected.tolerances import EXACT, SUM, ULP, Tolerance, assert_equal
 from bagua_ref.conformance.vectors.case import name_of
 from bagua_ref.conformance.vectors.manifest import VectorsError, read_manifest, read_vectors
 from bagua_ref.conformance.vectors.safetensors_file import DamagedFileError, read_safetensors

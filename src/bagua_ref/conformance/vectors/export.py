@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from bagua_ref.conformance.tolerances import assert_equal
+from bagua_ref.conformance.expected.tolerances import assert_equal
 from bagua_ref.conformance.vectors.check import tolerance_named
 from bagua_ref.conformance.vectors.codec_cases import codec_cases
 from bagua_ref.conformance.vectors.comm_op_cases import comm_op_cases

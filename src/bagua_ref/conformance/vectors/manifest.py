@@ -7,7 +7,7 @@ import json
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from bagua_ref.conformance.clauses import SPEC_VERSION
+from bagua_ref.conformance.clauses import SPEC_VERSION, VECTORS_VERSION
 from bagua_ref.conformance.vectors.case import name_of
 from bagua_ref.conformance.vectors.safetensors_file import DamagedFileError, read_safetensors
 from bagua_ref.extras import install_command
@@ -20,12 +20,9 @@ if TYPE_CHECKING:
     from bagua_ref.conformance.vectors.case import Case
 
 __all__ = [
-    "MANIFEST", "SCHEMA", "VECTORS_VERSION", "VectorsError",
+    "MANIFEST", "SCHEMA", "VectorsError",
     "entry_of", "manifest_text", "read_manifest", "read_vectors", "schema_text", "schema_validator",
 ]  # fmt: skip
-
-VECTORS_VERSION = "1"
-"""Of the cases and their format: what ``vectors/v1`` holds."""
 
 MANIFEST, SCHEMA = "manifest.json", "manifest.schema.json"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import xxhash
 from bagua_ref.comm_ops import shift_one_peer
 from bagua_ref.conformance.vectors.case import Case, case_id, seed_of
 from bagua_ref.conformance.vectors.numbers import Numbers
+from bagua_ref.contrib import LoadBalancingDistributedBatchSampler, LoadBalancingDistributedSampler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,10 +72,6 @@ def _complexities(operation: str, kind: str, name: str, count: int) -> Tensor:
 
 
 def _samplers(complexities: Tensor, settings: dict[str, Any]) -> list[Any]:
-    import warnings
-
-    from bagua_ref.contrib import LoadBalancingDistributedSampler
-
     samplers = []
     for rank in range(settings["num_replicas"]):
         with warnings.catch_warnings():
@@ -109,8 +107,6 @@ def _indices(name: str, kind: str, settings: dict[str, Any]) -> Case:
 
 
 def _batches(name: str, settings: dict[str, Any], drop_last: bool) -> Case:
-    from bagua_ref.contrib import LoadBalancingDistributedBatchSampler
-
     name = f"{name}-{'drop' if drop_last else 'repeat'}"
     complexities = _complexities("sampler_batches", "int64", name, settings["N"])
     costs, limit = complexities.tolist(), 60

@@ -9,6 +9,7 @@ import torch
 from bagua_ref.backends import get_backend
 from bagua_ref.bucket import BaguaBucket
 from bagua_ref.conformance.vectors.case import canonical
+from bagua_ref.process_group import init_process_group
 from bagua_ref.simulation import SimulatedWorld
 
 if TYPE_CHECKING:
@@ -92,8 +93,6 @@ def _on_buckets(nodes: tuple[int, ...], x: Tensor, rank: Callable[[BaguaBucket, 
     """Call ``rank`` with a bucket of each rank's row and the rank's number; return what it returns, by rank."""
 
     def program(comm: Any) -> Any:
-        from bagua_ref.process_group import init_process_group
-
         init_process_group()
         tensor = x[comm.rank()].clone().ensure_bagua_tensor("x")  # type: ignore[attr-defined]
         return rank(BaguaBucket([tensor], "0", flatten=True, backend="reference"), comm.rank())

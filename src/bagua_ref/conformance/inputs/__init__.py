@@ -1,0 +1,1 @@
+"""Inputs of the checks, as Hypothesis strategies and as tables of cases."""

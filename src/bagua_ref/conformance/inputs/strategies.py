@@ -1,0 +1,243 @@
+"""Inputs that break number formats, as Hypothesis strategies.
+
+Short tensors are drawn number by number, as those shrink well. Long ones come from a seed and a kind: thousands of numbers cost
+little then, and a check narrows a failure down to the elements that matter by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+__all__ = [
+    "COMPRESSIBLE",
+    "FLOATS",
+    "KINDS",
+    "Draw",
+    "adversarial",
+    "bulk",
+    "chunked",
+    "dtype_named",
+    "ends_near_half_a_level",
+    "mixed",
+    "name_of",
+    "numbers",
+    "operands",
+    "paired_worlds",
+    "seeds",
+    "tensors",
+    "worlds",
+]
+
+Draw = Callable[[Any], Any]
+"""Takes a Hypothesis strategy and returns a value."""
+
+COMPRESSIBLE = ("float16", "bfloat16", "float32")
+FLOATS = (*COMPRESSIBLE, "float64")
+
+KINDS = ("tame", "ties", "bits", "near", "grid", "halfway", "narrow", "tiny", "huge", "edges", "constant", "zeros")
+"""What `bulk` makes: numbers from -4 to 4; few bits, so that sums end in ties; any bits at all; neighbours; multiples of half a
+level; as close to half a level as the dtype allows; a small range far from zero; below the normal numbers; near the largest;
+edges; all alike; zeros of both signs."""
+
+_WIDTH = {torch.float16: 16, torch.bfloat16: 32, torch.float32: 32, torch.float64: 64}
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Return torch's dtype of that name."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return ``"float32"`` for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _edges(dtype: torch.dtype, finite: bool) -> list[float]:
+    info = torch.finfo(dtype)
+    edges = [0.0, -0.0, 1.0, -1.0, info.max, -info.max, info.tiny, -info.tiny, info.tiny / 4, -info.tiny / 4, 1 + info.eps]
+    return edges if finite else [*edges, float("inf"), float("-inf"), float("nan")]
+
+
+def numbers(dtype: torch.dtype, *, finite: bool = False) -> st.SearchStrategy[float]:
+    """Any number of dtype, edges more often than chance would have them."""
+    limit = torch.finfo(dtype).max
+    width = _WIDTH[dtype]
+    anything = (
+        st.floats(-limit, limit, width=width) if finite else st.floats(width=width, allow_nan=True, allow_infinity=True)  # type: ignore[arg-type]
+    )
+    return st.one_of(st.floats(-4, 4, width=width), st.sampled_from(_edges(dtype, finite)), anything)  # type: ignore[arg-type]
+
+
+def adversarial(dtype: torch.dtype, size: int, *, finite: bool = False) -> st.SearchStrategy[Tensor]:
+    """Tensors of ``size`` elements, number by number: tame, halves, constant, denormal, huge, or anything."""
+    info = torch.finfo(dtype)
+
+    def make(number: st.SearchStrategy[float]) -> st.SearchStrategy[Tensor]:
+        return st.lists(number, min_size=size, max_size=size).map(
+            lambda values: torch.tensor(values, dtype=torch.float64).to(dtype)
+        )
+
+    return st.one_of(
+        make(st.floats(-4, 4)),
+        make(st.integers(-600, 600).map(lambda n: n / 2)),
+        make(st.integers(-8, 8).map(lambda n: n * info.tiny / 16)),
+        make(st.integers(-8, 8).map(lambda n: n / 8 * info.max)),
+        make(numbers(dtype, finite=finite)),
+        numbers(dtype, finite=finite).map(lambda value: torch.full((size,), value, dtype=torch.float64).to(dtype)),
+    )
+
+
+def bulk(dtype: torch.dtype, kind: str, seed: int, size: int, *, finite: bool = False) -> Tensor:
+    """Return ``size`` numbers of a kind, the same ones for the same seed."""
+    info, generator = torch.finfo(dtype), np.random.default_rng([seed, KINDS.index(kind)])
+    digits = round(-np.log2(info.eps)) + 1
+    if kind == "bits":
+        integer = _BITS[torch.empty((), dtype=dtype).element_size()]
+        limits = torch.iinfo(integer)
+        drawn = torch.from_numpy(generator.integers(limits.min, limits.max, size, endpoint=True)).to(integer).view(dtype)
+        return torch.where(drawn.isfinite(), drawn, 1) if finite else drawn
+    powers = generator.integers(-8, 4 if digits == 11 else 9)
+    makers: dict[str, Callable[[], Any]] = {
+        "tame": lambda: generator.uniform(-4, 4, size),
+        "ties": lambda: generator.integers(-(2**digits), 2**digits, size) * 2.0 ** -generator.integers(0, digits + 1, size),
+        "near": lambda: generator.uniform(1, 4) * (1 + info.eps * generator.integers(-32, 33, size)),
+        "grid": lambda: _on_a_grid(generator, size),
+        "halfway": lambda: _halfway(generator, size, dtype),
+        "narrow": lambda: generator.uniform(-2, 2) * 10.0 ** (powers / 3) + generator.uniform(-1, 1, size) * 1e-6,
+        "tiny": lambda: generator.integers(-64, 65, size) * (info.tiny * info.eps * 2.0 ** generator.integers(0, digits)),
+        "huge": lambda: generator.uniform(-1, 1, size) * info.max,
+        "edges": lambda: generator.choice(_edges(dtype, finite), size),
+        "constant": lambda: np.full(size, generator.uniform(-4, 4) * 10.0**powers),
+        "zeros": lambda: generator.choice([0.0, -0.0, -1.0 if seed % 2 else 1.0], size),
+    }
+    return torch.from_numpy(np.asarray(makers[kind](), dtype=np.float64)).to(dtype)
+
+
+def _on_a_grid(generator: np.random.Generator, size: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    """Halves of levels: from low to low + 255 steps, both ends included where there is room."""
+    step = 2.0 ** generator.integers(-3, 4)
+    low = generator.integers(-600, 600) / 2
+    places = generator.integers(0, 511, size) / 2
+    places[: min(size, 2)] = [0, 255][: min(size, 2)]
+    return np.asarray((low + places) * step, dtype=np.float64)
+
+
+def _halfway(generator: np.random.Generator, size: int, dtype: torch.dtype) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    """Between any two ends: numbers x with x*scale as near k + 1/2 as x's bits allow, so that one wrong bit of scale shows."""
+    ends = np.sort(generator.uniform(-4, 4, 2) * 10.0 ** generator.integers(-3, 4))
+    low, high = torch.from_numpy(ends).to(dtype).float().numpy()
+    with np.errstate(all="ignore"):
+        scale = np.float32(255) / ((high - low) + np.float32(1e-7))
+        places = np.rint(np.float64(high) * scale) - generator.integers(1, 255, size) + 0.5
+        values = np.clip((places / scale) * (1 + 2.0**-24 * generator.integers(-2, 3, size)), low, high)
+    values[: min(size, 2)] = ends[: min(size, 2)]
+    return np.asarray(values, dtype=np.float64)
+
+
+_kinds = st.sampled_from(KINDS)
+seeds = st.binary(min_size=4, max_size=4).map(lambda drawn: int.from_bytes(drawn, "big"))
+"""Any number of 32 bits, all alike: as an integer Hypothesis would mostly draw small ones."""
+
+_sizes = st.sampled_from([1, 2, 3, 7, 31, 33, 64, 256, 257, 500, 1024, 1025, 4096])
+
+
+def tensors(dtype: torch.dtype, size: int, *, finite: bool = False) -> st.SearchStrategy[Tensor]:
+    """Tensors of ``size`` elements: short ones also number by number."""
+    long = st.builds(lambda kind, seed: bulk(dtype, kind, seed, size, finite=finite), _kinds, seeds)
+    return long if size > 12 else st.one_of(adversarial(dtype, size, finite=finite), long)
+
+
+def mixed(dtype: torch.dtype, count: int, seed: int, size: int, *, finite: bool = False) -> list[Tensor]:
+    """Return ``count`` tensors in which each element is of its own kind, and often the other's equal, opposite or neighbour.
+
+    The first places hold every pair of edges.
+    """
+    generator = np.random.default_rng([seed, 99])
+    drawn = [bulk(dtype, kind, seed + place, size * count, finite=finite) for place, kind in enumerate(_SINGLE)]
+    of_kinds = [tensor.view(count, size) for tensor in drawn]
+    which = torch.from_numpy(generator.integers(0, len(_SINGLE), (count, size)))
+    found = torch.stack(of_kinds).gather(0, which[None])[0]
+    relation = torch.from_numpy(generator.integers(0, 12, size))
+    neighbour = found[0] * (1 + torch.finfo(dtype).eps)
+    for other in found[1:]:
+        for number, related in enumerate((found[0], -found[0], neighbour, -neighbour)):
+            torch.where(relation == number, related, other, out=other)
+    edges = torch.tensor(_edges(dtype, finite), dtype=torch.float64).to(dtype)
+    places = torch.arange(min(size, len(edges) ** 2))
+    for number, tensor in enumerate(found):
+        tensor[: len(places)] = edges[places // len(edges) ** (number % 2) % len(edges)]
+    return list(found)
+
+
+_SINGLE = ("tame", "ties", "bits", "near", "tiny", "huge", "edges", "zeros")
+
+
+@st.composite
+def operands(draw: st.DrawFn, dtype: torch.dtype, count: int) -> list[Tensor]:
+    """``count`` flat tensors of one size: possibly empty, mostly long."""
+    if draw(st.booleans()):
+        return mixed(dtype, count, draw(seeds), draw(st.sampled_from([500, 1025])))
+    size = draw(st.one_of(st.integers(0, 12), _sizes))
+    return [draw(tensors(dtype, size)) for _ in range(count)]
+
+
+_chunk_sizes = st.one_of(st.integers(0, 12), st.sampled_from([0, 1, 2, 31, 32, 33, 64, 65, 100, 255, 300]))
+"""Also sizes that fill a payload's rows of 32 bytes, and that do not."""
+
+
+@st.composite
+def chunked(draw: st.DrawFn, dtype: torch.dtype, *, finite: bool = False) -> tuple[Tensor, int]:
+    """A flat tensor of equal chunks, each of its own kind, and how many there are: few, many tiny ones, or one or two long ones."""
+    shape = draw(st.sampled_from(["few", "few", "few", "many", "long"]))
+    if shape == "many":
+        num_chunks, size = draw(st.sampled_from([16, 17, 32, 33, 64, 100, 257])), draw(st.integers(1, 3))
+        kind = draw(st.sampled_from([kind for kind in _SINGLE if kind != "bits"]))
+        return bulk(dtype, kind, draw(seeds), num_chunks * size, finite=finite), num_chunks
+    if shape == "long":
+        num_chunks, size = draw(st.integers(1, 2)), draw(st.sampled_from([256, 257, 512, 1000, 1024, 4097]))
+        return torch.cat([bulk(dtype, draw(_kinds), draw(seeds), size, finite=finite) for _ in range(num_chunks)]), num_chunks
+    num_chunks, size = draw(st.one_of(st.integers(1, 5), st.integers(1, 9))), draw(_chunk_sizes)
+    if draw(st.integers(0, 2)) == 2:
+        return torch.cat(mixed(dtype, num_chunks, draw(seeds), size, finite=finite)), num_chunks
+    return torch.cat([draw(tensors(dtype, size, finite=finite)) for _ in range(num_chunks)]), num_chunks
+
+
+@st.composite
+def ends_near_half_a_level(draw: st.DrawFn) -> tuple[float, float]:
+    """A float32 minimum and maximum with max*scale close to k + 1/2: where S4.6's bound is tight.
+
+    ``max * 255 / (max - min) = k + 1/2`` solved for max, then moved by up to four float32 steps either way.
+    """
+    half = draw(st.one_of(st.integers(0, 254), st.integers(255, 2**18))) + 0.5
+    magnitude = draw(st.floats(1, 2, width=32)) * 2.0 ** draw(st.integers(-10, 60))
+    low = -magnitude if half < 255 else magnitude
+    high = torch.tensor(-half * low / (255 - half), dtype=torch.float32)
+    moved = (high.view(torch.int32) + draw(st.integers(-4, 4))).view(torch.float32).item()
+    low = torch.tensor(low, dtype=torch.float32).item()
+    sign = draw(st.sampled_from([1, -1])) if half > 255 else 1
+    low, high_value = sorted((sign * low, sign * moved))
+    return low, high_value
+
+
+@st.composite
+def worlds(draw: st.DrawFn, max_ranks: int = 9) -> tuple[int, ...]:
+    """Ranks per node: 1 to ``max_ranks`` ranks on 1 to 4 uneven nodes."""
+    n = draw(st.integers(1, max_ranks))
+    cuts = sorted(draw(st.sets(st.integers(1, n - 1), max_size=3))) if n > 1 else []
+    return tuple(end - start for start, end in zip([0, *cuts], [*cuts, n], strict=True))
+
+
+@st.composite
+def paired_worlds(draw: st.DrawFn, hierarchical: bool, max_ranks: int = 8) -> tuple[int, ...]:
+    """Worlds in which ranks (hierarchical: leaders) can be paired; perhaps of one rank more."""
+    nodes = draw(worlds(max_ranks))
+    return (*nodes, 1) if (len(nodes) if hierarchical else sum(nodes)) % 2 else nodes

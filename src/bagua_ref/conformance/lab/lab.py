@@ -1,0 +1,208 @@
+"""Where kernels are tried: every call between canaries, written down before, judged after."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from bagua_ref.conformance.expected.tolerances import EXACT, Tolerance, assert_equal
+from bagua_ref.conformance.lab.canary import Canary
+from bagua_ref.conformance.lab.violation import Script, Violation, literal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from bagua_ref.conformance.lab.journal import Journal
+    from bagua_ref.conformance.targets.target import Target
+
+__all__ = ["Call", "Lab", "script_of_call"]
+
+_KEYWORDS = ("target_chunk", "average", "out")
+
+
+@dataclass
+class Call:
+    """A call of a kernel: what went in, what came out.
+
+    Attributes:
+        method: the kernel's name.
+        arguments: by name, as they were before.
+        results: what the written arguments hold now, by name, on the CPU; ``"result"`` is what was returned.
+    """
+
+    method: str
+    arguments: dict[str, Any]
+    results: dict[str, Any]
+
+
+class Lab:
+    """One check's view of a target.
+
+    Args:
+        target: what is judged.
+        dtype: for which the check is run; None: the check has none.
+        journal: notes every call.
+        thorough: whether there is time for large inputs.
+    """
+
+    def __init__(self, target: Target, dtype: str | None, journal: Journal, thorough: bool = False) -> None:
+        self.target, self.journal, self.thorough = target, journal, thorough
+        self.dtype_name = dtype or ""
+        self.dtype: torch.dtype = getattr(torch, dtype) if dtype else torch.float32
+        self.resources = ExitStack()
+        """What the check has started for all of its inputs; closed when it ends."""
+
+    def call(self, method: str, arguments: dict[str, Any], writes: tuple[str, ...] = ()) -> Call:
+        """Call a kernel with copies of the arguments; raise `Violation` unless it leaves everything else as it was.
+
+        Args:
+            method: the kernel's name.
+            arguments: in order; those called target_chunk, average and out are passed by keyword.
+            writes: the arguments, tensors or lists of tensors, that the kernel may write.
+        """
+        canaries: dict[str, list[Canary]] = {}
+        passed: dict[str, Any] = {}
+        for place, (name, value) in enumerate(arguments.items()):
+            if isinstance(value, Tensor):
+                canaries[name] = [Canary(value, 3 * place + value.numel(), self.target.device)]
+                passed[name] = canaries[name][0].tensor
+            elif isinstance(value, list) and all(isinstance(item, Tensor) for item in value):
+                canaries[name] = [Canary(item, place + number, self.target.device) for number, item in enumerate(value)]
+                passed[name] = [canary.tensor for canary in canaries[name]]
+            else:
+                passed[name] = value
+        keywords = {name: passed.pop(name) for name in _KEYWORDS if name in passed}
+        call = Call(method, arguments, {})
+        try:
+            with self.journal.call((method, arguments)):
+                result = getattr(self.target.kernels, method)(*passed.values(), **keywords)
+                for name in writes:
+                    found = [canary.tensor.detach().cpu().clone() for canary in canaries[name]]
+                    call.results[name] = found if isinstance(arguments[name], list) else found[0]
+                self._check_canaries(call, canaries, writes)
+        except Violation:
+            raise
+        except BaseException as error:  # whatever an implementation does, there is a verdict
+            message = f"{method} raised {type(error).__name__}: {error}"
+            raise Violation(message, self.script(call, comment=f"raised {type(error).__name__}: {error}")) from error
+        call.results["result"] = result.detach().cpu() if isinstance(result, Tensor) else result
+        if "out" in keywords and isinstance(result, Tensor):
+            call.results["result is out"] = result is keywords["out"]
+        return call
+
+    def _check_canaries(self, call: Call, canaries: dict[str, list[Canary]], writes: tuple[str, ...]) -> None:
+        for name, group in canaries.items():
+            for number, canary in enumerate(group):
+                shown = name if len(group) == 1 else f"{name}[{number}]"
+                try:
+                    if name in writes:
+                        canary.assert_only_inside_changed(shown)
+                    else:
+                        canary.assert_unchanged(shown)
+                except AssertionError as error:
+                    script = script_of_call(self.target.setup, call.method, call.arguments, canaries=writes)
+                    raise Violation(f"{call.method}: {error}", str(script)) from None
+
+    def compare(
+        self,
+        call: Call,
+        name: str,
+        expected: Tensor,
+        tolerance: Tolerance = EXACT,
+        magnitude: Tensor | None = None,
+    ) -> None:
+        """Raise `Violation` unless what the call left in ``name`` equals ``expected``."""
+        actual = call.results[name]
+        try:
+            if not isinstance(actual, Tensor):
+                raise AssertionError(f"{type(actual).__name__} instead of a tensor")
+            assert_equal(actual, expected, tolerance, magnitude=magnitude)
+        except AssertionError as error:
+            allowed = "" if tolerance is EXACT else f"  # up to {tolerance.name}"
+            line = f"assert_equal({name}, {literal(expected)}, EXACT){allowed}"
+            raise Violation(f"{call.method}: {name}: {error}", self.script(call, line)) from None
+
+    def script(self, call: Call, *lines: str, comment: str = "") -> str:
+        """Return a script that makes the call again and ends with ``lines``."""
+        script = script_of_call(self.target.setup, call.method, call.arguments, comment)
+        if any("assert_equal(" in line for line in lines):
+            script.setup.insert(0, "from bagua_ref.conformance import EXACT, assert_equal")
+        script.body += lines
+        return str(script)
+
+    def elementwise(self, method: str, arguments: dict[str, Any], scalar: Callable[..., float], *more: Any) -> None:
+        """Check a kernel ``first <- scalar(first, others)`` element by element.
+
+        Args:
+            method: the kernel's name.
+            arguments: tensors of one size first, of which the first is written, then numbers.
+            scalar: gives one element from the dtype's name, the tensors' elements and ``more``.
+            more: what scalar takes after the elements; the numbers among the arguments if nothing is given.
+        """
+        names = [name for name, value in arguments.items() if isinstance(value, Tensor)]
+        more = more or tuple(value for value in arguments.values() if not isinstance(value, Tensor))
+        call = self.call(method, arguments, (names[0],))
+        rows = zip(*(arguments[name].tolist() for name in names), strict=True)
+        wanted = torch.tensor([scalar(self.dtype_name, *row, *more) for row in rows], dtype=torch.float64).to(self.dtype)
+        try:
+            self.compare(call, names[0], wanted)
+        except Violation:
+            # One element says it as well, if it alone is wrong too.
+            place = _first_difference(call.results[names[0]], wanted)
+            if place is not None and wanted.numel() > 1:
+                one = {name: value[place : place + 1] if name in names else value for name, value in arguments.items()}
+                self.compare(self.call(method, one, (names[0],)), names[0], wanted[place : place + 1])
+            raise
+
+
+def _first_difference(actual: Any, expected: Tensor) -> int | None:
+    if not isinstance(actual, Tensor) or actual.shape != expected.shape or actual.dtype is not expected.dtype:
+        return None
+    for place in range(expected.numel()):
+        try:
+            assert_equal(actual[place], expected[place], EXACT)
+        except AssertionError:
+            return place
+    return None
+
+
+def script_of_call(
+    setup: list[str], method: str, arguments: dict[str, Any], comment: str = "", canaries: tuple[str, ...] | None = None
+) -> Script:
+    """Return a script that makes a call.
+
+    Args:
+        setup: lines that make ``kernels``.
+        method: the kernel.
+        arguments: by name, in order.
+        comment: stands behind the call.
+        canaries: if given, tensors lie between canaries, and those not named here must stay as they are.
+    """
+    script = Script([*setup, ""])
+    checks: list[str] = []
+    passed: list[str] = []
+    for name, value in arguments.items():
+        is_list = isinstance(value, list) and all(isinstance(item, Tensor) for item in value)
+        if canaries is None or not (isinstance(value, Tensor) or is_list):
+            source = name
+            script.body.append(f"{name} = {literal(value)}")
+        else:
+            rule = "assert_only_inside_changed" if name in canaries else "assert_unchanged"
+            if is_list:
+                script.body.append(f"{name} = [Canary(tensor) for tensor in {literal(value)}]")
+                checks.append(f"for canary in {name}:\n    canary.{rule}('{name}')")
+                source = f"[canary.tensor for canary in {name}]"
+            else:
+                script.body.append(f"{name} = Canary({literal(value)})")
+                checks.append(f"{name}.{rule}('{name}')")
+                source = f"{name}.tensor"
+        passed.append(f"{name}={source}" if name in _KEYWORDS else source)
+    if canaries is not None:
+        script.setup.insert(0, "from bagua_ref.conformance.lab.canary import Canary")
+    script.body.append(f"result = kernels.{method}({', '.join(passed)})" + (f"  # {comment}".splitlines()[0] if comment else ""))
+    script.body += checks
+    return script

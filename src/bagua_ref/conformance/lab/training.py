@@ -1,0 +1,164 @@
+"""Where algorithms are tried: a training in a simulated world, run once, then judged number by number."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from bagua_ref.conformance.expected.tolerances import EXACT, Tolerance, assert_equal
+from bagua_ref.conformance.lab.violation import Script, Violation, literal
+from bagua_ref.conformance.targets.reference_algorithms import ReferenceAlgorithms
+from bagua_ref.conformance.targets.world import RankWorld
+from bagua_ref.simulation import SimulatedWorld
+
+if TYPE_CHECKING:
+    from bagua_ref.conformance.lab.lab import Lab
+
+__all__ = ["Training", "check_form"]
+
+
+def check_form(results: list[Any], weights: list[list[Tensor]], inputs: list[list[Any]]) -> None:
+    """Raise AssertionError unless every rank returned, for each of its inputs, tensors like its weights.
+
+    Args:
+        results: by rank.
+        weights: by rank.
+        inputs: by rank: what there is one result for.
+    """
+    for rank, (found, mine, steps) in enumerate(zip(results, weights, inputs, strict=True)):
+        if not isinstance(found, list | tuple) or len(found) != len(steps):
+            length = f" of {len(found)}" if isinstance(found, list | tuple) else ""
+            raise AssertionError(f"rank {rank} returned a {type(found).__name__}{length}, not a list of {len(steps)}")
+        for step, tensors in enumerate(found):
+            if not isinstance(tensors, list | tuple) or len(tensors) != len(mine):
+                raise AssertionError(f"rank {rank} returned {type(tensors).__name__} as entry {step}, not {len(mine)} tensors")
+            for place, (tensor, weight) in enumerate(zip(tensors, mine, strict=True)):
+                if not isinstance(tensor, Tensor) or (tensor.shape, tensor.dtype) != (weight.shape, weight.dtype):
+                    what = f"{tensor.dtype} of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+                    raise AssertionError(
+                        f"rank {rank} returned {what} as parameter {place} in entry {step}, not {weight.dtype} of shape "
+                        f"{tuple(weight.shape)}"
+                    )
+
+
+class Training:
+    """What a target's ``algorithms`` made of given weights and gradients, and a script that does the same.
+
+    Args:
+        lab: knows the target.
+        method: of `ReferenceAlgorithms`.
+        nodes: how many ranks each node has.
+        weights: by rank, its parameters.
+        inputs: by rank, the gradients by step, or the program.
+        seed: of the interleaving.
+        options: by keyword.
+
+    Attributes:
+        results: by rank, by step, by parameter.
+
+    Raises:
+        Violation: the target raised, or its results have another form.
+    """
+
+    def __init__(
+        self,
+        lab: Lab,
+        method: str,
+        nodes: tuple[int, ...],
+        weights: list[list[Tensor]],
+        inputs: list[list[Any]],
+        seed: int,
+        options: dict[str, Any],
+    ) -> None:
+        own = lab.target.parts.get("algorithms")
+        self._algorithms = ReferenceAlgorithms(lab.target.kernels, lab.target.device) if own is None else own
+        self._nodes, self._weights, self._inputs, self._seed = nodes, weights, inputs, seed
+        self._method, self._options = method, options
+        self.what = f"{method}({', '.join(f'{name}={value}' for name, value in options.items())}) on nodes {nodes}"
+        self._script = self._write(lab, own is None)
+        try:
+            with lab.journal.call((self.what, str(self._script))):
+                self.results = SimulatedWorld(sum(nodes), nodes=nodes, seed=seed).run(self._run)
+        except BaseException as error:  # whatever an implementation does, there is a verdict
+            raise Violation(f"{self.what} raised {type(error).__name__}: {error}", str(self._script)) from error
+        try:
+            check_form(self.results, weights, inputs)
+        except AssertionError as error:
+            raise self._violation(str(error), "check_form(results, weights, inputs)") from None
+
+    def _run(self, comm: Any) -> Any:
+        rank = comm.rank()
+        world = RankWorld(rank, sum(self._nodes), self._nodes, comm)
+        mine = [w.clone() for w in self._weights[rank]]
+        return getattr(self._algorithms, self._method)(world, mine, _copy(self._inputs[rank]), **_copy(self._options))
+
+    def _write(self, lab: Lab, is_reference: bool) -> Script:
+        if is_reference:
+            device = "" if lab.target.device.type == "cpu" else f", {str(lab.target.device)!r}"
+            setup = ["from bagua_ref.conformance.targets.reference_algorithms import ReferenceAlgorithms", *lab.target.setup]
+            setup.append(f"algorithms = ReferenceAlgorithms(kernels{device})")
+        else:
+            setup = [*lab.target.origin, "algorithms = target.algorithms"]
+        setup[:0] = ["from bagua_ref.conformance.targets.world import RankWorld", "from bagua_ref.simulation import SimulatedWorld"]
+        body = [
+            "",
+            f"nodes = {self._nodes!r}",
+            f"weights = {_rows(self._weights)}",
+            f"inputs = {_rows(self._inputs)}",
+            f"options = {literal(self._options)}",
+            "",
+            "",
+            "def program(comm):",
+            f"    world = RankWorld(comm.rank(), {sum(self._nodes)}, nodes, comm)",
+            f"    return algorithms.{self._method}(world, weights[comm.rank()], inputs[comm.rank()], **options)",
+            "",
+            "",
+            f"results = SimulatedWorld({sum(self._nodes)}, nodes=nodes, seed={self._seed}).run(program)",
+        ]
+        return Script(setup, body)
+
+    def _violation(self, message: str, *lines: str) -> Violation:
+        imports = "from bagua_ref.conformance.lab.training import check_form"
+        if any("assert_equal(" in line for line in lines):
+            imports = "from bagua_ref.conformance import EXACT, SUM, assert_equal"
+        script = Script([imports, *self._script.setup], [*self._script.body, *lines])
+        return Violation(f"{self.what}: {message}", str(script))
+
+    def expect(
+        self,
+        rank: int,
+        step: int,
+        place: int,
+        want: Tensor,
+        tolerance: Tolerance = EXACT,
+        magnitude: Tensor | None = None,
+        why: str = "",
+    ) -> None:
+        """Raise `Violation` unless a rank's parameter after a step is ``want``."""
+        where = f"rank {rank}, {why or f'step {step}'}, parameter {place}"
+        self.expect_that(f"results[{rank}][{step}][{place}]", self.results[rank][step][place], want, where, tolerance, magnitude)
+
+    def expect_that(
+        self, source: str, found: Tensor, want: Tensor, where: str, tolerance: Tolerance = EXACT, magnitude: Tensor | None = None
+    ) -> None:
+        """Raise `Violation` unless ``found``, which a script gets by ``source``, is ``want``."""
+        try:
+            assert_equal(found, want, tolerance, magnitude=magnitude)
+        except AssertionError as error:
+            more = "" if magnitude is None else f", magnitude={literal(magnitude)}"
+            line = f"assert_equal({source}, {literal(want)}, {tolerance.name}{more})"
+            raise self._violation(f"{where}: {error}", line) from None
+
+
+def _copy(value: Any) -> Any:
+    """Return a copy of which a target may do what it likes."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {name: _copy(item) for name, item in value.items()}
+    return type(value)(map(_copy, value)) if isinstance(value, list | tuple) else value
+
+
+def _rows(by_rank: list[Any]) -> str:
+    return "[\n" + "".join(f"    {literal(mine)},\n" for mine in by_rank) + "]"

@@ -1,0 +1,85 @@
+"""What a check raises, and how an input is written down: as Python that can be run."""
+
+from __future__ import annotations
+
+import re
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["Script", "Violation", "literal", "written_down"]
+
+
+class Violation(AssertionError):  # noqa: N818 - it is no error of ours
+    """The implementation differs from its clause.
+
+    Attributes:
+        snippet: a script that shows it.
+    """
+
+    def __init__(self, message: str, snippet: str = "") -> None:
+        super().__init__(message)
+        self.snippet = snippet
+
+
+def literal(value: Any) -> str:
+    """Return Python source of a value: numbers, strings, None, tensors, and lists, tuples and dicts of them.
+
+    >>> literal(torch.tensor([1.0, -0.0], dtype=torch.float16))
+    'torch.tensor([1.0, -0.0], dtype=torch.float16)'
+    >>> literal([torch.zeros(2, 1, dtype=torch.uint8), None])
+    '[torch.tensor([0, 0], dtype=torch.uint8).view(2, 1), None]'
+    """
+    if isinstance(value, Tensor):
+        values = value.detach().cpu().reshape(-1).tolist()
+        source = f"torch.tensor({values!r}, dtype={value.dtype})"
+        if value.dim() != 1:
+            source = f"{source}.view({', '.join(map(str, value.shape)) or '()'})"
+        if not value.is_contiguous():
+            return f"torch.empty_strided({tuple(value.shape)}, {value.stride()}, dtype={value.dtype}).copy_({source})"
+        return source
+    if isinstance(value, torch.dtype):
+        return str(value)
+    if isinstance(value, list | tuple):
+        inner = ", ".join(map(literal, value))
+        return f"[{inner}]" if isinstance(value, list) else f"({inner},)" if len(value) == 1 else f"({inner})"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{literal(key)}: {literal(item)}" for key, item in value.items()) + "}"
+    return repr(value)
+
+
+@dataclass
+class Script:
+    """A snippet in the making.
+
+    Attributes:
+        setup: lines that make what is judged.
+        body: lines of the input, the call and the comparison.
+    """
+
+    setup: list[str]
+    body: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        text = "\n".join([*self.setup, *self.body])
+        imports = ["import torch"]
+        names = [name for name in ("inf", "nan") if re.search(rf"[-\[ (]{name}\b", text)]
+        if names:
+            imports.insert(0, f"from math import {', '.join(names)}")
+        return "\n".join([*imports, "", text, ""])
+
+
+@contextmanager
+def written_down(script: str) -> Iterator[None]:
+    """Give a violation the script that shows it."""
+    try:
+        yield
+    except Violation as violation:
+        violation.snippet = script
+        raise

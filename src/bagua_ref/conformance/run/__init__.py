@@ -1,0 +1,1 @@
+"""Running of checks: search, isolation, verdicts, reports, and both ways to run them under pytest."""

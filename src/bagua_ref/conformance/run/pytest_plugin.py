@@ -1,0 +1,59 @@
+"""Every check as a pytest item: ``pytest -p bagua_ref.conformance.run.pytest_plugin --bagua-backend=NAME``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bagua_ref.conformance.clauses import SUITES
+from bagua_ref.conformance.run.pytest_suites import judge
+from bagua_ref.conformance.run.runner import check_ids, row_id
+from bagua_ref.conformance.run.search import Search
+from bagua_ref.conformance.run.xfails import read_xfails
+from bagua_ref.conformance.suites.checks import all_checks, checks_of, variants
+from bagua_ref.conformance.targets.target import assemble
+
+__all__: list[str] = []
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options."""
+    group = parser.getgroup("bagua_ref conformance")
+    group.addoption("--bagua-backend", metavar="NAME|pkg.mod:Class", help="check this kernel backend, or this target")
+    group.addoption("--bagua-communicator", metavar="pkg.mod:factory", help="check these collectives")
+    group.addoption("--bagua-suite", action="append", choices=SUITES, help="only this suite; may be repeated")
+    group.addoption("--bagua-profile", choices=("quick", "full"), default="quick", help="how many inputs are tried")
+    group.addoption("--bagua-seed", type=int, default=0, help="of all inputs")
+    group.addoption("--bagua-xfails", metavar="FILE", help="ids of checks that are known to fail, one a line")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -k and -m select
+def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Append an item for each check and dtype."""
+    backend, communicator = config.getoption("--bagua-backend"), config.getoption("--bagua-communicator")
+    if backend is None and communicator is None:
+        return
+    try:
+        target, path = assemble(backend, communicator), config.getoption("--bagua-xfails")
+        xfail = read_xfails(Path(path), [*all_checks(), *check_ids()]) if path else ()
+    except (ValueError, TypeError, ImportError, AttributeError, RuntimeError, OSError) as error:
+        raise pytest.UsageError(f"--bagua-backend: {type(error).__name__}: {error}") from error
+    how = Search(config.getoption("--bagua-profile"), config.getoption("--bagua-seed"))
+    for check in checks_of(config.getoption("--bagua-suite") or SUITES).values():
+        for dtype in variants(check):
+            run = (target, check, dtype, how, tuple(xfail))
+            items.append(_Item.from_parent(session, name=row_id(check, dtype), run=run))
+
+
+class _Item(pytest.Item):
+    def __init__(self, *, run: tuple[Any, ...], **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._run = run
+
+    def runtest(self) -> None:
+        judge(*self._run)
+
+    def reportinfo(self) -> tuple[Path, None, str]:
+        return Path(__file__), None, self.name

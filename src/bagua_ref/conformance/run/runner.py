@@ -1,0 +1,248 @@
+"""run_conformance: which checks are run on a target, how many at a time, and what becomes of expected failures."""
+
+from __future__ import annotations
+
+import difflib
+import platform
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bagua_ref import __version__
+from bagua_ref.conformance.clauses import CLAUSES, SPEC_VERSION, SUITES, VECTORS_VERSION
+from bagua_ref.conformance.run.isolation import InProcess, OnThread, Task, can_fork
+from bagua_ref.conformance.run.report import Report, Result
+from bagua_ref.conformance.run.search import PROFILES, Outcome, Search
+from bagua_ref.conformance.suites.checks import Check, all_checks, checks_of, reason_to_skip_suite, variants
+from bagua_ref.conformance.targets.target import Target, resolve
+
+__all__ = ["check_ids", "reason_to_skip", "row_id", "run_conformance", "run_one"]
+
+_POLL_SECONDS = 0.005
+_NEEDS = {"kernels": "kernels", "codec": "kernels", "collectives": "communicator", "fused_optimizer": "fuse_optimizer"}
+"""Suite -> the part of a target that it looks at; other suites are called like theirs."""
+
+Progress = Callable[[int, int, Result], None]
+
+
+def run_conformance(
+    target: Any,
+    suites: Sequence[str] | None = None,
+    profile: str = "quick",
+    xfail: Iterable[str] = (),
+    fail_fast: bool = False,
+    *,
+    checks: Sequence[str] | None = None,
+    seed: int = 0,
+    jobs: int | None = None,
+    shrink: bool = True,
+    time_limit: float = 10.0,
+    progress: Progress | None = None,
+) -> Report:
+    """Check an implementation clause by clause; whatever it does, there is a verdict.
+
+    Args:
+        target: a backend's name, ``"pkg.mod:Class"``, a KernelBackend, or an object with any of ``kernels``,
+            ``communicator(world)``, ``comm_ops``, ``algorithms``, ``samplers``, ``cache``, ``fuse_optimizer``, and optionally
+            ``capabilities``, a mapping whose ``"dtypes"`` limit what is tried.
+        suites: names in `SUITES`; None: all. Suites for which the target has nothing are skipped.
+        profile: "quick" or "full": how many inputs are tried.
+        xfail: ids of checks, with or without ``[dtype]``, that are known to fail. One that passes counts as a failure.
+        fail_fast: stop at the first failure; what has not been tried is skipped.
+        checks: only these: ids, with or without ``[dtype]``, or numbers of clauses; None: all of the suites'.
+        seed: of all inputs; the same seed gives the same inputs with the same versions.
+        jobs: how many processes check at a time; None: as many as there are cores, up to 4; 0: threads of this process, one
+            check at a time, which is also what happens where processes cannot be forked (CUDA).
+        shrink: make counterexamples small.
+        time_limit: seconds that a single call may take.
+        progress: called with how many results there are, how many there will be, and the newest.
+
+    Raises:
+        ValueError: an unknown backend, suite, profile or xfail id.
+        TypeError: a target without any part to check.
+        ImportError: Hypothesis is not installed.
+        BackendUnavailableError: the backend cannot run here.
+
+    >>> report = run_conformance("reference", suites=["codec"], checks=["S4.5"], seed=1)
+    >>> report.passed
+    True
+    """
+    wanted = _known("suites", SUITES if suites is None else suites, SUITES)
+    _known("profile", [profile], tuple(PROFILES))
+    table = checks_of(wanted)
+    expected, chosen = set(_known_checks("xfail", xfail, table)), None
+    if checks is not None:
+        chosen = set(_known_checks("checks", checks, table, CLAUSES))
+    judged = target if isinstance(target, Target) else resolve(target)
+    rows = [_Row(check, dtype) for check in table.values() if check.suite in wanted for dtype in variants(check)]
+    plan = [row for row in rows if chosen is None or chosen & {row.id, row.check.id, row.check.clause}]
+    begun = time.perf_counter()
+    run = _Run(judged, Search(profile, seed, shrink), time_limit, fail_fast, expected, len(plan), progress)
+    for row in plan:
+        if reason := reason_to_skip(judged, row.check, row.dtype):
+            run.add(Result(row.id, row.check.suite, row.check.clause, "skipped", row.check.sentence, reason))
+    run.work(plan, _jobs(jobs, judged))
+    results = [run.results[row.id] for row in plan] + ([] if chosen else _not_covered(table, wanted))
+    return Report(judged.name, results, profile, seed, _versions(), time.perf_counter() - begun)
+
+
+def run_one(target: Target, check: Check, dtype: str | None, how: Search, time_limit: float = 10.0) -> Outcome:
+    """Run a check for one dtype in a process of its own, where that is possible."""
+    task = (InProcess if can_fork(target) else OnThread)(check, [dtype], target, how, time_limit)
+    try:
+        while True:
+            if found := task.poll():
+                return found[0][1]
+            time.sleep(_POLL_SECONDS)
+    finally:
+        task.stop()
+
+
+def check_ids(checks: Iterable[Check] | None = None) -> list[str]:
+    """Return the ids of all results that a run of ``checks`` (None: of all) can have: each check with each of its dtypes."""
+    return [row_id(check, dtype) for check in checks or all_checks().values() for dtype in variants(check)]
+
+
+def row_id(check: Check, dtype: str | None) -> str:
+    """Return the id of a check for one dtype."""
+    return check.id if dtype is None else f"{check.id}[{dtype}]"
+
+
+def reason_to_skip(target: Target, check: Check, dtype: str | None) -> str:
+    """Return why a check is not run on a target; empty if it is."""
+    part = _NEEDS.get(check.suite, check.suite)
+    is_ours = part in ("comm_ops", "algorithms") and part not in target.parts
+    if is_ours:
+        part = "kernels"  # the package's own operations and algorithms are run with them
+    if part not in target.parts:
+        return f"the target has no {part}"
+    if reason := reason_to_skip_suite(check.suite):
+        return reason
+    missing = [name for name in check.needs if not is_ours and not hasattr(target.parts[part], name)]
+    if missing:
+        return f"the target's {part} has no {', '.join(missing)}"
+    if dtype is not None and target.dtypes is not None and dtype not in target.dtypes:
+        return f"the target's capabilities leave {dtype} out"
+    return ""
+
+
+@dataclass(frozen=True)
+class _Row:
+    check: Check
+    dtype: str | None
+
+    @property
+    def id(self) -> str:
+        return row_id(self.check, self.dtype)
+
+
+class _Run:
+    """A run under way: results by id, and tasks that will bring more."""
+
+    def __init__(
+        self,
+        target: Target,
+        how: Search,
+        time_limit: float,
+        fail_fast: bool,
+        xfail: set[str],
+        total: int,
+        progress: Progress | None,
+    ) -> None:
+        self.target, self.how, self.time_limit, self.fail_fast, self.xfail = target, how, time_limit, fail_fast, xfail
+        self.total, self.progress = total, progress
+        self.results: dict[str, Result] = {}
+
+    def add(self, result: Result) -> None:
+        self.results[result.id] = result
+        if self.progress is not None:
+            self.progress(len(self.results), self.total, result)
+
+    def work(self, plan: list[_Row], jobs: int) -> None:
+        """Run every row that has no result yet, ``jobs`` checks at a time."""
+        waiting: dict[Check, list[str | None]] = {}
+        for row in plan:
+            if row.id not in self.results:
+                waiting.setdefault(row.check, []).append(row.dtype)
+        queue = list(waiting.items())
+        running: list[Task] = []
+        try:
+            while queue or running:
+                while queue and len(running) < max(1, jobs):
+                    kind = InProcess if jobs else OnThread
+                    running.append(kind(*queue.pop(0), self.target, self.how, self.time_limit))
+                for task in list(running):
+                    for dtype, outcome in task.poll():
+                        self.add(self._judge(_Row(task.check, dtype), outcome))
+                    if not task.waiting:
+                        running.remove(task)
+                if self.fail_fast and any(result.status in ("failed", "xpassed") for result in self.results.values()):
+                    break
+                time.sleep(_POLL_SECONDS)
+        finally:
+            for task in running:
+                task.stop()
+        for row in plan:
+            if row.id not in self.results:
+                check, reason = row.check, "not tried after a failure (fail_fast)"
+                self.add(Result(row.id, check.suite, check.clause, "skipped", check.sentence, reason))
+
+    def _judge(self, row: _Row, outcome: Outcome) -> Result:
+        expected = row.id in self.xfail or row.check.id in self.xfail
+        status = {(True, False): "passed", (False, False): "failed", (True, True): "xpassed", (False, True): "xfailed"}[
+            outcome.passed, expected
+        ]
+        message = "passed, but is listed as a known failure: take it off the list" if status == "xpassed" else outcome.message
+        check = row.check
+        return Result(
+            row.id, check.suite, check.clause, status, check.sentence, message, outcome.snippet, outcome.examples, outcome.seconds
+        )
+
+
+def _known(argument: str, values: Iterable[str], allowed: Sequence[str]) -> list[str]:
+    values = [values] if isinstance(values, str) else list(values)
+    for value in values:
+        if value not in allowed:
+            close = difflib.get_close_matches(str(value), allowed, n=3) or list(allowed)[:8]
+            raise ValueError(f"{argument}: {value!r} is not known; closest are {', '.join(map(repr, close))}")
+    return values
+
+
+def _known_checks(argument: str, values: Iterable[str], table: dict[str, Check], more: Iterable[str] = ()) -> list[str]:
+    """Return ``values`` if each names a check; suites that are not run are imported only for names that the others lack."""
+    values = [values] if isinstance(values, str) else list(values)
+    known = [*table, *check_ids(table.values()), *more]
+    if not set(known).issuperset(values):
+        known = [*all_checks(), *check_ids(), *more]
+    return _known(argument, values, known)
+
+
+def _jobs(jobs: int | None, target: Target) -> int:
+    if jobs is not None and jobs < 0:
+        raise ValueError(f"jobs={jobs} must be None, 0 or a number of processes")
+    if not can_fork(target):
+        return 0
+    return min(4, max(1, torch.multiprocessing.cpu_count())) if jobs is None else jobs
+
+
+def _not_covered(checks: dict[str, Check], wanted: list[str]) -> list[Result]:
+    """Return a result for each clause that no check covers, if all suites were asked for."""
+    covered = {check.clause for check in checks.values()}
+    clauses = [Result(clause, "", clause, "not covered", CLAUSES[clause]) for clause in CLAUSES if clause not in covered]
+    return clauses if len(wanted) == len(SUITES) else []
+
+
+def _versions() -> dict[str, str]:
+    import hypothesis
+
+    return {
+        "specification": SPEC_VERSION,
+        "vectors": VECTORS_VERSION,
+        "bagua_ref": __version__,
+        "torch": str(torch.__version__),
+        "hypothesis": hypothesis.__version__,
+        "Python": platform.python_version(),
+    }

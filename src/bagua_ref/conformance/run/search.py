@@ -1,0 +1,104 @@
+"""Looking for an input that makes a check's sentence false: Hypothesis searches and shrinks, the outcome is plain data."""
+
+from __future__ import annotations
+
+import time
+import traceback
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from bagua_ref.conformance.lab.lab import Lab
+from bagua_ref.conformance.lab.violation import Violation
+
+if TYPE_CHECKING:
+    from bagua_ref.conformance.lab.journal import Journal
+    from bagua_ref.conformance.suites.checks import Check
+    from bagua_ref.conformance.targets.target import Target
+
+__all__ = ["PROFILES", "Outcome", "Search", "search"]
+
+PROFILES = {"quick": 40, "full": 500}
+"""Name -> examples for each check and dtype, before the check's own effort."""
+
+
+@dataclass
+class Outcome:
+    """What a search found.
+
+    Attributes:
+        passed: no counterexample.
+        message: what is wrong.
+        snippet: a script that shows it.
+        examples: inputs tried until the first failure, or in all.
+        seconds: how long it took.
+    """
+
+    passed: bool
+    message: str = ""
+    snippet: str = ""
+    examples: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Search:
+    """How hard to look.
+
+    Attributes:
+        profile: a name in `PROFILES`.
+        seed: feeds Hypothesis; each check and dtype derives its own from it.
+        shrink: make the counterexample as small as possible.
+    """
+
+    profile: str = "quick"
+    seed: int = 0
+    shrink: bool = True
+
+
+def search(check: Check, dtype: str | None, target: Target, how: Search, journal: Journal) -> Outcome:
+    """Run a check for one dtype; never raises because of the target."""
+    from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
+    from hypothesis import strategies as st
+    from hypothesis.errors import Flaky
+
+    lab = Lab(target, dtype, journal, thorough=how.profile == "full")
+    begun, tried, until_failure = time.perf_counter(), 0, 0
+    failures: list[Violation] = []
+
+    def run(data: Any) -> None:
+        nonlocal tried, until_failure
+        tried += 1
+        try:
+            check.function(lab, data.draw)
+        except Violation as violation:
+            until_failure = until_failure or tried
+            failures.append(violation)
+            raise
+
+    phases = [Phase.generate, Phase.shrink] if how.shrink else [Phase.generate]
+    configured = settings(
+        max_examples=max(1, round(PROFILES[how.profile] * check.effort)),
+        phases=phases,
+        database=None,
+        derandomize=False,
+        deadline=None,
+        report_multiple_bugs=False,
+        print_blob=False,
+        verbosity=Verbosity.quiet,
+        suppress_health_check=list(HealthCheck),
+    )
+    own_seed = zlib.crc32(f"{how.seed} {check.id} {dtype}".encode())
+    message = snippet = ""
+    try:
+        with lab.resources:
+            seed(own_seed)(configured(given(st.data())(run)))()
+    except Violation as violation:
+        message, snippet = str(violation), violation.snippet
+    except Flaky:
+        message = f"not the same twice for the same input: {failures[-1]}" if failures else "not the same twice for the same input"
+        snippet = failures[-1].snippet if failures else ""
+    except BaseException as error:  # whatever an implementation does, there is a verdict
+        message = f"raised {type(error).__name__}: {error}"
+        snippet = traceback.format_exc()
+    return Outcome(not message, message, snippet, until_failure or tried, time.perf_counter() - begun)

@@ -1,0 +1,358 @@
+"""Whole trainings in simulated worlds against plain loops over all ranks (S2, S5.1 to S5.5); those of S5.6 are next door."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from bagua_ref.conformance.expected import algorithms_plain as plain
+from bagua_ref.conformance.expected import decentralized_numpy, qadam_numpy
+from bagua_ref.conformance.expected.tolerances import EXACT, SUM, Tolerance
+from bagua_ref.conformance.inputs.strategies import (
+    COMPRESSIBLE,
+    FLOATS,
+    Draw,
+    bulk,
+    dtype_named,
+    name_of,
+    paired_worlds,
+    seeds,
+    worlds,
+)
+from bagua_ref.conformance.inputs.training_cases import ONE_BUCKET, copies, lists, on_a_grid, shapes, tensor
+from bagua_ref.conformance.lab.training import Training
+from bagua_ref.conformance.suites.checks import check
+
+if TYPE_CHECKING:
+    from bagua_ref.conformance.lab.lab import Lab
+    from bagua_ref.conformance.targets.reference_algorithms import Gradients
+
+_bucket_bytes = st.sampled_from([1, 40, ONE_BUCKET])
+_kinds = st.sampled_from(["tame", "tame", "ties", "near", "grid", "halfway", "narrow", "constant", "zeros"])
+ByRank = list[list["Gradients"]]
+
+
+def _any_gradients(draw: Draw, like: list[Tensor], ranks: int, steps: int) -> ByRank:
+    """Gradients of a kind for each parameter, by rank and step."""
+    kinds, seed = [draw(_kinds) for _ in like], draw(seeds)
+
+    def gradient(place: int, w: Tensor, number: int) -> Tensor:
+        return bulk(w.dtype, kinds[place], seed + 997 * number + place, w.numel(), finite=True).view(w.shape)
+
+    return [
+        [{place: gradient(place, w, rank * steps + step) for place, w in reversed([*enumerate(like)])} for step in range(steps)]
+        for rank in range(ranks)
+    ]
+
+
+def _exact_gradients(draw: Draw, like: list[Tensor], ranks: int, steps: int) -> ByRank:
+    """Gradients whose sum and mean over ranks are numbers of the dtype, in whatever order they are added or divided."""
+    seed = draw(seeds)
+    return [
+        [
+            {place: on_a_grid(seed + 997 * (rank * steps + step) + place, w, 4, ranks) for place, w in reversed([*enumerate(like)])}
+            for step in range(steps)
+        ]
+        for rank in range(ranks)
+    ]
+
+
+def _weights(draw: Draw, dtypes: list[torch.dtype], forms: list[tuple[int, ...]] | None = None) -> list[Tensor]:
+    forms = [draw(shapes) for _ in dtypes] if forms is None else forms
+    seed = draw(seeds)
+    like = [torch.empty(form, dtype=dtype) for dtype, form in zip(dtypes, forms, strict=True)]
+    return [on_a_grid(seed + place, w, 32) for place, w in enumerate(like)]
+
+
+def _of_one_dtype(lab: Lab, draw: Draw) -> list[Tensor]:
+    return _weights(draw, [lab.dtype] * draw(st.integers(1, 4)))
+
+
+def _compare_all(
+    training: Training, history: list[list[list[float]]], tolerance: Tolerance = EXACT, magnitude: list[Tensor] | None = None
+) -> None:
+    """Compare every rank's weights after each step with ``history``, which holds for all of them."""
+    for step, wanted in enumerate(history):
+        for rank, found in enumerate(training.results):
+            for place, numbers in enumerate(wanted):
+                mass = None if magnitude is None else magnitude[place]
+                training.expect(rank, step, place, tensor(numbers, found[step][place]), tolerance, mass)
+
+
+def _train_on_gradients(
+    lab: Lab,
+    draw: Draw,
+    method: str,
+    nodes: tuple[int, ...],
+    weights: list[Tensor],
+    gradients: ByRank,
+    bucket_bytes: int,
+    options: dict[str, Any],
+    starts: list[list[Tensor]] | None = None,
+) -> None:
+    """Train with gradient_allreduce or bytegrad and compare with one loop over all ranks."""
+    lr = draw(st.sampled_from([1.0, 0.5])) if all(w.dtype.itemsize > 2 for w in weights) else 1.0
+    given = {"lr": lr, "bucket_bytes": bucket_bytes, **options}
+    starts = starts or copies(weights, sum(nodes))
+    training = Training(lab, method, nodes, starts, gradients, draw(seeds), given)
+    if method == "bytegrad":
+        exchange = plain.one_byte(options["average"], list(nodes), options["hierarchical"])
+    else:
+        exchange = plain.full_precision(options["average"])
+    names = [name_of(w.dtype) for w in weights]
+    history = plain.train_on_gradients(lists(weights), _by_step(gradients, weights), lr, names, bucket_bytes, exchange)
+    if method == "bytegrad" or not (options["hierarchical"] and options["average"]):
+        _compare_all(training, history)
+    else:  # n/L may be no number of float32, and then the leaders' inputs are not exact
+        taken = [step for rank in gradients for step in rank]
+        mass = [torch.stack([w.abs(), *[step[place].abs() for step in taken]]).double().sum(0) for place, w in enumerate(weights)]
+        _compare_all(training, history, SUM((sum(nodes) + 2) * len(history)), mass)
+
+
+def _by_step(gradients: ByRank, weights: list[Tensor]) -> list[list[list[list[float] | None]]]:
+    steps = zip(*gradients, strict=True)
+    return [
+        [[rank[place].reshape(-1).tolist() if place in rank else None for place in range(len(weights))] for rank in ranks]
+        for ranks in steps
+    ]
+
+
+def _either_sum(draw: Draw) -> dict[str, Any]:
+    return {"hierarchical": draw(st.booleans()), "average": draw(st.booleans())}
+
+
+def prepare() -> None:
+    """Import what torch imports with the first optimizer, a second's worth."""
+    torch.optim.SGD([torch.zeros(1)], lr=1.0)
+
+
+# What is common to all.
+
+
+@check("algorithms", "S5", "first_rank", needs=("gradient_allreduce",), effort=0.3)
+def first_rank(lab: Lab, draw: Draw) -> None:
+    """Training starts from the first rank's weights on every rank."""
+    methods = ("gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized")
+    own = lab.target.parts.get("algorithms")
+    method = draw(st.sampled_from([name for name in methods if own is None or hasattr(own, name)]))
+    nodes = draw(worlds(4).filter(lambda nodes: sum(nodes) > 1))
+    n, count = sum(nodes), draw(st.integers(1, 3))
+    starts = [_weights(draw, [torch.float32] * count, [(3,)] * count) for _ in range(n)]
+    gradients = _exact_gradients(draw, starts[0], n, 1)
+    if method in ("gradient_allreduce", "bytegrad"):
+        sums = {"hierarchical": False, "average": draw(st.booleans())}
+        _train_on_gradients(lab, draw, method, nodes, starts[0], gradients, draw(_bucket_bytes), sums, starts)
+        return
+    options = {"lr": 1.0, "bucket_bytes": ONE_BUCKET, "hierarchical": False, "communication_interval": 1}
+    if method == "low_precision_decentralized":
+        _follow_ring(lab, draw, nodes, starts, gradients, options)
+        return
+    training = Training(lab, method, nodes, starts, gradients, draw(seeds), {**options, "peer_selection_mode": "all"})
+    for rank, (given,) in enumerate(gradients):  # a mean of equal weights is what they were
+        for place, w in enumerate(starts[0]):
+            training.expect(rank, 0, place, w - given[place], SUM(n + 1), w.abs().double() + 64)
+
+
+@check("algorithms", "S2.1", "buckets", needs=("bytegrad",), effort=0.7)
+def buckets(lab: Lab, draw: Draw) -> None:
+    """Parameters enter buckets from the last to the first, by dtype, and a bucket is closed once it holds the bucket size."""
+    names = [name for name in COMPRESSIBLE if lab.target.dtypes is None or name in lab.target.dtypes]
+    if not names:
+        return
+    used = draw(st.lists(st.sampled_from(names), min_size=1, max_size=2))
+    dtypes = [dtype_named(draw(st.sampled_from(used))) for _ in range(draw(st.integers(3, 6)))]
+    nodes = draw(worlds(3))
+    weights = _weights(draw, dtypes)
+    gradients = _any_gradients(draw, weights, sum(nodes), 2)
+    of_one = [w.nbytes for w in reversed(weights) if w.dtype is weights[-1].dtype]
+    filled = sum(of_one[: draw(st.integers(1, len(of_one)))])  # a bucket of so many is just full
+    bucket_bytes = max(1, draw(st.sampled_from([filled, filled, filled + 1, filled - 1, filled - 1, 40, ONE_BUCKET])))
+    options = {"hierarchical": False, "average": True}
+    _train_on_gradients(lab, draw, "bytegrad", nodes, weights, gradients, bucket_bytes, options)
+
+
+@check("algorithms", "S2.2", "padding", dtypes=COMPRESSIBLE, needs=("bytegrad",), effort=0.15)
+def padding(lab: Lab, draw: Draw) -> None:
+    """Padding is zero, step after step, and belongs to the last chunk."""
+    nodes = draw(worlds(5).filter(lambda nodes: sum(nodes) > 1))
+    n, between = sum(nodes), draw(st.booleans())
+    size = draw(st.integers(1, 30).filter(lambda size: size % n != 0))
+    weights = _weights(draw, [lab.dtype] * 2, [(size - size // 2,), (size // 2,)])
+    gradients = _any_gradients(draw, weights, n, 2)
+    for rank in gradients:  # far from zero, so that zeros beside them count
+        for given in rank:
+            given.update({place: g.abs() / 8 + 1 for place, g in given.items()})
+    options = {"hierarchical": between, "average": draw(st.booleans())}
+    _train_on_gradients(lab, draw, "bytegrad", nodes, weights, gradients, ONE_BUCKET, options)
+
+
+@check("algorithms", "S2.4", "any_order", needs=("gradient_allreduce",), effort=0.5)
+def any_order(lab: Lab, draw: Draw) -> None:
+    """Ranks whose gradients become ready in different orders exchange the same buckets, step after step."""
+    nodes = draw(worlds(4).filter(lambda nodes: sum(nodes) > 1))
+    n, count, steps = sum(nodes), draw(st.integers(2, 5)), draw(st.integers(2, 3))
+    weights = _weights(draw, [torch.float32] * count, [(2,)] * count)
+    gradients = _exact_gradients(draw, weights, n, steps)
+    orders = st.permutations(range(count))
+    shuffled = [[{place: given[place] for place in draw(orders)} for given in rank] for rank in gradients]
+    bucket_bytes = draw(st.sampled_from([1, 1, 16]))
+    options = {"hierarchical": False, "average": True}
+    _train_on_gradients(lab, draw, "gradient_allreduce", nodes, weights, shuffled, bucket_bytes, options)
+
+
+@check("algorithms", "S2.5", "unused_parameters", needs=("gradient_allreduce",), effort=0.5)
+def unused_parameters(lab: Lab, draw: Draw) -> None:
+    """A parameter that some ranks do not use in a step counts there as having zero gradient."""
+    nodes = draw(worlds(4))
+    n, count, steps = sum(nodes), draw(st.integers(2, 4)), draw(st.integers(1, 3))
+    weights = _weights(draw, [torch.float32] * count)
+    gradients = _exact_gradients(draw, weights, n, steps)
+    for rank in gradients:
+        for given in rank:
+            for place in draw(st.sets(st.integers(0, count - 1), max_size=count - 1)):
+                del given[place]
+    options = {"hierarchical": False, "average": draw(st.booleans())}
+    _train_on_gradients(lab, draw, "gradient_allreduce", nodes, weights, gradients, draw(_bucket_bytes), options)
+
+
+# Gradients.
+
+
+@check("algorithms", "S5.1", "gradients", dtypes=FLOATS, needs=("gradient_allreduce",), effort=0.2)
+def gradient_allreduce(lab: Lab, draw: Draw) -> None:
+    """Every rank steps along the sum or mean of all ranks' gradients."""
+    nodes, weights = draw(worlds(5)), _of_one_dtype(lab, draw)
+    gradients = _exact_gradients(draw, weights, sum(nodes), draw(st.integers(1, 3)))
+    _train_on_gradients(lab, draw, "gradient_allreduce", nodes, weights, gradients, draw(_bucket_bytes), _either_sum(draw))
+
+
+@check("algorithms", "S5.2", "gradients", dtypes=COMPRESSIBLE, needs=("bytegrad",), effort=0.3)
+def bytegrad(lab: Lab, draw: Draw) -> None:
+    """Every rank steps along gradients that have travelled in one byte per element, bit for bit."""
+    nodes, weights = draw(worlds(5) | st.sampled_from([(2, 1), (1, 3), (2, 2), (2, 1, 2)])), _of_one_dtype(lab, draw)
+    gradients = _any_gradients(draw, weights, sum(nodes), draw(st.integers(1, 3)))
+    options = {"hierarchical": draw(st.sampled_from([True, True, False])), "average": draw(st.booleans())}
+    _train_on_gradients(lab, draw, "bytegrad", nodes, weights, gradients, draw(_bucket_bytes), options)
+
+
+# Weights.
+
+
+def _array(x: Tensor) -> decentralized_numpy.Array:
+    return x.reshape(-1).double().numpy() if x.dtype is torch.float64 else x.reshape(-1).float().numpy()
+
+
+def _joined(tensors: list[Tensor]) -> decentralized_numpy.Array:
+    return np.concatenate([_array(x) for x in tensors])
+
+
+def _two_pairs(between: bool) -> st.SearchStrategy[tuple[int, ...]]:
+    """Worlds in which the peer of one step is not that of the next."""
+    return st.sampled_from([(1, 1, 1, 1), (2, 1, 1, 1)] if between else [(4,), (3, 1)])
+
+
+def _decentralized(lab: Lab, draw: Draw, mode: str) -> None:
+    between = draw(st.booleans())
+    nodes = draw((_two_pairs(between) | paired_worlds(between, 6)) if mode == "shift_one" else worlds(5))
+    n, steps, interval = sum(nodes), draw(st.integers(1, 6)), draw(st.integers(1, 3))
+    weights = _of_one_dtype(lab, draw)
+    gradients = _any_gradients(draw, weights, n, steps)
+    options = {"hierarchical": between, "peer_selection_mode": mode, "communication_interval": interval}
+    given = {"lr": 1.0, "bucket_bytes": draw(_bucket_bytes), **options}
+    training = Training(lab, "decentralized", nodes, copies(weights, n), gradients, draw(seeds), given)
+    by_step = [[_joined([rank[step][place] for place in range(len(weights))]) for rank in gradients] for step in range(steps)]
+    with np.errstate(all="ignore"):
+        history = decentralized_numpy.train_decentralized(
+            _joined(weights), by_step, 1.0, lab.dtype_name, list(nodes), mode, between, interval
+        )
+    mass = np.abs(_joined(weights)) + np.abs(np.stack([np.stack(ranks) for ranks in by_step])).max(1).sum(0)
+    for step, ranks in enumerate(history):
+        # Every mean is rounded in an order of its own, and the difference stays in the weights.
+        tolerance = EXACT if mode == "shift_one" else SUM((step + 1) * (n + 2))
+        for rank, flat in enumerate(ranks):
+            for place, (want, bound) in enumerate(zip(_split(flat, weights), _split(mass, weights), strict=True)):
+                training.expect(rank, step, place, want, tolerance, None if mode == "shift_one" else bound.double())
+
+
+def _split(flat: decentralized_numpy.Array, like: list[Tensor]) -> list[Tensor]:
+    """Return the tensors whose elements lie one after another in ``flat``."""
+    parts = np.split(flat, np.cumsum([w.numel() for w in like])[:-1])
+    return [torch.from_numpy(np.ascontiguousarray(part)).to(w.dtype).view(w.shape) for part, w in zip(parts, like, strict=True)]
+
+
+@check("algorithms", "S5.3", "shift_one", dtypes=FLOATS, needs=("decentralized",), effort=0.2)
+def shift_one(lab: Lab, draw: Draw) -> None:
+    """At steps divisible by the interval weights are averaged with the next peer, then each rank steps along its own gradient."""
+    _decentralized(lab, draw, "shift_one")
+
+
+@check("algorithms", "S5.3", "all", dtypes=FLOATS, needs=("decentralized",), effort=0.2)
+def all_ranks(lab: Lab, draw: Draw) -> None:
+    """At steps divisible by the interval weights are averaged over all ranks, then each rank steps along its own gradient."""
+    _decentralized(lab, draw, "all")
+
+
+def _follow_ring(
+    lab: Lab, draw: Draw, nodes: tuple[int, ...], starts: list[list[Tensor]], gradients: ByRank, options: dict[str, Any]
+) -> None:
+    """Train on the ring and compare with one loop over all ranks, bucket by bucket."""
+    weights, steps = starts[0], len(gradients[0])
+    dtype = name_of(weights[0].dtype)
+    training = Training(lab, "low_precision_decentralized", nodes, starts, gradients, draw(seeds), options)
+    for places in plain.buckets([w.numel() for w in weights], [dtype] * len(weights), options["bucket_bytes"]):
+        by_step = [[_joined([rank[step][place] for place in places]) for rank in gradients] for step in range(steps)]
+        start = _joined([weights[place] for place in places])
+        with np.errstate(all="ignore"):
+            history = decentralized_numpy.train_on_ring(
+                start, by_step, options["lr"], dtype, list(nodes), options["hierarchical"], options["communication_interval"]
+            )
+        for step, ranks in enumerate(history):
+            for rank, flat in enumerate(ranks):
+                for place, want in zip(places, _split(flat, [weights[place] for place in places]), strict=True):
+                    training.expect(rank, step, place, want)
+
+
+@check("algorithms", "S5.4", "ring", dtypes=COMPRESSIBLE, needs=("low_precision_decentralized",), effort=0.3)
+def ring(lab: Lab, draw: Draw) -> None:
+    """After optimizer steps divisible by the interval weights take a step on the ring, bucket by bucket, bit for bit."""
+    nodes, weights = draw(worlds(5)), _of_one_dtype(lab, draw)
+    gradients = _any_gradients(draw, weights, sum(nodes), draw(st.integers(1, 5)))
+    options = {"lr": 1.0, "bucket_bytes": draw(_bucket_bytes), "hierarchical": draw(st.booleans())}
+    options["communication_interval"] = draw(st.integers(1, 3))
+    _follow_ring(lab, draw, nodes, copies(weights, sum(nodes)), gradients, options)
+
+
+# QAdam.
+
+_groups = st.fixed_dictionaries(
+    {
+        "lr": st.sampled_from([1e-3, 0.01, 0.3]),
+        "betas": st.sampled_from([(0.9, 0.999), (0.5, 0.9), (0.8, 0.99), (0.0, 0.5)]),
+        "eps": st.sampled_from([1e-8, 1e-3, 0.5]),
+        "weight_decay": st.sampled_from([0.0, 0.1]),
+    }
+)
+
+
+@check("algorithms", "S5.5", "steps", dtypes=COMPRESSIBLE, needs=("qadam",), effort=0.25)
+def qadam(lab: Lab, draw: Draw) -> None:
+    """Steps are Adam's before warmup_steps and go along momenta of one byte per element after it, with v frozen, bit for bit."""
+    nodes, weights, steps = draw(worlds(4)), _of_one_dtype(lab, draw), 6
+    n, warmup_steps = sum(nodes), draw(st.integers(1, 5))
+    exact = _exact_gradients(draw, weights, n, steps)
+    own = _any_gradients(draw, weights, n, steps)
+    gradients = [mine[:warmup_steps] + others[warmup_steps:] for mine, others in zip(exact, own, strict=True)]
+    groups, between, bucket_bytes = [draw(_groups) for _ in weights], draw(st.booleans()), draw(_bucket_bytes)
+    given = {"groups": groups, "warmup_steps": warmup_steps, "hierarchical": between, "bucket_bytes": bucket_bytes}
+    training = Training(lab, "qadam", nodes, copies(weights, n), gradients, draw(seeds), given)
+    layout = plain.buckets([w.numel() for w in weights], [lab.dtype_name] * len(weights), bucket_bytes)
+    model = qadam_numpy.QAdam(lists(weights), groups, warmup_steps, list(nodes), layout, between, lab.dtype_name)
+    history = []
+    for ranks in zip(*gradients, strict=True):
+        model.step([[rank[place].reshape(-1).tolist() for place in range(len(weights))] for rank in ranks])
+        history.append([list(numbers) for numbers in model.weights])
+    _compare_all(training, history)

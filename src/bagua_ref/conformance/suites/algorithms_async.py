@@ -1,0 +1,186 @@
+"""Asynchronous averaging in simulated worlds: what holds whenever its rounds happen (S3.6, S5.6)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from bagua_ref.conformance.expected import algorithms_plain as plain
+from bagua_ref.conformance.expected.tolerances import SUM
+from bagua_ref.conformance.inputs.strategies import Draw, name_of, seeds, worlds
+from bagua_ref.conformance.inputs.training_cases import ONE_BUCKET, copies, lists, on_a_grid, tensor
+from bagua_ref.conformance.lab.training import Training
+from bagua_ref.conformance.suites.checks import check
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from bagua_ref.conformance.lab.lab import Lab
+    from bagua_ref.conformance.targets.reference_algorithms import Action
+
+_INTERVAL_MS = 100
+_LONG_SLEEP = ("sleep", 20 * _INTERVAL_MS / 1000)
+"""Time for rounds after which all ranks are equal."""
+_ROUNDS = SUM(1000)
+"""Between weights that some hundred rounds have moved to and fro, each of which rounds."""
+
+
+class _Case:
+    """Weights that all ranks start from, and gradients of quarters: sums are exact in any order."""
+
+    def __init__(self, draw: Draw, nodes: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.nodes, self.n, self._seed = nodes, sum(nodes), draw(seeds)
+        sizes = [3] * draw(st.integers(1, 2))
+        self.weights = [on_a_grid(self._seed + place, torch.empty(size, dtype=dtype), 32) for place, size in enumerate(sizes)]
+        self._made = len(sizes)
+
+    def gradients(self) -> Action:
+        """Return a step with new gradients."""
+        self._made += 100
+        return (
+            "step",
+            {place: on_a_grid(self._seed + self._made + place, w, 4, self.n) for place, w in reversed([*enumerate(self.weights)])},
+        )
+
+    def train(self, lab: Lab, draw: Draw, programs: list[list[Action]], interval: float, warmup_steps: int) -> Training:
+        """Run each rank's program."""
+        options = {"lr": 1.0, "bucket_bytes": draw(st.sampled_from([1, ONE_BUCKET]))}
+        options |= {"sync_interval_ms": interval, "warmup_steps": warmup_steps}
+        starts = copies(self.weights, self.n)
+        return Training(lab, "async_model_average", self.nodes, starts, programs, draw(seeds), options)
+
+    def expect_nothing_lost(self, training: Training, programs: list[list[Action]], places: list[int], agree: bool) -> None:
+        """Expect that the mean over ranks is where the mean of all steps leads; if ``agree``, on every rank.
+
+        Args:
+            training: what came of the programs.
+            programs: of each rank.
+            places: of each rank's abort after which this is so.
+            agree: there was time for rounds in which nobody trained.
+        """
+        for p, w in enumerate(self.weights):
+            taken = [[g[p] for g in _steps(program[:place])] for program, place in zip(programs, places, strict=True)]
+            mass = w.double().abs() + torch.stack([_sum([g.abs() for g in mine], w) for mine in taken]).double().amax(0)
+            want = (w.double() - torch.stack([_sum(mine, w) for mine in taken]).double().mean(0)).to(w.dtype)
+            found = torch.stack([results[place][p] for results, place in zip(training.results, places, strict=True)])
+            source = f"torch.stack([mine[at][{p}] for mine, at in zip(results, {places})]).double().mean(0).to({w.dtype})"
+            training.expect_that(source, found.double().mean(0).to(w.dtype), want, f"mean over ranks, parameter {p}", _ROUNDS, mass)
+            for rank, place in enumerate(places if agree else []):
+                training.expect(rank, place, p, want, _ROUNDS, mass, f"action {place} (abort)")
+
+
+def _steps(program: list[Action]) -> list[Any]:
+    return [action[1] for action in program if action[0] == "step"]
+
+
+def _sum(gradients: list[Tensor], like: Tensor) -> Tensor:
+    return torch.stack([torch.zeros_like(like), *gradients]).sum(0)
+
+
+def _after_step(weights: list[Tensor], gradients: list[list[Tensor]]) -> list[Tensor]:
+    """Return the weights after a step along the mean of several ranks' gradients."""
+    by_rank: list[list[list[float] | None]] = [list(lists(rank)) for rank in gradients]
+    names = [name_of(w.dtype) for w in weights]
+    (numbers,) = plain.train_on_gradients(lists(weights), [by_rank], 1.0, names, ONE_BUCKET, plain.full_precision(True))
+    return [tensor(found, w) for found, w in zip(numbers, weights, strict=True)]
+
+
+def _sleep(draw: Draw) -> Action:
+    """Return a wait of up to some intervals, often a multiple: then rounds begin while ranks train."""
+    return ("sleep", draw(st.sampled_from([0.1, 0.2, 0.3, 0.03, 0.17])))
+
+
+def _expect_known(case: _Case, training: Training, programs: list[list[Action]], warmup_steps: int, rounds: bool) -> None:
+    """Compare all weights that do not depend on when a round happened."""
+    taken = [_steps(program) for program in programs]
+    for rank, program in enumerate(programs):
+        before, step, aborted = case.weights, 0, False
+        for place, action in enumerate(program):
+            may_have_moved = rounds and not aborted and step > warmup_steps + (action[0] != "step")
+            if action[0] == "step":
+                along = taken if step < warmup_steps else [taken[rank]]
+                want = _after_step(before, [[steps[step][p] for p in range(len(before))] for steps in along])
+                step += 1
+            else:
+                want = before
+            if not may_have_moved:
+                for p, expected in enumerate(want):
+                    training.expect(rank, place, p, expected, why=f"action {place} ({action[0]})")
+            before = training.results[rank][place]
+            aborted = action[0] == "abort" or (aborted and action[0] != "resume")
+
+
+@check("algorithms", "S5.6", "warmup", needs=("async_model_average",), effort=0.5)
+def warmup(lab: Lab, draw: Draw) -> None:
+    """The first warmup_steps steps go along the mean of gradients, later ones along one's own; without rounds that is all."""
+    case = _Case(draw, draw(worlds(4)), torch.float32)
+    warmup_steps, interval = draw(st.integers(0, 3)), draw(st.sampled_from([0, _INTERVAL_MS]))
+    alone = 1 if interval else 3  # the first round is at the second forward after the warm-up
+    programs = [
+        [action for _ in range(warmup_steps + alone) for action in (case.gradients(), _sleep(draw))]
+        + [("abort",), case.gradients(), _sleep(draw), ("abort",)]
+        for _ in range(case.n)
+    ]
+    training = case.train(lab, draw, programs, interval, warmup_steps)
+    _expect_known(case, training, programs, warmup_steps, interval > 0)
+
+
+@check("algorithms", "S3.6", "nothing_lost", dtypes=("float32", "float64"), needs=("async_model_average",), effort=0.2)
+def nothing_lost(lab: Lab, draw: Draw) -> None:
+    """Rounds move the ranks to their mean, at whatever pace each of them trains, and no rank's steps are lost."""
+    case = _Case(draw, draw(worlds(4).filter(lambda nodes: sum(nodes) > 1)), lab.dtype)
+    warmup_steps, resumes = draw(st.integers(0, 1)), draw(st.booleans())
+    programs = []
+    for _ in range(case.n):
+        program = [case.gradients() for _ in range(warmup_steps)]
+        for part in range(1 + resumes):
+            program += [("abort",), ("resume",)] if part else []
+            for _ in range(draw(st.integers(2, 5))):
+                program += [case.gradients() for _ in range(draw(st.integers(1, 3)))] + [_sleep(draw)]
+        # Rounds have begun by the second of these at the latest; while nobody trains they make the ranks equal.
+        program += [case.gradients(), case.gradients(), _LONG_SLEEP, ("abort",)]
+        programs.append(program)
+    training = case.train(lab, draw, programs, _INTERVAL_MS, warmup_steps)
+    _expect_known(case, training, programs, warmup_steps, True)
+    case.expect_nothing_lost(training, programs, [len(program) - 1 for program in programs], agree=True)
+
+
+def _expect_of_actions(lab: Lab, draw: Draw, kinds: list[str], warmup_steps: int, equal: bool) -> None:
+    """Let all ranks do the same, each with its own gradients and at its own pace, then abort; then time passes, and a step."""
+    case = _Case(draw, draw(worlds(3)), torch.float32)
+    make: dict[str, Callable[[], Action]] = {
+        "step": case.gradients,
+        "sleep": lambda: _sleep(draw),
+        "long sleep": lambda: _LONG_SLEEP,
+        "abort": lambda: ("abort",),
+        "resume": lambda: ("resume",),
+    }
+    programs = [[make[kind]() for kind in [*kinds, "abort", "sleep", "step", "abort"]] for _ in range(case.n)]
+    training = case.train(lab, draw, programs, _INTERVAL_MS, warmup_steps)
+    _expect_known(case, training, programs, warmup_steps, True)
+    case.expect_nothing_lost(training, programs, [len(kinds)] * case.n, agree=equal)
+
+
+_kinds = ["step", "step", "sleep", "abort", "resume"]
+
+
+@check("algorithms", "S5.6", "abort", needs=("async_model_average",), effort=0.5)
+def abort(lab: Lab, draw: Draw) -> None:
+    """Abort and resume in any sequence: averaging rests from an abort to the next resume, training and its warm-up go on."""
+    warmup_steps = draw(st.integers(0, 3))
+    kinds = draw(st.lists(st.sampled_from(_kinds), max_size=9))
+    if draw(st.integers(0, 2)):  # each rank aborts at a time of its own, while the others still take part in rounds
+        kinds += ["resume", *["step"] * (warmup_steps + 2), "sleep", "step", "sleep"]
+    _expect_of_actions(lab, draw, kinds, warmup_steps, equal=False)
+
+
+@check("algorithms", "S5.6", "resume", needs=("async_model_average",), effort=0.25)
+def resume(lab: Lab, draw: Draw) -> None:
+    """After a resume rounds begin again, and make the ranks equal while nobody trains."""
+    warmup_steps = draw(st.integers(0, 2))
+    kinds = [*draw(st.lists(st.sampled_from(_kinds), max_size=4)), "abort"]
+    kinds += [*draw(st.lists(st.sampled_from(["step", "sleep"]), max_size=2)), "resume"]
+    _expect_of_actions(lab, draw, [*kinds, *["step"] * (warmup_steps + 2), "long sleep"], warmup_steps, equal=True)

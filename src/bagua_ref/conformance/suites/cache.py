@@ -1,0 +1,330 @@
+"""Caches against what their stores hold (S8): a target's ``cache`` has `CacheLoader`, with the parameters of ours.
+
+What values come back as is next door.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from hypothesis import strategies as st
+
+from bagua_ref.conformance.inputs.value_sources import value_sources
+from bagua_ref.conformance.lab.cache_script import LOADER, cache_script
+from bagua_ref.conformance.lab.servers import reason_without_servers
+from bagua_ref.conformance.suites.checks import check
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bagua_ref.conformance.inputs.strategies import Draw
+    from bagua_ref.conformance.lab.lab import Lab
+
+_names = st.one_of(st.sampled_from(["", "data", "a_b"]), st.text(max_size=6))
+_keys = st.one_of(st.integers(0, 11), st.text(max_size=5))
+_sizes = st.integers(1, 5)
+
+
+def prepare() -> None:
+    """Import what talks to servers."""
+    import redis  # noqa: F401
+    import xxhash  # noqa: F401
+
+    with contextlib.suppress(ImportError):
+        import fakeredis  # noqa: F401
+
+
+def reason_to_skip() -> str:
+    """Return why no cache can be checked on this machine; empty if one can."""
+    return reason_without_servers()
+
+
+def _stored_name(dataset: str, key: object) -> str:
+    """Return the name in the stores: "%" and "_" of the dataset's name are escaped, so that no two datasets share one."""
+    return "".join({"%": "%25", "_": "%5F"}.get(letter, letter) for letter in dataset) + f"_{key}"
+
+
+def _placed(names: Sequence[str], stores: int) -> list[list[str]]:
+    """Return the keys that each store has: xxh64 with seed 0 of the key in UTF-8, modulo the number of stores."""
+    placed: list[list[str]] = [[] for _ in range(stores)]
+    for name in dict.fromkeys(names):
+        placed[_store_of(name, stores)].append(name)
+    return placed
+
+
+def _store_of(name: str, stores: int) -> int:
+    import xxhash
+
+    return int(xxhash.xxh64_intdigest(name.encode(), seed=0)) % stores
+
+
+@check("cache", "S8.1", "keys", needs=LOADER)
+def keys(lab: Lab, draw: Draw) -> None:
+    """The value of a key lies under "{dataset_name}_{key}", "%" and "_" of the name escaped, where xxh64 of that text says."""
+    name, wanted, stores = draw(_names), draw(st.lists(_keys, min_size=1, max_size=8)), draw(st.integers(1, 4))
+    with cache_script(lab, stores) as script:
+        script.do("from bagua_ref.conformance.lab.servers import assert_keys\n\nload = Source()")
+        script.loader(name, draw(_sizes))
+        script.do(f"for key in {wanted!r}:\n    loader.get(key, load)")
+        script.do("loader.close()")
+        script.do(f"assert_keys(servers, {_placed([_stored_name(name, key) for key in wanted], stores)!r})")
+
+
+@check("cache", "S8.1", "names", needs=LOADER, effort=0.5)
+def names(lab: Lab, draw: Draw) -> None:
+    """Loaders of one dataset name share values, and those of others do not."""
+    both = draw(st.lists(st.sampled_from(["", "a", "b", "a_1", "a%5F1"]), min_size=2, max_size=3))
+    wanted = draw(st.lists(st.sampled_from([1, 2, "1", "1_2"]), min_size=1, max_size=4))
+    with cache_script(lab, draw(st.integers(1, 2))) as script:
+        script.do("load = Source()")
+        made: set[str] = set()
+        for number, name in enumerate(both):
+            script.loader(name, 1, f"loader{number}")
+            for key in wanted:
+                full = _stored_name(name, key)
+                known = full in made
+                script.do(f"loader{number}.get({key!r}, load)")
+                script.do(f"load.expect({'' if known else repr(key)})  # {full!r} is {'known' if known else 'new'}")
+                made.add(full)
+
+
+@check("cache", "S8.1", "one_store_per_node", needs=LOADER, effort=0.5)
+def one_store_per_node(lab: Lab, draw: Draw) -> None:
+    """With cluster_mode=False node k keeps everything in store k modulo the number of stores."""
+    stores, node, wanted = draw(st.integers(1, 3)), draw(st.integers(0, 4)), draw(st.lists(_keys, min_size=1, max_size=5))
+    with cache_script(lab, stores) as script:
+        script.do(
+            "import os\nfrom unittest import mock\n\nfrom bagua_ref.conformance.lab.servers import assert_keys\n\nload = Source()"
+        )
+        made = "loader = cache.CacheLoader(backend='redis', hosts=hosts, cluster_mode=False, dataset_name='d')"
+        script.do(f"with mock.patch.dict(os.environ, GROUP_RANK='{node}'):  # this node\n    {made}")
+        script.do(f"for key in {wanted!r}:\n    loader.get(key, load)\nloader.close()")
+        expected: list[list[str]] = [[] for _ in range(stores)]
+        expected[node % stores] = list(dict.fromkeys(f"d_{key}" for key in wanted))
+        script.do(f"assert_keys(servers, {expected!r})")
+
+
+@check("cache", "S8.2", "get", needs=LOADER, effort=1.5)
+def get(lab: Lab, draw: Draw) -> None:
+    """Get returns what was made for a key, by whichever loader; load_fn is called for new keys alone; writes wait as announced."""
+    stores, size, name = draw(st.integers(1, 3)), draw(_sizes), draw(st.sampled_from(["data", "d", ""]))
+    moves = draw(st.lists(st.one_of(st.integers(0, 5), st.sampled_from(["flush", "close", "num_keys"])), min_size=2, max_size=16))
+    with cache_script(lab, stores, "Source, assert_same") as script:
+        script.do("from bagua_ref.conformance.lab.servers import assert_keys\n\nload = Source()")
+        script.loader(name, size)
+        stored: dict[int, str] = {}
+        waiting: dict[int, str] = {}
+        calls = 0
+        for move in moves:
+            if isinstance(move, int):
+                known = {**stored, **waiting}
+                if move not in known:
+                    calls += 1
+                    waiting[move] = f"{move}, made by call {calls}"
+                script.do(f"found = loader.get({move}, load)\nload.expect({'' if move in known else move})")
+                script.do(f"assert_same(found, {({**known, **waiting})[move]!r})")
+            elif move == "num_keys":
+                script.do(f"found = loader.num_keys()\nassert found == {len({**stored, **waiting})}, f'num_keys() is {{found}}'")
+            else:
+                script.do(f"loader.{move}()")
+            if move == "close":
+                script.loader(name, size)
+            if not isinstance(move, int) or len(waiting) >= size:
+                stored |= waiting
+                waiting = {}
+            script.do(f"assert_keys(servers, {_placed([_stored_name(name, key) for key in stored], stores)!r})")
+
+
+@check("cache", "S8.2", "none", needs=LOADER, effort=0.2)
+def none(lab: Lab, draw: Draw) -> None:
+    """A cached None is a hit."""
+    with cache_script(lab, 1) as script:
+        script.do("load = Source({'key': None})")
+        script.loader("d", draw(_sizes))
+        for _ in range(2):
+            script.do("assert loader.get('key', load) is None")
+            script.do(
+                "assert loader.get('key', load) is None\nassert load.calls == ['key'], f'load_fn was called for {load.calls}'"
+            )
+            script.do("loader.close()")
+            script.loader("d")
+
+
+@check("cache", "S8.2", "num_keys", needs=LOADER, effort=0.5)
+def num_keys(lab: Lab, draw: Draw) -> None:
+    """Num_keys writes what waits, and counts the keys of all datasets in all stores."""
+    stores, counts = draw(st.integers(1, 3)), draw(st.lists(st.integers(0, 5), min_size=1, max_size=3))
+    with cache_script(lab, stores) as script:
+        script.do("load = Source()")
+        for number, count in enumerate(counts):
+            script.loader(f"set {number}", 10, f"loader{number}")
+            script.do(f"for key in range({count}):\n    loader{number}.get(key, load)")
+            total = sum(counts[: number + 1])
+            script.do(f"found = loader{number}.num_keys()\nassert found == {total}, f'num_keys() is {{found}}, not {total}'")
+
+
+@check("cache", "S8.2", "worker", needs=LOADER, effort=0.2)
+def worker(lab: Lab, draw: Draw) -> None:
+    """What a worker process has made is written when it ends, and what its parent had waiting is not lost."""
+    size, mine, theirs = draw(st.integers(2, 6)), draw(st.integers(0, 3)), draw(st.integers(1, 9))
+    with cache_script(lab, 1) as script:
+        script.do("from bagua_ref.conformance.lab.servers import assert_keys, in_worker\n\nload = Source()")
+        script.loader("d", size)
+        script.do(f"for key in range({mine}):\n    loader.get(key, load)")
+        script.do(f"def work():\n    for key in range(100, {100 + theirs}):\n        loader.get(key, load)\n")
+        script.do("in_worker(work)")
+        written = [f"d_{key}" for key in (*range(mine // size * size), *range(100, 100 + theirs))]
+        script.do(f"assert_keys(servers, {[written]!r})")
+        script.do("loader.close()")
+        script.do(f"assert_keys(servers, {[[f'd_{key}' for key in (*range(mine), *range(100, 100 + theirs))]]!r})")
+
+
+@check("cache", "S8.2", "dataset", needs=(*LOADER, "CachedDataset"), effort=0.5)
+def dataset(lab: Lab, draw: Draw) -> None:
+    """A cached dataset has the samples of the dataset, and makes each once."""
+    length, name = draw(st.integers(4, 12)), draw(_names)
+    with cache_script(lab, draw(st.integers(1, 3)), "assert_same") as script:
+        script.do(
+            "class Squares(torch.utils.data.Dataset):\n    made = []\n\n"
+            f"    def __len__(self):\n        return {length}\n\n"
+            "    def __getitem__(self, index):\n        self.made.append(index)\n        return torch.tensor(index) ** 2\n"
+        )
+        size = draw(_sizes)
+        made = f"cache.CachedDataset(Squares(), backend='redis', dataset_name={name!r}, writer_buffer_size={size}, hosts=hosts)"
+        script.do(f"samples = {made}\nloader = samples.cache_loader")
+        script.do(f"assert len(samples) == {length}")
+        wanted = draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=10))
+        script.do(f"for index in {wanted}:\n    assert_same(samples[index], torch.tensor(index**2))")
+        script.do("from torch.utils.data import DataLoader\n")
+        batches = f"DataLoader(samples, batch_size={draw(st.integers(2, 5))})"
+        script.do(f"for _ in range(2):\n    assert torch.cat(list({batches})).tolist() == [index**2 for index in range({length})]")
+        script.do(f"assert sorted(Squares.made) == list(range({length})), f'samples were made at {{Squares.made}}'")
+
+
+def _damaged(draw: Draw, server: str) -> str:
+    """Return lines that damage the value of ``d_key`` on a server."""
+    kind = draw(st.sampled_from(["changed", "changed", "cut", "longer", "foreign"]))
+    if kind == "foreign":
+        data = draw(st.one_of(st.binary(max_size=40), st.sampled_from([b"", b"OK", b"None", b"\x80\x04K\x01."])))
+        return f"{server}.set('d_key', {data!r})"
+    place = f"len(data) * {draw(st.integers(0, 99))} // 100"
+    bit = 1 << draw(st.integers(0, 7))
+    data = {
+        "changed": f"bytes(byte ^ {bit} if place == {place} else byte for place, byte in enumerate(data))",
+        "cut": f"data[: {place}]",
+        "longer": f"data + {draw(st.binary(min_size=1, max_size=3))!r}",
+    }[kind]
+    return f"data = {server}.get('d_key')\n{server}.set('d_key', {data})"
+
+
+@check("cache", "S8.3", "damage", needs=LOADER, effort=1.5)
+def damage(lab: Lab, draw: Draw) -> None:
+    """A value that was cut, changed or written by others is made anew: never an exception, never another value."""
+    stores = draw(st.integers(1, 2))
+    value = draw(
+        st.one_of(st.sampled_from(["b'some bytes' * 5", "tensor('int32', (8,), '0102030405060708' * 4)"]), value_sources())
+    )
+    with cache_script(lab, stores, "Source, array, assert_same, double, tensor") as script:
+        script.do(f"value = {value}\nload = Source({{'key': value}})")
+        script.loader("d")
+        script.do("loader.get('key', load)\nloader.close()")
+        script.do(_damaged(draw, f"servers[{_store_of('d_key', stores)}]"))
+        script.loader("d")
+        for _ in range(2):
+            script.do("assert_same(loader.get('key', load), value)")
+
+
+@check("cache", "S8.3", "down", needs=LOADER, effort=0.4)
+def down(lab: Lab, draw: Draw) -> None:
+    """Without a store load_fn serves, with one warning; other stores go on."""
+    stores, size, wanted = draw(st.integers(1, 3)), draw(_sizes), draw(st.lists(st.integers(0, 9), min_size=2, max_size=12))
+    dead, early = draw(st.integers(0, stores - 1)), draw(st.booleans())
+    with cache_script(lab, stores, "Source, assert_same") as script:
+        script.do(f"import warnings\n\nload = Source({{key: f'value {{key}}' for key in range(10)}})\ndead = servers[{dead}]")
+        if early:
+            script.do("dead.kill()")
+        script.loader("d", size)
+        if not early:
+            script.do(f"loader.get({draw(st.integers(0, 9))}, load)\ndead.kill()")
+        script.do(
+            "with warnings.catch_warnings(record=True) as seen:\n"
+            "    warnings.simplefilter('always')\n"
+            f"    for key in {wanted}:\n"
+            "        assert_same(loader.get(key, load), f'value {key}')\n"
+            "    loader.flush()"
+        )
+        refused = any(_store_of(f"d_{key}", stores) == dead for key in wanted)
+        if refused:
+            script.do("assert len(seen) == 1, f'there must be one warning, not {len(seen)}'")
+            script.do("errors = loader.stats().errors\nassert errors > 0, f'stats().errors is {errors}'")
+        else:
+            script.do("assert len(seen) <= 1, f'there must be one warning at most, not {len(seen)}'")
+        script.do("loader.num_keys()\nloader.close()")
+
+
+@check("cache", "S8.3", "full", needs=LOADER, effort=0.3)
+def full(lab: Lab, draw: Draw) -> None:
+    """Where a store takes no more, load_fn serves what it lacks, with one warning."""
+    size, old, new = draw(_sizes), draw(st.integers(1, 4)), draw(st.integers(1, 8))
+    new = max(new, size)  # one is written at least
+    with cache_script(lab, 1, "Source, assert_same") as script:
+        script.do("import warnings\n\nload = Source({key: f'value {key}' for key in range(20)})")
+        script.loader("d", size)
+        script.do(f"for key in range({old}):\n    loader.get(key, load)\nloader.flush()\nservers[0].refuse_writes()")
+        script.do(f"load.expect(*range({old}))")
+        script.do(
+            "with warnings.catch_warnings(record=True) as seen:\n"
+            "    warnings.simplefilter('always')\n"
+            f"    for key in range({old + new}):\n"
+            "        assert_same(loader.get(key, load), f'value {key}')\n"
+            "    loader.flush()"
+        )
+        script.do(
+            f"load.expect(*range({old}, {old + new}))\nassert len(seen) == 1, f'there must be one warning, not {{len(seen)}}'"
+        )
+
+
+@check("cache", "S8.3", "warns_once", needs=LOADER, effort=0.05)
+def warns_once(lab: Lab, draw: Draw) -> None:
+    """A store that stays down is one warning, however often it is asked."""
+    with cache_script(lab, 1) as script:
+        script.do("import time\nimport warnings\n\nload = Source()\nservers[0].kill()")
+        script.loader("d", draw(_sizes))
+        script.do(
+            "with warnings.catch_warnings(record=True) as seen:\n"
+            "    warnings.simplefilter('always')\n"
+            "    for key in range(4):\n"
+            "        loader.get(key, load)\n"
+            "        time.sleep(0.15)\n"
+            "assert len(seen) == 1, f'there must be one warning, not {len(seen)}'"
+        )
+
+
+@check("cache", "S8.3", "back", needs=LOADER, effort=0.08)
+def back(lab: Lab, draw: Draw) -> None:
+    """A store that is back is used again, and what waited for it is not more than the write buffer holds."""
+    size, made = draw(_sizes), draw(st.integers(2, 5))
+    with cache_script(lab, 1) as script:
+        script.do("import itertools\nimport time\n\nfrom bagua_ref.conformance.lab.servers import assert_within\n")
+        script.do("load = Source()\nnumbers = itertools.count()")
+        script.loader("d", size)
+        script.do("loader.get('early', load)\nservers[0].kill()")
+        script.do(f"for _ in range({made * size}):\n    loader.get(next(numbers), load)\nservers[0].start()")
+        script.do("time.sleep(0.25)  # for those that leave a store alone that has failed\nloader.flush()")
+        script.do(f"kept = len(servers[0].keys())\nassert kept <= {size}, f'{{kept}} values had waited in a buffer of {size}'")
+        script.do("def is_used():\n    loader.get(next(numbers), load)\n    loader.flush()\n    return servers[0].keys()\n")
+        script.do("assert_within(8, is_used, 'the store is used again')")
+
+
+@check("cache", "S8.3", "counters", needs=LOADER, effort=0.5)
+def counters(lab: Lab, draw: Draw) -> None:
+    """Stats() tells hits and misses, and no errors where there are none."""
+    wanted = draw(st.lists(st.integers(0, 5), min_size=1, max_size=10))
+    with cache_script(lab, draw(st.integers(1, 2))) as script:
+        script.do("load = Source()")
+        script.loader("d", draw(_sizes))
+        script.do(f"for key in {wanted}:\n    loader.get(key, load)\nstats = loader.stats()")
+        expected = (len(wanted) - len(set(wanted)), len(set(wanted)), 0)
+        found = "(stats.hits, stats.misses, stats.errors)"
+        script.do(f"assert {found} == {expected}, f'hits, misses, errors are {{{found}}}, not {expected}'")

@@ -1,0 +1,98 @@
+"""What values come back as from a cache, and what may be stored (S8.5)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hypothesis import strategies as st
+
+from bagua_ref.conformance.inputs.value_sources import TENSORS, array_sources, objects, plain_sources, tensor_sources, value_sources
+from bagua_ref.conformance.lab.cache_script import LOADER, cache_script
+from bagua_ref.conformance.suites.checks import check
+
+if TYPE_CHECKING:
+    from bagua_ref.conformance.inputs.strategies import Draw
+    from bagua_ref.conformance.lab.lab import Lab
+
+_keys = st.one_of(st.integers(0, 11), st.text(max_size=5))
+_sizes = st.integers(1, 5)
+
+
+def _come_back(lab: Lab, draw: Draw, sources: list[str]) -> None:
+    """Let values be made, and read from the store, without pickle, and compare."""
+    with cache_script(lab, 1, "Source, array, assert_same, double, tensor, without_pickle") as script:
+        script.do(f"values = [{', '.join(sources)}]\nload = Source(dict(enumerate(values)))")
+        script.loader("d", draw(_sizes))
+        for turn in ("made", "read"):
+            script.do(
+                "with without_pickle():\n    found = [loader.get(place, load) for place in range(len(values))]\n    loader.close()"
+            )
+            script.do("assert_same(found, values, 'values')")
+            if turn == "made":
+                script.loader("d")
+        script.do("load.expect(*range(len(values)))")
+
+
+@check("cache", "S8.5", "tensors", dtypes=TENSORS, needs=LOADER, effort=0.12)
+def tensors(lab: Lab, draw: Draw) -> None:
+    """Tensors of any shape and strides come back bit for bit, without pickle."""
+    _come_back(lab, draw, draw(st.lists(tensor_sources(lab.dtype_name), min_size=1, max_size=3)))
+
+
+@check("cache", "S8.5", "arrays", needs=LOADER, effort=0.8)
+def arrays(lab: Lab, draw: Draw) -> None:
+    """Arrays of any dtype, byte order, shape and strides come back bit for bit, without pickle."""
+    _come_back(lab, draw, draw(st.lists(array_sources(), min_size=1, max_size=4)))
+
+
+@check("cache", "S8.5", "plain", needs=LOADER, effort=0.8)
+def plain(lab: Lab, draw: Draw) -> None:
+    """None, bool, int, float, str and bytes come back as they are, without pickle."""
+    _come_back(lab, draw, draw(st.lists(plain_sources(), min_size=1, max_size=6)))
+
+
+@check("cache", "S8.5", "containers", needs=LOADER, effort=0.8)
+def containers(lab: Lab, draw: Draw) -> None:
+    """Tuples, lists and dicts of all these come back as they are, however nested, without pickle."""
+    _come_back(lab, draw, draw(st.lists(value_sources(), min_size=1, max_size=2)))
+
+
+@check("cache", "S8.5", "needs_pickle", needs=LOADER, effort=0.5)
+def needs_pickle(lab: Lab, draw: Draw) -> None:
+    """Other objects are an error that names allow_pickle, and nothing is stored; with allow_pickle=True they are kept."""
+    value = draw(objects())
+    with cache_script(lab, 1, "Source, Thing, array, double, tensor") as script:
+        script.do(f"value = {value}\nload = Source({{'key': value}})")
+        more = draw(st.sampled_from(["", ", allow_pickle=None", ", allow_pickle=False"]))
+        script.loader("d", 1, more=more)
+        script.do(
+            "try:\n    loader.get('key', load)\nexcept Exception as error:\n"
+            "    assert 'allow_pickle' in str(error), f'the error must name allow_pickle: {error}'\n"
+            "else:\n    raise AssertionError('an object that needs pickle must be an error')"
+        )
+        script.do("loader.flush()\nassert servers[0].keys() == [], f'{servers[0].keys()} were stored'")
+        script.loader("d", 1, "other", more=", allow_pickle=True")
+        script.do("load.calls.clear()\nother.get('key', load)\nother.close()")
+        script.loader("d", 1, "other", more=", allow_pickle=True")
+        script.do("found = other.get('key', load)\nload.expect('key')")
+        script.do("assert str(found) == str(value) or found == value, f'{found!r} instead of {value!r}'")
+
+
+@check("cache", "S8.5", "runs_nothing", needs=LOADER, effort=0.5)
+def runs_nothing(lab: Lab, draw: Draw) -> None:
+    """Reading runs no code of whoever wrote, unless allow_pickle=True says that it may."""
+    bare = draw(st.booleans())
+    nested = draw(st.sampled_from(["Trap()", "[1, Trap()]", "{'key': (None, Trap())}"]))
+    with cache_script(lab, 1, "Trap") as script:
+        if bare:
+            script.do(f"import pickle\n\nservers[0].set('d_key', pickle.dumps({nested}, {draw(st.integers(0, 5))}))")
+        else:
+            script.loader("d", 1, "writer", more=", allow_pickle=True")
+            script.do(f"writer.get('key', lambda key: {nested})\nwriter.close()")
+        script.loader("d", 1, more=draw(st.sampled_from(["", ", allow_pickle=False"])))
+        script.do(
+            "try:\n    found = loader.get('key', lambda key: 'made anew')\n"
+            "except (ValueError, TypeError) as error:\n    found = error"
+        )
+        script.do("Trap.assert_unsprung()")
+        script.do("assert found == 'made anew' or 'allow_pickle' in str(found), f'found {found!r}'")

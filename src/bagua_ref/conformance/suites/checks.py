@@ -1,0 +1,129 @@
+"""The table of checks: one row for each property, with the clause, what it needs of a target and the dtypes it is run for."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from bagua_ref.conformance.clauses import CLAUSES, SUITES
+from bagua_ref.extras import install_command
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+    from types import ModuleType
+
+    from bagua_ref.conformance.inputs.strategies import Draw
+    from bagua_ref.conformance.lab.lab import Lab
+
+__all__ = ["Check", "all_checks", "check", "checks_of", "prepare", "reason_to_skip_suite", "require_hypothesis", "variants"]
+
+_MODULES = {suite: (suite,) for suite in SUITES} | {
+    "collectives": ("collectives_messages", "collectives_series", "collectives"),
+    "algorithms": ("algorithms_async", "algorithms"),
+    "cache": ("cache_values", "cache"),
+}
+"""The modules of each suite, in the order in which their checks are listed."""
+
+_table: dict[str, Check] = {}
+
+
+@dataclass(frozen=True)
+class Check:
+    """A property of an implementation.
+
+    Attributes:
+        id: ``suite.clause.name``; stable.
+        suite: which part of a target it is about.
+        clause: of the specification.
+        sentence: what is true of every right implementation, whatever the input.
+        function: draws an input and raises `Violation` if the sentence is false of it.
+        dtypes: names; the check is run for each of them by itself. Empty: once.
+        needs: what the target's part must have for it.
+        effort: multiplies the number of examples.
+    """
+
+    id: str
+    suite: str
+    clause: str
+    sentence: str
+    function: Callable[[Lab, Draw], None] = field(compare=False)
+    dtypes: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    effort: float = 1.0
+
+
+def check(
+    suite: str,
+    clause: str,
+    name: str,
+    *,
+    dtypes: tuple[str, ...] = (),
+    needs: tuple[str, ...] = (),
+    effort: float = 1.0,
+) -> Callable[[Callable[[Lab, Draw], None]], Callable[[Lab, Draw], None]]:
+    """Return a decorator that enters a property into the table; its sentence is the first line of the function's docstring."""
+    assert suite in SUITES
+    assert clause in CLAUSES
+
+    def enter(function: Callable[[Lab, Draw], None]) -> Callable[[Lab, Draw], None]:
+        sentence = (function.__doc__ or "").splitlines()[0]
+        row = Check(f"{suite}.{clause}.{name}", suite, clause, sentence, function, dtypes, needs, effort)
+        assert row.id not in _table, row.id
+        _table[row.id] = row
+        return function
+
+    return enter
+
+
+def require_hypothesis() -> None:
+    """Raise ImportError, with what to install, unless Hypothesis is there."""
+    try:
+        import hypothesis  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f"conformance checks need Hypothesis; install with: {install_command('conformance')}") from error
+
+
+def checks_of(suites: Collection[str]) -> dict[str, Check]:
+    """Return the checks of the given suites by id, in the order of `SUITES`; only these suites are imported.
+
+    Raises:
+        ImportError: Hypothesis is not installed.
+    """
+    require_hypothesis()
+    wanted = [suite for suite in SUITES if suite in suites]
+    for suite in wanted:
+        _import_suite(suite)
+    return {row.id: row for suite in wanted for row in _table.values() if row.suite == suite}
+
+
+def all_checks() -> dict[str, Check]:
+    """Return every check by id, in the order of `SUITES`.
+
+    Raises:
+        ImportError: Hypothesis is not installed.
+    """
+    return checks_of(SUITES)
+
+
+def prepare(suite: str) -> None:
+    """Let a suite import slow modules once, before its checks run in processes of their own."""
+    ready = getattr(_import_suite(suite), "prepare", None)
+    if ready is not None:
+        ready()
+
+
+def reason_to_skip_suite(suite: str) -> str:
+    """Return why no check of a suite can run on this machine; empty if they can."""
+    reason = getattr(_import_suite(suite), "reason_to_skip", None)
+    return "" if reason is None else str(reason())
+
+
+def _import_suite(suite: str) -> ModuleType:
+    """Import the modules of a suite, which enters its checks into the table; return the one named like the suite."""
+    return [importlib.import_module(f"bagua_ref.conformance.suites.{module}") for module in _MODULES[suite]][-1]
+
+
+def variants(row: Check) -> list[str | None]:
+    """Return the dtypes for which a check is run; ``[None]`` if it has none."""
+    return list(row.dtypes) or [None]

@@ -1,0 +1,212 @@
+"""Bucket operations in simulated worlds against plain loops over all ranks (S3.1 to S3.5)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from bagua_ref.conformance.expected import comm_ops_scalar, decentralized_numpy
+from bagua_ref.conformance.expected.tolerances import EXACT, SUM, Tolerance, assert_equal
+from bagua_ref.conformance.inputs.strategies import COMPRESSIBLE, FLOATS, Draw, bulk, mixed, paired_worlds, seeds, tensors, worlds
+from bagua_ref.conformance.lab.ranks import run_ranks
+from bagua_ref.conformance.lab.violation import Script, Violation, literal
+from bagua_ref.conformance.suites.checks import check
+from bagua_ref.conformance.targets.reference_ops import ReferenceCommOps
+from bagua_ref.conformance.targets.world import RankWorld
+
+if TYPE_CHECKING:
+    from bagua_ref.conformance.lab.lab import Lab
+
+
+def _inputs(lab: Lab, draw: Draw, ranks: int, multiple: int, finite: bool = False) -> list[Tensor]:
+    """Return each rank's elements, as many as divide by ``multiple``."""
+    size = multiple * draw(st.integers(0, 40 // multiple + 1))
+    if draw(st.booleans()):
+        return mixed(lab.dtype, ranks, draw(seeds), size, finite=finite)
+    if draw(st.booleans()):  # each place of one kind, each rank with numbers of its own: what training looks like
+        return [bulk(lab.dtype, "tame", draw(seeds), size, finite=finite) for _ in range(ranks)]
+    return [draw(tensors(lab.dtype, size, finite=finite)) for _ in range(ranks)]
+
+
+def _run(
+    lab: Lab, draw: Draw, nodes: tuple[int, ...], method: str, inputs: list[Any], *more: Any, **options: Any
+) -> tuple[list[Any], str]:
+    """Call ``comm_ops.method(world, inputs[rank], ...)`` on every rank; return the results and a script that does the same."""
+    own = lab.target.parts.get("comm_ops")
+    ops = ReferenceCommOps(lab.target.kernels) if own is None else own
+    seed = draw(seeds)
+    setup = list(lab.target.setup)
+    if own is None:
+        setup.insert(0, "from bagua_ref.conformance.targets.reference_ops import ReferenceCommOps")
+        setup.append("comm_ops = ReferenceCommOps(kernels)")
+    else:
+        setup = [line.replace("kernels = ", "target = ").replace(".kernels", "") for line in setup] + ["comm_ops = target.comm_ops"]
+    setup = ["from bagua_ref.conformance.targets.world import RankWorld", "from bagua_ref.simulation import SimulatedWorld", *setup]
+    passed = "".join(f", {literal(value)}" for value in more) + "".join(
+        f", {name}={literal(value)}" for name, value in options.items()
+    )
+    body = [
+        "",
+        f"nodes = {nodes!r}",
+        f"inputs = {literal(inputs)}",
+        "",
+        "",
+        "def program(comm):",
+        f"    world = RankWorld(comm.rank(), {sum(nodes)}, nodes, comm)",
+        f"    return comm_ops.{method}(world, inputs[comm.rank()]{passed})",
+        "",
+        "",
+        f"results = SimulatedWorld({sum(nodes)}, nodes=nodes, seed={seed}).run(program)",
+    ]
+    script = str(Script(setup, body))
+
+    def program(comm: Any) -> Any:
+        world = RankWorld(comm.rank(), sum(nodes), nodes, comm)
+        mine = inputs[comm.rank()]
+        mine = mine.clone() if isinstance(mine, Tensor) else [x.clone() for x in mine]
+        return getattr(ops, method)(world, mine, *more, **options)
+
+    try:
+        return run_ranks(
+            lab, nodes, program, f"{method}({', '.join(f'{k}={v}' for k, v in options.items())})", inputs, seed, simulated=True
+        ), script
+    except Violation as violation:
+        violation.snippet = script
+        raise
+
+
+def _compare(
+    found: Any, want: Tensor, what: str, script: str, place: str, tolerance: Tolerance = EXACT, magnitude: Tensor | None = None
+) -> None:
+    try:
+        if not isinstance(found, Tensor):
+            raise AssertionError(f"{type(found).__name__} instead of a tensor")
+        assert_equal(found, want, tolerance, magnitude=magnitude)
+    except AssertionError as error:
+        line = f"{place}  # {error}\nassert_equal({place}, {literal(want)}, EXACT)" + (
+            "" if tolerance is EXACT else f"  # up to {tolerance.name}"
+        )
+        whole = script.replace("import torch\n", "import torch\n\nfrom bagua_ref.conformance import EXACT, assert_equal", 1)
+        raise Violation(f"{what}: {error}", f"{whole}{line}\n") from None
+
+
+def _tensor(values: list[float], dtype: torch.dtype) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64).to(dtype)
+
+
+def _centralized(lab: Lab, draw: Draw, nodes: tuple[int, ...], compression: str | None, hierarchical: bool) -> None:
+    mean = draw(st.booleans())
+    inputs = _inputs(lab, draw, sum(nodes), len(nodes) if hierarchical else sum(nodes))
+    options = {"average": mean, "scattergather": True, "compression": compression, "hierarchical": hierarchical}
+    found, script = _run(lab, draw, nodes, "centralized", inputs, **options)
+    operation = comm_ops_scalar.low_precision if compression else comm_ops_scalar.scatter_gather
+    lists = [x.tolist() for x in inputs]
+    if hierarchical:
+        wanted = comm_ops_scalar.hierarchical(operation, lists, list(nodes), lab.dtype_name, mean)
+    else:
+        wanted = operation(lists, lab.dtype_name, mean)
+    for rank, want in enumerate(wanted):
+        what = f"centralized({options}) on nodes {nodes}, rank {rank}"
+        _compare(found[rank], _tensor(want, lab.dtype), what, script, f"results[{rank}]")
+
+
+@check("comm_ops", "S3.1", "scatter_gather", dtypes=FLOATS)
+def scatter_gather(lab: Lab, draw: Draw) -> None:
+    """Scatter-gather adds in rank order, and every rank ends with the same bits."""
+    _centralized(lab, draw, draw(worlds()), None, False)
+
+
+@check("comm_ops", "S3.2", "low_precision", dtypes=COMPRESSIBLE)
+def low_precision(lab: Lab, draw: Draw) -> None:
+    """With one byte per element every rank ends with the same bytes, those of the clause."""
+    _centralized(lab, draw, draw(worlds()), "MinMaxUInt8", False)
+
+
+@check("comm_ops", "S3.3", "hierarchical", dtypes=COMPRESSIBLE)
+def hierarchical(lab: Lab, draw: Draw) -> None:
+    """Leaders operate on node sums over n/L, so that every rank counts once also on uneven nodes."""
+    _centralized(lab, draw, draw(worlds()), "MinMaxUInt8", True)
+
+
+@check("comm_ops", "S3.1", "full_precision", dtypes=FLOATS)
+def full_precision(lab: Lab, draw: Draw) -> None:
+    """Full precision gives the sum or mean over all ranks within what another order of adding may change."""
+    nodes, mean, between = draw(worlds()), draw(st.booleans()), draw(st.booleans())
+    n = sum(nodes)
+    inputs = [x / 64 for x in _inputs(lab, draw, n, 1, finite=True)]  # room for the sum
+    options = {"average": mean, "hierarchical": between}
+    found, script = _run(lab, draw, nodes, "centralized", inputs, **options)
+    divisor = n if mean else 1
+    exact = torch.stack([x.double() for x in inputs])
+    magnitude = exact.abs().sum(0) / divisor
+    for rank in range(n):
+        what = f"centralized({options}) on nodes {nodes}, rank {rank}"
+        _compare(found[rank], (exact.sum(0) / divisor).to(lab.dtype), what, script, f"results[{rank}]", SUM(n + 1), magnitude)
+        _compare(found[rank], found[0], f"{what} and rank 0 differ", script, f"results[{rank}]")
+
+
+def _arrays(ranks: list[Tensor]) -> list[decentralized_numpy.Array]:
+    return [x.double().numpy() if x.dtype is torch.float64 else x.float().numpy() for x in ranks]
+
+
+@check("comm_ops", "S3.4", "shift_one", dtypes=FLOATS)
+def shift_one(lab: Lab, draw: Draw) -> None:
+    """Ranks are averaged with the peer of each step; hierarchical, leaders are, on node means."""
+    between = draw(st.booleans())
+    nodes, count = draw(paired_worlds(between)), draw(st.integers(1, 5))
+    rounds = [_inputs(lab, draw, sum(nodes), 1) for _ in range(1)]
+    rounds += [[bulk(lab.dtype, "tame", draw(seeds), x.numel()) for x in rounds[0]] for _ in range(count - 1)]
+    by_rank = [list(ranks) for ranks in zip(*rounds, strict=True)]
+    found, script = _run(lab, draw, nodes, "decentralized", by_rank, mode="shift_one", hierarchical=between)
+    for step, ranks in enumerate(rounds):
+        with np.errstate(all="ignore"):
+            wanted = decentralized_numpy.average(_arrays(ranks), lab.dtype_name, "shift_one", between, list(nodes), step)
+        for rank, want in enumerate(wanted):
+            what = f"decentralized(shift_one, hierarchical={between}) on nodes {nodes}, step {step}, rank {rank}"
+            tensor = torch.from_numpy(np.ascontiguousarray(want)).to(lab.dtype)
+            _compare(found[rank][step], tensor, what, script, f"results[{rank}][{step}]")
+
+
+@check("comm_ops", "S3.4", "all", dtypes=FLOATS)
+def all_ranks(lab: Lab, draw: Draw) -> None:
+    """The mean over all ranks, also on uneven nodes, within what another order of adding may change."""
+    between, nodes = draw(st.booleans()), draw(worlds(8))
+    n = sum(nodes)
+    inputs = [x / 64 for x in _inputs(lab, draw, n, 1, finite=True)]
+    found, script = _run(lab, draw, nodes, "decentralized", [[x] for x in inputs], mode="all", hierarchical=between)
+    exact = torch.stack([x.double() for x in inputs])
+    for rank in range(n):
+        what = f"decentralized(all, hierarchical={between}) on nodes {nodes}, rank {rank}"
+        place, magnitude = f"results[{rank}][0]", exact.abs().mean(0)
+        _compare(found[rank][0], exact.mean(0).to(lab.dtype), what, script, place, SUM(n + 1), magnitude)
+
+
+@check("comm_ops", "S3.5", "ring", dtypes=COMPRESSIBLE)
+def ring(lab: Lab, draw: Draw) -> None:
+    """Steps on the ring are those of the clause, bit for bit, so that replicas stay equal."""
+    between, nodes, count = draw(st.booleans()), draw(worlds(8)), draw(st.integers(1, 4))
+    first = _inputs(lab, draw, sum(nodes), 1)
+    rounds = [first] + [[bulk(lab.dtype, "tame", draw(seeds), x.numel()) for x in first] for _ in range(count - 1)]
+    start = bulk(lab.dtype, "tame", draw(seeds), first[0].numel())
+    by_rank = [list(ranks) for ranks in zip(*rounds, strict=True)]
+    inputs = [[start, *mine] for mine in by_rank]
+    found, script = _run(lab, draw, nodes, "low_precision_decentralized", inputs, hierarchical=between)
+    model = decentralized_numpy.Ring.of(_arrays([start] * (len(nodes) if between else sum(nodes))))
+    for step, ranks in enumerate(rounds):
+        with np.errstate(all="ignore"):
+            mine = _arrays(ranks)
+            if between:
+                means = [
+                    decentralized_numpy.node_mean(node, lab.dtype_name) for node in decentralized_numpy.split(mine, list(nodes))
+                ]
+                wanted = decentralized_numpy.on_every_rank(model.step(means, lab.dtype_name), list(nodes))
+            else:
+                wanted = model.step(mine, lab.dtype_name)
+        for rank, want in enumerate(wanted):
+            what = f"low_precision_decentralized(hierarchical={between}) on nodes {nodes}, step {step}, rank {rank}"
+            tensor = torch.from_numpy(np.ascontiguousarray(want)).to(lab.dtype)
+            _compare(found[rank][step], tensor, what, script, f"results[{rank}][{step}]")

@@ -1,0 +1,1 @@
+"""Targets: the form that an implementation under test has, and the package's own parts in that form."""

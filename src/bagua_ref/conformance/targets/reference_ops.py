@@ -1,0 +1,76 @@
+"""The package's own bucket operations as a target's ``comm_ops``, with any kernels: what a kernel backend is tried in."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bagua_ref.bucket import BaguaBucket
+from bagua_ref.process_group import init_process_group
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bagua_ref.conformance.targets.world import RankWorld
+
+__all__ = ["ReferenceCommOps"]
+
+
+class ReferenceCommOps:
+    """The form that ``comm_ops`` of a target has: each method runs on every rank of a simulated world.
+
+    Args:
+        kernels: a backend or its name.
+    """
+
+    def __init__(self, kernels: Any) -> None:
+        self.kernels = kernels
+
+    def centralized(self, world: RankWorld, x: Tensor, **options: Any) -> Tensor:
+        """Return the sum or mean over all ranks (S3.1 to S3.3).
+
+        Args:
+            world: of this rank.
+            x: this rank's elements.
+            options: ``hierarchical``, ``average``, ``scattergather`` and ``compression``.
+        """
+        bucket = self._bucket(x)
+        bucket.append_centralized_synchronous_op(**options)
+        bucket.execute()
+        return bucket.flattened_tensor()
+
+    def decentralized(self, world: RankWorld, rounds: list[Tensor], mode: str, hierarchical: bool) -> list[Tensor]:
+        """Return what one operation makes of this rank's elements, round after round, after each copy-back (S3.4)."""
+        bucket = self._bucket(rounds[0])
+        peer_weight = bucket.flattened_tensor().ensure_bagua_tensor("peer")  # type: ignore[attr-defined]
+        op = bucket.append_decentralized_synchronous_op(peer_weight, hierarchical, mode)
+        return self._each(bucket, rounds, lambda: op.copy_back_peer_weight(bucket))
+
+    def low_precision_decentralized(self, world: RankWorld, rounds: list[Tensor], hierarchical: bool) -> list[Tensor]:
+        """Return this rank's elements after each step on the ring (S3.5).
+
+        Args:
+            world: of this rank.
+            rounds: first what all replicas on all ranks are at the start, then this rank's elements before each step.
+            hierarchical: the ring is between node leaders.
+        """
+        start, *rounds = rounds
+        bucket = self._bucket(rounds[0])
+        weight, left, right = (start.clone().ensure_bagua_tensor(name) for name in ("weight", "left", "right"))  # type: ignore[attr-defined]
+        bucket.append_low_precision_decentralized_synchronous_op(weight, left, right, hierarchical)
+        return self._each(bucket, rounds, lambda: None)
+
+    def _bucket(self, x: Tensor) -> BaguaBucket:
+        init_process_group()
+        tensor = x.clone().ensure_bagua_tensor("x")  # type: ignore[attr-defined]
+        return BaguaBucket([tensor], "0", flatten=True, backend=self.kernels)
+
+    def _each(self, bucket: BaguaBucket, rounds: list[Tensor], afterwards: Any) -> list[Tensor]:
+        seen = []
+        for x in rounds:
+            bucket.tensors[0].data.copy_(x)
+            bucket.execute()
+            afterwards()
+            seen.append(torch.cat([tensor.detach().clone() for tensor in bucket.tensors]))
+        return seen

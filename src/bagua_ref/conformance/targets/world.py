@@ -1,0 +1,90 @@
+"""Worlds in which communicators and bucket operations are tried: every rank a thread, of the simulation or a real one."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from bagua_ref.simulation import SimulatedWorld
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from bagua_ref.communicators.base import Communicator
+
+__all__ = ["RankWorld", "own_communicator", "run_world"]
+
+
+@dataclass(frozen=True)
+class RankWorld:
+    """What a target's ``communicator(world)`` is given, on each rank.
+
+    Attributes:
+        rank: this rank.
+        world_size: how many ranks there are.
+        nodes: how many ranks each node has.
+        transport: a communicator that works; one under test may send through it.
+        store: instead of a transport, if the factory has ``real_threads = True``: a torch store that all ranks share.
+    """
+
+    rank: int
+    world_size: int
+    nodes: tuple[int, ...]
+    transport: Communicator | None = None
+    store: Any = None
+
+
+def own_communicator(world: RankWorld) -> Communicator:
+    """Return the simulated world's own communicator: the reference of the collectives suite."""
+    assert world.transport is not None
+    return world.transport
+
+
+def run_world(
+    factory: Callable[[RankWorld], Any], nodes: tuple[int, ...], program: Callable[[Any], Any], seed: int = 0
+) -> list[Any]:
+    """Return what ``program(factory(world))`` returns on each rank.
+
+    Args:
+        factory: makes a rank's communicator. Ranks are threads of the simulated world, of which one runs at a time, and which may
+            wait for each other through ``world.transport`` only; with ``factory.real_threads = True`` they are real ones, for
+            communicators that wait by other means.
+        nodes: how many ranks each node has.
+        program: what each rank does.
+        seed: of the simulated world's interleaving.
+    """
+    size = sum(nodes)
+    if getattr(factory, "real_threads", False):
+        return _on_threads(factory, nodes, program)
+
+    def rank(transport: Communicator) -> Any:
+        return program(factory(RankWorld(transport.rank(), size, nodes, transport)))
+
+    return SimulatedWorld(size, nodes=nodes, seed=seed).run(rank)
+
+
+def _on_threads(factory: Callable[[RankWorld], Any], nodes: tuple[int, ...], program: Callable[[Any], Any]) -> list[Any]:
+    import torch.distributed as dist
+
+    size, store = sum(nodes), dist.HashStore()  # type: ignore[attr-defined]
+    ended: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
+    communicators = []  # kept until all have ended: one that goes early may cut off another rank's last message
+
+    def rank(number: int) -> None:
+        try:
+            communicators.append(communicator := factory(RankWorld(number, size, nodes, store=store)))
+            ended.put((number, program(communicator), None))
+        except BaseException as error:
+            ended.put((number, None, error))
+
+    for number in range(size):
+        threading.Thread(target=rank, args=(number,), daemon=True).start()
+    results: dict[int, Any] = {}
+    for _ in range(size):
+        number, result, error = ended.get()
+        if error is not None:
+            raise error
+        results[number] = result
+    return [results[number] for number in range(size)]
