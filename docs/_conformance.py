@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bagua_ref.conformance.suites.checks import Check, all_checks
 from bagua_ref.conformance.clauses import CLAUSES, SUITES
+from bagua_ref.conformance.suites.checks import Check, all_checks
 
 FOLDER = Path(__file__).with_name("conformance")
 BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
