@@ -70,19 +70,19 @@ _PAGE = """\
 # What the algorithms learn
 
 Test accuracy in percent on a held-out third of scikit-learn's digits: {processes} processes over gloo, {epochs} epochs in batches
-of {batch} images, which the processes share; the learning rate falls to 2 %. Seed s draws the split (the first third of
-`torch.randperm(1797)` with a generator of seed s is held out), the first weights and the batches. Where ranks end with
-weights of their own, the worst rank counts. The bar: a mean at most 1.5 points below the single process's, and that at
-least 95 %.
+of {batch} images, which the processes share; the learning rate decays to 2 % of its start. Seed s determines the split (the first
+third of `torch.randperm(1797)` with a generator of seed s is held out), the initial weights and the batches. If ranks end
+with weights of their own, the worst rank counts. The target: a mean at most 1.5 points below that of the single process,
+which must itself reach 95 %.
 
 | algorithm | {seeds} | mean | to a single process |
 |---|{rules}---|---|
 {rows}
 
-`async` averages whenever its time has come, so its figures differ from run to run; the others repeat theirs on one machine.
+`async` averages at intervals of time, so its figures differ from run to run; the others repeat on the same machine.
 
 Made by `python benchmarks/learning.py` on {date}, with torch {torch}; two minutes on two cores. `make proof` runs it
-again and checks the bar.
+again and checks the target.
 """
 
 

@@ -1,7 +1,7 @@
 """Write the table of docs/porting.md from the code: ``python docs/_porting.py``. A test says when that is due.
 
-Each name of Bagua 0.9 is looked up in the installed package and its parameters are compared. What a name does differently
-cannot be read from the code; it stands in CHANGED.
+Each name of Bagua 0.9 is looked up in the installed package and its parameters are compared. Differences in behaviour
+cannot be read from the code; they are in CHANGED.
 """
 
 from __future__ import annotations
@@ -26,50 +26,51 @@ from _porting_names import NAMES
 PAGE = Path(__file__).with_name("porting.md")
 BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
 
-WRAPPER = "a class under every name; what it does not support raises NotImplementedError, which names it"
-CONSTRUCTOR = f"{WRAPPER}. `optimizers=None` is no optimizers, `algorithm=None` is `GradientAllReduceAlgorithm()`"
+WRAPPER = "always a class; unsupported methods and arguments raise NotImplementedError, which names them"
+CONSTRUCTOR = f"{WRAPPER}. `optimizers=None` means no optimizers, `algorithm=None` means `GradientAllReduceAlgorithm()`"
 ASYNC = "algorithms.async_model_average:AsyncModelAverageAlgorithmImpl"
-EITHER_NAME = "the module is given by position, as `bagua_ddp=` or as `bagua_module=`"
+EITHER_NAME = "takes the module by position, as `bagua_ddp=` or as `bagua_module=`"
 CHANGED = {
-    ":get_backend": "chooses kernels; a wrapped module's communication is `communication.get_backend`",
-    "communication:get_backend": "knows the names of wrapped modules only",
-    "communication:BaguaProcessGroup": "leaders are the lowest ranks of their nodes, so nodes may be uneven ([S1])",
-    "communication:reduce_scatter_inplace": "the other ranks' chunks stay as they were ([S3.9])",
-    "tensor:BaguaTensor.bagua_backend_tensor": "returns an object that stands for the effective tensor in every collective; it has "
-    "`data_ptr()` and `num_elements()`, as the original's",
+    ":get_backend": "returns kernels; for the communication of a wrapped module use `communication.get_backend`",
+    "communication:get_backend": "takes names of wrapped modules only",
+    "communication:BaguaProcessGroup": "a node's leader is its lowest rank, so nodes may be uneven ([S1])",
+    "communication:reduce_scatter_inplace": "leaves the other ranks' chunks unchanged ([S3.9])",
+    "tensor:BaguaTensor.bagua_backend_tensor": "returns an object that collectives accept in place of the effective tensor; it "
+    "has `data_ptr()` and `num_elements()`, as Bagua's",
     "bucket:BaguaBucket": "padding is zero before each execution ([S2.2]); repeated names, overlap, mixed dtypes or devices are "
     "errors ([S2.6])",
-    "bucket:BaguaBucket.check_flatten": "adjacent tensors must share one storage, too ([S2.3])",
-    "bucket:BaguaBucket.append_centralized_synchronous_op": "a hierarchical mean on uneven nodes is that over all ranks ([S3.3]); "
-    "every bit of a compressed one is defined ([S3.7], [S4])",
-    "bucket:BaguaBucket.append_decentralized_synchronous_op": '"shift_one" with an odd number is refused at once ([S3.4])',
-    "bucket:BaguaBucket.append_asynchronous_model_average_op": "takes any float dtype ([S3.6])",
+    "bucket:BaguaBucket.check_flatten": "adjacent tensors must also share one storage ([S2.3])",
+    "bucket:BaguaBucket.append_centralized_synchronous_op": "on uneven nodes, a hierarchical mean is that over all ranks "
+    "([S3.3]); every bit of a compressed result is defined ([S3.7], [S4])",
+    "bucket:BaguaBucket.append_decentralized_synchronous_op": '"shift_one" with an odd number of ranks is refused at once ([S3.4])',
+    "bucket:BaguaBucket.append_asynchronous_model_average_op": "supports any floating-point dtype ([S3.6])",
     "distributed:BaguaModule.with_bagua": "a parameter that a backward does not reach is an error, unless "
     "`find_unused_parameters=True` ([S2.5]); evaluation is not counted as training ([S5])",
-    "data_parallel.functional:all_reduce": "another operator than SUM and AVG for a tensor that needs a gradient is a "
+    "data_parallel.functional:all_reduce": "for a tensor that requires a gradient, operators other than SUM and AVG raise "
     "NotImplementedError",
     "data_parallel.distributed:DistributedDataParallel": CONSTRUCTOR,
     "data_parallel.distributed:DistributedDataParallel_V1_9_0": CONSTRUCTOR,
     "data_parallel.distributed:DistributedDataParallel_V1_9_0_Interface": WRAPPER,
     "algorithms.decentralized:LowPrecisionDecentralizedAlgorithm": "the interval counts optimizer steps ([S5.4])",
-    "algorithms.q_adam:QAdamOptimizer": "each parameter's own group's options count; in the warm-up it is the installed "
+    "algorithms.q_adam:QAdamOptimizer": "each parameter uses the options of its own group; in the warm-up it equals the installed "
     "`torch.optim.Adam` bit for bit ([S5.5])",
-    f"{ASYNC}.abort": f"holds until `resume`, in warm-up too ([S5.6]); {EITHER_NAME}",
+    f"{ASYNC}.abort": f"holds until `resume`, also in the warm-up ([S5.6]); {EITHER_NAME}",
     f"{ASYNC}.resume": EITHER_NAME,
-    "contrib.fuse.optimizer:fuse_optimizer": "an optimizer that couples elements is refused; with `verify=` and `allow_inexact=`; "
-    "storage offsets count, and a 0-dim `step` works ([S6])",
-    "contrib.load_balancing_data_loader:LoadBalancingDistributedSampler": "the dataset's complexities are never changed ([S7])",
-    "contrib.load_balancing_data_loader:LoadBalancingDistributedBatchSampler": "all replicas get equally many batches ([S7.4])",
+    "contrib.fuse.optimizer:fuse_optimizer": "refuses optimizers that are not element-wise; "
+    "storage offsets are honoured, and a 0-dim `step` works ([S6])",
+    "contrib.load_balancing_data_loader:LoadBalancingDistributedSampler": "never changes the dataset's complexities ([S7])",
+    "contrib.load_balancing_data_loader:LoadBalancingDistributedBatchSampler": "all replicas get as many batches ([S7.4])",
     "contrib.cache_loader:CacheLoader.get": "a cached None is a hit ([S8.2])",
-    "contrib.cached_dataset:CachedDataset": "samples need no pickle, and a failing store never stops training ([S8.3], [S8.5])",
+    "contrib.cached_dataset:CachedDataset": "samples are stored without pickle, and a failing store never stops "
+    "training ([S8.3], [S8.5])",
     "contrib.utils.store:Store.shutdown": "stops the server only in the process that started it ([S8.4])",
     "contrib.utils.redis_store:RedisStore": "one server per node and job, with a password ([S8.4])",
-    "contrib.utils.redis_store:bootstrap_redis_server": "returns the addresses, passwords included, of all nodes' servers ([S8.4])",
-    "contrib.utils.redis_store:start_redis_server_cli": "listens on loopback alone, returns when the server "
+    "contrib.utils.redis_store:bootstrap_redis_server": "returns the addresses and passwords of all nodes' servers ([S8.4])",
+    "contrib.utils.redis_store:start_redis_server_cli": "listens on loopback only, returns when the server "
     "answers, and raises if it does not start",
-    "contrib.utils.redis_store:_RedisStore": "connects when it is first used, in each process anew",
+    "contrib.utils.redis_store:_RedisStore": "connects at its first use, in each process separately",
 }
-"""What a name does differently, by ``module:name``. Clauses in brackets become links."""
+"""Differences in behaviour, by ``module:name``. Clauses in brackets become links."""
 
 _INTERFACE = "data_parallel.distributed:DistributedDataParallel_V1_9_0_Interface"
 UNSUPPORTED = {
@@ -82,10 +83,10 @@ UNSUPPORTED = {
         "register_comm_hook": "pass `algorithm=`",
     }.items()
 }
-"""What exists only to say that it is not there."""
+"""Methods that only raise NotImplementedError."""
 
 INTERNAL = {"is_background", "job"}
-"""Parameters that are nobody's business."""
+"""Parameters for internal use, which the page does not list."""
 
 Entry = tuple[str, str, str]
 """Name, status and remark."""
@@ -131,7 +132,7 @@ def status_of(module: str, name: str, line: str) -> tuple[str, str]:
         return "not provided", instead
     for part in name.split("."):
         if part in vars(found).get("__annotations__", ()) and not hasattr(found, part):
-            return "changed", "an attribute of wrapped modules; others have none"
+            return "changed", "an attribute of wrapped modules only"
         inside, found = found, getattr(found, part)
     if instead := UNSUPPORTED.get(f"{module}:{name}"):
         return "not provided", instead
