@@ -108,8 +108,8 @@ def registered() -> set[str]:
     return set(re.findall(r'Registry\.register\("(\w+)"', (ROOT / "src/bagua_ref/algorithms/__init__.py").read_text()))
 
 
-def test_every_registered_algorithm_and_no_other_is_said_to_be_here() -> None:
-    rows = re.findall(r"^\| \[`(\w+)`\]\((\S+)\) \|.*\| here \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+def test_the_readme_lists_every_registered_algorithm_and_no_other() -> None:
+    rows = re.findall(r"^\| \[`(\w+)`\]\((\S+)\) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert {name for name, _ in rows} == registered()
     assert all((ROOT / link).exists() for _, link in rows)
     specified = (ROOT / "docs/spec.md").read_text().split("In the registry:")[1].split("\n## ")[0]
