@@ -1,4 +1,4 @@
-"""What the demo leaves behind: a table on the terminal, ``index.html`` with curves, ``results.json``."""
+"""The demo's results as a table on the terminal, as ``index.html`` with curves and as ``results.json``."""
 
 from __future__ import annotations
 
@@ -133,8 +133,8 @@ def _async_note(outcomes: Mapping[str, Outcome], settings: Settings) -> str:
         return ""
     rounds = round(own.ratio * settings.steps)  # a round sends what one all-reduce of all gradients would
     return (
-        "<li><code>async</code> averages weights in the background, at intervals of time. So short a run has few such rounds: "
-        f"about {rounds} in {settings.steps} steps. In between, each rank learns only from its own {settings.batch} of the "
+        "<li><code>async</code> averages weights in the background, at intervals of time. A run this short has few such rounds: "
+        f"about {rounds} in {settings.steps} steps. Between them, each rank learns only from its own {settings.batch} of the "
         f"{settings.batch * settings.workers} images of a step, so the final loss is higher.</li>"
     )
 
@@ -153,9 +153,9 @@ def _figure(outcomes: Sequence[Outcome], settings: Settings, kind: str, caption:
 
 
 _CAPTIONS = {
-    "loss": "Training loss, mean over ranks and the epoch that ends at each step.",
+    "loss": "Training loss: mean over ranks and over the epoch that ends at each step.",
     "traffic": "What each rank has sent since the first step.",
-    "loss by traffic": "The same loss against what it cost in traffic: further left is cheaper.",
+    "loss by traffic": "The same loss against the bytes sent: further left is cheaper.",
 }
 
 _PAGE = """<!doctype html>
@@ -211,8 +211,8 @@ img {{ display: block; width: 100%; height: auto; }}
 <h1>Training on handwritten digits</h1>
 <p class="soft">{headline}</p>
 <p>The same network was trained from the same weights on the same batches, once in a single process and then with each algorithm on
-{workers} processes of this machine. An algorithm does well where its loss falls like the single process's and its accuracy is the
-same, while it sends less than full precision does.</p>
+{workers} processes of this machine. An algorithm does well if its loss falls as fast as the single process's, its accuracy is the
+same, and it sends less than full precision.</p>
 <div class="results">
 <table>
 <thead><tr>{headers}</tr></thead>
@@ -222,11 +222,10 @@ same, while it sends less than full precision does.</p>
 </table>
 <ul class="soft notes">
 <li>One test image is 0.3 % of accuracy.</li>
-<li>Bytes are counted by formula in every communicator: 2(n-1)/n of a buffer that is all-reduced, (n-1)/n of one that is gathered or
-exchanged, a message as it is; full precision is an all-reduce of all gradients in float32.</li>
-<li>Speed is this machine's: messages between its processes cost next to nothing, so compressing them takes more time than it saves
-here.</li>
-<li>The weight difference is the largest between two ranks after the last step.</li>
+<li>Bytes are computed from tensor sizes: 2(n-1)/n of a buffer that is all-reduced, (n-1)/n of one that is gathered or exchanged, a
+message as it is. Full precision is an all-reduce of all gradients in float32.</li>
+<li>Messages between processes of one machine cost almost nothing, so here compression takes more time than it saves.</li>
+<li>The weight difference is the largest difference between two ranks in any weight after the last step.</li>
 {async_note}
 </ul>
 </div>
