@@ -1,4 +1,4 @@
-"""Write the tables of docs/conformance/: ``python docs/_conformance.py``. A test says when that is due.
+"""Tables of docs/conformance/, written by ``python docs/_conformance.py``. A test fails if they are out of date.
 
 A page for each suite lists its checks; clauses.md says which checks each clause of the specification has.
 """

@@ -1,6 +1,6 @@
-"""Write the table of docs/fuse.md: ``python docs/_fuse_table.py``. A test says when that is due.
+"""The table of docs/fuse.md, written by ``python docs/_fuse_table.py``. A test fails if it is out of date.
 
-Every class of torch.optim is asked what fuse_optimizer says, and tried: flattened against not flattened, over the probe's steps.
+For every class of torch.optim it has the verdict of fuse_optimizer, and the result of comparing flattened with unflattened steps.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Pictures of which rank sends how many bytes to whom, from trainings in the simulated world: ``python docs/_patterns.py``.
 
 Each algorithm trains the same small model on four ranks. What the communicators send is recorded and drawn into
-docs/images/pattern-NAME.svg. A test says when that is due, and that `bytes_per_step` agrees with what was recorded.
+docs/images/pattern-NAME.svg. Tests fail if the files are out of date, or if `bytes_per_step` differs from what was recorded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Write the table of docs/porting.md from the code: ``python docs/_porting.py``. A test says when that is due.
+"""The tables of docs/porting.md, written from the code by ``python docs/_porting.py``. A test fails if they are out of date.
 
 Each name of Bagua 0.9 is looked up in the installed package and its parameters are compared. Differences in behaviour
 cannot be read from the code; they are in CHANGED.

@@ -1,4 +1,4 @@
-"""The pages tell the truth: their Python prints what the page says it prints; the site has the pages it should and no others."""
+"""Tests of the documentation: its examples, figures and generated parts, and the files that are published."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page for those who come from Bagua is what the code says, and what is left out names what to use instead."""
+"""Tests of the page for users of Bagua, and of names that are not provided."""
 
 from __future__ import annotations
 
