@@ -1,4 +1,4 @@
-"""Train on texts of very different lengths, the documentation strings of Python's standard library, with and without balancing.
+"""Train on texts of very different lengths, the docstrings of Python's standard library, with and without balancing.
 
 torchrun --nproc_per_node=2 examples/balanced_text.py
 python examples/balanced_text.py --write-lengths docstring-lengths.txt    # then: bagua-ref balance --lengths ... --replicas 4
@@ -29,7 +29,7 @@ LONGEST = 2000
 
 
 def documentation_strings() -> list[tuple[str, int]]:
-    """Return each text with what it documents: 0 a module, 1 a class, 2 a function."""
+    """Return each text with the kind of object that it documents: 0 a module, 1 a class, 2 a function."""
     found = []
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         with warnings.catch_warnings():
@@ -65,7 +65,7 @@ class Reader(nn.Module):
 
 
 def train(dataset: list[tuple[Tensor, int]], sampler: DistributedSampler | LoadBalancingDistributedSampler, steps: int) -> float:
-    """Train for one epoch, at most so many steps; return the seconds it took."""
+    """Train for one epoch of at most ``steps`` steps; return the seconds it took."""
     torch.manual_seed(0)
     model = Reader()
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
@@ -84,8 +84,8 @@ def train(dataset: list[tuple[Tensor, int]], sampler: DistributedSampler | LoadB
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=150, metavar="N", help="at most so many (default: %(default)s)")
-    parser.add_argument("--write-lengths", type=Path, metavar="FILE", help="write the texts' lengths and do nothing else")
+    parser.add_argument("--steps", type=int, default=150, metavar="N", help="maximum number of steps (default: %(default)s)")
+    parser.add_argument("--write-lengths", type=Path, metavar="FILE", help="only write the lengths of the texts to FILE")
     arguments = parser.parse_args(argv)
 
     dataset = [(encode(text), kind) for text, kind in documentation_strings()]

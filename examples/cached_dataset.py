@@ -1,7 +1,7 @@
-"""Train twice on a dataset whose samples are slow to make: the second epoch takes them from the cache.
+"""Train for two epochs on a dataset whose samples are slow to produce: the second epoch takes them from the cache.
 
-    python examples/cached_dataset.py                       # starts a redis-server of its own
-    python examples/cached_dataset.py --backend fakeredis   # without one
+    python examples/cached_dataset.py                       # starts a redis-server
+    python examples/cached_dataset.py --backend fakeredis   # without redis-server
     python examples/cached_dataset.py --host cache.example.org --port 6379
 
 Each sample is a text, compressed as it might lie on disk, that is unpacked, cut into tokens and counted: some milliseconds.
@@ -54,7 +54,7 @@ class Texts(Dataset):
 def main(arguments: Sequence[str] | None = None) -> list[float]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", default="redis", choices=["redis", "fakeredis"])
-    parser.add_argument("--host", help="a Redis that runs already; its password comes from the variable REDIS_PASSWORD")
+    parser.add_argument("--host", help="host of an existing Redis server; its password is read from the variable REDIS_PASSWORD")
     parser.add_argument("--port", type=int, default=6379)
     parser.add_argument("--samples", type=int, default=512)
     parser.add_argument("--epochs", type=int, default=2)

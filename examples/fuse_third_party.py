@@ -1,9 +1,9 @@
-"""Fuse an optimizer that torch does not come with: Lion, of the package lion-pytorch.
+"""Fuse a third-party optimizer: Lion from the package lion-pytorch.
 
     pip install lion-pytorch
     python examples/fuse_third_party.py
 
-fuse_optimizer tries it on small clones first. Two twins then take the same steps, one by step(), one by fuse_step().
+fuse_optimizer tests it on small clones first. Then two equal models take the same steps, one with step(), one with fuse_step().
 """
 
 from __future__ import annotations

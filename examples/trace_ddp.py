@@ -1,4 +1,4 @@
-"""Record torch's own DistributedDataParallel, and see what its float16 hook does to gradients.
+"""Record torch's DistributedDataParallel, and see what its float16 hook does to gradients.
 
 torchrun --nproc_per_node=2 examples/trace_ddp.py trace
 bagua-ref trace check trace --algorithm gradient_allreduce --png errors.png
@@ -16,7 +16,7 @@ from bagua_ref.conformance.trace import Recorder
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", help="where the trace goes: a folder for each rank")
+    parser.add_argument("directory", help="folder of the trace, with a folder for each rank")
     parser.add_argument("--hook", choices=("fp16", "allreduce"), default="fp16")
     arguments = parser.parse_args()
     hook = fp16_compress_hook if arguments.hook == "fp16" else allreduce_hook

@@ -1,4 +1,4 @@
-"""Plant a fault in bytegrad's compression on one of four ranks, record a training, and let the trace find where it shows first.
+"""Plant a fault in bytegrad's compression on one of four ranks, record a training, and locate the fault by its trace.
 
 python examples/trace_off_by_one.py
 """
@@ -27,7 +27,7 @@ class OffByOneChunk(ReferenceBackend):
 
 
 def train(comm: object, directory: str, backend: ReferenceBackend) -> None:
-    """Train on one rank, recorded; this would be the same in a process of its own."""
+    """Train on one rank, recorded. The code would be the same in a process of its own."""
     bagua_ref.init_process_group()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 5))

@@ -18,8 +18,8 @@ from bagua_ref.algorithms import Algorithm, GlobalAlgorithmRegistry
 
 
 def make_algorithm(name: str, model: nn.Module) -> tuple[torch.optim.Optimizer, Algorithm]:
-    """Return an optimizer for the model and the algorithm, whose hierarchical form only pays on several nodes."""
-    if name == "qadam":  # it compresses the momentum of an Adam of its own
+    """Return an optimizer for the model, and the algorithm; its hierarchical form only helps on several nodes."""
+    if name == "qadam":  # it has an optimizer of its own, whose momentum it compresses
         from bagua_ref.algorithms.q_adam import QAdamOptimizer
 
         adam = QAdamOptimizer(model.parameters(), lr=2e-3, warmup_steps=20)
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> float:
             print(f"epoch {epoch + 1}: loss {loss.item():.3f}")
 
     if arguments.algorithm == "async":
-        model.bagua_algorithm.abort(model)  # ends the averaging in the background
+        model.bagua_algorithm.abort(model)  # ends averaging in the background
     model.eval()
     with torch.no_grad():
         accuracy = (model(images[1440:]).argmax(1) == labels[1440:]).float().mean().reshape(1)
