@@ -8,13 +8,14 @@ PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
 SEED ?= $(shell date +%s)
+MINUTES ?= 20
 PYTEST_ARGS ?=
 
 bin := $(VENV)/bin
 pip := $(bin)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
 pytest := $(bin)/python -m pytest
 
-.PHONY: help env demo test proof release-check bench gpu docs lint types format clean
+.PHONY: help env demo test proof explore release-check bench gpu docs lint types format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -62,6 +63,9 @@ proof: $(VENV)/.nvrtc  ## the slow proofs that CI adds: properties with 100 inpu
 	$(pytest) -n $(WORKERS) --dist loadfile --timeout=1800 tests/proof tests/meta $(PYTEST_ARGS)
 	$(bin)/python tests/meta/false_alarms.py --check
 	$(pytest) -n $(WORKERS) --shuffle=$(SEED) $(in_process) $(PYTEST_ARGS)
+
+explore: $(VENV)/.dev  ## search for failing inputs of all properties for MINUTES (20); replay with the SEED that it prints
+	$(bin)/python property_tests/explore.py --minutes $(MINUTES) --seed $(SEED) --workers $(WORKERS)
 
 # Needs nothing of .venv: what it builds and installs is in folders of its own.
 release-check:  ## build what would be released and try it as a user would, outside of this folder

@@ -39,6 +39,8 @@ else:
     )
     settings.register_profile("quick", common, max_examples=50)
     settings.register_profile("full", common, max_examples=100)
+    # For property_tests/explore.py: the seed alone decides the inputs, in CI too.
+    settings.register_profile("explore", common, max_examples=50, derandomize=False, database=None)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 

@@ -11,7 +11,7 @@ from _pytest.mark import ParameterSet
 from bagua_ref.backends import available_backends, register_backend
 from bagua_ref.conformance.inputs.strategies import adversarial, name_of
 
-__all__ = ["COMPRESSIBLE", "FLOATS", "adversarial", "every_backend", "name_of"]
+__all__ = ["COMPRESSIBLE", "FLOATS", "Seeded", "adversarial", "every_backend", "name_of"]
 
 COMPRESSIBLE = (torch.float16, torch.bfloat16, torch.float32)
 FLOATS = (*COMPRESSIBLE, torch.float64)
@@ -34,3 +34,15 @@ def _backends() -> list[ParameterSet | str]:
 
 
 every_backend = pytest.mark.parametrize("backend", _backends())
+
+
+class Seeded:
+    """Mixin for conformance suites: a new seed in each run, 0 in CI, or that of ``--hypothesis-seed``."""
+
+    seed = 0 if "CI" in os.environ else int.from_bytes(os.urandom(4), "big")
+
+    @pytest.fixture(autouse=True)
+    def _seed_of_the_command_line(self, request: pytest.FixtureRequest) -> None:
+        given = request.config.getoption("--hypothesis-seed")
+        if given is not None:
+            self.seed = int(given)

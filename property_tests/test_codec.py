@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 
 import pytest
-from property_tests.strategies import every_backend
+from property_tests.strategies import Seeded, every_backend
 
 from bagua_ref.conformance.run.pytest_suites import CodecSuite
 
 
 @every_backend
-class TestCodec(CodecSuite):
+class TestCodec(Seeded, CodecSuite):
     profile = os.environ.get("HYPOTHESIS_PROFILE", "quick")
-    seed = 0 if "CI" in os.environ else int.from_bytes(os.urandom(4), "big")
 
     @pytest.fixture
     def target(self, backend):

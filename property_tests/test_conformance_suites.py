@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
-from property_tests.strategies import every_backend
+from property_tests.strategies import Seeded, every_backend
 
 from bagua_ref.conformance.run.pytest_suites import AlgorithmSuite, CommOpSuite
 
 
 @every_backend
-class TestBackends(CommOpSuite, AlgorithmSuite):
-    seed = 0 if "CI" in os.environ else int.from_bytes(os.urandom(4), "big")
-
+class TestBackends(Seeded, CommOpSuite, AlgorithmSuite):
     @pytest.fixture
     def target(self, backend):
         return backend

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 
 import pytest
-from property_tests.strategies import every_backend
+from property_tests.strategies import Seeded, every_backend
 
 from bagua_ref.conformance.run.pytest_suites import KernelSuite
 
 
 @every_backend
-class TestKernels(KernelSuite):
+class TestKernels(Seeded, KernelSuite):
     profile = os.environ.get("HYPOTHESIS_PROFILE", "quick")
-    seed = 0 if "CI" in os.environ else int.from_bytes(os.urandom(4), "big")
 
     @pytest.fixture
     def target(self, backend):
