@@ -55,6 +55,7 @@ class EmulatedBackend(PlannedBackend):
     device_types = ("cpu",)
 
     def __init__(self, multiprocessors: int = 2, order: int = 0) -> None:
+        emulator()  # compiled now, as the first call of a kernel may have a time limit
         self.card, self.order = Card(multiprocessors), order
 
     @classmethod
