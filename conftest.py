@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import random
 import signal
@@ -99,6 +100,8 @@ def _fail_if_ci_lacks_something(report: Report) -> Report:
 def _nothing_left_to_the_next_file() -> Iterator[None]:
     """Let no file meet what another left in its process: which files share one changes from run to run."""
     environment, children = _environment(), _children()
+    gc.collect()
+    gc.freeze()  # else every collection looks through what all files before left, and takes half a second
     yield
     _end_job_servers()
     from bagua_ref import backends

@@ -24,19 +24,15 @@ def warm_backend() -> Iterator[None]:
     kernels.async_average_(x, x.clone(), x.clone(), 2)
     kernels.update_momentum_(x, x.clone(), 0.9)
     del x
-    others = live_tensors()  # held, as what an earlier test has left to the garbage must not go while this one counts
+    gc.freeze()  # the objects of earlier tests are neither collected nor counted, which would take seconds
     yield
-    others.clear()
-
-
-def live_tensors() -> list[torch.Tensor]:
-    gc.collect()
-    return [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
+    gc.unfreeze()
 
 
 def live_bytes() -> int:
-    """The bytes of all storages that a Python tensor holds."""
-    tensors = [t for t in live_tensors() if t.layout is torch.strided]
+    """The bytes of all storages that a Python tensor of this test holds."""
+    gc.collect()
+    tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and t.layout is torch.strided]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 
