@@ -7,13 +7,15 @@ import pickle
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from tests.cache_jobs import Numbers, Plain, epoch
-from tests.cache_servers import eventually, every_backend, need, servers
+from tests.cache_jobs import Numbers, Plain, epoch, writer_job
+from tests.cache_servers import Server, eventually, every_backend, need, servers
+from tests.launch import launch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Subset
 
 import bagua_ref
@@ -47,6 +49,12 @@ def finish(process: subprocess.Popen[str]) -> str:
     return printed
 
 
+def held_workers(server: Server, context: str, batch_size: str) -> None:
+    """Run a job that ends while its workers hold values; multiprocessing terminates them, and their temporary folders stay."""
+    with tempfile.TemporaryDirectory() as folder:
+        finish(job("held_worker_job", *map(str, server.host.values()), batch_size, context, TMPDIR=folder))
+
+
 @every_backend
 @pytest.mark.parametrize("batch_size", [16, None])
 @pytest.mark.parametrize(
@@ -55,11 +63,16 @@ def finish(process: subprocess.Popen[str]) -> str:
         {"num_workers": 0},
         {"num_workers": 2, "multiprocessing_context": "fork"},
         {"num_workers": 2, "multiprocessing_context": "fork", "persistent_workers": True},
-        pytest.param({"num_workers": 2, "multiprocessing_context": "spawn", "persistent_workers": True}, marks=pytest.mark.slow),
+        # It pickles what workers get, as spawn does, which `make proof` tries.
+        {"num_workers": 2, "multiprocessing_context": "forkserver", "persistent_workers": True},
     ],
-    ids=["no workers", "fork", "fork, persistent", "spawn, persistent"],
+    ids=["no workers", "fork", "fork, persistent", "forkserver, persistent"],
 )
 def test_each_sample_is_made_once_whoever_asks(backend, batch_size, options):
+    assert_each_sample_is_made_once(backend, batch_size, options)
+
+
+def assert_each_sample_is_made_once(backend, batch_size, options):
     dataset = fresh(backend)
     loader = DataLoader(dataset, batch_size=batch_size, **options)
     for number in range(2):
@@ -73,11 +86,10 @@ def test_each_sample_is_made_once_whoever_asks(backend, batch_size, options):
 
 
 @pytest.mark.redis
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-@pytest.mark.parametrize("batch_size", ["None", "8"])
+@pytest.mark.parametrize(("context", "batch_size"), [("fork", "None"), ("fork", "8"), ("spawn", "8")])
 def test_persistent_workers_that_nobody_ends_lose_nothing(context, batch_size):
     with servers(1) as (server,):
-        finish(job("held_worker_job", *map(str, server.host.values()), batch_size, context))
+        held_workers(server, context, batch_size)
         assert sorted(server.client().keys("*")) == sorted(f"_{i}".encode() for i in range(30))
 
 
@@ -99,9 +111,7 @@ def test_what_waits_is_written_when_the_interpreter_ends_by_each_process_its_own
 @pytest.mark.redis
 def test_four_processes_fill_one_cache_at_once():
     with servers(1) as (server,):
-        jobs = [job("writer_job", *map(str, server.host.values()), str(100 * i)) for i in range(4)]
-        for one in jobs:
-            finish(one)
+        launch(writer_job, 4, *map(str, server.host.values()), init=False)
         assert server.client().dbsize() == 400
         dataset = CachedDataset(Numbers(400), hosts=[server.host], dataset_name="shared")
         assert epoch(DataLoader(dataset, batch_size=50)) == list(range(400))

@@ -7,8 +7,8 @@ import signal
 import time
 
 import pytest
-from tests.cache_servers import eventually, need, processes, servers
-from tests.test_cached_dataset import finish, job
+from tests.cache_servers import eventually, every_backend, need, processes, servers
+from tests.test_cached_dataset import assert_each_sample_is_made_once, held_workers, job
 
 pytestmark = [pytest.mark.slow, pytest.mark.redis]
 TIMES = 20
@@ -43,5 +43,12 @@ def test_workers_that_nobody_ends_never_lose_a_value(context):
     with servers(1) as (server,):
         for _ in range(TIMES // 4):
             server.client().flushall()
-            finish(job("held_worker_job", *map(str, server.host.values()), "None", context))
+            held_workers(server, context, "None")
             assert server.client().dbsize() == 30
+
+
+@every_backend
+@pytest.mark.parametrize("batch_size", [16, None])
+def test_spawned_workers_make_each_sample_once(backend, batch_size):
+    options = {"num_workers": 2, "multiprocessing_context": "spawn", "persistent_workers": True}
+    assert_each_sample_is_made_once(backend, batch_size, options)
