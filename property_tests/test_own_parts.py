@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
+from property_tests.strategies import Seeded
 
 from bagua_ref.conformance.run.pytest_suites import CacheSuite, CollectiveSuite, FusedOptimizerSuite, SamplerSuite
 from bagua_ref.conformance.targets.reference_target import ReferenceTarget
 
 
-class TestOwnParts(CollectiveSuite, SamplerSuite, CacheSuite, FusedOptimizerSuite):
-    seed = 0 if "CI" in os.environ else int.from_bytes(os.urandom(4), "big")
-
+class TestOwnParts(Seeded, CollectiveSuite, SamplerSuite, CacheSuite, FusedOptimizerSuite):
     @pytest.fixture
     def target(self):
         return ReferenceTarget()

@@ -1,20 +1,25 @@
-"""Start real worker processes for a test, give them a world over gloo, and collect what each returns or raises.
+"""Worker processes with a world over gloo, and scripts in processes of their own.
 
 The parent holds the store through which workers find each other, as torch's elastic launcher does, so no port is ever guessed.
-Workers come from a server process that has imported torch once; each ends by barrier, destroy, flush, ``os._exit``.
+Workers come from a server process that has imported torch; each ends by barrier, destroy, flush, ``os._exit``.
 """
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import pickle
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,7 +30,8 @@ import bagua_ref
 # torch looks up the name of each end of a store's connections; a name server that drops a request would cost five seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["pytest", "torch", "torch.distributed", "bagua_ref"])
+# torch._dynamo takes as long to import as torch, and the first step of any optimizer does so.
+_processes.set_forkserver_preload(["pytest", "torch", "torch._dynamo", "torch.distributed.checkpoint", "bagua_ref.conformance"])
 
 
 @dataclass
@@ -140,3 +146,30 @@ def _work(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1 if outcome.traceback else 0)
+
+
+def run_script(script: str, limit: float = 100.0) -> subprocess.CompletedProcess[str]:
+    """Return how ``script`` ended and what it printed, as from ``python -c``, but without the time that importing torch takes."""
+    with tempfile.TemporaryDirectory() as folder:
+        process = _processes.Process(target=_run_script, args=(script, folder, os.getcwd(), dict(os.environ)))
+        process.start()
+        process.join(limit)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            raise subprocess.TimeoutExpired(script, limit)
+        printed, complaints = (Path(folder, name).read_text() for name in ("stdout", "stderr"))
+        return subprocess.CompletedProcess(script, process.exitcode, printed, complaints)
+
+
+def _run_script(script: str, folder: str, cwd: str, environment: dict[str, str]) -> None:
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), descriptor)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        exec(compile(script, "<string>", "exec"), main.__dict__)
+    finally:
+        atexit._run_exitfuncs()  # as an interpreter does, but no process of multiprocessing

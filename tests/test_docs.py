@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from tests.launch import run_script
 
 from bagua_ref.not_provided import REPLACEMENTS
 
@@ -32,8 +30,7 @@ def blocks(page: Path) -> list[tuple[str, str | None]]:
 def test_the_python_of_a_page_runs_and_prints_what_it_says(page: Path) -> None:
     found = blocks(page)
     script = f"\nprint({MARK!r})\n".join(code for code, _ in found)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=200)
+    run = run_script(script)
     assert run.returncode == 0, run.stderr
     printed = run.stdout.split(f"{MARK}\n")
     assert len(printed) == len(found)

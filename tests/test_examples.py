@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from tests.launch import run_script
 
 from bagua_ref.algorithms import GlobalAlgorithmRegistry
 from bagua_ref.simulation import SimulatedWorld
@@ -26,14 +27,6 @@ def load(name: str) -> ModuleType:
     return module
 
 
-def run(*command: str, temporary: Path | None = None) -> str:
-    """Run Python; ``temporary`` is where torchrun leaves its folders."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), **({"TMPDIR": str(temporary)} if temporary else {})}
-    ended = subprocess.run([sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
-
-
 def accuracy(printed: str) -> float:
     found = re.search(r"test accuracy ([\d.]+)%", printed)
     assert found, printed
@@ -42,15 +35,22 @@ def accuracy(printed: str) -> float:
 
 @pytest.mark.slow
 def test_torchrun_trains_with_bytegrad(tmp_path: Path) -> None:
-    command = ("-m", "torch.distributed.run", "--nproc_per_node=2", "examples/train_digits.py", "--algorithm", "bytegrad")
-    printed = run(*command, temporary=tmp_path)
-    assert "bytegrad, 2 ranks" in printed
-    assert accuracy(printed) > 0.9
-    assert printed.count("epoch 10:") == 1
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "examples/train_digits.py"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TMPDIR": str(tmp_path)}  # torchrun leaves folders behind
+    ended = subprocess.run(
+        [*command, "--algorithm", "bytegrad"], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "bytegrad, 2 ranks" in ended.stdout
+    assert accuracy(ended.stdout) > 0.9
+    assert ended.stdout.count("epoch 10:") == 1
 
 
 def test_without_a_launcher_it_is_a_world_of_one() -> None:
-    printed = run("examples/train_digits.py", "--epochs", "5")
+    script = "import runpy, sys; sys.argv[1:] = ['--epochs', '5']; runpy.run_path('examples/train_digits.py', run_name='__main__')"
+    ended = run_script(script)
+    assert ended.returncode == 0, ended.stderr
+    printed = ended.stdout
     assert "gradient_allreduce, 1 rank:" in printed
     assert accuracy(printed) > 0.9
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
+from tests.launch import run_script
 
 from bagua_ref.cli import main
 from bagua_ref.communicators.simulated import SimulatedCommunicator
@@ -17,8 +13,6 @@ from bagua_ref.conformance import run_conformance
 from bagua_ref.conformance.targets.torch_group import TorchGroup, gloo
 from bagua_ref.conformance.targets.world import RankWorld, run_world
 from bagua_ref.types import ReduceOp
-
-ROOT = Path(__file__).parents[1]
 
 
 class Forgetful(dist.ProcessGroupGloo):
@@ -147,8 +141,7 @@ def test_S3_9_a_script_finds_the_factory_on_its_target(target):
 
 
 def fails(script: str) -> bool:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
-    ran = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=100)
+    ran = run_script(script)
     assert ran.returncode in (0, 1), ran.stderr
     return ran.returncode == 1
 
