@@ -148,10 +148,10 @@ def _work(
     os._exit(1 if outcome.traceback else 0)
 
 
-def run_script(script: str, limit: float = 100.0) -> subprocess.CompletedProcess[str]:
+def run_script(script: str, environment: dict[str, str] | None = None, limit: float = 100.0) -> subprocess.CompletedProcess[str]:
     """Return how ``script`` ended and what it printed, as from ``python -c``, but without the time that importing torch takes."""
     with tempfile.TemporaryDirectory() as folder:
-        process = _processes.Process(target=_run_script, args=(script, folder, os.getcwd(), dict(os.environ)))
+        process = _processes.Process(target=_run_script, args=(script, folder, os.getcwd(), environment or dict(os.environ)))
         process.start()
         process.join(limit)
         if process.exitcode is None:

@@ -1,7 +1,7 @@
 """A script that two ranks run to its end, in one of several manners; leaving must be clean in all of them.
 
-``python leaving.py MANNER`` is one rank, told by RANK and friends who it is. ``python leaving.py MANNER TIMES`` forks TIMES
-pairs of ranks, one pair after the other, that end as interpreters do, and prints how each pair exited.
+``python leaving.py MANNER`` is one rank, configured by RANK and the other environment variables. With ``TIMES MANNER...`` it forks
+TIMES pairs of ranks for each manner, one pair after the other, that end as interpreters do, and prints how each pair exited.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def go_on(comm) -> None:
         kept.append(error)
 
 
-def fork_pairs(manner: str, times: int) -> None:
+def fork_pairs(times: int, manners: list[str]) -> None:
     """Fork from a process without threads, not even a store's: a child could not end theirs."""
-    for _ in range(times):
+    for manner in manners * times:
         port = bagua_ref.env.find_free_network_port()
         children = []
         for rank in range(2):
@@ -75,11 +75,11 @@ def fork_pairs(manner: str, times: int) -> None:
                 script(manner)
                 return  # to the end of the interpreter, as a script does
             children.append(child)
-        print(*[os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children], flush=True)
+        print(manner, *[os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children], sep=", ", flush=True)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2:
-        script(sys.argv[1])
+    if sys.argv[1].isdecimal():
+        fork_pairs(int(sys.argv[1]), sys.argv[2:])
     else:
-        fork_pairs(sys.argv[1], int(sys.argv[2]))
+        script(sys.argv[1])

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from tests.launch import run_script
 
 import bagua_ref
 from bagua_ref.launch_environment import FIRST_PORT, PORTS, Identity, first_host, read_launch
@@ -197,20 +196,10 @@ bagua_ref.destroy_process_group()
 def run_two(variables: Any) -> list[tuple[str, str]]:
     """Return what two processes that run SCRIPT with ``variables(rank)`` print and log."""
     environment = {name: value for name, value in os.environ.items() if name not in inherited()}
-    environment["PYTHONPATH"] = str(Path(bagua_ref.__file__).parents[1])
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT], env=environment | variables(rank), stdout=-1, stderr=-1, text=True
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        said = [rank.communicate(timeout=120) for rank in ranks]
-        assert [rank.returncode for rank in ranks] == [0, 0], said
-        return said
-    finally:
-        for rank in ranks:
-            rank.kill()
+    with ThreadPoolExecutor(2) as pool:
+        ended = list(pool.map(lambda rank: run_script(SCRIPT, environment | variables(rank)), range(2)))
+    assert [rank.returncode for rank in ended] == [0, 0], ended
+    return [(rank.stdout, rank.stderr) for rank in ended]
 
 
 @pytest.mark.parametrize("launcher", ["Open MPI", "PMI", "Slurm"])

@@ -9,8 +9,9 @@ from collections import Counter
 
 import pytest
 from tests import leaving
-from tests.test_gloo import test_a_restarted_worker_group_trains_again as restart_once
-from tests.test_gloo import test_a_script_leaves_cleanly as leave_once
+from tests.test_gloo import restart
+
+import bagua_ref
 
 TIMES = {"destroys": 100, "forgets": 100}
 
@@ -21,19 +22,39 @@ def test_every_exit_is_zero(manner):
     """Pairs of interpreters that end on their own, forked from one that has imported torch, as starting takes longest."""
     times = TIMES.get(manner, 10)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, leaving.__file__, manner, str(times)]
+    command = [sys.executable, leaving.__file__, str(times), manner]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800)
-    assert Counter(ended.stdout.splitlines()) == {"0 0": times}, ended.stderr[-4000:]
+    assert Counter(ended.stdout.splitlines()) == {f"{manner}, 0, 0": times}, ended.stderr[-4000:]
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("manner", ["destroys", "forgets"])
+@pytest.mark.parametrize("manner", leaving.MANNERS)
 def test_every_exit_of_a_fresh_interpreter_is_zero(manner):
-    for _ in range(5):
+    for _ in range(5 if manner in TIMES else 1):
         leave_once(manner)
+
+
+def leave_once(manner):
+    environment = {
+        **os.environ,
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(bagua_ref.env.find_free_network_port()),
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+    }
+    command = [sys.executable, leaving.__file__, manner]
+    ranks = [
+        subprocess.Popen(command, env={**environment, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True) for rank in range(2)
+    ]
+    try:
+        complaints = [rank.communicate(timeout=120)[1] for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0, 0], complaints
+    finally:
+        for rank in ranks:
+            rank.kill()
 
 
 @pytest.mark.timeout(600)
 def test_restarts_never_meet_what_the_failed_attempt_left(tmp_path):
     for _ in range(3):
-        restart_once("os.kill(os.getpid(), signal.SIGKILL)", tmp_path)
+        restart("os.kill(os.getpid(), signal.SIGKILL)", tmp_path)
