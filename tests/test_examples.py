@@ -27,6 +27,14 @@ def load(name: str) -> ModuleType:
     return module
 
 
+def run(*command: str, temporary: Path | None = None) -> str:
+    """Run Python; ``temporary`` is where torchrun leaves its folders."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), **({"TMPDIR": str(temporary)} if temporary else {})}
+    ended = subprocess.run([sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
 def accuracy(printed: str) -> float:
     found = re.search(r"test accuracy ([\d.]+)%", printed)
     assert found, printed
@@ -35,15 +43,11 @@ def accuracy(printed: str) -> float:
 
 @pytest.mark.slow
 def test_torchrun_trains_with_bytegrad(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "examples/train_digits.py"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TMPDIR": str(tmp_path)}  # torchrun leaves folders behind
-    ended = subprocess.run(
-        [*command, "--algorithm", "bytegrad"], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert "bytegrad, 2 ranks" in ended.stdout
-    assert accuracy(ended.stdout) > 0.9
-    assert ended.stdout.count("epoch 10:") == 1
+    command = ("-m", "torch.distributed.run", "--nproc_per_node=2", "examples/train_digits.py", "--algorithm", "bytegrad")
+    printed = run(*command, temporary=tmp_path)
+    assert "bytegrad, 2 ranks" in printed
+    assert accuracy(printed) > 0.9
+    assert printed.count("epoch 10:") == 1
 
 
 def test_without_a_launcher_it_is_a_world_of_one() -> None:
