@@ -29,7 +29,7 @@ def layers(*parts: int | range) -> frozenset[int]:
 
 # The table of the architecture. A room may always import its own layer, but for circles.
 HOUSE = (
-    Floor(0, ("errors", "env", "extras", "launch_environment", "types", "runtime", "streams", "not_provided"), layers(0)),
+    Floor(0, ("errors", "env", "extras", "launch_environment", "memory", "types", "runtime", "streams", "not_provided"), layers(0)),
     Floor(0, ("checkpoint", "model_parallel", "moe", "service"), layers(0)),  # they only say that they are left out
     Floor(
         1,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bagua_ref.communicators.base import Communicator, NonMember
+from bagua_ref.memory import by_dtype_and_device
 from bagua_ref.not_provided import explain_missing
 from bagua_ref.process_group import (
     BaguaProcessGroup,
@@ -268,13 +269,12 @@ def barrier(comm: MaybeCommunicator | None = None) -> None:
 
 def _coalesced(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, list[Tensor]]]:
     """Yield flat copies of tensors of one dtype and device, and the tensors to copy back to; the same cuts on every rank."""
-    by_kind: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
-    for tensor in tensors:
-        batches = by_kind.setdefault((tensor.dtype, tensor.device), [[]])
-        if batches[-1] and sum(t.nbytes for t in batches[-1]) + tensor.nbytes > _COALESCED_BYTES:
-            batches.append([])
-        batches[-1].append(tensor)
-    for batches in by_kind.values():
+    for alike in by_dtype_and_device(tensors):
+        batches: list[list[Tensor]] = [[]]
+        for tensor in alike:
+            if batches[-1] and sum(t.nbytes for t in batches[-1]) + tensor.nbytes > _COALESCED_BYTES:
+                batches.append([])
+            batches[-1].append(tensor)
         for batch in batches:
             if len(batch) == 1 and batch[0].is_contiguous():
                 yield batch[0], []

@@ -11,6 +11,7 @@ import torch
 from torch._utils import _flatten_dense_tensors as flatten
 from torch._utils import _unflatten_dense_tensors as unflatten
 
+from bagua_ref.memory import by_dtype_and_device, overlapping
 from bagua_ref.not_provided import explain_missing
 
 if TYPE_CHECKING:
@@ -97,10 +98,7 @@ def apply_flattened_call(bucket: Sequence[Tensor], call: Callable[..., object], 
 
 def apply_flattened_call_all(tensors: Sequence[Tensor], call: Callable[[Tensor], object]) -> None:
     """As `apply_flattened_call` on tensors of any dtypes and devices, one call for each kind."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for bucket in kinds.values():
+    for bucket in by_dtype_and_device(tensors):
         apply_flattened_call(bucket, call)
 
 
@@ -125,21 +123,6 @@ def get_flattened_tensor(tensors: Sequence[Tensor]) -> Tensor:
     if not tensors:
         raise ValueError("tensors=[] must hold at least one tensor")
     return torch.cat([t.detach().reshape(-1) for t in tensors])
-
-
-def overlapping(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
-    """Return the places of two non-empty tensors that share memory, None if there are none."""
-    spans = sorted((*_span(t), place) for place, t in enumerate(tensors) if t.numel())
-    for (_, end, first), (start, _, second) in itertools.pairwise(spans):
-        if start < end:
-            return min(first, second), max(first, second)
-    return None
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the address of the first byte of ``tensor`` and that after its last."""
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
 
 
 if not TYPE_CHECKING:  # so that type checkers still find misspelt names

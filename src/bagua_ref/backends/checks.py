@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from bagua_ref.memory import memory_span
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -66,15 +68,8 @@ def check_parts(name: str, flat: Tensor, tensors: Sequence[Tensor]) -> None:
 def _overlap(a: Tensor, b: Tensor) -> bool:
     if a.numel() == 0 or b.numel() == 0:
         return False
-    return a.data_ptr() < _end(b) and b.data_ptr() < _end(a)
-
-
-def _end(x: Tensor) -> int:
-    """Return the address just after x's last element."""
-    if x.is_contiguous():
-        return x.data_ptr() + x.numel() * x.element_size()
-    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.data_ptr() + (last + 1) * x.element_size()
+    (a_start, a_end), (b_start, b_end) = memory_span(a), memory_span(b)
+    return a_start < b_end and b_start < a_end
 
 
 def at_least_one(name: str, value: int) -> int:

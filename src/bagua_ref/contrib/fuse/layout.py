@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from bagua_ref.memory import by_dtype_and_device, memory_span
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
@@ -78,11 +80,7 @@ def find_overlapping(tensors: Iterable[Tensor]) -> set[int]:
     spans = []
     for tensor in tensors:
         if type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided and tensor.numel():
-            reach = tensor.numel()
-            if not tensor.is_contiguous():
-                reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-            start = tensor.data_ptr()
-            spans.append((start, start + reach * tensor.element_size(), id(tensor)))
+            spans.append((*memory_span(tensor), id(tensor)))
     spans.sort()
     found: set[int] = set()
     furthest = (0, 0)  # where the memory seen so far ends, and whose end that is
@@ -129,20 +127,20 @@ def flatten_weights(parameters: Sequence[Tensor]) -> list[Tensor]:
     bucket holds, what is not row-major, what overlaps or is shared between processes, and what lies beside another one already.
     """
     overlap = find_overlapping(parameters)
-    kinds: dict[tuple[torch.dtype, torch.device, bool], list[Tensor]] = {}
-    for parameter in reversed(parameters):
-        if (
-            id(parameter) not in overlap
-            and is_plain(parameter)
-            and parameter.is_leaf
-            and parameter.numel()
-            and held_by_bucket(parameter) is not parameter
-            and not (parameter.device.type == "cpu" and parameter.is_shared())
-        ):
-            # A frozen one between two others would part them.
-            kinds.setdefault((parameter.dtype, parameter.device, parameter.requires_grad), []).append(parameter)
+    movable = [
+        parameter
+        for parameter in reversed(parameters)
+        if id(parameter) not in overlap
+        and is_plain(parameter)
+        and parameter.is_leaf
+        and parameter.numel()
+        and held_by_bucket(parameter) is not parameter
+        and not (parameter.device.type == "cpu" and parameter.is_shared())
+    ]
+    # Frozen ones lie apart: one between two others would part them.
+    trained, frozen = ([p for p in movable if p.requires_grad is value] for value in (True, False))
     moved = []
-    for candidates in kinds.values():
+    for candidates in by_dtype_and_device(trained) + by_dtype_and_device(frozen):
         lonely = sorted(itertools.chain.from_iterable(chain for chain in chains(candidates) if len(chain) == 1))
         if len(lonely) > 1:
             moving = [candidates[place] for place in lonely]
