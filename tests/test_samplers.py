@@ -709,7 +709,7 @@ def test_balance_needs_matplotlib_only_for_the_picture(
 
 
 def test_work_is_what_the_replicas_draw() -> None:
-    before, after = balance.plans_of([1, 2, 3, 4, 50, 60, 70, 80], 2, 2, 0, 0)
+    before, after = balance.simulate_epochs([1, 2, 3, 4, 50, 60, 70, 80], 2, 2, 0, 0)
     assert before.work.shape == after.work.shape == (2, 2)
     assert before.work.sum() == after.work.sum() == 270
     assert after.imbalance < before.imbalance
@@ -717,17 +717,17 @@ def test_work_is_what_the_replicas_draw() -> None:
         [sum([1, 2, 3, 4, 50, 60, 70, 80][index] for index in batch[rank]) for rank in range(2)]
         for batch in zip(*(pairs(list(sampler_of(rank, 2, [1, 2, 3, 4, 50, 60, 70, 80]))) for rank in range(2)), strict=True)
     ]
-    plan = balance.Plan("by hand", np.array([[1.0, 3.0], [2.0, 4.0]]))
-    assert plan.imbalance == pytest.approx((3 / 2 + 4 / 3) / 2)
-    assert plan.idle == pytest.approx(1 - (2 + 3) / (3 + 4))
+    epoch = balance.Epoch("by hand", np.array([[1.0, 3.0], [2.0, 4.0]]))
+    assert epoch.imbalance == pytest.approx((3 / 2 + 4 / 3) / 2)
+    assert epoch.idle == pytest.approx(1 - (2 + 3) / (3 + 4))
 
 
 def test_many_replicas_are_a_range_and_the_picture_has_both_panels() -> None:
-    plans = balance.plans_of(list(range(1, 200)), 6, 1, 0, 0)
+    epochs = balance.simulate_epochs(list(range(1, 200)), 6, 1, 0, 0)
     console = Console(file=io.StringIO(), width=80)
-    balance.print_plans(*plans, console, 3)
+    balance.print_epochs(*epochs, console, 3)
     assert console.file.getvalue().count(" to ") == 6
-    panels = balance.draw_plans(*plans).axes
+    panels = balance.draw_epochs(*epochs).axes
     assert [axes.get_title("left").split(":")[0] for axes in panels] == ["Without balancing", "With balancing"]
     assert panels[0].get_ylim() == panels[1].get_ylim()
 
@@ -747,7 +747,7 @@ def load_example() -> Any:
 def test_the_example_writes_lengths_for_balance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     load_example().main(["--write-lengths", str(tmp_path / "lengths.txt")])
     assert re.match(r"\d{4} lengths from \d to \d+ in ", capsys.readouterr().out)
-    before, after = balance.plans_of(balance.read_lengths(tmp_path / "lengths.txt"), 4, 8, 0, 0)
+    before, after = balance.simulate_epochs(balance.read_lengths(tmp_path / "lengths.txt"), 4, 8, 0, 0)
     assert before.imbalance > 1.3
     assert after.imbalance < 1.05
 

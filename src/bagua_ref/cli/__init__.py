@@ -86,11 +86,11 @@ def _doctor(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> i
 
 
 def _balance(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    from bagua_ref.cli.balance import as_json, draw_plans, is_installed, plans_of, print_plans, read_lengths
+    from bagua_ref.cli.balance import as_json, draw_epochs, is_installed, print_epochs, read_lengths, simulate_epochs
 
     try:
         lengths = read_lengths(arguments.lengths)
-        plans = plans_of(lengths, arguments.replicas, arguments.batch_size, arguments.seed, arguments.random_level)
+        epochs = simulate_epochs(lengths, arguments.replicas, arguments.batch_size, arguments.seed, arguments.random_level)
     except OSError as error:
         parser.error(f"cannot read {str(arguments.lengths)!r}: {error.strerror}")
     except ValueError as error:
@@ -100,7 +100,7 @@ def _balance(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     picture: Path | None = arguments.output or Path("balance.png")
     if is_installed("matplotlib"):
         try:
-            draw_plans(*plans).savefig(picture, dpi=120, metadata={"Software": None})
+            draw_epochs(*epochs).savefig(picture, dpi=120, metadata={"Software": None})
         except (OSError, ValueError) as error:  # no such folder, no such format
             parser.error(f"output={str(picture)!r} must be a picture that can be written: {error}")
     else:
@@ -112,10 +112,10 @@ def _balance(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     if not arguments.json:
         from rich.console import Console
 
-        print_plans(*plans, Console(highlight=False), arguments.steps)
+        print_epochs(*epochs, Console(highlight=False), arguments.steps)
         if picture is not None:
             print(f"Picture: {picture}")
-    write_json(arguments, as_json(*plans, picture))
+    write_json(arguments, as_json(*epochs, picture))
     return 0
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-__all__ = ["Plan", "as_json", "draw_plans", "is_installed", "plans_of", "print_plans", "read_lengths"]
+__all__ = ["Epoch", "as_json", "draw_epochs", "is_installed", "print_epochs", "read_lengths", "simulate_epochs"]
 
 _LARGEST = 1e18  # sums of these are still floats
 _DRAWN = 60  # steps in the picture: more would be a blur
@@ -25,7 +25,7 @@ _COLORS = ("#d55e00", "#0072b2")  # Okabe and Ito's
 
 
 @dataclass(frozen=True)
-class Plan:
+class Epoch:
     """The work of one epoch under one sampler.
 
     Attributes:
@@ -85,7 +85,9 @@ def read_lengths(path: Path) -> list[int | float]:
     return found
 
 
-def plans_of(lengths: list[int | float], replicas: int, batch_size: int, seed: int, random_level: float) -> tuple[Plan, Plan]:
+def simulate_epochs(
+    lengths: list[int | float], replicas: int, batch_size: int, seed: int, random_level: float
+) -> tuple[Epoch, Epoch]:
     """Return one epoch's work under torch's DistributedSampler and under `LoadBalancingDistributedSampler`.
 
     Raises:
@@ -104,29 +106,29 @@ def plans_of(lengths: list[int | float], replicas: int, batch_size: int, seed: i
         )
     costs = np.array(lengths, dtype=float)
     before, after = (
-        Plan(name, np.array([_work(costs[list(sampler)], batch_size) for sampler in of_ranks]).T)
+        Epoch(name, np.array([_work(costs[list(sampler)], batch_size) for sampler in of_ranks]).T)
         for name, of_ranks in samplers.items()
     )
     return before, after
 
 
-def as_json(before: Plan, after: Plan, picture: Path | None) -> dict[str, Any]:
-    """Return both plans, with the work of each replica in every step, as JSON values."""
+def as_json(before: Epoch, after: Epoch, picture: Path | None) -> dict[str, Any]:
+    """Return both epochs, with the work of each replica in every step, as JSON values."""
     steps, replicas = before.work.shape
-    plans = {
-        plan.name.replace(" ", "_"): {
-            "mean_work_per_step": float(plan.work.mean()),
-            "slowest_over_mean": plan.imbalance,
-            "worst_step": plan.worst,
-            "time_spent_waiting": plan.idle,
-            "work": plan.work.tolist(),
+    epochs = {
+        epoch.name.replace(" ", "_"): {
+            "mean_work_per_step": float(epoch.work.mean()),
+            "slowest_over_mean": epoch.imbalance,
+            "worst_step": epoch.worst,
+            "time_spent_waiting": epoch.idle,
+            "work": epoch.work.tolist(),
         }
-        for plan in (before, after)
+        for epoch in (before, after)
     }
-    return {"replicas": replicas, "steps": steps, "picture": None if picture is None else str(picture), **plans}
+    return {"replicas": replicas, "steps": steps, "picture": None if picture is None else str(picture), **epochs}
 
 
-def print_plans(before: Plan, after: Plan, console: Console, steps: int) -> None:
+def print_epochs(before: Epoch, after: Epoch, console: Console, steps: int) -> None:
     """Print what the samplers make of the epoch, and the work of each replica in the first ``steps`` steps."""
     from rich import box
     from rich.table import Table
@@ -135,32 +137,34 @@ def print_plans(before: Plan, after: Plan, console: Console, steps: int) -> None
     summary = Table(box=box.SIMPLE_HEAD, title=f"{replicas} replicas, {count} steps", title_justify="left")
     for place, header in enumerate(("", "mean work\nper step", "slowest\n/ mean", "worst\nstep", "time spent\nwaiting")):
         summary.add_column(header, justify="right" if place else "left", no_wrap=not place)
-    for plan in (before, after):
-        summary.add_row(plan.name, f"{plan.work.mean():,.1f}", f"{plan.imbalance:.3f}", f"{plan.worst:.3f}", f"{plan.idle:.1%}")
+    for epoch in (before, after):
+        summary.add_row(
+            epoch.name, f"{epoch.work.mean():,.1f}", f"{epoch.imbalance:.3f}", f"{epoch.worst:.3f}", f"{epoch.idle:.1%}"
+        )
     console.print(summary)
     table = Table(box=box.SIMPLE_HEAD, title="Work of each replica", title_justify="left")
     table.add_column("step", justify="right")
-    for plan in (before, after):
-        table.add_column(plan.name)
+    for epoch in (before, after):
+        table.add_column(epoch.name)
     for step in range(min(steps, count)):
-        table.add_row(str(step), *(_listed(plan.work[step]) for plan in (before, after)))
+        table.add_row(str(step), *(_listed(epoch.work[step]) for epoch in (before, after)))
     console.print(table)
 
 
-def draw_plans(before: Plan, after: Plan) -> Any:
+def draw_epochs(before: Epoch, after: Epoch) -> Any:
     """Return a matplotlib Figure: each replica's work at each of the first steps, without and with balancing."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 6.2), layout="constrained")
     panels = figure.subplots(2, 1, sharex=True, sharey=True)
-    for axes, plan, color in zip(panels, (before, after), _COLORS, strict=True):
-        work = plan.work[:_DRAWN]
+    for axes, epoch, color in zip(panels, (before, after), _COLORS, strict=True):
+        work = epoch.work[:_DRAWN]
         steps = np.arange(len(work))
         axes.vlines(steps, work.min(axis=1), work.max(axis=1), color=color, alpha=0.35, linewidth=3)
         axes.plot(steps, work, linestyle="", marker="o", markersize=2.5, color=color)
         axes.plot(steps, work.mean(axis=1), color="#1c1e21", linewidth=1, drawstyle="steps-mid", label="mean of the replicas")
-        verdict = f"the slowest replica does {plan.imbalance:.3f} times the mean; {plan.idle:.1%} of the time is waiting"
-        axes.set_title(f"{plan.name[0].upper()}{plan.name[1:]}: {verdict}", fontsize=10, loc="left")
+        verdict = f"the slowest replica does {epoch.imbalance:.3f} times the mean; {epoch.idle:.1%} of the time is waiting"
+        axes.set_title(f"{epoch.name[0].upper()}{epoch.name[1:]}: {verdict}", fontsize=10, loc="left")
         axes.set_ylabel("work of a replica")
         axes.set_ylim(bottom=0)
         axes.grid(axis="y", color="#d5d8dd", linewidth=0.6)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from bagua_ref.contrib.fuse.layout import chains, flatten_weights, held_by_bucket, is_plain, owns_storage
-from bagua_ref.contrib.fuse.plan import Plan, can_fuse, options
+from bagua_ref.contrib.fuse.plan import FusePlan, can_fuse, options
 from bagua_ref.utils import NotCopied
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Fuser(NotCopied):
         self, do_flatten: bool, check_flatten: bool, allow_inexact: bool, check: Callable[[torch.optim.Optimizer], object]
     ) -> None:
         self._do_flatten, self._check_flatten, self._allow_inexact = do_flatten, check_flatten, allow_inexact
-        self._plan: Plan | None = None
+        self._plan: FusePlan | None = None
         self._groups: list[tuple[dict[str, Any], list[Tensor]]] | None = None
         """While they are exchanged: the groups, and the parameters that are theirs."""
         self._loss: Any = None
@@ -68,7 +68,7 @@ class Fuser(NotCopied):
             for group in groups:
                 candidates = [p for p in group["params"] if can_fuse(group, p.dtype, p.device, self._allow_inexact)]
                 self._flattened += [(weakref.ref(p), p.data_ptr()) for p in flatten_weights(candidates)]
-            for run in Plan(optimizer, self._allow_inexact).runs:
+            for run in FusePlan(optimizer, self._allow_inexact).runs:
                 run.move_gradients(_is_movable)
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> Any:
@@ -107,13 +107,13 @@ class Fuser(NotCopied):
                 plan.state[run.weight] = run.state
         return args, kwargs
 
-    def _plan_with_gradients(self, optimizer: torch.optim.Optimizer) -> Plan:
+    def _plan_with_gradients(self, optimizer: torch.optim.Optimizer) -> FusePlan:
         """Return the plan, a new one if need be, whose runs have their gradients."""
         if self._plan is None or not self._plan.take_gradients(optimizer):
             self._look_after_weights()
             self.check(optimizer)
             with torch.no_grad():
-                self._plan = Plan(optimizer, self._allow_inexact)
+                self._plan = FusePlan(optimizer, self._allow_inexact)
             current = self._plan.take_gradients(optimizer)
             assert current, "a new plan is out of date"
         if self._do_flatten:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["Plan", "can_fuse", "options"]
+__all__ = ["FusePlan", "can_fuse", "options"]
 
 EXACT = (torch.float32, torch.float64)
 SHORT = (torch.float16, torch.bfloat16)
@@ -51,7 +51,7 @@ class PlannedGroup:
     stepped: list[Tensor] = field(default_factory=list)
 
 
-class Plan:
+class FusePlan:
     """Runs of parameters, and the cheap answer to whether they still are what they were.
 
     Args:
