@@ -439,7 +439,7 @@ def stay_away():
             collectives_that_wait(comm)[name]()
         except CommunicationTimeoutError as error:
             raised[name] = str(error)
-        with pytest.raises(CommunicationError, match="failed before"):
+        with pytest.raises(CommunicationError, match="failed earlier"):
             comm.barrier()
 
     store = _get_default_group()._job.transport.store
@@ -523,7 +523,7 @@ def interrupt():
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         bagua_ref.allreduce_inplace(torch.ones(300_000))
-    with pytest.raises(CommunicationError, match="interrupted before, in allreduce"):
+    with pytest.raises(CommunicationError, match="interrupted earlier, in allreduce"):
         comm.barrier()
     bagua_ref.new_group().get_global_communicator().barrier()
     bagua_ref.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Process groups: which ranks communicate, how they find each other, and how they part (S1)."""
+"""Process groups: their ranks, their connections and their end (S1)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MaybeCommunicator = Communicator | NonMember
 
 @dataclass
 class _Job:
-    """What the process groups of one ``init_process_group()`` share; they outlive neither it nor its world."""
+    """State shared by the process groups of one ``init_process_group()``; they do not outlive it or its world."""
 
     world: World
     transport: Transport
@@ -56,24 +56,24 @@ class _Job:
     counters: dict[str, Iterator[int]] = field(default_factory=dict)
 
     def next_name(self, stem: str) -> str:
-        """Return ``stem`` with the next number: the same on all ranks, as all make their groups in the same order."""
+        """Return ``stem`` with the next number. Ranks make groups in the same order, so they agree on it."""
         return f"{stem}{next(self.counters.setdefault(stem, itertools.count()))}"
 
 
 class BaguaProcessGroup:
-    """Some ranks that communicate, all together, on one node, or leaders only (S1).
+    """Ranks that communicate: all of them, those of one node, or the leaders (S1).
 
-    Making a group costs nothing; its ranks connect when they first ask for a communicator, which all of them must do in the
-    same order. One thread at a time uses a group.
+    Making a group costs nothing. Its ranks connect when they first ask for a communicator, which all of them must do in the same
+    order. A group is used by one thread at a time.
 
     Args:
-        ranks: global ranks, all different; none: a group whose communicators are `NonMember` on every rank.
-        stream: the CUDA stream on which its background operations run; None: one of its own, of high priority.
-        group_name: no other group has it, and all ranks give it alike.
+        ranks: distinct global ranks; an empty list makes a group whose communicators are `NonMember` on every rank.
+        stream: the CUDA stream of its background operations; None: a new high-priority stream.
+        group_name: a name that no other group has, equal on all ranks.
 
     Attributes:
         ranks: the global ranks, in group order.
-        group_name: see above.
+        group_name: the name.
         is_background: whether `for_background` made it.
 
     Raises:
@@ -121,18 +121,18 @@ class BaguaProcessGroup:
         return self._communicators.get("intra") or self._connect("intra", f"intra{node}", self._topology.node(self._rank))
 
     def for_background(self) -> BaguaProcessGroup:
-        """Return a new group of the same ranks that no caller's thread uses; all of them call this in the same order."""
+        """Return a new group of the same ranks for background threads; all ranks call this in the same order."""
         return self if self.is_background else self.sibling()
 
     def sibling(self) -> BaguaProcessGroup:
-        """Return another background group of the same ranks; all of them call this in the same order."""
+        """Return another background group of the same ranks; all ranks call this in the same order."""
         name = self._job.next_name(f"{self.group_name}/background")
         group = BaguaProcessGroup(self.ranks, self.stream, name, is_background=True, job=self._job)
         self._siblings.append(weakref.ref(group))
         return group
 
     def side_stream(self, device: torch.device) -> Any:
-        """Return the stream of ``device`` on which background operations of this group run; None: the caller's.
+        """Return the stream of ``device`` for background operations of this group; None: the caller's stream.
 
         Simulated ranks hand tensors to each other without events, so they stay on one stream.
         """
@@ -144,12 +144,12 @@ class BaguaProcessGroup:
 
     @property
     def bytes_sent(self) -> int:
-        """Return what this rank has sent in this group and in the background groups made from it, by formula."""
+        """Return the bytes that this rank has sent in this group and its background groups, by formula."""
         siblings = [group for weak in self._siblings if (group := weak()) is not None]
         return sum(c.bytes_sent for c in list(self._communicators.values())) + sum(group.bytes_sent for group in siblings)
 
     def close(self) -> None:
-        """Give up all connections; later use raises."""
+        """Close all connections; later use raises."""
         self._closed = True
         for communicator in self._communicators.values():
             communicator.close()
@@ -179,23 +179,23 @@ def init_process_group(
     backend: str | None = None,
     timeout: float = 300.0,
 ) -> None:
-    """Find the other ranks and make the default group of all of them (S1). Every rank calls it.
+    """Connect all ranks and make the default group of them (S1). Every rank calls it.
 
-    Uses torch's default process group if there is one. Else makes it from ``store``, ``rank`` and ``world_size``, or from the
-    environment as ``torchrun``, ``mpirun`` or ``srun`` sets it; with nothing set this is a world of one.
+    It uses torch's default process group if there is one. Otherwise it makes that from ``store``, ``rank`` and ``world_size``, or
+    from the environment variables of ``torchrun``, ``mpirun`` or ``srun``; without any, this is a world of one rank.
 
     Args:
         store: a torch.distributed store that all ranks share; needs ``rank`` and ``world_size``.
-        rank: this process; -1: as the environment says.
-        world_size: how many there are; -1: as the environment says.
-        local_world_size: ranks per node, consecutive; -1: GROUP_RANK or NODE_RANK tells the node, else the host name.
-        backend: of torch's group and of CUDA tensors, "gloo" or "nccl"; None: nccl if every rank has its own GPU, else gloo.
+        rank: the rank of this process; -1: taken from the environment.
+        world_size: the number of processes; -1: taken from the environment.
+        local_world_size: ranks per node, consecutive; -1: the node is given by GROUP_RANK or NODE_RANK, else by the host name.
+        backend: "gloo" or "nccl", for torch's group and CUDA tensors; None: nccl if every rank has its own GPU, else gloo.
         timeout: seconds without progress after which connecting or a collective raises.
 
     Raises:
-        RuntimeError: it was called before; `destroy_process_group` undoes that.
-        ValueError: an argument is out of range, or disagrees with torch's default group, or the launcher's variables are
-            incomplete or contradict each other.
+        RuntimeError: it was called before; call `destroy_process_group` first.
+        ValueError: an argument is out of range or disagrees with torch's default group, or the launcher's variables are
+            incomplete or contradictory.
         CommunicationTimeoutError: the other ranks did not come in time.
 
     >>> init_process_group(); get_communicator("default", "global").nranks()
@@ -235,10 +235,10 @@ def _join(
     transport = TorchDistributedTransport(store, rank, world_size, local_world_size if local_world_size > 0 else None, timeout)
     if owns_torch_group:
         chosen = backend or ("nccl" if transport.owns_gpu else "gloo")
-        own = transport.store  # which no earlier attempt of an elastic launch has written to
+        own = transport.store  # a prefix that no earlier attempt of an elastic launch has written to
         dist.init_process_group(chosen, store=own, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
         if chosen == "gloo":
-            dist.barrier()  # a rank that ends at once must not make those fail that are still connecting
+            dist.barrier()  # a rank that exits at once must not make the others fail, which may still be connecting
     transport.uses_nccl = "nccl" in dist.get_backend()
     node = transport.node_of[rank]
     world.known_identity = Identity(
@@ -249,7 +249,7 @@ def _join(
         node_rank=node,
     )
     world.transport = transport
-    # Connections that live on into the interpreter's shutdown can abort the process.
+    # Connections that are open during the interpreter's shutdown can abort the process.
     atexit.register(_destroy_at_exit, world, os.getpid())
     return _Job(world, transport, timeout, owns_transport=True, owns_torch_group=owns_torch_group)
 
@@ -257,8 +257,8 @@ def _join(
 def destroy_process_group() -> None:
     """Close every communicator and forget the default group; does nothing if there is none.
 
-    torch's default group is destroyed only if `init_process_group` made it. Ranks need not call it together, but one that is
-    still inside a collective raises CommunicationError.
+    It destroys torch's default group only if `init_process_group` made it. Ranks need not call it at the same time, but a rank
+    that is still inside a collective raises CommunicationError.
     """
     world = current_world()
     if world.default_group is not None:
@@ -281,13 +281,13 @@ def _destroy(world: World) -> None:
 
 
 def _destroy_at_exit(world: World, pid: int) -> None:
-    # A forked child shares the connections, which are its parent's to close.
+    # A forked child shares the connections, which only its parent may close.
     if world.default_group is not None and os.getpid() == pid:
         _destroy(world)
 
 
 def is_initialized() -> bool:
-    """Return whether ``init_process_group()`` has been called (and not undone)."""
+    """Return whether ``init_process_group()`` has been called, and `destroy_process_group` has not."""
     return current_world().default_group is not None
 
 
@@ -304,7 +304,7 @@ def _get_default_group() -> BaguaProcessGroup:
 
 
 def new_group(ranks: Sequence[int] | None = None, stream: Any = None) -> BaguaProcessGroup:
-    """Return a group of ``ranks`` (None: all), in ascending order. Every rank of the default group calls it, members or not.
+    """Return a group of ``ranks`` (None: all) in ascending order. Every rank of the default group calls it, member or not.
 
     Raises:
         ValueError: ranks are repeated or out of range.
@@ -317,7 +317,7 @@ def new_group(ranks: Sequence[int] | None = None, stream: Any = None) -> BaguaPr
 def from_torch_group(group: Any, stream: Any = None) -> BaguaProcessGroup:
     """Return a new group of the same ranks as torch's ``group``; all its members call it in the same order.
 
-    Where ``torch.distributed.new_group`` has said that this rank is no member, the result is a group of no ranks.
+    If this rank is not a member of ``group``, the result is a group of no ranks.
     """
     job = _get_default_group()._job
     if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
@@ -350,15 +350,15 @@ def _rank_not_in_group(group: BaguaProcessGroup | None = None) -> bool:
     return group is not None and group._rank not in group.ranks
 
 
-# torch's groups take no attributes of ours.
+# torch's groups accept no new attributes.
 _patched: weakref.WeakKeyDictionary[Any, BaguaProcessGroup] = weakref.WeakKeyDictionary()
 
 
 class BaguaProcessGroupPatch:
-    """What importing bagua_ref puts on torch's ProcessGroup: the Bagua group of the same ranks."""
+    """The methods that importing bagua_ref adds to torch's ProcessGroup, for the Bagua group of the same ranks."""
 
     def bagua_patch(self, stream: Any = None) -> Any:
-        """Make the Bagua group of these ranks, once; all members call it in the same order. Returns the torch group."""
+        """Make the Bagua group of these ranks, once, and return the torch group. All members call this in the same order."""
         known = _patched.get(self)
         if known is None or known._closed:
             _patched[self] = from_torch_group(self, stream)

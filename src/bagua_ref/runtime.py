@@ -1,7 +1,7 @@
-"""The world a rank lives in: who it is, how it starts threads, waits and tells time.
+"""The world of one rank: its identity, threads, locks and clock.
 
-Everything that blocks goes through the current `World`, so that a simulated world can schedule it. The current world is one
-ContextVar; a thread started by `World.spawn` inherits it (plain threads would see the process's real world instead).
+All blocking calls go through the current `World`, so that a simulation can schedule them. The current world is a ContextVar.
+A thread started by `World.spawn` inherits it; other threads see the process's real world.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Event(Protocol):
 
 
 class Lock(Protocol):
-    """As `threading.Lock`, but fair: waiters get it in the order in which they came."""
+    """As `threading.Lock`, but fair: it is granted in the order of requests."""
 
     def acquire(self, timeout: float = -1) -> bool: ...  # noqa: D102
     def release(self) -> None: ...  # noqa: D102
@@ -46,7 +46,7 @@ class Lock(Protocol):
 
 
 class Queue(Protocol):
-    """As `queue.SimpleQueue`; ``get`` raises `queue.Empty` when ``timeout`` seconds pass."""
+    """As `queue.SimpleQueue`; ``get`` raises `queue.Empty` after ``timeout`` seconds."""
 
     def put(self, item: Any) -> None: ...  # noqa: D102
     def get(self, timeout: float | None = None) -> Any: ...  # noqa: D102
@@ -60,30 +60,30 @@ class Thread(Protocol):
 
 
 class World(ABC):
-    """What a rank needs of its surroundings."""
+    """The surroundings of one rank. A simulation has one for each rank; `bagua_ref.simulation.SimulatedWorld` makes them."""
 
     default_group: Group | None = None
     """The group that ``init_process_group()`` made."""
 
     transport: Transport | None = None
-    """How ranks are connected; None before ``init_process_group()`` in real life."""
+    """The connections between ranks; None before ``init_process_group()`` outside of simulations."""
 
     observers: tuple[BucketObserver, ...] = ()
-    """Who sees what goes into the operations of this rank's buckets, and what comes out."""
+    """Observers of the inputs and results of this rank's bucket operations."""
 
     @cached_property
     def engines(self) -> weakref.WeakValueDictionary[str, Any]:
-        """What communicates for each wrapped module, by the module's name."""
+        """The communication engine of each wrapped module, by the module's name."""
         return weakref.WeakValueDictionary()
 
     @property
     @abstractmethod
     def identity(self) -> Identity:
-        """Who this rank is."""
+        """This rank's place in the job."""
 
     @abstractmethod
     def spawn(self, function: Callable[[], None], name: str) -> Thread:
-        """Run ``function()`` on a new daemon thread in which this world is current."""
+        """Run ``function()`` on a new daemon thread whose current world is this one."""
 
     @abstractmethod
     def event(self) -> Event:
@@ -103,11 +103,11 @@ class World(ABC):
 
     @abstractmethod
     def now(self) -> float:
-        """Return seconds on a clock that never goes back."""
+        """Return the seconds of a monotonic clock."""
 
 
 class FairLock:
-    """A lock whose waiters get it in the order in which they came."""
+    """A lock that is granted in the order of requests."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
@@ -115,7 +115,7 @@ class FairLock:
         self._waiting: list[threading.Lock] = []
 
     def acquire(self, timeout: float = -1) -> bool:
-        """Take the lock; False when ``timeout`` seconds (negative: no limit) pass first."""
+        """Acquire the lock; return False if ``timeout`` seconds (negative: no limit) pass first."""
         with self._mutex:
             if not self._held:
                 self._held = True
@@ -129,7 +129,7 @@ class FairLock:
             if ticket in self._waiting:
                 self._waiting.remove(ticket)
                 return False
-        return True  # handed over just as the time ran out
+        return True  # handed over just before the timeout
 
     def release(self) -> None:
         """Hand the lock to the first waiter."""
@@ -159,11 +159,11 @@ class RealWorld(World):
 
     def __init__(self) -> None:
         self.known_identity: Identity | None = None
-        """Set by ``init_process_group()``, which may know more than the environment."""
+        """Set by ``init_process_group()``, which may know more than the environment variables."""
 
     @property
     def identity(self) -> Identity:
-        """Who this rank is: as ``init_process_group()`` found it, before that as the environment says."""
+        """This rank's place in the job, as found by ``init_process_group()``, or before that, by the environment."""
         return self.known_identity or Identity.from_environment()
 
     def spawn(self, function: Callable[[], None], name: str) -> threading.Thread:
@@ -199,7 +199,7 @@ _current: contextvars.ContextVar[World] = contextvars.ContextVar("bagua_ref_worl
 
 
 def current_world() -> World:
-    """Return the world of the calling thread: the real one unless it runs inside a simulation."""
+    """Return the world of the calling thread: the real one, except inside a simulation."""
     return _current.get()
 
 
@@ -214,7 +214,7 @@ def use_world(world: World) -> Iterator[World]:
 
 
 def find_free_port() -> int:
-    """Return a TCP port that was free a moment ago, found by binding."""
+    """Return a TCP port that was free a moment ago, found by binding a socket."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         port: int = probe.getsockname()[1]

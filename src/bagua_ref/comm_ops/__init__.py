@@ -1,4 +1,4 @@
-"""One file for each bucket operation of S3; layer 3, knows kernels and communicators, not buckets."""
+"""The bucket operations of S3, one file each. They know kernels and communicators, not buckets."""
 
 from bagua_ref.comm_ops.asynchronous import AsynchronousModelAverage
 from bagua_ref.comm_ops.base import CommOp

@@ -1,4 +1,4 @@
-"""Averaging weights with the other ranks while training goes on (S3.6)."""
+"""Asynchronous averaging of weights between ranks during training (S3.6)."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ if TYPE_CHECKING:
 __all__ = ["AsynchronousModelAverage", "WeightLock"]
 
 _GLANCE = 0.01
-"""Seconds after which a round that waits for the weights looks whether training has dropped them."""
+"""Seconds between two checks, by a round that waits for the weights, whether training has released them."""
 
 
 class WeightLock:
-    """Weights are used by training, or changed by a round of averaging, never both at once; whoever comes first goes first.
+    """A fair lock: weights are used by training or changed by a round of averaging, never both at once.
 
-    Training may hold it several times over (a closure's forward inside ``optimizer.step``), and another thread may release
-    what training holds; only one thread trains.
+    Training may hold it several times (a closure's forward inside ``optimizer.step``), and another thread may release what
+    training holds. Only one thread trains.
 
-    On CUDA, who comes next goes on only once what the other has queued is done; the host does not wait for that.
+    On CUDA, the next holder's stream waits for the work that the last holder has queued; the host does not wait.
     """
 
     def __init__(self, world: World, device: torch.device) -> None:
         self._lock = world.lock()
         self._device = device
         self._training: Any = streams.current_stream(device)
-        """The stream of whoever holds the lock for training, or held it last."""
+        """The stream of the training thread that holds the lock or held it last."""
         self._used: Any = streams.record(self._training)
-        """When training was through with the weights."""
+        """The end of training's last use of the weights."""
         self._changed: Any = None
         """When a round was."""
         self._holds = 0
         self._counting = threading.Lock()
         self.on_wait: Callable[[], None] | None = None
-        """Called again and again while a round waits; may release what training no longer needs."""
+        """Called repeatedly while a round waits; may release what training no longer needs."""
 
     def hold(self) -> None:
-        """Take the weights for training, once more."""
+        """Acquire the weights for training, once more."""
         with self._counting:
             if self._holds:
                 self._holds += 1
@@ -62,7 +62,7 @@ class WeightLock:
             self._holds = 1
 
     def release(self) -> None:
-        """Give back one `hold`."""
+        """Release one `hold`."""
         with self._counting:
             if not self._holds:
                 raise RuntimeError("unlock_weight() without lock_weight()")
@@ -73,7 +73,7 @@ class WeightLock:
             self._lock.release()
 
     def take_for_round(self) -> None:
-        """Take the weights to change them."""
+        """Acquire the weights to change them."""
         while not self._lock.acquire(timeout=_GLANCE):
             if self.on_wait is not None:
                 self.on_wait()
@@ -85,7 +85,7 @@ class WeightLock:
         self._lock.release()
 
     def wait_for_training(self) -> None:
-        """On CUDA, go on only once what training did before it last gave the weights back is done."""
+        """On CUDA, make the current stream wait for what training queued before it last released the weights."""
         streams.order_after([self._used], self._device)
 
 
@@ -94,16 +94,16 @@ class AsynchronousModelAverage(CommOp):
 
     agree on stopping -> s <- x -> r <- sum over ranks of s, in float32 -> under the weight lock x <- x + (r/n - s)
 
-    What training does to x between snapshot and update is kept. Each rank sends 2 (n-1)/n of x in float32 and 4 bytes to
-    agree; scratch is the snapshot and the sum. All ranks stop at the same round, once all have called `abort`.
+    Changes that training makes to x between snapshot and update are kept. Each rank sends 2 (n-1)/n of x in float32 and 4 bytes
+    to agree; scratch is the snapshot and the sum. All ranks stop at the same round, once all have called `abort`.
 
-    As a context manager it holds the weight lock: ``with op: evaluate(model)``.
+    As a context manager, it holds the weight lock: ``with op: evaluate(model)``.
 
     Args:
-        comm: the ranks; no other thread uses it.
-        kernels: the backend that computes.
-        world: of this rank; makes the lock.
-        device: of the weights.
+        comm: the communicator; no other thread uses it.
+        kernels: the kernel backend.
+        world: this rank's world, which makes the lock.
+        device: the device of the weights.
 
     Source: asynchronous model average of Bagua 0.9; Lian et al., "Asynchronous Decentralized Parallel SGD", ICML 2018
     (arXiv:1710.06952).
@@ -128,7 +128,7 @@ class AsynchronousModelAverage(CommOp):
         if self._snapshot is None or self._reduced is None or self._snapshot.numel() != x.numel():
             self._snapshot = torch.empty_like(x)
             self._reduced = torch.empty_like(x, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
-        self.lock.wait_for_training()  # or a snapshot might be of weights that are not yet there
+        self.lock.wait_for_training()  # the snapshot must not be taken before the weights are written
         self._snapshot.copy_(x)
         self._reduced.copy_(self._snapshot)
         self.comm.allreduce_inplace(self._reduced, ReduceOp.SUM)
@@ -140,10 +140,10 @@ class AsynchronousModelAverage(CommOp):
 
     @property
     def last_round(self) -> tuple[Tensor, Tensor]:
-        """The snapshot of the last round that did not stop, and its sum over ranks; overwritten by the next.
+        """The snapshot of the last completed round and its sum over ranks; the next round overwrites them.
 
         Raises:
-            RuntimeError: there was none.
+            RuntimeError: no round has completed.
         """
         if self._snapshot is None or self._reduced is None:
             raise RuntimeError("there was no round yet")
@@ -165,11 +165,11 @@ class AsynchronousModelAverage(CommOp):
         self.unlock_weight()
 
     def abort(self) -> None:
-        """Ask to stop; rounds go on until all ranks have asked."""
+        """Ask to stop; rounds continue until all ranks have asked."""
         self._wants_to_stop = True
 
     def reset(self) -> None:
-        """Make rounds possible again after all have stopped."""
+        """Allow rounds again after all ranks have stopped."""
         self._wants_to_stop = self._stopped = False
 
     def get_status(self) -> str:

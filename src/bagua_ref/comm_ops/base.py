@@ -1,4 +1,4 @@
-"""What a bucket operation is: something that works on a bucket's flat tensor, together with the other ranks (S3)."""
+"""The base class of bucket operations, which work on a bucket's flat tensor together with the other ranks (S3)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["CommOp"]
 
 
 class CommOp(ABC):
-    """One operation of S3: arithmetic from ``kernels``, movement from ``comm``; it knows nothing of buckets.
+    """One operation of S3: ``kernels`` compute, ``comm`` moves data. It knows nothing of buckets.
 
     Args:
-        comm: the ranks that take part; all call the operation alike.
-        kernels: the backend that computes.
+        comm: the communicator of the ranks that take part; all of them run the operation.
+        kernels: the kernel backend.
     """
 
     def __init__(self, comm: Communicator, kernels: KernelBackend) -> None:

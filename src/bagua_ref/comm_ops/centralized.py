@@ -19,7 +19,7 @@ __all__ = ["CentralizedFullPrecision", "CentralizedScatterGather"]
 class CentralizedFullPrecision(CommOp):
     """``x <- sum over ranks``, or the mean, by one all-reduce (S3.1).
 
-    Each rank sends 2 (n-1)/n of x. The order of the sum is the transport's.
+    Each rank sends 2 (n-1)/n of x. The transport chooses the order of the sum.
 
     Source: all-reduce as in Gan et al., "BAGUA", VLDB 2022 (arXiv:2107.01499), section 3.
     """
@@ -34,7 +34,7 @@ class CentralizedFullPrecision(CommOp):
 
 
 class CentralizedScatterGather(CommOp):
-    """``x <- sum over ranks``, or the mean, added up in rank order (S3.1, S3.7).
+    """``x <- sum over ranks``, or the mean, summed in rank order (S3.1, S3.7).
 
     all-to-all of n chunks -> reduce my chunk -> all-gather
 
@@ -48,7 +48,7 @@ class CentralizedScatterGather(CommOp):
         self.average = average
 
     def __call__(self, x: Tensor) -> None:
-        """Reduce ``x``, whose size divides by n, in place."""
+        """Reduce ``x``, whose size is a multiple of n, in place."""
         n, rank = self.comm.nranks(), self.comm.rank()
         self.comm.alltoall_inplace(x)
         self.kernels.reduce_chunks_(x, n, target_chunk=rank, average=self.average)

@@ -1,4 +1,4 @@
-"""Weights averaged with all ranks or with one changing peer, beside the weights themselves (S3.4)."""
+"""Decentralized averaging of weights with all ranks or with one changing peer, into a separate tensor (S3.4)."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ PEER_SELECTION_MODES = ("all", "shift_one")
 
 
 def shift_one_peer(rank: int, nranks: int, step: int) -> int:
-    """Return the rank that ``rank`` averages with at ``step``: one of the other half, the next one each time (S3.4).
+    """Return the rank with which ``rank`` averages at ``step``: one of the other half, the next one at each step (S3.4).
 
-    With h = nranks/2 it is ``(step + rank) mod h + h`` for the first half, ``(rank - h - step) mod h`` for the second: an
-    involution, and in h steps each rank meets every rank of the other half.
+    With h = nranks/2, it is ``(step + rank) mod h + h`` for the first half and ``(rank - h - step) mod h`` for the second. This is
+    an involution, and in h steps each rank meets every rank of the other half.
 
     Args:
         rank: from 0 to nranks - 1.
-        nranks: even.
-        step: how often these ranks have averaged before.
+        nranks: the number of ranks, even.
+        step: the number of earlier averages.
 
     Raises:
         ValueError: nranks is odd or less than 2, or rank is not one of them.
@@ -45,35 +45,35 @@ def shift_one_peer(rank: int, nranks: int, step: int) -> int:
 
 
 class FlatTarget(Protocol):
-    """What `Decentralized.copy_back_peer_weight` writes to: a bucket."""
+    """The bucket that `Decentralized.copy_back_peer_weight` writes to."""
 
     def copy_from_flat(self, flat: Tensor) -> None:
-        """Copy ``flat``, as large as the bucket, into the bucket's tensors."""
+        """Copy ``flat``, which has the bucket's size, into the bucket's tensors."""
         ...
 
 
 class Decentralized(CommOp):
-    """``peer_weight <- mean over ranks of x``, or with one peer ``(peer's x + x) / 2``; x stays as it is (S3.4).
+    """``peer_weight <- mean over ranks of x``, or ``(peer's x + x) / 2`` with one peer; x is unchanged (S3.4).
 
     x changes only at `copy_back_peer_weight`, so that a forward and backward can use it meanwhile. The k-th execution pairs
-    ranks as `shift_one_peer` says for step k, counted from 0.
+    ranks as `shift_one_peer` does for step k, counted from 0.
 
-    Hierarchical: the node's mean is formed at its leader, the leaders operate, and copy-back broadcasts inside the node. For
-    "all" leaders take node sums over n/L, so that every rank counts once also where nodes are uneven (S3.3); for "shift_one"
-    they take plain node means.
+    Hierarchical: the leader of each node computes the node's mean, the leaders operate, and copy-back broadcasts inside the
+    node. For "all", leaders use node sums divided by n/L, so that ranks on uneven nodes have equal weight (S3.3); for
+    "shift_one", they use plain node means.
 
-    Each rank sends 2 (n-1)/n of x for "all", x once for "shift_one". ``peer_weight`` is all that is needed beside x.
+    Each rank sends 2 (n-1)/n of x for "all" and x once for "shift_one". It needs no memory but ``peer_weight``.
 
     Args:
-        comm: the ranks; hierarchical: the leaders.
-        kernels: the backend that computes.
-        peer_weight: as large as x and apart from it; gets the result.
+        comm: the communicator of all ranks; hierarchical: of the leaders.
+        kernels: the kernel backend.
+        peer_weight: a tensor of x's size, separate from x, that receives the result.
         peer_selection_mode: "all" or "shift_one".
-        intra: hierarchical: the ranks on this node, of which rank 0 is the leader; else None.
-        num_ranks: how many ranks there are in all; None: those of ``comm``.
+        intra: hierarchical: the communicator of this node's ranks, of which rank 0 is the leader; else None.
+        num_ranks: the number of all ranks; None: those of ``comm``.
 
     Attributes:
-        step: how often it has been executed.
+        step: the number of executions.
 
     Raises:
         ValueError: an unknown mode, or "shift_one" with an odd number of ranks.
@@ -111,7 +111,7 @@ class Decentralized(CommOp):
         return f"Decentralized({self.peer_selection_mode!r}, {self.comm!r})"
 
     def __call__(self, x: Tensor) -> None:
-        """Average ``x`` into ``peer_weight``; hierarchical: at leaders only, until copy-back."""
+        """Average ``x`` into ``peer_weight``; hierarchical: on leaders only, until copy-back."""
         step, self.step = self.step, self.step + 1
         mine = x if self.intra is None else self._node_mean(x, self.intra)
         if self.intra is not None and self.intra.rank() != 0:
@@ -125,12 +125,12 @@ class Decentralized(CommOp):
             self.kernels.average_(self.peer_weight, mine)
 
     def copy_back_peer_weight(self, bucket: FlatTarget) -> None:
-        """Copy the result into the bucket's tensors; hierarchical: collective inside the node.
+        """Copy the result into the bucket's tensors; hierarchical: a collective inside the node.
 
-        Only between the end of an execution (``wait_pending_comm_ops()``) and the beginning of the next.
+        Call it only between the end of an execution (``wait_pending_comm_ops()``) and the beginning of the next.
 
         Args:
-            bucket: to which this operation was appended.
+            bucket: the bucket to which this operation was appended.
         """
         if not hasattr(bucket, "copy_from_flat"):
             raise TypeError(f"bucket={bucket!r} must be the BaguaBucket to which this operation was appended")

@@ -1,4 +1,4 @@
-"""The same operation, but between node leaders only: reduce inside the node, operate, broadcast (S3.3)."""
+"""A hierarchical form of other operations: reduce inside each node, operate between leaders, broadcast (S3.3)."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ __all__ = ["Hierarchical", "reduce_to_leader"]
 
 
 class Hierarchical(CommOp):
-    """``leaders_op`` between node leaders, on node sums or on node sums over n/L (S3.3).
+    """``leaders_op`` between node leaders, on node sums or on node sums divided by n/L (S3.3).
 
     reduce to the leader -> leaders_op between the L leaders -> broadcast inside the node
 
-    With ``divisor`` = n/L the leaders' mean of these is the mean over all ranks, also where nodes are uneven.
+    With ``divisor`` = n/L, the mean over leaders is the mean over all ranks, even if nodes are uneven.
 
     Args:
-        intra: the ranks on this node; rank 0 is the leader.
-        kernels: the backend that computes.
-        leaders_op: the operation between leaders; None on a rank that is not one.
+        intra: the communicator of this node's ranks; rank 0 is the leader.
+        kernels: the kernel backend.
+        leaders_op: the operation between leaders; None on other ranks.
         divisor: n/L for a mean, None for a sum.
-        in_rank_order: add the node's inputs up in rank order at the leader (S3.7), as what follows quantises; else the
-            transport may reduce float32 and float64 in an order of its own.
+        in_rank_order: sum the node's inputs in rank order at the leader (S3.7), as needed before quantisation; otherwise, the
+            transport may choose the order for float32 and float64.
 
     Source: hierarchical communication in Gan et al., "BAGUA", VLDB 2022 (arXiv:2107.01499).
     """
@@ -54,7 +54,7 @@ class Hierarchical(CommOp):
 
 
 def reduce_to_leader(x: Tensor, intra: Communicator, kernels: KernelBackend, divisor: float | None, in_rank_order: bool) -> None:
-    """Rank 0's ``x <- (sum over intra, in float32) / float32(divisor)``, rounded once; other ranks keep theirs (S3.3)."""
+    """Rank 0's ``x <- (sum over intra, in float32) / float32(divisor)``, rounded once; x of other ranks is unchanged (S3.3)."""
     if not in_rank_order and x.dtype in (torch.float32, torch.float64):
         intra.reduce_inplace(x, 0, ReduceOp.SUM)
         if divisor is not None and intra.rank() == 0:
@@ -63,7 +63,7 @@ def reduce_to_leader(x: Tensor, intra: Communicator, kernels: KernelBackend, div
     inputs = torch.empty(intra.nranks() * x.numel() if intra.rank() == 0 else 0, dtype=x.dtype, device=x.device)
     intra.gather(x, inputs, 0)
     if intra.rank() == 0:
-        # 16-bit inputs are added up and divided in float32, so that they are rounded once, by the copy into x.
+        # 16-bit inputs are summed and divided in float32, so that only the copy into x rounds.
         wide = inputs if x.dtype == torch.float64 else inputs.float()
         kernels.reduce_chunks_(wide, intra.nranks(), target_chunk=0, average=False)
         total = wide[: x.numel()]

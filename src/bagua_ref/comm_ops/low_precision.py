@@ -31,7 +31,7 @@ class CentralizedLowPrecision(CommOp):
         self.average = average
 
     def __call__(self, x: Tensor) -> None:
-        """Reduce ``x``, whose size divides by n, in place."""
+        """Reduce ``x``, whose size is a multiple of n, in place."""
         n, rank = self.comm.nranks(), self.comm.rank()
         payload = self.kernels.compress_minmax_uint8(x, n)
         self.comm.alltoall_inplace(payload)

@@ -1,4 +1,4 @@
-"""Differences of weights exchanged with the neighbours on a ring, one byte per element (S3.5)."""
+"""Decentralized averaging on a ring that sends changes of weights with one byte per element (S3.5)."""
 
 from __future__ import annotations
 
@@ -18,34 +18,36 @@ __all__ = ["LowPrecisionDecentralized", "trade_with_neighbours"]
 
 
 def trade_with_neighbours(mine: Tensor, comm: Communicator) -> tuple[Tensor, Tensor]:
-    """Send ``mine`` to both neighbours on the ring; return what came from the left and from the right (S3.5).
+    """Send ``mine`` to both neighbours on the ring; return the tensors of the left and the right one (S3.5).
 
-    Left is rank r-1, right is r+1, modulo n. One rank alone is its own neighbour, and two ranks are each other's on both sides.
+    The left neighbour is rank r-1, the right one r+1, modulo n. A single rank is its own neighbour; of two ranks, each is the
+    other's neighbour on both sides.
     """
     rank, n = comm.rank(), comm.nranks()
     left, right = (rank - 1) % n, (rank + 1) % n
     from_left, from_right = torch.empty_like(mine), torch.empty_like(mine)
-    # With two ranks both messages come from one peer: first what it sends to its left, which is my right.
+    # With two ranks, both messages come from one peer: the first is what it sends to its left, so it is my right one.
     comm.exchange([(mine, left), (mine, right)], [(from_right, right), (from_left, left)])
     return from_left, from_right
 
 
 class LowPrecisionDecentralized(CommOp):
-    """One step of averaging on a ring, in which ranks send what has changed with one byte per element (S3.5).
+    """Averages weights with both ring neighbours and sends the changes as one byte per element (S3.5).
 
     x += 1/3 L + 1/3 R - 5/3 W -> q = compress(x) -> send q both ways -> L += dq(q_left), R += dq(q_right), x <- dq(q) + W, W <- x
 
-    W is this rank's weights at the end of the last step, L and R are its neighbours'. As x is W and what training has added
-    since, the sum is how far the mean of the three, and what was added, lie from W. A neighbour adds the same decompressed
-    change to its replica as this rank adds to W, so W stays bit-identical to the right neighbour's L and the left one's R.
+    W holds this rank's weights at the end of the last step, L and R those of its neighbours. As x is W plus the updates of
+    training since then, the first line gives the mean of W, L and R, plus these updates, minus W. A neighbour adds the same
+    decompressed change to its replica as this rank adds to W, so W stays bit-identical to the right neighbour's L and to the
+    left neighbour's R.
 
-    Each rank sends 2 (m + 32) bytes for m elements, however many ranks there are; beside the three replicas, scratch is three
-    payloads of about m bytes.
+    Each rank sends 2 (m + 32) bytes for m elements, for any number of ranks. Memory: three replicas, and three payloads of about
+    m bytes as scratch.
 
     Args:
-        comm: the ring; any number of ranks.
-        kernels: the backend that computes.
-        weight: W, as large as x and apart from all others.
+        comm: the communicator of the ring, with any number of ranks.
+        kernels: the kernel backend.
+        weight: W, of x's size, separate from all other tensors.
         left_peer_weight: L, likewise.
         right_peer_weight: R, likewise.
 
@@ -66,7 +68,7 @@ class LowPrecisionDecentralized(CommOp):
         q = kernels.compress_minmax_uint8(x, 1)
         q_left, q_right = trade_with_neighbours(q, self.comm)
         for replica, change in ((L, q_left), (R, q_right)):
-            kernels.decompress_minmax_uint8(change, 1, out=x)  # x is free until it gets its own change
+            kernels.decompress_minmax_uint8(change, 1, out=x)  # x can be scratch until it gets its own change
             kernels.add_(replica, x)
         kernels.decompress_minmax_uint8(q, 1, out=x)
         kernels.add_(x, W)

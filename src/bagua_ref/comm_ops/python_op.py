@@ -1,4 +1,4 @@
-"""Any Python function as a bucket operation (S3.8)."""
+"""A Python function as a bucket operation (S3.8)."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ class PythonOp:
         return f"PythonOp({getattr(self.function, '__qualname__', self.function)})"
 
     def __call__(self, x: Tensor) -> None:
-        """Call the function; ``x`` is the bucket's flat tensor, which the function reaches through the bucket itself."""
+        """Call the function. It does not get ``x``, the bucket's flat tensor: it accesses the bucket itself."""
         self.function(self.bucket_name)

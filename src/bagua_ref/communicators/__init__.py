@@ -1,1 +1,1 @@
-"""How ranks reach each other: one contract, over torch.distributed or in a simulation."""
+"""Communication between ranks: one contract, over torch.distributed or in a simulation."""

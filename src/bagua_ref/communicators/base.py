@@ -1,7 +1,7 @@
 """The contract of a communicator: collectives between the ranks of one group, validated once for every transport (S3.9).
 
-A transport (torch.distributed, the simulation) fills in the methods with a leading underscore; they see only arguments that
-fit. What does not fit is a ValueError or TypeError before anything is sent.
+A transport (torch.distributed, the simulation) implements the methods with a leading underscore, which get only valid arguments.
+Invalid ones raise ValueError or TypeError before anything is sent.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _T = TypeVar("_T")
 
 
 def _collective(method: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Let ``method`` take what ``tensor.bagua_backend_tensor()`` returns wherever it takes a tensor."""
+    """Let ``method`` also take the result of ``tensor.bagua_backend_tensor()`` wherever it takes a tensor."""
 
     def effective(argument: Any) -> Any:
         return argument.effective_tensor() if isinstance(argument, BackendTensor) else argument
@@ -45,17 +45,17 @@ def _collective(method: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 class Communicator(ABC):
-    """Collectives between ``nranks()`` ranks, of which this is number ``rank()`` (S3.9).
+    """Collectives between ``nranks()`` ranks, of which this is ``rank()`` (S3.9).
 
-    All ranks call the same collectives in the same order, from one thread at a time. Tensors are contiguous; movement takes
-    any dtype, reduction the float and integer types that gloo and NCCL both know. What ``tensor.bagua_backend_tensor()`` returns
-    stands for its effective tensor. ``src`` and ``dst`` count ranks within this communicator.
+    All ranks call the same collectives in the same order, from one thread at a time. Tensors are contiguous. Movement takes any
+    dtype, reduction the float and integer types that both gloo and NCCL support. The result of ``tensor.bagua_backend_tensor()``
+    stands for its effective tensor. ``src`` and ``dst`` are ranks within this communicator.
 
     Attributes:
         name: the group's name, for messages.
-        bytes_sent: what this rank has sent so far, by formula: all-reduce 2(n-1)/n of the tensor, all-gather, reduce-scatter and
-            all-to-all (n-1)/n of the full buffer, reduce and broadcast (n-1)/n (the mean over ranks of n-1 copies), send, gather
-            and scatter what leaves this rank.
+        bytes_sent: the bytes that this rank has sent so far, by formula: 2(n-1)/n of the tensor for all-reduce; (n-1)/n of the
+            full buffer for all-gather, reduce-scatter and all-to-all; (n-1)/n for reduce and broadcast (the mean over ranks of
+            n-1 copies); what leaves this rank for send, gather and scatter.
     """
 
     def __init__(self, rank: int, nranks: int, name: str) -> None:
@@ -80,7 +80,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Give the connection up; operations under way and later ones raise CommunicationError."""
+        """Abort the connection; operations in progress and later ones raise CommunicationError."""
 
     def close(self) -> None:
         """End this rank's use of it: later operations raise CommunicationError."""
@@ -90,7 +90,7 @@ class Communicator(ABC):
 
     @_collective
     def send(self, tensor: Tensor, dst: int) -> None:
-        """Send ``tensor`` to rank ``dst``, which calls `recv` with one of the same size and dtype."""
+        """Send ``tensor`` to rank ``dst``, which calls `recv` with a tensor of the same size and dtype."""
         self._check_peer("dst", dst)
         self._check("tensor", tensor)
         self._bytes_sent += _nbytes(tensor)
@@ -98,7 +98,7 @@ class Communicator(ABC):
 
     @_collective
     def recv(self, tensor: Tensor, src: int) -> None:
-        """Fill ``tensor`` with what rank ``src`` sends."""
+        """Receive ``tensor`` from rank ``src``."""
         self._check_peer("src", src)
         self._check("tensor", tensor)
         self._recv(tensor, src)
@@ -107,7 +107,7 @@ class Communicator(ABC):
         """Send and receive several tensors at once, so that rings and pairs cannot deadlock; a rank may be its own peer.
 
         Args:
-            sends: (tensor, dst) pairs; two for one peer arrive in this order.
+            sends: (tensor, dst) pairs; tensors for the same peer arrive in this order.
             recvs: (tensor, src) pairs.
         """
         for tensor, peer in sends:
@@ -131,14 +131,14 @@ class Communicator(ABC):
 
     @_collective
     def broadcast(self, tensor: Tensor, src: int = 0) -> None:
-        """Give every rank ``src``'s values of ``tensor``."""
+        """Copy rank ``src``'s ``tensor`` into every rank's."""
         self._check_rank("src", src)
         self._check("tensor", tensor)
         self._bytes_sent += _nbytes(tensor) * self._others
         self._broadcast(tensor, src)
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        """Return ``src``'s ``obj`` on every rank; pickled, length first. Only for groups whose members trust each other."""
+        """Return rank ``src``'s ``obj`` on every rank. It is pickled, so use this only in groups whose members trust each other."""
         self._check_rank("src", src)
         device = self.object_device()
         payload = torch.empty(0, dtype=torch.uint8, device=device)
@@ -152,12 +152,12 @@ class Communicator(ABC):
         return obj if self._rank == src else pickle.loads(payload.cpu().numpy().tobytes())  # noqa: S301
 
     def object_device(self) -> torch.device:
-        """Return the device on which `broadcast_object` moves its bytes."""
+        """Return the device of the bytes that `broadcast_object` sends."""
         return torch.device("cpu")
 
     @_collective
     def reduce(self, send_tensor: Tensor, recv_tensor: Tensor, dst: int, op: ReduceOp = ReduceOp.SUM) -> None:
-        """Combine ``send_tensor`` over ranks into ``dst``'s ``recv_tensor``; elsewhere recv_tensor is unchanged."""
+        """Combine ``send_tensor`` over ranks into ``recv_tensor`` of rank ``dst``; on other ranks, it is unchanged."""
         self._check_rank("dst", dst)
         op = self._check_reduction(op, send_tensor, recv_tensor, 1, 1)
         self._bytes_sent += _nbytes(send_tensor) * self._others
@@ -169,7 +169,7 @@ class Communicator(ABC):
 
     @_collective
     def reduce_inplace(self, tensor: Tensor, dst: int, op: ReduceOp = ReduceOp.SUM) -> None:
-        """Combine ``tensor`` over ranks into ``dst``'s; elsewhere it is unchanged."""
+        """Combine ``tensor`` over ranks into that of rank ``dst``; on other ranks, it is unchanged."""
         self._check_rank("dst", dst)
         op = self._check_reduction(op, tensor, tensor, 1, 1)
         self._bytes_sent += _nbytes(tensor) * self._others
@@ -178,7 +178,7 @@ class Communicator(ABC):
 
     @_collective
     def gather(self, send_tensor: Tensor, recv_tensor: Tensor, dst: int) -> None:
-        """Collect every rank's ``send_tensor`` in rank order in ``dst``'s ``recv_tensor``, n times as large."""
+        """Collect every rank's ``send_tensor``, in rank order, in ``recv_tensor`` of rank ``dst``, which is n times as large."""
         self._check_rank("dst", dst)
         self._check("send_tensor", send_tensor)
         if self._rank == dst:
@@ -189,14 +189,14 @@ class Communicator(ABC):
 
     @_collective
     def gather_inplace(self, tensor: Tensor, count: int, dst: int) -> None:
-        """As `gather`: ``dst``'s tensor holds n*count elements, its own in chunk dst; elsewhere ``count`` are sent."""
+        """As `gather`: rank ``dst``'s tensor has n*count elements, its own in chunk dst; the others send ``count`` elements."""
         own = self._check_inplace_chunk(tensor, count, "dst", dst)
         self._bytes_sent += _nbytes(own) if self._rank != dst else 0
         self._gather(own.clone() if self._rank == dst else own, tensor, dst)
 
     @_collective
     def scatter(self, send_tensor: Tensor, recv_tensor: Tensor, src: int) -> None:
-        """Give each rank its chunk of ``src``'s ``send_tensor``, n times as large as ``recv_tensor``."""
+        """Send each rank its chunk of rank ``src``'s ``send_tensor``, which is n times as large as ``recv_tensor``."""
         self._check_rank("src", src)
         self._check("recv_tensor", recv_tensor)
         if self._rank == src:
@@ -206,7 +206,7 @@ class Communicator(ABC):
 
     @_collective
     def scatter_inplace(self, tensor: Tensor, count: int, src: int) -> None:
-        """As `scatter`: ``src``'s tensor holds n*count elements and stays as it is; elsewhere ``count`` arrive."""
+        """As `scatter`: rank ``src``'s tensor has n*count elements and is unchanged; the others receive ``count`` elements."""
         own = self._check_inplace_chunk(tensor, count, "src", src)
         self._bytes_sent += _nbytes(own) * (self._nranks - 1) if self._rank == src else 0
         self._scatter(tensor, own.clone() if self._rank == src else own, src)
@@ -222,7 +222,7 @@ class Communicator(ABC):
         self._allreduce_inplace(recv_tensor, op)
 
     def divides_sums(self, dtype: torch.dtype, device: torch.device) -> bool:
-        """Return whether a mean is a sum that this rank divides afterwards; to divide what is summed then gives as good a mean."""
+        """Return whether a mean is a sum that this rank then divides, so that dividing the inputs first is as exact."""
         return False
 
     @_collective
@@ -234,14 +234,14 @@ class Communicator(ABC):
 
     @_collective
     def allgather(self, send_tensor: Tensor, recv_tensor: Tensor) -> None:
-        """Collect every rank's ``send_tensor`` in rank order in every rank's ``recv_tensor``, n times as large."""
+        """Collect every rank's ``send_tensor``, in rank order, in every rank's ``recv_tensor``, which is n times as large."""
         self._check_pair(send_tensor, recv_tensor, self._nranks, 1)
         self._bytes_sent += _nbytes(recv_tensor) * self._others
         self._allgather(send_tensor, recv_tensor)
 
     @_collective
     def allgather_inplace(self, tensor: Tensor) -> None:
-        """As `allgather`; what this rank sends is chunk ``rank()`` of its tensor."""
+        """As `allgather`; this rank sends chunk ``rank()`` of its tensor."""
         own = self._own_chunk(tensor)
         self._bytes_sent += _nbytes(tensor) * self._others
         self._allgather(own.clone(), tensor)
@@ -255,7 +255,7 @@ class Communicator(ABC):
 
     @_collective
     def reduce_scatter_inplace(self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
-        """As `reduce_scatter`; the result is chunk ``rank()`` of the tensor, whose other chunks stay as they were."""
+        """As `reduce_scatter`; the result is chunk ``rank()`` of the tensor, whose other chunks are unchanged."""
         op = self._check_reduction(op, tensor, tensor, 1, 1)
         own = self._own_chunk(tensor)
         self._bytes_sent += _nbytes(tensor) * self._others
@@ -288,7 +288,7 @@ class Communicator(ABC):
         recv_counts: Sequence[int],
         recv_displs: Sequence[int],
     ) -> None:
-        """As MPI_Alltoallv: ``send_counts[d]`` elements from ``send_displs[d]`` on go to rank d; likewise received."""
+        """As MPI_Alltoallv: ``send_counts[d]`` elements from ``send_displs[d]`` on go to rank d, and likewise for receiving."""
         self._check("send_tensor", send_tensor)
         self._check("recv_tensor", recv_tensor)
         self._check_same_kind(send_tensor, recv_tensor)
@@ -311,9 +311,9 @@ class Communicator(ABC):
 
     @abstractmethod
     def barrier(self) -> None:
-        """Return once every rank has called it."""
+        """Wait until every rank has called it."""
 
-    # What a transport fills in. Tensors are contiguous and fit; `op` is never AVG on integers, never bitwise on floats.
+    # For a transport to implement. Arguments are valid: tensors contiguous, `op` never AVG on integers nor bitwise on floats.
 
     @abstractmethod
     def _send(self, tensor: Tensor, dst: int) -> None: ...

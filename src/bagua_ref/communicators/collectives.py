@@ -1,6 +1,6 @@
-"""Every collective as a plain function over the tensors of all ranks, in rank order: what a communicator must compute (S3.9).
+"""The collectives as plain functions of the tensors of all ranks, in rank order: what a communicator must compute (S3.9).
 
-Nothing here knows of threads, groups or transports: tensors go in by rank, results are written into the receivers' tensors.
+They know nothing of threads, groups or transports. Tensors come in rank order; results are written into the receivers' tensors.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 def combine(tensors: Sequence[Tensor], op: ReduceOp) -> Tensor:
     """Return ((tensor 0 op tensor 1) op tensor 2) ... as a new tensor of their dtype (S3.9).
 
-    16-bit floats are combined in float32 and rounded once; AVG is SUM divided by the number of tensors, integers wrap around.
+    16-bit floats are combined in float32 and rounded once. AVG is SUM divided by the number of tensors. Integers wrap around.
 
     Args:
         tensors: one per rank, equal in shape and dtype; unchanged.
-        op: AVG only on floats, bitwise only on integers.
+        op: AVG for floats only, bitwise operations for integers only.
 
     >>> combine([torch.tensor([1.0]), torch.tensor([2.0])], ReduceOp.AVG)
     tensor([1.5000])
@@ -65,53 +65,53 @@ def combine(tensors: Sequence[Tensor], op: ReduceOp) -> Tensor:
 
 
 def broadcast(tensors: Sequence[Tensor], src: int) -> None:
-    """Write ``src``'s tensor into every rank's."""
+    """Write the tensor of rank ``src`` into every rank's tensor."""
     for tensor in tensors:
         _fill(tensor, tensors[src])
 
 
 def reduce_inplace(tensors: Sequence[Tensor], dst: int, op: ReduceOp) -> None:
-    """Write the combination of all tensors into ``dst``'s."""
+    """Combine all tensors into the tensor of rank ``dst``."""
     _fill(tensors[dst], combine(tensors, op))
 
 
 def allreduce_inplace(tensors: Sequence[Tensor], op: ReduceOp) -> None:
-    """Write the combination of all tensors into every one."""
+    """Combine all tensors into every one of them."""
     total = combine(tensors, op)
     for tensor in tensors:
         _fill(tensor, total)
 
 
 def gather(sends: Sequence[Tensor], recv: Tensor) -> None:
-    """Write what every rank sends, in rank order, into ``recv``, n times as large."""
+    """Concatenate the tensors of all ranks, in rank order, into ``recv``, which is n times as large."""
     _fill(recv, _concatenate(sends))
 
 
 def allgather(sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> None:
-    """Write what every rank sends, in rank order, into every rank's receiver, n times as large."""
+    """Concatenate the tensors of all ranks, in rank order, into every rank's receiver, which is n times as large."""
     everything = _concatenate(sends)
     for recv in recvs:
         _fill(recv, everything)
 
 
 def scatter(send: Tensor, recvs: Sequence[Tensor]) -> None:
-    """Write chunk r of ``send``, n times as large, into rank r's receiver."""
+    """Write chunk r of ``send``, which is n times as large, into rank r's receiver."""
     chunks = send.reshape(len(recvs), -1) if send.numel() else [send] * len(recvs)
     for recv, chunk in zip(recvs, chunks, strict=True):
         _fill(recv, chunk)
 
 
 def reduce_scatter(sends: Sequence[Tensor], recvs: Sequence[Tensor], op: ReduceOp) -> None:
-    """Write chunk r of the combination of all that is sent into rank r's receiver."""
+    """Combine all tensors, and write chunk r of the result into rank r's receiver."""
     scatter(combine(sends, op), recvs)
 
 
 def alltoall(sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> None:
-    """Write chunk r of what rank s sends into chunk s of rank r's receiver."""
+    """Write chunk r of rank s's tensor into chunk s of rank r's receiver."""
     n = len(sends)
     if sends[0].numel() == 0:
         return
-    # One stacked tensor: rank r receives a column of it, which costs n copies where pairs of chunks would cost n * n.
+    # Rank r receives a column of one stacked tensor: n copies instead of n * n copies of chunks.
     chunks = _concatenate(sends).view(n, n, -1)
     for rank, recv in enumerate(recvs):
         _fill(recv, chunks[:, rank])

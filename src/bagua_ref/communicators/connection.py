@@ -1,4 +1,4 @@
-"""The life of one communicator's process groups: made from a store, used by one thread at a time, given up at the first failure."""
+"""The process groups of one communicator: made from a store, used by one thread at a time, aborted at the first failure."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 
 __all__ = ["Connection"]
 
-_TICK = timedelta(milliseconds=200)  # how soon a waiting collective notices abort() or Ctrl-C
+_TICK = timedelta(milliseconds=200)  # seconds until a waiting collective notices abort() or Ctrl-C
 _watch = Watch()
 
 
 class Connection:
-    """A gloo process group and, from its first use on, a NCCL one, between the same ranks.
+    """A gloo process group and, once it is needed, an NCCL group of the same ranks.
 
-    Collective: returns when every rank has connected.
+    Making one is collective: it returns when every rank has connected.
 
     Args:
-        store: where the ranks find each other, theirs alone.
-        rank: this process, of ``nranks``.
-        nranks: how many there are.
+        store: a store for these ranks only, through which they find each other.
+        rank: the rank of this process.
+        nranks: the number of ranks.
         timeout: seconds without progress after which a collective raises.
-        title: what error messages call it.
+        title: its name in error messages.
     """
 
     def __init__(self, store: Store, rank: int, nranks: int, timeout: float, title: str) -> None:
@@ -51,23 +51,23 @@ class Connection:
             self._gloo = dist.ProcessGroupGloo(prefixed("gloo", store), rank, nranks, timeout=self._timeout)
         except RuntimeError as error:
             raise self._failure("connect", error) from None
-        # Nobody may leave, and take the store along, before all are connected.
+        # The rank that serves the store must not exit before all are connected.
         self.run("connect", lambda group: [group.barrier()])
 
     def run(self, collective: str, start: Callable[[Any], list[Any]], over_nccl: bool = False, interruptible: bool = True) -> None:
-        """Start ``collective`` on a process group and wait until it is done; over NCCL the current stream waits, not the host.
+        """Start ``collective`` on a process group and wait until it is done; with NCCL, the current stream waits, not the host.
 
-        What NCCL does not finish within the timeout is given up then, which ends its kernels, and the next call raises.
+        If NCCL does not finish within the timeout, the group is aborted, which ends its kernels, and the next call raises.
 
         Args:
             collective: its name, for messages.
-            start: takes the process group, returns works to wait for.
-            over_nccl: which group.
-            interruptible: whether gloo can wait for these works a little at a time; it cannot for send and recv.
+            start: takes the process group and returns the works to wait for.
+            over_nccl: whether to use NCCL instead of gloo.
+            interruptible: whether the wait can be split into short ones; gloo cannot do that for send and recv.
 
         Raises:
             CommunicationTimeoutError: no progress within the timeout.
-            CommunicationError: it failed otherwise, `abort` was called, or two threads are at it; none of it can be repeated.
+            CommunicationError: it failed otherwise, `abort` was called, or another thread is using it. It cannot be retried.
         """
         if not self._turn.acquire(blocking=False):
             why = self._closed or (
@@ -94,12 +94,12 @@ class Connection:
             self._drop()
             raise
         except RuntimeError as error:
-            # Nothing may keep the connections alive: that they close is what tells the other ranks.
+            # Nothing may keep the connections alive: the other ranks notice the failure when they close.
             del group, works, work
             error.__traceback__ = None
             raise self._failure(collective, error) from None
-        except BaseException:  # Ctrl-C, say: what is under way cannot be taken back
-            self._closed = self._closed or f"it was interrupted before, in {collective}"
+        except BaseException:  # Ctrl-C, for example: what has been started cannot be undone
+            self._closed = self._closed or f"it was interrupted earlier, in {collective}"
             _keep_forever(group)
             self._drop()
             raise
@@ -110,9 +110,9 @@ class Connection:
             self._turn.release()
 
     def abort(self) -> None:
-        """Give the connection up; what is under way and all that comes later raises CommunicationError."""
+        """Abort the connection; operations in progress and later ones raise CommunicationError."""
         self._closed = self._closed or "it was aborted or its process group destroyed"
-        # A collective under way notices within a tick, and drops the groups itself.
+        # A collective in progress notices this within a tick and drops the groups itself.
         if self._turn.acquire(timeout=5 * _TICK.total_seconds()):
             self._drop()
             self._turn.release()
@@ -124,14 +124,14 @@ class Connection:
                 return
             except RuntimeError:
                 if work.is_completed():
-                    work.wait()  # raises what went wrong, if anything did
+                    work.wait()  # raises the error, if there was one
                     return
                 if self._closed:
-                    del work  # not to be kept, and freed late, by the error's traceback
-                    raise CommunicationError(f"a collective on {self._title} was given up: {self._closed}") from None
+                    del work  # the error's traceback would keep it alive
+                    raise CommunicationError(f"a collective on {self._title} was aborted: {self._closed}") from None
 
     def give_up_late(self, collective: str) -> None:
-        """Give the connection up, as ``collective`` was started and has not been done within the timeout."""
+        """Abort the connection because ``collective`` has not finished within the timeout."""
         if not self._closed:
             self._kind_of_end = CommunicationTimeoutError
             self._closed = f"{collective} was not done within {self._timeout.total_seconds():g} s; a rank has not come, or has died"
@@ -140,16 +140,16 @@ class Connection:
     def _nccl_group(self) -> Any:
         if self._nccl is None:
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = 2 * self._timeout + timedelta(minutes=1)  # torch ends the process then; ours comes first
+            options._timeout = 2 * self._timeout + timedelta(minutes=1)  # torch ends the process at its timeout; ours comes first
             options.is_high_priority_stream = True
-            # Unlike gloo, NCCL comes back to the store at its first collective, and from threads of its own.
+            # Unlike gloo, NCCL uses the store again at its first collective, from its own threads.
             store = prefixed("nccl", another_connection(self._store))
             self._nccl = dist.ProcessGroupNCCL(store, self._rank, self._nranks, options)
         return self._nccl
 
     def _failure(self, collective: str, error: RuntimeError) -> CommunicationError:
-        """Close for good, which tells the other ranks, and return what to raise."""
-        self._closed = self._closed or f"it failed before, in {collective}"
+        """Close for good, which the other ranks notice, and return the exception to raise."""
+        self._closed = self._closed or f"it failed earlier, in {collective}"
         self._drop()
         why = _reason(error)
         if re.search(r"time(d )?out", why, re.IGNORECASE):
@@ -164,7 +164,7 @@ class Connection:
 
 
 def _late(connection: Connection, collective: str) -> Callable[[], None]:
-    """Return what gives up ``connection``, if it is there still."""
+    """Return a function that gives up ``connection`` if it still exists."""
     weak = weakref.ref(connection)
 
     def give_up() -> None:
@@ -176,12 +176,12 @@ def _late(connection: Connection, collective: str) -> Callable[[], None]:
 
 
 def _reason(error: RuntimeError) -> str:
-    """Return the first sentence of torch's message, without the place in torch's sources."""
+    """Return the first sentence of torch's message, without the source location."""
     text = re.sub(r"^\[[^\]]*\.(cc|cpp):\d+\]\s*", "", str(error)) or type(error).__name__
     return text.split(". This is typically", 1)[0].splitlines()[0].rstrip(".")
 
 
 def _keep_forever(group: Any) -> None:
-    """Leave ``group`` to the end of the process: destroying it joins its threads, one of which may be waiting for a peer."""
+    """Keep ``group`` until the process ends: destroying it joins its threads, one of which may be waiting for a peer."""
     if group is not None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

@@ -1,4 +1,4 @@
-"""The store through which the processes of a job find each other: given, a launcher's, or one that rank 0 serves (S1)."""
+"""The store through which a job's processes find each other: the caller's, the launcher's, or one served by rank 0 (S1)."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _logger = logging.getLogger(__name__)
 
 
 def job_store(store: Any, rank: int, world_size: int, timeout: float) -> tuple[Store, int, int]:
-    """Return the job's store, this rank and how many there are.
+    """Return the job's store, this rank and the number of ranks.
 
     Args:
-        store: of torch, with ``rank`` and ``world_size``; None: the environment says where it is.
-        rank: this process; -1: as the environment says.
-        world_size: how many there are; -1: as the environment says.
-        timeout: seconds to wait for it.
+        store: a torch store, given with ``rank`` and ``world_size``; None: taken from the environment.
+        rank: the rank of this process; -1: taken from the environment.
+        world_size: the number of processes; -1: taken from the environment.
+        timeout: seconds to wait for the store.
 
     Raises:
-        ValueError: arguments or the launcher's variables are incomplete, out of range or contradict each other.
+        ValueError: arguments or the launcher's variables are incomplete, out of range or contradictory.
         CommunicationError: rank 0 cannot listen on the port.
     """
     from torch.distributed.rendezvous import rendezvous
@@ -54,7 +54,7 @@ def job_store(store: Any, rank: int, world_size: int, timeout: float) -> tuple[S
 
 
 def _meeting_point(rank: int, world_size: int) -> tuple[int, int, str]:
-    """Return this rank, of how many, and the URL of the store, "" in a world of one; -1: as the environment says."""
+    """Return this rank, the number of ranks and the store's URL, "" in a world of one; -1 means as the environment says."""
     given = {"RANK": rank, "WORLD_SIZE": world_size}
     if -1 not in given.values() and {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         launch = None

@@ -1,4 +1,4 @@
-"""How the processes of a job recognise each other in a store that may hold what earlier jobs and attempts left behind."""
+"""Rendezvous of a job's processes in a store that may hold keys of earlier jobs and attempts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["another_connection", "meet", "prefixed"]
 
 
 class _Prefixed(dist.PrefixStore):  # type: ignore[name-defined,misc]
-    """A view of a store that knows what it is a view of; torch's own does not tell its prefix."""
+    """A prefixed view of a store that remembers the store and the prefix; torch's PrefixStore does not reveal its prefix."""
 
     def __init__(self, name: str, store: Store) -> None:
         super().__init__(name, store)
@@ -32,12 +32,12 @@ def prefixed(name: str, store: Store) -> Store:
 
 
 def another_connection(store: Store) -> Store:
-    """Return a connection of its own to ``store``: one connection serves one request at a time, and some wait for other ranks.
+    """Return a new connection to ``store``: a connection serves one request at a time, and some requests wait for other ranks.
 
-    Each costs a look-up of the server's name, which can take seconds, so reuse them.
+    Connecting looks up the server's host name, which can take seconds, so reuse connections.
 
     Args:
-        store: of torch, or a `prefixed` view of one.
+        store: a torch store, or a `prefixed` view of one.
 
     Raises:
         CommunicationError: its server cannot be reached.
@@ -46,28 +46,28 @@ def another_connection(store: Store) -> Store:
         if hasattr(store, "clone"):
             clone: Store = store.clone()
             return clone
-        # torch 2.6 and its like
+        # torch 2.6 and similar versions
         if isinstance(store, _Prefixed):
             return prefixed(store.prefix, another_connection(store.whole))
         if isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
             return dist.TCPStore(store.host, store.port, timeout=store.timeout, wait_for_workers=False)  # type: ignore[attr-defined]
-        return store  # files and memory serve all at once
+        return store  # stores in files and memory serve concurrent requests
     except RuntimeError as error:
         raise CommunicationError(f"the store through which the ranks find each other cannot be reached: {error}") from error
 
 
 def meet(store: Store, rank: int, world_size: int, card: Any, timeout: float) -> tuple[str, list[Any]]:
-    """Return a name that only this meeting has, and every rank's card, in rank order. Collective.
+    """Return a name that is unique to this rendezvous, and every rank's card in rank order. Collective.
 
-    Rank 0 proposes a new name, the others answer under that name with a new mark of their own, rank 0 publishes the answers. Who
-    does not find its own mark there has read an earlier meeting's papers, and looks again. A launcher that restarts its workers
-    may hand them the store of the attempt that failed, so neither names nor counts from outside can be trusted.
+    Rank 0 proposes a new name, the other ranks answer under that name with a random mark each, and rank 0 publishes the answers.
+    A rank that does not find its own mark has read the keys of an earlier rendezvous and tries again. A launcher that restarts
+    its workers may give them the store of the failed attempt, so names and counts from outside cannot be trusted.
 
     Args:
         store: shared by all ranks.
-        rank: this one, of ``world_size``.
-        world_size: how many there are.
-        card: what the others should know; anything that JSON can carry.
+        rank: this rank.
+        world_size: the number of ranks.
+        card: information for the other ranks, as JSON values.
         timeout: seconds to wait for the others.
 
     Raises:
@@ -81,7 +81,9 @@ def meet(store: Store, rank: int, world_size: int, card: Any, timeout: float) ->
             store.wait(answers, timedelta(seconds=timeout))
         except RuntimeError:
             missing = [r for r in range(1, world_size) if not store.check([f"{mark}/answer{r}"])]
-            raise CommunicationTimeoutError(f"rank 0 waited {timeout:g} s in vain for ranks {missing} of {world_size}") from None
+            raise CommunicationTimeoutError(
+                f"rank 0 timed out after {timeout:g} s waiting for ranks {missing} of {world_size}"
+            ) from None
         papers = [[mark, card], *(json.loads(store.get(answer)) for answer in answers)]
         store.set(f"{mark}/all", json.dumps(papers))
         return mark, [card for _, card in papers]
@@ -97,4 +99,4 @@ def meet(store: Store, rank: int, world_size: int, card: Any, timeout: float) ->
                 return answered, [card for _, card in papers]
         time.sleep(pause)
         pause = min(1.5 * pause, 0.2)
-    raise CommunicationTimeoutError(f"rank {rank} waited {timeout:g} s in vain for all {world_size} ranks")
+    raise CommunicationTimeoutError(f"rank {rank} timed out after {timeout:g} s waiting for all {world_size} ranks")

@@ -1,7 +1,6 @@
-"""Many threads of which one runs at a time, in an order drawn from a seed, on a clock that costs no time.
+"""A deterministic scheduler of threads: one runs at a time, in an order drawn from a seed, on a virtual clock.
 
-What ranks send each other lives in ``simulated.py``, their locks and queues in `bagua_ref.simulation`; here are threads, waiting
-and time.
+It knows threads, waiting and time. Messages between ranks are in ``simulated.py``, locks and queues in `bagua_ref.simulation`.
 """
 
 from __future__ import annotations
@@ -23,29 +22,29 @@ if TYPE_CHECKING:
 __all__ = ["Scheduler", "Task", "Ticket", "format_ranks"]
 
 _POLLS = 10_000
-"""Questions in a row after which sleeping threads are woken: a loop of questions must end."""
+"""Consecutive polls after which sleeping threads are woken, so that a polling loop ends."""
 
 _WAKE_UPS = 100_000
-"""Deadlines in a row that only woke background threads, after which ranks that wait without a limit wait in vain."""
+"""Consecutive deadlines that woke only background threads, after which ranks that wait without a limit are stuck."""
 
 _COLLECT = 20_000
 """Switches between two garbage collections."""
 
 _SENTENCES = 16
-"""What a message lists at most."""
+"""The most waits that a message lists."""
 
 
 class _Unwind(BaseException):
-    """Ends a thread at the point where it waits, once the run is over."""
+    """Ends a waiting thread once the run is over."""
 
 
 class Ticket:
     """One thread's wait for one thing.
 
     Attributes:
-        what: for messages: "rank 3 waits " and this.
-        collective: only other ranks can end this wait.
-        granted: it is over, and ``value`` is what came of it.
+        what: its object in messages: "rank 3 waits " and this.
+        collective: whether only other ranks can end this wait.
+        granted: whether it is over, with the result ``value``.
     """
 
     __slots__ = ("collective", "deadline", "granted", "passes", "task", "value", "what")
@@ -57,7 +56,7 @@ class Ticket:
 
 
 class Task:
-    """A thread under the scheduler; ``rank`` is the rank whose process it would be part of."""
+    """A scheduled thread; ``rank`` is the rank to whose process it would belong."""
 
     def __init__(self, rank: int, name: str, is_main: bool, function: Callable[[], None]) -> None:
         self.rank, self.name, self.is_main, self.function = rank, name, is_main, function
@@ -76,11 +75,11 @@ class Task:
 class Scheduler:
     """Runs one main function per rank and the threads that they spawn, exactly one at a time.
 
-    A thread keeps running until it waits or yields; who runs next is drawn from ``random.Random(seed)``, so a program and a seed
-    give one interleaving. When nobody can run, the clock advances to the earliest deadline. When that cannot help, because
-    ranks wait for each other, the run ends with a SimulationError that says who waits for what. A sleep, and a spawned thread's
-    wait with a timeout, are intervals: time may pass for them. A main thread's timeout is a watchdog: it fires only while nobody
-    is in a collective, as otherwise the SimulationError says the same earlier and better.
+    A thread runs until it waits or yields. The next one is drawn from ``random.Random(seed)``, so a program and a seed determine
+    the interleaving. When no thread can run, the clock advances to the earliest deadline. When that cannot help, because ranks
+    wait for each other, the run ends with a SimulationError that says who waits for what. Time may pass for a sleep and for a
+    spawned thread's wait with a timeout. A main thread's timeout is a watchdog: it fires only while no rank is in a collective,
+    as otherwise the SimulationError reports the same earlier and in more detail.
 
     Each rank has its own state of torch's CPU generator and of Python's `random`, as a process would; other globals of the
     process, NumPy's legacy generator among them, are shared.
@@ -100,12 +99,12 @@ class Scheduler:
         self._over = threading.Lock()
         self._generators: list[_Generators] = []
 
-    # What the caller of a simulation does.
+    # For the caller of a simulation.
 
     def run(self, functions: Sequence[Callable[[], None]]) -> None:
-        """Run function r as rank r's main thread, until all have returned or one has raised; its exception is raised here."""
+        """Run function r as rank r's main thread until all have returned or one has raised; raise its exception here."""
         self._over.acquire()
-        # Finalizers may wake threads. Python collects whenever it likes, which would make the interleaving depend on the past.
+        # Finalizers may wake threads. Automatic garbage collection would make the interleaving depend on earlier allocations.
         collects = gc.isenabled()
         gc.disable()
         outside = _Generators()
@@ -135,7 +134,7 @@ class Scheduler:
             failure, self._failure = self._failure, None
             raise failure
 
-    # What threads do.
+    # For the threads.
 
     def spawn(self, function: Callable[[], None], name: str) -> Task:
         """Start a thread of the calling thread's rank."""
@@ -145,7 +144,7 @@ class Scheduler:
         return task
 
     def ticket(self, what: str, collective: bool = False) -> Ticket:
-        """Return a ticket for the calling thread: outside of the run one with which it cannot wait, an error to meet ranks."""
+        """Return a ticket for the calling thread. Outside of the run, the thread cannot wait with it; meeting ranks is an error."""
         return Ticket(self._calling() if collective or self._is_calling() else None, what, collective)
 
     def grant(self, ticket: Ticket, value: Any = None) -> None:
@@ -161,7 +160,7 @@ class Scheduler:
         Args:
             ticket: the calling thread's.
             timeout: None for no limit.
-            passes: this wait ends by itself, as a sleep does.
+            passes: whether this wait ends by itself, as a sleep does.
         """
         if ticket.granted:
             return True
@@ -172,7 +171,7 @@ class Scheduler:
         ticket.deadline = math.inf if timeout is None else self.time + timeout
         ticket.passes = passes or (timeout is not None and not task.is_main and not ticket.collective)
         self._polls = 0
-        task.ticket = ticket  # from here on a grant, be it by a finalizer in between, makes the task ready
+        task.ticket = ticket  # from here on a grant makes the task ready, even one by a finalizer
         if not ticket.granted or task.ready:
             self._switch(task)
         task.ticket = None
@@ -186,10 +185,10 @@ class Scheduler:
         self.wait(self.ticket("to sleep"), seconds, passes=True)
 
     def yield_(self, ends: bool = True) -> None:
-        """Let any thread that can run go first. Nothing happens when called from outside of the run.
+        """Let any thread that can run go first. Outside of the run, this does nothing.
 
         Args:
-            ends: the thread may be ended here, once the run is over; False in calls that finalizers make, as they cannot raise.
+            ends: whether the thread may be ended here once the run is over; False in calls by finalizers, which cannot raise.
         """
         if self._switching or not self._is_calling():
             return
@@ -199,7 +198,7 @@ class Scheduler:
             self._switch(task, ends)
 
     def poll(self) -> None:
-        """Yield in a call that only asks; many in a row wake sleeping threads."""
+        """Yield in a call that only asks for something; many consecutive ones wake sleeping threads."""
         self._polls += 1
         if self._polls > _POLLS:
             passing = [t.ticket for t in self._tasks if t.ticket and t.ticket.passes and not t.ready]
@@ -218,7 +217,7 @@ class Scheduler:
             )
         return self._current
 
-    # How one thread hands over to the next.
+    # Switching between threads.
 
     def _start(self, task: Task) -> None:
         thread = threading.Thread(target=self._main, args=(task,), name=task.name, daemon=True)
@@ -236,7 +235,7 @@ class Scheduler:
                 with torch.autograd.set_multithreading_enabled(False):
                     task.context.run(task.function)
         except _Unwind:
-            pass  # the world ends, for a reason that it has kept
+            pass  # the run is over, and its reason is recorded
         except BaseException as error:
             if not task.unwinding:
                 self._fail(error, f"raised in {task!r} of the simulated world")
@@ -251,7 +250,7 @@ class Scheduler:
 
     def _finish(self, task: Task) -> None:
         task.done = True
-        # Freed here and not when the thread dies: by then the next one runs.
+        # Freed here, not when the thread exits: by then, the next one is running.
         del self._tasks[task], task.function, task.context
         for ticket in task.joining:
             self.grant(ticket)
@@ -285,7 +284,7 @@ class Scheduler:
             raise _Unwind
 
     def _pick(self) -> Task | None:
-        """Return who runs next. Until it does, finalizers must not switch."""
+        """Return the next task. Until it runs, finalizers must not switch."""
         self._switching = True
         while not self._ready and not self._ending:
             self._let_time_pass()
@@ -313,10 +312,10 @@ class Scheduler:
     # Time.
 
     def _let_time_pass(self) -> None:
-        """Nobody can run: go to the earliest deadline, or end the run if that cannot help."""
+        """When no thread can run, go to the earliest deadline, or end the run if that cannot help."""
         tickets = [task.ticket for task in self._tasks if task.ticket]
         timed = [ticket for ticket in tickets if ticket.deadline < math.inf]
-        # A rank's own timeout is a watchdog. While ranks wait for each other it would only report later what is known now.
+        # A rank's own timeout is a watchdog. While ranks wait for each other, it would only report later what is known now.
         stuck = any(ticket.collective for ticket in tickets)
         if not any(ticket.passes or not stuck for ticket in timed):
             self._fail(SimulationError(f"the simulated ranks wait for each other and none can go on: {self._who_waits()}"))
@@ -351,7 +350,7 @@ class Scheduler:
 
 
 class _Generators:
-    """The states of the process's random generators at one moment."""
+    """A snapshot of the process's random generators."""
 
     def __init__(self) -> None:
         self._torch, self._python = torch.get_rng_state(), random.getstate()
@@ -362,7 +361,7 @@ class _Generators:
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Return ascending ranks in words.
+    """Return ascending ranks as text.
 
     >>> format_ranks([0, 2, 3, 4])
     'ranks 0, 2-4'

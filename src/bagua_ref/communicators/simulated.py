@@ -1,4 +1,4 @@
-"""Many ranks in one process: a communicator whose collectives are plain functions that the last rank to arrive runs for all."""
+"""A communicator between simulated ranks of one process: the last rank to arrive runs a collective's plain function for all."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["SimulatedCommunicator", "SimulatedNetwork", "SimulatedTransport"]
 
 
 class _Call:
-    """One rank's part in a collective: what it calls, and the tensors it brings."""
+    """One rank's part in a collective: the call and its tensors."""
 
     def __init__(self, ticket: Ticket, what: str, send: Tensor | None, recv: Tensor | None, alike: Tensor | None) -> None:
         self.ticket, self.what, self.send, self.recv, self.alike = ticket, what, send, recv, alike
@@ -34,7 +34,7 @@ class _Call:
 
 
 class _Group:
-    """What the communicators of one group share: who has arrived at the next collective, and messages under way."""
+    """State shared by the communicators of one group: arrivals at the next collective, and messages in flight."""
 
     def __init__(self, scheduler: Scheduler, name: str, ranks: tuple[int, ...], timeout: float) -> None:
         self.scheduler, self.name, self.ranks, self.timeout = scheduler, name, ranks, timeout
@@ -44,7 +44,7 @@ class _Group:
         self.broken: str | None = None
 
     def give_up(self, reason: str) -> None:
-        """Make all operations, also those under way, raise."""
+        """Make all operations raise, including those in progress."""
         self.broken = self.broken or reason
         for ticket in [call.ticket for call in self.calls.values()] + list(self.receiving.values()):
             self.scheduler.grant(ticket, self.broken)
@@ -56,7 +56,7 @@ class _Group:
             raise CommunicationError(self.broken)
 
     def wait(self, ticket: Ticket, rank: int) -> None:
-        """Wait for other ranks; what they have completed counts even if the group is given up before this rank runs again."""
+        """Wait for other ranks. What they complete counts even if the group is aborted before this rank runs again."""
         if not self.scheduler.wait(ticket, None if self.timeout == math.inf else self.timeout):
             self.give_up(f"group {self.name!r} was given up: rank {self.ranks[rank]} waited {ticket.what} for {self.timeout} s")
             raise CommunicationTimeoutError(f"rank {self.ranks[rank]} waited {ticket.what} for {self.timeout} s")
@@ -67,9 +67,9 @@ class _Group:
 class SimulatedCommunicator(Communicator):
     """A communicator between threads of one process (S3.9).
 
-    Ranks meet: each leaves its tensors, the last one computes for all. Reductions go in rank order. Ranks that call different
-    collectives, or the same with arguments that do not fit, all get the same error, and the communicator stays usable.
-    Messages are buffered: `send` never waits.
+    Each rank deposits its tensors, and the last one to arrive computes for all. Reductions run in rank order. If ranks call
+    different collectives, or pass arguments that do not match, all of them get the same error, and the communicator stays
+    usable. Messages are buffered: `send` never waits.
     """
 
     def __init__(self, group: _Group, rank: int) -> None:
@@ -78,15 +78,15 @@ class SimulatedCommunicator(Communicator):
         self._closed = False
 
     def abort(self) -> None:
-        """Give the whole group up: operations under way and later ones raise CommunicationError on every rank."""
+        """Abort the whole group: operations in progress and later ones raise CommunicationError on every rank."""
         self._group.give_up(f"rank {self._group.ranks[self._rank]} aborted group {self.name!r}")
 
     def close(self) -> None:
-        """Make this rank's later operations raise; the other ranks' are left alone."""
+        """Make this rank's later operations raise; other ranks are not affected."""
         self._closed = True
 
     def barrier(self) -> None:
-        """Return once every rank has called it."""
+        """Wait until every rank has called it."""
         self._meet("barrier()", None, None, lambda sends, recvs: None)
 
     def _broadcast(self, tensor: Tensor, src: int) -> None:
@@ -125,12 +125,12 @@ class SimulatedCommunicator(Communicator):
         *,
         alike: Tensor | None = None,
     ) -> None:
-        """Bring this rank's tensors; once all ranks have, ``function(sends, recvs)`` moves the data for all of them.
+        """Deposit this rank's tensors; once all ranks have, ``function(sends, recvs)`` moves the data for all of them.
 
         Args:
-            what: the collective and the arguments in which all ranks must agree.
+            what: the collective and the arguments on which all ranks must agree.
             send: what this rank sends; None for a barrier.
-            recv: where its result goes.
+            recv: receives the result.
             function: one of `collectives`.
             alike: the tensor that must have the same size and dtype on all ranks; None for ``send``.
         """
@@ -139,7 +139,7 @@ class SimulatedCommunicator(Communicator):
         group.scheduler.yield_()
         group.check()
         ticket = group.scheduler.ticket("", collective=True)
-        # As a library does, write past autograd: into leaves that need a gradient too, and without a new version.
+        # Bypass autograd, as a communication library does: leaves that require grad are written, too, and versions stay.
         sent, received = (None if t is None else t.data for t in (send, recv))
         call = _Call(ticket, what, sent, received, send if alike is None else alike)
         ticket.what = f"in {call} of group {self.name!r}"
@@ -229,7 +229,7 @@ class SimulatedCommunicator(Communicator):
 
 
 class SimulatedNetwork:
-    """What the ranks of one run share: their nodes, the group of all, and groups that are being connected."""
+    """State shared by the ranks of one run: their nodes, the group of all ranks, and groups that are being connected."""
 
     def __init__(self, scheduler: Scheduler, node_of: tuple[int, ...]) -> None:
         self.scheduler, self.node_of = scheduler, node_of
@@ -238,7 +238,7 @@ class SimulatedNetwork:
 
 
 class SimulatedTransport:
-    """How one rank of a simulated world reaches the others (`bagua_ref.types.Transport`)."""
+    """The connections of one simulated rank to the others (`bagua_ref.types.Transport`)."""
 
     has_streams = False
 
@@ -251,11 +251,11 @@ class SimulatedTransport:
         return f"SimulatedTransport(rank {self._rank} of {len(self.node_of)})"
 
     def everyone(self) -> SimulatedCommunicator:
-        """Return this rank's communicator of all ranks of the run, which waits without a limit."""
+        """Return this rank's communicator of all ranks of the run; it has no timeout."""
         return SimulatedCommunicator(self._network.everyone, self._rank)
 
     def connect(self, name: str, ranks: Sequence[int], timeout: float) -> SimulatedCommunicator:
-        """Return this rank's communicator for the global ``ranks``; blocks until all of them have called.
+        """Return this rank's communicator for the global ``ranks``; wait until all of them have called this.
 
         Args:
             name: the group's, equal on all of its ranks.
@@ -292,7 +292,7 @@ class SimulatedTransport:
         return self._communicators[-1]
 
     def close(self) -> None:
-        """Close all of this rank's connections; it may connect anew."""
+        """Close all of this rank's connections; it may connect again."""
         for communicator in self._communicators:
             communicator.close()
         self._communicators.clear()

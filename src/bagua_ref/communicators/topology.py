@@ -1,4 +1,4 @@
-"""Which rank sits on which node, and who leads (S1)."""
+"""The layout of ranks over nodes, and the nodes' leaders (S1)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Topology"]
 
 @dataclass(frozen=True)
 class Topology:
-    """A group's ranks laid out over nodes.
+    """The layout of a group's ranks over nodes.
 
     Args:
         ranks: the group's global ranks, in group order.

@@ -1,7 +1,7 @@
 """Ranks as processes, connected by torch.distributed: gloo for CPU tensors, NCCL for CUDA tensors (S3.9).
 
-Each communicator owns process groups that it builds from the job's store, so that no two threads ever share one by accident
-and torch's own group bookkeeping is not needed. How processes find each other is `bagua_ref.process_group`'s business.
+Each communicator builds its own process groups from the job's store, so that threads never share one by accident and torch's
+registry of groups is not needed. `bagua_ref.process_group` finds the store.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ if TYPE_CHECKING:
 __all__ = ["TorchDistributedCommunicator", "TorchDistributedTransport"]
 
 _PIECE = 2**18
-"""Bytes that are sent at a time over gloo."""
+"""Bytes per message over gloo."""
 
 _PIECES_UNDER_WAY = 4
-"""To and from each peer at once."""
+"""Messages in flight to and from each peer."""
 
 
 class TorchDistributedTransport:
-    """The processes of one job, found through a store that all of them share.
+    """The connections between the processes of one job, which find each other through a shared store.
 
-    Collective: every rank of the job makes one, with the same ``world_size``; returns when all have.
+    Making one is collective: every rank of the job does so with the same ``world_size``, and it returns when all have.
 
     Args:
-        store: the job's torch store; several jobs in a row may use one.
-        rank: this process, of ``world_size``.
-        world_size: how many processes there are.
-        local_world_size: ranks per node, consecutive; None: GROUP_RANK or NODE_RANK tells the node, else the host's name.
+        store: the job's torch store; consecutive jobs may use the same one.
+        rank: the rank of this process.
+        world_size: the number of processes.
+        local_world_size: ranks per node, consecutive; None: the node is given by GROUP_RANK or NODE_RANK, else by the host name.
         timeout: seconds to wait for the other ranks.
 
     Attributes:
@@ -60,7 +60,7 @@ class TorchDistributedTransport:
             node = str(rank // local_world_size)
         card = [node, torch.cuda.device_count() if dist.is_nccl_available() else 0, os.environ.get("CUDA_VISIBLE_DEVICES")]
         job, found = meet(prefixed("bagua_ref", store), rank, world_size, card, timeout)
-        # The job's name is new, so no prefix of others is needed; without theirs, `another_connection` can be made in any torch.
+        # The job's name is unique, so the caller's prefix is not needed; without it, `another_connection` works in every torch.
         self.store = prefixed(f"bagua_ref/{job}", getattr(store, "_underlying_non_prefix_store", store))
         self._idle = [self.store]
         self.has_streams = True
@@ -74,17 +74,17 @@ class TorchDistributedTransport:
             for peers in [[other for other in found if other[0] == name]]
         )
         self.uses_nccl = False
-        """Whether CUDA tensors go through NCCL; if not, through the host's memory and gloo."""
+        """Whether CUDA tensors use NCCL; otherwise they are copied to the host and use gloo."""
 
     def connect(self, name: str, ranks: Sequence[int], timeout: float) -> TorchDistributedCommunicator:
-        """Return this rank's communicator for the global ``ranks``; blocks until all of them have called.
+        """Return this rank's communicator for the global ``ranks``; wait until all of them have called this.
 
         Raises:
-            CommunicationTimeoutError: one of them has not within ``timeout`` seconds.
+            CommunicationTimeoutError: one of them has not called this within ``timeout`` seconds.
         """
         try:
             connection = self._idle.pop()
-        except IndexError:  # another thread is connecting, too, perhaps to ranks that wait for this one elsewhere
+        except IndexError:  # another thread is connecting, perhaps to ranks that wait for this thread's group
             connection = another_connection(self.store)
         try:
             store = prefixed(name, connection)
@@ -103,16 +103,16 @@ class TorchDistributedTransport:
 class TorchDistributedCommunicator(Communicator):
     """A `Communicator` over gloo and, from the first CUDA tensor on, NCCL.
 
-    Whatever moves without arithmetic moves as bytes, so any dtype does. 16-bit floats are added up in float32 and rounded once,
-    where gloo would round, and overflow, at every rank; NCCL adds as it does. Over NCCL the calling thread's current stream waits
-    for a collective, not the host. A rank that dies or does not come within the timeout makes the others
-    raise; the communicator is of no use after that.
+    Movement without arithmetic transfers bytes, so it takes any dtype. Sums of 16-bit floats are computed in float32 and rounded
+    once, while gloo would round, and overflow, at every rank; sums over NCCL are NCCL's. With NCCL, the calling thread's current
+    stream waits for a collective, not the host. If a rank dies or does not arrive within the timeout, the other ranks raise, and
+    the communicator cannot be used any more.
 
     Args:
-        store: where the members find each other, theirs alone.
+        store: a store for the members only, through which they find each other.
         name: the group's name, for messages.
         ranks: the members as global ranks, in group order.
-        global_rank: which of them this process is.
+        global_rank: the global rank of this process.
         timeout: seconds without progress after which a collective raises.
         uses_nccl: whether CUDA tensors go through NCCL.
     """
@@ -124,11 +124,11 @@ class TorchDistributedCommunicator(Communicator):
         self._connection = Connection(store, self._rank, self._nranks, timeout, f"{self!r} of global ranks {list(ranks)}")
 
     def abort(self) -> None:
-        """Give the connection up; operations under way and later ones raise CommunicationError."""
+        """Abort the connection; operations in progress and later ones raise CommunicationError."""
         self._connection.abort()
 
     def barrier(self) -> None:
-        """Return once every rank has called it."""
+        """Wait until every rank has called it."""
         self._connection.run("barrier", lambda group: [group.barrier()])
 
     # Movement.
@@ -154,8 +154,8 @@ class TorchDistributedCommunicator(Communicator):
             _bring_back(tensor, landing)
 
     def _start_on_gloo(self, group: Any, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]) -> list[Any]:
-        # Piece by piece in step with the peers. On a slow link acknowledgements wait behind what their sender has queued; were
-        # one side to queue all it has, the other would send little until that is through, and the exchange take twice its time.
+        # Send piece by piece, in step with the peers. On a slow link, acknowledgements wait behind the data that their sender has
+        # queued. If one side queued all of its data at once, the other could send little until then: it would take twice the time.
         receive = [(group.recv, peer, self._received_from, _bytes(tensor).split(_PIECE)) for tensor, peer in recvs]
         send = [(group.send, peer, self._sent_to, _bytes(tensor).split(_PIECE)) for tensor, peer in sends]
         under_way: deque[list[Any]] = deque()
@@ -165,7 +165,7 @@ class TorchDistributedCommunicator(Communicator):
                     work.wait()
             works = []
             for start, peer, count, pieces in receive + send:
-                if place < len(pieces):  # the k-th piece to a peer carries tag k: order is kept whatever thread takes it up
+                if place < len(pieces):  # the k-th piece to a peer has tag k, which keeps the order whichever thread handles it
                     works.append(start([pieces[place]], peer, count[peer] % 2**30))
                     count[peer] += 1
             under_way.append(works)
@@ -205,7 +205,7 @@ class TorchDistributedCommunicator(Communicator):
         if self._over_nccl(send_tensor):
             self._run(collective, send_tensor, lambda group: [group._allgather_base(_bytes(recv_tensor), _bytes(send_tensor))])
             return
-        # Straight into place; gloo's own all-gather goes through a buffer and takes twice the time.
+        # Receive in place: gloo's all-gather uses a buffer and takes twice the time.
         chunks = self._chunks(recv_tensor)
         chunks[self._rank].copy_(_bytes(send_tensor))
         peers = [peer for peer in range(self._nranks) if peer != self._rank]
@@ -222,7 +222,7 @@ class TorchDistributedCommunicator(Communicator):
         peers = [peer for peer in range(self._nranks) if peer != self._rank]
         self._exchange([(outgoing[peer], peer) for peer in peers], [(incoming[peer], peer) for peer in peers], collective)
 
-    # Reduction: the library's where it can, else chunks move and `combine` adds them up.
+    # Reduction: the library's where possible; otherwise chunks are exchanged and `combine` reduces them.
 
     def _reduce_inplace(self, tensor: Tensor, dst: int, op: ReduceOp) -> None:
         if not tensor.numel():
@@ -253,7 +253,7 @@ class TorchDistributedCommunicator(Communicator):
         _bring_back(tensor, here)
 
     def _allreduce_by_chunks(self, flat: Tensor, op: ReduceOp) -> None:
-        """Each rank reduces one chunk and gives it to all: what an all-reduce sends, but the arithmetic is ours."""
+        """Reduce one chunk on each rank and all-gather the results: the traffic of an all-reduce, with our arithmetic."""
         missing = -flat.numel() % self._nranks
         padded = torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
         own = padded.new_empty(padded.numel() // self._nranks)
@@ -270,7 +270,7 @@ class TorchDistributedCommunicator(Communicator):
             options.reduceOp = self._native(op, send_tensor)
             self._run(collective, send_tensor, lambda group: [group._reduce_scatter_base(recv_tensor, send_tensor, options)])
             return
-        # gloo's own takes five times as long.
+        # gloo's reduce-scatter takes five times as long.
         inputs = torch.empty_like(send_tensor)
         self._alltoall(send_tensor, inputs, collective)
         _flat(recv_tensor).copy_(combine(_flat(inputs).chunk(self._nranks), op))
@@ -278,7 +278,7 @@ class TorchDistributedCommunicator(Communicator):
     def _library_reduces(self, tensor: Tensor, op: ReduceOp) -> bool:
         if self._over_nccl(tensor):
             return op not in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
-        # gloo rounds 16-bit floats at every rank, and what it makes of a NaN in MIN or MAX depends on where it comes from.
+        # gloo rounds 16-bit floats at every rank, and its MIN and MAX of a NaN depend on which rank has it.
         return tensor.element_size() != 2 and not (op in (ReduceOp.MIN, ReduceOp.MAX) and tensor.is_floating_point())
 
     def _native(self, op: ReduceOp, tensor: Tensor) -> Any:
@@ -290,14 +290,14 @@ class TorchDistributedCommunicator(Communicator):
             tensor.div_(torch.tensor(self._nranks, dtype=tensor.dtype))
 
     def divides_sums(self, dtype: torch.dtype, device: torch.device) -> bool:
-        """Return True over gloo, but for 16-bit floats: a quotient would be rounded once more."""
+        """Return True for float32 and float64 over gloo; 16-bit quotients would be rounded once more."""
         return dtype in (torch.float32, torch.float64) and not (device.type == "cuda" and self._uses_nccl)
 
     def _over_nccl(self, tensor: Tensor) -> bool:
         return tensor.is_cuda and self._uses_nccl
 
     def _reachable(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor``, or a copy in the host's memory if it must go through gloo and is elsewhere."""
+        """Return ``tensor``, or a copy in host memory if it is on a device and must go through gloo."""
         return tensor if tensor.device.type == "cpu" or self._over_nccl(tensor) else tensor.cpu()
 
     def _chunks(self, tensor: Tensor) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""What notices that a collective on a device does not come to an end, as the host does not wait for it (S2.5)."""
+"""Watchdog for hung collectives on a device, for which the host does not wait (S2.5)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["Watch"]
 
 _GLANCE = 0.05
-"""Seconds between two looks at what is under way."""
+"""Seconds between two checks of the works."""
 
 
 @dataclass
@@ -25,7 +25,7 @@ class _UnderWay:
 
 
 class Watch:
-    """Looks, on a thread of its own that lives while there is something to watch, whether works are done by their deadlines."""
+    """Checks whether works finish by their deadlines, on a thread that exists only while there are works to watch."""
 
     def __init__(self) -> None:
         self._under_way: deque[_UnderWay] = deque()
@@ -36,7 +36,7 @@ class Watch:
         """Call ``give_up()`` unless ``work.is_completed()`` within ``timeout`` seconds.
 
         Args:
-            work: of torch.distributed; works that are added first are looked at first.
+            work: a torch.distributed work; works are checked in the order in which they were added.
             timeout: in seconds.
             give_up: called once, on the watch's thread.
         """
@@ -65,7 +65,7 @@ class Watch:
 
 
 def _is_done(work: Any) -> bool:
-    """Return whether ``work`` has come to an end; one that has failed never does, and is given up in time."""
+    """Return whether ``work`` has finished; a failed one never does, so it is given up at its deadline."""
     try:
         return bool(work.is_completed())
     except RuntimeError:

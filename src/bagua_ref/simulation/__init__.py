@@ -1,4 +1,4 @@
-"""The public face of the simulated world: any number of ranks in one process, deterministic, on a virtual clock."""
+"""The public interface of simulated worlds: any number of ranks in one process, deterministic, on a virtual clock."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ T = TypeVar("T")
 
 
 class SimulatedWorld:
-    """Ranks as threads of this process, of which one runs at a time, in an order drawn from a seed (S1).
+    """Simulated ranks: threads of this process that run one at a time, in an order drawn from a seed (S1).
 
-    Inside `run` everything that asks who it is, communicates, waits, starts threads through `bagua_ref.runtime` or tells time
-    sees the simulated rank: ``get_rank()``, ``init_process_group()``, ``with_bagua`` and samplers work unchanged, and
-    torch.distributed is never initialised. A sleep costs no real time. What a process shares, its ranks share here: environment,
-    globals of modules, devices; the exceptions are the random generators, see `run`.
+    It is not a `bagua_ref.runtime.World`, which belongs to one rank: `run` makes a `SimulatedRankWorld` for each rank.
+
+    Inside `run`, all code that asks for its rank, communicates, waits, reads the clock or starts threads through
+    `bagua_ref.runtime` uses the simulated rank: ``get_rank()``, ``init_process_group()``, ``with_bagua`` and samplers work
+    unchanged, and torch.distributed is never initialised. Sleeping takes no real time. The ranks share what a process shares:
+    environment, module globals and devices. Random generators are an exception, see `run`.
 
     Args:
         world_size: the number of ranks, at least 1.
-        nodes: how many ranks each node has, in rank order; None: all are on one node.
-        seed: of the interleaving. The same program and seed give the same interleaving and results.
+        nodes: the number of ranks on each node, in rank order; None: all ranks are on one node.
+        seed: the seed of the interleaving. The same program and seed give the same interleaving and results.
 
     Raises:
         ValueError: ``nodes`` are not positive numbers that sum to ``world_size``.
@@ -55,20 +57,20 @@ class SimulatedWorld:
             raise ValueError(f"nodes={sizes} must be numbers of ranks, each at least 1, that sum to world_size={world_size}")
         self.world_size, self.nodes, self.seed = world_size, sizes, seed
         self.virtual_time = 0.0
-        """The virtual seconds that the last `run` took."""
+        """The duration of the last `run` in virtual seconds."""
 
     def __repr__(self) -> str:
         return f"SimulatedWorld({self.world_size}, nodes={self.nodes}, seed={self.seed})"
 
     def run(self, function: Callable[..., T], *args: Any) -> list[T]:
-        """Call ``function(comm, *args)`` on every rank, comm being its communicator of all ranks; return the results by rank.
+        """Call ``function(comm, *args)`` on every rank, with its communicator of all ranks; return the results by rank.
 
-        Each run starts from a fresh world: no groups, time 0, the seed's interleaving. Every rank has its own state of torch's CPU
-        generator and of Python's `random`, which starts as the caller's. torch uses one thread meanwhile.
+        Each run starts in a new world, without groups and at time 0. Every rank has its own state of torch's CPU generator and of
+        Python's `random`, which starts as the caller's. torch uses one thread meanwhile.
 
         Raises:
-            SimulationError: ranks wait for each other, so that none can go on; the message says who waits for what.
-            BaseException: what the first rank to fail raised, as it is; the other ranks are ended.
+            SimulationError: the ranks wait for each other and none can continue; the message says who waits for what.
+            BaseException: the exception of the first rank to fail, unchanged; the other ranks are ended.
         """
         scheduler = Scheduler(self.seed)
         node_of = tuple(node for node, size in enumerate(self.nodes) for _ in range(size))

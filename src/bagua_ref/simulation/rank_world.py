@@ -1,4 +1,4 @@
-"""The world of one simulated rank: threads, locks, events, queues and time, all of them the scheduler's."""
+"""The world of one simulated rank: threads, locks, events, queues and a clock that the scheduler controls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["SimulatedEvent", "SimulatedLock", "SimulatedQueue", "SimulatedRankWo
 
 
 class SimulatedRankWorld(World):
-    """The world of one rank: its threads, locks, events, queues and clock are the scheduler's."""
+    """The world of one simulated rank: the scheduler controls its threads, locks, events, queues and clock."""
 
     def __init__(self, scheduler: Scheduler, identity: Identity, transport: SimulatedTransport) -> None:
         self._scheduler, self._identity = scheduler, identity
@@ -53,7 +53,7 @@ class SimulatedRankWorld(World):
         self._scheduler.sleep(seconds)
 
     def now(self) -> float:
-        """Return the virtual time, which passes only while every thread waits."""
+        """Return the virtual time, which advances only while every thread waits."""
         self._scheduler.poll()
         return self._scheduler.time
 
@@ -65,7 +65,7 @@ class SimulatedThread:
         self._scheduler, self._task = scheduler, task
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until it has ended."""
+        """Wait until the thread has ended."""
         self._scheduler.yield_()
         ticket = self._scheduler.ticket(f"for the end of {self._task!r}")
         self._task.joining.append(ticket)
@@ -73,26 +73,26 @@ class SimulatedThread:
             self._scheduler.wait(ticket, timeout)
 
     def is_alive(self) -> bool:
-        """Return whether it has not ended."""
+        """Return whether the thread is still running."""
         self._scheduler.poll()
         return not self._task.done
 
 
 class _Line:
-    """Threads that wait for one thing, first come, first served."""
+    """Threads that wait for the same thing, first come, first served."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._waiting: deque[Ticket] = deque()
 
     def _serve(self) -> None:
-        """Grant what there is to those who wait."""
+        """Grant what is available to the waiting threads."""
         raise NotImplementedError
 
     def _stand(self, what: str, timeout: float | None) -> Ticket:
         self._scheduler.yield_()
         ticket = self._scheduler.ticket(what)
-        # First in line, then a look at what there is: a finalizer that releases a lock in between is not missed.
+        # Queue first, then check what is available: the release of a lock by a finalizer in between is not missed.
         self._waiting.append(ticket)
         self._serve()
         if not self._scheduler.wait(ticket, timeout):
@@ -101,16 +101,16 @@ class _Line:
 
 
 class SimulatedLock(_Line):
-    """A lock whose waiters get it in the order in which they came."""
+    """A lock that is granted in the order of requests."""
 
     _held = False
 
     def acquire(self, timeout: float = -1) -> bool:
-        """Take the lock; False when ``timeout`` seconds (negative: no limit) pass first."""
+        """Acquire the lock; return False if ``timeout`` seconds (negative: no limit) pass first."""
         return self._stand("for a lock", None if timeout < 0 else timeout).granted
 
     def release(self) -> None:
-        """Hand the lock to the first waiter. Never switches threads: finalizers may call it."""
+        """Hand the lock to the first waiter, without switching threads, as finalizers may call this."""
         if not self._held:
             raise RuntimeError("release of a lock that is not held")
         self._held = False
@@ -135,13 +135,13 @@ class SimulatedEvent(_Line):
     _is_set = False
 
     def set(self) -> None:
-        """Let all waiters go on."""
+        """Wake all waiting threads."""
         self._is_set = True
         self._serve()
         self._scheduler.yield_(ends=False)
 
     def clear(self) -> None:
-        """Make later waiters wait."""
+        """Make later calls of `wait` wait."""
         self._is_set = False
 
     def is_set(self) -> bool:
@@ -150,7 +150,7 @@ class SimulatedEvent(_Line):
         return self._is_set
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is set; False when ``timeout`` seconds pass first."""
+        """Wait until it is set; return False if ``timeout`` seconds pass first."""
         return self._stand("for an event", timeout).granted
 
     def _serve(self) -> None:
@@ -172,7 +172,7 @@ class SimulatedQueue(_Line):
         self._scheduler.yield_(ends=False)
 
     def get(self, timeout: float | None = None) -> Any:
-        """Remove and return the first item; `queue.Empty` when ``timeout`` seconds pass first."""
+        """Remove and return the first item; raise `queue.Empty` if ``timeout`` seconds pass first."""
         ticket = self._stand("for a queue's next item", timeout)
         if not ticket.granted:
             raise queue.Empty
