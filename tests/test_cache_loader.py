@@ -262,7 +262,7 @@ def test_a_foreign_server_may_hold_no_pickle_without_permission(server):
     trusting = on(server, allow_pickle=True)
     assert trusting.get("a", lambda key: Sample(1)) == Sample(1)
     make, careful = Maker(), on(server)
-    with pytest.warns(UserWarning, match=r"'_a' is made anew: .*allow_pickle=True"):
+    with pytest.warns(UserWarning, match=r"'_a' is computed again: .*allow_pickle=True"):
         assert careful.get("a", make) == "value of a"
     assert make.asked == ["a"]
     assert careful.stats().errors == 1
@@ -285,7 +285,7 @@ DAMAGE = {
 def test_damage_is_counted_warned_about_once_and_made_anew(backend, damage):
     loader, make = fresh(backend, dataset_name="d"), Maker()
     loader.store.mset({f"d_{i}": damage for i in range(3)})
-    with pytest.warns(UserWarning, match="'d_0' is made anew") as caught:
+    with pytest.warns(UserWarning, match="'d_0' is computed again") as caught:
         values = loader.get_many([0, 1, 2], lambda keys: [make(key) for key in keys])
     assert values == [f"value of {i}" for i in range(3)]
     assert len(caught) == 1
@@ -333,7 +333,7 @@ def test_without_its_server_load_fn_serves(server):
         assert 1 <= loader.stats().errors < 20  # it does not ask each time
         assert eventually(lambda: loader.get(f"more {len(make.asked)}", make) and loader.stats().errors >= 3)
 
-    with pytest.warns(UserWarning, match=r"the cache goes on without what it cannot have: redis at 127.0.0.1:\d+ fails") as caught:
+    with pytest.warns(UserWarning, match=r"cache unavailable; continuing without it: redis at 127.0.0.1:\d+ fails") as caught:
         train()
     assert len(caught) == 1
     assert make.asked[:51] == ["a", *range(50)]

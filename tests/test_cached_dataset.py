@@ -239,7 +239,7 @@ def test_what_has_no_indices_is_refused():
             return iter([1])
 
     for dataset in (Stream(), iter([1])):
-        with pytest.raises(TypeError, match="has no indices"):
+        with pytest.raises(TypeError, match="cannot be indexed"):
             CachedDataset(dataset, "fakeredis")
 
 

@@ -242,7 +242,7 @@ class TestUnavailable:
     def test_without_a_device(self, cuda, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         monkeypatch.setattr(torch.version, "cuda", "12.8")
-        assert "torch sees no CUDA device" in self.reason()
+        assert "torch finds no CUDA device" in self.reason()
         monkeypatch.setattr(torch.version, "cuda", None)
         assert "this torch was built without CUDA" in self.reason()
 

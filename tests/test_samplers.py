@@ -120,7 +120,7 @@ def test_booleans_are_zeros_and_ones() -> None:
 def test_infinity_has_a_place_without_shuffle_only() -> None:
     lengths = [float("inf"), 10**400, 1.5, float("-inf")]
     assert list(sampler_of(0, 1, lengths, shuffle=False)) == [3, 2, 1, 0]
-    with pytest.raises(ValueError, match="from -inf to inf lie too far apart for the noise of shuffle=True"):
+    with pytest.raises(ValueError, match="from -inf to inf are too far apart for the noise of shuffle=True"):
         sampler_of(0, 1, lengths)
 
 

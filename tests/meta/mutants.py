@@ -303,7 +303,7 @@ COMM_OPS = [
 SAMP, BATCH, COST = (f"contrib/{name}.py" for name in ("load_balancing_sampler", "load_balancing_batch_sampler", "complexities"))
 SAMPLERS = [
     ("one sample less where replicas do not divide them", "S7.1", SAMP, "-(-self.length // self.num_replicas)", "self.length // self.num_replicas"),
-    ("the length is that of all replicas", "S7.1", SAMP, '        """Return how many samples this replica draws in a whole epoch (S7.1)."""\n        return self.num_samples\n', "        return self.total_size\n"),
+    ("the length is that of all replicas", "S7.1", SAMP, '        """Return the number of samples that this replica draws in an epoch (S7.1)."""\n        return self.num_samples\n', "        return self.total_size\n"),
     ("the order is descending", "S7.2", COST, "above = keys - low", "above = high - keys"),
     ("equal complexities in reverse order", "S7.2", COST, 'return cast("Tensor", order).cpu()', 'order = cast("Tensor", order).cpu(); return order.flip(0).index_select(0, keys.cpu()[order].flip(0).sort(stable=True).indices)'),
     ("integers are rounded to float64", "S7.2", COST, "return torch.tensor(numbers, dtype=torch.int64)", "return _float64(torch.tensor(numbers, dtype=torch.float64))"),

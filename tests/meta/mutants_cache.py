@@ -49,5 +49,5 @@ CACHES: list[tuple[str, str, str, str, str]] = [
     ("pickle is permitted unless it is refused", "S8.5", LOADER, 'kwargs.get("hosts") is None if allow_pickle is None else bool(allow_pickle)', "True if allow_pickle is None else bool(allow_pickle)"),
     ("pickle is read without permission", "S8.5", CODEC, '        if tag == ord("p") and not allow_pickle:\n', "        if False:\n"),
     ("pickle is written without permission", "S8.5", CODEC, "    if not allow_pickle:\n        raise", "    if allow_pickle is None:\n        raise"),
-    ("bare pickles are read", "S8.5", CODEC, '        raise DamagedValueError(f"{data[:8]!r}... is no cached value of version {VERSION}")\n', "        return pickle.loads(data)\n"),
+    ("bare pickles are read", "S8.5", CODEC, '        raise DamagedValueError(f"{data[:8]!r}... is not a cached value of version {VERSION}")\n', "        return pickle.loads(data)\n"),
 ]  # fmt: skip

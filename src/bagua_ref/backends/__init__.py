@@ -1,9 +1,9 @@
-"""Which kernel backends there are and which one is used.
+"""The registry of kernel backends, and the choice of one.
 
-The choice, in this order: the argument ``backend=``; `use_backend`; the environment variable BAGUA_REF_BACKEND; ``"cuda"``
-for CUDA tensors where it can run; else ``"reference"``. A backend that was asked for and cannot run is an error, never
-silently another one. Backends are named by "module:Class" and imported only when asked for; other packages add theirs with
-`register_backend` or under the entry point group ``bagua_ref.backends``.
+The choice follows this order: the argument ``backend=``; `use_backend`; the environment variable BAGUA_REF_BACKEND; ``"cuda"``
+for CUDA tensors if it can run; else ``"reference"``. If a backend that was asked for cannot run, that is an error; no other one
+takes its place. Backends are registered as "module:Class" and imported only when needed. Other packages add theirs with
+`register_backend` or with the entry point group ``bagua_ref.backends``.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ _in_context: ContextVar[use_backend | None] = ContextVar("bagua_ref_backend", de
 
 
 def register_backend(name: str, target: str, *, hint: str = "") -> None:
-    """Make a backend known by name; nothing is imported until somebody asks for it.
+    """Register a backend under a name; it is not imported until it is needed.
 
     Args:
-        name: what `get_backend` is to know it by.
-        target: ``"module:Class"``; the class is a `KernelBackend` that is made without arguments, once.
-        hint: what to install when it cannot run, such as ``"pip install my-kernels"``.
+        name: its name for `get_backend`.
+        target: ``"module:Class"``; the class is a `KernelBackend` that is instantiated once, without arguments.
+        hint: what to install if it cannot run, such as ``"pip install my-kernels"``.
 
     Raises:
-        ValueError: target is not of this form, or name already stands for another target.
-        TypeError: name or target is no string.
+        ValueError: target is not of this form, or name is registered for another target.
+        TypeError: name or target is not a string.
     """
     for argument, value in (("name", name), ("target", target)):
         if not isinstance(value, str):
@@ -61,7 +61,7 @@ def register_backend(name: str, target: str, *, hint: str = "") -> None:
     with _lock:
         known = _registered.get(name)
         if known is not None and known.target != target:
-            raise ValueError(f"name={name!r} already stands for {known.target!r}; take another name for {target!r}")
+            raise ValueError(f"name={name!r} is already registered for {known.target!r}; choose another name for {target!r}")
         _registered[name] = _Registration(target, hint)
 
 
@@ -69,9 +69,9 @@ def get_backend(backend: str | KernelBackend | None = None, device: torch.device
     """Return the backend to use.
 
     Args:
-        backend: a name, or a backend, which is returned as it is; None: what `use_backend` or BAGUA_REF_BACKEND say, else
+        backend: a name, or a backend, which is returned unchanged; None: the choice of `use_backend` or BAGUA_REF_BACKEND, else
             ``"cuda"`` if ``device`` is a CUDA device and it can run, else ``"reference"``.
-        device: where the tensors are; only matters when nothing else chooses.
+        device: the device of the tensors; it matters only if nothing else decides.
 
     Raises:
         ValueError: no backend has this name; the message lists those that are installed.
@@ -96,18 +96,18 @@ def get_backend(backend: str | KernelBackend | None = None, device: torch.device
         try:
             return _load("cuda", "backend='cuda'")
         except BackendUnavailableError:
-            pass  # nobody asked for it by name; the reference works on CUDA tensors too
+            pass  # it was not asked for by name, and the reference works on CUDA tensors, too
     return _load("reference", "backend='reference'")
 
 
 class use_backend:  # noqa: N801 - reads as the verb it is
-    """Choose the backend wherever none is given as an argument.
+    """Choose the backend that is used where none is given as an argument.
 
-    Called as a function, the choice holds for the whole process until the next one. As a context manager it holds inside the
-    block only, for this thread and those that a `bagua_ref.runtime.World` starts from it, and goes before the process's.
+    Called as a function, the choice is valid for the whole process until the next call. As a context manager, it is valid inside
+    the block only, for this thread and the threads that a `bagua_ref.runtime.World` starts from it, and overrides the process's.
 
     Args:
-        name: a backend's name; None: go on with BAGUA_REF_BACKEND and the device, as if nothing had been chosen.
+        name: a backend's name; None: undo the choice, so that BAGUA_REF_BACKEND and the device decide.
 
     Raises:
         ValueError: no backend has this name; the message lists those that are installed.
@@ -127,7 +127,7 @@ class use_backend:  # noqa: N801 - reads as the verb it is
             _process_wide.append(self)
 
     def __enter__(self) -> use_backend:
-        # Only now is it known that this was not a plain call, so the process's choice is taken back.
+        # Only now is it known that this is a context manager, so the process's choice is restored.
         with _lock:
             if self in _process_wide:
                 _process_wide.remove(self)
@@ -139,9 +139,9 @@ class use_backend:  # noqa: N801 - reads as the verb it is
 
 
 def available_backends() -> dict[str, str | None]:
-    """Return every known backend's name with the reason why it cannot run here, None where it can.
+    """Return the name of every registered backend with the reason why it cannot run here, None if it can.
 
-    Imports all of them to find out.
+    This imports all of them.
 
     >>> available_backends()["reference"] is None
     True
@@ -157,7 +157,7 @@ def available_backends() -> dict[str, str | None]:
 
 
 def _installed() -> dict[str, _Registration]:
-    """Return what other packages offer as entry points."""
+    """Return the backends that other packages register as entry points."""
     return {
         point.name: _Registration(point.value, f"it comes from {point.dist.name if point.dist else 'an installed package'}")
         for point in entry_points(group=_ENTRY_POINTS)
@@ -165,7 +165,7 @@ def _installed() -> dict[str, _Registration]:
 
 
 def _load(name: str, asked: str) -> KernelBackend:
-    """Return the one instance of a backend; ``asked`` is how the user chose it, for messages."""
+    """Return the only instance of a backend; ``asked`` tells in messages how the user chose it."""
     instance = _instances.get(name)
     if instance is not None:
         return instance
@@ -174,7 +174,7 @@ def _load(name: str, asked: str) -> KernelBackend:
         names = ", ".join(map(repr, sorted({*_registered, *_installed()})))
         advice = ""
         if name in current_world().engines:
-            advice = f"; what communicates for the wrapped module {name!r} is bagua_ref.communication.get_backend({name!r})"
+            advice = f"; the engine of the wrapped module {name!r} is bagua_ref.communication.get_backend({name!r})"
         raise ValueError(f"{asked} is not a known kernel backend; installed are {names}{advice}")
     with _lock:
         if name not in _instances:
@@ -189,7 +189,7 @@ def _backend_class(registration: _Registration, asked: str) -> type[KernelBacken
         backend_class = getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module}.".startswith(f"{error.name}."):
-            raise BackendUnavailableError(f"{asked} cannot run: {module} is not part of what is installed") from error
+            raise BackendUnavailableError(f"{asked} cannot run: {module} is not installed") from error
         raise BackendUnavailableError(f"{asked} cannot run: {error}{advice}") from error
     except Exception as error:  # a foreign module's import may fail in any way
         raise BackendUnavailableError(f"{asked} cannot run: importing {module}: {type(error).__name__}: {error}{advice}") from error

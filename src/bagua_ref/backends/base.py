@@ -1,8 +1,8 @@
 """The contract of a kernel backend: about a dozen kernels on flat tensors, each with its exact rounding (S1, S3, S4, S5.5).
 
-Arguments are checked in front of the backends, once (the checks are in `bagua_ref.backends.checks`), so that all refuse the
-same things with the same words. A backend fills in the methods with a leading underscore; they see only arguments that fit
-and numbers that are already rounded. How to get a backend is in `bagua_ref.backends`.
+The public methods check arguments (with `bagua_ref.backends.checks`), so that all backends raise the same errors. A backend
+implements the methods with a leading underscore, which get valid arguments and rounded numbers. `bagua_ref.backends.get_backend`
+returns a backend.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ if TYPE_CHECKING:
 __all__ = ["COMPRESSIBLE", "FLOATS", "HEADER_BYTES", "KernelBackend", "payload_bytes"]
 
 COMPRESSIBLE = (torch.float16, torch.bfloat16, torch.float32)
-"""The dtypes that MinMaxUInt8 knows (S4.5)."""
+"""The dtypes of MinMaxUInt8 (S4.5)."""
 
 FLOATS = (*COMPRESSIBLE, torch.float64)
 """The dtypes of all other arithmetic (S1)."""
 
 HEADER_BYTES = 32
-"""Length of a payload block's header, and what blocks are aligned to (S4.1)."""
+"""Length of a payload block's header, and the alignment of blocks, in bytes (S4.1)."""
 
 _SORTABLE = (*FLOATS, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def payload_bytes(num_elements: int, num_chunks: int) -> int:
-    """Return the size of the payload that `KernelBackend.compress_minmax_uint8` makes of so many elements (S4.1).
+    """Return the size of the payload that `KernelBackend.compress_minmax_uint8` makes of ``num_elements`` elements (S4.1).
 
-    One block of ``32 + ceil(c/32)*32`` bytes for each of the ``num_chunks`` chunks of c elements, whatever the dtype.
+    It has one block of ``32 + ceil(c/32)*32`` bytes for each of the ``num_chunks`` chunks of c elements, for any dtype.
 
     Raises:
         ValueError: num_chunks is not positive or does not divide num_elements.
@@ -59,22 +59,22 @@ def payload_bytes(num_elements: int, num_chunks: int) -> int:
 class KernelBackend(ABC):
     """Kernels on flat tensors.
 
-    Common to all of them:
+    All kernels have in common:
 
-    - Tensors are 1-D and contiguous, all on one device; empty ones are legal. Autograd does not see the kernels.
+    - Tensors are 1-D and contiguous, all on one device; they may be empty. Autograd does not record the kernels.
     - float16 and bfloat16 are computed in float32 and rounded once, when stored; float32 is computed in float32, float64 in
-      float64. Every operation is rounded to nearest-even by itself: no fused multiply-add (S1).
+      float64. Each operation rounds to nearest-even: no fused multiply-add (S1).
     - Overflow gives an infinity and infinities may give NaN, silently, except where a clause says otherwise (S4.3, S4.4).
-    - What is written must not overlap what is read.
+    - Outputs must not overlap inputs.
 
     Raises, from every kernel:
-        TypeError: a dtype that the kernel does not take, or two that should be equal and are not; the message names them.
-        ValueError: device, shape, overlap, contiguity, num_chunks or target_chunk do not fit; the message names argument,
-            value and what is allowed. Nothing has been written then.
+        TypeError: the kernel does not support a dtype, or two dtypes should be equal and are not; the message names them.
+        ValueError: device, shape, overlap, contiguity, num_chunks or target_chunk are invalid; the message names argument,
+            value and what is allowed. Nothing has been written.
 
     Attributes:
-        name: what `bagua_ref.backends.get_backend` knows it by.
-        device_types: the kinds of device whose tensors it takes, such as ``("cuda",)``; None: any.
+        name: the name by which `bagua_ref.backends.get_backend` finds it.
+        device_types: the types of device that it supports, such as ``("cuda",)``; None: any.
     """
 
     name: ClassVar[str]
@@ -117,7 +117,7 @@ class KernelBackend(ABC):
         Args:
             x: m elements, float16, bfloat16, float32 or float64; changed in place.
             y: m elements of x's dtype; unchanged.
-            factor: taken as float32 (float64 where x is).
+            factor: converted to float32 (float64 if x is float64).
 
         >>> from bagua_ref.backends import get_backend
         >>> x = torch.ones(3); get_backend("reference").add_scaled_(x, torch.ones(3), 0.5); x
@@ -142,7 +142,7 @@ class KernelBackend(ABC):
 
         Args:
             x: m elements, float16, bfloat16, float32 or float64; changed in place.
-            divisor: taken as float32 (float64 where x is); not 0.
+            divisor: converted to float32 (float64 if x is float64); not 0.
         """
         self._check_target("x", x, FLOATS)
         number = rounded("divisor", divisor, x)
@@ -172,9 +172,9 @@ class KernelBackend(ABC):
 
         Args:
             x: m elements, float16, bfloat16, float32 or float64; changed in place.
-            reduced: m elements, float32 (float64 where x is): the sum of all ranks' snapshots; unchanged.
-            snapshot: m elements of x's dtype: what this rank contributed; unchanged.
-            nranks: how many ranks contributed, at least 1.
+            reduced: m elements, float32 (float64 if x is float64): the sum of all ranks' snapshots; unchanged.
+            snapshot: m elements of x's dtype: this rank's snapshot; unchanged.
+            nranks: the number of ranks in the sum, at least 1.
         """
         self._check_target("x", x, FLOATS)
         check_beside("x", x, "reduced", reduced, torch.float64 if x.dtype is torch.float64 else torch.float32)
@@ -186,9 +186,9 @@ class KernelBackend(ABC):
 
         Args:
             m: elements of float16, bfloat16, float32 or float64; changed in place.
-            grad: as many elements of m's dtype; unchanged.
-            beta1: from 0 to 1. The factors are f32(beta1) and f32(1 - beta1), where 1 - beta1 is formed in double precision
-                from beta1 as given (both stay double where m is float64).
+            grad: the same number of elements, of m's dtype; unchanged.
+            beta1: from 0 to 1. The factors are f32(beta1) and f32(1 - beta1), where 1 - beta1 is computed in double precision
+                from the given beta1 (both stay double if m is float64).
         """
         self._check_target("m", m, FLOATS)
         check_beside("m", m, "grad", grad)
@@ -202,12 +202,12 @@ class KernelBackend(ABC):
     def reduce_chunks_(self, x: Tensor, num_chunks: int, target_chunk: int, average: bool) -> None:
         """Chunk t <- (((+0 + chunk 0) + chunk 1) + ...), divided by num_chunks for the mean (S3.7).
 
-        Summed in this order in float32, divided in float32, rounded once. Only the target chunk changes.
+        The sum, in this order, and the division are computed in float32 and rounded once. Only the target chunk changes.
 
         Args:
             x: num_chunks equal chunks, float16, bfloat16, float32 or float64.
-            num_chunks: how many, at least 1.
-            target_chunk: t, from 0 to num_chunks - 1; it is one of the summands too.
+            num_chunks: the number of chunks, at least 1.
+            target_chunk: t, from 0 to num_chunks - 1; it is one of the summands, too.
             average: the mean instead of the sum.
 
         >>> from bagua_ref.backends import get_backend
@@ -223,9 +223,9 @@ class KernelBackend(ABC):
     def compress_minmax_uint8(
         self, x: Tensor, num_chunks: int, target_chunk: int | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """Return x's chunks as one byte per element between each chunk's minimum and maximum (S4).
+        """Quantise x to one byte per element, between the minimum and the maximum of each chunk (S4).
 
-        The payload is one block after another, one for each chunk of c elements (S4.1)::
+        The payload consists of one block for each chunk of c elements (S4.1)::
 
             byte 0            min, in x's dtype, little-endian; a zero is +0
             byte 2 or 4       max, likewise
@@ -241,10 +241,10 @@ class KernelBackend(ABC):
 
         Args:
             x: num_chunks equal chunks, float16, bfloat16 or float32; unchanged.
-            num_chunks: how many, at least 1.
-            target_chunk: write only this chunk's block and leave the others as they are (S4.5).
-            out: the payload to write, ``payload_bytes(x.numel(), num_chunks)`` of uint8; None: a new one, zero where
-                target_chunk leaves it untouched.
+            num_chunks: the number of chunks, at least 1.
+            target_chunk: write only the block of this chunk and leave the others unchanged (S4.5).
+            out: the payload to write, ``payload_bytes(x.numel(), num_chunks)`` of uint8; None: a new one, with zeros in the
+                blocks that target_chunk excludes.
 
         >>> from bagua_ref.backends import get_backend
         >>> get_backend("reference").compress_minmax_uint8(torch.tensor([0.0, 1.0, 2.0]), num_chunks=1)[32:35].tolist()
@@ -265,12 +265,12 @@ class KernelBackend(ABC):
     def decompress_minmax_uint8(self, payload: Tensor, num_chunks: int, out: Tensor) -> None:
         """out <- (level + lower) / scale, with scale and lower computed again from each block's header (S4.3).
 
-        What lies beyond the range of out's dtype is stored as its largest finite value, with its sign; a poisoned block gives
-        NaN everywhere (S4.4).
+        Values beyond the range of out's dtype become its largest finite value, with their sign; a poisoned block gives NaN for
+        all elements (S4.4).
 
         Args:
-            payload: what `compress_minmax_uint8` made of as many elements of out's dtype in as many chunks; unchanged.
-            num_chunks: how many, at least 1.
+            payload: the result of `compress_minmax_uint8` for the same number of elements, dtype and chunks; unchanged.
+            num_chunks: the number of chunks, at least 1.
             out: the elements, float16, bfloat16 or float32; written.
         """
         self._check_target("out", out, COMPRESSIBLE)
@@ -283,26 +283,26 @@ class KernelBackend(ABC):
         """Copy tensors of any shape and strides one after another into out, each in row-major order (S2.3).
 
         Args:
-            tensors: of out's dtype, on its device; together as many elements as out.
-            out: of any dtype; written.
+            tensors: tensors of out's dtype and device, with as many elements in total as out.
+            out: a tensor of any dtype; written.
         """
         self._check_target("out", out)
         check_parts("out", out, tensors)
         self._gather_flat(tensors, out)
 
     def scatter_flat(self, flat: Tensor, tensors: Sequence[Tensor]) -> None:
-        """Copy flat's elements back into the tensors: the reverse of `gather_flat` (S2.3).
+        """Copy flat's elements into the tensors: the inverse of `gather_flat` (S2.3).
 
         Args:
-            flat: of any dtype; unchanged.
-            tensors: of flat's dtype, on its device; together as many elements as flat; written.
+            flat: a tensor of any dtype; unchanged.
+            tensors: tensors of flat's dtype and device, with as many elements in total as flat; written.
         """
         self._check_target("flat", flat)
         check_parts("flat", flat, tensors)
         self._scatter_flat(flat, tensors)
 
     def order_by_complexity(self, keys: Tensor) -> Tensor:
-        """Return the int64 indices that sort keys in ascending order, equal ones in their order; NaN last (S7.2).
+        """Return the int64 indices that sort keys in ascending order; the sort is stable and puts NaN last (S7.2).
 
         Args:
             keys: float or integer elements; unchanged.
@@ -314,7 +314,7 @@ class KernelBackend(ABC):
         self._check_target("keys", keys, _SORTABLE)
         return self._order_by_complexity(keys)
 
-    # What a backend fills in: arguments fit, numbers are rounded.
+    # For a backend to implement: arguments are valid, numbers rounded.
 
     @abstractmethod
     def _add_(self, x: Tensor, y: Tensor) -> None: ...

@@ -1,4 +1,4 @@
-"""What kernels refuse, and the words they do it with: one check for each way in which arguments may not fit."""
+"""Checks of kernel arguments, and their error messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["at_least_one", "check_beside", "check_flat", "check_parts", "check_t
 
 
 def check_flat(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...] | None = None) -> None:
-    """Refuse x unless it is a 1-D contiguous tensor of one of the dtypes (None: any)."""
+    """Raise unless x is a 1-D contiguous tensor of one of the dtypes (None: any)."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
     if dtypes is not None and x.dtype not in dtypes:
@@ -33,7 +33,7 @@ def check_flat(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...] | None = No
 def check_beside(
     target_name: str, target: Tensor, name: str, y: Tensor, dtype: torch.dtype | None = None, size: int | None = None
 ) -> None:
-    """Refuse y unless it is flat, of target's (or the given) dtype and size, on target's device and apart from target."""
+    """Raise unless y is flat, of target's (or the given) dtype and size, on target's device and separate from target."""
     check_flat(name, y)
     dtype, size = dtype or target.dtype, target.numel() if size is None else size
     if y.dtype is not dtype:
@@ -43,11 +43,11 @@ def check_beside(
     if y.device != target.device:
         raise ValueError(f"{name} is on {y.device}; it must be on {target_name}'s device {target.device}")
     if _overlap(target, y):
-        raise ValueError(f"{name} overlaps {target_name} in memory; they must lie apart")
+        raise ValueError(f"{name} overlaps {target_name} in memory; they must not overlap")
 
 
 def check_parts(name: str, flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Refuse tensors unless together they have flat's elements, each of its dtype, on its device and apart from it."""
+    """Raise unless tensors have flat's dtype and device, as many elements in total, and do not overlap flat."""
     total = 0
     for index, tensor in enumerate(tensors):
         if not isinstance(tensor, Tensor):
@@ -59,10 +59,10 @@ def check_parts(name: str, flat: Tensor, tensors: Sequence[Tensor]) -> None:
         if tensor.layout is not torch.strided:
             raise ValueError(f"tensors[{index}] has layout {tensor.layout}; it must be a dense (strided) tensor")
         if _overlap(flat, tensor):
-            raise ValueError(f"tensors[{index}] overlaps {name} in memory; they must lie apart")
+            raise ValueError(f"tensors[{index}] overlaps {name} in memory; they must not overlap")
         total += tensor.numel()
     if total != flat.numel():
-        raise ValueError(f"tensors have {total} elements together; {name} has {flat.numel()}, and it must be the same number")
+        raise ValueError(f"tensors have {total} elements in total; they must have as many as {name}, which has {flat.numel()}")
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
@@ -73,7 +73,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def at_least_one(name: str, value: int) -> int:
-    """Return value unless it is no integer or below 1."""
+    """Return value; raise unless it is an integer of at least 1."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -84,14 +84,14 @@ def at_least_one(name: str, value: int) -> int:
 
 
 def chunk_size_of(num_elements: int, num_chunks: int) -> int:
-    """Return how many elements a chunk has; refuse what does not divide."""
+    """Return the number of elements of a chunk; raise if num_chunks does not divide num_elements."""
     if num_elements % at_least_one("num_chunks", num_chunks):
         raise ValueError(f"num_chunks={num_chunks} must divide the number of elements, which is {num_elements}")
     return num_elements // num_chunks
 
 
 def check_target_chunk(target_chunk: int, num_chunks: int) -> None:
-    """Refuse what is no chunk's number."""
+    """Raise unless target_chunk is the index of a chunk."""
     try:
         fits = 0 <= operator.index(target_chunk) < num_chunks
     except TypeError:
@@ -101,7 +101,7 @@ def check_target_chunk(target_chunk: int, num_chunks: int) -> None:
 
 
 def rounded(name: str, value: float, x: Tensor) -> float:
-    """Return value rounded to the type that x's arithmetic uses (S1)."""
+    """Return value rounded to the type of x's arithmetic (S1)."""
     try:
         number = float(value)
     except (TypeError, ValueError):

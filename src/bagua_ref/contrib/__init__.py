@@ -1,4 +1,4 @@
-"""Beside training itself: balanced samplers, the cache of slow datasets, the fused optimizer."""
+"""Extensions beyond communication: balanced samplers, a cache for slow datasets, a fused optimizer."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A cache of values that are slow to make, in Redis (S8)."""
+"""A cache in Redis for values that are slow to compute (S8)."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ BACKENDS: dict[str, type[RedisStore]] = {"redis": RedisStore, "fakeredis": FakeR
 
 
 class CacheLoader:
-    """Values of an expensive function, kept in a key-value store under ``"{dataset_name}_{key}"`` (S8.1).
+    """Caches the values of an expensive function in a key-value store, under ``"{dataset_name}_{key}"`` (S8.1).
 
-    A store that is down, full or holds damaged values costs time, never an exception: ``load_fn`` serves (S8.3). Loaders travel
-    to DataLoader workers, forked or spawned; each process opens connections of its own. Make the first loader of a job on every
-    rank, in its main process.
+    If a store is down, full or has damaged values, that costs time but raises nothing: ``load_fn`` computes the values (S8.3).
+    Loaders can be sent to DataLoader workers, forked or spawned; each process opens its own connections. Make the first loader of
+    a job on every rank, in its main process.
 
     Args:
         backend: "redis", a real server, or "fakeredis", a small one in Python for laptops and tests.
-        dataset_name: loaders with the same name share values; give each dataset its own.
-        writer_buffer_size: how many values to collect before they are written (S8.2).
+        dataset_name: loaders with the same name share values; give each dataset its own name.
+        writer_buffer_size: the number of values to collect before they are written (S8.2).
         allow_pickle: whether objects other than tensors, arrays, numbers, str, bytes and tuples, lists and dicts of them may be
             stored with pickle; None: on servers that this job started, not on ``hosts`` (S8.5).
         kwargs: for `RedisStore`: ``hosts``, ``cluster_mode``, ``capacity_per_node``, ``timeout``.
 
     Raises:
         ValueError: an argument is out of range.
-        BackendUnavailableError: the backend cannot run here; the message says what else can.
+        BackendUnavailableError: the backend cannot run here; the message names alternatives.
 
     >>> from bagua_ref.contrib import CacheLoader
     >>> with CacheLoader(backend="fakeredis", dataset_name="squares") as loader:
@@ -62,7 +62,7 @@ class CacheLoader:
         if not isinstance(writer_buffer_size, int) or writer_buffer_size < 1:
             raise ValueError(f"writer_buffer_size={writer_buffer_size!r} must be 1 or more values")
         if backend == "fakeredis" and kwargs.get("hosts") is not None:
-            raise ValueError("hosts= are servers that run already; they need backend='redis'")
+            raise ValueError("hosts= names running Redis servers; it needs backend='redis'")
         if backend == "fakeredis":
             kwargs.pop("hosts", None)
         self.backend, self.dataset_name = backend, dataset_name
@@ -86,8 +86,8 @@ class CacheLoader:
         """Return the value of ``key``: from the cache, or else ``load_fn(key)``, which is then cached (S8.2).
 
         Args:
-            key: what names the value, as text ``str(key)``.
-            load_fn: makes the value from the key; its exceptions come through.
+            key: the name of the value, used as ``str(key)``.
+            load_fn: computes the value from the key; its exceptions are not caught.
 
         Raises:
             TypeError: the value is a NumPy structured array, or needs pickle without permission (S8.5).
@@ -95,16 +95,16 @@ class CacheLoader:
         return self.get_many([key], lambda keys: [load_fn(keys[0])], flush=False)[0]
 
     def get_many(self, keys: Sequence[Any], load_many: Callable[[list[Any]], Sequence[Any]], flush: bool = True) -> list[Any]:
-        """Return the values of ``keys`` in their order: one ``mget`` for each store, and one ``mset`` for what was missing.
+        """Return the values of ``keys`` in order, with one ``mget`` for each store and one ``mset`` for missing values.
 
         Args:
-            keys: what names the values; may repeat.
-            load_many: makes the values of a list of keys, none of which repeats.
-            flush: whether to write new values now, or when the buffer is full.
+            keys: the names of the values; they may repeat.
+            load_many: computes the values of a list of distinct keys.
+            flush: whether to write new values now instead of when the buffer is full.
 
         Raises:
             TypeError: a value is a NumPy structured array, or needs pickle without permission (S8.5).
-            ValueError: ``load_many`` returned another number of values.
+            ValueError: ``load_many`` returned a different number of values.
         """
         names = [self._stored_name(key) for key in keys]
         values, missing = self._look_up(names)
@@ -124,7 +124,7 @@ class CacheLoader:
             except TooLargeError as error:
                 self._note(error)
         for place in missing:
-            if place != first[names[place]]:  # a key twice in one batch: values of its own, as for any other two samples
+            if place != first[names[place]]:  # a key that repeats gets separate values, as two samples do
                 again = new.get(names[place])
                 values[place] = load_many([keys[place]])[0] if again is None else decode(again, self._allow_pickle)
         self._counters.add(misses=len(missing))
@@ -132,39 +132,39 @@ class CacheLoader:
         return values
 
     def contains(self, keys: Sequence[Any]) -> list[bool]:
-        """Return which of ``keys`` have a value in the stores, without reading it; False where a store does not answer."""
+        """Return which of ``keys`` have a value in the stores, without reading it; False if a store does not answer."""
         self.flush()
         return self._guarded.contains([self._stored_name(key) for key in keys])
 
     def num_keys(self) -> int:
-        """Return the number of keys in all stores that answer, of all datasets, after writing what waits here (S8.2)."""
+        """Return the number of keys of all datasets in all stores that answer, after writing buffered values (S8.2)."""
         self.flush()
         return self._guarded.num_keys()
 
     def flush(self) -> None:
-        """Write the values that wait in this process."""
+        """Write the values that this process has buffered."""
         self._buffer.flush()
 
     def close(self) -> None:
-        """Write what waits, and drop this process's connections; the servers go on, and so can the loader."""
+        """Write buffered values and close this process's connections; servers keep running, and the loader can be used again."""
         self.flush()
         self._guarded.close()
 
     def stats(self) -> CacheStats:
-        """Return the counts of this process and of all DataLoader workers that it has started with this loader (S8.3)."""
+        """Return the counts of this process and of all DataLoader workers that it started with this loader (S8.3)."""
         return self._counters.total()
 
     def _stored_name(self, key: Any) -> str:
-        """Return the name of ``key``'s value in the stores; no two pairs of dataset name and key share one (S8.1)."""
+        """Return the name of ``key``'s value in the stores, unique for each dataset name and key (S8.1)."""
         dataset = self.dataset_name.replace("%", "%25").replace("_", "%5F")
         return f"{dataset}_{key}"
 
     def _look_up(self, names: list[str]) -> tuple[list[Any], list[int]]:
-        """Return the values that there are, and the places of those that there are not."""
+        """Return the values that are cached, and the positions of those that are not."""
         waiting = [self._buffer.get(name) for name in names]
         asked = [name for name, data in zip(names, waiting, strict=True) if data is None]
         answers = self._guarded.mget(asked) if asked else []
-        answers.reverse()  # each answer is let go once it is decoded, so that the next value finds warm memory
+        answers.reverse()  # free each reply once it is decoded, so that the next value reuses warm memory
         values: list[Any] = []
         missing: list[int] = []
         read = 0
@@ -189,7 +189,7 @@ class CacheLoader:
         self._counters.add(errors=1)
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(f"{f'{name!r} is made anew: ' if name else ''}{error}", stacklevel=5)
+            warnings.warn(f"{f'{name!r} is computed again: ' if name else ''}{error}", stacklevel=5)
 
 
 if not TYPE_CHECKING:  # so that type checkers still find misspelt names

@@ -1,4 +1,4 @@
-"""A dataset whose samples are made once and then come from the cache (S8)."""
+"""A dataset that computes each sample once and then reads it from the cache (S8)."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ _PREFILL_BATCH = 64
 
 
 class CachedDataset(Dataset[Any]):
-    """``dataset`` with its samples kept under ``"{dataset_name}_{index}"`` (S8.1): fast from the second epoch on.
+    """``dataset`` with its samples cached under ``"{dataset_name}_{index}"`` (S8.1), and so fast from the second epoch on.
 
-    A DataLoader gets each batch with one request to each server. Augment after the cache, not before it: what is random in
-    ``dataset`` is drawn once.
+    A DataLoader gets each batch with one request to each server. Apply random augmentation after the cache, not before it, as
+    ``dataset`` is evaluated only once.
 
     Args:
-        dataset: with ``__getitem__`` and ``__len__``.
-        backend: as of `CacheLoader`.
-        dataset_name: datasets with the same name share samples; give each its own, another one when its samples change.
-        writer_buffer_size: how many samples that are asked for one by one to collect before they are written.
+        dataset: has ``__getitem__`` and ``__len__``.
+        backend: see `CacheLoader`.
+        dataset_name: datasets with the same name share samples; give each its own name, and a new one when its samples change.
+        writer_buffer_size: the number of individually requested samples to collect before they are written.
         kwargs: further arguments of `CacheLoader` and `RedisStore`.
 
     Attributes:
-        dataset: the wrapped one.
+        dataset: the wrapped dataset.
         cache_loader: the `CacheLoader`.
 
     Raises:
-        TypeError: ``dataset`` has no indices.
+        TypeError: ``dataset`` cannot be indexed.
 
     >>> from bagua_ref.contrib import CachedDataset
     >>> with CachedDataset([torch.tensor(1), torch.tensor(2)], backend="fakeredis", dataset_name="two") as dataset:
@@ -53,7 +53,7 @@ class CachedDataset(Dataset[Any]):
         self, dataset: Any, backend: str = "redis", dataset_name: str = "", writer_buffer_size: int = 20, **kwargs: Any
     ) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-            raise TypeError(f"dataset={type(dataset).__name__} has no indices; CachedDataset needs one with __getitem__")
+            raise TypeError(f"dataset={type(dataset).__name__} cannot be indexed; CachedDataset needs a dataset with __getitem__")
         self.dataset = dataset
         self.cache_loader = CacheLoader(backend, dataset_name, writer_buffer_size, **kwargs)
 
@@ -68,7 +68,7 @@ class CachedDataset(Dataset[Any]):
         return self.cache_loader.get(_key(index), self.dataset.__getitem__)
 
     def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
-        """Return the samples at ``indices``: what a DataLoader calls for a batch."""
+        """Return the samples at ``indices``; a DataLoader calls this for a batch."""
         return self.cache_loader.get_many(list(map(_key, indices)), self._load)
 
     def __enter__(self) -> CachedDataset:
@@ -78,9 +78,9 @@ class CachedDataset(Dataset[Any]):
         self.close()
 
     def prefill(self, progress: bool = True) -> int:
-        """Make all samples that the cache lacks, and return how many those were. Ranks that call it share the work.
+        """Compute all samples that the cache lacks, and return their number. Ranks that call this share the work.
 
-        Returns when this rank's share is done; a barrier tells when all are.
+        It returns when this rank's share is done; use a barrier to wait for the others.
 
         Args:
             progress: whether to show a bar on standard error, on the first rank.
@@ -99,11 +99,11 @@ class CachedDataset(Dataset[Any]):
         return made
 
     def flush(self) -> None:
-        """Write the samples that wait in this process."""
+        """Write the samples that this process has buffered."""
         self.cache_loader.flush()
 
     def close(self) -> None:
-        """Write what waits, and drop this process's connections; the servers go on, and so can the dataset."""
+        """Write buffered samples and close this process's connections; servers keep running, and the dataset can be used again."""
         self.cache_loader.close()
 
     def stats(self) -> CacheStats:
@@ -117,7 +117,7 @@ class CachedDataset(Dataset[Any]):
         return [self.dataset[index] for index in indices]
 
     def _place(self) -> tuple[int, int]:
-        """Return which of those who share a cache this rank is, and how many they are."""
+        """Return this rank among those that share a cache, and their number."""
         world = current_world()
         if world.default_group is None and not (dist.is_available() and dist.is_initialized()):
             return 0, 1
@@ -128,7 +128,7 @@ class CachedDataset(Dataset[Any]):
 
 
 def _key(index: Any) -> Any:
-    """Return a tensor's or NumPy's integer as the int that it is, so that each sample has one key."""
+    """Return an integer of a tensor or of NumPy as an int, so that each sample has one key."""
     try:
         return index.__index__()
     except (AttributeError, TypeError):

@@ -1,4 +1,4 @@
-"""What samples cost, as exact numbers, and their order by cost (S7.2). Who gets which sample is not decided here."""
+"""The complexities of samples as exact numbers, and the samples' order by complexity (S7.2)."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 __all__ = ["Numbers", "Ordering", "ends", "noise_bound", "numbers_of", "read_complexities", "shown", "to_number"]
 
 Numbers: TypeAlias = "Tensor | list[int | float]"
-"""int64 or float64 elements, or Python numbers where neither dtype holds all of them exactly."""
+"""int64 or float64 elements, or Python numbers if neither dtype represents all of them exactly."""
 
 _LARGEST = 2**63 - 1  # of int64
-_EXACT_FLOAT = 2**53  # integers up to here are float64 numbers
+_EXACT_FLOAT = 2**53  # integers up to this one are exact in float64
 
 
 def to_number(name: str, value: Any) -> int | float:
-    """Return the Python number that ``value`` is: an int, a float, a NumPy scalar, a tensor or array of one element (S7).
+    """Return ``value`` as a Python number: an int, a float, a NumPy scalar, a tensor or array of one element (S7).
 
     Raises:
-        TypeError: it is something else.
-        ValueError: it is NaN, or a tensor or array of several elements.
+        TypeError: value has another type.
+        ValueError: value is NaN, or a tensor or array of several elements.
 
     >>> to_number("complexity", torch.tensor(3))
     3
@@ -47,7 +47,7 @@ def to_number(name: str, value: Any) -> int | float:
         number = value.item()
     if isinstance(number, float):
         if math.isnan(number):
-            raise ValueError(f"{name} is NaN, which has no place in an order")
+            raise ValueError(f"{name} is NaN, which cannot be ordered")
         return float(number)
     try:
         return int(operator.index(cast("Any", number)))  # int(): True is 1
@@ -56,10 +56,10 @@ def to_number(name: str, value: Any) -> int | float:
 
 
 def read_complexities(dataset: Any, complexity_fn: Callable[[Any], Any], *, progress: bool) -> Numbers:
-    """Read the dataset once and return each sample's complexity; what ``complexity_fn`` returns is not changed (S7).
+    """Read the dataset once and return each sample's complexity; values of ``complexity_fn`` are not modified (S7).
 
     Args:
-        dataset: with a length.
+        dataset: a dataset with a length.
         complexity_fn: sample -> complexity.
         progress: show a bar on standard error.
     """
@@ -74,7 +74,7 @@ def numbers_of(complexities: Any, length: int) -> Numbers:
 
     Raises:
         ValueError: there are not ``length`` of them, or one is NaN.
-        TypeError: one is no number.
+        TypeError: one of them is not a number.
     """
     if isinstance(complexities, (Mapping, AbstractSet)):
         raise TypeError(
@@ -98,17 +98,17 @@ def numbers_of(complexities: Any, length: int) -> Numbers:
 
 
 def noise_bound(numbers: Numbers, random_level: float) -> int:
-    """Return the number below which noise stays: int((max - min) * random_level + 1) in Python's arithmetic (S7.2).
+    """Return the exclusive upper bound of the noise: int((max - min) * random_level + 1) in Python's arithmetic (S7.2).
 
     Raises:
-        ValueError: max - min is no finite number (a complexity is infinite, say), or the noise does not fit into int64.
+        ValueError: max - min is not finite (if a complexity is infinite, for example), or the noise does not fit into int64.
     """
     low, high = ends(numbers)
     try:
-        bound = int((high - low) * (random_level or 0) + 1)  # an integer 0 takes integers of any size
+        bound = int((high - low) * (random_level or 0) + 1)  # an integer 0 works with integers of any size
     except (OverflowError, ValueError):
         raise ValueError(
-            f"complexities from {shown(low)} to {shown(high)} lie too far apart for the noise of shuffle=True, which is drawn "
+            f"complexities from {shown(low)} to {shown(high)} are too far apart for the noise of shuffle=True, which is drawn "
             "below int((max - min) * random_level + 1); limit them, or use shuffle=False"
         ) from None
     if bound > _LARGEST:
@@ -120,22 +120,22 @@ def noise_bound(numbers: Numbers, random_level: float) -> int:
 
 
 def shown(number: float) -> str:
-    """Return ``number`` as text that is not too long to read."""
+    """Return ``number`` as text of readable length."""
     if isinstance(number, int) and number.bit_length() > 256:
         return f"an integer of {number.bit_length()} bits"
     return repr(number)
 
 
 class Ordering:
-    """Samples in ascending order of complexity + noise, equal ones in their order (S7.2).
+    """Samples in ascending order of complexity + noise, ties in the samples' order (S7.2).
 
-    Keeps 8 bytes per sample: the order itself where noise is always zero, else the complexities. Only where those are
-    neither int64 nor float64 numbers, with noise added, it keeps them as Python numbers and sorts those.
+    It stores 8 bytes per sample: the order itself if noise is always zero, else the complexities. Only if these, with noise added,
+    are exact neither in int64 nor in float64, it stores and sorts Python numbers.
 
     Args:
         numbers: the complexities.
-        bound: noise is below it; 1: there is none.
-        backend: whose `KernelBackend.order_by_complexity` sorts.
+        bound: the exclusive upper bound of the noise; 1: no noise.
+        backend: the kernel backend whose `KernelBackend.order_by_complexity` sorts.
     """
 
     def __init__(self, numbers: Numbers, bound: int, backend: str | KernelBackend | None) -> None:
@@ -160,7 +160,7 @@ class Ordering:
         return self._sorted(self._numbers) if self._order is None else self._order
 
     def stored(self) -> bytes:
-        """Return what is kept, as bytes: equal for equal complexities."""
+        """Return the stored numbers as bytes, which are equal for equal complexities."""
         if isinstance(self._numbers, Tensor):
             return self._numbers.numpy().tobytes()
         return " ".join(number.hex() if isinstance(number, float) else hex(number) for number in self._numbers).encode()
@@ -172,7 +172,7 @@ class Ordering:
 
 
 def _packed(numbers: list[int | float]) -> Numbers:
-    """Return numbers as a tensor if that holds them exactly."""
+    """Return numbers as a tensor if it represents them exactly."""
     kinds = set(map(type, numbers))
     if kinds == {float}:
         return _float64(torch.tensor(numbers, dtype=torch.float64))
@@ -182,21 +182,21 @@ def _packed(numbers: list[int | float]) -> Numbers:
 
 
 def _float64(numbers: Tensor) -> Tensor:
-    """Return the numbers with +0 for -0, as a kernel may compare bits."""
+    """Return the numbers with -0 replaced by +0, as a kernel may compare bits."""
     if numbers.isnan().any():
-        raise ValueError(f"the complexity of sample {int(numbers.isnan().nonzero()[0])} is NaN, which has no place in an order")
+        raise ValueError(f"the complexity of sample {int(numbers.isnan().nonzero()[0])} is NaN, which cannot be ordered")
     return numbers + 0.0
 
 
 def _fit_for_noise(numbers: Numbers, bound: int) -> Numbers:
-    """Return numbers whose sums with noise below ``bound`` are ordered as Python orders those of the given ones."""
+    """Return numbers whose sums with noise below ``bound`` have the same order as Python's sums of the given numbers."""
     if isinstance(numbers, Tensor):
         if numbers.dtype is torch.int64:
             return numbers if int(numbers.max()) + bound - 1 <= _LARGEST else _fit_for_noise(numbers.tolist(), bound)
         whole = numbers.abs().max() + bound <= _EXACT_FLOAT and torch.equal(numbers.trunc(), numbers)
         return numbers.long() if whole else numbers  # integers sort faster
     kinds = set(map(type, numbers))
-    if kinds == {int}:  # the sums' order is the same from any origin
+    if kinds == {int}:  # a constant offset does not change the order of the sums
         low = min(numbers)
         fits = max(numbers) - low + bound - 1 <= _LARGEST
         return torch.tensor([number - low for number in numbers], dtype=torch.int64) if fits else numbers
@@ -207,17 +207,17 @@ def _fit_for_noise(numbers: Numbers, bound: int) -> Numbers:
 
 
 def _order(keys: Tensor, kernels: KernelBackend) -> Tensor:
-    """Return the stable ascending order of int64 or float64 keys: by their lowest 16 bits, then by the next, and so on.
+    """Return the stable ascending order of int64 or float64 keys: a radix sort, 16 bits at a time from the lowest.
 
-    Lengths mostly need one such pass, and NumPy sorts 16 bits ten times as fast as 64.
+    Lengths usually need one pass, and NumPy sorts 16-bit integers ten times as fast as 64-bit ones.
     """
     device = "cpu" if kernels.device_types is None or "cpu" in kernels.device_types else kernels.device_types[0]
     keys = keys.to(device)
     if keys.is_floating_point():
         bits = keys.view(torch.int64)
-        keys = bits ^ ((bits >> 63) & _LARGEST)  # integers in the same order: below zero, a larger magnitude comes first
+        keys = bits ^ ((bits >> 63) & _LARGEST)  # integers in the same order: of negative floats, a larger magnitude comes first
     low, high = (int(end) for end in ends(keys))
-    above = keys - low  # may wrap around; its bits are right all the same
+    above = keys - low  # may wrap around; its bits are still right
     order = None
     for shift in range(0, max(1, (high - low).bit_length()), 16):
         digit = (above >> shift).short() ^ -(2**15)  # 0 to 65535 become -32768 to 32767
@@ -229,7 +229,7 @@ def _order(keys: Tensor, kernels: KernelBackend) -> Tensor:
 
 
 def ends(numbers: Numbers) -> tuple[int | float, int | float]:
-    """Return the least and the largest number."""
+    """Return the smallest and the largest number."""
     if isinstance(numbers, Tensor):
         low, high = torch.aminmax(numbers)
         return low.item(), high.item()

@@ -1,4 +1,4 @@
-"""The sampler that cuts every replica's share into batches, equally many (S7.4)."""
+"""A batch sampler that gives every replica the same number of variable-size batches (S7.4)."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ __all__ = ["LoadBalancingDistributedBatchSampler"]
 
 
 class LoadBalancingDistributedBatchSampler(Sampler[list[int]]):
-    """Give each replica batches of variable size, all replicas the same number of them (S7.4).
+    """Gives each replica batches of variable size, and all replicas the same number of them (S7.4).
 
-    ``batch_fn`` cuts every replica's indices, on every replica, so it must return the same for the same indices. Replicas with
-    fewer batches than the longest repeat theirs in cycle; with drop_last all stop after the shortest's number instead.
+    ``batch_fn`` splits the indices of every replica, on every replica, so it must be deterministic. Replicas with fewer batches
+    than the longest one repeat theirs cyclically; with drop_last, all stop after the number of the shortest one.
 
-    ``state_dict()`` counts the batches that the iterator which began last has handed out. A DataLoader with workers takes
-    batches ahead of training; then say what training has seen: ``state_dict(batches=batches_done)``.
+    ``state_dict()`` counts the batches that the newest iterator has returned. A DataLoader with workers fetches batches ahead of
+    training; then pass the number that training has used: ``state_dict(batches=batches_done)``.
 
     Args:
         sampler: a `LoadBalancingDistributedSampler` with drop_last=False.
         batch_fn: indices -> batches, each a list of indices.
-        drop_last: cut off instead of repeating.
+        drop_last: drop the excess batches instead of repeating.
 
     Raises:
-        ValueError: sampler is another kind of sampler or drops the last samples, or a replica gets no batches.
+        ValueError: sampler is another kind of sampler or has drop_last=True, or a replica gets no batches.
 
     >>> lengths = [3, 1, 4, 1, 5, 9]
     >>> sampler = LoadBalancingDistributedSampler(lengths, lambda x: x, num_replicas=2, rank=0, shuffle=False)
@@ -57,12 +57,12 @@ class LoadBalancingDistributedBatchSampler(Sampler[list[int]]):
         self.generate_batches()
 
     def generate_batches(self) -> None:
-        """Cut the current epoch's indices of every replica into batches again (S7.4)."""
+        """Split the current epoch's indices of every replica into batches again (S7.4)."""
         self._batches, self._num_batches = self._cut(self.sampler.epoch)
         self._epoch = self.sampler.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, as `LoadBalancingDistributedSampler.set_epoch` does, and cut its indices into batches."""
+        """Choose the epoch, as `LoadBalancingDistributedSampler.set_epoch` does, and split its indices into batches."""
         self.sampler.set_epoch(epoch)
         self._follow()
 
@@ -71,7 +71,7 @@ class LoadBalancingDistributedBatchSampler(Sampler[list[int]]):
         return self._draw(self._epoch, self._batches, self._num_batches)
 
     def __len__(self) -> int:
-        """Return how many batches every replica draws in this whole epoch (S7.4)."""
+        """Return the number of batches that every replica draws in this epoch (S7.4)."""
         self._follow()
         return self._num_batches
 
@@ -82,20 +82,20 @@ class LoadBalancingDistributedBatchSampler(Sampler[list[int]]):
         )
 
     def state_dict(self, *, batches: int | None = None) -> dict[str, Any]:
-        """Return where this epoch stands, in numbers that any rank's batch sampler can load.
+        """Return the position in this epoch, in a form that any rank's batch sampler can load.
 
         Args:
-            batches: how many batches of this epoch training has seen on each rank; None: as many as were handed out.
+            batches: the number of batches of this epoch that training has used on each rank; None: the number returned.
         """
         self._follow()
         taken = self._place.taken if batches is None else checked_count("batches", batches, len(self))
         return {**self._settings(), "epoch": self._epoch, "batches": taken, "num_batches": self._num_batches}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Let the next iterator go on at the next batch of the saved epoch; those after it begin at the first again.
+        """Let the next iterator continue at the saved batch; later iterators begin at the first batch again.
 
         Raises:
-            ValueError: the state is that of another number of replicas, another dataset, other options or another batch_fn.
+            ValueError: the state was saved with another number of replicas, dataset, batch_fn or other options.
         """
         check_settings(state_dict, self._settings(), "batches")
         epoch = self.sampler._checked_epoch(state_dict["epoch"])
@@ -108,14 +108,14 @@ class LoadBalancingDistributedBatchSampler(Sampler[list[int]]):
         self._resume_at = taken
 
     def _follow(self) -> None:
-        """Begin the epoch that the sampler is in, if it has been moved on."""
+        """Begin the sampler's epoch, if it is a new one."""
         if self.sampler.epoch != self._epoch:
             self.generate_batches()
             self._place = Place()
             self._resume_at = 0
 
     def _cut(self, epoch: int) -> tuple[list[list[int]], int]:
-        """Return this replica's batches, neither repeated nor cut off yet, and how many every replica is to draw."""
+        """Return this replica's batches before any are repeated or dropped, and the number that every replica draws."""
         order, chunks = self.sampler._plan(epoch)
         counts, own = [], []
         for replica in range(self.num_replicas):

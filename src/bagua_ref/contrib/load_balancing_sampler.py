@@ -1,6 +1,6 @@
-"""The sampler that gives all replicas samples of like cost at the same step (S7.1 - S7.3).
+"""A sampler that gives all replicas samples of similar complexity at each step (S7.1 - S7.3).
 
-Costs and their order are in `complexities`, what a replica and a saved place are in `sampler_state`.
+Complexities and their order are in `complexities`; replicas and saved positions are in `sampler_state`.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ if TYPE_CHECKING:
 
 __all__ = ["LoadBalancingDistributedSampler"]
 
-_BLOCK = 4096  # so many indices are Python numbers at a time
+_BLOCK = 4096  # indices that are converted to Python numbers at once
 
 
 class LoadBalancingDistributedSampler(Sampler[int]):
-    """Give each of R replicas a share of the samples such that all draw like complexities at each step (S7.1 - S7.3).
+    """Gives each of R replicas a share of the samples so that all draw similar complexities at each step (S7.1 - S7.3).
 
-    The samples, N of them, are sorted by complexity (with shuffle, by complexity + noise that is drawn for each epoch) and cut
-    into chunks of R neighbours, the last filled up from the front; the chunks are shuffled, and rank i takes element i of each.
-    All replicas must be given the same complexities and options. Use it as `torch.utils.data.DistributedSampler`; where the
-    process group is not torch's own, ``bagua_ref.init_process_group()`` or the launcher's environment say rank and size.
+    The N samples are sorted by complexity (with shuffle, by complexity + noise that is drawn for each epoch) and split into chunks
+    of R neighbours, of which the last is filled up from the front. The chunks are shuffled, and rank i takes element i of each.
+    All replicas must get the same complexities and options. Use it like `torch.utils.data.DistributedSampler`. If torch has no
+    process group, ``bagua_ref.init_process_group()`` or the launcher's environment determine rank and size.
 
-    ``state_dict()`` counts the samples that the iterator which began last has handed out. A DataLoader with workers takes
-    samples ahead of training; then say what training has seen: ``state_dict(samples=batches_done * batch_size)``.
+    ``state_dict()`` counts the samples that the newest iterator has returned. A DataLoader with workers fetches samples ahead of
+    training; then pass the number that training has used: ``state_dict(samples=batches_done * batch_size)``.
 
     Args:
         dataset: has a length of at least 1. It is read once, when the sampler is made, unless ``complexities`` is given.
-        complexity_fn: sample -> an int or float (or NumPy scalar, or tensor of one element; left as it is), or None with
+        complexity_fn: sample -> an int or float (or NumPy scalar, or tensor of one element; not modified), or None with
             ``complexities``. Infinity is allowed with shuffle=False only.
         num_replicas: R; None: the number of ranks.
         rank: from 0 to R - 1; None: this rank.
-        shuffle: a new order in each epoch, see `set_epoch`.
-        seed: the same on all replicas.
-        drop_last: leave out the last N mod R of the order instead of filling up.
-        random_level: from 0, best balance, to 1, where noise is as large as the range of complexities.
-        complexities: the numbers themselves, one per sample: a list, an array, a 1-D tensor; copied.
+        shuffle: draw a new order in each epoch, see `set_epoch`.
+        seed: the random seed, the same on all replicas.
+        drop_last: drop the last N mod R samples of the order instead of filling up.
+        random_level: from 0 (best balance) to 1 (noise as large as the range of complexities).
+        complexities: the complexities, one per sample, as a list, an array or a 1-D tensor; copied.
         progress: show a bar (rank 0 only) while the dataset is read.
-        backend: whose ``order_by_complexity`` sorts; a name, a backend, or None for the usual choice.
+        backend: the kernel backend that sorts: a name, a backend, or None for the usual choice.
 
     Raises:
         ValueError: random_level is outside [0, 1], rank outside [0, R), R < 1, the dataset empty, a complexity NaN, their
             number wrong, or both or none of complexity_fn and complexities are given.
-        TypeError: a complexity is no number.
+        TypeError: a complexity is not a number.
 
     >>> lengths = [3, 1, 4, 1, 5, 9]
     >>> for rank in range(2):
@@ -89,10 +89,10 @@ class LoadBalancingDistributedSampler(Sampler[int]):
         if self.length == 0:
             raise ValueError("dataset is empty; it must have at least one sample")
         if (complexity_fn is None) == (complexities is None):
-            raise ValueError("give either complexity_fn or complexities= (with complexity_fn=None), and not both")
+            raise ValueError("pass either complexity_fn or complexities= (with complexity_fn=None), not both")
         if complexity_fn is not None and not callable(complexity_fn):
-            raise TypeError(f"complexity_fn={complexity_fn!r} must be a function; numbers go to complexities=")
-        get_backend(backend)  # one that cannot run is an error before the dataset is read
+            raise TypeError(f"complexity_fn={complexity_fn!r} must be a function; pass numbers as complexities=")
+        get_backend(backend)  # if it cannot run, raise before the dataset is read
         self.shuffle = bool(shuffle)
         self.seed = whole("seed", seed)
         self.drop_last = bool(drop_last)
@@ -108,15 +108,15 @@ class LoadBalancingDistributedSampler(Sampler[int]):
         if low == high and self.length > 1:
             warnings.warn(
                 f"all {self.length} complexities are {shown(low)}, so there is nothing to balance; "
-                "is that what was to be measured?",
+                "check what complexity_fn or complexities= measures",
                 stacklevel=2,
             )
         self._ordering = Ordering(numbers, noise_bound(numbers, self.random_level) if self.shuffle else 1, backend)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, whose number the order is drawn with when shuffle=True; call it before each epoch (S7.2).
+        """Choose the epoch, which with shuffle=True determines the order; call it before each epoch (S7.2).
 
-        The epoch that is current already goes on: a place set by `load_state_dict` stays.
+        Choosing the current epoch again changes nothing: a position set by `load_state_dict` is kept.
         """
         if whole("epoch", epoch) != self.epoch:
             self._start_epoch(epoch)
@@ -125,7 +125,7 @@ class LoadBalancingDistributedSampler(Sampler[int]):
         return self._draw(self.epoch)
 
     def __len__(self) -> int:
-        """Return how many samples this replica draws in a whole epoch (S7.1)."""
+        """Return the number of samples that this replica draws in an epoch (S7.1)."""
         return self.num_samples
 
     def __repr__(self) -> str:
@@ -136,25 +136,25 @@ class LoadBalancingDistributedSampler(Sampler[int]):
         )
 
     def shuffle_chunks(self) -> tuple[list[list[int]], list[int]]:
-        """Return this epoch's chunks of indices, and the chunks' numbers in the order in which they are drawn (S7.3)."""
+        """Return this epoch's chunks of indices, and the order in which chunks are drawn (S7.3)."""
         order, chunks = self._plan(self.epoch)
         places = torch.arange(max(1, self.num_samples) * self.num_replicas) % self.length
         return order[places].view(-1, self.num_replicas).tolist(), chunks.tolist()
 
     def state_dict(self, *, samples: int | None = None) -> dict[str, Any]:
-        """Return where this epoch stands, in numbers that any rank's sampler can load.
+        """Return the position in this epoch, in a form that any rank's sampler can load.
 
         Args:
-            samples: how many samples of this epoch training has seen on each rank; None: as many as were handed out.
+            samples: the number of samples of this epoch that training has used on each rank; None: the number returned.
         """
         taken = self._place.taken if samples is None else checked_count("samples", samples, len(self))
         return {**self._settings(), "epoch": self.epoch, "samples": taken}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Let the next iterator go on at the next sample of the saved epoch; those after it begin at the first again.
+        """Let the next iterator continue at the saved sample; later iterators begin at the first sample again.
 
         Raises:
-            ValueError: the state is that of another number of replicas, another dataset or other options.
+            ValueError: the state was saved with another number of replicas, dataset or other options.
         """
         check_settings(state_dict, self._settings(), "samples")
         samples = checked_count("samples", state_dict["samples"], len(self))
@@ -172,30 +172,30 @@ class LoadBalancingDistributedSampler(Sampler[int]):
         return number
 
     def _draw(self, epoch: int) -> Iterator[int]:
-        # Not before the first sample is asked for: a DataLoader with workers makes an iterator that it never uses.
+        # Only when the first sample is requested: a DataLoader with workers makes an iterator that it never uses.
         place = Place()
         if epoch == self.epoch:
             place.taken, self._resume_at = self._resume_at, 0
             self._place = place
         order, chunks = self._plan(epoch)
         mine = order.index_select(0, (chunks * self.num_replicas + self.rank) % self.length)
-        del order, chunks  # as large as all that the sampler keeps
+        del order, chunks  # as large as everything else that the sampler stores
         for block in mine[place.taken :].split(_BLOCK):
             for index in block.tolist():
                 place.taken += 1
                 yield index
 
     def _plan(self, epoch: int) -> tuple[Tensor, Tensor]:
-        """Return the samples' order and the chunks' order, S7.2 and S7.3."""
+        """Return the order of samples (S7.2) and of chunks (S7.3)."""
         num_chunks = max(1, self.num_samples)
         if not self.shuffle:
             return self._ordering.without_noise(), torch.arange(num_chunks)[: self.num_samples]
         generator = torch.Generator().manual_seed(self.seed + epoch)
-        noise = torch.randint(self._ordering.bound, (self.length,), generator=generator)  # drawn also when it is all zeros
+        noise = torch.randint(self._ordering.bound, (self.length,), generator=generator)  # drawn even if it is all zeros
         return self._ordering.with_noise(noise), torch.randperm(num_chunks, generator=generator)[: self.num_samples]
 
     def _settings(self) -> dict[str, Any]:
-        """Return what a saved place depends on."""
+        """Return the settings on which a saved position depends."""
         return {
             "num_replicas": self.num_replicas,
             "length": self.length,

@@ -1,4 +1,4 @@
-"""What the samplers share: which replica they serve, and the place in an epoch that is saved and found again."""
+"""State shared by the samplers: their replica, and the position in an epoch that is saved and restored."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ __all__ = ["Place", "check_settings", "checked_count", "replica_of", "whole"]
 
 
 class Place:
-    """How many items of an epoch an iterator has handed out."""
+    """The number of items of an epoch that an iterator has returned."""
 
     def __init__(self, taken: int = 0) -> None:
         self.taken = taken
 
 
 def replica_of(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """Return the number of replicas and the rank; what is None comes from the process group, else from the environment.
+    """Return the number of replicas and the rank; None is replaced from the process group, else from the environment.
 
     Raises:
-        ValueError: there is no such rank, or no replica.
+        ValueError: num_replicas is below 1, or rank is out of range.
     """
     if num_replicas is None or rank is None:
         found_size, found_rank = _size_and_rank()
@@ -39,7 +39,7 @@ def replica_of(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
 
 
 def whole(name: str, value: Any) -> int:
-    """Return ``value``, which is called ``name``, as an int; refuse what is no whole number."""
+    """Return ``value`` of the argument ``name`` as an int; raise unless it is an integer."""
     try:
         return operator.index(value)
     except TypeError:
@@ -47,7 +47,7 @@ def whole(name: str, value: Any) -> int:
 
 
 def checked_count(name: str, value: int, most: int) -> int:
-    """Return ``value``; refuse what an epoch of ``most`` items does not have."""
+    """Return ``value`` as an int; raise unless it is from 0 to ``most``."""
     number = whole(name, value)
     if not 0 <= number <= most:
         raise ValueError(f"{name}={number} must be from 0 to {most}, the number of {name} in the epoch")
@@ -55,7 +55,7 @@ def checked_count(name: str, value: int, most: int) -> int:
 
 
 def check_settings(state_dict: Mapping[str, Any], here: Mapping[str, Any], unit: str) -> None:
-    """Refuse a state that was saved under other settings than those here."""
+    """Raise if the state was saved with other settings."""
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"state_dict is a {type(state_dict).__name__}; it must be a dict that state_dict() returned")
     if missing := [name for name in (*here, "epoch", unit) if name not in state_dict]:
@@ -77,5 +77,5 @@ def check_settings(state_dict: Mapping[str, Any], here: Mapping[str, Any], unit:
 def _size_and_rank() -> tuple[int, int]:
     world = current_world()
     if isinstance(world, RealWorld) and world.known_identity is None and dist.is_available() and dist.is_initialized():
-        return dist.get_world_size(), dist.get_rank()  # torch alone was initialized, perhaps without a launcher
+        return dist.get_world_size(), dist.get_rank()  # only torch was initialized, perhaps without a launcher
     return world.identity.world_size, world.identity.rank

@@ -1,4 +1,4 @@
-"""KernelBackend by plans: the contract's methods turned into launches, for whoever can submit them."""
+"""KernelBackend in terms of plans: the contract's methods as kernel launches, which a subclass submits."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _KEYS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32:
 
 
 class PlannedBackend(KernelBackend):
-    """The CUDA kernels under their own grids and arguments; a subclass knows the card and runs the launches."""
+    """The CUDA kernels with their grids and arguments; a subclass knows the card and runs the launches."""
 
     @abstractmethod
     def _card(self, device: torch.device) -> Card:
-        """Return what a plan must know of the device."""
+        """Return the properties of the device that plans depend on."""
 
     @abstractmethod
     def _submit(self, plan: Plan, device: torch.device) -> None:
-        """Run the launches in order, after what was queued on the current stream and before what will be."""
+        """Queue the launches, in order, on the current stream."""
 
     def _add_(self, x: Tensor, y: Tensor) -> None:
         self._submit(plan.element_wise(self._card(x.device), "add", x, y), x.device)
@@ -74,8 +74,8 @@ class PlannedBackend(KernelBackend):
         self._copy(flat, tensors, gather=False)
 
     def _order_by_complexity(self, keys: Tensor) -> Tensor:
-        # The sort itself is torch's: a radix sort that moves what it must is a library of its own, and no step waits for it.
-        # Integers, as what a sort of floats makes of -0 and NaN is not written down.
+        # torch sorts: an efficient radix sort is a library in itself, and no training step waits for this.
+        # It sorts integers, because the order of -0 and NaN in a sort of floats is not documented.
         if keys.dtype in _KEYS:
             floats, keys = keys.detach(), torch.empty_like(keys, dtype=_KEYS[keys.dtype])
             self._submit(plan.order_keys(self._card(keys.device), floats, keys), keys.device)

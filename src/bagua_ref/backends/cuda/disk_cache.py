@@ -1,4 +1,4 @@
-"""Compiled kernels on disk, each under a name made of all that it is of; what is damaged counts as absent."""
+"""A cache of compiled kernels on disk, under a hash of everything that determines them; damaged files count as absent."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ def folder() -> Path:
 
 
 def cached(name: str, made_of: object, make: Callable[[], bytes]) -> bytes:
-    """Return what ``make`` makes, from the disk if it has been made of the same before.
+    """Return the result of ``make``, from disk if it was made from the same inputs before.
+
+    A folder that cannot be read or written only costs time.
 
     Args:
-        name: what the file's name begins with.
-        made_of: everything that decides the result; its repr is hashed.
-        make: makes it. A cache that cannot be read or written only costs time.
+        name: the beginning of the file's name.
+        made_of: everything that determines the result; its repr is hashed.
+        make: computes the result.
     """
     path = folder() / f"{name}-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:_DIGEST]}"
     with contextlib.suppress(OSError):
@@ -42,7 +44,7 @@ def cached(name: str, made_of: object, make: Callable[[], bytes]) -> bytes:
     result = make()
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Other processes may read or write the same file now: they see the old or the new one, whole.
+        # Other processes may read or write the same file: they must see either all of the old or all of the new one.
         descriptor, temporary = tempfile.mkstemp(dir=path.parent)
         try:
             with os.fdopen(descriptor, "wb") as file:

@@ -1,4 +1,4 @@
-"""What a launch is: kernel, grid, arguments. Plans are made of these, and whoever can run kernels takes them from here."""
+"""Kernel launches (kernel, grid, arguments) and plans, which are sequences of launches."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ KERNELS: dict[str, tuple[str, ...]] = {
         *(f"order_keys_{dtype}" for dtype in _FLOATS),
     ),
 }
-"""Every kernel by the source that it is in: ``kernels/<source>.cu``."""
+"""The names of the kernels in each source ``kernels/<source>.cu``."""
 
 
 class _Workspace:
-    """Stands for the address of a plan's workspace, which only the submitter knows."""
+    """A placeholder for the address of a plan's workspace, which only the submitter knows."""
 
     def __repr__(self) -> str:
         return "WORKSPACE"
@@ -47,10 +47,10 @@ Argument: TypeAlias = "ctypes.c_void_p | ctypes.c_longlong | ctypes.c_float | ct
 
 @dataclass(frozen=True)
 class Card:
-    """What a plan must know of the device.
+    """The properties of a device that plans depend on.
 
     Attributes:
-        multiprocessors: how many there are; grids are a multiple of it where there is work for more.
+        multiprocessors: their number; large grids are a multiple of it.
     """
 
     multiprocessors: int
@@ -61,11 +61,11 @@ class Launch:
     """One kernel on one grid.
 
     Attributes:
-        source: the file it is in, without suffix.
-        kernel: its name, dtype included.
-        grid: blocks, each of `BLOCK` threads.
+        source: the file of the kernel, without suffix.
+        kernel: its name, including the dtype.
+        grid: the number of blocks, of `BLOCK` threads each.
         shared: bytes of dynamic shared memory per block.
-        args: the kernel's parameters in order, in the types that it declares.
+        args: the kernel's arguments in order, with the types that it declares.
     """
 
     source: str
@@ -81,8 +81,8 @@ class Plan:
     """Launches that run one after another on one stream.
 
     Attributes:
-        launches: in order; none if there is nothing to do.
-        workspace: bytes of memory that they share, of any content before and after; nobody else may use it in between.
+        launches: the launches in order; empty if there is nothing to do.
+        workspace: bytes of scratch memory that they share, uninitialised; nothing else may use it until they are done.
     """
 
     launches: tuple[Launch, ...] = ()
@@ -90,18 +90,18 @@ class Plan:
 
 
 def pack(launch: Launch, workspace: int) -> tuple[ctypes.Array[ctypes.c_void_p], tuple[object, ...]]:
-    """Return the addresses of the arguments, as launches take them, and what must outlive the launch call.
+    """Return an array of the arguments' addresses, and the values, which must outlive the launch call.
 
     Args:
-        launch: whose arguments.
-        workspace: the address that `WORKSPACE` stands for.
+        launch: the launch.
+        workspace: the address that replaces `WORKSPACE`.
     """
     values = tuple(ctypes.c_void_p(workspace) if isinstance(value, _Workspace) else value for value in launch.args)
     return (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values)), values
 
 
 def source_of(name: str) -> str:
-    """Return the text of ``kernels/<name>.cu`` with our own header in it, so that it is all that decides what is compiled."""
+    """Return the text of ``kernels/<name>.cu`` with our header inlined, so that the text alone determines what is compiled."""
     header = (_FOLDER / "vector.cuh").read_text(encoding="utf-8").replace("#pragma once\n", "")
     text = (_FOLDER / f"{name}.cu").read_text(encoding="utf-8")
     return text.replace('#include "vector.cuh"\n', header)

@@ -1,7 +1,10 @@
 """The backend ``"cuda"``: compiles the kernels through CuPy and runs their launches on torch's current stream.
 
-The only file that imports CuPy, and only once somebody asks for the backend. CuPy is the way to NVRTC and to the driver here;
-memory, streams and devices are torch's.
+This is the only file that imports CuPy, and only when the backend is first used. CuPy gives access to NVRTC and to the driver;
+torch manages memory, streams and devices.
+
+NVRTC is called here, not through ``cupy.RawModule``, which always compiles with ``-ftz=true``: that flushes subnormal numbers to
+zero, against S1. It also needs a device to compile, and raises if it cannot create its cache folder.
 """
 
 from __future__ import annotations
@@ -31,22 +34,22 @@ __all__ = ["CudaBackend", "compile_source", "header_folder"]
 
 _OPTIONS = (
     "--std=c++17",
-    "--fmad=false",  # S1; the sources ask for it operation by operation, too
+    "--fmad=false",  # S1; the sources also use intrinsics that forbid it
     "--device-as-default-execution-space",
     "--ptxas-options=-v",
 )
 
 
 class CudaBackend(PlannedBackend):
-    """Our CUDA C++ kernels on CUDA tensors.
+    """The CUDA C++ kernels, for CUDA tensors.
 
-    Every launch is asynchronous, on torch's current stream of the tensors' device: as with torch's own operations, tensors that
-    another stream wrote need an event or `torch.Tensor.record_stream`. Nothing waits for the device, and memory is asked for only
-    when a stream's workspace (some KiB) has to grow. Any number of threads may use it.
+    Launches are asynchronous, on torch's current stream of the tensors' device. As with torch's own operations, tensors of another
+    stream need an event or `torch.Tensor.record_stream`. The host never waits for the device, and memory is allocated only when
+    the workspace of a stream (some KiB) has to grow. Any number of threads may use the backend.
 
-    Raises, beside what `bagua_ref.backends.KernelBackend` says:
-        BackendUnavailableError: (when asked for) no CuPy, no driver, no device, no headers.
-        RuntimeError: CUDA refused to compile, to load or to launch; with the compiler's messages or the error's name.
+    Raises, in addition to `bagua_ref.backends.KernelBackend`:
+        BackendUnavailableError: (when it is first used) CuPy, driver, device or headers are missing.
+        RuntimeError: CUDA could not compile, load or launch a kernel; with the compiler's messages or the name of the error.
     """
 
     name = "cuda"
@@ -61,7 +64,7 @@ class CudaBackend(PlannedBackend):
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
-        """Return why there is nothing that could run the kernels, None if there is."""
+        """Return why the kernels cannot run here, None if they can."""
         try:
             from cupy.cuda import runtime
         except ImportError as error:
@@ -69,8 +72,8 @@ class CudaBackend(PlannedBackend):
             return f"CuPy cannot be imported: {error}; install with: {install_command(extra)}"
         if not torch.cuda.is_available():
             if torch.version.cuda is None:
-                return "this torch was built without CUDA; install one that was built with it, then CuPy for the same CUDA"
-            return "torch sees no CUDA device: there is none, or no driver for it"
+                return "this torch was built without CUDA; install a CUDA build of torch, then CuPy for the same CUDA version"
+            return "torch finds no CUDA device: there is none, or its driver is missing"
         try:
             runtime.getDeviceCount()
             major, _ = _nvrtc().getVersion()
@@ -94,11 +97,11 @@ class CudaBackend(PlannedBackend):
             if not plan.workspace:
                 _queue(plan, functions, stream, 0)
                 return
-            with self._lock:  # the workspace is the stream's: no other thread's launch may come in between
+            with self._lock:  # the workspace belongs to the stream: launches of other threads must not come in between
                 _queue(plan, functions, stream, self._workspace(plan.workspace, index, stream))
 
     def _workspace(self, size: int, index: int, stream: int) -> int:
-        """Return the address of a stream's workspace; one that is too small goes back to torch, which knows the stream's order."""
+        """Return the address of a stream's workspace. A smaller one is freed: torch reuses its memory in stream order."""
         workspace = self._workspaces.get((index, stream))
         if workspace is None or workspace.numel() < size:
             rounded = max(65536, 1 << (size - 1).bit_length())
@@ -107,12 +110,12 @@ class CudaBackend(PlannedBackend):
         return workspace.data_ptr()
 
     def _function(self, launch: Launch, index: int) -> int:
-        """Return the driver's handle of a kernel on a device."""
+        """Return the driver's handle for a kernel on a device."""
         from cupy.cuda import driver
 
         function = self._functions.get((launch.kernel, index))
         if function is None:
-            with self._lock:  # compiling takes seconds; threads that want the same wait for it
+            with self._lock:  # compiling takes seconds; other threads that need the module wait for it
                 module = self._modules.get((launch.source, index))
                 if module is None:
                     module = self._modules[launch.source, index] = driver.moduleLoadData(_image(launch.source, index))
@@ -121,7 +124,7 @@ class CudaBackend(PlannedBackend):
 
     @contextmanager
     def _current(self, index: int) -> Iterator[None]:
-        """Make the device current for CuPy; on a thread that CUDA has not seen yet this takes a call of the runtime, too."""
+        """Make the device current for CuPy; a thread that is new to CUDA needs a call of the runtime, too."""
         from cupy.cuda import runtime
 
         before = runtime.getDevice()
@@ -130,7 +133,7 @@ class CudaBackend(PlannedBackend):
         try:
             seen = self._threads.__dict__.setdefault("devices", set())
             if index not in seen:
-                runtime.free(0)  # frees nothing, but makes the device's context this thread's
+                runtime.free(0)  # frees nothing, but binds the device's context to this thread
                 seen.add(index)
             yield
         finally:
@@ -139,15 +142,15 @@ class CudaBackend(PlannedBackend):
 
 
 def compile_source(name: str, architecture: int) -> tuple[bytes, str]:
-    """Compile ``kernels/<name>.cu`` with NVRTC; takes neither driver nor device.
+    """Compile ``kernels/<name>.cu`` with NVRTC; needs neither driver nor device.
 
     Args:
         name: a key of `bagua_ref.backends.cuda.launch.KERNELS`.
-        architecture: compute capability, such as 90. One that this NVRTC does not know gets PTX for the newest below that it
-            knows, which the driver translates.
+        architecture: the compute capability, such as 90. If NVRTC does not support it, the result is PTX for the next older
+            one, which the driver translates.
 
     Returns:
-        The cubin (or PTX), and what the assembler says of registers, spills and shared memory.
+        The cubin (or PTX), and the assembler's report on registers, spills and shared memory.
 
     Raises:
         RuntimeError: with the compiler's messages.
@@ -166,13 +169,13 @@ def compile_source(name: str, architecture: int) -> tuple[bytes, str]:
             raise RuntimeError(f"{name}.cu for {target}: {error}\n{nvrtc.getProgramLog(program)}") from error
         if target.startswith("sm_"):
             return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program)
-        return nvrtc.getPTX(program).rstrip(b"\0") + b"\0", nvrtc.getProgramLog(program)  # the driver reads up to a zero
+        return nvrtc.getPTX(program).rstrip(b"\0") + b"\0", nvrtc.getProgramLog(program)  # the driver expects a terminating zero
     finally:
         nvrtc.destroyProgram(program)
 
 
 def header_folder() -> str | None:
-    """Return where cuda_fp16.h is: in the wheel that goes with CuPy's NVRTC, else in an installed CUDA; None: nowhere."""
+    """Return the folder of cuda_fp16.h: of the wheel that belongs to CuPy's NVRTC, else of an installed CUDA, else None."""
     major, _ = _nvrtc().getVersion()
     candidates = [wheel / "include" for wheel in _wheels("cuda_runtime", major)]
     roots = (os.environ.get("CUDA_PATH"), os.environ.get("CUDA_HOME"), "/usr/local/cuda")
@@ -182,20 +185,20 @@ def header_folder() -> str | None:
 
 @functools.cache
 def _nvrtc() -> Any:
-    """Return CuPy's module for the compiler, whose library older CuPys do not find in its wheel by themselves."""
+    """Return CuPy's NVRTC module, after loading the library from its wheel, where older versions of CuPy do not find it."""
     from cupy.cuda import nvrtc, runtime
 
     major = runtime.runtimeGetVersion() // 1000
     for wheel in _wheels("cuda_nvrtc", major):
         library = wheel / "lib" / f"libnvrtc.so.{major}"
         if library.exists():
-            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)  # found by its name from now on
+            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)  # from now on it is found by name
             break
     return nvrtc
 
 
 def _wheels(part: str, major: int) -> list[Path]:
-    """Return the folders that NVIDIA's wheels of a CUDA library may be in."""
+    """Return the folders where NVIDIA's wheels install a CUDA library."""
     nvidia = importlib.util.find_spec("nvidia")
     places = (nvidia.submodule_search_locations or ()) if nvidia else ()
     return [Path(place) / (part if major < 13 else f"cu{major}") for place in places]
@@ -206,7 +209,7 @@ def _queue(plan: Plan, functions: list[int], stream: int, workspace: int) -> Non
 
     for launch, function in zip(plan.launches, functions, strict=True):
         arguments, _values = pack(launch, workspace)
-        # The driver copies the arguments; CuPy raises its error for whatever code comes back.
+        # The driver copies the arguments; CuPy raises an exception if it returns an error.
         driver.launchKernel(
             function, launch.grid, 1, 1, launch.block, 1, 1, launch.shared, stream, ctypes.addressof(arguments), 0
         )  # fmt: skip
@@ -222,7 +225,7 @@ def _card(index: int) -> Card:
 
 
 def _image(source: str, index: int) -> bytes:
-    """Return a source compiled for a device, from the disk where it has been before."""
+    """Return a source compiled for a device, from the disk cache if possible."""
     major, minor = torch.cuda.get_device_capability(index)
     architecture = 10 * major + minor
     made_of = (source_of(source), architecture, _OPTIONS, _nvrtc().getVersion(), header_folder())

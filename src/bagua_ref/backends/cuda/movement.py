@@ -1,4 +1,4 @@
-"""How tensors of any shape are copied into a flat one and back (S2.3): contiguous ones together, others one launch each."""
+"""Copies between tensors of any shape and a flat one (S2.3): contiguous ones together, the others with one launch each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SEGMENTS = 128
 """Tensors per launch, as in ``movement.cu``."""
 
 PIECE = 32768
-"""Bytes that a block copies at a time."""
+"""Bytes per step of a block."""
 
 _RANK = 8
 _WAVES = 32
@@ -55,8 +55,8 @@ class Strided(ctypes.Structure):
 def is_plain(tensor: Tensor, *, written: bool) -> bool:
     """Return whether the kernels can copy a tensor; torch copies the rest.
 
-    The rest: lazily negated or conjugated views, more than eight axes that cannot be merged, and, where it is written, several
-    elements in one place, for which torch has an error.
+    The rest: lazily negated or conjugated views, tensors with more than eight axes that cannot be merged, and outputs with several
+    elements at one address, for which torch raises an error.
     """
     shape = _merged(tensor)
     overlaps = written and any(stride == 0 for _, stride in shape)
@@ -67,10 +67,10 @@ def copy(card: Card, flat: Tensor, tensors: Sequence[tuple[Tensor, int]], *, gat
     """Copy tensors into flat, or flat into tensors.
 
     Args:
-        card: what it runs on.
+        card: the device.
         flat: the flat tensor.
-        tensors: those that `is_plain` is true of, each with its place in flat, in elements.
-        gather: into flat; else out of it.
+        tensors: tensors for which `is_plain` is true, each with its offset in flat, in elements.
+        gather: copy into flat; else out of it.
     """
     whole: list[tuple[Tensor, int]] = []
     apart: list[tuple[Tensor, int]] = []
@@ -111,7 +111,7 @@ def _strided(card: Card, flat: Tensor, tensor: Tensor, start: int, way: str) -> 
 
 
 def _merged(tensor: Tensor) -> list[tuple[int, int]]:
-    """Return sizes and strides in row-major order, axes of one element left out and those that lie as one merged."""
+    """Return sizes and strides in row-major order, without axes of size 1 and with contiguous axes merged."""
     merged: list[tuple[int, int]] = []
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         if size == 1:

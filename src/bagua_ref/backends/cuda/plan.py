@@ -1,7 +1,7 @@
-"""How each kernel is launched: grids, parts and arguments. Knows tensors and the card's size, no CUDA library.
+"""Plans of the kernels: grids, parts and arguments, from tensors and the card's size, without any CUDA library.
 
-Each function returns the `Plan` of one kernel of the contract. Grids never depend on what is in the tensors, and the results
-never depend on the grid.
+Each function returns the `Plan` of one kernel of the contract. Grids do not depend on the tensors' values, nor results on the
+grid.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 __all__ = ["ON_CHIP", "compress", "decompress", "element_wise", "order_keys", "pointer", "reduce_chunks"]
 
 ON_CHIP = 32768
-"""Bytes of shared memory that a chunk may take to be compressed in one pass; at least two blocks fit on any multiprocessor."""
+"""The most bytes of shared memory for a chunk that is compressed in one pass; two blocks of it fit on any multiprocessor."""
 
-_PACK = 16  # bytes that a thread reads or writes at a time
-_SLACK = 16  # a chunk on chip keeps its distance from a boundary of 16 bytes
-_WAVES = 32  # blocks per multiprocessor at most; from there on blocks walk on
+_PACK = 16  # bytes that a thread reads or writes at once
+_SLACK = 16  # a chunk in shared memory keeps its offset from a 16-byte boundary
+_WAVES = 32  # the most blocks per multiprocessor; beyond that, each block loops
 _END_PARTS = 4  # parts per multiprocessor of find_ends: one wave, and few ends for quantise to merge
-_MIN_PART = 4096  # elements that are worth a block
-_PART_STEP = 128  # parts begin at multiples of it, so that all of a chunk lie alike against boundaries
+_MIN_PART = 4096  # the fewest elements that are worth a block
+_PART_STEP = 128  # parts begin at multiples of this, so that all parts of a chunk have the same alignment
 
 
 def pointer(x: Tensor) -> ctypes.c_void_p:
     """Return x's address.
 
     Raises:
-        ValueError: its memory is not what its values are, or does not begin at a multiple of its element's size.
+        ValueError: x is a lazily negated or conjugated view, or its address is not a multiple of the element size.
     """
     if x.is_neg() or x.is_conj():
         raise ValueError(f"a {x.dtype} tensor is a lazily negated or conjugated view; pass resolve_neg() or resolve_conj() of it")
@@ -64,7 +64,7 @@ def reduce_chunks(card: Card, x: Tensor, num_chunks: int, target_chunk: int, ave
 
 
 def compress(card: Card, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor) -> Plan:
-    """Write all blocks of the payload or one of them (S4): in one pass where a chunk fits on chip, else in two."""
+    """Write one or all blocks of the payload (S4): in one pass if a chunk fits into shared memory, else in two."""
     size, block_bytes = x.numel() // num_chunks, out.numel() // num_chunks
     source, target = pointer(x).value or 0, pointer(out).value or 0
     if target_chunk is not None:
@@ -119,7 +119,7 @@ def _grid(card: Card, work: int, per_thread: int) -> int:
 
 
 def _parts(card: Card, size: int, num_chunks: int, per_multiprocessor: int) -> tuple[int, int]:
-    """Return into how many parts a chunk is cut, and how many elements all but the last have."""
+    """Return the number of parts of a chunk, and the number of elements of each but the last."""
     wanted = -(-per_multiprocessor * card.multiprocessors // num_chunks)
     parts = max(1, min(wanted, -(-size // _MIN_PART)))
     part_size = -(-size // (parts * _PART_STEP)) * _PART_STEP
@@ -135,5 +135,5 @@ def _size(value: int) -> ctypes.c_longlong:
 
 
 def _number(x: Tensor, value: float) -> ctypes.c_float | ctypes.c_double:
-    """Return a number in the type of x's arithmetic."""
+    """Return a number as the C type of x's arithmetic."""
     return ctypes.c_double(value) if x.dtype is torch.float64 else ctypes.c_float(value)

@@ -1,4 +1,4 @@
-"""ReferenceBackend: every kernel a few lines of NumPy that look like their clause, for tensors on any device."""
+"""The class ReferenceBackend: each kernel as a few lines of NumPy that resemble its clause, for tensors on any device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _R = TypeVar("_R")
 
 
 def _silent(kernel: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Keep NumPy from warning of infinities and NaN: here they are results."""
+    """Suppress NumPy's warnings about infinities and NaN, which are valid results here."""
 
     @functools.wraps(kernel)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -35,7 +35,7 @@ def _silent(kernel: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 class ReferenceBackend(KernelBackend):
-    """The executable form of SPEC's kernels. NumPy has no fused multiply-add, so that each line below rounds (S1)."""
+    """SPEC's kernels in executable form. NumPy has no fused multiply-add, so each operation below rounds (S1)."""
 
     name = "reference"
 
@@ -148,7 +148,7 @@ def _sum_in_order(rows: Array) -> Array:
     """Return ((+0 + row 0) + row 1) + ... in this order (S3.7)."""
     zero = rows.dtype.type(0)
     if rows.shape[1] == 1:
-        # NumPy adds whole rows one after another, but what it can see as one line of numbers pairwise.
+        # NumPy adds whole rows one after another, but sums pairwise what it can treat as one dimension.
         total: Array = np.add.accumulate(rows, axis=0)[-1] + zero
     else:
         total = np.add.reduce(rows, axis=0, initial=zero)

@@ -1,4 +1,4 @@
-"""Walking through tensors in blocks that stay in the cache, as float32 (or float64) NumPy arrays, and the buffers for it."""
+"""Iteration over tensors in cache-sized blocks, as float32 (or float64) NumPy arrays, and the buffers for it."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ Array: TypeAlias = npt.NDArray[Any]
 Index: TypeAlias = slice | tuple[slice, slice]
 
 BLOCK = 65536
-"""Elements per block: two float32 buffers of it fit into a core's second-level cache."""
+"""Elements per block: two float32 buffers of this size fit into a core's second-level cache."""
 
 
 class Scratch:
-    """The buffers of one running kernel, made when first used and kept for the next kernel."""
+    """The buffers of one running kernel, allocated at their first use and kept for the next kernel."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def tensor(self, slot: int, size: int, dtype: torch.dtype) -> Tensor:
-        """Return ``size`` elements of buffer number ``slot``, with whatever they hold."""
+        """Return ``size`` elements of buffer number ``slot``, uninitialised."""
         if size > BLOCK:
             return torch.empty(size, dtype=dtype)
         buffer = self._buffers.get((slot, dtype))
@@ -39,7 +39,7 @@ class Scratch:
         return buffer[:size]
 
     def like(self, slot: int, array: Array) -> Array:
-        """Return buffer number ``slot`` in the shape and type of a float array."""
+        """Return buffer number ``slot`` with the shape and dtype of a float array."""
         dtype = torch.float64 if array.dtype == np.float64 else torch.float32
         return self.tensor(slot, array.size, dtype).numpy().reshape(array.shape)
 
@@ -49,7 +49,7 @@ _free: list[Scratch] = []
 
 @contextmanager
 def scratch() -> Iterator[Scratch]:
-    """Lend buffers. One set per kernel that runs at the same time, not per thread: a simulated world has thousands of threads."""
+    """Lend buffers: one set per kernel that runs concurrently, not per thread, as a simulated world has thousands of threads."""
     try:
         lent = _free.pop()
     except IndexError:
@@ -61,15 +61,15 @@ def scratch() -> Iterator[Scratch]:
 
 
 def computed_in(x: Tensor) -> torch.dtype:
-    """Return the type that x's arithmetic uses (S1)."""
+    """Return the dtype of x's arithmetic (S1)."""
     return torch.float64 if x.dtype is torch.float64 else torch.float32
 
 
 def reader(x: Tensor, buffers: Scratch, slot: int, *, fill: bool = True) -> Callable[[Index], Array]:
-    """Return ``read(index)``: a part of x in the type of its arithmetic, x's own memory where it can be.
+    """Return ``read(index)``, which returns a part of x in the dtype of its arithmetic, as x's own memory if possible.
 
-    Elsewhere it is a copy in buffer number ``slot``, good until the next one; ``fill=False`` leaves the copying out, for what is
-    only going to be written.
+    Otherwise it is a copy in buffer number ``slot``, valid until the next one. ``fill=False`` skips the copying, for parts that
+    are only written.
     """
     if _usable(x):
         return x.numpy().__getitem__
@@ -84,7 +84,7 @@ def reader(x: Tensor, buffers: Scratch, slot: int, *, fill: bool = True) -> Call
 
 
 def writer(x: Tensor) -> Callable[[Index, Array], object]:
-    """Return ``write(index, values)``: round what a `reader` of x gave back to x's dtype; nothing to do in x's own memory."""
+    """Return ``write(index, values)``, which rounds a `reader`'s values to x's dtype and stores them, if they are a copy."""
     return (lambda index, values: None) if _usable(x) else (lambda index, values: x[index].copy_(torch.from_numpy(values)))
 
 
@@ -93,9 +93,9 @@ def _usable(x: Tensor) -> bool:
 
 
 def blocks(buffers: Scratch, x: Tensor, *sources: Tensor) -> Iterator[list[Array]]:
-    """Yield x and the sources block by block; what the caller leaves in x's array is stored in x, rounded once.
+    """Yield x and the sources block by block, and store the values that the caller leaves in x's array in x, rounded once.
 
-    Takes buffers 0 to ``len(sources)``.
+    It uses buffers 0 to ``len(sources)``.
     """
     readers = [reader(tensor.detach(), buffers, slot) for slot, tensor in enumerate((x, *sources))]
     write = writer(x.detach())
@@ -107,7 +107,7 @@ def blocks(buffers: Scratch, x: Tensor, *sources: Tensor) -> Iterator[list[Array
 
 
 def tiles(num_rows: int, num_columns: int) -> Iterator[tuple[slice, slice]]:
-    """Cut a matrix into tiles of at most `BLOCK` elements: many whole rows where they are short, parts of one where not."""
+    """Cut a matrix into tiles of at most `BLOCK` elements: several whole rows if they are short, else parts of one row."""
     if num_columns == 0:
         return
     rows, columns = max(1, BLOCK // num_columns), min(BLOCK, num_columns)

@@ -1,4 +1,4 @@
-"""MinMaxUInt8 in NumPy: S4 line by line, a matrix row for each chunk."""
+"""MinMaxUInt8 in NumPy: S4 line by line, with a matrix row for each chunk."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _POISON = {
     torch.bfloat16: np.frombuffer(bytes.fromhex("c07fc07f"), np.uint8),
     torch.float32: np.frombuffer(bytes.fromhex("0000c07f0000c07f"), np.uint8),
 }
-"""The headers NaN, NaN as bytes (S4.4); conversions give a NaN whatever bits they like."""
+"""The bytes of the header NaN, NaN (S4.4), as the bits of a converted NaN are not specified."""
 
 
 def grid_between(low: Array, high: Array) -> tuple[Array, Array]:
-    """Return scale and lower of the grids between minima and maxima, operation by operation in float32 (S4.2)."""
+    """Return scale and lower of the grids between minima and maxima, each operation in float32 (S4.2)."""
     scale = np.float32(255) / ((high - low) + np.float32(1e-7))
     upper = np.rint(high * scale)
     return scale, upper - np.float32(255)
@@ -41,7 +41,7 @@ def compress(x: Tensor, payload: Tensor, buffers: Scratch) -> None:
     payload_rows[:, : header.shape[1]] = np.where(poisoned, _POISON[x.dtype], header)
     payload_rows[:, HEADER_BYTES + x.shape[1] :] = 0
     levels = payload_rows[:, HEADER_BYTES : HEADER_BYTES + x.shape[1]]
-    # Rounding keeps order: where the ends are on the grid all is, and nothing needs to be clipped.
+    # Rounding is monotonic: if both ends are on the grid, all values are, and nothing needs to be clipped.
     fits = (np.rint(low * scale) >= lower).all() and (np.rint(high * scale) - lower <= 255).all()
     read = reader(x, buffers, 0)
     for rows, columns in tiles(*x.shape):
@@ -49,7 +49,7 @@ def compress(x: Tensor, payload: Tensor, buffers: Scratch) -> None:
         level = buffers.like(1, tile)
         np.multiply(tile, scale[rows], out=level)
         np.rint(level, out=level)
-        # S4.2 takes the minimum with upper here. Rounding keeps order, so x <= max makes x*scale <= upper already.
+        # S4.2 takes the minimum with upper here. Rounding is monotonic, so x <= max implies x*scale <= upper.
         np.subtract(level, lower[rows], out=level)
         if not fits:
             np.clip(level, 0, 255, out=level)

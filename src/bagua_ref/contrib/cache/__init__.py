@@ -1,1 +1,1 @@
-"""What the cache is made of: the format of values, servers and their life, failures, counters; users need `CachedDataset`."""
+"""Internals of the cache: value format, servers, failures and counters. Users need only `CachedDataset`."""

@@ -1,4 +1,4 @@
-"""Tensors and arrays as bytes: dtype by name, shape, and the elements row-major (S8.5)."""
+"""Tensors and arrays as bytes: the dtype's name, the shape, and the elements in row-major order (S8.5)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 __all__ = ["array_parts", "is_plain_array", "is_plain_tensor", "read_array", "read_tensor", "tensor_parts"]
 
-_HEAD = struct.Struct("=?BB")  # requires_grad, length of the dtype's name, dimensions; name and shape follow
+_HEAD = struct.Struct("=?BB")  # requires_grad, length of the dtype's name, number of dimensions; name and shape follow
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _TORCH_DTYPES = {str(dtype)[6:].encode(): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 def is_plain_tensor(tensor: Tensor) -> bool:
-    """Return whether dtype, shape and elements say all there is: dense, on the CPU, without scales or attributes."""
+    """Return whether dtype, shape and elements describe it fully: dense, on the CPU, without scales or attributes."""
     return (
         tensor.layout is torch.strided
         and tensor.device.type == "cpu"
@@ -28,28 +28,28 @@ def is_plain_tensor(tensor: Tensor) -> bool:
 
 
 def tensor_parts(tensor: Tensor) -> list[Any]:
-    """Return head and elements of a plain tensor, to be joined."""
+    """Return header and elements of a plain tensor, to be joined."""
     plain = tensor.detach().resolve_conj().resolve_neg()
-    # Some dtypes can do nothing but exist; integers of their width can be copied.
+    # Some dtypes support no operation; integers of the same width can be copied.
     integers = plain.view(_SAME_WIDTH[plain.element_size()]).contiguous().numpy().reshape(-1)
     name = str(tensor.dtype)[6:].encode()
     return [*_head(tensor.requires_grad, name, tuple(tensor.shape)), integers.view(np.uint8).data]
 
 
 def read_tensor(view: memoryview, at: int) -> tuple[Tensor, int]:
-    """Return the tensor whose head begins at ``at``, in memory of its own, and where it ends."""
+    """Return the tensor whose header begins at ``at``, in its own memory, and its end."""
     requires_grad, name, shape, at = _read_head(view, at)
     dtype = _TORCH_DTYPES[name]
     end = at + _count(shape) * dtype.itemsize
     if end == at:
         return torch.empty(shape, dtype=dtype, requires_grad=requires_grad), at
-    # The bytes are Redis's reply, which nobody may write into: one copy makes them the tensor's own.
+    # The bytes are Redis's reply, which is read-only, so they are copied.
     tensor = torch.frombuffer(bytearray(_slice(view, at, end)), dtype=dtype).reshape(shape)
     return (tensor.requires_grad_() if requires_grad else tensor), end
 
 
 def is_plain_array(array: np.ndarray[Any, Any] | np.generic) -> bool:
-    """Return whether dtype, shape and elements say all there is.
+    """Return whether dtype, shape and elements describe it fully.
 
     Raises:
         TypeError: the array is structured.
@@ -62,18 +62,18 @@ def is_plain_array(array: np.ndarray[Any, Any] | np.generic) -> bool:
     if array.dtype.hasobject:
         return False
     try:
-        return bool(np.dtype(array.dtype.str) == array.dtype)  # dtypes of other packages call themselves plain bytes
+        return bool(np.dtype(array.dtype.str) == array.dtype)  # dtypes of other packages may have the name of plain bytes
     except TypeError:
         return False
 
 
 def array_parts(array: np.ndarray[Any, Any]) -> list[Any]:
-    """Return head and elements of a plain array, to be joined."""
+    """Return header and elements of a plain array, to be joined."""
     return [*_head(False, array.dtype.str.encode(), array.shape), array.tobytes()]
 
 
 def read_array(view: memoryview, at: int) -> tuple[np.ndarray[Any, Any], int]:
-    """Return the array whose head begins at ``at``, in memory of its own, and where it ends."""
+    """Return the array whose header begins at ``at``, in its own memory, and its end."""
     _, name, shape, at = _read_head(view, at)
     dtype = np.dtype(name.decode())
     end = at + _count(shape) * dtype.itemsize
@@ -105,5 +105,5 @@ def _count(shape: tuple[int, ...]) -> int:
 
 def _slice(view: memoryview, at: int, end: int) -> memoryview:
     if end > len(view):
-        raise ValueError(f"elements end at {end}, the value at {len(view)}")
+        raise ValueError(f"elements end at {end}, but the value ends at {len(view)}")
     return view[at:end]

@@ -1,4 +1,4 @@
-"""How a value looks in a store (S8.5): one frame around a tree of tagged entries, without pickle wherever there is another way."""
+"""The format of stored values (S8.5): a frame around a tree of tagged entries, with pickle only as a last resort."""
 
 from __future__ import annotations
 
@@ -19,38 +19,39 @@ if TYPE_CHECKING:
 __all__ = ["DamagedValueError", "TooLargeError", "decode", "encode"]
 
 VERSION = 1 if sys.byteorder == "little" else 129
-"""First byte of every value. Numbers are stored as the machine has them, so the other byte order is another version."""
+"""First byte of every value. Numbers have the machine's byte order, so the other byte order is another version."""
 
-_FRAME = struct.Struct("=B3xIQ")  # version, three zeros, bytes in all, xxh3 of what follows
+_FRAME = struct.Struct("=B3xIQ")  # version, three zeros, total bytes, xxh3 of the rest
 _BEGINNING = bytes((VERSION, 0, 0, 0))
 _COUNT = struct.Struct("=I")
 _INT = struct.Struct("=q")
 _FLOAT = struct.Struct("=d")
 _COMPLEX = struct.Struct("=dd")
 _LARGEST = 512 * 1024**2
-"""Bytes; Redis takes no longer value."""
+"""The longest value of Redis, in bytes."""
 
 
 class DamagedValueError(ValueError):
-    """What a store returned is not a value that `encode` wrote here, or it needs pickle without permission."""
+    """A stored value was not written by `encode` on such a machine, or it needs pickle without permission."""
 
 
 class TooLargeError(ValueError):
-    """A value is larger than any Redis takes."""
+    """A value is larger than the limit of Redis."""
 
 
 def encode(value: Any, allow_pickle: bool) -> bytes:
     """Return ``value`` as bytes: a frame of 16 bytes with version, length and checksum, and a tree of tagged entries (S8.5).
 
     Tensors, arrays, None, bool, numbers, str, bytes, bytearray, and tuples, lists and dicts of them need no pickle. Strides are
-    not kept: tensors and arrays come back row-major.
+    not stored: decoded tensors and arrays are row-major.
 
     Args:
-        value: what to store.
+        value: the value to store.
         allow_pickle: whether other objects may be pickled.
 
     Raises:
-        TypeError: it holds a NumPy structured array, or an object that needs pickle without permission, or that pickle refuses.
+        TypeError: it contains a NumPy structured array, an object that needs pickle without permission, or one that cannot be
+            pickled.
         TooLargeError: it is larger than 512 MiB.
 
     >>> decode(encode({"tokens": torch.tensor([3, 1]), "text": "ja"}, allow_pickle=False), allow_pickle=False)
@@ -59,7 +60,7 @@ def encode(value: Any, allow_pickle: bool) -> bytes:
     parts: list[Any] = []
     try:
         _write(value, parts, allow_pickle)
-    except RecursionError:  # nested too deeply, or inside itself, which pickle can store
+    except RecursionError:  # nested too deeply, or containing itself, which pickle can store
         parts.clear()
         _write_pickled(value, parts, allow_pickle)
     size = _FRAME.size + sum(map(len, parts))
@@ -72,17 +73,17 @@ def encode(value: Any, allow_pickle: bool) -> bytes:
 
 
 def decode(data: bytes, allow_pickle: bool) -> Any:
-    """Return what `encode` was given. Tensors and arrays are writable and share memory with nothing else (S8.5).
+    """Return the value that `encode` was given. Tensors and arrays are writable and share no memory (S8.5).
 
     Args:
-        data: from a store.
-        allow_pickle: whether entries made by pickle may be read; reading one can run code of whoever wrote it.
+        data: bytes from a store.
+        allow_pickle: whether pickled entries may be read; reading one can run code of whoever wrote it.
 
     Raises:
-        DamagedValueError: it is truncated, foreign, of another version, or needs pickle without permission (S8.3).
+        DamagedValueError: data are truncated, foreign, of another version, or need pickle without permission (S8.3).
     """
     if len(data) <= _FRAME.size or data[: len(_BEGINNING)] != _BEGINNING:
-        raise DamagedValueError(f"{data[:8]!r}... is no cached value of version {VERSION}")
+        raise DamagedValueError(f"{data[:8]!r}... is not a cached value of version {VERSION}")
     view = memoryview(data)
     _, size, checksum = _FRAME.unpack_from(view)
     if size != len(data):
@@ -93,7 +94,7 @@ def decode(data: bytes, allow_pickle: bool) -> Any:
         value, end = _read(view, _FRAME.size, allow_pickle)
     except DamagedValueError:
         raise
-    except Exception as error:  # who can compute checksums can write anything, and a pickle can raise anything
+    except Exception as error:  # a writer who computes the checksum can write anything, and a pickle can raise anything
         raise DamagedValueError(f"a cached value cannot be read: {type(error).__name__}: {error}") from error
     if end != size:
         raise DamagedValueError(f"a cached value ends after {end} of {size} bytes")
@@ -101,7 +102,7 @@ def decode(data: bytes, allow_pickle: bool) -> Any:
 
 
 def _write(value: Any, parts: list[Any], allow_pickle: bool) -> None:
-    """Append ``value``'s entry: a tag and what it announces."""
+    """Append ``value``'s entry: a tag and its content."""
     kind = type(value)
     if kind is torch.Tensor and is_plain_tensor(value):
         parts += [b"t", *tensor_parts(value)]
@@ -136,7 +137,7 @@ def _write_pickled(value: Any, parts: list[Any], allow_pickle: bool) -> None:
         pickled = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     except RecursionError:
         raise
-    except Exception as error:  # a class's own way of being pickled can raise anything
+    except Exception as error:  # the pickling methods of a class can raise anything
         raise TypeError(
             f"a value of type {kind} cannot be cached, as pickle raised {type(error).__name__}: {error}; {plain}"
         ) from error
@@ -164,14 +165,14 @@ _SCALARS: dict[type, Callable[[Any], bytes]] = {
     str: lambda value: _blob(b"s", value.encode("utf-8", "surrogatepass")),
     bytes: lambda value: _blob(b"b", value),
     bytearray: lambda value: _blob(b"B", value),
-    # Not as arrays: NumPy strips trailing NULs from strings when it reads them out of an array.
+    # Not as arrays: NumPy strips trailing NULs from the strings of an array.
     np.str_: lambda value: _blob(b"u", value.encode("utf-8", "surrogatepass")),
     np.bytes_: lambda value: _blob(b"y", bytes(value)),
 }
 
 
 def _read(view: memoryview, at: int, allow_pickle: bool) -> tuple[Any, int]:
-    """Return the value whose entry begins at ``at``, and where the next one begins."""
+    """Return the value whose entry begins at ``at``, and the start of the next entry."""
     tag = view[at]
     at += 1
     if tag in _CONSTANTS:
@@ -189,7 +190,7 @@ def _read(view: memoryview, at: int, allow_pickle: bool) -> tuple[Any, int]:
     if tag in _BLOBS:
         end = at + count
         if end > len(view):
-            raise DamagedValueError(f"a cached value announces {end} bytes and has {len(view)}")
+            raise DamagedValueError(f"a cached value should have {end} bytes but has {len(view)}")
         if tag == ord("p") and not allow_pickle:
             raise DamagedValueError("a cached value needs pickle; pass allow_pickle=True if you trust all who can write there")
         return _BLOBS[tag](view[at:end]), end

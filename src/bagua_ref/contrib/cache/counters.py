@@ -1,4 +1,4 @@
-"""How often the cache helped, counted by all processes that use one loader."""
+"""Counts of cache hits and misses over all processes that use a loader."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ __all__ = ["CacheStats", "Counters"]
 
 _ROWS = 256
 _NAMES = ("hits", "misses", "errors", "bytes_read", "bytes_written")
-_WIDTH = 1 + len(_NAMES)  # whose row it is, then the counts
+_WIDTH = 1 + len(_NAMES)  # the process id, then the counts
 
 
 @dataclass(frozen=True)
 class CacheStats:
-    """What `CacheLoader.stats` returns.
+    """The counts that `CacheLoader.stats` returns.
 
     Attributes:
         hits: values that came from the cache.
-        misses: values that load_fn made.
+        misses: values that load_fn computed.
         errors: requests that a store failed or refused, and values that were damaged or too large.
         bytes_read: encoded values read from the stores.
         bytes_written: encoded values written to the stores.
@@ -40,7 +40,7 @@ class CacheStats:
 
     @property
     def bytes(self) -> int:
-        """Return how much was read and written."""
+        """Return the bytes read and written."""
         return self.bytes_read + self.bytes_written
 
     @property
@@ -56,9 +56,9 @@ class CacheStats:
 
 
 class Counters:
-    """Counts in memory that forked and spawned children share; each process adds to a row of its own, so none waits.
+    """Counts in memory that forked and spawned children share. Each process has its own row, so none has to wait.
 
-    A process that comes when no row is free takes over that of one that has ended, and goes on counting there.
+    If no row is free, a process takes over the row of one that has ended and continues its counts.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Counters:
         self._forget()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Shared memory can be handed to a child that is being started, and to nobody else: a copy counts by itself.
+        # Shared memory can only be passed to a child that is being started: other copies count separately.
         return {"_table": self._table if context.get_spawning_popen() is not None else None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -93,7 +93,7 @@ class Counters:
 
     def _take_row(self) -> None:
         pid = os.getpid()
-        # Sibling workers have neighbouring numbers, so they begin their search at different rows.
+        # Sibling workers have consecutive process ids, so they begin their search at different rows.
         rows = [(pid + step) % _ROWS * _WIDTH for step in range(_ROWS)]
         mine = next((row for row in rows if self._table[row] in (0, pid)), None)
         if mine is None:
@@ -104,7 +104,7 @@ class Counters:
 
 
 def _is_alive(pid: int) -> bool:
-    if pid in {child.pid for child in multiprocessing.active_children()}:  # which also reaps those that have ended
+    if pid in {child.pid for child in multiprocessing.active_children()}:  # this also reaps ended children
         return True
     try:
         os.kill(pid, 0)

@@ -1,7 +1,7 @@
 """A Redis in Python for laptops and tests: fakeredis in this process, behind a TCP port for the node's other processes (S8.4).
 
-fakeredis brings a TCP server, which has no password and drops the connection when an answer fills the socket's buffer. This one
-speaks what the cache needs.
+fakeredis has a TCP server, but that has no password and drops the connection when a reply fills the socket's buffer. This one
+implements what the cache needs.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ __all__ = ["FakeServer", "start_fake_server"]
 
 @dataclass
 class FakeServer:
-    """A server inside this process, and gone with it.
+    """A server inside this process, which ends with it.
 
     Attributes:
-        host: where it listens.
-        port: where it listens.
-        capacity: as asked for; nothing is ever evicted.
-        password: what clients must send; never shown.
+        host: the address that it listens on.
+        port: the port that it listens on.
+        capacity: the requested capacity; nothing is ever evicted.
+        password: the password for clients; never displayed.
     """
 
     host: str
@@ -42,7 +42,7 @@ class FakeServer:
 
     @property
     def address(self) -> dict[str, Any]:
-        """What clients need, as an entry of ``hosts=``."""
+        """The connection options for clients, as an entry of ``hosts=``."""
         return {"host": self.host, "port": self.port, "password": self.password}
 
     def stop(self) -> None:
@@ -50,7 +50,7 @@ class FakeServer:
         self._listener.stop()
 
     def is_running(self) -> bool:
-        """Return whether it takes connections."""
+        """Return whether it accepts connections."""
         return self._listener.fileno() != -1
 
 
@@ -90,12 +90,12 @@ class _Listener(socketserver.ThreadingTCPServer):
         self.shutdown()
         self.server_close()
         for connection in list(self.connections):
-            with contextlib.suppress(OSError):  # its client has left already
+            with contextlib.suppress(OSError):  # the client has disconnected
                 connection.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(socketserver.StreamRequestHandler):
-    """One client: commands come as arrays of strings."""
+    """The connection of one client, whose commands are arrays of strings."""
 
     server: _Listener
     disable_nagle_algorithm = True
@@ -114,7 +114,7 @@ class _Handler(socketserver.StreamRequestHandler):
                 else:
                     self._answer(self._run(name, command[1:]))
         except OSError:
-            return  # the client has left, or the server stops
+            return  # the client has disconnected, or the server stops
         finally:
             self.server.connections.discard(self.connection)
 
@@ -124,7 +124,7 @@ class _Handler(socketserver.StreamRequestHandler):
         if name == b"PING":
             return "PONG"
         if name in (b"CLIENT", b"SELECT"):
-            return True  # there is one database, and nobody asks for clients
+            return True  # there is only one database, and no list of clients
         try:
             with self.server.turn:
                 return self.server.database.execute_command(name.decode(), *arguments)

@@ -1,4 +1,4 @@
-"""A store that may fail, without failing its user (S8.3)."""
+"""A wrapper that turns a store's failures into misses (S8.3)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["Guard"]
 _T = TypeVar("_T")
 _FIRST_PAUSE, _LONG_PAUSE, _LONGEST_PAUSE = 0.1, 1.0, 5.0
 _SHARE_OF_TIME = 0.2
-"""Asking a server that lets its clients wait may cost this much of the time."""
+"""The largest share of time to spend on requests to a server that does not answer."""
 
 
 class _Backoff:
-    """When to try again: each failure in a row doubles the pause."""
+    """The time of the next attempt: each consecutive failure doubles the pause."""
 
     def __init__(self) -> None:
         self._pause, self._until = 0.0, 0.0
@@ -43,13 +43,13 @@ class _Backoff:
 
 
 class Guard(Store):
-    """``store`` with failures turned into misses: nothing found, nothing written, one warning, errors counted, and a pause.
+    """``store`` with failures turned into misses: it finds and writes nothing, warns once, counts errors, and pauses.
 
-    A store that cannot be reached is left alone for the pause. One that refuses to write, because it is full, is still read.
+    An unreachable store is not used during the pause. A store that refuses writes, because it is full, is still read.
 
     Args:
-        store: the one that may fail.
-        counters: where failures are counted.
+        store: the wrapped store.
+        counters: count the failures.
     """
 
     def __init__(self, store: Store, counters: Counters) -> None:
@@ -68,15 +68,15 @@ class Guard(Store):
         self._warned = False
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Write, or do nothing."""
+        """Write, or do nothing if that fails."""
         self.mset({key: value})
 
     def get(self, key: str) -> bytes | None:
-        """Read; None if that fails."""
+        """Read; return None if that fails."""
         return self._try(lambda: self.store.get(key), None)
 
     def mset(self, dictionary: Mapping[str, str | bytes]) -> None:
-        """Write, or do nothing."""
+        """Write, or do nothing if that fails."""
         if not self._writing.is_over():
             return
 
@@ -89,19 +89,19 @@ class Guard(Store):
             self._counters.add(bytes_written=sum(map(len, dictionary.values())))
 
     def mget(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Read; None for each key if that fails."""
+        """Read; return None for each key if that fails."""
         return self._try(lambda: self.store.mget(keys), [None] * len(keys))
 
     def contains(self, keys: Sequence[str]) -> list[bool]:
-        """Ask; False for each key if that fails."""
+        """Return whether each key has a value, False if that fails."""
         return self._try(lambda: self.store.contains(keys), [False] * len(keys))
 
     def num_keys(self) -> int:
-        """Return how many keys there are, 0 if the store cannot be asked."""
+        """Return the number of keys, 0 if that fails."""
         return self._try(self.store.num_keys, 0)
 
     def clear(self) -> None:
-        """Delete all keys, unlike the rest with an error if that fails."""
+        """Delete all keys; unlike the other methods, raise if that fails."""
         self.store.clear()
 
     def status(self) -> bool:
@@ -113,7 +113,7 @@ class Guard(Store):
         self.store.shutdown()
 
     def close(self) -> None:
-        """Drop this process's connections."""
+        """Close this process's connections."""
         self.store.close()
 
     def _try(self, ask: Callable[[], _T], otherwise: _T) -> _T:
@@ -121,8 +121,8 @@ class Guard(Store):
             return otherwise
         started = time.monotonic()
         try:
-            if self._reading.has_failed() and not self.store.status():  # which waits less long than the request itself
-                raise StoreError(f"{self.store} does not answer yet")
+            if self._reading.has_failed() and not self.store.status():  # it has a shorter timeout than the request
+                raise StoreError(f"{self.store} still does not answer")
             answer = ask()
         except StoreError as error:
             self._note(error, time.monotonic() - started)
@@ -135,4 +135,4 @@ class Guard(Store):
         self._counters.add(errors=1)
         if not self._warned:
             self._warned = True
-            warnings.warn(f"the cache goes on without what it cannot have: {error}", stacklevel=6)
+            warnings.warn(f"cache unavailable; continuing without it: {error}", stacklevel=6)

@@ -1,4 +1,4 @@
-"""One server per node and job: who starts it, and how the others learn its address (S8.4)."""
+"""The cache servers of a job, one per node: their start, and the exchange of their addresses (S8.4)."""
 
 from __future__ import annotations
 
@@ -42,28 +42,28 @@ class _Server(Protocol):
 
 
 class _Alone:
-    """Stands for the job of a process that has no other ranks."""
+    """The job of a process without other ranks."""
 
 
 _alone = _Alone()
 _lock = threading.RLock()
 _own: dict[str, tuple[int, _Server]] = {}
-"""By kind: the server that the process with this id started."""
+"""For each kind, the process id and the server that the process started."""
 _known: weakref.WeakKeyDictionary[Any, dict[str, tuple[list[dict[str, Any]], int]]] = weakref.WeakKeyDictionary()
-"""By job and kind: the servers of all nodes, and which node this is. A forked process inherits it."""
+"""For each job and kind, the servers of all nodes, and the index of this node. Forked processes inherit it."""
 _rounds: dict[str, int] = {}
-"""By kind: how often `shutdown` was called, so that nobody finds the address of a server that is gone."""
+"""For each kind, the number of calls of `shutdown`, so that addresses of stopped servers are not found."""
 
 
 def addresses(kind: str, capacity: int, every_node: bool) -> list[dict[str, Any]]:
-    """Return the addresses of this job's servers in node order; the first call starts this node's, in local rank 0.
+    """Return the addresses of this job's servers in node order; the first call starts this node's server in local rank 0.
 
-    The first call is every rank's; later ones return at once. Ranks find each other through torch's default store.
+    Every rank must make the first call; later calls return at once. Ranks find each other through torch's default store.
 
     Args:
         kind: "redis" or "fakeredis".
-        capacity: bytes each may use.
-        every_node: whether to wait for the other nodes' servers, or return this node's alone.
+        capacity: bytes that each server may use.
+        every_node: whether to wait for the other nodes' servers; otherwise only this node's is returned.
 
     Raises:
         BackendUnavailableError: this node's server cannot be started, on all ranks of the node.
@@ -75,7 +75,7 @@ def addresses(kind: str, capacity: int, every_node: bool) -> list[dict[str, Any]
         job = _job()
         known = _known.setdefault(job, {})
         if kind in known and job is _alone and _owned(kind) is not None and not cast("_Server", _owned(kind)).is_running():
-            shutdown(kind)  # nobody else waits for this server's return
+            shutdown(kind)  # no other rank waits for this server
             known.pop(kind, None)
         if kind not in known:
             if get_worker_info() is not None:
@@ -87,7 +87,7 @@ def addresses(kind: str, capacity: int, every_node: bool) -> list[dict[str, Any]
         server = _owned(kind)
         if server is not None and server.capacity != capacity:
             warnings.warn(
-                f"capacity_per_node={capacity} has no effect: this job's server was started before, with {server.capacity}",
+                f"capacity_per_node={capacity} has no effect: this job's server was already started with {server.capacity}",
                 stacklevel=5,
             )
         found, node = known[kind]
@@ -95,7 +95,7 @@ def addresses(kind: str, capacity: int, every_node: bool) -> list[dict[str, Any]
 
 
 def shutdown(kind: str) -> None:
-    """Stop the server of ``kind`` if this process started it, and forget all nodes': the next loader starts anew."""
+    """Stop the server of ``kind`` if this process started it, and forget all nodes' servers: the next loader starts new ones."""
     with _lock:
         _rounds[kind] = _rounds.get(kind, 0) + 1
         for known in _known.values():
@@ -112,7 +112,7 @@ def _owned(kind: str) -> _Server | None:
 
 
 def _start(kind: str, capacity: int, host: str) -> _Server:
-    """Return this process's server, started if there is none that runs and listens on ``host``."""
+    """Return this process's server on ``host``, after starting it if it is not running."""
     server = _owned(kind)
     if server is not None and server.host == host and server.is_running():
         return server
@@ -127,7 +127,7 @@ def _start(kind: str, capacity: int, host: str) -> _Server:
 
 
 def _job() -> Any:
-    """Return what stands for this job in this process: its transport, torch's default group, or `_alone`."""
+    """Return the object that identifies this job in this process: its transport, torch's default group, or `_alone`."""
     world = current_world()
     if world.transport is not None:
         return world.transport if hasattr(world.transport, "store") else _alone  # simulated ranks share one process
@@ -135,14 +135,14 @@ def _job() -> Any:
         return dist.distributed_c10d._get_default_group()
     if Identity.from_environment().world_size > 1:
         raise NotInitializedError(
-            "this job has several ranks, which learn the address of their node's cache server from each other; call "
+            "this job has several ranks, which must exchange the addresses of their cache servers; call "
             "bagua_ref.init_process_group() first, or pass hosts="
         )
     return _alone
 
 
 def _meet(kind: str, capacity: int) -> tuple[list[dict[str, Any]], int]:
-    """Start this node's server if this is its first rank, announce it, and return all nodes' addresses and this node."""
+    """Start this node's server if this is its first rank, announce it, and return all addresses and this node's index."""
     world = current_world()
     if world.transport is not None:
         store = cast("Any", world.transport).store
@@ -171,7 +171,7 @@ def _meet(kind: str, capacity: int) -> tuple[list[dict[str, Any]], int]:
 
 
 def _exchange(store: Any, what: str, mine: int, all_of_them: Sequence[int], card: str) -> list[str]:
-    """Write this one's card and return everyone's."""
+    """Publish this rank's card and return the cards of all."""
     store.set(f"{what}/{mine}", card)
     return [_read(store, f"{what}/{other}", f"{what} {other} of {len(all_of_them)}") for other in all_of_them]
 
@@ -180,10 +180,11 @@ def _read(store: Any, key: str, whose: str) -> str:
     started = time.monotonic()
     try:
         store.wait([key], timedelta(seconds=_WAIT_SECONDS))
-    except RuntimeError as error:  # too late, or the store is gone
+    except RuntimeError as error:  # timed out, or the store is gone
         waited = time.monotonic() - started
         raise CommunicationTimeoutError(
-            f"waited {waited:.3g} s in vain for {whose}; every rank must make its first CacheLoader with hosts=None ({error})"
+            f"timed out after {waited:.3g} s waiting for {whose}; every rank must make its first CacheLoader with hosts=None "
+            f"({error})"
         ) from None
     return cast("str", store.get(key).decode())
 
@@ -193,6 +194,6 @@ def _node_name() -> str:
 
 
 def _machine() -> str:
-    """Return a name that only this machine has, as far as it can tell."""
+    """Return a name that is, in all likelihood, unique to this machine."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"

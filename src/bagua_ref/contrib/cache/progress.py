@@ -1,4 +1,4 @@
-"""A progress bar on standard error: rich's where it is installed, plain lines elsewhere."""
+"""A progress bar on standard error, drawn by rich if it is installed, else as plain lines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 
 
 def tracked(items: Sequence[_T], title: str, visible: bool) -> Iterator[_T]:
-    """Yield ``items``, showing how far that is if ``visible``."""
+    """Yield ``items``, and show the progress if ``visible``."""
     if not visible:
         yield from items
         return

@@ -1,4 +1,4 @@
-"""Start a Redis: of this job's own, with a random password and an end with this process (S8.4), or a daemon on loopback."""
+"""Starting Redis: a private server with a random password that ends with this process (S8.4), or a daemon on loopback."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _START_SECONDS = 20.0
 _PORTS_TO_TRY = 5
 
 STOP_PRIORITY = -10
-"""Of stopping servers at exit: after buffers were written and child processes, which write theirs, were joined."""
+"""The priority of stopping servers at exit: after buffers are written and child processes, which write theirs, are joined."""
 
 
 @dataclass
 class RedisServer:
-    """A server that this process started. It ends with `stop`, at exit, or when this process is gone for any other reason.
+    """A server that this process started. It ends with `stop`, at exit, or when this process ends for any other reason.
 
     Attributes:
-        host: where it listens.
-        port: where it listens.
-        capacity: bytes it may use.
-        password: what clients must send; never shown.
+        host: the address that it listens on.
+        port: the port that it listens on.
+        capacity: bytes that it may use.
+        password: the password for clients; never displayed.
     """
 
     host: str
@@ -49,7 +49,7 @@ class RedisServer:
 
     @property
     def address(self) -> dict[str, Any]:
-        """What clients need, as an entry of ``hosts=``."""
+        """The connection options for clients, as an entry of ``hosts=``."""
         return {"host": self.host, "port": self.port, "password": self.password}
 
     def stop(self) -> None:
@@ -66,31 +66,31 @@ def find_program() -> str:
     """Return the path of redis-server or valkey-server.
 
     Raises:
-        BackendUnavailableError: neither is on PATH; the message names three ways out.
+        BackendUnavailableError: neither is on PATH; the message names three alternatives.
     """
     for program in PROGRAMS:
         if (path := shutil.which(program)) is not None:
             return path
     raise BackendUnavailableError(
-        "backend='redis' starts a server, but neither redis-server nor valkey-server is on PATH. Three ways out: install one "
-        "(`apt install redis-server`, `conda install redis-server`); pass hosts=[{'host': ..., 'port': ...}] to use a Redis that "
-        "runs already; or use backend='fakeredis' (`pip install fakeredis`), a small one in Python for laptops and tests"
+        "backend='redis' starts a server, but neither redis-server nor valkey-server is on PATH. Alternatives: install one "
+        "(`apt install redis-server`, `conda install redis-server`); pass hosts=[{'host': ..., 'port': ...}] to use a running "
+        "Redis; or use backend='fakeredis' (`pip install fakeredis`), a small one in Python for laptops and tests"
     )
 
 
 def start_redis_server(host: str, capacity: int, port: int | None = None, *arguments: str) -> RedisServer:
-    """Start a Redis that only this job knows, and return when it answers.
+    """Start a private Redis for this job, and return when it answers.
 
-    The password and all settings go through a pipe, so that neither a list of processes nor a file shows them.
+    Password and settings are passed through a pipe, so that neither the list of processes nor a file shows them.
 
     Args:
         host: the address to listen on.
-        capacity: bytes, after which keys are evicted at random.
-        port: where to listen; None: wherever nobody else does.
-        arguments: further ones for the server.
+        capacity: bytes that it may use before it evicts keys at random.
+        port: the port to listen on; None: a free one.
+        arguments: further arguments of the server.
 
     Raises:
-        BackendUnavailableError: there is no program, or it does not start; the message says what it said.
+        BackendUnavailableError: there is no server program, or it does not start; the message quotes its output.
     """
     program = find_program()
     said = ""
@@ -109,22 +109,22 @@ def start_redis_daemon(port: int, capacity: int, *arguments: str) -> None:
     """Start a Redis on loopback that outlives this process, without a password, and return when it answers.
 
     Args:
-        port: where to listen.
-        capacity: bytes, after which keys are evicted at random.
-        arguments: further ones for the server, such as ``"--requirepass"``, which come after ours.
+        port: the port to listen on.
+        capacity: bytes that it may use before it evicts keys at random.
+        arguments: further arguments of the server, such as ``"--requirepass"``, which override the defaults.
 
     Raises:
-        BackendUnavailableError: there is no program, or it does not start; the message says what it said.
+        BackendUnavailableError: there is no server program, or it does not start; the message quotes its output.
     """
     program = find_program()
     if _listens(port):
-        raise BackendUnavailableError(f"{program} does not start: a server listens on port {port} already")
+        raise BackendUnavailableError(f"{program} does not start: port {port} is already in use")
     settings = {
         "bind": LOOPBACK, "port": port, "protected-mode": "yes", "maxmemory": capacity, "maxmemory-policy": "allkeys-random",
         "save": "", "appendonly": "no", "daemonize": "no", "loglevel": "warning", "logfile": "",
     }  # fmt: skip
     command = [program, *(word for name, value in settings.items() for word in (f"--{name}", str(value))), *arguments]
-    # The shell ends at once, so that the server is nobody's child; its own way, --daemonize, would not say why it fails.
+    # The shell exits at once, which detaches the server; the server's own --daemonize would not report why it fails.
     shell = subprocess.Popen(
         ["/bin/sh", "-c", '"$@" &', "sh", *command],
         stdin=subprocess.DEVNULL,
@@ -142,7 +142,7 @@ def start_redis_daemon(port: int, capacity: int, *arguments: str) -> None:
                 said, ended = said + more, not more
             if ended or time.monotonic() > deadline:
                 reason = "; ".join(said.decode(errors="replace").splitlines()[-3:])
-                raise BackendUnavailableError(f"{program} does not start on port {port}: {reason or 'it said nothing'}")
+                raise BackendUnavailableError(f"{program} does not start on port {port}: {reason or 'it gave no reason'}")
 
 
 def _listens(port: int) -> bool:
@@ -181,7 +181,7 @@ def _start(program: str, host: str, port: int, capacity: int, password: str, arg
 
 
 def _wait_until_up(server: RedisServer) -> str:
-    """Return "" once the server answers, else what it said at its end."""
+    """Return "" once the server answers, or its output if it ends first."""
     output = server._watchdog.stdout
     assert output is not None
     deadline = time.monotonic() + _START_SECONDS
@@ -192,11 +192,11 @@ def _wait_until_up(server: RedisServer) -> str:
     if not ended:
         return f"no answer within {_START_SECONDS:g} s"
     lines = output.read().decode(errors="replace").splitlines()[-3:]
-    return "; ".join(lines) or "it ended at once and said nothing"
+    return "; ".join(lines) or "it exited at once without output"
 
 
 def _answers(host: str, port: int, password: str) -> bool:
-    """Return whether a server there takes the password; a stranger's, which has another or none, does not."""
+    """Return whether a server there accepts the password; one that is not ours has another password or none."""
     try:
         with socket.create_connection((host, port), timeout=1.0) as connection:
             connection.sendall(f"AUTH {password}\r\nPING\r\n".encode())
@@ -212,7 +212,7 @@ def _stop(watchdog: subprocess.Popen[bytes]) -> None:
     watchdog.terminate()
     try:
         watchdog.wait(timeout=10)
-    except subprocess.TimeoutExpired:  # stopped by a signal, say; the server dies with it
+    except subprocess.TimeoutExpired:  # stopped by a signal, for example; the server dies with it
         watchdog.kill()
         watchdog.wait()
     if watchdog.stdout is not None:
@@ -220,8 +220,8 @@ def _stop(watchdog: subprocess.Popen[bytes]) -> None:
 
 
 def node_address(master: str) -> str:
-    """Return the address by which other nodes reach this one: that of the way to ``master``, or of the way out."""
-    for target in (master, "192.0.2.1"):  # an address that nobody has: nothing is sent, only a way looked up
+    """Return the address by which other nodes reach this one: that of the route to ``master``, or of the default route."""
+    for target in (master, "192.0.2.1"):  # an address that is not in use: nothing is sent, only the route is looked up
         try:
             family, kind, protocol, _, place = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, kind, protocol) as probe:

@@ -1,8 +1,8 @@
-"""A process between a rank and the server that it started, which ends the server when the rank is gone, however that ended (S8.4).
+"""Watchdog process between a rank and its server, which ends the server when the rank ends for any reason (S8.4).
 
-Run as a script, with the standard library only: ``python -I -S watchdog.py RANK_PID PROGRAM ARGUMENT...``, the server's
-configuration on stdin. It watches its own parent, because a death signal would follow the thread that forked, and a pipe stays
-open while the rank's own children hold it. What the server says when it ends comes out on stdout; the pipe then closes.
+It runs as a script, with the standard library only: ``python -I -S watchdog.py RANK_PID PROGRAM ARGUMENT...``, with the server's
+configuration on stdin. It polls its parent's id: a parent-death signal would depend on the thread that forked, and a pipe stays
+open while children of the rank hold it. The server's last output goes to stdout; then the pipe closes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Run the server until it ends or the rank does, then wait for the rank."""
+    """Run the server until it or the rank ends, then wait for the rank."""
     rank, command = int(sys.argv[1]), sys.argv[2:]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     me = os.getpid()
@@ -39,7 +39,7 @@ def main() -> None:
     try:
         assert server.stdin is not None
         assert server.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # it ended before it read; what it said follows
+        with contextlib.suppress(BrokenPipeError):  # it ended before it read the configuration; its output follows
             server.stdin.write(configuration)
             server.stdin.close()
         said = b""
@@ -52,12 +52,12 @@ def main() -> None:
     finally:
         server.kill()
         server.wait()
-    with contextlib.suppress(BrokenPipeError):  # the rank listens only while the server starts
+    with contextlib.suppress(BrokenPipeError):  # the rank reads the output only while the server starts
         os.write(sys.stdout.fileno(), said)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
         os.dup2(nowhere, descriptor)
-    # A child that ends stays a zombie until its parent asks; the rank may be busy with training.
+    # An ended child stays a zombie until its parent waits for it; the rank may be busy with training.
     while os.getppid() == rank:
         time.sleep(_TICK)
 

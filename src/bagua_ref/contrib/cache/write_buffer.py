@@ -1,4 +1,4 @@
-"""Encoded values on their way to the stores, and how the last of them get there when a process ends (S8.2)."""
+"""A buffer of encoded values that are written to the stores together, or when the process ends (S8.2)."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 __all__ = ["WriteBuffer"]
 
 _FLUSH_PRIORITY = 10
-"""Of writing the rest at exit: before the servers stop."""
+"""The priority of writing the rest at exit: before the servers stop."""
 
 _waiting: weakref.WeakSet[WriteBuffer] = weakref.WeakSet()
-"""Buffers of this process that are written when it is told to terminate."""
+"""Buffers of this process that are written when it receives SIGTERM."""
 
 
 class WriteBuffer:
-    """Up to ``size`` values that wait to be written together. They belong to this process: a fork begins with none.
+    """Up to ``size`` values to be written together. They belong to this process: a forked child starts with none.
 
-    The rest is written when the process ends: as interpreters do, as children of `multiprocessing` do, which skip the handlers
-    of `atexit`, and as daemon children do, such as DataLoader workers that nobody waited for, which are sent SIGTERM.
+    The rest is written when the process ends: at the interpreter's exit; at the end of `multiprocessing` children, which skip
+    `atexit` handlers; and on SIGTERM, which ends daemon children such as DataLoader workers.
 
     Args:
-        store: where to write; it never raises.
-        size: how many values to collect.
+        store: the store to write to; it never raises.
+        size: the number of values to collect.
     """
 
     def __init__(self, store: Store, size: int) -> None:
@@ -55,11 +55,11 @@ class WriteBuffer:
         self._turn, self._flushing = threading.Lock(), threading.Lock()
 
     def get(self, key: str) -> bytes | None:
-        """Return the value that waits under ``key``, if one does."""
+        """Return the buffered value of ``key``, or None."""
         return self._values.get(key) if self._values and self._pid == os.getpid() else None
 
     def put(self, values: Mapping[str, bytes], flush: bool = False) -> None:
-        """Take ``values``; write everything if the buffer is then full, or if asked to."""
+        """Add ``values``; write everything if the buffer is then full, or if asked to."""
         if self._pid != os.getpid():
             self._reset()
             self._pid = os.getpid()
@@ -70,13 +70,13 @@ class WriteBuffer:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits. What cannot be written is dropped: it can be made again, and must not pile up."""
+        """Write the buffered values. If that fails, drop them: they can be computed again, and must not pile up."""
         if self._pid != os.getpid() or not self._values:
             return
         _write(self._store, self._values, self._turn, self._flushing)
 
     def _write_at_exit(self) -> None:
-        # Runs also when the buffer is garbage, so it must not hold the buffer itself.
+        # This also runs when the buffer is garbage, so it must not refer to the buffer.
         rest = (self._store, self._values, self._turn, self._flushing)
         util.Finalize(self, _write, rest, exitpriority=_FLUSH_PRIORITY)
         if not multiprocessing.current_process().daemon or threading.current_thread() is not threading.main_thread():
@@ -91,7 +91,7 @@ def _write(store: Store, values: dict[str, bytes], turn: threading.Lock, flushin
         with turn:
             batch = dict(values)
         if batch:
-            store.mset(batch)  # meanwhile they can still be read from the buffer
+            store.mset(batch)  # until then they can be read from the buffer
         with turn:
             for key, value in batch.items():
                 if values.get(key) is value:
@@ -99,10 +99,10 @@ def _write(store: Store, values: dict[str, bytes], turn: threading.Lock, flushin
 
 
 def _terminate(number: int, frame: Any) -> None:
-    """Write what waits, and end as this process would have: torch's workers with success, others by the signal."""
+    """Write the buffered values, then end as the process would have: torch's workers with success, others by the signal."""
     for buffer in list(_waiting):
         if buffer._values and buffer._pid == os.getpid():
-            # The interrupted code may hold every lock, and wait for an answer on its connection: a copy has none of them.
+            # The interrupted code may hold locks and wait for a reply on its connection, so use a copy, which has neither.
             copy: Store = pickle.loads(pickle.dumps(buffer._store))  # noqa: S301
             copy.mset(dict(buffer._values))
     if get_worker_info() is not None:

@@ -1,1 +1,1 @@
-"""The stores behind the cache: one key-value store, several as one, and Redis."""
+"""The stores of the cache: a key-value store, several used as one, and Redis."""

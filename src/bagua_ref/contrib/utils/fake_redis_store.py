@@ -1,4 +1,4 @@
-"""The store behind backend="fakeredis": as `RedisStore`, with servers in Python inside the ranks (S8.4)."""
+"""The store of backend="fakeredis": as `RedisStore`, with Python servers inside the ranks (S8.4)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ __all__ = ["FakeRedisStore"]
 
 
 class FakeRedisStore(RedisStore):
-    """A server of fakeredis in each node's first rank, for laptops and tests. It never evicts, so it can use up the memory.
+    """A fakeredis server in the first rank of each node, for laptops and tests. It never evicts, so it can use up the memory.
 
     Args:
-        cluster_mode: True: keys are spread over all nodes (S8.1). False: each node uses its own server alone.
-        capacity_per_node: taken, and not kept to.
+        cluster_mode: True: keys are spread over all nodes (S8.1). False: each node uses only its own server.
+        capacity_per_node: accepted, but not enforced.
         timeout: seconds without an answer after which a server counts as down.
 
     Raises:
@@ -26,6 +26,6 @@ class FakeRedisStore(RedisStore):
         self.cluster_mode = cluster_mode
 
     def shutdown(self) -> None:
-        """Stop this node's server if it is in this process; all loaders of the node lose it."""
+        """Stop this node's server if it runs in this process; all loaders of the node lose it."""
         self.close()
         job_servers.shutdown("fakeredis")

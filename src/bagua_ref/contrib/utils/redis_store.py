@@ -1,4 +1,4 @@
-"""Redis as a store: servers of your own, or of this job (S8.1, S8.4)."""
+"""Redis as a store: running servers, or servers that the job starts (S8.1, S8.4)."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ __all__ = [
 DEFAULT_CAPACITY = 107_374_182_400
 TIMEOUT = 5.0
 _PROBE_SECONDS = 1.0
-_READ_SIZE = 1024**2  # bytes per system call: redis-py's 64 kB cost a third of the speed at large values
-_COMMAND_BYTES = 64 * 1024**2  # a longer MSET is cut, as Redis drops clients that send more than 1 GB at once
+_READ_SIZE = 1024**2  # bytes per system call: redis-py's 64 kB cost a third of the speed for large values
+_COMMAND_BYTES = 64 * 1024**2  # a longer MSET is split, as Redis drops clients that send more than 1 GB at once
 _PIECE_BYTES = 128 * 1024
 _ALIASES = {"unix_socket": "unix_socket_path", "tls": "ssl"}
 _OPTIONS = (
@@ -44,14 +44,14 @@ class RedisStore(ClusterStore):
     Args:
         hosts: the servers, each a dict with ``host`` and ``port`` or ``unix_socket_path``, and as needed ``username``,
             ``password``, ``db``, ``ssl=True``, ``ssl_ca_certs``, ``ssl_certfile``, ``ssl_keyfile``, ``ssl_cert_reqs``,
-            ``ssl_check_hostname``. None: this job starts one on each of its nodes (S8.4).
-        cluster_mode: True: keys are spread over all servers (S8.1). False: node k uses server k mod m alone.
-        capacity_per_node: bytes that each started server may use; then it evicts keys at random.
+            ``ssl_check_hostname``. None: the job starts a server on each of its nodes (S8.4).
+        cluster_mode: True: keys are spread over all servers (S8.1). False: node k uses only server k mod m.
+        capacity_per_node: bytes that each started server may use before it evicts keys at random.
         timeout: seconds without an answer after which a server counts as down.
 
     Raises:
         ValueError: an argument is out of range, or a host has an unknown option.
-        BackendUnavailableError: there is no server program on this machine.
+        BackendUnavailableError: no server program is installed on this machine.
         NotInitializedError: several ranks must start servers and have no process group yet.
     """
 
@@ -71,20 +71,20 @@ class RedisStore(ClusterStore):
         elif isinstance(hosts, (str, Mapping)) or not all(isinstance(host, Mapping) for host in hosts):
             raise TypeError("hosts must be a list of dicts, such as [{'host': 'localhost', 'port': 6379}]")
         elif not hosts:
-            raise ValueError("hosts=[] must name one server or more; None starts one on each node")
+            raise ValueError("hosts=[] must name at least one server; None starts one on each node")
         elif not cluster_mode:
             hosts = [hosts[get_node_rank() % len(hosts)]]
         super().__init__([_RedisStore(**_checked_host(host), timeout=timeout) for host in hosts])
 
     def shutdown(self) -> None:
-        """Stop this node's server if this job started it; all loaders of the node lose it. Servers from ``hosts`` go on."""
+        """Stop this node's server if this job started it; all loaders of the node lose it. Servers in ``hosts`` keep running."""
         self.close()
         if self._is_ours:
             job_servers.shutdown("redis")
 
 
 class _RedisStore(Store):
-    """One Redis. Connections are each process's own, opened when first needed, and never pickled."""
+    """One Redis server. Each process opens its own connections when they are first needed; they are never pickled."""
 
     def __init__(self, host: str = "", port: int | str = 6379, *, timeout: float = TIMEOUT, **options: Any) -> None:
         self._options = {"host": host, "port": int(port), **options}
@@ -110,13 +110,13 @@ class _RedisStore(Store):
             client.set(key, value)
 
     def get(self, key: str) -> bytes | None:
-        """Return what is stored under ``key``, None if nothing is."""
+        """Return the value stored under ``key``, or None."""
         with self._speaking() as client:
             value: bytes | None = client.get(key)
             return value
 
     def num_keys(self) -> int:
-        """Return how many keys there are."""
+        """Return the number of keys."""
         with self._speaking() as client:
             return int(client.dbsize())
 
@@ -126,7 +126,7 @@ class _RedisStore(Store):
             client.flushdb()
 
     def mset(self, dictionary: Mapping[str, str | bytes]) -> None:
-        """Store every value under its key; in several commands if they are more than 64 MiB together."""
+        """Store every value under its key, in several commands if they exceed 64 MiB."""
         command: dict[str, str | bytes] = {}
         size = 0
         with self._speaking() as client:
@@ -140,7 +140,7 @@ class _RedisStore(Store):
                 client.mset(command)
 
     def mget(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Return what is stored under each of ``keys``, None where nothing is."""
+        """Return the value stored under each of ``keys``, or None."""
         if not keys:
             return []
         with self._speaking() as client:
@@ -148,14 +148,14 @@ class _RedisStore(Store):
             return found
 
     def contains(self, keys: Sequence[str]) -> list[bool]:
-        """Return whether something is stored under each of ``keys``, without reading it."""
+        """Return whether each of ``keys`` has a value, without reading it."""
         with self._speaking() as client, client.pipeline(transaction=False) as pipeline:
             for key in keys:
                 pipeline.exists(key)
             return [bool(found) for found in pipeline.execute()]
 
     def status(self) -> bool:
-        """Return whether the server answers within a second, and takes the password."""
+        """Return whether the server answers within a second and accepts the password."""
         probe = _RedisStore(**self._options, timeout=min(self._timeout, _PROBE_SECONDS))
         try:
             with probe._speaking() as client:
@@ -166,10 +166,10 @@ class _RedisStore(Store):
             probe.close()
 
     def close(self) -> None:
-        """Drop this process's connections; they are opened again when needed."""
+        """Close this process's connections; they are opened again when needed."""
         client, pid = self._client, self._pid
         self._forget()
-        if client is not None and pid == os.getpid():  # a forked child's copy is its parent's to close
+        if client is not None and pid == os.getpid():  # only the parent may close the connections that a forked child inherits
             client.close()
 
     def _forget(self) -> None:
@@ -178,7 +178,7 @@ class _RedisStore(Store):
 
     @contextmanager
     def _speaking(self) -> Iterator[Any]:
-        """Give this process's client; turn what goes wrong into a `StoreError`."""
+        """Yield this process's client; convert its errors into `StoreError`."""
         import redis
 
         if self._client is None or self._pid != os.getpid():
@@ -190,28 +190,28 @@ class _RedisStore(Store):
             raise StoreError(f"{self} {'refuses' if refused else 'fails'}: {type(error).__name__}: {error}", refused) from error
 
     def _connect(self) -> Any:
-        """Return a client; it connects when it is used."""
+        """Return a client, which connects at its first use."""
         import redis
         from redis.backoff import NoBackoff
         from redis.retry import Retry
 
         client = redis.Redis(
             **self._options,
-            protocol=2,  # the same answers from every release of redis-py, and no round trip to agree on it
+            protocol=2,  # the same replies from every release of redis-py, and no round trip to negotiate
             socket_timeout=self._timeout,
             socket_connect_timeout=self._timeout,
-            retry=Retry(NoBackoff(), 0),  # the guard around this store decides when to try again
+            retry=Retry(NoBackoff(), 0),  # the guard around this store decides when to retry
         )
-        # Connections take what older releases' clients do not pass on.
+        # Set on the connections, as clients of older releases do not pass it on.
         client.connection_pool.connection_kwargs.update(socket_read_size=_READ_SIZE, command_packer=_Packer())
         return client
 
 
 class _Packer:
-    """Commands as bytes, a piece at a time, where hiredis takes longer to join megabytes of values than the server to keep them."""
+    """Packs commands piece by piece: hiredis takes longer to join megabytes of values than the server takes to store them."""
 
     def pack(self, *args: Any) -> Iterator[bytes]:
-        """Yield the command whose name, words apart, and arguments are ``args``."""
+        """Yield the bytes of a command; ``args`` are its name, which may have several words, and its arguments."""
         words = [*args[0].encode().split(), *args[1:]]
         parts, size = [b"*%d\r\n" % len(words)], 0
         for word in words:
@@ -225,7 +225,7 @@ class _Packer:
 
 
 def bootstrap_redis_server(capacity_per_node: int) -> list[dict[str, Any]]:
-    """Return the addresses of this job's servers, one per node, started if they are not yet (S8.4). Every rank calls it."""
+    """Return the addresses of this job's servers, one per node, after starting them if needed (S8.4). Every rank calls this."""
     return job_servers.addresses("redis", checked_capacity(capacity_per_node), every_node=True)
 
 
@@ -235,18 +235,18 @@ def shutdown_redis_server() -> None:
 
 
 def start_redis_server_cli(port: int, capacity: int, *args: str) -> None:
-    """Start a Redis on loopback that outlives this process, and return when it answers; for ``RedisStore(hosts=[...])``.
+    """Start a Redis on loopback that outlives this process, for ``RedisStore(hosts=[...])``; return when it answers.
 
-    It has no password unless ``args`` set one, so every user of this machine can read it. End it with
-    ``redis-cli -p PORT shutdown``. What the job starts by itself is another matter (S8.4).
+    It has no password unless ``args`` sets one, so every user of this machine can read it. End it with
+    ``redis-cli -p PORT shutdown``. The servers that a job starts for itself are different (S8.4).
 
     Args:
-        port: where to listen.
-        capacity: bytes, after which keys are evicted at random; nothing is kept on disk.
-        args: further arguments of the program, such as ``"--requirepass", "secret"``; they override ours.
+        port: the port to listen on.
+        capacity: bytes that it may use before it evicts keys at random; nothing is stored on disk.
+        args: further arguments of the program, such as ``"--requirepass", "secret"``; they override the defaults.
 
     Raises:
-        BackendUnavailableError: there is no server program, or it does not start, for instance because the port is taken.
+        BackendUnavailableError: there is no server program, or it does not start, for example because the port is in use.
         ValueError: port or capacity is out of range.
     """
     if not isinstance(port, int) or not 0 < port < 2**16:

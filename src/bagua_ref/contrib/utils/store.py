@@ -18,11 +18,11 @@ _T = TypeVar("_T")
 
 
 class StoreError(BaguaError):
-    """A store cannot be reached, or refuses.
+    """A store cannot be reached, or refuses a request.
 
     Args:
-        message: what happened, to which store.
-        refused: whether the store answered, and the answer was no.
+        message: the error, with the name of the store.
+        refused: whether the store answered and refused.
     """
 
     def __init__(self, message: str, refused: bool = False) -> None:
@@ -39,11 +39,11 @@ class Store(ABC):
 
     @abstractmethod
     def get(self, key: str) -> bytes | None:
-        """Return what is stored under ``key``, None if nothing is."""
+        """Return the value stored under ``key``, or None."""
 
     @abstractmethod
     def num_keys(self) -> int:
-        """Return how many keys there are."""
+        """Return the number of keys."""
 
     @abstractmethod
     def clear(self) -> None:
@@ -55,36 +55,36 @@ class Store(ABC):
 
     @abstractmethod
     def mget(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Return what is stored under each of ``keys``, None where nothing is."""
+        """Return the value stored under each of ``keys``, or None."""
 
     def contains(self, keys: Sequence[str]) -> list[bool]:
-        """Return whether something is stored under each of ``keys``."""
+        """Return whether each of ``keys`` has a value."""
         return [value is not None for value in self.mget(keys)]
 
     @abstractmethod
     def status(self) -> bool:
-        """Return whether the store answers; raises nothing."""
+        """Return whether the store answers; never raises."""
 
     def shutdown(self) -> None:  # noqa: B027  (most stores belong to someone else)
-        """Stop the server if this process started it; a store that it did not start goes on."""
+        """Stop the server if this process started it; other servers keep running."""
 
     def close(self) -> None:  # noqa: B027
-        """Drop this process's connections; they are opened again when needed."""
+        """Close this process's connections; they are opened again when needed."""
 
 
 class ClusterStore(Store):
-    """Several stores used as one: each key lives in the store that its hash names (S8.1).
+    """Several stores used as one: the hash of a key selects its store (S8.1).
 
     Args:
-        stores: one or more, in an order that all processes share.
+        stores: at least one store; all processes use the same order.
 
     Raises:
-        ValueError: there are none.
+        ValueError: stores is empty.
     """
 
     def __init__(self, stores: Sequence[Store]) -> None:
         if not stores:
-            raise ValueError("stores=[] must hold one store or more")
+            raise ValueError("stores=[] must contain at least one store")
         self.stores = list(stores)
 
     def __repr__(self) -> str:
@@ -99,11 +99,11 @@ class ClusterStore(Store):
         self.route(key).set(key, value)
 
     def get(self, key: str) -> bytes | None:
-        """Return what is stored under ``key``, None if nothing is."""
+        """Return the value stored under ``key``, or None."""
         return self.route(key).get(key)
 
     def num_keys(self) -> int:
-        """Return how many keys all stores have."""
+        """Return the number of keys in all stores."""
         return sum(store.num_keys() for store in self.stores)
 
     def clear(self) -> None:
@@ -112,7 +112,7 @@ class ClusterStore(Store):
             store.clear()
 
     def mset(self, dictionary: Mapping[str, str | bytes]) -> None:
-        """Store every value under its key, with one ``mset`` for each store concerned."""
+        """Store every value under its key, with one ``mset`` for each store."""
         if len(self.stores) == 1:
             self.stores[0].mset(dictionary)
             return
@@ -123,11 +123,11 @@ class ClusterStore(Store):
             self.stores[index].mset(part)
 
     def mget(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Return what is stored under each of ``keys``, with one ``mget`` for each store concerned."""
+        """Return the value stored under each of ``keys``, or None, with one ``mget`` for each store."""
         return self._ask(keys, lambda store, part: store.mget(part))
 
     def contains(self, keys: Sequence[str]) -> list[bool]:
-        """Return whether something is stored under each of ``keys``."""
+        """Return whether each of ``keys`` has a value."""
         return self._ask(keys, lambda store, part: store.contains(part))
 
     def status(self) -> bool:
@@ -140,7 +140,7 @@ class ClusterStore(Store):
             store.shutdown()
 
     def close(self) -> None:
-        """Drop this process's connections; they are opened again when needed."""
+        """Close this process's connections; they are opened again when needed."""
         for store in self.stores:
             store.close()
 
