@@ -62,7 +62,7 @@ ALGORITHMS: list[tuple[str, str, str, str, str]] = [
     ("a step on the ring comes one optimizer step late", "S5.4", DEC, "            if step % self.communication_interval == 0:", "            if (step + 1) % self.communication_interval == 0:"),
     ("neighbours' replicas start at zero", "S5.4", DEC, "(weight.clone(), weight.clone()) if ring.rank() < 0 else trade_with_neighbours(weight, ring)", "(weight * 0, weight * 0)"),
     ("the ring never is hierarchical", "S5.4", DEC, "_bagua_tensor(right), self.hierarchical, group", "_bagua_tensor(right), False, group"),
-    ("a replica is updated before the change is decoded", "S5.4", RINGOP, "            kernels.decompress_minmax_uint8(change, 1, out=x)  # x is free until it gets its own change\n            kernels.add_(replica, x)\n", "            kernels.add_(replica, x)\n            kernels.decompress_minmax_uint8(change, 1, out=x)\n"),
+    ("a replica is updated before the change is decoded", "S5.4", RINGOP, "            kernels.decompress_minmax_uint8(change, 1, out=x)  # x can be scratch until it gets its own change\n            kernels.add_(replica, x)\n", "            kernels.add_(replica, x)\n            kernels.decompress_minmax_uint8(change, 1, out=x)\n"),
     ("replicas are made anew after every step", "S5.4", RINGOP, "        W.copy_(x)\n", "        W.copy_(x); L.copy_(x); R.copy_(x)\n"),
     ("the warm-up is one step longer", "S5.5", QADAM, "return self.optimizer_step_id >= self.warmup_steps", "return self.optimizer_step_id > self.warmup_steps"),
     ("compression begins one step early", "S5.5", QADAM, "return self.optimizer_step_id >= self.warmup_steps", "return self.optimizer_step_id >= self.warmup_steps - 1"),
