@@ -113,7 +113,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["demo", "--seed", "-1"], "seed=-1 must be"),
         (["demo", "--algorithms", "bytgrad"], "--algorithms: invalid choice: 'bytgrad'"),
         (["demo", "--algorithms", "bytegrad", "bytegrad"], "names an algorithm twice"),
-        (["demo", "--output", f"{__file__}/report"], "must be a folder that can be written"),
+        (["demo", "--output", f"{__file__}/report"], "must be a writable folder"),
         (["doctor", "--yaml"], "--yaml"),
     ],
 )
@@ -707,7 +707,7 @@ def test_interrupting_the_demo_ends_its_workers(tmp_path: Path, start_demo: Any)
     process.send_signal(signal.SIGINT)
     _, err = finish(process, tmp_path)
     assert process.returncode == 130
-    assert err == "bagua-ref demo: stopped by SIGINT; no worker is left running\n"
+    assert err == "bagua-ref demo: stopped by SIGINT; all workers have ended\n"
 
 
 @pytest.mark.slow

@@ -90,7 +90,7 @@ def test_bad_input_is_named() -> None:
     with pytest.raises(ValueError, match="Adam is not fused; call fuse_optimizer"):
         fuse_step(optimizer)
     fuse_optimizer(optimizer)
-    with pytest.raises(RuntimeError, match="this Adam is fused already"):
+    with pytest.raises(RuntimeError, match="this Adam is already fused"):
         fuse_optimizer(optimizer)
     with pytest.raises(TypeError, match=r"optimizer must be a torch.optim.Optimizer, not list"):
         fuse_optimizer([nn.Parameter(torch.ones(1))])

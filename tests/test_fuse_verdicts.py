@@ -185,12 +185,12 @@ def test_a_class_that_updates_each_element_by_itself_is_fused(cls: Any) -> None:
     [
         (Lamb, "elements affect each other"),
         (OnlyLate, "step 6 of a small copy"),
-        (MatricesOnly, "elements affect each other, or shapes or order"),
-        (WholeSteps, "other weights"),
+        (MatricesOnly, "elements affect each other, or it depends on shapes or order"),
+        (WholeSteps, "different weights"),
         (Noisy, "order matter"),
-        (Rows, "other weights"),
-        (Blocks, r"state 'blocks' .* is a list, which cannot be divided among them"),
-        (Counts, "other weights"),
+        (Rows, "different weights"),
+        (Blocks, r"state 'blocks' .* is a list, which cannot be split between them"),
+        (Counts, "different weights"),
         (NeedsClosure, r"step\(\) of a small copy of it raised TypeError: .*closure.* pass verify=False"),
     ],
 )
@@ -225,7 +225,7 @@ def test_a_class_that_treats_a_few_shapes_otherwise_is_refused(special: Any) -> 
         def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
             p.sub_(grad.sign() if special(p) else grad, alpha=group["lr"])
 
-    with pytest.raises(ValueError, match=r"optimizer=Special cannot be fused: .*shapes or order matter"):
+    with pytest.raises(ValueError, match=r"optimizer=Special cannot be fused: .*depends on shapes or order"):
         fuse_optimizer(Special(parameters()))
 
 

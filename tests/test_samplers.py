@@ -650,8 +650,8 @@ def test_balance_takes_arrays(tmp_path: Path) -> None:
         ("1\n2\n", ["--replicas", "0"], "replicas=0 must be at least 1"),
         ("1\n2\n", ["--batch-size", "0"], "batch_size=0"),
         ("1\n2\n", ["--random-level", "2"], "random_level=2.0"),
-        ("1\n2\n", ["--output", f"{__file__}/picture.png"], "must be a picture that can be written"),
-        ("1\n2\n", ["--output", "/tmp/picture.cdr"], "must be a picture that can be written"),
+        ("1\n2\n", ["--output", f"{__file__}/picture.png"], "must be a writable image file"),
+        ("1\n2\n", ["--output", "/tmp/picture.cdr"], "must be a writable image file"),
         (None, [], "No such file"),
     ],
 )

@@ -1,6 +1,7 @@
 """The collectives of `bagua.torch_api.communication` as functions (S3.9); the process groups are in `process_group`.
 
-``comm=None`` is the default group's global communicator. A rank outside ``comm`` returns at once, with nothing changed.
+``comm=None`` means the default group's global communicator. On a rank outside ``comm``, functions return at once and change
+nothing.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ __all__ = [
     "send",
 ]
 
-_COALESCED_BYTES = 32 * 1024**2  # as much is copied together before it is sent: few messages, little memory
+_COALESCED_BYTES = 32 * 1024**2  # tensors are copied together up to this size and then sent: few messages, little memory
 
 
 def _on(comm: MaybeCommunicator | None) -> Any:
@@ -82,9 +83,9 @@ def _on(comm: MaybeCommunicator | None) -> Any:
 
 
 def get_backend(model_name: str) -> Any:
-    """Return what communicates for the wrapped module of this name: the object whose ``wait_pending_comm_ops()`` waits.
+    """Return the communication engine of a wrapped module, which has ``wait_pending_comm_ops()``.
 
-    Kernels are another matter: those are `bagua_ref.get_backend`.
+    For kernel backends, see `bagua_ref.get_backend`.
 
     Args:
         model_name: the module's ``bagua_module_name``.
@@ -115,13 +116,13 @@ def send(tensor: Tensor, dst: int, comm: MaybeCommunicator | None = None) -> Non
 
 @torch.no_grad()
 def recv(tensor: Tensor, src: int, comm: MaybeCommunicator | None = None) -> None:
-    """Fill ``tensor`` with what rank ``src`` sends (S3.9)."""
+    """Receive ``tensor`` from rank ``src`` (S3.9)."""
     _on(comm).recv(tensor, src)
 
 
 @torch.no_grad()
 def broadcast(tensor: Tensor, src: int = 0, comm: MaybeCommunicator | None = None) -> None:
-    """Give every rank ``src``'s values of ``tensor`` (S3.9)."""
+    """Copy rank ``src``'s ``tensor`` into every rank's (S3.9)."""
     _on(comm).broadcast(tensor, src)
 
 
@@ -135,7 +136,7 @@ def broadcast_coalesced(tensors: Sequence[Tensor], src: int = 0, comm: MaybeComm
 
 
 def broadcast_object(obj: Any, src: int = 0, comm: MaybeCommunicator | None = None) -> Any:
-    """Return ``src``'s ``obj`` on every rank, by pickle: only among ranks that trust each other (S3.9)."""
+    """Return rank ``src``'s ``obj`` on every rank (S3.9). It is pickled, so use this only among ranks that trust each other."""
     return _on(comm).broadcast_object(obj, src)
 
 
@@ -143,13 +144,13 @@ def broadcast_object(obj: Any, src: int = 0, comm: MaybeCommunicator | None = No
 def reduce(
     send_tensor: Tensor, recv_tensor: Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, comm: MaybeCommunicator | None = None
 ) -> None:
-    """Combine ``send_tensor`` over ranks into ``dst``'s ``recv_tensor`` (S3.9)."""
+    """Combine ``send_tensor`` over ranks into ``recv_tensor`` of rank ``dst`` (S3.9)."""
     _on(comm).reduce(send_tensor, recv_tensor, dst, op)
 
 
 @torch.no_grad()
 def reduce_inplace(tensor: Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, comm: MaybeCommunicator | None = None) -> None:
-    """Combine ``tensor`` over ranks into ``dst``'s; elsewhere it stays (S3.9)."""
+    """Combine ``tensor`` over ranks into that of rank ``dst``; on other ranks, it is unchanged (S3.9)."""
     _on(comm).reduce_inplace(tensor, dst, op)
 
 
@@ -173,7 +174,7 @@ def allreduce_coalesced_inplace(
     communicator = _on(comm)
     if _rank_not_in_comm(communicator):
         return
-    for tensor in tensors:  # all of them before the first is sent
+    for tensor in tensors:  # check all of them before the first is sent
         communicator._check_reduction(op, tensor.new_empty(0), tensor.new_empty(0), 1, 1)
     for flat, members in _coalesced(tensors):
         communicator.allreduce_inplace(flat, op)
@@ -182,37 +183,37 @@ def allreduce_coalesced_inplace(
 
 @torch.no_grad()
 def allgather(send_tensor: Tensor, recv_tensor: Tensor, comm: MaybeCommunicator | None = None) -> None:
-    """Collect every ``send_tensor`` in rank order in every ``recv_tensor``, n times as large (S3.9)."""
+    """Collect every ``send_tensor``, in rank order, in every ``recv_tensor``, which is n times as large (S3.9)."""
     _on(comm).allgather(send_tensor, recv_tensor)
 
 
 @torch.no_grad()
 def allgather_inplace(tensor: Tensor, comm: MaybeCommunicator | None = None) -> None:
-    """As `allgather`; this rank sends its own of the n chunks (S3.9)."""
+    """As `allgather`; this rank sends its own chunk of the tensor (S3.9)."""
     _on(comm).allgather_inplace(tensor)
 
 
 @torch.no_grad()
 def gather(send_tensor: Tensor, recv_tensor: Tensor, dst: int, comm: MaybeCommunicator | None = None) -> None:
-    """Collect every ``send_tensor`` in rank order in ``dst``'s ``recv_tensor``, n times as large (S3.9)."""
+    """Collect every ``send_tensor``, in rank order, in ``recv_tensor`` of rank ``dst``, which is n times as large (S3.9)."""
     _on(comm).gather(send_tensor, recv_tensor, dst)
 
 
 @torch.no_grad()
 def gather_inplace(tensor: Tensor, count: int, dst: int, comm: MaybeCommunicator | None = None) -> None:
-    """As `gather`; n * count elements on ``dst``, its own in place, count elsewhere (S3.9)."""
+    """As `gather`; rank ``dst``'s tensor has n * count elements, its own in place; the others send count elements (S3.9)."""
     _on(comm).gather_inplace(tensor, count, dst)
 
 
 @torch.no_grad()
 def scatter(send_tensor: Tensor, recv_tensor: Tensor, src: int, comm: MaybeCommunicator | None = None) -> None:
-    """Give each rank its chunk of ``src``'s ``send_tensor``, n times as large as ``recv_tensor`` (S3.9)."""
+    """Send each rank its chunk of rank ``src``'s ``send_tensor``, which is n times as large as ``recv_tensor`` (S3.9)."""
     _on(comm).scatter(send_tensor, recv_tensor, src)
 
 
 @torch.no_grad()
 def scatter_inplace(tensor: Tensor, count: int, src: int, comm: MaybeCommunicator | None = None) -> None:
-    """As `scatter`; n * count elements on ``src``, which keeps them, count elsewhere (S3.9)."""
+    """As `scatter`; rank ``src``'s tensor has n * count elements and is unchanged; the others receive count elements (S3.9)."""
     _on(comm).scatter_inplace(tensor, count, src)
 
 
@@ -226,7 +227,7 @@ def reduce_scatter(
 
 @torch.no_grad()
 def reduce_scatter_inplace(tensor: Tensor, op: ReduceOp = ReduceOp.SUM, comm: MaybeCommunicator | None = None) -> None:
-    """As `reduce_scatter` into this rank's own chunk; the others stay (S3.9)."""
+    """As `reduce_scatter` into this rank's own chunk; the other chunks are unchanged (S3.9)."""
     _on(comm).reduce_scatter_inplace(tensor, op)
 
 
@@ -252,23 +253,23 @@ def alltoall_v(
     recv_displs: Sequence[int],
     comm: MaybeCommunicator | None = None,
 ) -> None:
-    """As MPI_Alltoallv: per peer a count and a displacement in elements, for sending and for receiving (S3.9)."""
+    """As MPI_Alltoallv: a count and a displacement in elements for each peer, for sending and for receiving (S3.9)."""
     _on(comm).alltoall_v(send_tensor, send_counts, send_displs, recv_tensor, recv_counts, recv_displs)
 
 
 @torch.no_grad()
 def alltoall_v_inplace(tensor: Tensor, counts: Sequence[int], displs: Sequence[int], comm: MaybeCommunicator | None = None) -> None:
-    """As `alltoall_v` on one tensor, counts and displacements the same in both directions (S3.9)."""
+    """As `alltoall_v` on one tensor, with the same counts and displacements in both directions (S3.9)."""
     _on(comm).alltoall_v_inplace(tensor, counts, displs)
 
 
 def barrier(comm: MaybeCommunicator | None = None) -> None:
-    """Return once every rank has called it (S3.9)."""
+    """Wait until every rank has called it (S3.9)."""
     _on(comm).barrier()
 
 
 def _coalesced(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, list[Tensor]]]:
-    """Yield flat copies of tensors of one dtype and device, and the tensors to copy back to; the same cuts on every rank."""
+    """Yield flat copies of tensors of one dtype and device, with the tensors to copy them back to; every rank splits alike."""
     for alike in by_dtype_and_device(tensors):
         batches: list[list[Tensor]] = [[]]
         for tensor in alike:

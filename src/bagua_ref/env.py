@@ -1,4 +1,4 @@
-"""Who this rank is and what the environment says (S1), under the original's names."""
+"""This rank's place and settings from the environment (S1), under the original's names."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def get_default_bucket_size() -> int:
 
 
 def get_master_addr() -> str:
-    """Return MASTER_ADDR; if unset, the address of rank 0 that mpirun's or srun's variables tell, else 127.0.0.1 (S1).
+    """Return MASTER_ADDR; if unset, the address of rank 0 from mpirun's or srun's variables, else 127.0.0.1 (S1).
 
     Raises:
         ValueError: mpirun started processes on several nodes, and MASTER_ADDR is not set.

@@ -18,15 +18,15 @@ class BaguaError(RuntimeError):
 
 
 class NotInitializedError(BaguaError):
-    """A process group is needed and ``init_process_group()`` has not been called."""
+    """A process group is needed, but ``init_process_group()`` has not been called."""
 
 
 class NotProvidedError(BaguaError, ImportError):
-    """A part of the original that bagua_ref leaves out was imported; the message names what to use instead."""
+    """A part of the original that bagua_ref does not provide was imported; the message names a replacement."""
 
 
 class BackendUnavailableError(BaguaError):
-    """A kernel backend was asked for by name and cannot run here; the message says why and what to install."""
+    """A kernel backend that was asked for by name cannot run here; the message says why and what to install."""
 
 
 class CommunicationError(BaguaError):
@@ -38,4 +38,4 @@ class CommunicationTimeoutError(CommunicationError, TimeoutError):
 
 
 class SimulationError(BaguaError):
-    """The simulated world cannot go on: ranks wait for each other, or in different collectives."""
+    """The simulated world cannot continue: ranks wait for each other, or in different collectives."""

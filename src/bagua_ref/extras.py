@@ -8,14 +8,14 @@ from pathlib import Path
 __all__ = ["install_command"]
 
 _FOLDER = Path(__file__).parents[2]
-"""The checkout, if this file is in one."""
+"""The root of the checkout, if this file is in one."""
 
 
 def install_command(extra: str) -> str:
-    """Return the shell command that installs an extra of bagua_ref, in a form that works for how bagua_ref is installed.
+    """Return the shell command that installs an extra of bagua_ref, depending on how bagua_ref is installed.
 
-    A checkout is installed again, in place. Elsewhere the command names the packages: what bagua_ref was installed from may
-    be a file that is gone, and its name alone need not be on any package index.
+    For a checkout, it installs the checkout again, in place. Otherwise, it names the packages, as bagua_ref may have been installed
+    from a file that is gone, and may not be on any package index.
 
     Args:
         extra: a name under ``project.optional-dependencies`` in pyproject.toml.

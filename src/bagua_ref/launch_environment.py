@@ -1,4 +1,4 @@
-"""The environment variables by which launchers tell a process its rank: torchrun's, Open MPI's, other MPIs' and Slurm's (S1)."""
+"""The environment variables by which torchrun, Open MPI, other MPIs and Slurm tell a process its rank (S1)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BY_HAND = "set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and 
 
 @dataclass(frozen=True)
 class Identity:
-    """Who a rank is (S1): its place among all ranks and on its node."""
+    """The place of a rank among all ranks and on its node (S1)."""
 
     rank: int
     world_size: int
@@ -32,10 +32,10 @@ class Identity:
 
     @staticmethod
     def from_environment() -> Identity:
-        """Return what the launcher's variables say; without any this is a world of one.
+        """Return the identity that the launcher's variables give; without any, this is a world of one rank.
 
         Raises:
-            ValueError: variables are incomplete or contradict each other.
+            ValueError: variables are incomplete or contradictory.
         """
         launch = read_launch(os.environ)
         if launch is not None:
@@ -55,13 +55,13 @@ class Identity:
 
 @dataclass(frozen=True)
 class Launch:
-    """What mpirun or srun says about this process.
+    """The place of this process in a job of mpirun or srun.
 
     Attributes:
-        launcher: its name, for messages.
-        identity: who this rank is. MPI does not number nodes: until the ranks meet, each node is taken to hold consecutive ones.
-        address: where rank 0 listens; None: no variable tells.
-        port: on which port.
+        launcher: the launcher's name, for messages.
+        identity: this rank's place. MPI does not number nodes, so ranks on a node are assumed to be consecutive until they meet.
+        address: the address of rank 0; None: unknown.
+        port: the port on which rank 0 listens.
     """
 
     launcher: str
@@ -73,7 +73,7 @@ class Launch:
         """Return the address of rank 0.
 
         Raises:
-            ValueError: no variable tells.
+            ValueError: the address is unknown.
         """
         if self.address is None:
             raise ValueError(
@@ -84,15 +84,15 @@ class Launch:
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch | None:
-    """Return what the variables of MPI or Slurm say; None if there are none, or torchrun's come first.
+    """Return the place that the variables of MPI or Slurm give; None if there are none, or torchrun's take precedence.
 
-    The first of these that is there counts: RANK and WORLD_SIZE, as torchrun sets them or a user; OMPI_COMM_WORLD_RANK and its
-    like (Open MPI); PMI_RANK (MPICH, Intel MPI) or PMIX_RANK; SLURM_STEP_NUM_TASKS above 1 (srun). mpirun inside of a Slurm
-    allocation sets Slurm's variables too, for the processes that start the ranks. A batch script and a shell in an allocation
-    have no step of several tasks, so they are a world of one.
+    The first of these that is set counts: RANK and WORLD_SIZE, set by torchrun or a user; OMPI_COMM_WORLD_RANK and related ones
+    (Open MPI); PMI_RANK (MPICH, Intel MPI) or PMIX_RANK; SLURM_STEP_NUM_TASKS above 1 (srun). Slurm's come last, because mpirun
+    inside a Slurm allocation sets them, too, for the processes that start the ranks. A batch script or a shell in an allocation
+    has no step of several tasks, so it is a world of one rank.
 
     Raises:
-        ValueError: variables are incomplete or contradict each other.
+        ValueError: variables are incomplete or contradictory.
     """
     if {"RANK", "WORLD_SIZE"} & environment.keys():
         return None
@@ -101,7 +101,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch | None:
     tasks = _number(environment, "SLURM_STEP_NUM_TASKS") if "SLURM_STEP_NUM_TASKS" in environment else 0
     if {"PMI_RANK", "PMI_SIZE"} & environment.keys():
         places = [environment.get(name) for name in ("PMI_RANK", "PMI_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")]
-        if tasks <= 1 or places[:2] != places[2:]:  # else it is srun --mpi=pmi2, whose own variables say more
+        if tasks <= 1 or places[:2] != places[2:]:  # else it is srun --mpi=pmi2, whose Slurm variables say more
             return _mpi("PMI", environment, "PMI_RANK", "PMI_SIZE")
     elif "PMIX_RANK" in environment:
         if tasks < 1:
@@ -163,7 +163,7 @@ def _launch(launcher: str, environment: Mapping[str, str], identity: Identity, a
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of a list in Slurm's notation.
+    """Return the first host of a host list in Slurm's notation.
 
     >>> first_host("node[01-03,7],login1")
     'node01'

@@ -1,4 +1,4 @@
-"""Parts of the original that bagua_ref leaves out, and what to use instead; importing one of them says so."""
+"""Parts of the original that bagua_ref does not provide, and their replacements, which an import of them names."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ REPLACEMENTS = {
     "moe": _EXPERTS,
     "service": _NO_SERVICE,
 }
-"""By the name of the module within the package."""
+"""The replacement for each module, by its name within the package."""
 
 MISSING = {
     "env": dict.fromkeys(
@@ -74,7 +74,7 @@ MISSING = {
     ),
     "contrib.utils.redis_store": {"create_redis_client": "use redis.Redis(host=host, port=port) of the package redis"},
 }  # fmt: skip
-"""Single names that are left out, by module: what to use instead."""
+"""The replacement for single names, by module."""
 
 
 def not_provided(name: str) -> NotProvidedError:
@@ -87,11 +87,11 @@ def not_provided(name: str) -> NotProvidedError:
 
 
 def explain_missing(module: str) -> Callable[[str], object]:
-    """Return the ``__getattr__`` of ``module``, by which importing one of its `MISSING` names says what to use instead."""
+    """Return the ``__getattr__`` of ``module``, which names the replacement when one of its `MISSING` names is imported."""
 
     def __getattr__(name: str) -> object:  # noqa: N807
         if name in MISSING[module]:
-            # Python would replace an AttributeError by one that explains nothing, in ``from module import name``.
+            # In ``from module import name``, Python would replace an AttributeError by one without an explanation.
             raise NotProvidedError(f"bagua_ref.{module}.{name} is not provided; {MISSING[module][name]}")
         raise AttributeError(f"module 'bagua_ref.{module}' has no attribute {name!r}")
 

@@ -1,8 +1,8 @@
-"""Operations of a background thread beside those of everyone else on a device, and how each waits for the other (S2.4, S2.5).
+"""Streams and events, which order a background thread's operations on a device with those of other threads (S2.4, S2.5).
 
-On a CUDA device what is called is only queued, on the calling thread's current stream, and streams go on side by side. An event
-marks how far one has come, and another can wait for it without the host. On a CPU what was called is done: streams and events are
-None.
+On a CUDA device, operations are queued on the calling thread's current stream, and streams run concurrently. An event marks a
+point in a stream, for which another stream can wait without the host. On a CPU, operations are synchronous: streams and events
+are None.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ def current_stream(device: torch.device) -> Any:
 
 
 def side_stream(device: torch.device) -> Any:
-    """Return a new stream whose operations go before those of others where both could be next."""
+    """Return a new high-priority stream."""
     return torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
 
 def record(stream: Any) -> Any:
-    """Return an event: all that is queued on ``stream`` now is done."""
+    """Return an event that marks the end of everything queued on ``stream`` so far."""
     return None if stream is None else stream.record_event()
 
 
 def order_after(events: Iterable[Any], device: torch.device) -> None:
-    """Keep what is called from now on, on the calling thread's stream, from beginning before ``events``; the host does not wait."""
+    """Make later operations on the calling thread's stream wait for ``events``; the host does not wait."""
     for event in events:
         if event is not None:
             torch.cuda.current_stream(device).wait_event(event)
@@ -42,7 +42,7 @@ def order_after(events: Iterable[Any], device: torch.device) -> None:
 
 @contextmanager
 def use_stream(stream: Any, device: torch.device) -> Iterator[None]:
-    """Make ``stream`` the calling thread's on ``device``, which becomes its current device; None: leave the stream."""
+    """Make ``device`` current and ``stream`` its current stream, for the calling thread; None: keep the stream."""
     if device.type != "cuda":
         yield
         return

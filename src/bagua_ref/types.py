@@ -1,4 +1,4 @@
-"""Types shared by all layers: reduction operators and the protocols through which lower rooms see higher ones."""
+"""Types shared by all layers: reduction operators, and protocols through which lower layers use higher ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ReduceOp(IntEnum):
 
 
 class BackendTensor(ABC):
-    """What stands for a tensor in the collectives of a communicator (S3.9)."""
+    """An object that represents a tensor in the collectives of a communicator (S3.9)."""
 
     @abstractmethod
     def effective_tensor(self) -> Tensor:
@@ -42,18 +42,18 @@ class BackendTensor(ABC):
 
 
 class Transport(Protocol):
-    """How a world connects ranks: torch.distributed in real life, the scheduler in a simulation."""
+    """The connections between the ranks of a world: torch.distributed, or the scheduler of a simulation."""
 
     node_of: tuple[int, ...]
-    """The node of each global rank, by rank."""
+    """The node of each global rank."""
 
     has_streams: bool
-    """Whether a rank may work on CUDA streams of its own."""
+    """Whether a rank may use its own CUDA streams."""
 
     def connect(self, name: str, ranks: Sequence[int], timeout: float) -> Any:
         """Return this rank's Communicator for the global ``ranks``.
 
-        Called by exactly these ranks, each with the same ``name``, which no other group has; blocks until all have called.
+        Exactly these ranks call it, with the same ``name``, which no other group has; it returns when all have called it.
         """
         ...
 
@@ -64,7 +64,7 @@ class Transport(Protocol):
 
 @runtime_checkable
 class Group(Protocol):
-    """What bucket operations need of a process group; `bagua_ref.communication.BaguaProcessGroup` is one."""
+    """The interface of process groups for bucket operations; `bagua_ref.communication.BaguaProcessGroup` implements it."""
 
     ranks: tuple[int, ...]
 
@@ -81,35 +81,35 @@ class Group(Protocol):
         ...
 
     def side_stream(self, device: Any) -> Any:
-        """Return the CUDA stream on which background operations run; None: the caller's."""
+        """Return the CUDA stream of background operations; None: the caller's stream."""
         ...
 
     def for_background(self) -> Group:
-        """Return a group of the same ranks that no caller's thread uses."""
+        """Return a group of the same ranks for background threads."""
         ...
 
     def sibling(self) -> Group:
-        """Return a background group of the same ranks with connections of its own; all ranks call this in the same order."""
+        """Return a background group of the same ranks with separate connections; all ranks call this in the same order."""
         ...
 
     def close(self) -> None:
-        """Give up all connections."""
+        """Close all connections."""
         ...
 
 
 class ReadinessSink(Protocol):
-    """Where a tensor reports that it is ready; the scheduling engine is one."""
+    """The receiver of tensors' readiness, such as the scheduling engine."""
 
     def mark_ready(self, tensor: Tensor) -> None:
-        """Tick ``tensor`` off in its bucket (S2.4)."""
+        """Mark ``tensor`` as ready in its bucket (S2.4)."""
         ...
 
 
 class BucketObserver(Protocol):
-    """Sees what goes into the operations of a world's buckets, and what comes out; it changes nothing and does not raise."""
+    """Observes the inputs and results of a world's bucket operations; it must not change anything or raise."""
 
     def before_op(self, bucket: Any, op: Any, flat: Tensor, divisor: int) -> None:
-        """``op`` is about to run on ``flat``, whose elements have been divided by ``divisor`` on their way in."""
+        """``op`` is about to run on ``flat``, whose elements have already been divided by ``divisor``."""
         ...
 
     def after_op(self, bucket: Any, op: Any, flat: Tensor) -> None:
@@ -117,5 +117,5 @@ class BucketObserver(Protocol):
         ...
 
     def after_copy(self, bucket: Any, flat: Tensor) -> None:
-        """``flat`` has been copied into the bucket's tensors, as a decentralized operation's result is."""
+        """``flat``, the result of a decentralized operation, has been copied into the bucket's tensors."""
         ...

@@ -1,8 +1,8 @@
-"""The command line: ``bagua-ref demo`` trains with every algorithm, ``bagua-ref doctor`` reports what this machine can run.
+"""The command line ``bagua-ref``, with these commands.
 
-``bagua-ref balance`` shows what the balanced sampler would do for given lengths, ``bagua-ref vectors`` writes golden vectors and
-checks another implementation's outputs against them, ``bagua-ref trace`` checks a recorded training run, and ``bagua-ref verify``
-checks an implementation against the specification.
+``demo`` trains with every algorithm; ``doctor`` reports what can run on this machine; ``balance`` shows the effect of the balanced
+sampler on given lengths; ``vectors`` writes golden vectors and checks another implementation's outputs; ``trace`` checks a
+recorded training run; and ``verify`` checks an implementation against the specification.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ __all__ = ["main"]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``bagua-ref`` with ``argv`` (None: the process's arguments); return the exit code.
 
-    0: success. 1: what was run or checked has failed. 2: bad input (raised as SystemExit by argparse), a missing package, or a
-    file that cannot be read or written. 130: interrupted.
+    0: success. 1: a run or a check failed. 2: bad input (raised as SystemExit by argparse), a missing package, or a file that
+    cannot be read or written. 130: interrupted.
     """
     arguments, unknown = _parser().parse_known_args(argv)
     parser: argparse.ArgumentParser = arguments.parser
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")  # parse_args would print the usage of bagua-ref itself
     arguments.stdout = sys.stdout
     try:
-        # Whatever else is printed, by a tested implementation for one, must not end up between the lines of JSON.
+        # Other output, such as that of a tested implementation, must not get between the lines of JSON.
         with redirect_stdout(sys.stderr) if arguments.json else nullcontext():
             exit_code: int = arguments.command(parser, arguments)
     except CommandError as error:
@@ -66,7 +66,7 @@ def _demo(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int
     except ValueError as error:
         parser.error(str(error))
     except OSError as error:
-        parser.error(f"output={str(arguments.output)!r} must be a folder that can be written: {error.strerror}")
+        parser.error(f"output={str(arguments.output)!r} must be a writable folder: {error.strerror}")
     if missing := missing_packages():
         raise CommandError(f"the demo needs {', '.join(missing)}; install with: {install_command('demo')}")
     exit_code = run_demo(settings, arguments.output)
@@ -101,8 +101,8 @@ def _balance(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     if is_installed("matplotlib"):
         try:
             draw_epochs(*epochs).savefig(picture, dpi=120, metadata={"Software": None})
-        except (OSError, ValueError) as error:  # no such folder, no such format
-            parser.error(f"output={str(picture)!r} must be a picture that can be written: {error}")
+        except (OSError, ValueError) as error:  # no such folder or format
+            parser.error(f"output={str(picture)!r} must be a writable image file: {error}")
     else:
         complaint = f"the picture needs matplotlib; install with: {install_command('demo')}"
         if arguments.output is not None:

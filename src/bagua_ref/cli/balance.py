@@ -1,4 +1,4 @@
-"""``bagua-ref balance``: what balancing would do for samples of given lengths, before anything is trained."""
+"""``bagua-ref balance``: the effect of balancing on samples of given lengths, without any training."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Epoch", "as_json", "draw_epochs", "is_installed", "print_epochs", "read_lengths", "simulate_epochs"]
 
-_LARGEST = 1e18  # sums of these are still floats
-_DRAWN = 60  # steps in the picture: more would be a blur
+_LARGEST = 1e18  # sums of these still fit into floats
+_DRAWN = 60  # steps in the plot: more would be unreadable
 _COLORS = ("#d55e00", "#0072b2")  # Okabe and Ito's
 
 
@@ -29,8 +29,8 @@ class Epoch:
     """The work of one epoch under one sampler.
 
     Attributes:
-        name: with or without balancing.
-        work: steps x replicas: the sum of the lengths in each replica's batch.
+        name: "with balancing" or "without balancing".
+        work: an array of steps x replicas: the sum of the lengths in each replica's batch.
     """
 
     name: str
@@ -38,30 +38,30 @@ class Epoch:
 
     @property
     def imbalance(self) -> float:
-        """The slowest replica's work over the mean, mean over steps: how much longer a step takes than it would have to."""
+        """The slowest replica's work divided by the mean, averaged over steps: how much longer a step takes than necessary."""
         return float((self.work.max(axis=1) / self.work.mean(axis=1)).mean())
 
     @property
     def worst(self) -> float:
-        """The slowest replica's work over the mean, in the step where that is largest."""
+        """The slowest replica's work divided by the mean, in the worst step."""
         return float((self.work.max(axis=1) / self.work.mean(axis=1)).max())
 
     @property
     def idle(self) -> float:
-        """The share of all replicas' time that is waiting for the slowest."""
+        """The share of the replicas' time spent waiting for the slowest one."""
         return 1 - float(self.work.mean(axis=1).sum() / self.work.max(axis=1).sum())
 
 
 def is_installed(package: str) -> bool:
-    """Return whether a package that only some output needs is installed."""
+    """Return whether an optional package is installed."""
     return find_spec(package) is not None
 
 
 def read_lengths(path: Path) -> list[int | float]:
-    """Read positive numbers: a ``.npy`` array, or text with one number per line; empty lines and what follows # are skipped.
+    """Read positive numbers: a ``.npy`` array, or text with one number per line; empty lines and comments after # are skipped.
 
     Raises:
-        ValueError: a line is no positive number, or there are none; the message names file and line.
+        ValueError: a line is not a positive number, or there are none; the message names file and line.
         OSError: the file cannot be read.
     """
     found: list[int | float] = []
@@ -91,7 +91,7 @@ def simulate_epochs(
     """Return one epoch's work under torch's DistributedSampler and under `LoadBalancingDistributedSampler`.
 
     Raises:
-        ValueError: an argument is out of its range.
+        ValueError: an argument is out of range.
     """
     for name, value in (("replicas", replicas), ("batch_size", batch_size)):
         if value < 1:
@@ -129,7 +129,7 @@ def as_json(before: Epoch, after: Epoch, picture: Path | None) -> dict[str, Any]
 
 
 def print_epochs(before: Epoch, after: Epoch, console: Console, steps: int) -> None:
-    """Print what the samplers make of the epoch, and the work of each replica in the first ``steps`` steps."""
+    """Print a summary of both epochs, and the work of each replica in the first ``steps`` steps."""
     from rich import box
     from rich.table import Table
 
@@ -152,7 +152,7 @@ def print_epochs(before: Epoch, after: Epoch, console: Console, steps: int) -> N
 
 
 def draw_epochs(before: Epoch, after: Epoch) -> Any:
-    """Return a matplotlib Figure: each replica's work at each of the first steps, without and with balancing."""
+    """Return a matplotlib Figure of each replica's work in the first steps, without and with balancing."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 6.2), layout="constrained")
@@ -163,7 +163,7 @@ def draw_epochs(before: Epoch, after: Epoch) -> Any:
         axes.vlines(steps, work.min(axis=1), work.max(axis=1), color=color, alpha=0.35, linewidth=3)
         axes.plot(steps, work, linestyle="", marker="o", markersize=2.5, color=color)
         axes.plot(steps, work.mean(axis=1), color="#1c1e21", linewidth=1, drawstyle="steps-mid", label="mean of the replicas")
-        verdict = f"the slowest replica does {epoch.imbalance:.3f} times the mean; {epoch.idle:.1%} of the time is waiting"
+        verdict = f"the slowest replica has {epoch.imbalance:.3f} times the mean work; {epoch.idle:.1%} of the time is waiting"
         axes.set_title(f"{epoch.name[0].upper()}{epoch.name[1:]}: {verdict}", fontsize=10, loc="left")
         axes.set_ylabel("work of a replica")
         axes.set_ylim(bottom=0)
@@ -186,7 +186,7 @@ def _number(text: str, where: str) -> int | float:
 
 
 def _work(costs: np.ndarray[Any, Any], batch_size: int) -> np.ndarray[Any, Any]:
-    """Return the sum of each batch, the last of which may be short."""
+    """Return the sum of each batch; the last one may be shorter."""
     return np.add.reduceat(costs, np.arange(0, len(costs), batch_size))
 
 

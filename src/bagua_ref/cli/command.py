@@ -1,4 +1,4 @@
-"""Parts that all subcommands share: parsers, errors, JSON output, shell completion."""
+"""Parts shared by all subcommands: parsers, errors, JSON output, shell completion."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 __all__ = ["CommandError", "Commands", "PrintCompletion", "add_command", "add_json_options", "write_file", "write_json"]
 
-Commands = argparse._SubParsersAction  # argparse has no public name for what add_subparsers returns
+Commands = argparse._SubParsersAction  # argparse has no public name for the result of add_subparsers
 
 
 class CommandError(Exception):
-    """Why a subcommand cannot do its work; `main` prints the message and exits with 2."""
+    """The reason why a subcommand cannot run; `main` prints the message and exits with 2."""
 
 
 def add_command(
@@ -30,9 +30,9 @@ def add_command(
     """Return the parser of a new subcommand, which `main` runs as ``run(parser, arguments)``.
 
     Args:
-        commands: where to add it.
-        name: what users type.
-        run: returns the exit code.
+        commands: the subcommands to add it to.
+        name: the name that users type.
+        run: runs the command and returns the exit code.
         texts: ``help``, ``description`` and ``epilog``.
     """
     parser = commands.add_parser(name, **texts)
@@ -41,13 +41,13 @@ def add_command(
 
 
 def add_json_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--json`` and ``--json-file``, which `write_json` obeys."""
+    """Add the options ``--json`` and ``--json-file`` for `write_json`."""
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of text")
     parser.add_argument("--json-file", type=Path, metavar="PATH", help="also write the result as JSON to PATH")
 
 
 def write_json(arguments: argparse.Namespace, result: Any) -> None:
-    """Write ``result`` as JSON to where ``--json`` and ``--json-file`` ask for it, if anywhere.
+    """Write ``result`` as JSON to the outputs that ``--json`` and ``--json-file`` select.
 
     Raises:
         CommandError: the file cannot be written.
@@ -63,7 +63,7 @@ def write_file(path: Path, text: str) -> None:
     """Write a file that the user asked for.
 
     Raises:
-        CommandError: it cannot be written.
+        CommandError: the file cannot be written.
     """
     try:
         path.write_text(text, encoding="utf-8")
@@ -88,7 +88,7 @@ class PrintCompletion(argparse.Action):
 
 
 def _complete_paths(parser: argparse.ArgumentParser, shtab: Any) -> None:
-    """Let shells offer folders and files where an argument is a path."""
+    """Let shells complete folders and files for arguments that are paths."""
     for action in parser._actions:
         if isinstance(action, Commands):
             for subparser in action.choices.values():

@@ -1,4 +1,4 @@
-"""The demo's curves, drawn with matplotlib for light and for dark pages."""
+"""The demo's curves, drawn with matplotlib for light and dark pages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_curves", "trailing_mean"]
 
-# Okabe and Ito's palette, a little darker or lighter for contrast; the dashes help where curves lie upon each other.
+# Okabe and Ito's palette, slightly darker or lighter for contrast; dashes help where curves overlap.
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b07800", "#56b4e9")
 _COLORS_ON_DARK = ("#4fa9e8", "#ff8a3d", "#2fcf9f", "#e79ac8", "#f0c030", "#a9dcff")
 _DASHES = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)), (0, (3, 1)), (0, (8, 3)))
@@ -24,10 +24,10 @@ def draw_curves(outcomes: Sequence[Outcome], kind: str, window: int, *, dark: bo
     """Return a matplotlib Figure with a transparent background.
 
     Args:
-        outcomes: a curve each.
+        outcomes: the outcomes, one for each curve.
         kind: "loss" or "traffic" by step, or "loss by traffic".
-        window: losses are means of so many steps up to each step.
-        dark: whether the page behind is.
+        window: the number of steps over which losses are averaged, up to each step.
+        dark: whether the page is dark.
     """
     from matplotlib.figure import Figure
 
@@ -63,7 +63,7 @@ def draw_curves(outcomes: Sequence[Outcome], kind: str, window: int, *, dark: bo
 
 
 def trailing_mean(values: Sequence[float], window: int) -> list[float]:
-    """Return the mean of the last ``window`` values (fewer at the beginning) up to each.
+    """Return, for each value, the mean of the last ``window`` values (fewer at the beginning).
 
     >>> trailing_mean([4.0, 2.0, 0.0], 2)
     [4.0, 3.0, 1.0]

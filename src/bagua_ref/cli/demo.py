@@ -1,4 +1,4 @@
-"""``bagua-ref demo``: start the workers, show how they train, and tell what came of it."""
+"""``bagua-ref demo``: start the workers, show their progress, and report the results."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _EXTRA = {"sklearn": "scikit-learn", "rich": "rich", "matplotlib": "matplotlib"}
 
 
 def missing_packages() -> list[str]:
-    """Return which packages of the extra ``demo`` are not installed."""
+    """Return the packages of the extra ``demo`` that are not installed."""
     return [package for module, package in _EXTRA.items() if find_spec(module) is None]
 
 
 def run_demo(settings: Settings, output: Path) -> int:
-    """Train as ``settings`` say, print a table, write the report into the folder ``output``; return the exit code."""
+    """Train with ``settings``, print a table, write the report into the folder ``output``; return the exit code."""
     from rich.console import Console
 
     from bagua_ref.cli.progress import shown
@@ -53,7 +53,7 @@ def run_demo(settings: Settings, output: Path) -> int:
             with _quiet_launcher(), shown(reports, settings, console):
                 _launch(settings.workers, exchange)
         except SignalException as interruption:
-            print(f"bagua-ref demo: stopped by {interruption.sigval.name}; no worker is left running", file=sys.stderr)
+            print(f"bagua-ref demo: stopped by {interruption.sigval.name}; all workers have ended", file=sys.stderr)
             return 128 + interruption.sigval
         except ChildFailedError as error:
             print(_story(error, exchange), file=sys.stderr)
@@ -66,7 +66,7 @@ def run_demo(settings: Settings, output: Path) -> int:
 
 
 def _launch(workers: int, exchange: Path) -> None:
-    """Run the workers to their end under torch's elastic launcher, as ``torchrun --standalone`` does."""
+    """Run the workers under torch's elastic launcher, as ``torchrun --standalone`` does."""
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -74,7 +74,7 @@ def _launch(workers: int, exchange: Path) -> None:
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",  # a machine may not know its own name
+        local_addr="127.0.0.1",  # a machine may not be able to resolve its own name
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=str(exchange / "logs"), redirects=Std.ALL),
     )
@@ -97,7 +97,7 @@ def _quiet_launcher() -> Iterator[None]:
 
 
 def _story(error: ChildFailedError, exchange: Path) -> str:
-    """Tell which workers failed, and the end of what the first of them wrote."""
+    """Print which workers failed, and the last lines of the first one's standard error."""
     ended_by_launcher = {rank for rank, failure in error.failures.items() if failure.exitcode == -signal.SIGTERM}
     lines = []
     for rank in sorted(error.failures.keys() - ended_by_launcher) or sorted(ended_by_launcher):

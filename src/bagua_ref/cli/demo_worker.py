@@ -1,4 +1,4 @@
-"""One of the demo's worker processes: train with each algorithm in turn and write down every step for the parent to read."""
+"""A worker process of the demo: it trains with each algorithm in turn and records every step for the parent process."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def train(name: str, settings: Settings, digits: Digits, report: Callable[..., N
 
     Args:
         name: a name in `RECIPES`, or `ALONE` for one process that takes whole batches.
-        settings: how long.
-        digits: what to learn.
+        settings: the settings of the demo.
+        digits: the data.
         report: called with ``loss`` and ``bytes_sent`` (so far) after each step and with the ``result`` at the end.
     """
     alone = name == ALONE
@@ -41,7 +41,7 @@ def train(name: str, settings: Settings, digits: Digits, report: Callable[..., N
     if not alone:
         model.with_bagua([optimizer], recipe.make_algorithm(name, optimizer))
     share, shares = (0, 1) if alone else (bagua_ref.get_rank(), bagua_ref.get_world_size())
-    at_start = _bytes_sent(model)  # wrapping broadcasts the weights, which is not training's traffic
+    at_start = _bytes_sent(model)  # wrapping broadcasts the weights, which does not count as traffic of training
     begin = time.perf_counter()
     for images, labels in digits.batches(settings, share, shares):
         optimizer.zero_grad()
@@ -51,7 +51,7 @@ def train(name: str, settings: Settings, digits: Digits, report: Callable[..., N
         report(loss=loss.item(), bytes_sent=_bytes_sent(model) - at_start)
     seconds = time.perf_counter() - begin
     if not alone and hasattr(model.bagua_algorithm, "abort"):
-        model.bagua_algorithm.abort(model)  # it averages in the background until told to stop
+        model.bagua_algorithm.abort(model)  # it averages in the background until it is stopped
     model.eval()
     with torch.no_grad():
         accuracy = (model(digits.test_images).argmax(1) == digits.test_labels).double().mean().item()
@@ -59,13 +59,13 @@ def train(name: str, settings: Settings, digits: Digits, report: Callable[..., N
 
 
 def _bytes_sent(model: Any) -> int:
-    """Return what this rank has sent for the model so far, by formula; nothing if it trains alone."""
+    """Return the bytes that this rank has sent for the model so far, by formula; 0 if it trains alone."""
     wrapped = getattr(model, "_bagua", None)
     return 0 if wrapped is None else int(wrapped.process_group.bytes_sent)
 
 
 def _weight_difference(model: torch.nn.Module) -> float:
-    """Return the largest difference between two ranks in any weight."""
+    """Return the largest difference of any weight between two ranks."""
     highest = parameters_to_vector(model.parameters()).detach().clone()
     lowest = highest.clone()
     bagua_ref.allreduce_inplace(highest, bagua_ref.ReduceOp.MAX)
@@ -75,8 +75,8 @@ def _weight_difference(model: torch.nn.Module) -> float:
 
 @record
 def main(directory: str) -> None:
-    """Train with what ``settings.json`` in ``directory`` asks for; write one JSON object a line to ``rank<r>.jsonl``."""
-    torch.set_num_threads(1)  # workers outnumber cores
+    """Train with the settings in ``directory/settings.json``; write one JSON object per line to ``rank<r>.jsonl``."""
+    torch.set_num_threads(1)  # there may be more workers than cores
     exchange = Path(directory)
     known = json.loads((exchange / "settings.json").read_text())
     settings = Settings(**{**known, "algorithms": tuple(known["algorithms"])})
@@ -84,9 +84,11 @@ def main(directory: str) -> None:
     parent = os.getppid()
     bagua_ref.init_process_group(
         backend="gloo", timeout=60 + settings.steps
-    )  # rank 0 trains alone while the others wait, some ms a step
+    )  # rank 0 trains alone while the others wait, some milliseconds per step
     rank = bagua_ref.get_rank()
-    Recipe().make_optimizer(make_model().parameters())  # the first optimizer makes torch import much; nobody's time should count it
+    Recipe().make_optimizer(
+        make_model().parameters()
+    )  # the first optimizer makes torch import many modules, which must not count as training time
     bagua_ref.barrier()
     with (exchange / f"rank{rank}.jsonl").open("w", buffering=1) as stream:
         for name in (ALONE, *settings.algorithms):
@@ -94,7 +96,7 @@ def main(directory: str) -> None:
             def report(name: str = name, **news: Any) -> None:
                 stream.write(json.dumps({"algorithm": name, **news}) + "\n")
                 if os.getppid() != parent:
-                    os._exit(1)  # a launcher that was killed outright cannot end its workers
+                    os._exit(1)  # a launcher that was killed with SIGKILL cannot end its workers
 
             if name != ALONE or rank == 0:
                 train(name, settings, digits, report)
@@ -102,7 +104,7 @@ def main(directory: str) -> None:
     bagua_ref.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # gloo's threads sometimes abort a process that ends by itself
+    os._exit(0)  # gloo's threads sometimes abort a process at its normal exit
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""``bagua-ref doctor``: what is installed here, what can run, and why the rest cannot."""
+"""``bagua-ref doctor``: a report on installed software, on what can run, and on why the rest cannot."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _COLUMNS = 80
 
 
 def examine() -> dict[str, dict[str, Any]]:
-    """Return what there is on this machine: topics, each with its findings."""
+    """Return the findings on this machine, by topic."""
     return {
         "versions": {
             "bagua_ref": bagua_ref.__version__,
@@ -53,7 +53,7 @@ def examine() -> dict[str, dict[str, Any]]:
 
 
 def print_findings(findings: Mapping[str, Mapping[str, Any]]) -> None:
-    """Print what `examine` returns, in lines of up to 80 columns."""
+    """Print the findings of `examine`, in lines of up to 80 columns."""
     for topic, entries in findings.items():
         print(f"{topic}: none" if not entries else topic)
         for name, finding in entries.items():
@@ -96,7 +96,7 @@ def _first_line(*command: str) -> str:
 
 
 def _problems() -> dict[str, str]:
-    """Return what is set but cannot work."""
+    """Return the problems of environment variables that are set."""
     checks: dict[str, Callable[[], object]] = {
         "launch": env.get_rank,
         "bucket size": env.get_default_bucket_size,

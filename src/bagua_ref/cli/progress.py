@@ -1,4 +1,4 @@
-"""How training goes, while it goes: bars in a terminal, a line per algorithm elsewhere."""
+"""The demo's progress display: bars in a terminal, a line per algorithm elsewhere."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _POLL_SECONDS = 0.1
 
 @contextmanager
 def shown(reports: Reports, settings: Settings, console: Console) -> Iterator[None]:
-    """Poll ``reports`` and show how far they are until the block ends; they are complete then."""
+    """Poll ``reports`` and show their progress until the block ends; then they are complete."""
     if not console.is_terminal:
         with _polling(_Lines(reports, settings, console).update):
             yield
@@ -44,7 +44,7 @@ def shown(reports: Reports, settings: Settings, console: Console) -> Iterator[No
 
 @contextmanager
 def _polling(update: Callable[[], None]) -> Iterator[None]:
-    """Call ``update()`` on a thread of its own, again and again, and once more after the block."""
+    """Call ``update()`` repeatedly on a separate thread, and once more after the block."""
     stop = threading.Event()
     errors: list[Exception] = []
 
@@ -55,7 +55,7 @@ def _polling(update: Callable[[], None]) -> Iterator[None]:
         except Exception as error:
             errors.append(error)
 
-    # The launcher needs the main thread, for its signal handlers.
+    # The launcher needs the main thread for its signal handlers.
     thread = threading.Thread(target=poll, name="bagua-ref demo progress", daemon=True)
     thread.start()
     try:
@@ -90,7 +90,7 @@ class _Bars:
 
 
 class _Lines:
-    """One line when an algorithm begins and one when it is done."""
+    """One line at the beginning and one at the end of each algorithm."""
 
     def __init__(self, reports: Reports, settings: Settings, console: Console) -> None:
         self._reports, self._settings, self._console = reports, settings, console

@@ -1,4 +1,4 @@
-"""What the demo trains: the network, the digits, and how each algorithm is set up. A new algorithm is one line in `RECIPES`."""
+"""The demo's network, data and settings of each algorithm. A new algorithm is one line in `RECIPES`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 __all__ = ["ALONE", "RECIPES", "Digits", "Recipe", "Settings", "make_model"]
 
 ALONE = "single process"
-"""The baseline's name: the same batches, in one process, with plain torch."""
+"""The name of the baseline: the same batches in one process, with plain torch."""
 
 GLOBAL_BATCH = 64
-TRAINING_IMAGES = 1437  # four fifths; the other 360 are the test set
+TRAINING_IMAGES = 1437  # four fifths of the images; the other 360 are the test set
 _QUICK_STEPS = 10
 
 
@@ -32,18 +32,18 @@ def _sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def _qadam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    # The variance is frozen early: with Adam's eps of 1e-8 a weight whose gradient was almost zero until then gets huge steps.
+    # The variance freezes early: with Adam's eps of 1e-8, weights whose gradients were almost zero until then get huge steps.
     return QAdamOptimizer(parameters, lr=2e-3, warmup_steps=50, eps=1e-3)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to train with one algorithm.
+    """The setup of training with one algorithm.
 
     Args:
-        arguments: for ``Algorithm.init``.
+        arguments: the arguments of ``Algorithm.init``.
         make_optimizer: makes the optimizer from the parameters.
-        optimizer_argument: under which name the algorithm wants the optimizer too, if it does.
+        optimizer_argument: the name of the algorithm's argument for the optimizer, if it has one.
     """
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Recipe:
         return Algorithm.init(name, **self.arguments, **wanted)
 
 
-# On one node the hierarchical form saves no traffic, so that is off.
+# On one node, hierarchical communication saves no traffic, so it is off.
 RECIPES: dict[str, Recipe] = {
     "gradient_allreduce": Recipe({"hierarchical": False}),
     "bytegrad": Recipe({"hierarchical": False}),
@@ -69,7 +69,7 @@ RECIPES: dict[str, Recipe] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user asked for.
+    """The options that the user chose.
 
     Raises:
         ValueError: a number is out of range or a name is unknown.
@@ -101,7 +101,7 @@ class Settings:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps in which every training image is seen at most once; what does not fill a batch is left out."""
+        """Steps per pass over the training images, without an incomplete last batch."""
         return _QUICK_STEPS if self.quick else TRAINING_IMAGES // (self.batch * self.workers)
 
     @property
@@ -112,7 +112,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Digits:
-    """Images (m, 1, 8, 8) between 0 and 1 and their labels (m,), split into a training and a test set."""
+    """Images (m, 1, 8, 8) with values from 0 to 1 and their labels (m,), split into a training and a test set."""
 
     train_images: Tensor
     train_labels: Tensor
@@ -121,7 +121,7 @@ class Digits:
 
     @staticmethod
     def load() -> Digits:
-        """Take the 1797 digits that ship with scikit-learn; the split is always the same."""
+        """Return the 1797 digits of scikit-learn, always with the same split."""
         from sklearn.datasets import load_digits
 
         digits = load_digits()
@@ -131,17 +131,17 @@ class Digits:
         return Digits(images[:TRAINING_IMAGES], labels[:TRAINING_IMAGES], images[TRAINING_IMAGES:], labels[TRAINING_IMAGES:])
 
     def save(self, path: Path) -> None:
-        """Write what `restore` reads; workers are spared the import of scikit-learn."""
+        """Write the file that `restore` reads, so that workers need not import scikit-learn."""
         np.savez(path, **{name: tensor.numpy() for name, tensor in vars(self).items()})
 
     @staticmethod
     def restore(path: Path) -> Digits:
-        """Read what `save` wrote."""
+        """Read the file that `save` wrote."""
         with np.load(path) as arrays:
             return Digits(**{name: torch.from_numpy(arrays[name]) for name in arrays.files})
 
     def batches(self, settings: Settings, share: int, shares: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield part ``share`` of ``shares`` of every step's batch; the parts together are the same whatever ``shares`` is."""
+        """Yield part ``share`` of ``shares`` of every step's batch; the whole batch does not depend on ``shares``."""
         whole = settings.batch * settings.workers
         size = whole // shares
         for step in range(settings.steps):
@@ -152,7 +152,7 @@ class Digits:
 
 
 def make_model() -> nn.Module:
-    """Return a convolutional network of 38,282 parameters for images of 8 x 8."""
+    """Return a convolutional network with 38,282 parameters for images of 8 x 8 pixels."""
     return nn.Sequential(
         nn.Conv2d(1, 16, kernel_size=3, padding=1), nn.ReLU(),
         nn.Conv2d(16, 32, kernel_size=3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),

@@ -1,4 +1,4 @@
-"""What the demo's ranks report while they train, and what that comes to over all of them."""
+"""The reports of the demo's ranks during training, and the outcome over all ranks."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ __all__ = ["Outcome", "RankReport", "Reports"]
 
 @dataclass
 class RankReport:
-    """What one rank has reported of one algorithm so far."""
+    """The report of one rank on one algorithm so far."""
 
     losses: list[float] = field(default_factory=list)
     """Of each step."""
     bytes_sent: list[int] = field(default_factory=list)
-    """From the first step to each step."""
+    """Bytes sent from the first step up to each step."""
     result: dict[str, float] | None = None
-    """Once it is done: accuracy on the test set, seconds, weight_difference."""
+    """At the end: accuracy on the test set, seconds, weight_difference."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What training with one algorithm came to.
+    """The outcome of training with one algorithm.
 
     Attributes:
         algorithm: its name, or `ALONE`.
-        test_accuracy: the share of test images that a rank's model recognises, mean over ranks.
-        final_loss: training loss, mean over ranks and the last epoch.
-        bytes_per_step: sent per step and rank.
-        ratio: bytes_per_step to those of an all-reduce of the gradients in float32; None where nothing needs to be sent.
-        steps_per_second: of the slowest rank.
-        weight_difference: the largest between two ranks in any weight after the last step.
-        losses: per step, mean over ranks.
-        bytes_sent: from the first step to each step, mean over ranks.
+        test_accuracy: the share of test images that are classified correctly, mean over ranks.
+        final_loss: the training loss, mean over ranks and the last epoch.
+        bytes_per_step: bytes sent per step and rank.
+        ratio: bytes_per_step divided by the bytes of a float32 all-reduce of the gradients; None if that needs no communication.
+        steps_per_second: the speed of the slowest rank.
+        weight_difference: the largest difference of any weight between two ranks after the last step.
+        losses: the loss of each step, mean over ranks.
+        bytes_sent: bytes sent up to each step, mean over ranks.
     """
 
     algorithm: str
@@ -60,7 +60,7 @@ class Reports:
 
     Args:
         exchange: the folder of the files ``rank<r>.jsonl``.
-        settings: of the run.
+        settings: the settings of the run.
     """
 
     def __init__(self, exchange: Path, settings: Settings) -> None:
@@ -73,13 +73,13 @@ class Reports:
         """Each algorithm's reports, by rank."""
 
     def poll(self) -> None:
-        """Take in what was written since the last time."""
+        """Read what was written since the last update."""
         for path, rank in self._files:
             if not path.exists():
                 continue
             with path.open("rb") as stream:
                 stream.seek(self._read[rank])
-                whole, _, _ = stream.read().rpartition(b"\n")  # the last line may still be under way
+                whole, _, _ = stream.read().rpartition(b"\n")  # the last line may be incomplete
             if whole:
                 self._read[rank] += len(whole) + 1
                 for line in whole.splitlines():
@@ -94,11 +94,11 @@ class Reports:
             report.bytes_sent.append(news["bytes_sent"])
 
     def steps_done(self, name: str) -> int:
-        """Return how many steps all ranks have finished with algorithm ``name``."""
+        """Return the number of steps that all ranks have finished with algorithm ``name``."""
         return min(len(report.losses) for report in self.of[name])
 
     def outcome(self, name: str) -> Outcome | None:
-        """Return what training with ``name`` came to, None while a rank is at work."""
+        """Return the outcome of training with ``name``, None until all ranks are done."""
         reports = self.of[name]
         results = [report.result for report in reports if report.result is not None]
         if len(results) < len(reports):
@@ -122,6 +122,6 @@ class Reports:
 
 
 def full_precision_bytes(ranks: int) -> float:
-    """Return what each of ``ranks`` sends per step when all gradients are all-reduced in float32: 2(n-1)/n of their bytes."""
+    """Return the bytes that each of ``ranks`` sends per step in a float32 all-reduce of all gradients: 2(n-1)/n of their size."""
     parameters = sum(parameter.numel() for parameter in make_model().parameters())
     return 2 * (ranks - 1) / ranks * 4 * parameters

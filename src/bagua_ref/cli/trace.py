@@ -1,4 +1,4 @@
-"""``bagua-ref trace``: check a recorded training against what its algorithm must compute, and show what was recorded."""
+"""``bagua-ref trace``: check a recorded training run against its algorithm, or summarize the recording."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _draw(report: TraceReport, path: Path) -> None:
         draw_errors(report).savefig(path, dpi=120, metadata={"Software": None})
     except ModuleNotFoundError:
         raise CommandError(f"--png needs matplotlib; install with: {install_command('conformance')}") from None
-    except (OSError, ValueError) as error:  # no such folder, no such format
+    except (OSError, ValueError) as error:  # no such folder or format
         raise CommandError(f"cannot write {str(path)!r}: {error}") from None
     print(f"Picture: {path}")
 
@@ -136,7 +136,7 @@ def _as_json(ranks: list[RankTrace]) -> dict[str, Any]:
 
 
 def _times_recorded(ranks: list[RankTrace]) -> list[int]:
-    """Return how often rank 0 recorded each bucket."""
+    """Return the number of times that rank 0 recorded each bucket."""
     times = Counter(record["bucket"] for entry in ranks[0].steps.values() for record in entry["records"])
     return [times[name] for name in ranks[0].manifest["buckets"]]
 
@@ -163,7 +163,7 @@ def _summary(ranks: list[RankTrace]) -> str:
 
 
 def _progress(done: int, total: int) -> None:
-    """Show progress: one line that changes in a terminal, else a line for each tenth of the way."""
+    """Show progress: one changing line in a terminal, else one line for each tenth."""
     if sys.stderr.isatty():
         print(f"\r\x1b[Kreplaying: {done} of {total} steps", end="", file=sys.stderr, flush=True)
     elif done == total or done * 10 // total > (done - 1) * 10 // total:

@@ -1,4 +1,4 @@
-"""``bagua-ref vectors``: write the golden vectors, and compare somebody's outputs with them."""
+"""``bagua-ref vectors``: write the golden vectors, and compare an implementation's outputs with them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser"]
 
-_SHOWN = 20  # failures that are printed; the JSON has all
+_SHOWN = 20  # the most failures to print; the JSON has all
 
 
 def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -91,7 +91,7 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
 
 @contextmanager
 def _errors() -> Iterator[None]:
-    """Turn what is wrong with vectors or outputs into a `CommandError`."""
+    """Convert errors in vectors or outputs into a `CommandError`."""
     from bagua_ref.conformance.vectors import VectorsError
 
     try:

@@ -19,7 +19,7 @@ __all__ = ["verify"]
 
 
 def verify(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    """Run the checks; return 0 if all passed, 1 if one did not, 2 if nothing could be run.
+    """Run the checks; return 0 if all passed, 1 if one failed, 2 if none could be run.
 
     Raises:
         CommandError: the target cannot be imported or made, or Hypothesis is missing.
@@ -29,10 +29,10 @@ def verify(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
     from bagua_ref.conformance.suites.checks import all_checks
     from bagua_ref.conformance.targets.target import assemble
 
-    sys.path.insert(0, os.getcwd())  # pkg.mod:Class is most often in the folder one works in
+    sys.path.insert(0, os.getcwd())  # pkg.mod:Class is usually in the current folder
     try:
         target = assemble(arguments.backend, arguments.communicator)
-    except Exception as error:  # what is named may fail in any way while it is imported or made
+    except Exception as error:  # importing or creating a foreign target may raise anything
         named = arguments.backend or arguments.communicator
         raise CommandError(f"cannot load {named}: {type(error).__name__}: {error}") from None
     try:
@@ -65,7 +65,7 @@ def verify(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         code = 2
     if any("no answer within" in result.message for result in report.results):
-        # A thread that hangs in foreign code would keep this process from ending, or end it badly.
+        # A thread that hangs in foreign code would prevent a normal exit, or crash it.
         arguments.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -73,7 +73,7 @@ def verify(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
 
 
 def _show(done: int, total: int, result: Result | None) -> None:
-    """Show progress: one line that changes in a terminal, else a line for each failure and each tenth of the way."""
+    """Show progress: one changing line in a terminal, else one line for each failure and each tenth."""
     terminal = sys.stderr.isatty()
     if result is None:
         if terminal:

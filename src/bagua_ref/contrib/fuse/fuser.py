@@ -1,4 +1,4 @@
-"""What `fuse_optimizer` hangs on an optimizer: it puts flat parameters in the groups' place while ``step`` runs (S6)."""
+"""The object that steps a fused optimizer, with flat parameters in its groups while ``step`` runs (S6)."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _HOOK: Any = "bagua_ref.fuse_step"
 
 
 class Fuser(NotCopied):
-    """Steps one optimizer with runs of its parameters in the parameters' place.
+    """Steps one optimizer with flat parameters in place of runs of its parameters.
 
-    It calls the optimizer's own ``step``, so that all that others have put around it - hooks, schedulers, locks - takes part. The
-    groups are exchanged after the last hook before the step, and put back before the first hook after it.
+    It calls the optimizer's own ``step``, so that hooks, schedulers and locks around it work. The groups are exchanged after the
+    last pre-step hook, and restored before the first post-step hook.
 
     Args:
-        do_flatten: move weights, and gradients that stay, beside each other.
-        check_flatten: warn when weights have left the place where they were put.
-        allow_inexact: also fuse what then differs in the last bit.
-        check: raises if an optimizer's steps would change; `check` calls it first, and when there are other groups or options.
+        do_flatten: move weights, and gradients that are kept, into one storage.
+        check_flatten: warn when weights have left that storage.
+        allow_inexact: also fuse parameters whose last bits may then differ.
+        check: raises if fusing would change an optimizer's steps; called first, and again when groups or options have changed.
     """
 
     def __init__(
@@ -43,24 +43,24 @@ class Fuser(NotCopied):
         self._do_flatten, self._check_flatten, self._allow_inexact = do_flatten, check_flatten, allow_inexact
         self._plan: FusePlan | None = None
         self._groups: list[tuple[dict[str, Any], list[Tensor]]] | None = None
-        """While they are exchanged: the groups, and the parameters that are theirs."""
+        """While they are exchanged: the groups and their parameters."""
         self._loss: Any = None
         self._check = check
         self._checked: list[tuple[Any, ...]] | None = None
-        """The options of all groups when they were checked."""
+        """The options of all groups at the last check."""
         self._flattened: list[tuple[weakref.ref[Tensor], int]] = []
-        """Weights that were moved, and where to."""
+        """The weights that were moved, and their addresses."""
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check the optimizer, unless its groups' options are those of the last time."""
+        """Check the optimizer, unless its groups' options are those of the last check."""
         if (found := [options(group) for group in optimizer.param_groups]) != self._checked:
             self._check(optimizer)
             self._checked = found
 
     def flatten(self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
-        """If asked to, put the weights of each of ``groups`` beside each other, and gradients and state that are there."""
-        # A C library keeps freed memory of up to twice the largest block that it has seen, and gives more back to the system.
-        # To get a step's temporary tensors from there again would take longer than the step. Nothing touches this block.
+        """If asked to, move the weights of each of ``groups`` into one storage, with existing gradients and state."""
+        # The C library keeps freed memory of up to twice the largest block ever freed, and returns the rest to the system.
+        # Allocating a step's temporary tensors from the system would take longer than the step. This block is never written.
         np.empty(2**24, dtype=np.uint8)
         if not self._do_flatten:
             return
@@ -72,7 +72,7 @@ class Fuser(NotCopied):
                 run.move_gradients(_is_movable)
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> Any:
-        """Step ``optimizer`` with flat parameters; return what ``closure`` returns."""
+        """Step ``optimizer`` with flat parameters; return the result of ``closure``."""
         before, after = optimizer._optimizer_step_pre_hooks, cast("OrderedDict[Any, Any]", optimizer._optimizer_step_post_hooks)
         before[_HOOK] = self._exchange
         after[_HOOK] = self._put_back
@@ -88,8 +88,8 @@ class Fuser(NotCopied):
                 self._plan = None
 
     def _exchange(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        """Put the runs in the groups' place, as the last hook before the step; run the closure first, as it makes gradients."""
-        if self._groups is not None:  # a class whose step calls another one's runs all hooks twice
+        """Exchange the groups' parameters, as the last pre-step hook; first run the closure, as it computes gradients."""
+        if self._groups is not None:  # if the step of a class calls that of another, all hooks run twice
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is not None:
@@ -108,7 +108,7 @@ class Fuser(NotCopied):
         return args, kwargs
 
     def _plan_with_gradients(self, optimizer: torch.optim.Optimizer) -> FusePlan:
-        """Return the plan, a new one if need be, whose runs have their gradients."""
+        """Return the plan, or a new one if it is out of date, after setting the gradients of its runs."""
         if self._plan is None or not self._plan.take_gradients(optimizer):
             self._look_after_weights()
             self.check(optimizer)
@@ -122,7 +122,7 @@ class Fuser(NotCopied):
         return self._plan
 
     def _restore(self, optimizer: torch.optim.Optimizer) -> list[dict[Any, Any] | None]:
-        """Put the groups back; return the state in which the runs were left."""
+        """Restore the groups; return the states of the runs."""
         assert self._plan is not None
         for group, parameters in self._groups or ():
             group["params"] = parameters
@@ -132,7 +132,7 @@ class Fuser(NotCopied):
         return [optimizer.state.pop(run.weight, None) for run in self._plan.runs]
 
     def _put_back(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Put the groups back, as the first hook after the step, and bring the runs' state to the parameters."""
+        """Restore the groups, as the first post-step hook, and copy the runs' state to the parameters."""
         if self._groups is None:
             return
         assert self._plan is not None
@@ -140,7 +140,7 @@ class Fuser(NotCopied):
         plan, self._plan = self._plan, None
         lasting = [run.push(state, optimizer.state) for run, state in zip(plan.runs, states, strict=True)]
         if plan.parameters:
-            # Autograd has to know that weights which a graph may have saved are others now.
+            # Tell autograd that weights have changed, as a graph may have saved them.
             torch.autograd.graph.increment_version(plan.parameters)
         optimizer._bagua_fused_count += plan.num_fused_groups  # type: ignore[attr-defined]
         if all(lasting):
@@ -148,7 +148,7 @@ class Fuser(NotCopied):
             self._plan = plan
 
     def _look_after_weights(self) -> None:
-        """Warn once of weights that have left the place where they were put, unless they are together in another one."""
+        """Warn once about weights that have left the common storage, unless they have neighbours elsewhere."""
         here: list[tuple[weakref.ref[Tensor], int]] = []
         moved = []
         for weak, pointer in self._flattened:
@@ -161,14 +161,14 @@ class Fuser(NotCopied):
         total, self._flattened = len(self._flattened), here
         if left and self._check_flatten:
             warnings.warn(
-                f"{left} of {total} parameters have left the storage into which fuse_optimizer() put them, as .to() or setting "
-                ".data makes them do; they are stepped one by one from now on. Make and fuse the optimizer after moving the model",
+                f"{left} of {total} parameters have left the storage into which fuse_optimizer() moved them, as .to() or setting "
+                ".data makes them do; they are now stepped one by one. Create and fuse the optimizer after moving the model",
                 stacklevel=2,
             )
 
 
 def _is_movable(parameter: Tensor, grad: Tensor) -> bool:
-    """Return whether a gradient is no one's but its parameter's."""
+    """Return whether only the parameter uses the memory of its gradient."""
     return (
         is_plain(grad)
         and owns_storage(grad)

@@ -1,4 +1,4 @@
-"""Which parameters of a group can be updated as one: neighbours with equal options, state and place in buckets (S6)."""
+"""Grouping of parameters into runs that can be updated as one: neighbours with matching state and buckets (S6)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 __all__ = ["find_runs", "long_run"]
 
 LONG, LONG_ON_CPU = 2**24, 2**19
-"""Elements at which a run is long enough. Temporary tensors of a step are as long, and should stay in a CPU's cache."""
+"""The length of a run in elements. The temporary tensors of a step have this length, and should fit into a CPU's cache."""
 
 
 def find_runs(parameters: Sequence[Tensor], store: dict[Any, Any], long: int) -> Iterator[Run]:
-    """Yield the runs among ``parameters`` of one group, whose state is in ``store``, each of about ``long`` elements at most."""
+    """Yield the runs among ``parameters`` of one group, with state in ``store``, each of about ``long`` elements at most."""
     kinds = _kinds(parameters, store)
     for chain in chains(parameters):
         links = [parameters[place] for place in chain]
@@ -39,12 +39,12 @@ def find_runs(parameters: Sequence[Tensor], store: dict[Any, Any], long: int) ->
 
 
 def long_run(group: dict[str, Any]) -> int:
-    """Return the number of elements from which on another run is no slower."""
+    """Return the number of elements beyond which a longer run is not faster."""
     return LONG if group.get("fused") or any(p.device.type != "cpu" for p in group["params"]) else LONG_ON_CPU
 
 
 def _of_good_length(parameters: list[Tensor], long: int) -> Iterator[list[Tensor]]:
-    """Yield consecutive parts of ``parameters``, each of two or more and of about the same length, ``long`` at most."""
+    """Yield consecutive parts of ``parameters``, each of at least two and all of similar length, ``long`` at most."""
     total = sum(p.numel() for p in parameters)
     length = total / -(-total // long)
     parts: list[list[Tensor]] = [[]]
@@ -57,7 +57,7 @@ def _of_good_length(parameters: list[Tensor], long: int) -> Iterator[list[Tensor
     if len(parts) > 1 and len(parts[-1]) == 1:
         parts[-2] += parts.pop()
     for part in parts:
-        # The flat state of a single element would not tell what is per element.
+        # For a single element, the state does not show which entries are per element.
         if len(part) > 1 and any(p.numel() > 1 for p in part):
             yield part
 
@@ -74,7 +74,7 @@ ELEMENTS, ONE, NUMBER = "a number per element", "a tensor of one number", "a num
 
 
 def _kind(value: Any, shape: torch.Size) -> str | None:
-    """Return what kind of state ``value`` is of a parameter of this shape, None if of another than can be shared."""
+    """Return the kind of the state ``value`` for a parameter of this shape, None if it cannot be part of a run."""
     if not isinstance(value, torch.Tensor):
         return NUMBER if type(value) in NUMBERS else None
     if value.requires_grad or not is_plain(value):
@@ -83,7 +83,7 @@ def _kind(value: Any, shape: torch.Size) -> str | None:
 
 
 def _kinds(parameters: Sequence[Tensor], store: dict[Any, Any]) -> dict[Any, str | None]:
-    """Return of what kind state is by its key. A parameter of one element does not tell, so the others must agree."""
+    """Return the kind of state for each key. Parameters of one element are ambiguous; all others must agree."""
     found: dict[Any, str | None] = {}
     for parameter in parameters:
         if parameter.numel() > 1 and type(state := store.get(parameter)) is dict:
@@ -95,7 +95,7 @@ def _kinds(parameters: Sequence[Tensor], store: dict[Any, Any]) -> dict[Any, str
 
 
 def _signature(parameter: Tensor, state: Any, kinds: dict[Any, str | None]) -> tuple[Any, ...] | None:
-    """Return what parameters must have in common to be in one run; None for one that cannot be in any."""
+    """Return the properties that parameters of a run have in common, None if the parameter cannot be in a run."""
     entries: list[tuple[Any, ...]] = []
     if state is not None and type(state) is not dict:
         return None
@@ -113,13 +113,13 @@ def _signature(parameter: Tensor, state: Any, kinds: dict[Any, str | None]) -> t
 
 
 def _parted_by_buckets(links: list[Tensor], store: dict[Any, Any]) -> set[int]:
-    """Return the places of those that cannot be with the one before without moving, or copying for nothing, what buckets hold."""
+    """Return the places of parameters that must not join the one before, as that would move or needlessly copy bucket memory."""
     if not any(map(registration_of, links)):
         return set()
     held = [_held(parameter, store) for parameter in links]
     fitting = [adjacent(before[1], after[1]) for before, after in itertools.pairwise(held)]
     roles = [(before[0], after[0]) for before, after in itertools.pairwise(held)]
-    # Gradients whose buckets are not flat, or in another order, are copied; but if some lie as the weights do, they are not.
+    # Gradients in buckets that are not flat, or in another order, are copied, unless some are laid out as the weights are.
     in_place = any(fit and two == ("gradient", "gradient") for two, fit in zip(roles, fitting, strict=True))
     copied = {None} if in_place else {None, "gradient"}
     return {
@@ -130,7 +130,7 @@ def _parted_by_buckets(links: list[Tensor], store: dict[Any, Any]) -> set[int]:
 
 
 def _held(parameter: Tensor, store: dict[Any, Any]) -> tuple[Any, Tensor]:
-    """Return what of a parameter a bucket holds: "gradient" or a key of its state, None for nothing or the weight; and that."""
+    """Return what a bucket holds of a parameter ("gradient", a key of its state, None: its weight or nothing), and the tensor."""
     held = held_by_bucket(parameter)
     if held is None or held is parameter:
         return None, parameter

@@ -1,4 +1,4 @@
-"""Where an optimizer's tensors lie in memory, which of them may be moved, and how they are put beside each other (S6)."""
+"""Memory layout of an optimizer's tensors: neighbours, overlaps, and moving tensors into one storage (S6)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether the elements of ``tensor`` lie in its memory one after the other, row-major, as they are."""
+    """Return whether the memory of ``tensor`` contains exactly its elements, in row-major order."""
     return (
         type(tensor) in PLAIN_TYPES
         and tensor.layout is torch.strided
@@ -41,7 +41,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def owns_storage(tensor: Tensor) -> bool:
-    """Return whether the storage of ``tensor`` holds nothing else."""
+    """Return whether the storage of ``tensor`` contains nothing else."""
     return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
@@ -63,7 +63,7 @@ def adjacent(before: Tensor, after: Tensor) -> bool:
 
 
 def chains(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yield, by address, the places of tensors that lie beside each other in one storage; a lonely one is a chain of its own."""
+    """Yield, by address, the places of tensors that are adjacent in one storage; a tensor without neighbours is its own chain."""
     order = sorted(range(len(tensors)), key=lambda place: tensors[place].data_ptr())
     chain: list[int] = []
     for place in order:
@@ -76,14 +76,14 @@ def chains(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
 
 
 def find_overlapping(tensors: Iterable[Tensor]) -> set[int]:
-    """Return the ids of plain tensors that share memory with another one, or stand there twice."""
+    """Return the ids of plain tensors that share memory with another one, or occur twice."""
     spans = []
     for tensor in tensors:
         if type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided and tensor.numel():
             spans.append((*memory_span(tensor), id(tensor)))
     spans.sort()
     found: set[int] = set()
-    furthest = (0, 0)  # where the memory seen so far ends, and whose end that is
+    furthest = (0, 0)  # the end of the memory seen so far, and the tensor that ends there
     for start, end, name in spans:
         if start < furthest[0]:
             found |= {furthest[1], name}
@@ -92,21 +92,21 @@ def find_overlapping(tensors: Iterable[Tensor]) -> set[int]:
 
 
 def flat_view(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return the flat tensor that row-major, not empty ``tensors`` are parts of, None if they do not lie so."""
+    """Return the flat tensor of which row-major, non-empty ``tensors`` are the consecutive parts, None if there is none."""
     sizes = [t.numel() * t.element_size() for t in tensors]
     start = tensors[0].data_ptr()
     if list(map(torch.Tensor.data_ptr, tensors)) != list(itertools.accumulate(sizes[:-1], initial=start)):
         return None
     try:
         return tensors[0].detach().as_strided((sum(sizes) // tensors[0].element_size(),), (1,))
-    except RuntimeError:  # they only happen to be neighbours: the first one's storage ends before the last one
+    except RuntimeError:  # neighbours by chance: the first one's storage ends before the last one
         return None
 
 
 def lay_out(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the flat tensor that row-major, not empty ``tensors`` are parts of; unless they lie so already, they move into one.
+    """Return the flat tensor of which row-major, non-empty ``tensors`` are the parts, after moving them into one if needed.
 
-    Values, shapes and identity stay. Tensors that move share one dtype and device.
+    Values, shapes and identities are kept. Tensors that move have the same dtype and device.
     """
     flat = flat_view(tensors)
     if flat is None:
@@ -115,16 +115,16 @@ def lay_out(tensors: Sequence[Tensor]) -> Tensor:
         for tensor in tensors:
             view = flat[offset : offset + tensor.numel()].view(tensor.shape)
             view.copy_(tensor)
-            tensor.data = view  # one by one, so that memory is given back on the way
+            tensor.data = view  # one by one, so that memory is freed along the way
             offset += tensor.numel()
     return flat.detach()
 
 
 def flatten_weights(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Move weights of one group beside each other, last first, one storage per dtype and device; return those that moved.
+    """Move the weights of one group into one storage per dtype and device, last first; return those that moved.
 
-    Last first, because that is how buckets lie (S2.1): gradients and weights then fit each other. Left where they are: what a
-    bucket holds, what is not row-major, what overlaps or is shared between processes, and what lies beside another one already.
+    The order is that of buckets (S2.1), so that gradients and weights match. Weights are not moved if a bucket holds them, if they
+    are not row-major, overlap, are shared between processes, or already have a neighbour.
     """
     overlap = find_overlapping(parameters)
     movable = [
@@ -137,7 +137,7 @@ def flatten_weights(parameters: Sequence[Tensor]) -> list[Tensor]:
         and held_by_bucket(parameter) is not parameter
         and not (parameter.device.type == "cpu" and parameter.is_shared())
     ]
-    # Frozen ones lie apart: one between two others would part them.
+    # Frozen weights are separate, as one between two others would split a run.
     trained, frozen = ([p for p in movable if p.requires_grad is value] for value in (True, False))
     moved = []
     for candidates in by_dtype_and_device(trained) + by_dtype_and_device(frozen):

@@ -1,4 +1,4 @@
-"""Any element-wise optimizer, stepped with a few flat parameters instead of many small ones (S6)."""
+"""The public functions that fuse an element-wise optimizer, to step a few flat parameters instead of many small ones (S6)."""
 
 from __future__ import annotations
 
@@ -27,28 +27,29 @@ def fuse_optimizer(
     verify: bool = True,
     allow_inexact: bool = False,
 ) -> torch.optim.Optimizer:
-    """Give ``optimizer`` a method ``fuse_step``, which updates parameters that lie beside each other as one (S6); return it.
+    """Add a method ``fuse_step`` to ``optimizer``, which updates parameters that are adjacent in memory as one (S6); return it.
 
-    ``optimizer.step()`` stays what it was, and the two may be mixed. Results are those of ``step()``, bit for bit. Learning rate
+    ``optimizer.step()`` is unchanged, and the two may be mixed. Results are those of ``step()``, bit for bit. Learning rate
     schedulers, hooks, ``state_dict`` and ``load_state_dict`` work as before; a deep copy or pickle is an ordinary optimizer.
 
-    Fuse after the model is where it stays: ``.to()`` moves parameters out of the common storage. Weights move here, and those of a
-    later group in ``add_param_group``, so that a view or ``.data`` taken after that stays one; steps never move them.
+    Fuse after moving the model to its device: ``.to()`` moves parameters out of the common storage. Weights are moved here, and
+    those of later groups in ``add_param_group``, so views and ``.data`` taken afterwards stay valid; steps never move weights.
 
     Args:
-        optimizer: any that updates each element by itself; torch's own are known, every other class is tried on small clones.
-        do_flatten: move the weights of each group beside each other, and gradients that are kept from step to step; False: only
-            what lies beside each other already is updated as one. What a Bagua bucket holds is never moved.
-        check_flatten: warn when weights have left the place to which ``do_flatten`` has moved them; of no effect without it.
-        verify: False: fuse a class that torch does not come with untried, at your own risk. True: it is tried now, and again once
-            there are other groups or options.
-        allow_inexact: also fuse 16-bit parameters on a CPU and groups with ``fused=True``: there an element's last bit depends on
-            its place in memory. Otherwise they are stepped one by one.
+        optimizer: an optimizer that updates each element independently. torch's own are known; other classes are tried on small
+            clones.
+        do_flatten: move the weights of each group, and gradients that are kept between steps, into one storage; False: update
+            only parameters as one that are already adjacent. Memory of a Bagua bucket is never moved.
+        check_flatten: warn when weights have left the storage to which ``do_flatten`` moved them.
+        verify: False: do not try classes that are not torch's, at your own risk. True: try them now, and again when groups or
+            options have changed.
+        allow_inexact: also fuse 16-bit parameters on a CPU and groups with ``fused=True``, for which the last bit of an element
+            depends on its place in memory. Otherwise they are stepped one by one.
 
     Raises:
-        TypeError: no torch optimizer.
-        RuntimeError: it is fused already.
-        ValueError: elements of its parameters affect each other, or shapes matter to it, or it cannot be tried; says which.
+        TypeError: optimizer is not a torch optimizer.
+        RuntimeError: it is already fused.
+        ValueError: its elements affect each other, it depends on shapes, or it cannot be tried; the message says which.
 
     >>> model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(20)])
     >>> optimizer = bagua_ref.contrib.fuse_optimizer(torch.optim.Adam(model.parameters()))
@@ -62,7 +63,7 @@ def fuse_optimizer(
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
     if is_fused_optimizer(optimizer):
-        raise RuntimeError(f"this {type(optimizer).__name__} is fused already; call fuse_optimizer once")
+        raise RuntimeError(f"this {type(optimizer).__name__} is already fused; call fuse_optimizer only once")
     fuser = Fuser(do_flatten, check_flatten, allow_inexact, partial(check_elementwise, allow_inexact=allow_inexact, verify=verify))
     fuser.check(optimizer)
     fuser.flatten(optimizer, optimizer.param_groups)
@@ -74,17 +75,16 @@ def fuse_optimizer(
 
 
 def fuse_step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-    """Take a step as ``optimizer.step(closure)`` does, updating parameters that lie beside each other as one (S6).
+    """Take a step as ``optimizer.step(closure)`` does, updating parameters that are adjacent in memory as one (S6).
 
-    The weights stay where they are: `fuse_optimizer` and ``add_param_group`` have moved them. Where nothing lies beside each other,
-    this is ``step()``.
+    It does not move weights: `fuse_optimizer` and ``add_param_group`` do. If no parameters are adjacent, this is ``step()``.
 
     Args:
-        optimizer: a fused one.
-        closure: computes the loss and the gradients anew; runs first.
+        optimizer: a fused optimizer.
+        closure: computes loss and gradients; called first.
 
     Returns:
-        What ``closure`` returns, None without one.
+        The result of ``closure``, None without one.
 
     Raises:
         TypeError: closure is not callable.
@@ -108,9 +108,9 @@ def is_fused_optimizer(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def add_param_group(optimizer: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
-    """Add a group as the optimizer's class does; if ``optimizer`` is fused with ``do_flatten``, move its weights beside each other.
+    """Add a group as the optimizer's class does; if ``optimizer`` is fused with ``do_flatten``, move its weights into one storage.
 
-    A bound method, which a copy of the optimizer gets bound to itself: there it only does what the class does.
+    It is a bound method; a copy of the optimizer gets it bound to the copy, where it only does what the class does.
     """
     type(optimizer).add_param_group(optimizer, param_group)
     fuser = getattr(optimizer, "_bagua_fused_optimizer", None)
@@ -119,7 +119,7 @@ def add_param_group(optimizer: torch.optim.Optimizer, param_group: dict[str, Any
 
 
 class _Method(NotCopied):
-    """A method of one optimizer, which its copies do not get."""
+    """A method of one optimizer, which copies of the optimizer do not get."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, function: Callable[..., Any]) -> None:
         self._optimizer, self._function = optimizer, function

@@ -1,4 +1,4 @@
-"""Which parameters of an optimizer can be updated as one, until something about them changes (S6)."""
+"""The plan of an optimizer's runs, which is valid until parameters, options or state change (S6)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ get_shape = operator.attrgetter("shape")
 
 
 def can_fuse(group: dict[str, Any], dtype: torch.dtype, device: torch.device, allow_inexact: bool) -> bool:
-    """Return whether a group's options and a dtype leave results of fused steps as they are (S6)."""
+    """Return whether fused steps give the same results for a group's options and a dtype (S6)."""
     if group.get("differentiable") or dtype not in EXACT + SHORT:
         return False
     if allow_inexact or (device.type != "cpu" and not group.get("fused")):
@@ -43,7 +43,7 @@ def can_fuse(group: dict[str, Any], dtype: torch.dtype, device: torch.device, al
 
 @dataclass
 class PlannedGroup:
-    """One parameter group as it was planned, and what is stepped in place of its parameters."""
+    """One parameter group as it was planned, and the parameters that are stepped in place of its own."""
 
     parameters: list[Tensor]
     options: tuple[Any, ...]
@@ -52,18 +52,18 @@ class PlannedGroup:
 
 
 class FusePlan:
-    """Runs of parameters, and the cheap answer to whether they still are what they were.
+    """Runs of parameters, and a cheap check whether they are still valid.
 
     Args:
-        optimizer: whose parameters; state that is part of a run moves beside each other.
-        allow_inexact: as `bagua_ref.contrib.fuse.optimizer.fuse_optimizer`.
+        optimizer: the optimizer; the state of a run's parameters is moved into one storage.
+        allow_inexact: see `bagua_ref.contrib.fuse.optimizer.fuse_optimizer`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, allow_inexact: bool) -> None:
         self.state = observe(optimizer)
         self.groups: list[PlannedGroup] = []
         self._idle: list[Tensor] = []
-        """Parameters without gradient: once they get one, the plan is out of date."""
+        """Parameters without gradient: if one gets a gradient, the plan is out of date."""
         overlapping = find_overlapping(p for group in optimizer.param_groups for p in group["params"])
         for group in optimizer.param_groups:
             planned = PlannedGroup(list(group["params"]), options(group))
@@ -80,7 +80,7 @@ class FusePlan:
                     and id(parameter) not in overlapping
                     and is_plain(parameter)
                     and parameter.numel()
-                    # A number with a number is computed in the wider dtype of both, a vector with a number is not.
+                    # An operation of two numbers uses the wider dtype, one of a vector and a number does not.
                     and (parameter.ndim > 0 or not has_tensors)
                     and _is_dense(grad, parameter)
                 ):
@@ -93,26 +93,26 @@ class FusePlan:
         self.runs = [run for planned in self.groups for run in planned.runs]
         self.num_fused_groups = sum(bool(planned.runs) for planned in self.groups)
         self.parameters = [parameter for run in self.runs for parameter in run.parameters]
-        """All that are in runs, in order."""
+        """The parameters of all runs, in order."""
         self._places = [(p, p.data_ptr(), p.numel()) for p in self.parameters]
         self._grad_pointers: list[int] = []
         """Where the gradients were when they were last looked at."""
         self._matrices = [parameter for parameter in self.parameters if parameter.ndim > 1]
         self._shapes = list(map(get_shape, self.parameters))
-        # As many numbers in as many bytes: only these can be taken for another dtype, the others are floats that need gradients.
+        # Only these can change their dtype in place without changing their size: the others are floats that need gradients.
         self._convertible = [p for p in self.parameters if p.dtype in SHORT or not p.requires_grad]
         self._dtypes = list(map(get_dtype, self._convertible))
         single = itertools.chain.from_iterable(planned.stepped[len(planned.runs) :] for planned in self.groups)
         self._single = [p for p in single if type(p) in PLAIN_TYPES and p.grad is not None]
-        """Stepped by themselves. Moved, one may come to overlap what is in a run, and then their order matters."""
+        """Parameters outside of runs. If one is moved, it may overlap a run, and then the order of updates matters."""
         self._single_pointers = list(map(data_ptr, self._single))
         self._expect_state()
 
     def _expect_state(self) -> None:
-        """Take the state for what it should be from now on."""
+        """Record the current state as the expected one."""
         self._states = list(self.state.values())
         self._columns = []
-        """What reads a tensor from a state; the states of a run; the pointers that it reads there."""
+        """For each run and key: a function that reads the tensor from a state, the states, and the tensors' pointers and sizes."""
         for run in self.runs:
             for key in run.tensor_keys:
                 read = operator.itemgetter(key)
@@ -121,7 +121,7 @@ class FusePlan:
         self._can_watch = False
 
     def take_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Give each run its flat gradient; return False, having changed nothing of the optimizer's, if the plan is out of date.
+        """Set the flat gradient of each run; return False, with the optimizer unchanged, if the plan is out of date.
 
         Together with the two methods that it calls first, this is most of what a step costs beyond the update itself.
         """
@@ -148,13 +148,13 @@ class FusePlan:
             for run in self.runs:
                 run.take_gradient(row_major)
         except RuntimeError:
-            if list(map(get_shape, self.parameters)) != self._shapes:  # the same memory, but the gradients fit another shape
+            if list(map(get_shape, self.parameters)) != self._shapes:  # the same memory, but the gradients have another shape
                 return False
             raise
         return True
 
     def _groups_are_current(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether groups, what decides about them, parameters, and which of them have gradients are what they were."""
+        """Return whether groups, their options, their parameters, and the set of parameters with gradients are unchanged."""
         if len(optimizer.param_groups) != len(self.groups):
             return False
         for group, planned in zip(optimizer.param_groups, self.groups, strict=True):
@@ -174,7 +174,7 @@ class FusePlan:
         )
 
     def _state_is_current(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether the state is what it was. If nobody has looked into it, it must be."""
+        """Return whether the state is unchanged, which is certain if nobody has looked into it."""
         if optimizer.state is not self.state or len(self.state) != len(self._states):
             return False
         if self.state.untouched:
@@ -186,32 +186,32 @@ class FusePlan:
                 return False
         try:
             for read, states, pointers, sizes in self._columns:
-                # No list of these may live on: `held_elsewhere` would count it.
+                # Keep no list of these, as `held_elsewhere` would count it.
                 if list(map(data_ptr, map(read, states))) != pointers or not _lie_as_planned(list(map(read, states)), sizes):
                     return False
             if not all(run.pull() for run in self.runs):
                 return False
-        except (KeyError, TypeError, RuntimeError):  # a value is gone, or no dense tensor any more
+        except (KeyError, TypeError, RuntimeError):  # a value is missing, or not a dense tensor any more
             return False
-        # Ours are in self.state, in self._states and in its run's list.
+        # Our own references are in self.state, in self._states and in the run's list.
         self._can_watch = not held_elsewhere([run.states or [] for run in self.runs], 3, [column[:2] for column in self._columns])
         return True
 
     def stepped(self) -> None:
-        """Go on after a step that has left all state in place, but may have made some for parameters in no run."""
+        """Prepare for the next step, after one that may have created state only for parameters outside of runs."""
         if len(self.state) != len(self._states):
             self._expect_state()
         self.state.untouched = self._can_watch
 
 
 def options(group: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what may decide how a group is stepped: switches, which numbers are zero, which are tensors, `_replaces_average`."""
+    """Return the options that may decide how a group is stepped: flags, zeros among the numbers, types, `_replaces_average`."""
     values = [value == 0 if value.__class__ in (int, float) else value for value in group.values() if value.__class__ in NUMBERS]
     return *values, _replaces_average(group), *map(type, _betas(group))
 
 
 def _has_tensors(group: dict[str, Any]) -> bool:
-    """Return whether an option is a tensor, as a learning rate may be, or one of the betas."""
+    """Return whether an option, such as the learning rate, or one of the betas is a tensor."""
     others = (value for name, value in group.items() if name != "params")
     return any(isinstance(value, torch.Tensor) for value in (*others, *_betas(group)))
 
@@ -222,9 +222,9 @@ def _betas(group: dict[str, Any]) -> Sequence[Any]:
 
 
 def _replaces_average(group: dict[str, Any]) -> bool:
-    """Return whether a running average keeps nothing of what it was.
+    """Return whether a running average forgets its old value.
 
-    Then ``lerp_`` has weight 1, and on a CPU the sign of a zero that it gives depends on the element's place in memory.
+    Then ``lerp_`` has weight 1, and on a CPU, the sign of a resulting zero depends on the element's place in memory.
     """
     betas = _betas(group)
     first = betas[0] if betas else None
@@ -242,10 +242,10 @@ def _is_dense(grad: Tensor, parameter: Tensor) -> bool:
 
 
 def _is_expanded(grad: Tensor) -> bool:
-    """Return whether ``grad`` repeats elements; torch adds those with other last bits than it adds as many equal ones."""
+    """Return whether ``grad`` is expanded; then torch's sums have other last bits than with a copy of it."""
     return any(size > 1 and not stride for size, stride in zip(grad.shape, grad.stride(), strict=True))
 
 
 def _lie_as_planned(tensors: list[Tensor], sizes: list[int]) -> bool:
-    """Return whether tensors that begin where they did are the same memory: not transposed, repeated or shortened in place."""
+    """Return whether tensors with unchanged addresses still cover the same memory: not transposed, expanded or cut in place."""
     return all(map(is_contiguous, tensors)) and list(map(numel, tensors)) == sizes

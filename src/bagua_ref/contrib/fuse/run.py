@@ -1,4 +1,4 @@
-"""Parameters that lie beside each other, their state, and the flat parameter that is stepped in their place (S6)."""
+"""Runs of adjacent parameters: their state, and the flat parameter that is stepped in their place (S6)."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ NUMBERS = (int, float, bool, str, type(None))
 
 
 class SharedScalar:
-    """A state tensor of one number, such as ``step``: each parameter has its own, and all are equal.
+    """A state tensor with one element, such as ``step``: each parameter has one, and all are equal.
 
-    They become views of one vector, so that one operation writes them all, and one compares.
+    They become views of one vector, so that a single operation writes or compares all of them.
     """
 
     def __init__(self, key: Any, states: Sequence[dict[Any, Any]]) -> None:
@@ -41,14 +41,14 @@ class SharedScalar:
         self._repeated = self.value.expand_as(self._vector)
 
     def pull(self) -> bool:
-        """Take the parameters' number; return False if they differ."""
+        """Read the parameters' number; return False if they differ."""
         if torch.equal(self._vector, self._repeated):
             return True
         self.value.copy_(self._vector[0])
         return torch.equal(self._vector, self._repeated)
 
     def push(self) -> None:
-        """Give the parameters this number."""
+        """Write this number to the parameters' state."""
         self._vector.copy_(self._repeated)
 
 
@@ -56,10 +56,10 @@ class Run:
     """Contiguous parameters that are updated as one.
 
     Args:
-        parameters: adjacent, in order, in one storage.
-        states: the optimizer's state of each, with the same keys and numbers, which moves beside each other; None: they have none.
-        per_element: keys of ``states`` that hold a number for each element.
-        held: the one of these that a bucket holds, if one does.
+        parameters: parameters that are adjacent in one storage, in order.
+        states: the optimizer's state of each, with the same keys and numbers; its tensors are moved together. None: no state.
+        per_element: keys of ``states`` that have a number for each element.
+        held: the one of these keys whose tensors a bucket holds, if any.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Run:
         self.weight = torch.nn.Parameter(lay_out(parameters), requires_grad=parameters[0].requires_grad)
         """All elements, in the parameters' own memory."""
         self.state: dict[Any, Any] | None = None
-        """The state of `weight`: what is per element lies in the memory of the parameters' own state."""
+        """The state of `weight`; entries per element use the memory of the parameters' state."""
         self._tensors: dict[Any, Tensor] = {}
         self._scalars: dict[Any, SharedScalar] = {}
         self._numbers: dict[Any, Any] = {}
@@ -85,7 +85,7 @@ class Run:
                     self._numbers[key], self._readers[key] = value, itemgetter(key)
             self.state = {**self._tensors, **self._numbers}
         self.num_entries = sum(map(len, states or ()))
-        """How many entries the parameters' states have together."""
+        """The total number of entries of the parameters' states."""
         self.registration = registration_of(parameters[0])
         if held is not None:
             self._register(held)
@@ -93,9 +93,9 @@ class Run:
         self._offsets = list(itertools.accumulate(sizes[:-1], initial=0))
         self._one_dimensional = all(p.ndim == 1 for p in parameters)
         self._in_place = False
-        """Whether the gradients lie as the parameters do."""
+        """Whether the gradients are laid out as the parameters are."""
         self._copy: Tensor | None = None
-        """Of the gradients, for as long as they lie elsewhere; to make it anew in each step would take longer than the step."""
+        """A copy of gradients that are laid out differently; kept, because allocating it costs more than the step."""
         self._copied: list[Tensor] = []
         """Its parts."""
         self._copy_version = 0
@@ -103,11 +103,11 @@ class Run:
 
     @property
     def tensor_keys(self) -> list[Any]:
-        """Keys under which the parameters' states hold tensors."""
+        """The keys of tensors in the parameters' states."""
         return list(self._tensors)
 
     def pull(self) -> bool:
-        """Take the parameters' numbers, which ordinary steps may have changed; return False if they differ."""
+        """Read the parameters' numbers, which ordinary steps may have changed; return False if they differ."""
         for scalar in self._scalars.values():
             if not scalar.pull():
                 return False
@@ -121,17 +121,17 @@ class Run:
         return True
 
     def push(self, state: dict[Any, Any] | None, store: MutableMapping[Any, Any]) -> bool:
-        """Bring the state in which a step has left `weight` to the parameters.
+        """Copy the state of `weight` after a step to the parameters.
 
         Args:
-            state: of `weight`, None if there is none.
-            store: the optimizer's state, which gets what the parameters had none of.
+            state: the state of `weight`, None if it has none.
+            store: the optimizer's state, to which new entries of the parameters are added.
 
         Returns:
-            Whether this run is still of use: False if there is state where there was none, or the other way round.
+            Whether this run can be used again: False if state has appeared or disappeared.
 
         Raises:
-            RuntimeError: state that is neither per element nor one number: this optimizer is not element-wise.
+            RuntimeError: a state is neither per element nor one number, so this optimizer is not element-wise.
         """
         if state is None:
             for parameter in self.parameters if self.states is not None else ():
@@ -162,7 +162,7 @@ class Run:
         return lasting
 
     def _publish(self, key: Any, value: Any) -> None:
-        """Give the parameters their parts of a state that is new."""
+        """Add a new entry to the parameters' states."""
         assert self.states is not None
         if isinstance(value, torch.Tensor) and value.shape == self.weight.shape:
             parts: list[Any] = self._parts(value)
@@ -174,26 +174,26 @@ class Run:
             what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
             raise RuntimeError(
                 f"the optimizer's state {key!r} of {self.weight.numel()} elements in {len(self.parameters)} parameters is {what}, "
-                "which cannot be divided among them; this optimizer cannot be fused"
+                "which cannot be split between them; this optimizer cannot be fused"
             )
         for state, part in zip(self.states, parts, strict=True):
             state[key] = part
 
     def find_gradients(self, pointers: list[int]) -> None:
-        """See from their data pointers whether the parameters' gradients lie as the parameters do."""
+        """Find out from the gradients' data pointers whether they are laid out as the parameters are."""
         first = pointers[0]
         self._in_place = pointers[1] == first + self._offsets[1] and pointers == [first + offset for offset in self._offsets]
 
     def take_gradient(self, row_major: bool) -> None:
-        """Give the flat weight, for one step, the memory of the gradients, or a copy of them if they lie elsewhere.
+        """Set the flat weight's gradient for one step: a view of the gradients, or a copy if they are laid out differently.
 
         Args:
-            row_major: whether all gradients are; False: those of this run may still be.
+            row_major: whether the gradients of all runs are row-major.
         """
         if self._in_place and (row_major or all(map(torch.Tensor.is_contiguous, map(get_grad, self.parameters)))):
             first: Tensor = self.parameters[0].grad  # type: ignore[assignment]
             try:
-                # Raises if they only happen to be neighbours, as then the first one's storage ends before the second.
+                # Raises if they are neighbours by chance, as then the first one's storage ends before the second.
                 self.weight.grad = first.detach().as_strided(self.weight.shape, (1,))
             except RuntimeError:
                 pass
@@ -213,18 +213,18 @@ class Run:
         self.weight.grad, self._copy_version = self._copy, self._copy._version
 
     def give_gradient_back(self) -> None:
-        """Let go of the flat weight's gradient; what a step did to it, it did to the parameters' own."""
+        """Drop the flat weight's gradient, after copying changes that the step made in it to the parameters' gradients."""
         copy, self.weight.grad = self._copy, None
         if copy is not None and copy._version != self._copy_version:  # foreach=True with nesterov=True adds momentum to it
             with torch.no_grad():
                 torch._foreach_copy_(list(map(get_grad, self.parameters)), self._copied)
-        if copy is not None and copy.device.type != "cpu":  # where memory is scarcer, and an allocation is quick
+        if copy is not None and copy.device.type != "cpu":  # there, memory is scarcer and allocation is fast
             self._copy, self._copied = None, []
 
     def keep_gradients(self, movable: Callable[[Tensor, Tensor], bool]) -> None:
-        """Make the gradients parts of the flat one for good, once they turn out to be those of the last step.
+        """Move the gradients permanently into the flat one, if they are still those of the last step.
 
-        If ``zero_grad()`` lets go of gradients, as it does by default, moving them would cost time in each step anew.
+        If ``zero_grad()`` sets gradients to None, which is its default, moving them would cost time in each step.
 
         Args:
             movable: tells whether a parameter's gradient may be moved.
@@ -238,7 +238,7 @@ class Run:
             self.move_gradients(movable)
 
     def move_gradients(self, movable: Callable[[Tensor, Tensor], bool]) -> None:
-        """Make the gradients parts of one tensor, if all may be moved: of the copy, if there is one."""
+        """Make the gradients views of one tensor, if all may be moved: of the copy, if there is one."""
         grads = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         if all(map(movable, self.parameters, grads)):
             for grad, part in zip(grads, self._copied if self._copy is not None else self._parts(flatten(grads)), strict=True):
@@ -246,12 +246,12 @@ class Run:
             self._copy, self._copied = None, []
 
     def _parts(self, flat: Tensor) -> list[Tensor]:
-        """Return the part of ``flat`` that is each parameter's, in its shape."""
+        """Return the part of ``flat`` that belongs to each parameter, in its shape."""
         parts = flat.split([p.numel() for p in self.parameters])
         return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
 
     def _register(self, held: Any) -> None:
-        """Let the flat weight appear as what its parts are: parameters whose state is in a bucket, as `QAdamOptimizer` asks."""
+        """Register the flat weight as a parameter whose state is in a bucket, for which `QAdamOptimizer` checks."""
         assert self.registration is not None
         tensor = self._tensors[held]
         known = Registration(self.registration.name, self.registration.module_name, lambda _: tensor, None)
@@ -260,7 +260,7 @@ class Run:
 
 
 def registration_of(parameter: Tensor) -> Registration | None:
-    """Return what bagua_ref knows of ``parameter``, None if it is in no bucket."""
+    """Return the Bagua registration of ``parameter``, None if it is in no bucket."""
     return getattr(parameter, "_bagua_registration", None)
 
 

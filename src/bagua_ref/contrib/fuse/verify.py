@@ -1,4 +1,4 @@
-"""Which optimizers may be fused: torch's own by a table, every other class by trying it on small clones (S6)."""
+"""The check whether an optimizer may be fused: a table for torch's own classes, a trial on small clones for others (S6)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["ELEMENTWISE", "NOT_ELEMENTWISE", "check_elementwise", "try_on_clones"]
 
 ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-"""Classes of torch.optim in which each element's update depends on that element, its gradient and its state alone."""
+"""Classes of torch.optim in which each element's update depends only on that element, its gradient and its state."""
 
 NOT_ELEMENTWISE = {
     "Adafactor": "it keeps one second moment per row and column, and scales by the root mean square of the whole parameter",
@@ -29,30 +29,30 @@ NOT_ELEMENTWISE = {
     "Muon": "it makes each weight's update orthogonal, which needs its shape as a matrix",
     "SparseAdam": "it takes sparse gradients, whose indices are those of one parameter",
 }
-"""Classes of torch.optim that cannot be fused, and why."""
+"""Classes of torch.optim that cannot be fused, and the reasons."""
 
 SHAPES: tuple[tuple[int, ...], ...] = (
     *((3, 5), (7,), (2, 3, 4), (130, 129), (1,), (64,)),
     *((4, 4), (), (2, 3, 2, 2), (2, 1, 2, 3, 2)),
 )
-"""Of the clones: matrices and not, with sizes that vector loops divide and do not. Some optimizers treat only weights of
-convolutions, or only what is large, in a way of their own."""
+"""Shapes of the clones: matrices and others, with sizes that are and are not multiples of vector lengths. Some optimizers treat
+only convolution weights, or only large tensors, differently."""
 
 STEPS = 16
 ORDINARY_STEP = 3
-"""One step of the fused clone is an ordinary one, as both may be mixed."""
+"""The fused clone takes one ordinary step, as both kinds may be mixed."""
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer, allow_inexact: bool, verify: bool) -> None:
-    """Refuse an optimizer whose steps would change if parameters were put together.
+    """Raise if fusing would change the steps of an optimizer.
 
     Args:
-        optimizer: torch's own are known, others are tried.
-        allow_inexact: let last bits differ.
-        verify: False: try nothing.
+        optimizer: the optimizer; torch's own are known, others are tried.
+        allow_inexact: allow differences in the last bits.
+        verify: False: do not try it.
 
     Raises:
-        ValueError: it is known, or has turned out, not to be element-wise; or it could not be tried.
+        ValueError: it is not element-wise, or it could not be tried.
     """
     cls = type(optimizer)
     if cls in {getattr(torch.optim, name, None) for name in ELEMENTWISE}:
@@ -64,9 +64,9 @@ def check_elementwise(optimizer: torch.optim.Optimizer, allow_inexact: bool, ver
 
 
 def try_on_clones(optimizer: torch.optim.Optimizer, allow_inexact: bool = False) -> str | None:
-    """Step two clones of ``optimizer`` with small parameters, one of them fused; return in what they differ, None if in no bit.
+    """Step two clones of ``optimizer`` with small parameters, one of them fused; return their first difference, or None.
 
-    The optimizer itself and its parameters stay as they are, and so does torch's random number generator.
+    The optimizer, its parameters and torch's random number generators are not changed.
     """
     device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -74,7 +74,7 @@ def try_on_clones(optimizer: torch.optim.Optimizer, allow_inexact: bool = False)
         try:
             plain, fused = _clone(optimizer), _clone(optimizer)
         except Exception as error:
-            return f"it cannot be copied to be tried, {type(error).__name__}: {error}. {UNTRIED}"
+            return f"it cannot be copied for a trial, {type(error).__name__}: {error}. {UNTRIED}"
         fuser = Fuser(True, False, allow_inexact, check=lambda _: None)
         fused._bagua_fused_count = 0
         for step, gradients in enumerate(_gradients(_parameters(plain))):
@@ -90,19 +90,19 @@ def try_on_clones(optimizer: torch.optim.Optimizer, allow_inexact: bool = False)
                     fuser.flatten(fused, fused.param_groups)
                 fused.step() if step == ORDINARY_STEP else fuser.step(fused, None)
             except Exception as error:
-                return f"step() with parameters put together raised {type(error).__name__}: {error}"
+                return f"step() with flat parameters raised {type(error).__name__}: {error}"
             if (difference := _compare(plain, fused, allow_inexact)) is not None:
-                return f"step {step + 1} of a small copy of it with parameters put together gave {difference}"
+                return f"step {step + 1} of a small copy of it with flat parameters gave {difference}"
         if not fused._bagua_fused_count:
-            return "it keeps state that cannot be put together, or none of its options let parameters be put together"
+            return "its state or its options do not allow any parameters to be fused"
     return None
 
 
-UNTRIED = "If you know that it updates each element by itself, pass verify=False"
+UNTRIED = "If you know that it updates each element independently, pass verify=False"
 
 
 def _clone(optimizer: torch.optim.Optimizer) -> Any:
-    """Return an optimizer of the same class, options and attributes, with small parameters of its own."""
+    """Return an optimizer with the same class, options and attributes, and with small parameters."""
     small: dict[int, Any] = {}
     groups: list[tuple[dict[str, Any], list[Tensor]]] = []
     for group in _distinct(optimizer.param_groups):
@@ -115,7 +115,7 @@ def _clone(optimizer: torch.optim.Optimizer) -> Any:
         ]
         groups.append((group, parameters))
     for group in optimizer.param_groups:
-        # Whatever attribute refers to a parameter shall find a stand-in: the clones must not touch the model.
+        # Attributes that refer to a parameter get a stand-in: the clones must not touch the model.
         small.update({id(p): torch.nn.Parameter(torch.zeros(2)) for p in group["params"]})
     store: defaultdict[Any, Any] = defaultdict(dict)
     memo = {**small, id(optimizer.state): store}
@@ -141,7 +141,7 @@ def _clone(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def _distinct(groups: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield one of the groups that differ in nothing but their parameters, and their learning rates, which differ often."""
+    """Yield one of each set of groups that differ only in parameters and learning rates."""
     seen = set()
     for group in groups:
         dtypes = sorted({str(p.dtype) for p in group["params"]})
@@ -154,7 +154,7 @@ def _distinct(groups: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _resize(value: Any, model: Tensor, parameter: Tensor) -> Any:
-    """Return a copy of a state of ``model`` that fits ``parameter``."""
+    """Return a copy of a state of ``model``, resized for ``parameter``."""
     if isinstance(value, torch.Tensor) and value.shape == model.shape:
         values = value.detach().reshape(-1)[: parameter.numel()]
         return values.repeat(-(-parameter.numel() // len(values)))[: parameter.numel()].view(parameter.shape).clone()
@@ -162,12 +162,12 @@ def _resize(value: Any, model: Tensor, parameter: Tensor) -> Any:
 
 
 def _gradients(parameters: list[Tensor]) -> Iterator[list[Tensor | None]]:
-    """Yield gradients for STEPS steps of ``parameters``, such as bring to light what an optimizer does besides.
+    """Yield gradients for STEPS steps of ``parameters`` that trigger the special cases of optimizers.
 
-    First steady ones that lead to a minimum, by which some estimate a learning rate. Then small, large and zero ones, none, and
-    such as are orthogonal to their parameter, which projections wait for.
+    First, they lead steadily to a minimum, from which some optimizers estimate a learning rate. Then they are small, large, zero,
+    None, and orthogonal to their parameter, for which some optimizers project.
     """
-    generator = torch.Generator().manual_seed(1000)  # not that of the weights
+    generator = torch.Generator().manual_seed(1000)  # not the seed of the weights
     targets = [torch.randn(p.shape, generator=generator).to(p) for p in parameters]
     for step in range(STEPS):
         gradients: list[Tensor | None] = []
@@ -185,7 +185,7 @@ def _gradients(parameters: list[Tensor]) -> Iterator[list[Tensor | None]]:
 
 
 def _give(gradients: list[Tensor | None], plain: Any, fused: Any, in_place: bool) -> None:
-    """Give both optimizers' parameters the gradients, in the tensors that are there or in new ones."""
+    """Set the gradients of both optimizers' parameters, in place or as new tensors."""
     for grad, *twins in zip(gradients, _parameters(plain), _parameters(fused), strict=True):
         for parameter in twins:
             if grad is not None and parameter.grad is not None and in_place:
@@ -199,19 +199,19 @@ def _parameters(optimizer: Any) -> list[Tensor]:
 
 
 def _compare(plain: Any, fused: Any, allow_inexact: bool) -> str | None:
-    """Return the first difference, in words."""
+    """Return a description of the first difference, None if there is none."""
     for p, q in zip(_parameters(plain), _parameters(fused), strict=True):
         ours, theirs = fused.state.get(q, {}), plain.state.get(p, {})
         if not isinstance(ours, dict) or not isinstance(theirs, dict) or ours.keys() != theirs.keys():
-            return f"other keys of state to a parameter of shape {tuple(p.shape)}"
+            return f"different state keys for a parameter of shape {tuple(p.shape)}"
         pairs = [("weights", q.detach(), p.detach())] + [(f"state {key!r}", ours[key], value) for key, value in theirs.items()]
         for name, mine, right in pairs:
             if not _same(mine, right, allow_inexact):
-                why = "elements affect each other, or shapes or order matter to it"
+                why = "its elements affect each other, or it depends on shapes or order"
                 if _same(mine, right, True):
-                    why = "it rounds otherwise in the body of a vector loop than at its end, or adds elements up"
+                    why = "it rounds differently in the body of a vector loop than at its end, or sums elements"
                     why += "; if last bits do not matter to you, pass allow_inexact=True"
-                return f"other {name} to a parameter of shape {tuple(p.shape)}: {why}"
+                return f"different {name} for a parameter of shape {tuple(p.shape)}: {why}"
     return None
 
 
