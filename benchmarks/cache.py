@@ -2,9 +2,9 @@
 
     python benchmarks/cache.py [--quick] [--json PATH] [--workers N]
 
-All read the same server through a DataLoader with batches of 64, redis-py with hiredis everywhere, medians of 5 alternating
-epochs. "get + pickle" asks for one sample at a time and unpickles it. "mget" returns the same encoded bytes that ours reads, not
-decoded and not collated: the floor. The cold epoch is timed against the dataset itself, whose samples take 1 ms to make.
+All read from the same server through a DataLoader with batches of 64, with redis-py and hiredis; medians of 5 alternating epochs.
+"get + pickle" requests one sample at a time and unpickles it. "mget" returns the same encoded bytes that ours reads, without
+decoding and collating: the floor. The cold epoch is compared with the dataset itself, whose samples take 1 ms to compute.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Tensors(Dataset):
     def __getitem__(self, index: int) -> Any:
         until = time.perf_counter() + self.seconds
         sample = torch.full((3, 64, 64), float(index))
-        while time.perf_counter() < until:  # works, as decoding does; sleeping would let the server have the core
+        while time.perf_counter() < until:  # busy waiting, as decoding uses the core; sleeping would leave it to the server
             pass
         return sample
 
@@ -53,7 +53,7 @@ class Bytes(Tensors):
 
 
 class GetAndPickle(Dataset):
-    """What a cache does that asks for one sample at a time and keeps it as a pickle."""
+    """A simple cache that requests one sample at a time and stores it as a pickle."""
 
     def __init__(self, inner: Tensors, address: dict[str, Any]) -> None:
         self.inner, self.address, self.client = inner, address, None
@@ -76,7 +76,7 @@ class GetAndPickle(Dataset):
 
 
 class Mget(GetAndPickle):
-    """The floor: a batch is one mget of what the cache holds, as it is."""
+    """The floor: a batch is one mget of the encoded values."""
 
     def __init__(self, inner: Tensors, address: dict[str, Any], name: str) -> None:
         super().__init__(inner, address)

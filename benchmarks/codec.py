@@ -2,8 +2,8 @@
 
     python benchmarks/codec.py [--quick] [--json PATH]
 
-The copy is `np.copyto` of the same array into a buffer that has been touched. Plain NumPy and plain torch are S4 written down
-as whole-array expressions; all three must give the same bytes before anything is timed.
+The copy is `np.copyto` of the same array into a buffer that has been touched. Plain NumPy and plain torch are S4 as whole-array
+expressions. All three must give the same bytes before anything is timed.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python benchmarks/fuse_step.py [--quick] [--json PATH] [--models small resnet50 gpt2]
 
-"flat" is the floor: one parameter of as many elements, which no one can train a model with. "gradients kept" are those that
-zero_grad(set_to_none=False) leaves in place, "gradients new" those that autograd makes anew in each step. Making them is not
-timed. Limits are for 500 parameters of 1,000 elements; the shapes of real models are shown without. Lion is lion-pytorch's.
+"flat" is the floor: a single parameter with the same number of elements. "gradients kept" means gradients that
+zero_grad(set_to_none=False) leaves in place, "gradients new" those that autograd allocates in each step, which is not timed.
+Limits are for 500 parameters of 1,000 elements; the shapes of real models have none. Lion is lion-pytorch's.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ TITLES = {"small": "500 x 1,000", "resnet50": "ResNet-50", "gpt2": "GPT-2 small"
 
 @dataclass
 class Contender:
-    """An optimizer on parameters of its own, and the call that makes a step."""
+    """An optimizer with its own parameters, and the function that takes a step."""
 
     parameters: list[Tensor]
     optimizer: torch.optim.Optimizer
@@ -92,7 +92,7 @@ class Contender:
 
 
 def contender(kind: str, name: str, shapes: list[tuple[int, ...]]) -> Contender | None:
-    """Return a contender, None if this optimizer has not such a kind."""
+    """Return a contender, None if this optimizer has no such kind."""
     if kind in ("flat", "flat fused"):
         shapes = [(sum(torch.Size(shape).numel() for shape in shapes),)]
     parameters: list[Tensor] = [torch.nn.Parameter(torch.full(shape, 0.1)) for shape in shapes]
@@ -113,11 +113,11 @@ def contender(kind: str, name: str, shapes: list[tuple[int, ...]]) -> Contender 
 
 
 def alternate(contenders: dict[str, Contender], rounds: int, steps: int, new_gradients: bool = False) -> dict[str, float]:
-    """Return medians in ms; contenders take turns of several steps each, as a step finds its data in the cache or not."""
+    """Return medians in ms. Contenders alternate after several steps each, so that a step finds its data in the cache as usual."""
     times: dict[str, list[float]] = {kind: [] for kind in contenders}
     for turn in range(rounds + 1):
         for kind, entry in contenders.items():
-            if turn == 0:  # touches memory, makes state, moves gradients
+            if turn == 0:  # warm up: touch memory, create state, move gradients
                 entry.time(max(steps, 3), new_gradients)
             else:
                 times[kind].append(entry.time(steps, new_gradients))
@@ -151,14 +151,14 @@ def small_rows(name: str, rounds: int) -> list[common.Row]:
 
 
 def over_floor(name: str, contenders: dict[str, Contender], ours: str, floor: str, rounds: int) -> common.Row:
-    """What a step costs beside the update itself: the median difference of neighbouring turns, in which both meet one machine."""
+    """The cost of a step beyond the update itself: the median difference of consecutive turns, under the same machine load."""
     over = statistics.median(contenders[ours].time(20) - contenders[floor].time(20) for _ in range(5 * rounds))
     allowed = {f"{OVER_FLOOR_MS} ms": OVER_FLOOR_MS}
     return common.Row(f"{name} {TITLES['small']}, over {floor}", "ms", over, allowed, f"{OVER_FLOOR_MS} ms", common.at_most(1.0))
 
 
 def model_rows(model: str, name: str, rounds: int) -> list[common.Row]:
-    """One contender after the other: all at once would need many times a model's memory."""
+    """Time one contender after the other, as all at once would need many times a model's memory."""
     shapes, taken = MODELS[model](), {}
     for kind in ("for-loop", "foreach", "fused", "flat", "fuse_step"):
         entry = contender(kind, name, shapes)

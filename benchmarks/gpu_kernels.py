@@ -2,12 +2,12 @@
 
     python benchmarks/gpu_kernels.py [--quick] [--json PATH]
 
-UNTRIED: no GPU was at hand when this was written. It has never run on a card, and there are no figures of it.
+UNTRIED: no GPU was available when this was written. It has never run on a card, and there are no figures.
 
-Takes a CUDA device. Bytes are those that must move (each tensor read once, each result written once, a compressed one at a byte per
-element), so a kernel in two passes cannot reach all of the copy's bandwidth. Times are CUDA events around one call, medians;
-buffers rotate and a write larger than the second-level cache goes before each, so that nothing is found there. Each
-dtype's codec is compared with torch's and the reference's before it is timed: a level may differ by one where torch fuses.
+It needs a CUDA device. Bytes are those that must move (each tensor read once, each result written once, a compressed one with a
+byte per element), so a kernel with two passes cannot reach the copy's bandwidth. Times are medians of CUDA events around one call;
+buffers rotate, and before each call a write larger than the second-level cache evicts its contents. Each dtype's codec is compared
+with torch's and the reference's before it is timed: a level may differ by one where torch fuses operations.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from bagua_ref.backends import get_backend, payload_bytes
 
 DEVICE = BACKEND = "cuda"
 MIB = 2**20
-SECONDS = 420  # of the eight minutes that all of it may take; what does not fit is left out, and said
+SECONDS = 420  # of the eight minutes that the whole may take; what does not fit is left out and listed
 AIM = {"compress": 0.85, "decompress": 0.85}
 CHUNKS = 8
 
 
 @dataclass
 class Work:
-    """A kernel on rotating buffers: ours and the peers take the number of the buffer set."""
+    """A kernel on rotating buffers; our function and the peers take the number of the buffer set."""
 
     bytes_moved: int
     ours: Callable[[int], object]
@@ -49,7 +49,7 @@ class Clock:
         self.flush = torch.empty(4 * torch.cuda.get_device_properties(0).L2_cache_size, dtype=torch.uint8, device=DEVICE)
 
     def medians(self, functions: dict[str, Callable[[int], object]], sets: int, rounds: int) -> dict[str, float]:
-        """Return each function's median seconds; they take turns."""
+        """Return each function's median seconds, alternating between them."""
         events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in functions}
         for function in functions.values():
             for number in range(sets):
@@ -87,7 +87,7 @@ def torch_decompress(ends: Tensor, levels: Tensor, dtype: torch.dtype) -> Tensor
 
 
 def cupy_compress() -> Callable[[Tensor], object] | None:
-    """Return S4.2 in CuPy's own operations, for the dtypes that CuPy has."""
+    """Return S4.2 in CuPy operations, for the dtypes that CuPy supports."""
     if importlib.util.find_spec("cupy") is None:
         return None
     import cupy
@@ -178,7 +178,7 @@ def works(dtype: torch.dtype, size: int) -> dict[str, Work]:
 
 
 def agree(dtype: torch.dtype) -> None:
-    """Compare ours and torch's levels and values on one small input before anything is timed."""
+    """Compare our levels and values with torch's on a small input before anything is timed."""
     kernels, x = get_backend(BACKEND), torch.randn(CHUNKS * 4096, device=DEVICE).to(dtype)
     payload, restored = kernels.compress_minmax_uint8(x, CHUNKS), torch.empty_like(x)
     kernels.decompress_minmax_uint8(payload, CHUNKS, restored)
@@ -191,7 +191,7 @@ def agree(dtype: torch.dtype) -> None:
 
 def optimizer_row(clock: Clock, rounds: int) -> common.Row:
     """fuse_step against torch's foreach and fused, on 200 parameters of 65,536 elements."""
-    from bagua_ref.contrib.fuse import fuse_optimizer  # contrib needs xxhash and redis, which a borrowed machine may lack
+    from bagua_ref.contrib.fuse import fuse_optimizer  # contrib needs xxhash and redis, which may not be installed here
 
     steps: dict[str, Callable[[int], object]] = {}
     for name, options in {"ours": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}.items():
@@ -210,7 +210,7 @@ def optimizer_row(clock: Clock, rounds: int) -> common.Row:
 
 
 def bytegrad_row(clock: Clock, size: int, rounds: int, copy: float) -> common.Row:
-    """Bytegrad's whole op for one rank of 8, movement left out, against the same by torch's operations."""
+    """Bytegrad's operation for one of 8 ranks, without communication, against the same with torch operations."""
     kernels, x = get_backend(BACKEND), torch.randn(size, device=DEVICE)
     payload = kernels.compress_minmax_uint8(x, CHUNKS)
 

@@ -1,9 +1,9 @@
-"""What every algorithm learns: test accuracy on a held-out third of the digits, 4 processes against one, 5 seeds.
+"""Test accuracy of every algorithm on a held-out third of the digits, for 4 processes against one, over 5 seeds.
 
-A seed draws the split (two thirds to train, one third held out), the first weights and the batches. All see the same batches
-of 64, one quarter on each of 4 processes; the single process sees them whole; the learning rate falls to 2 % over 10 epochs.
-Where ranks end with different weights, the worst rank counts. The bar: the mean over seeds is at most 1.5 points below the
-single process's.
+A seed determines the split (two thirds for training, one third held out), the initial weights and the batches. All use the same
+batches of 64: each of 4 processes gets a quarter, the single process gets all. The learning rate decays to 2 % over 10 epochs.
+If ranks end with different weights, the worst rank counts. The bar: the mean over seeds is at most 1.5 points below that of the
+single process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def accuracy(name: str, seed: int, epochs: int) -> float:
     model, recipe = make_model(), RECIPES.get(name, Recipe())
     optimizer = recipe.make_optimizer(model.parameters())
     steps = epochs * (len(training) // BATCH)
-    decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.02, total_iters=steps)  # the last steps let ranks agree
+    decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.02, total_iters=steps)  # ranks converge in the last steps
     share = slice(None)
     if name != ALONE:
         model.with_bagua([optimizer], recipe.make_algorithm(name, optimizer))

@@ -2,9 +2,9 @@
 
     python benchmarks/sampler.py [--quick] [--json PATH]
 
-The peer of the times is S7 over a dict of complexities that `sorted` orders in each epoch, the way in which the original does
-it; that of the balance is torch's DistributedSampler. A time is that of `set_epoch` and of drawing every index of one rank;
-constructors are excluded. Both samplers must draw the same indices before anything is timed.
+Times are compared with S7 over a dict of complexities that is sorted in each epoch, as in the original; the balance is compared
+with torch's DistributedSampler. A time covers `set_epoch` and drawing every index of one rank, without constructors. Both
+samplers must draw the same indices before anything is timed.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def time_rows(size: int, rounds: int) -> list[common.Row]:
 
 
 def resident_bytes(kind: str, random_level: float, size: int) -> float:
-    """Return how much this process grew per sample by a sampler that is drawing."""
+    """Return by how many bytes per sample a drawing sampler enlarges this process."""
     complexities = log_normal(size, kind)
     warnings.simplefilter("ignore")
     warm = LoadBalancingDistributedSampler(range(1000), None, REPLICAS, 3, random_level=random_level, complexities=[1, 2] * 500)
@@ -102,7 +102,7 @@ def resident_bytes(kind: str, random_level: float, size: int) -> float:
 
 
 def _resident() -> int:
-    ctypes.CDLL(None).malloc_trim(0)  # what is free, but not given back yet, is not kept by anyone
+    ctypes.CDLL(None).malloc_trim(0)  # memory that is free but not yet returned must not count
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -1,8 +1,8 @@
 """Time per training step of every algorithm over a slow link: two processes in two network namespaces, joined by veth and tbf.
 
 Peers in the same run: torch's DistributedDataParallel with its defaults, with its best settings, and with its fp16 and
-PowerSGD hooks; Decent-DP (pip install decent-dp), a living decentralized trainer. Beside each stands its limit: the bytes that a
-rank sends over the link's bandwidth. Needs Linux with iproute2 and the right to make network namespaces.
+PowerSGD hooks; Decent-DP (pip install decent-dp), a maintained decentralized trainer. Each is shown with its limit: the bytes that
+a rank sends divided by the link's bandwidth. It needs Linux with iproute2 and permission to create network namespaces.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ CONTENDERS: dict[str, Callable[[], tuple[Step, Callable[[], None]]]] = {
     "DDP": ddp,
     "DDP, best settings": lambda: ddp(gradient_as_bucket_view=True, static_graph=True),
     "DDP, fp16 hook": lambda: ddp("fp16"),
-    # One bucket: with several, this hook's callbacks mix up collectives on gloo.
+    # One bucket: with several, this hook's callbacks reorder collectives on gloo.
     "DDP, PowerSGD hook": lambda: ddp("PowerSGD", bucket_cap_mb=1000),
     "Decent-DP": decent,
     **{name: (lambda name=name: ours(name)) for name in (
@@ -98,13 +98,13 @@ CONTENDERS: dict[str, Callable[[], tuple[Step, Callable[[], None]]]] = {
 
 
 def sent() -> int:
-    """Return the bytes that have left through this namespace's link."""
+    """Return the bytes sent through this namespace's link."""
     line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("slow:"))
     return int(line.split(":")[1].split()[8])
 
 
 def work(rank: int, port: int, steps: int, output: str) -> None:
-    """Be one rank: time each contender's steps and count the bytes it sends, one contender after the other."""
+    """Run as one rank: time each contender's steps and count the bytes that it sends, one contender after the other."""
     torch.set_num_threads(1)
     os.environ.update(
         {"GLOO_SOCKET_IFNAME": "slow", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "RANK": str(rank), "WORLD_SIZE": "2"}
@@ -119,7 +119,7 @@ def work(rank: int, port: int, steps: int, output: str) -> None:
         except ImportError as error:
             result[name] = str(error)
             continue
-        for _ in range(3):  # the first steps build buckets, and are QAdam's and PowerSGD's warm-up
+        for _ in range(3):  # the first steps build buckets and are the warm-up of QAdam and PowerSGD
             step()
         dist.barrier()
         before, start, times = sent(), time.perf_counter(), []
@@ -142,7 +142,7 @@ def run(*command: str) -> None:
 
 
 def link(rate: str, steps: int) -> dict[str, dict[str, float] | str]:
-    """Join this namespace and a second one by a link of ``rate``, train over it and return rank 0's figures."""
+    """Connect this namespace to a second one by a link of ``rate``, train over it and return rank 0's figures."""
     other = subprocess.Popen(["unshare", "-n", "sleep", "infinity"])
     try:
         while os.readlink(f"/proc/{other.pid}/ns/net") == os.readlink("/proc/self/ns/net"):
@@ -156,7 +156,7 @@ def link(rate: str, steps: int) -> dict[str, dict[str, float] | str]:
             run(*inside, "tc", "qdisc", "add", "dev", "slow", "root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
         with tempfile.TemporaryDirectory() as folder:
             output = os.path.join(folder, "result.json")
-            # Both namespaces are this run's alone, so any port is free.
+            # Only this run uses the namespaces, so any port is free.
             ranks = [
                 subprocess.Popen([*inside, sys.executable, __file__, "--work", f"{rank},29500,{steps},{output}"])
                 for rank, inside in enumerate(((), there))
@@ -167,7 +167,7 @@ def link(rate: str, steps: int) -> dict[str, dict[str, float] | str]:
             result: dict[str, dict[str, float] | str] = json.loads(Path(output).read_text())
             return result
     finally:
-        # The namespace's end would take the link along, but not at once.
+        # The link would be removed with the namespace, but not at once.
         subprocess.run(["ip", "link", "delete", "slow"], capture_output=True)
         other.kill()
         other.wait()
@@ -179,15 +179,15 @@ def main() -> int:
         rank, port, steps, output = args.work.split(",")
         work(int(rank), int(port), int(steps), output)
         return 0
-    if "BAGUA_REF_SLOW_LINK" not in os.environ:  # again, in a network namespace where we may do as we like
+    if "BAGUA_REF_SLOW_LINK" not in os.environ:  # run again, in a network namespace of its own
         if not all(map(shutil.which, ("unshare", "nsenter", "ip", "tc"))):
             print("slow_link needs Linux with iproute2 and util-linux (ip, tc, unshare, nsenter); nothing was measured")
             return 0
-        for flags in ("-Urn", "-n"):  # a user namespace where that is allowed, else as root
+        for flags in ("-Urn", "-n"):  # in a user namespace if that is allowed, else as root
             if subprocess.run(["unshare", flags, "true"], capture_output=True).returncode == 0:
                 environment = {**os.environ, "BAGUA_REF_SLOW_LINK": "1", "OMP_NUM_THREADS": "1"}
                 return subprocess.run(["unshare", flags, sys.executable, *sys.argv], env=environment).returncode
-        print("slow_link may not make network namespaces here; run it as root or allow user namespaces; nothing was measured")
+        print("slow_link may not create network namespaces; run it as root or allow user namespaces; nothing was measured")
         return 0
     rows = []
     for link_name, (rate, bits) in LINKS.items():

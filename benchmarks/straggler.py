@@ -1,6 +1,6 @@
 """Total training steps per second when one of two ranks is slowed by 20 ms a step: asynchronous averaging against all-reduce.
 
-With all-reduce every step waits for the slower rank. The ideal is both ranks training alone, each at its own speed.
+With all-reduce, every step waits for the slower rank. The ideal is both ranks training alone, each at its own speed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def steps_per_second(name: str | None, seconds: float) -> float:
         steps += 1
         if name != "gradient_allreduce":
             going.fill_(time.perf_counter() - start < seconds)
-        elif steps % 10 == 0:  # ranks that step together stop together
+        elif steps % 10 == 0:  # ranks that synchronize at each step must stop at the same one
             going.fill_(time.perf_counter() - start < seconds)
             dist.broadcast(going, 0)
     rate = steps / (time.perf_counter() - start)

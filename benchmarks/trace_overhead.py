@@ -1,7 +1,7 @@
-"""What recording costs: the digits network trained on 2 processes over gloo with and without a Recorder, in the same run.
+"""The cost of recording: the digits network trained on 2 processes over gloo with and without a Recorder, in the same run.
 
-Each rank writes what goes into and comes out of its bucket, 2 x 38,282 float32 a step. Blocks of steps take turns: without,
-with, and with every 10th step only.
+Each rank writes the input and the output of its bucket, 2 x 38,282 float32 per step. Blocks of steps alternate: without recording,
+with it, and with it at every 10th step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KINDS = {"without": None, "recorded": 1, "every 10th": 10}
 
 
 def measure(folder: str, rounds: int) -> dict[str, dict[str, float]]:
-    """Return the median milliseconds a step of each algorithm and kind, and the bytes that a recorded step takes, on this rank."""
+    """Return the median milliseconds per step of each algorithm and kind, and the bytes per recorded step, on this rank."""
     digits, settings = Digits.load(), Settings(workers=PROCESSES, epochs=1)
     batches = list(digits.batches(settings, bagua_ref.get_rank(), PROCESSES))[:STEPS]
     found: dict[str, dict[str, float]] = {}

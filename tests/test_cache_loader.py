@@ -479,7 +479,7 @@ def test_threads_share_a_loader(backend):
     [
         ({"backend": "memcached"}, ValueError, "backend='memcached' must be one of 'redis', 'fakeredis'"),
         ({"backend": "fakeredis", "writer_buffer_size": 0}, ValueError, "writer_buffer_size=0 must be 1 or more"),
-        ({"backend": "fakeredis", "hosts": [{"host": "a"}]}, ValueError, "need backend='redis'"),
+        ({"backend": "fakeredis", "hosts": [{"host": "a"}]}, ValueError, "needs backend='redis'"),
         ({"backend": "fakeredis", "capacity": 3}, TypeError, "capacity"),
     ],
 )

@@ -187,7 +187,7 @@ def test_a_class_that_updates_each_element_by_itself_is_fused(cls: Any) -> None:
         (OnlyLate, "step 6 of a small copy"),
         (MatricesOnly, "elements affect each other, or it depends on shapes or order"),
         (WholeSteps, "different weights"),
-        (Noisy, "order matter"),
+        (Noisy, "depends on shapes or order"),
         (Rows, "different weights"),
         (Blocks, r"state 'blocks' .* is a list, which cannot be split between them"),
         (Counts, "different weights"),

@@ -2,7 +2,7 @@
 #include "vector.cuh"
 
 template <typename T> INLINE void reduce_chunks(T* x, long long size, long long num_chunks, long long target, Wide<T> divisor) {
-    constexpr int N = LANES<T>, AHEAD = 4;  // chunks whose loads are under way together; the sum keeps its order
+    constexpr int N = LANES<T>, AHEAD = 4;  // chunks whose loads are in flight together; the order of the sum is kept
     T* const sums = x + target * size;
     const auto stored = [=](Wide<T> total) { return narrow<T>(divisor == Wide<T>(0) ? total : over(total, divisor)); };
     const auto whole = [&](auto, long long i, long long) {

@@ -1,8 +1,8 @@
-// MinMaxUInt8 (S4): all chunks in one launch, no atomics, nothing to initialise, nothing that the host has to see.
+// MinMaxUInt8 (S4): all chunks in one launch, without atomics, initialisation or synchronisation with the host.
 //
-// A chunk that fits into shared memory is read once (compress_on_chip). Larger ones are cut into parts, a block for each:
-// find_ends leaves every part's minimum and maximum in the workspace, then quantise, cut more finely, merges those of its chunk
-// and writes the levels: 9 bytes of memory traffic per float32 element. decompress moves 5.
+// A chunk that fits into shared memory is read once (compress_on_chip). Larger ones are split into parts, one block for each:
+// find_ends writes the minimum and maximum of each part to the workspace; quantise, with smaller parts, merges those of its chunk
+// and writes the levels. That is 9 bytes of memory traffic per float32 element; decompress needs 5.
 #include "vector.cuh"
 
 constexpr int HEADER = 32;
@@ -27,7 +27,7 @@ template <> struct Format<__nv_bfloat16> {
     INLINE static unsigned bits(__nv_bfloat16 x) { return __bfloat16_as_ushort(x); }
 };
 
-// Minimum and maximum of what was seen, and whether a NaN was among it, which fminf and fmaxf pass over.
+// Minimum and maximum of the values seen, and whether there was a NaN, which fminf and fmaxf ignore.
 struct Range {
     float low, high;
     bool nan;
@@ -42,7 +42,7 @@ struct Range {
 
 INLINE Range nothing() { return {__uint_as_float(0x7F800000u), __uint_as_float(0xFF800000u), false}; }
 
-// Merge the ranges of all threads of the block; all get the result. A barrier: what threads wrote before it, all see after it.
+// Merge the ranges of all threads of the block; all get the result. It is also a barrier for memory.
 INLINE Range range_of_block(Range mine) {
     __shared__ float lows[BLOCK / 32], highs[BLOCK / 32];
 #pragma unroll
@@ -86,7 +86,7 @@ INLINE unsigned char level_of(float x, const Grid& grid) {
 
 INLINE long long bytes_of_block(long long size) { return HEADER + (size + 31) / 32 * 32; }
 
-// Which part of which chunk a unit of work is: parts of `part_size` elements, the last one of a chunk with what is left.
+// The chunk and the part of a unit of work: parts have `part_size` elements, except the last one of a chunk.
 struct Part {
     long long chunk, number, begin, count;
 };
@@ -100,9 +100,9 @@ INLINE Part part_of(long long unit, long long parts, long long part_size, long l
     return part;
 }
 
-// Header and gaps of one chunk's block (S4.1, S4.4), byte by byte: whatever its address, and a NaN has the bits that it must.
+// Header and padding of one chunk's block (S4.1, S4.4), byte by byte, so that any address works and a NaN has the specified bits.
 template <typename T> INLINE void write_frame(unsigned char* block, long long size, const Range& range, const Grid& grid) {
-    // + 0 makes a zero +0.
+    // + 0 turns -0 into +0.
     const unsigned long long low = grid.poisoned ? Format<T>::nan : Format<T>::bits(narrow<T>(plus(range.low, 0.0f)));
     const unsigned long long high = grid.poisoned ? Format<T>::nan : Format<T>::bits(narrow<T>(plus(range.high, 0.0f)));
     const unsigned long long header = low | high << (8 * sizeof(T));
@@ -112,7 +112,7 @@ template <typename T> INLINE void write_frame(unsigned char* block, long long si
     if (thread < gap) block[end + thread] = 0;
 }
 
-// Levels of `count` elements, by all threads of the block.
+// Levels of `count` elements, computed by all threads of the block.
 template <typename T> INLINE void write_levels(const T* from, unsigned char* levels, long long count, const Grid& grid) {
     constexpr int N = LANES<T>;
     spread<N, 2>(
@@ -133,7 +133,7 @@ template <typename T> INLINE void write_levels(const T* from, unsigned char* lev
         [&](long long i) { levels[i] = level_of(widen(from[i]), grid); });
 }
 
-// Ends of `count` elements, by all threads of the block, each its own share. keep(i, pack) and keep(i, element) get what was read.
+// Ends of `count` elements: each thread of the block returns those of its share. keep(i, pack) and keep(i, element) get the input.
 template <typename T, typename Keep> INLINE Range read_range(const T* from, long long count, Keep keep) {
     constexpr int N = LANES<T>;
     Range range = nothing();
@@ -197,7 +197,7 @@ INLINE void quantise(const T* x, long long size, long long num_chunks, long long
     }
 }
 
-// The launch gives room for a chunk and 16 bytes: it is kept at the same distance from a boundary as in memory.
+// The launch allocates shared memory for a chunk and 16 bytes, so that the chunk has the same offset from a boundary as in memory.
 template <typename T> INLINE void compress_on_chip(const T* x, long long size, long long num_chunks, unsigned char* payload) {
     DYNAMIC_SHARED(room);
     for (long long chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
@@ -210,11 +210,11 @@ template <typename T> INLINE void compress_on_chip(const T* x, long long size, l
         unsigned char* const block = payload + chunk * bytes_of_block(size);
         write_frame<T>(block, size, range, grid);
         write_levels(kept, block + HEADER, size, grid);
-        __syncthreads();  // before the next chunk takes the room
+        __syncthreads();  // before the next chunk overwrites the shared memory
     }
 }
 
-// (level + lower) / scale; beyond T's range its largest number (S4.3). NaN stays, as it is neither above nor below.
+// (level + lower) / scale, limited to T's range (S4.3). NaN stays, as it is neither above nor below.
 template <typename T> INLINE T value_of(unsigned char level, const Grid& grid) {
     const float value = over(plus(static_cast<float>(level), grid.lower), grid.scale), largest = Format<T>::largest();
     return narrow<T>(value > largest ? largest : value < -largest ? -largest : value);

@@ -26,7 +26,7 @@ INLINE void update_packs(F f, T* x, long long step, Operand<Y, N, K>... y) {
     }
 }
 
-// AHEAD: how many packs of each operand are under way together; fewer where there are many operands, or registers run out.
+// AHEAD: the number of packs of each operand in flight; fewer if there are many operands, as registers would run out.
 template <int AHEAD = 2, typename T, typename F, typename... Y> INLINE void update(T* x, long long m, F f, const Y*... y) {
     constexpr int N = LANES<T>;
     spread<N, AHEAD>(
@@ -38,7 +38,7 @@ template <int AHEAD = 2, typename T, typename F, typename... Y> INLINE void upda
         [&](long long i) { x[i] = f(widen(x[i]), widen(y[i])...); });
 }
 
-// x + factor * y, the product and the sum rounded (S1).
+// x + factor * y, with product and sum rounded (S1).
 template <typename W> INLINE W add_scaled(W x, W y, W factor) { return plus(x, times(factor, y)); }
 
 #define KERNEL(name, suffix) extern "C" __global__ void BOUNDS name##_##suffix

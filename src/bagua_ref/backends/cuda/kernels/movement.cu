@@ -1,10 +1,10 @@
-// Tensors one after another in a flat one, and back (S2.3); bits only. Also the integers that sort as floats do (S7.2).
+// Copies of tensors into a flat one and back (S2.3), bits only; and the integers that sort as floats do (S7.2).
 #include "vector.cuh"
 
-constexpr int SEGMENTS = 128;  // per launch: they travel as an argument, which may have 4 KiB
+constexpr int SEGMENTS = 128;  // per launch: they are passed as an argument, which is limited to 4 KiB
 constexpr int RANK = 8;
 
-// Contiguous tensors and their places. Work is cut into pieces of `piece` bytes, numbered through all segments.
+// Contiguous tensors and their offsets. Work is split into pieces of `piece` bytes, numbered across all segments.
 struct Segments {
     unsigned char* there[SEGMENTS];
     long long start[SEGMENTS];        // in the flat tensor, in bytes
@@ -51,7 +51,7 @@ extern "C" __global__ void BOUNDS scatter_segments(unsigned char* flat, const __
     copy_segments<false>(flat, segments);
 }
 
-// One tensor with gaps or in another order: element i of the flat one is at the strides (in elements) of its coordinates.
+// A tensor with gaps or in another order: the address of element i follows from its coordinates and the strides (in elements).
 struct Strided {
     long long count;
     long long size[RANK], stride[RANK];
@@ -94,7 +94,7 @@ STRIDED(unsigned long long, 8)
 using TwoWords = Pack<unsigned long long, 2>;
 STRIDED(TwoWords, 16)
 
-// Integers in the order of the floats with these bits: -0 as +0, and NaN, whatever its sign, last (S7.2).
+// Integers in the order of the floats with these bits: -0 counts as +0, and NaN of either sign is last (S7.2).
 template <typename Bits> INLINE Bits key_of(Bits bits, Bits infinity) {
     constexpr Bits magnitude = static_cast<Bits>(~(Bits(1) << (8 * sizeof(Bits) - 1)));
     if ((bits & magnitude) > infinity) return magnitude;

@@ -1,14 +1,14 @@
-// What all kernels share: arithmetic that rounds once per operation, and memory in accesses of up to 16 bytes.
+// Parts shared by all kernels: arithmetic that rounds once per operation, and memory accesses of up to 16 bytes.
 //
-// Tensors may begin at any element and have any size. What a kernel writes is cut into packs that lie on their own boundary,
-// with a head and a tail of fewer elements than a pack; what it reads beside them may lie otherwise and is read by the widest
-// words that its address allows. Sizes and indices have 64 bits.
+// Tensors may begin at any element and have any size. The output of a kernel is split into aligned packs, with a head and a tail of
+// fewer elements than a pack. Inputs may have other alignments and are read with the widest words that their address allows.
+// Sizes and indices have 64 bits.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-// Shared memory whose size the launch gives. The emulation, which has no linker to provide it, defines this beforehand.
+// Shared memory whose size the launch determines. The emulation, which has no linker to provide it, defines this beforehand.
 #ifndef DYNAMIC_SHARED
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
 #endif
@@ -17,15 +17,15 @@
 
 constexpr int BLOCK = 256;  // threads; the plan launches the same number
 
-// From Blackwell on the compiler takes up to 111 registers for a thread if it may; three blocks on a multiprocessor allow 80.
-// Below, the same bound would make it take more than it does by itself.
+// From Blackwell on, the compiler uses up to 111 registers per thread if allowed; three blocks per multiprocessor allow 80.
+// For older architectures, the same bound would make it use more than it does without.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 #define BOUNDS __launch_bounds__(BLOCK, 3)
 #else
 #define BOUNDS __launch_bounds__(BLOCK)
 #endif
 
-// Arithmetic (S1): 16-bit floats in float32, rounded once when stored; every operation by itself, never fused.
+// Arithmetic (S1): 16-bit floats in float32, rounded once when stored; operations are never fused.
 
 template <typename T> struct Arithmetic { using Type = float; };
 template <> struct Arithmetic<double> { using Type = double; };
@@ -73,8 +73,8 @@ template <typename Word, typename P> INLINE void store_words(void* to, const P& 
         static_cast<Word*>(to)[i] = reinterpret_cast<const Word*>(&pack)[i];
 }
 
-// Read a pack by the widest words that `from`, which is a multiple of T, allows. All threads of a block take the same way, as
-// their packs lie whole packs apart.
+// Read a pack with the widest words that `from`, which is aligned to T, allows. All threads of a block take the same branch, as
+// their packs are whole packs apart.
 template <typename P, typename T> INLINE void load(P& pack, const T* from) {
     const unsigned off = static_cast<unsigned>(address(from)) & (alignof(P) - 1);
     if constexpr (alignof(P) >= 16) {
@@ -92,7 +92,7 @@ template <typename P, typename T> INLINE void load(P& pack, const T* from) {
     if constexpr (sizeof(T) == 1) load_words<unsigned char>(pack, from);
 }
 
-// Write a pack to where it lies on its own boundary.
+// Write a pack to an aligned address.
 template <typename P> INLINE void store(void* to, const P& pack) {
     if constexpr (alignof(P) == 16) return store_words<uint4>(to, pack);
     if constexpr (alignof(P) == 8) return store_words<uint2>(to, pack);
@@ -104,8 +104,8 @@ template <typename P> INLINE void store(void* to, const P& pack) {
 template <int K> struct Count { static constexpr int value = K; };
 
 // Share `count` elements from `base` on among threads `first`, `first` + 1, ... of `stride` (at least 16): whole(Count<K>, i, step)
-// gets the K packs of N elements at i, i + step, ..., which lie on their own boundary, and single(i) the elements before and
-// after those. K packs at a time, so that all their loads are under way before the first one is needed.
+// gets the K packs of N elements at i, i + step, ..., which are aligned, and single(i) the elements before and after those.
+// K packs at a time, so that all their loads are in flight before the first one is needed.
 template <int N, int K, typename T, typename Whole, typename Single>
 INLINE void spread(const T* base, long long count, long long first, long long stride, Whole whole, Single single) {
     const long long before = static_cast<long long>((0 - address(base)) & (N * sizeof(T) - 1)) / static_cast<int>(sizeof(T));
