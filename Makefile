@@ -53,7 +53,7 @@ demo: $(VENV)/.demo  ## train on handwritten digits with every algorithm, 4 proc
 
 test: lint types docs  ## everything that must be green: style, types, docs, examples, all properties (quick profile)
 	$(pytest) -q tests/test_import.py  # alone: it measures time
-	$(pytest) -n $(WORKERS) --dist loadfile --ignore=tests/test_import.py $(PYTEST_ARGS)
+	$(pytest) -n $(WORKERS) --dist loadfile -m "not proof" --ignore=tests/test_import.py $(PYTEST_ARGS)
 
 # Examples that start no other process; in random order they would show what one test leaves to another.
 in_process = $(shell grep -LE 'subprocess|multiprocessing|pytester|tests(\.| import )(launch|cache_servers|cache_jobs|oracle_c|cuda_emulation)' tests/test_*.py)
@@ -61,6 +61,7 @@ in_process = $(shell grep -LE 'subprocess|multiprocessing|pytester|tests(\.| imp
 proof: $(VENV)/.nvrtc  ## the slow proofs that CI adds: properties with 100 inputs each, loops, planted faults
 	$(pytest) -n $(WORKERS) --hypothesis-profile=full --timeout=1800 property_tests $(PYTEST_ARGS)
 	$(pytest) -n $(WORKERS) --dist loadfile --timeout=1800 tests/proof tests/meta $(PYTEST_ARGS)
+	$(pytest) -n $(WORKERS) -m proof tests $(PYTEST_ARGS)
 	$(bin)/python tests/meta/false_alarms.py --check
 	$(pytest) -n $(WORKERS) --shuffle=$(SEED) $(in_process) $(PYTEST_ARGS)
 

@@ -11,7 +11,7 @@ from _pytest.mark import ParameterSet
 from bagua_ref.backends import available_backends, register_backend
 from bagua_ref.conformance.inputs.strategies import adversarial, name_of
 
-__all__ = ["COMPRESSIBLE", "FLOATS", "Seeded", "adversarial", "every_backend", "name_of"]
+__all__ = ["COMPRESSIBLE", "FLOATS", "Seeded", "adversarial", "every_backend", "every_backend_in_proof", "name_of"]
 
 COMPRESSIBLE = (torch.float16, torch.bfloat16, torch.float32)
 FLOATS = (*COMPRESSIBLE, torch.float64)
@@ -20,13 +20,13 @@ register_backend("cuda-emulated", "tests.cuda_emulation.backend:EmulatedBackend"
 register_backend("cuda-on-copies", "tests.cuda_emulation.copies:CudaOnCopies")
 
 
-def _backends() -> list[ParameterSet | str]:
-    """Every backend that can run here, the CUDA sources compiled for the CPU among them; properties draw CPU tensors."""
+def _backends(*marks: pytest.MarkDecorator) -> list[ParameterSet | str]:
+    """Every backend that can run here; ``marks`` are for the CUDA sources compiled for the CPU. Properties draw CPU tensors."""
     why_not = available_backends()
     chosen: list[ParameterSet | str] = [name for name, reason in why_not.items() if reason is None and not name.startswith("cuda")]
     # Without g++ a developer goes on with a reason; CI must have it, so there the properties fail.
     excused = [] if why_not["cuda-emulated"] is None or "CI" in os.environ else [pytest.mark.skip(why_not["cuda-emulated"])]
-    chosen.append(pytest.param("cuda-emulated", marks=excused))
+    chosen.append(pytest.param("cuda-emulated", marks=[*excused, *marks]))
     if torch.cuda.is_available():
         lacking = [] if why_not["cuda"] is None else [pytest.mark.skip(why_not["cuda"])]
         chosen.append(pytest.param("cuda-on-copies", marks=[pytest.mark.gpu, *lacking], id="cuda"))
@@ -34,6 +34,8 @@ def _backends() -> list[ParameterSet | str]:
 
 
 every_backend = pytest.mark.parametrize("backend", _backends())
+every_backend_in_proof = pytest.mark.parametrize("backend", _backends(pytest.mark.proof))
+"""As `every_backend`, for operations and trainings: `make test` leaves them on the emulated CUDA sources to `make proof`."""
 
 
 class Seeded:

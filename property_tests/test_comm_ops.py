@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from property_tests.strategies import COMPRESSIBLE, FLOATS, adversarial, every_backend, name_of
+from property_tests.strategies import COMPRESSIBLE, FLOATS, adversarial, every_backend_in_proof, name_of
 
 import bagua_ref
 from bagua_ref.bucket import BaguaBucket
@@ -64,7 +64,7 @@ def alignment_for(nodes, hierarchical):
     return math.lcm(sum(nodes), len(nodes)) if hierarchical else sum(nodes)
 
 
-@every_backend
+@every_backend_in_proof
 @given(case=cases(FLOATS, finite=False), average=st.booleans(), flatten=st.booleans())
 def test_S3_1_scatter_gather_adds_in_rank_order(backend, case, average, flatten):
     nodes, dtype, sizes, inputs = case
@@ -75,7 +75,7 @@ def test_S3_1_scatter_gather_adds_in_rank_order(backend, case, average, flatten)
         assert_equal(result[: want.numel()], want, EXACT)
 
 
-@every_backend
+@every_backend_in_proof
 @given(case=cases(COMPRESSIBLE, finite=False), average=st.booleans(), hierarchical=st.booleans(), flatten=st.booleans())
 def test_S3_2_S3_3_low_precision_is_equal_to_the_bit_on_every_rank(backend, case, average, hierarchical, flatten):
     nodes, dtype, sizes, inputs = case
@@ -89,7 +89,7 @@ def test_S3_2_S3_3_low_precision_is_equal_to_the_bit_on_every_rank(backend, case
         assert_equal(result[: want.numel()], want, EXACT)
 
 
-@every_backend
+@every_backend_in_proof
 @given(case=cases(FLOATS, finite=True), average=st.booleans(), hierarchical=st.booleans(), scattergather=st.booleans())
 def test_S3_1_S3_3_full_precision_is_the_sum_or_mean_over_all_ranks(backend, case, average, hierarchical, scattergather):
     nodes, dtype, sizes, inputs = case
@@ -107,7 +107,7 @@ def test_S3_1_S3_3_full_precision_is_the_sum_or_mean_over_all_ranks(backend, cas
         assert_equal(result, want, SUM(n + 1), magnitude=magnitude)
 
 
-@every_backend
+@every_backend_in_proof
 @given(case=cases((torch.float32,), finite=True), seed=st.integers(0, 2**32))
 def test_S2_4_the_interleaving_of_ranks_does_not_matter(backend, case, seed):
     nodes, _, sizes, inputs = case

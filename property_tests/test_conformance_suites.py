@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from property_tests.strategies import Seeded, every_backend
+from property_tests.strategies import Seeded, every_backend_in_proof
 
 from bagua_ref.conformance.run.pytest_suites import AlgorithmSuite, CommOpSuite
 
 
-@every_backend
+@every_backend_in_proof
 class TestBackends(Seeded, CommOpSuite, AlgorithmSuite):
     @pytest.fixture
     def target(self, backend):

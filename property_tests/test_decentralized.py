@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from property_tests.strategies import COMPRESSIBLE, FLOATS, adversarial, every_backend, name_of
+from property_tests.strategies import COMPRESSIBLE, FLOATS, adversarial, every_backend_in_proof, name_of
 from torch import nn
 
 import bagua_ref
@@ -125,7 +125,7 @@ def run_ring(nodes, sizes, inputs, backend, flatten, hierarchical):
     return run(nodes, sizes, inputs, backend, flatten, append)
 
 
-@every_backend
+@every_backend_in_proof
 @hierarchical_or_not
 @given(data=st.data(), flatten=st.booleans())
 def test_S3_4_shift_one_is_what_the_oracle_computes(backend, hierarchical, data, flatten):
@@ -138,7 +138,7 @@ def test_S3_4_shift_one_is_what_the_oracle_computes(backend, hierarchical, data,
             assert_equal(seen[step], tensor(want, dtype), EXACT)
 
 
-@every_backend
+@every_backend_in_proof
 @hierarchical_or_not
 @given(data=st.data(), flatten=st.booleans())
 def test_S3_4_all_is_the_mean_over_all_ranks_also_on_uneven_nodes(backend, hierarchical, data, flatten):
@@ -153,7 +153,7 @@ def test_S3_4_all_is_the_mean_over_all_ranks_also_on_uneven_nodes(backend, hiera
             assert_equal(seen[step], tensor(want, dtype), SUM(sum(nodes) + 1), magnitude=magnitude)
 
 
-@every_backend
+@every_backend_in_proof
 @either_mode
 @given(data=st.data(), flatten=st.booleans())
 def test_S3_4_averaging_preserves_the_mean_of_the_weights(backend, mode, data, flatten):
@@ -165,7 +165,7 @@ def test_S3_4_averaging_preserves_the_mean_of_the_weights(backend, mode, data, f
     assert_equal(after.double().mean(0).to(dtype), before.double().mean(0).to(dtype), SUM(n + 1), magnitude=magnitude)
 
 
-@every_backend
+@every_backend_in_proof
 @given(case=op_cases(FLOATS, hierarchical=True, pairs=True, max_rounds=1, finite=True), flatten=st.booleans())
 def test_S3_4_hierarchical_shift_one_preserves_the_mean_of_node_means(backend, case, flatten):
     nodes, dtype, sizes, inputs = case
@@ -185,7 +185,7 @@ def distance(ranks):
     return (stacked - stacked.mean(0)).square().sum().item()
 
 
-@every_backend
+@every_backend_in_proof
 @either_mode
 @given(half=st.integers(1, 4), seed=st.integers(0, 2**16))
 def test_S3_4_the_distance_from_consensus_contracts(backend, mode, half, seed):
@@ -198,7 +198,7 @@ def test_S3_4_the_distance_from_consensus_contracts(backend, mode, half, seed):
     assert distances[-1] <= distances[0] / 4  # in exact arithmetic at most 1/128 of it, with 8 ranks
 
 
-@every_backend
+@every_backend_in_proof
 @given(n=st.integers(2, 8), seed=st.integers(0, 2**16))
 def test_S3_5_the_distance_from_consensus_contracts(backend, n, seed):
     ranks = torch.randn(n, 5, generator=torch.Generator().manual_seed(seed))
@@ -213,7 +213,7 @@ def test_S3_5_the_distance_from_consensus_contracts(backend, n, seed):
 # The ring.
 
 
-@every_backend
+@every_backend_in_proof
 @hierarchical_or_not
 @given(data=st.data(), flatten=st.booleans())
 def test_S3_5_the_ring_is_what_the_oracle_computes_and_replicas_agree(backend, hierarchical, data, flatten):
@@ -309,7 +309,7 @@ def check_follows(records, simulate, training, tolerance):
                 assert_equal(actual, tensor(want, training["dtype"]), tolerance(step), magnitude=float(magnitude))
 
 
-@every_backend
+@every_backend_in_proof
 @either_mode
 @given(data=st.data())
 def test_S5_3_ten_steps_of_decentralized_training_follow_the_oracle(backend, mode, data):
@@ -329,7 +329,7 @@ def test_S5_3_ten_steps_of_decentralized_training_follow_the_oracle(backend, mod
     check_follows(records, simulate, training, lambda step: EXACT if mode == "shift_one" else SUM((step + 1) * (n + 2)))
 
 
-@every_backend
+@every_backend_in_proof
 @given(training=trainings(COMPRESSIBLE, pairs=False))
 def test_S5_4_ten_steps_of_training_on_a_ring_follow_the_oracle(backend, training):
     algorithm = LowPrecisionDecentralizedAlgorithm(training["hierarchical"], training["interval"])

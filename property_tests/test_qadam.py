@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from property_tests.strategies import adversarial, every_backend, name_of
+from property_tests.strategies import adversarial, every_backend_in_proof, name_of
 from torch import nn
 
 import bagua_ref
@@ -130,7 +130,7 @@ def follow(problem, warmup_steps, hierarchical, flatten, bucket_size, backend=No
                     assert_equal(tensor, torch.tensor(expected, dtype=dtype).reshape(tensor.shape), EXACT)
 
 
-@every_backend
+@every_backend_in_proof
 @given(
     problem=problems(),
     warmup_steps=st.integers(1, STEPS + 1),

@@ -161,7 +161,10 @@ def _train_all_forms(algorithm: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(
+    "algorithm",
+    [name if name in ("gradient_allreduce", "qadam") else pytest.param(name, marks=pytest.mark.proof) for name in ALGORITHMS],
+)
 def test_compiled_modules_train_bit_for_bit_as_others(algorithm: str) -> None:
     launch(_train_all_forms, 2, algorithm)
 
@@ -192,7 +195,7 @@ def _count_ours_and_torchs() -> list[dict[tuple[str, str, bool], int | None]]:
     return [_count_breaks(wrap) for wrap in (TorchDDP, with_bagua, DistributedDataParallel)]
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_graphs_break_no_more_often_than_with_torchs_ddp() -> None:
     (torchs, *ours), _ = launch(_count_ours_and_torchs, 2)
     assert sum(breaks is not None for breaks in torchs.values()) > 12
