@@ -3,7 +3,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import pty
 import re
 import shlex
 import signal
@@ -19,6 +18,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from rich.console import Console
+from tests.launch import run_script
 
 import bagua_ref
 from bagua_ref import extras
@@ -221,26 +221,19 @@ def test_the_package_does_not_import_its_command_line() -> None:
 COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3\d|4\d|9\d|10\d)(?:;\d+)*m")
 
 
-def in_terminal(arguments: list[str], no_color: str | None) -> str:
-    """Run ``bagua-ref`` in a terminal of its own; return what it showed there."""
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "TERM": "xterm-256color", "COLUMNS": "80"}
-    environment.pop("NO_COLOR", None)
-    if no_color is not None:
-        environment["NO_COLOR"] = no_color
-    ours, theirs = pty.openpty()
-    with subprocess.Popen(
-        [sys.executable, "-m", "bagua_ref.cli", *arguments], env=environment, stdin=theirs, stdout=theirs, stderr=theirs
-    ) as process:
-        os.close(theirs)
-        shown = b""
-        while True:
-            try:
-                shown += os.read(ours, 65536)
-            except OSError:  # Linux says so when the last writer is gone
-                break
-        os.close(ours)
-        process.wait(timeout=60)
-    return shown.decode()
+IN_TERMINAL = """
+import os, pty, sys
+process, terminal = pty.fork()
+if process == 0:
+    os.environ |= dict(TERM="xterm-256color", COLUMNS="80", NO_COLOR="1")
+    from bagua_ref.cli import main
+    sys.exit(main({arguments}))
+try:
+    while shown := os.read(terminal, 65536):
+        os.write(1, shown)
+except OSError:
+    pass  # Linux raises it when the last writer is gone
+"""
 
 
 @pytest.mark.parametrize(("no_color", "coloured"), [(None, True), ("", True), ("0", False)])
@@ -275,7 +268,7 @@ def test_progress_has_colours_unless_no_color_says_otherwise(
 def test_no_other_command_has_colours_with_no_color(arguments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(SOURCE.parent)  # for tests.hostile_backends
     (tmp_path / "lengths").write_text("1\n2\n3\n")
-    shown = in_terminal(arguments.format(folder=tmp_path).split(), "1")
+    shown = run_script(IN_TERMINAL.format(arguments=arguments.format(folder=tmp_path).split())).stdout
     assert shown
     assert COLOUR.search(shown) is None
 
@@ -680,6 +673,7 @@ def wait_for_training(process: subprocess.Popen[str]) -> None:
     pytest.fail(f"the demo ended: {process.stderr.read() if process.stderr else ''}")
 
 
+@pytest.mark.slow
 def test_the_demo_end_to_end(tmp_path: Path, start_demo: Any) -> None:
     process = start_demo("--quick", "--json-file", str(tmp_path / "demo.json"))
     out, err = finish(process, tmp_path)
@@ -699,7 +693,7 @@ def test_the_demo_end_to_end(tmp_path: Path, start_demo: Any) -> None:
     check_page((tmp_path / "report" / "index.html").read_text(), ["2 workers, 10 steps", "153.1 kB", "38.4 kB"])
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_interrupting_the_demo_ends_its_workers(tmp_path: Path, start_demo: Any) -> None:
     process = start_demo("--epochs", "60")
     wait_for_training(process)
@@ -710,7 +704,7 @@ def test_interrupting_the_demo_ends_its_workers(tmp_path: Path, start_demo: Any)
     assert err == "bagua-ref demo: stopped by SIGINT; all workers have ended\n"
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_a_worker_that_dies_is_named(tmp_path: Path, start_demo: Any) -> None:
     process = start_demo("--epochs", "60")
     wait_for_training(process)

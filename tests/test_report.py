@@ -20,9 +20,9 @@ def page_of(folder: Path, *others: Outcome, **settings: object) -> str:
     return write_report([outcome(ALONE, 0.01, None), *others], Settings(**settings), folder).read_text()  # type: ignore[arg-type]
 
 
-@pytest.fixture
-def page(tmp_path: Path) -> str:
-    return page_of(tmp_path, outcome("bytegrad", 0.02, 0.25))
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return page_of(tmp_path_factory.mktemp("report"), outcome("bytegrad", 0.02, 0.25))
 
 
 def test_the_page_takes_the_width_of_the_screen(page: str) -> None:

@@ -87,11 +87,13 @@ def judge(communicator, check, **options):
     return run_conformance(target, ["collectives"], checks=[f"collectives.S3.9.{check}"], **options)
 
 
+@pytest.mark.slow
 def test_S3_9_torchs_gloo_passes():
     report = judge(gloo, "allreduce")
     assert report.passed, report
 
 
+@pytest.mark.slow
 def test_S3_9_a_group_with_a_fault_fails_with_a_script_that_shows_it():
     (failed,) = judge(forgetful, "broadcast").failures()
     assert "broadcast on nodes" in failed.message
@@ -157,6 +159,7 @@ def test_real_threads_bring_what_their_ranks_return_and_raise_what_one_raises():
         run_world(gloo, (2,), lambda comm: 1 / comm.rank())
 
 
+@pytest.mark.slow
 def test_the_command_judges_a_torch_group(capsys):
     command = [
         "verify",
