@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from bagua_ref.comm_ops import (
     AsynchronousModelAverage,
@@ -18,12 +18,13 @@ from bagua_ref.comm_ops import (
 from bagua_ref.tensor import registration
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
     from bagua_ref.bucket import BaguaBucket
-    from bagua_ref.conformance.trace.recorder import Recorder
 
-__all__ = ["OwnBuckets"]
+__all__ = ["Notebook", "OwnBuckets"]
 
 _ALGORITHMS: dict[type, str] = {
     CentralizedFullPrecision: "gradient_allreduce",
@@ -36,6 +37,19 @@ _ALGORITHMS: dict[type, str] = {
 _QADAM = "MomentumBucket"
 
 
+class Notebook(Protocol):
+    """The part of a `Recorder` that `OwnBuckets` writes to."""
+
+    @property
+    def recording(self) -> bool: ...  # noqa: D102 - each as in Recorder
+    def begin(self, bucket: str, inputs: Any, info: Mapping[str, Any]) -> None: ...  # noqa: D102
+    def end(self, bucket: str, outputs: Any, inputs: Any = None) -> None: ...  # noqa: D102
+    def forget(self, bucket: str) -> None: ...  # noqa: D102
+    def describe_own(  # noqa: D102
+        self, bucket: str, entry: dict[str, Any], algorithm: str | None, options: Mapping[str, Any]
+    ) -> None: ...
+
+
 class OwnBuckets:
     """The observer of this rank's buckets: tells a recorder what each operation takes and gives.
 
@@ -46,7 +60,7 @@ class OwnBuckets:
         recorder: that writes it down.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Notebook) -> None:
         self._recorder = recorder
         self._modules: list[str] = []
         self._algorithm: str | None = None

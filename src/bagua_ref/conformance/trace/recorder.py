@@ -108,7 +108,7 @@ class Recorder:
             "format": FORMAT,
             "trace_version": TRACE_VERSION,
             "spec_version": SPEC_VERSION,
-            "versions": {"bagua_ref": _version(), "torch": torch.__version__, "python": platform.python_version()},
+            "versions": {"bagua_ref": __version__, "torch": torch.__version__, "python": platform.python_version()},
             **identity,
             "algorithm": self._algorithm,
             "options": self._options,
@@ -267,7 +267,3 @@ class Recorder:
             stacklevel=2,
         )
         self._save_manifest()
-
-
-def _version() -> str:
-    return __version__
