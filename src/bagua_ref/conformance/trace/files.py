@@ -134,7 +134,7 @@ class RankTrace:
             tensors = read_safetensors(path)
         except OSError as error:
             raise TraceError(f"{str(path)!r} cannot be read: {error.strerror}") from None
-        except DamagedFileError as error:
+        except (DamagedFileError, ModuleNotFoundError) as error:
             raise TraceError(f"{str(path)!r}: {error}") from None
         found: dict[str, Record] = {}
         for listed in entry["records"]:

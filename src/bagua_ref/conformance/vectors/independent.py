@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import xxhash
 
 from bagua_ref.conformance.expected import codec_scalar, comm_ops_scalar, decentralized_numpy, kernels_scalar, samplers_plain
-from bagua_ref.conformance.vectors.xxh64 import xxh64
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -226,7 +226,7 @@ def _cache_store(dtype: str, inputs: Tensors, dataset_name: str, num_stores: int
     data, hashes = bytes(inputs["keys"].tolist()), []
     escaped = dataset_name.encode().replace(b"%", b"%25").replace(b"_", b"%5F")
     for length in inputs["lengths"].tolist():
-        hashes.append(xxh64(escaped + b"_" + data[:length]))
+        hashes.append(xxhash.xxh64_intdigest(escaped + b"_" + data[:length]))
         data = data[length:]
     return {
         "hash": torch.from_numpy(np.array(hashes, np.uint64)),

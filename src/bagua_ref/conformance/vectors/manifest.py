@@ -131,7 +131,7 @@ def read_vectors(directory: Path, manifest: dict[str, Any]) -> dict[str, dict[st
             found[entry["name"]] = read_safetensors(path)
         except OSError as error:
             raise VectorsError(f"{str(path)!r} cannot be read: {error.strerror}") from None
-        except DamagedFileError as error:
+        except (DamagedFileError, ModuleNotFoundError) as error:
             raise VectorsError(f"{str(path)!r}: {error}") from None
     ids = [case["id"] for case in manifest["cases"]]
     if len(set(ids)) != len(ids):
