@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from property_tests.strategies import Seeded, every_backend_in_proof
 
 from bagua_ref.conformance.run.pytest_suites import AlgorithmSuite, CommOpSuite
+from bagua_ref.conformance.suites.checks import checks_of
+from bagua_ref.conformance.targets.reference_algorithms import ReferenceAlgorithms
+from bagua_ref.conformance.targets.reference_ops import ReferenceCommOps
 
 
 @every_backend_in_proof
@@ -13,3 +18,16 @@ class TestBackends(Seeded, CommOpSuite, AlgorithmSuite):
     @pytest.fixture
     def target(self, backend):
         return backend
+
+
+@every_backend_in_proof
+class TestUnflattened(Seeded, CommOpSuite, AlgorithmSuite):
+    """Buckets without flat storage, whose operations gather tensors and copy results back."""
+
+    # Asynchronous averaging needs flat buckets.
+    xfail = tuple(name for name, check in checks_of(["algorithms"]).items() if "async_model_average" in check.needs)
+
+    @pytest.fixture
+    def target(self, backend):
+        algorithms = ReferenceAlgorithms(backend, flatten=False)
+        return SimpleNamespace(kernels=backend, comm_ops=ReferenceCommOps(backend, flatten=False), algorithms=algorithms)

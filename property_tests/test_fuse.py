@@ -228,26 +228,6 @@ def test_S6_many_alike_parameters_are_fused_and_equal(name: str, data: st.DataOb
     assert (twins.fused._bagua_fused_count > 0) == exact
 
 
-@given(st.sampled_from(["Adam", "AdamW", "SGD", "Adagrad"]), st.sampled_from([torch.float32, torch.bfloat16]), st.booleans(), days)
-def test_S6_what_is_inexact_is_stepped_unfused_unless_allowed(
-    name: str, dtype: torch.dtype, allow: bool, days: list[tuple[str, bool, list[int], str]]
-) -> None:
-    chosen: dict[str, Any] = {"lr": 0.01, "fused": dtype is torch.float32}
-    group = {"params": [torch.nn.Parameter(torch.linspace(-1, 1, n).to(dtype)) for n in (5, 17, 33, 8)], **chosen}
-    twins = Twins(name, [group], allow_inexact=allow)
-    for how, kept, without, _ in days:
-        twins.give_gradients(kept, without)
-        twins.step(how)
-        if not allow:
-            twins.check()
-        for p, q in twins.pairs():
-            torch.testing.assert_close(p, q, rtol=4 * torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps)
-    if not allow:
-        assert twins.fused._bagua_fused_count == 0
-    elif days and days[0][0] != "step" and not {*days[0][2]} & {0, 1, 2, 3}:  # later their step counts may differ in pairs
-        assert twins.fused._bagua_fused_count > 0
-
-
 @given(data=st.data())
 def test_S6_the_copy_of_a_fused_optimizer_is_an_ordinary_one(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(ELEMENTWISE))

@@ -1,15 +1,15 @@
-"""Our own collectives, samplers, cache and fused optimizer, by the checks that outsiders run (S3.9, S6, S7, S8)."""
+"""The package's collectives, cache and fused optimizer, by the checks that outsiders run (S3.9, S6, S8)."""
 
 from __future__ import annotations
 
 import pytest
 from property_tests.strategies import Seeded
 
-from bagua_ref.conformance.run.pytest_suites import CacheSuite, CollectiveSuite, FusedOptimizerSuite, SamplerSuite
+from bagua_ref.conformance.run.pytest_suites import CacheSuite, CollectiveSuite, FusedOptimizerSuite
 from bagua_ref.conformance.targets.reference_target import ReferenceTarget
 
 
-class TestOwnParts(Seeded, CollectiveSuite, SamplerSuite, CacheSuite, FusedOptimizerSuite):
+class TestOwnParts(Seeded, CollectiveSuite, CacheSuite, FusedOptimizerSuite):
     @pytest.fixture
     def target(self):
         return ReferenceTarget()

@@ -1,9 +1,14 @@
-"""The balanced samplers of every backend against S7 in plain Python."""
+"""The balanced samplers of every backend by the checks that outsiders run, and what those leave open (S7).
+
+Complexities in every form, the public chunks, and places that are saved and found again.
+"""
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections import Counter
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,25 +19,21 @@ from hypothesis import strategies as st
 from property_tests.strategies import every_backend
 
 from bagua_ref.conformance.expected import samplers_plain
+from bagua_ref.conformance.inputs.sampler_cases import cases, complexities, cut, levels
+from bagua_ref.conformance.run.pytest_suites import SamplerSuite
 from bagua_ref.contrib import LoadBalancingDistributedBatchSampler, LoadBalancingDistributedSampler
 
-few = st.integers(-3, 3)
-any_int = st.one_of(
-    few,
-    st.integers(0, 10**6),
-    st.integers(-(2**63), 2**63 - 1),
-    st.integers(-(2**80), 2**80),
-    st.sampled_from([10**400, -(10**400)]),
-)
-EDGES = [sign * 2**power for power in (15, 16, 31, 32, 53, 62, 63, 64) for sign in (1, -1)]
-near_an_edge = st.sampled_from(EDGES).flatmap(lambda edge: st.integers(edge - 3, edge + 3))
-any_float = st.one_of(
-    st.floats(-4, 4),
-    few.map(float),
-    st.floats(allow_nan=False, allow_infinity=False),
-    st.sampled_from([-0.0, 0.0, 5e-324, 2.0**53]),
-)
-mixed = st.one_of(any_int, any_float, near_an_edge, near_an_edge.map(float))
+
+@every_backend
+class TestSamplers(SamplerSuite):
+    seed = 0 if "CI" in os.environ else int.from_bytes(os.urandom(4), "big")
+
+    @pytest.fixture
+    def target(self, backend):
+        sampler = partial(LoadBalancingDistributedSampler, backend=backend)
+        batches = LoadBalancingDistributedBatchSampler
+        parts = SimpleNamespace(LoadBalancingDistributedSampler=sampler, LoadBalancingDistributedBatchSampler=batches)
+        return SimpleNamespace(samplers=parts)
 
 
 def as_scalar(number: Any) -> st.SearchStrategy[Any]:
@@ -47,40 +48,6 @@ def as_scalar(number: Any) -> st.SearchStrategy[Any]:
     return st.sampled_from(forms)
 
 
-def lists(kind: st.SearchStrategy[Any]) -> st.SearchStrategy[list]:
-    return st.lists(kind, min_size=1, max_size=40)
-
-
-def about(edge: int) -> st.SearchStrategy[list]:
-    """Integers and floats that one dtype hardly tells apart."""
-    close = st.integers(edge - 3, edge + 3)
-    return st.one_of(lists(close), lists(st.one_of(close, close.map(float))))
-
-
-complexities = st.one_of(*map(lists, (few, any_int, near_an_edge, any_float, mixed)), st.sampled_from(EDGES).flatmap(about))
-levels = st.one_of(st.sampled_from([0, 1, 0.0, 0.1, 0.5, 1.0]), st.floats(0, 1))
-
-
-@st.composite
-def cases(draw: Any) -> tuple[list, int, dict[str, Any]]:
-    """Complexities, the number of replicas (at times more than samples) and options, such that S7 has an answer."""
-    values = draw(complexities)
-    options = {
-        "shuffle": draw(st.booleans()),
-        "seed": draw(st.one_of(st.integers(0, 5), st.integers(-(2**40), 2**40))),
-        "epoch": draw(st.integers(0, 5)),
-        "drop_last": draw(st.booleans()),
-        "random_level": draw(levels),
-    }
-    if options["shuffle"]:
-        try:
-            limit = samplers_plain.noise_limit(values, options["random_level"])
-        except (OverflowError, ValueError):
-            limit = 2**64
-        assume(limit < 2**63)
-    return values, draw(st.integers(1, 9)), options
-
-
 def make(values: list, replicas: int, rank: int, options: dict[str, Any], **more: Any) -> LoadBalancingDistributedSampler:
     given_at_once = {name: value for name, value in options.items() if name != "epoch"}
     with warnings.catch_warnings():
@@ -93,17 +60,6 @@ def make(values: list, replicas: int, rank: int, options: dict[str, Any], **more
 def all_ranks(case: tuple[list, int, dict[str, Any]]) -> list[list[int]]:
     values, replicas, options = case
     return [list(make(values, replicas, rank, options, complexities=values)) for rank in range(replicas)]
-
-
-@every_backend
-@given(case=cases(), data=st.data())
-def test_S7_3_indices_are_those_of_the_clause(backend, case, data):
-    values, replicas, options = case
-    rank = data.draw(st.integers(0, replicas - 1))
-    sampler = make(values, replicas, rank, options, complexity_fn=lambda value: value, backend=backend)
-    assert list(sampler) == samplers_plain.indices(values, replicas, rank, **options)
-    assert list(sampler) == list(sampler)
-    assert len(sampler) == sampler.num_samples == len(list(sampler))
 
 
 @every_backend
@@ -151,71 +107,12 @@ def test_S7_2_noise_that_has_no_number_is_refused_and_without_shuffle_not_missed
 
 
 @given(case=cases())
-def test_S7_1_all_ranks_draw_as_many(case):
-    values, replicas, options = case
-    drawn = all_ranks(case)
-    assert {len(indices) for indices in drawn} == {samplers_plain.num_samples(len(values), replicas, options["drop_last"])}
-    assert make(values, replicas, 0, options, complexities=values).total_size == sum(map(len, drawn))
-
-
-@given(case=cases())
-def test_S7_3_together_ranks_draw_the_order_and_what_wraps_around(case):
-    values, replicas, options = case
-    order, _ = samplers_plain.order_and_chunks(values, replicas, **options)
-    total = sum(map(len, all_ranks(case)))
-    assert Counter(index for indices in all_ranks(case) for index in indices) == Counter(
-        order[place % len(order)] for place in range(total)
-    )
-    if not options["drop_last"]:
-        assert {index for indices in all_ranks(case) for index in indices} == set(range(len(values)))
-
-
-@given(case=cases())
-def test_S7_3_ranks_draw_neighbours_of_the_order_at_each_step(case):
-    values, replicas, options = case
-    order, _ = samplers_plain.order_and_chunks(values, replicas, **options)
-    place = {index: position for position, index in enumerate(order)}
-    for step in zip(*all_ranks(case), strict=True):
-        first = place[step[0]]
-        assert [place[index] for index in step] == [(first + i) % len(order) for i in range(replicas)]
-
-
-@given(case=cases())
 def test_S7_3_chunks_are_what_ranks_draw(case):
     values, replicas, options = case
     chunks, numbers = make(values, replicas, 0, options, complexities=values).shuffle_chunks()
+    assert make(values, replicas, 0, options, complexities=values).total_size == sum(map(len, all_ranks(case)))
     assert len(chunks) == max(1, samplers_plain.num_samples(len(values), replicas, options["drop_last"]))
     assert [[chunks[number][rank] for number in numbers] for rank in range(replicas)] == all_ranks(case)
-
-
-def cut(values: list, limit: int) -> Any:
-    """Return a batch_fn: a batch ends where a sample of its own would, by a rule that sees indices and complexities."""
-
-    def batches(indices: list[int]) -> list[list[int]]:
-        found: list[list[int]] = [[]]
-        for index in indices:
-            if found[-1] and (len(found[-1]) == limit or hash((index, values[index])) % 3 == 0):
-                found.append([])
-            found[-1].append(index)
-        return found
-
-    return batches
-
-
-@given(case=cases(), limit=st.integers(1, 5), drop_last=st.booleans())
-def test_S7_4_replicas_draw_equally_many_batches_those_of_the_clause(case, limit, drop_last):
-    values, replicas, options = case
-    options = {**options, "drop_last": False}
-    batch_fn = cut(values, limit)
-    drawn = []
-    for rank in range(replicas):
-        sampler = make(values, replicas, rank, {**options, "epoch": 0}, complexities=values)
-        batch_sampler = LoadBalancingDistributedBatchSampler(sampler, batch_fn, drop_last)
-        batch_sampler.set_epoch(options["epoch"])
-        drawn.append(list(batch_sampler))
-        assert len(batch_sampler) == len(drawn[-1])
-    plain = [batch_fn(samplers_plain.indices(values, replicas, rank, **options)) for rank in range(replicas)]
-    assert drawn == samplers_plain.equal_batches(plain, drop_last)
 
 
 @given(case=cases(), data=st.data())
@@ -242,7 +139,7 @@ def test_S7_4_a_saved_batch_is_found_again(case, data, drop_last):
 
     def batches() -> LoadBalancingDistributedBatchSampler:
         sampler = make(values, replicas, replicas - 1, options, complexities=values)
-        return LoadBalancingDistributedBatchSampler(sampler, cut(values, 2), drop_last)
+        return LoadBalancingDistributedBatchSampler(sampler, cut(2), drop_last)
 
     whole, saving, resumed = list(batches()), batches(), batches()
     taken = data.draw(st.integers(0, len(whole)))
@@ -253,35 +150,3 @@ def test_S7_4_a_saved_batch_is_found_again(case, data, drop_last):
     resumed.load_state_dict(saving.state_dict())
     assert list(resumed) == whole[taken:]
     assert list(resumed) == whole
-
-
-@given(values=st.lists(mixed, max_size=8), place=st.integers(0, 8), nan=st.sampled_from(["float", "tensor", "numpy"]))
-def test_S7_5_nan_is_refused_wherever_it_is(values, place, nan):
-    number = {"float": float("nan"), "tensor": torch.tensor(float("nan")), "numpy": np.float32("nan")}[nan]
-    values.insert(min(place, len(values)), number)
-    for arguments in ({"complexity_fn": lambda value: value}, {"complexity_fn": None, "complexities": values}):
-        with pytest.raises(ValueError, match="NaN"):
-            LoadBalancingDistributedSampler(values, num_replicas=1, rank=0, shuffle=False, **arguments)
-
-
-@given(
-    level=st.one_of(
-        st.floats(max_value=0, exclude_max=True),
-        st.floats(min_value=1, exclude_min=True),
-        st.just(float("nan")),
-        st.integers(2),
-        st.integers(max_value=-1),
-    )
-)
-def test_S7_5_a_random_level_outside_0_to_1_is_refused(level):
-    with pytest.raises(ValueError, match="random_level"):
-        LoadBalancingDistributedSampler([1, 2], None, 1, 0, random_level=level, complexities=[1, 2])
-
-
-@given(replicas=st.integers(-3, 9), rank=st.integers(-3, 9))
-def test_S7_5_a_rank_that_is_none_of_the_replicas_is_refused(replicas, rank):
-    if 0 <= rank < replicas:
-        LoadBalancingDistributedSampler([1, 2], None, replicas, rank, complexities=[1, 2])
-    else:
-        with pytest.raises(ValueError, match="num_replicas" if replicas < 1 else "rank"):
-            LoadBalancingDistributedSampler([1, 2], None, replicas, rank, complexities=[1, 2])

@@ -44,7 +44,7 @@ def _run(
         setup.insert(0, "from bagua_ref.conformance.targets.reference_ops import ReferenceCommOps")
         setup.append("comm_ops = ReferenceCommOps(kernels)")
     else:
-        setup = [line.replace("kernels = ", "target = ").replace(".kernels", "") for line in setup] + ["comm_ops = target.comm_ops"]
+        setup = [*lab.target.origin, "comm_ops = target.comm_ops"]
     setup = ["from bagua_ref.conformance.targets.world import RankWorld", "from bagua_ref.simulation import SimulatedWorld", *setup]
     passed = "".join(f", {literal(value)}" for value in more) + "".join(
         f", {name}={literal(value)}" for name, value in options.items()
@@ -135,10 +135,11 @@ def hierarchical(lab: Lab, draw: Draw) -> None:
 @check("comm_ops", "S3.1", "full_precision", dtypes=FLOATS)
 def full_precision(lab: Lab, draw: Draw) -> None:
     """Full precision gives the sum or mean over all ranks within what another order of adding may change."""
-    nodes, mean, between = draw(worlds()), draw(st.booleans()), draw(st.booleans())
+    nodes, mean, between, scattergather = draw(worlds()), draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
     n = sum(nodes)
-    inputs = [x / 64 for x in _inputs(lab, draw, n, 1, finite=True)]  # room for the sum
-    options = {"average": mean, "hierarchical": between}
+    multiple = (len(nodes) if between else n) if scattergather else 1
+    inputs = [x / 64 for x in _inputs(lab, draw, n, multiple, finite=True)]  # room for the sum
+    options = {"average": mean, "hierarchical": between, "scattergather": scattergather}
     found, script = _run(lab, draw, nodes, "centralized", inputs, **options)
     divisor = n if mean else 1
     exact = torch.stack([x.double() for x in inputs])

@@ -7,78 +7,21 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from hypothesis import assume
 from hypothesis import strategies as st
 
 from bagua_ref.conformance.expected import samplers_plain
-from bagua_ref.conformance.inputs.strategies import Draw, seeds
+from bagua_ref.conformance.inputs.sampler_cases import about_an_edge, cases, complexities, cut, levels
 from bagua_ref.conformance.lab.violation import Script, Violation
 from bagua_ref.conformance.suites.checks import check
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from bagua_ref.conformance.inputs.strategies import Draw
     from bagua_ref.conformance.lab.lab import Lab
 
 _SAMPLER = ("LoadBalancingDistributedSampler",)
 _BATCHES = (*_SAMPLER, "LoadBalancingDistributedBatchSampler")
-
-_few = st.integers(-3, 3)
-_near_edges = st.sampled_from([s * 2**p for p in (15, 16, 31, 32, 53, 62, 63) for s in (1, -1)]).flatmap(
-    lambda edge: st.integers(edge - 3, edge + 3)
-)
-_numbers = (
-    _few,
-    _few.map(float),
-    st.integers(0, 1000),
-    st.floats(-4, 4),
-    st.one_of(_near_edges, st.integers(-(2**80), 2**80)),
-    st.floats(allow_nan=False, allow_infinity=False),
-    st.one_of(_few, st.floats(-4, 4), st.sampled_from([-0.0, 0.0, 2.0**53, 2**53 + 1])),
-)
-
-
-@st.composite
-def _about_an_edge(draw: st.DrawFn) -> list[Any]:
-    """Integers, and floats among them, that one dtype hardly tells apart."""
-    edge = draw(st.sampled_from([sign * 2**power for power in (24, 53, 54, 58, 61, 63, 80) for sign in (1, -1)]))
-    close = st.integers(edge - 3, edge + 3)
-    if draw(st.booleans()):
-        return [edge + number - 3 for number in _many(draw(seeds), 20, 7)]
-    return draw(st.lists(draw(st.sampled_from([close, st.one_of(close, close.map(float))])), min_size=2, max_size=20))
-
-
-def _many(seed: int, size: int, most: int) -> list[int]:
-    return torch.randint(most, (size,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-_long = st.builds(_many, seeds, st.sampled_from([7, 16, 23, 40, 100]), st.sampled_from([2, 10, 1000]))
-_complexities = st.one_of(
-    _long, _long, _about_an_edge(), *(st.lists(number, min_size=1, max_size=40) for number in _numbers)
-)  # fmt: skip
-_levels = st.one_of(st.sampled_from([0, 1, 0.0, 0.1, 0.5, 1.0]), st.floats(0, 1))
-
-
-@st.composite
-def _cases(draw: st.DrawFn) -> tuple[list[Any], int, dict[str, Any]]:
-    """Complexities, the number of replicas (at times more than samples) and options, such that S7 has an answer."""
-    values = draw(_complexities)
-    if draw(st.integers(0, 5)) == 5:
-        values = values[: draw(st.integers(1, 3))]  # which replicas may need more than twice
-    options = {
-        "shuffle": draw(st.booleans()),
-        "seed": draw(st.one_of(st.integers(0, 5), st.integers(-(2**40), 2**40))),
-        "epoch": draw(st.integers(0, 5)),
-        "drop_last": draw(st.booleans()),
-        "random_level": draw(_levels),
-    }
-    if options["shuffle"]:
-        try:
-            limit = samplers_plain.noise_limit(values, options["random_level"])
-        except (OverflowError, ValueError):
-            limit = 2**64
-        assume(limit < 2**63)
-    return values, draw(st.integers(1, 9)), options
 
 
 class _Trial:
@@ -137,7 +80,7 @@ class _Trial:
 @check("samplers", "S7.1", "lengths", needs=_SAMPLER, effort=3)
 def lengths(lab: Lab, draw: Draw) -> None:
     """All ranks draw equally many, as many as they say."""
-    (values, replicas, options), trial = draw(_cases()), _Trial(lab)
+    (values, replicas, options), trial = draw(cases()), _Trial(lab)
     wanted = samplers_plain.num_samples(len(values), replicas, options["drop_last"])
     sampler = trial.run(lambda: trial.make(values, replicas, replicas - 1, options))
     trial.same("len(sampler)", trial.run(lambda: len(sampler)), wanted)
@@ -147,7 +90,7 @@ def lengths(lab: Lab, draw: Draw) -> None:
 @check("samplers", "S7.2", "one_replica", needs=_SAMPLER, effort=3)
 def one_replica(lab: Lab, draw: Draw) -> None:
     """Without shuffling a replica alone draws samples in a stable ascending order of their exact complexities."""
-    values, trial = draw(_about_an_edge() if draw(st.booleans()) else _complexities), _Trial(lab)
+    values, trial = draw(about_an_edge() if draw(st.booleans()) else complexities), _Trial(lab)
     sampler = trial.run(lambda: trial.make(values, 1, 0, {"shuffle": False, "epoch": draw(st.integers(0, 3))}))
     trial.same("list(sampler)", trial.run(lambda: list(sampler)), sorted(range(len(values)), key=values.__getitem__))
 
@@ -157,7 +100,7 @@ def inputs_unchanged(lab: Lab, draw: Draw) -> None:
     """Complexities that are tensors stay as they were, epoch after epoch."""
     numbers, trial = draw(st.lists(st.integers(0, 9), min_size=1, max_size=12)), _Trial(lab)
     dataset = [torch.tensor(number) for number in numbers]
-    options = {"shuffle": True, "seed": draw(st.integers(0, 5)), "random_level": draw(_levels)}
+    options = {"shuffle": True, "seed": draw(st.integers(0, 5)), "random_level": draw(levels)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         sampler = trial.run(lambda: trial.make(dataset, 2, 0, options))
@@ -171,7 +114,7 @@ def inputs_unchanged(lab: Lab, draw: Draw) -> None:
 @check("samplers", "S7.3", "indices", needs=_SAMPLER, effort=5)
 def indices(lab: Lab, draw: Draw) -> None:
     """A rank's indices are those of the clause, and the same when asked again."""
-    (values, replicas, options), trial = draw(_cases()), _Trial(lab)
+    (values, replicas, options), trial = draw(cases()), _Trial(lab)
     rank = draw(st.integers(0, replicas - 1))
     sampler = trial.run(lambda: trial.make(values, replicas, rank, options))
     wanted = samplers_plain.indices(values, replicas, rank, **options)
@@ -179,26 +122,12 @@ def indices(lab: Lab, draw: Draw) -> None:
     trial.same("list(sampler)", trial.run(lambda: list(sampler)), wanted)
 
 
-def _cut(values: list[Any], limit: int) -> Callable[[list[int]], list[list[int]]]:
-    """Return a batch_fn: batches of 1 to ``limit`` samples, by a rule that sees each index."""
-
-    def batches(drawn: list[int]) -> list[list[int]]:
-        found: list[list[int]] = []
-        for index in drawn:
-            if not found or len(found[-1]) == limit or index % 3 == 0:
-                found.append([])
-            found[-1].append(index)
-        return found
-
-    return batches
-
-
 @check("samplers", "S7.4", "batches", needs=_BATCHES, effort=4)
 def batches(lab: Lab, draw: Draw) -> None:
     """All replicas get equally many batches: the largest number, short ones in cycle, or with drop_last the smallest."""
-    (values, replicas, options), trial = draw(_cases()), _Trial(lab)
+    (values, replicas, options), trial = draw(cases()), _Trial(lab)
     options = {**options, "drop_last": False}
-    batch_fn, drop_last = _cut(values, draw(st.integers(1, 5))), draw(st.booleans())
+    batch_fn, drop_last = cut(draw(st.integers(1, 5))), draw(st.booleans())
     plain = [batch_fn(samplers_plain.indices(values, replicas, rank, **options)) for rank in range(replicas)]
     wanted = samplers_plain.equal_batches(plain, drop_last)
 

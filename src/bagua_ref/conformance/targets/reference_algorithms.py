@@ -41,10 +41,11 @@ class ReferenceAlgorithms:
     Args:
         kernels: a backend or its name.
         device: where its kernels want tensors.
+        flatten: give buckets flat storage.
     """
 
-    def __init__(self, kernels: Any, device: str | torch.device = "cpu") -> None:
-        self.kernels, self.device = kernels, torch.device(device)
+    def __init__(self, kernels: Any, device: str | torch.device = "cpu", flatten: bool = True) -> None:
+        self.kernels, self.device, self.flatten = kernels, torch.device(device), flatten
 
     def gradient_allreduce(
         self, world: RankWorld, weights: list[Tensor], gradients: list[Gradients], *, lr: float, bucket_bytes: int, **options: Any
@@ -163,7 +164,7 @@ class ReferenceAlgorithms:
             [optimizer],
             algorithm,
             None,
-            do_flatten=True,
+            do_flatten=self.flatten,
             backend=self.kernels,
             find_unused_parameters=True,
             timeout=300.0,

@@ -22,10 +22,11 @@ class ReferenceCommOps:
 
     Args:
         kernels: a backend or its name.
+        flatten: give each bucket flat storage; without it, operations gather tensors and copy results back.
     """
 
-    def __init__(self, kernels: Any) -> None:
-        self.kernels = kernels
+    def __init__(self, kernels: Any, flatten: bool = True) -> None:
+        self.kernels, self.flatten = kernels, flatten
 
     def centralized(self, world: RankWorld, x: Tensor, **options: Any) -> Tensor:
         """Return the sum or mean over all ranks (S3.1 to S3.3).
@@ -38,39 +39,53 @@ class ReferenceCommOps:
         bucket = self._bucket(x)
         bucket.append_centralized_synchronous_op(**options)
         bucket.execute()
-        return bucket.flattened_tensor()
+        return _joined(bucket)
 
-    def decentralized(self, world: RankWorld, rounds: list[Tensor], mode: str, hierarchical: bool) -> list[Tensor]:
-        """Return what one operation makes of this rank's elements, round after round, after each copy-back (S3.4)."""
+    def decentralized(self, world: RankWorld, rounds: list[Any], mode: str, hierarchical: bool) -> list[Tensor]:
+        """Return this rank's elements after each round of one operation and its copy-back (S3.4).
+
+        Args:
+            world: of this rank.
+            rounds: this rank's elements before each round; None: as the last round left them.
+            mode: the peers.
+            hierarchical: average between node leaders.
+        """
         bucket = self._bucket(rounds[0])
         peer_weight = bucket.flattened_tensor().ensure_bagua_tensor("peer")  # type: ignore[attr-defined]
         op = bucket.append_decentralized_synchronous_op(peer_weight, hierarchical, mode)
         return self._each(bucket, rounds, lambda: op.copy_back_peer_weight(bucket))
 
-    def low_precision_decentralized(self, world: RankWorld, rounds: list[Tensor], hierarchical: bool) -> list[Tensor]:
+    def low_precision_decentralized(self, world: RankWorld, rounds: list[Any], hierarchical: bool) -> list[Tensor]:
         """Return this rank's elements after each step on the ring (S3.5).
 
         Args:
             world: of this rank.
-            rounds: first what all replicas on all ranks are at the start, then this rank's elements before each step.
+            rounds: first what all replicas on all ranks are at the start, then this rank's elements before each step; None: as
+                the last step left them.
             hierarchical: the ring is between node leaders.
         """
         start, *rounds = rounds
         bucket = self._bucket(rounds[0])
-        weight, left, right = (start.clone().ensure_bagua_tensor(name) for name in ("weight", "left", "right"))  # type: ignore[attr-defined]
+        weight, left, right = (start.clone().ensure_bagua_tensor(name) for name in ("weight", "left", "right"))
         bucket.append_low_precision_decentralized_synchronous_op(weight, left, right, hierarchical)
         return self._each(bucket, rounds, lambda: None)
 
     def _bucket(self, x: Tensor) -> BaguaBucket:
         init_process_group()
-        tensor = x.clone().ensure_bagua_tensor("x")  # type: ignore[attr-defined]
-        return BaguaBucket([tensor], "0", flatten=True, backend=self.kernels)
+        parts = [part.clone().ensure_bagua_tensor(f"x{place}") for place, part in enumerate(x.tensor_split(3))]  # type: ignore[attr-defined]
+        return BaguaBucket(parts, "0", flatten=self.flatten, backend=self.kernels)
 
-    def _each(self, bucket: BaguaBucket, rounds: list[Tensor], afterwards: Any) -> list[Tensor]:
+    def _each(self, bucket: BaguaBucket, rounds: list[Any], afterwards: Any) -> list[Tensor]:
         seen = []
         for x in rounds:
-            bucket.tensors[0].data.copy_(x)
+            if x is not None:
+                for mine, part in zip(bucket.tensors, x.tensor_split(3), strict=True):
+                    mine.data.copy_(part)
             bucket.execute()
             afterwards()
-            seen.append(torch.cat([tensor.detach().clone() for tensor in bucket.tensors]))
+            seen.append(_joined(bucket))
         return seen
+
+
+def _joined(bucket: BaguaBucket) -> Tensor:
+    return torch.cat([tensor.detach() for tensor in bucket.tensors])

@@ -1,22 +1,43 @@
-"""The package's own parts as one target: what the checks themselves are tried on, and an example of what a target looks like."""
+"""The package's own parts as one target: the checks themselves are tested on it, and it shows the form of a target."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 from bagua_ref import contrib
+from bagua_ref.conformance.targets.reference_algorithms import ReferenceAlgorithms
+from bagua_ref.conformance.targets.reference_ops import ReferenceCommOps
 from bagua_ref.conformance.targets.world import own_communicator
 
 __all__ = ["ReferenceTarget"]
 
 
+@dataclass
 class ReferenceTarget:
     """Every part that suites look at.
 
     ``bagua-ref verify --backend bagua_ref.conformance.targets.reference_target:ReferenceTarget`` checks them.
+
+    Args:
+        kernels: a backend or its name.
+        flatten: give buckets flat storage.
     """
 
-    name = "bagua_ref"
-    kernels = "reference"
-    communicator = staticmethod(own_communicator)
+    kernels: Any = "reference"
+    flatten: bool = True
 
+    name = "bagua_ref"
+    communicator = staticmethod(own_communicator)
     samplers = cache = contrib
     fuse_optimizer = staticmethod(contrib.fuse_optimizer)
+
+    @property
+    def comm_ops(self) -> ReferenceCommOps:
+        """The package's own operations, with these kernels."""
+        return ReferenceCommOps(self.kernels, self.flatten)
+
+    @property
+    def algorithms(self) -> ReferenceAlgorithms:
+        """The package's own algorithms, with these kernels."""
+        return ReferenceAlgorithms(self.kernels, flatten=self.flatten)

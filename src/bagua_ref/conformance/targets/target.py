@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 import torch
@@ -124,7 +124,10 @@ def _setup(target: Any) -> list[str]:
     if _NOT_HERE in kind.__qualname__ or kind.__module__ == "__main__":
         return [f"kernels = {kind.__qualname__.rpartition('.')[2]}()"]
     top = kind.__qualname__.partition(".")[0]
-    return [f"from {kind.__module__} import {top}", "", f"kernels = {kind.__qualname__}()"]
+    call = f"{kind.__qualname__}()"
+    if is_dataclass(target) and "<" not in repr(target):  # its repr is a call that makes it, unless it holds anonymous objects
+        call = repr(target)
+    return [f"from {kind.__module__} import {top}", "", f"kernels = {call}"]
 
 
 def _setup_of_backend(name: str) -> list[str]:

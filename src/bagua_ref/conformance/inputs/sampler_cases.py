@@ -1,0 +1,88 @@
+"""Complexities and options of balanced samplers, and a rule that cuts batches (S7)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from hypothesis import assume
+from hypothesis import strategies as st
+
+from bagua_ref.conformance.expected import samplers_plain
+from bagua_ref.conformance.inputs.strategies import seeds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["about_an_edge", "cases", "complexities", "cut", "levels"]
+
+_few = st.integers(-3, 3)
+_near_edges = st.sampled_from([s * 2**p for p in (15, 16, 31, 32, 53, 62, 63) for s in (1, -1)]).flatmap(
+    lambda edge: st.integers(edge - 3, edge + 3)
+)
+_numbers = (
+    _few,
+    _few.map(float),
+    st.integers(0, 1000),
+    st.floats(-4, 4),
+    st.one_of(_near_edges, st.integers(-(2**80), 2**80)),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.one_of(_few, st.floats(-4, 4), st.sampled_from([-0.0, 0.0, 2.0**53, 2**53 + 1])),
+)
+
+
+@st.composite
+def about_an_edge(draw: st.DrawFn) -> list[Any]:
+    """Integers, and floats among them, that one dtype hardly tells apart."""
+    edge = draw(st.sampled_from([sign * 2**power for power in (24, 53, 54, 58, 61, 63, 80) for sign in (1, -1)]))
+    close = st.integers(edge - 3, edge + 3)
+    if draw(st.booleans()):
+        return [edge + number - 3 for number in _many(draw(seeds), 20, 7)]
+    return draw(st.lists(draw(st.sampled_from([close, st.one_of(close, close.map(float))])), min_size=2, max_size=20))
+
+
+def _many(seed: int, size: int, most: int) -> list[int]:
+    return torch.randint(most, (size,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+_long = st.builds(_many, seeds, st.sampled_from([7, 16, 23, 40, 100]), st.sampled_from([2, 10, 1000]))
+complexities = st.one_of(
+    _long, _long, about_an_edge(), *(st.lists(number, min_size=1, max_size=40) for number in _numbers)
+)  # fmt: skip
+levels = st.one_of(st.sampled_from([0, 1, 0.0, 0.1, 0.5, 1.0]), st.floats(0, 1))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[Any], int, dict[str, Any]]:
+    """Complexities, the number of replicas (at times more than samples) and options, such that S7 has an answer."""
+    values = draw(complexities)
+    if draw(st.integers(0, 5)) == 5:
+        values = values[: draw(st.integers(1, 3))]  # which replicas may need more than twice
+    options = {
+        "shuffle": draw(st.booleans()),
+        "seed": draw(st.one_of(st.integers(0, 5), st.integers(-(2**40), 2**40))),
+        "epoch": draw(st.integers(0, 5)),
+        "drop_last": draw(st.booleans()),
+        "random_level": draw(levels),
+    }
+    if options["shuffle"]:
+        try:
+            limit = samplers_plain.noise_limit(values, options["random_level"])
+        except (OverflowError, ValueError):
+            limit = 2**64
+        assume(limit < 2**63)
+    return values, draw(st.integers(1, 9)), options
+
+
+def cut(limit: int) -> Callable[[list[int]], list[list[int]]]:
+    """Return a batch_fn: batches of 1 to ``limit`` samples, by a rule that sees each index."""
+
+    def batches(drawn: list[int]) -> list[list[int]]:
+        found: list[list[int]] = []
+        for index in drawn:
+            if not found or len(found[-1]) == limit or index % 3 == 0:
+                found.append([])
+            found[-1].append(index)
+        return found
+
+    return batches
