@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from bagua_ref.cli.command import Commands
-    from bagua_ref.conformance.vectors import Report, Verdict
+    from bagua_ref.conformance.vectors import VectorsReport, Verdict
 
 __all__ = ["add_parser"]
 
@@ -100,7 +100,7 @@ def _errors() -> Iterator[None]:
         raise CommandError(error) from None
 
 
-def _print_report(report: Report) -> None:
+def _print_report(report: VectorsReport) -> None:
     rows: dict[tuple[str, str, str], list[Verdict]] = defaultdict(list)
     for verdict in report.verdicts:
         rows[verdict.case["suite"], verdict.case["operation"], verdict.case["dtype"]].append(verdict)

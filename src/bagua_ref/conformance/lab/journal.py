@@ -47,6 +47,10 @@ class Journal:
         """How many calls have begun."""
         return int(_HEAD.unpack(self._memory[: _HEAD.size])[2])
 
+    def clear(self) -> None:
+        """Forget all calls."""
+        self._memory[: _HEAD.size] = _HEAD.pack(0.0, 0, 0)
+
     def seconds(self) -> float:
         """Return for how long the present call has been running; 0 if none is."""
         since = _HEAD.unpack(self._memory[: _HEAD.size])[0]

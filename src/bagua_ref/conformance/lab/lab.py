@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from bagua_ref.conformance.lab.journal import Journal
     from bagua_ref.conformance.targets.target import Target
 
-__all__ = ["Call", "Lab", "script_of_call"]
+__all__ = ["KernelCall", "Lab", "script_of_call"]
 
 _KEYWORDS = ("target_chunk", "average", "out")
 
 
 @dataclass
-class Call:
+class KernelCall:
     """A call of a kernel: what went in, what came out.
 
     Attributes:
@@ -56,7 +56,7 @@ class Lab:
         self.resources = ExitStack()
         """What the check has started for all of its inputs; closed when it ends."""
 
-    def call(self, method: str, arguments: dict[str, Any], writes: tuple[str, ...] = ()) -> Call:
+    def call(self, method: str, arguments: dict[str, Any], writes: tuple[str, ...] = ()) -> KernelCall:
         """Call a kernel with copies of the arguments; raise `Violation` unless it leaves everything else as it was.
 
         Args:
@@ -76,7 +76,7 @@ class Lab:
             else:
                 passed[name] = value
         keywords = {name: passed.pop(name) for name in _KEYWORDS if name in passed}
-        call = Call(method, arguments, {})
+        call = KernelCall(method, arguments, {})
         try:
             with self.journal.call((method, arguments)):
                 result = getattr(self.target.kernels, method)(*passed.values(), **keywords)
@@ -94,7 +94,7 @@ class Lab:
             call.results["result is out"] = result is keywords["out"]
         return call
 
-    def _check_canaries(self, call: Call, canaries: dict[str, list[Canary]], writes: tuple[str, ...]) -> None:
+    def _check_canaries(self, call: KernelCall, canaries: dict[str, list[Canary]], writes: tuple[str, ...]) -> None:
         for name, group in canaries.items():
             for number, canary in enumerate(group):
                 shown = name if len(group) == 1 else f"{name}[{number}]"
@@ -109,7 +109,7 @@ class Lab:
 
     def compare(
         self,
-        call: Call,
+        call: KernelCall,
         name: str,
         expected: Tensor,
         tolerance: Tolerance = EXACT,
@@ -126,7 +126,7 @@ class Lab:
             line = f"assert_equal({name}, {literal(expected)}, EXACT){allowed}"
             raise Violation(f"{call.method}: {name}: {error}", self.script(call, line)) from None
 
-    def script(self, call: Call, *lines: str, comment: str = "") -> str:
+    def script(self, call: KernelCall, *lines: str, comment: str = "") -> str:
         """Return a script that makes the call again and ends with ``lines``."""
         script = script_of_call(self.target.setup, call.method, call.arguments, comment)
         if any("assert_equal(" in line for line in lines):

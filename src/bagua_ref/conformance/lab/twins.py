@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LAMB",
     "Lion",
-    "Watch",
+    "StepHooks",
     "assert_place",
     "assert_refused",
     "assert_same_state_dict",
@@ -192,7 +192,7 @@ def expect_warning() -> Iterator[None]:
     assert seen, "there must be a warning"
 
 
-class Watch:
+class StepHooks:
     """Hooks before and after an optimizer's steps, which note what they see.
 
     Args:

@@ -1,11 +1,13 @@
-"""A check in a process of its own: one that hangs is ended, one that dies leaves a verdict, and the suite goes on.
+"""Isolation of checks: one that hangs is killed, one that crashes gets a verdict, and the run continues with the next.
 
-Where a process cannot be forked safely (CUDA is in use, or the system cannot fork) the check runs on a thread: what hangs is left
-behind, and only what kills the process kills the suite.
+Checks run in forked processes, one after another in the same process until one fails: what follows it gets a new process. Where
+forking is unsafe (CUDA is in use, or the system cannot fork), each check runs on a thread. A thread that hangs is abandoned, and a
+crash ends the run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import multiprocessing
@@ -24,10 +26,12 @@ from bagua_ref.conformance.run.search import Outcome, Search, search
 from bagua_ref.conformance.suites.checks import prepare
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from bagua_ref.conformance.suites.checks import Check
     from bagua_ref.conformance.targets.target import Target
 
-__all__ = ["InProcess", "OnThread", "Task", "can_fork"]
+__all__ = ["CheckTask", "InProcess", "OnThread", "Worker", "can_fork"]
 
 
 def can_fork(target: Target) -> bool:
@@ -36,32 +40,34 @@ def can_fork(target: Target) -> bool:
     return "fork" in multiprocessing.get_all_start_methods() and not uses_cuda
 
 
-class Task:
+class CheckTask:
     """A check for some dtypes, running somewhere; `poll` collects its outcomes."""
 
-    def __init__(self, check: Check, dtypes: list[str | None], target: Target, how: Search, time_limit: float) -> None:
+    def __init__(
+        self, check: Check, dtypes: list[str | None], target: Target, how: Search, time_limit: float, journal: Journal | None = None
+    ) -> None:
         self.check, self.waiting, self.target, self.how, self.time_limit = check, list(dtypes), target, how, time_limit
-        self.journal = Journal()
+        self.journal = Journal() if journal is None else journal
+        self.passed = True
+        """Whether all outcomes so far are good."""
         self._begun = time.perf_counter()
 
     def poll(self) -> list[tuple[str | None, Outcome]]:
         """Return the outcomes that have come since the last call; the task is done when none is waiting."""
-        found = self._receive()
-        for dtype, _ in found:
-            self.waiting.remove(dtype)
+        found = self._collect()
         if not self.waiting:
-            self.stop()
             return found
         if self.journal.seconds() > self.time_limit:
             self.stop()
             verdict = self._verdict(f"no answer within {self.time_limit:g} s", "hangs")
         elif (death := self._death()) is not None:
-            found += self._late()
+            found += self._collect()
             if not self.waiting:
                 return found
             verdict = self._verdict(f"the process died: {death}", "dies")
         else:
             return found
+        self.passed = False
         found.append((self.waiting.pop(0), verdict))
         # What one dtype does the others most likely do too, each after the same wait.
         for dtype in self.waiting:
@@ -69,10 +75,11 @@ class Task:
         self.waiting.clear()
         return found
 
-    def _late(self) -> list[tuple[str | None, Outcome]]:
+    def _collect(self) -> list[tuple[str | None, Outcome]]:
         found = self._receive()
-        for dtype, _ in found:
+        for dtype, outcome in found:
             self.waiting.remove(dtype)
+            self.passed &= outcome.passed
         return found
 
     def _verdict(self, message: str, comment: str) -> Outcome:
@@ -98,52 +105,84 @@ class Task:
         raise NotImplementedError
 
 
-class InProcess(Task):
-    """A task in a forked process."""
+class Worker:
+    """A forked process that runs checks, one after another.
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        prepare(self.check.suite)
+    Args:
+        checks: those it may be given.
+        target: what they are run on.
+        how: how hard to look.
+    """
+
+    def __init__(self, checks: Collection[Check], target: Target, how: Search) -> None:
+        for suite in {check.suite for check in checks}:
+            prepare(suite)
+        self.journal = Journal()
         context = multiprocessing.get_context("fork")
-        self._inbox, outbox = context.Pipe(duplex=False)
-        self._process = context.Process(target=self._work, args=(outbox,), daemon=True)
+        self.pipe, other_end = context.Pipe()
+        self.process = context.Process(
+            target=self._work, args=(other_end, {check.id: check for check in checks}, target, how), daemon=True
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the child of a process with threads uses one thread only
-            self._process.start()
-        outbox.close()
+            self.process.start()
+        other_end.close()
 
-    def _work(self, outbox: Any) -> None:
+    def _work(self, pipe: Any, checks: dict[str, Check], target: Target, how: Search) -> None:
+        self.pipe.close()  # so that the parent's end is the last one, and its death ends this process
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends this process
-        gc.freeze()  # to look through what the parent left, again and again, would copy all of its memory
-        faulthandler.disable()  # how the process died is the verdict's to say
+        gc.freeze()  # collecting what the parent left would copy all of its memory, again and again
+        faulthandler.disable()  # the verdict reports how the process died
         torch.set_num_threads(1)
         warnings.simplefilter("ignore")
-        for dtype in self.waiting:
-            outbox.send((dtype, search(self.check, dtype, self.target, self.how, self.journal)))
+        with contextlib.suppress(EOFError):
+            while True:
+                name, dtypes = pipe.recv()
+                for dtype in dtypes:
+                    pipe.send((dtype, search(checks[name], dtype, target, how, self.journal)))
+
+    def stop(self) -> None:
+        """Kill the process."""
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+class InProcess(CheckTask):
+    """A task in a forked process.
+
+    Args:
+        worker: the process; None: a new one.
+    """
+
+    def __init__(
+        self, check: Check, dtypes: list[str | None], target: Target, how: Search, time_limit: float, worker: Worker | None = None
+    ) -> None:
+        self.worker = Worker([check], target, how) if worker is None else worker
+        self.worker.journal.clear()
+        super().__init__(check, dtypes, target, how, time_limit, self.worker.journal)
+        with contextlib.suppress(OSError):  # the process is gone, and `_death` says how
+            self.worker.pipe.send((check.id, dtypes))
 
     def _receive(self) -> list[tuple[str | None, Outcome]]:
         found = []
-        try:
-            while self._inbox.poll():
-                found.append(self._inbox.recv())
-        except (EOFError, OSError):
-            pass  # it has ended, and `_death` says how
+        with contextlib.suppress(EOFError, OSError):  # the process has ended, and `_death` says how
+            while self.worker.pipe.poll():
+                found.append(self.worker.pipe.recv())
         return found
 
     def _death(self) -> str | None:
-        if self._process.is_alive():
+        if self.worker.process.is_alive():
             return None
-        code = self._process.exitcode or 0
+        code = self.worker.process.exitcode or 0
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     def stop(self) -> None:
         """Kill the process."""
-        self._process.kill()
-        self._process.join()
-        self._inbox.close()
+        self.worker.stop()
 
 
-class OnThread(Task):
+class OnThread(CheckTask):
     """A task on a thread of this process."""
 
     def __init__(self, *arguments: Any) -> None:

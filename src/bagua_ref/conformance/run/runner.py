@@ -13,7 +13,7 @@ import torch
 
 from bagua_ref import __version__
 from bagua_ref.conformance.clauses import CLAUSES, SPEC_VERSION, SUITES, VECTORS_VERSION
-from bagua_ref.conformance.run.isolation import InProcess, OnThread, Task, can_fork
+from bagua_ref.conformance.run.isolation import CheckTask, InProcess, OnThread, Worker, can_fork
 from bagua_ref.conformance.run.report import Report, Result
 from bagua_ref.conformance.run.search import PROFILES, Outcome, Search
 from bagua_ref.conformance.suites.checks import Check, all_checks, checks_of, reason_to_skip_suite, variants
@@ -80,12 +80,12 @@ def run_conformance(
     rows = [_Row(check, dtype) for check in table.values() if check.suite in wanted for dtype in variants(check)]
     plan = [row for row in rows if chosen is None or chosen & {row.id, row.check.id, row.check.clause}]
     begun = time.perf_counter()
-    run = _Run(judged, Search(profile, seed, shrink), time_limit, fail_fast, expected, len(plan), progress)
+    session = _Session(judged, Search(profile, seed, shrink), time_limit, fail_fast, expected, len(plan), progress)
     for row in plan:
         if reason := reason_to_skip(judged, row.check, row.dtype):
-            run.add(Result(row.id, row.check.suite, row.check.clause, "skipped", row.check.sentence, reason))
-    run.work(plan, _jobs(jobs, judged))
-    results = [run.results[row.id] for row in plan] + ([] if chosen else _not_covered(table, wanted))
+            session.add(Result(row.id, row.check.suite, row.check.clause, "skipped", row.check.sentence, reason))
+    session.work(plan, _jobs(jobs, judged))
+    results = [session.results[row.id] for row in plan] + ([] if chosen else _not_covered(table, wanted))
     return Report(judged.name, results, profile, seed, _versions(), time.perf_counter() - begun)
 
 
@@ -139,7 +139,7 @@ class _Row:
         return row_id(self.check, self.dtype)
 
 
-class _Run:
+class _Session:
     """A run under way: results by id, and tasks that will bring more."""
 
     def __init__(
@@ -168,23 +168,35 @@ class _Run:
             if row.id not in self.results:
                 waiting.setdefault(row.check, []).append(row.dtype)
         queue = list(waiting.items())
-        running: list[Task] = []
+        running: list[CheckTask] = []
+        idle: list[Worker] = []
         try:
             while queue or running:
                 while queue and len(running) < max(1, jobs):
-                    kind = InProcess if jobs else OnThread
-                    running.append(kind(*queue.pop(0), self.target, self.how, self.time_limit))
+                    check, dtypes = queue.pop(0)
+                    if not jobs:
+                        running.append(OnThread(check, dtypes, self.target, self.how, self.time_limit))
+                        continue
+                    worker = idle.pop() if idle else Worker(waiting, self.target, self.how)
+                    running.append(InProcess(check, dtypes, self.target, self.how, self.time_limit, worker))
                 for task in list(running):
                     for dtype, outcome in task.poll():
                         self.add(self._judge(_Row(task.check, dtype), outcome))
-                    if not task.waiting:
-                        running.remove(task)
+                    if task.waiting:
+                        continue
+                    running.remove(task)
+                    if isinstance(task, InProcess) and task.passed:
+                        idle.append(task.worker)
+                    else:
+                        task.stop()
                 if self.fail_fast and any(result.status in ("failed", "xpassed") for result in self.results.values()):
                     break
                 time.sleep(_POLL_SECONDS)
         finally:
             for task in running:
                 task.stop()
+            for worker in idle:
+                worker.stop()
         for row in plan:
             if row.id not in self.results:
                 check, reason = row.check, "not tried after a failure (fail_fast)"

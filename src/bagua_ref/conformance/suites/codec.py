@@ -26,18 +26,18 @@ from bagua_ref.conformance.lab.violation import Violation, literal
 from bagua_ref.conformance.suites.checks import check
 
 if TYPE_CHECKING:
-    from bagua_ref.conformance.lab.lab import Call, Lab
+    from bagua_ref.conformance.lab.lab import KernelCall, Lab
 
 _COMPRESS, _DECOMPRESS = ("compress_minmax_uint8",), ("decompress_minmax_uint8",)
 
 
-def _compress(lab: Lab, x: Tensor, num_chunks: int, target: int | None = None, out: Tensor | None = None) -> Call:
+def _compress(lab: Lab, x: Tensor, num_chunks: int, target: int | None = None, out: Tensor | None = None) -> KernelCall:
     arguments = {"x": x, "num_chunks": num_chunks, "target_chunk": target, "out": out}
     arguments = {name: value for name, value in arguments.items() if value is not None}
     return lab.call("compress_minmax_uint8", arguments, ("out",) if out is not None else ())
 
 
-def _decompress(lab: Lab, payload: Tensor, num_chunks: int, count: int) -> Call:
+def _decompress(lab: Lab, payload: Tensor, num_chunks: int, count: int) -> KernelCall:
     arguments = {"payload": payload, "num_chunks": num_chunks, "out": torch.full((count,), 7).to(lab.dtype)}
     return lab.call("decompress_minmax_uint8", arguments, ("out",))
 

@@ -27,7 +27,7 @@ _MOVEMENTS = ("broadcast", "allgather", "gather", "scatter", "alltoall")
 
 
 @dataclass(frozen=True)
-class _Call:
+class _CollectiveCall:
     """A collective and what it comes to: by rank its arguments, and what its tensors must hold afterwards."""
 
     method: str
@@ -37,7 +37,7 @@ class _Call:
     """In SUM; 0: exact."""
 
 
-def _call(method: str, op: ReduceOp, n: int, count: int, dtype: torch.dtype, root: int, start: int = 0) -> _Call:
+def _call(method: str, op: ReduceOp, n: int, count: int, dtype: torch.dtype, root: int, start: int = 0) -> _CollectiveCall:
     """Return a call of ``method``, with ``op`` if it reduces; ``start`` decides the numbers."""
     everyone, reduces = range(n), method in _REDUCTIONS
     bring = partial(terms, op) if reduces else values
@@ -61,7 +61,7 @@ def _call(method: str, op: ReduceOp, n: int, count: int, dtype: torch.dtype, roo
     }  # fmt: skip
     brought, expected = cases[method]
     several = n if reduces and dtype.is_floating_point and op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT) else 0
-    return _Call(method, [brought(rank) for rank in everyone], [expected(rank) for rank in everyone], several)
+    return _CollectiveCall(method, [brought(rank) for rank in everyone], [expected(rank) for rank in everyone], several)
 
 
 def _tensors(arguments: list[Any]) -> list[Tensor]:
@@ -72,7 +72,7 @@ def _written(arguments: list[Any]) -> list[Any]:
     return [int(argument) if isinstance(argument, ReduceOp) else argument for argument in arguments]
 
 
-def _one_by_one(lab: Lab, nodes: tuple[int, ...], seed: int, calls: list[_Call]) -> None:
+def _one_by_one(lab: Lab, nodes: tuple[int, ...], seed: int, calls: list[_CollectiveCall]) -> None:
     """Make the calls on one communicator; a fault that shows in fewer of them is reported by those."""
     everyone, methods = range(sum(nodes)), [call.method for call in calls]
     shown = [[(call.method, _written(call.brought[rank])) for call in calls] for rank in everyone]

@@ -275,15 +275,15 @@ def closure(lab: Lab, draw: Draw) -> None:
 def hooks(lab: Lab, draw: Draw) -> None:
     """Step hooks and learning rate schedulers see fuse_step as one step, and the parameters as they are."""
     twins = _any_twins(lab, draw)
-    twins.use("Watch, no_warning")
-    twins.do("watch = Watch(fused)")
+    twins.use("StepHooks, no_warning")
+    twins.do("hooks = StepHooks(fused)")
     scheduled = draw(st.booleans())
     if scheduled:
         twins.do("schedules = [torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in (fused, plain)]")
     for _ in range(2):
         twins.gradients()
         twins.step()
-        twins.do("watch.assert_one_step()")
+        twins.do("hooks.assert_one_step()")
         if scheduled:
             twins.do("with no_warning():\n    for schedule in schedules:\n        schedule.step()")
 

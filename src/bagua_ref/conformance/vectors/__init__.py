@@ -2,15 +2,15 @@
 
 from bagua_ref.conformance.clauses import VECTORS_VERSION
 from bagua_ref.conformance.vectors.case import Case
-from bagua_ref.conformance.vectors.check import Report, Verdict, check_outputs
+from bagua_ref.conformance.vectors.check import VectorsReport, Verdict, check_outputs
 from bagua_ref.conformance.vectors.export import all_cases, export_vectors
 from bagua_ref.conformance.vectors.manifest import VectorsError, read_manifest
 
 __all__ = [
     "VECTORS_VERSION",
     "Case",
-    "Report",
     "VectorsError",
+    "VectorsReport",
     "Verdict",
     "all_cases",
     "check_outputs",

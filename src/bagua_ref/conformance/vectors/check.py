@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["Report", "Verdict", "check_outputs", "tolerance_named"]
+__all__ = ["VectorsReport", "Verdict", "check_outputs", "tolerance_named"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Report:
+class VectorsReport:
     """What became of all cases that were asked for.
 
     Attributes:
@@ -76,7 +76,9 @@ class Report:
         }
 
 
-def check_outputs(directory: Path, outputs: Path, *, operations: Collection[str] = (), dtypes: Collection[str] = ()) -> Report:
+def check_outputs(
+    directory: Path, outputs: Path, *, operations: Collection[str] = (), dtypes: Collection[str] = ()
+) -> VectorsReport:
     """Compare the tensors in ``outputs`` with those that the vectors in ``directory`` expect, each by its case's tolerance.
 
     Args:
@@ -104,7 +106,7 @@ def check_outputs(directory: Path, outputs: Path, *, operations: Collection[str]
     found, problems = _read_outputs(outputs, {output["tensor"] for case in cases for output in case["outputs"]})
     verdicts = [_judge(case, found, expected) for case in selected]
     versions = {key: manifest[key] for key in ("vectors_version", "spec_version")}
-    return Report(verdicts, problems, len(cases) - len(selected), versions)
+    return VectorsReport(verdicts, problems, len(cases) - len(selected), versions)
 
 
 def tolerance_named(name: str) -> Tolerance:
