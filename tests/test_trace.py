@@ -480,13 +480,16 @@ def test_nothing_is_observed_after_the_recorder_has_ended(tmp_path: Path) -> Non
     assert SimulatedWorld(2).run(rank) == [0, 0]
 
 
-def test_recording_and_checking_need_nothing_that_is_optional(tmp_path: Path) -> None:
-    simulate(tmp_path, "bytegrad", FLAT, (2,), steps=1)
-    absent = ["hypothesis", "jsonschema", "matplotlib", "safetensors", "rich", "sklearn"]
-    script = (
-        f"import sys; sys.modules.update(dict.fromkeys({absent})); from bagua_ref.conformance.trace import Recorder, check_trace"
-    )
-    assert "NO DIVERGENCE" in run("-c", f"{script}; print(check_trace({str(tmp_path)!r}))")
+def test_recording_needs_nothing_that_is_optional_and_checking_only_safetensors(tmp_path: Path) -> None:
+    simulate(tmp_path / "ours", "bytegrad", FLAT, (2,), steps=1)
+    absent = ["hypothesis", "jsonschema", "matplotlib", "rich", "sklearn"]
+    without = f"import sys; sys.modules.update(dict.fromkeys({absent})); from bagua_ref.conformance.trace import *"
+    assert "NO DIVERGENCE" in run("-c", f"{without}; print(check_trace({str(tmp_path / 'ours')!r}))")
+    record = f"r = Recorder({str(tmp_path / 'alone')!r}, rank=0, world_size=1)\nwith r: r.before_op(0, torch.ones(3)); r.after_op(0, torch.ones(3))"
+    check = f"try: check_trace({str(tmp_path / 'alone')!r})\nexcept TraceError as error: print(r.steps_written, error)"
+    said = run("-c", f"{without}\nimport torch\nsys.modules['safetensors'] = None\n{record}\n{check}")
+    assert said.startswith("1 ")
+    assert "install safetensors: pip install" in said
 
 
 def test_recording_changes_no_weight(tmp_path: Path) -> None:
@@ -655,7 +658,7 @@ def test_traces_that_cannot_be_used_say_why(tmp_path: Path) -> None:
     broken("b", "rank1/manifest.json", lambda p: p.write_text("{"), "is no JSON")
     broken("c", "rank1/manifest.json", lambda p: p.write_text("{}"), "is no manifest of a trace")
     broken("d", "rank1/00000001.safetensors", Path.unlink, "00000001.safetensors' cannot be read: No such file")
-    broken("e", "rank1/00000001.safetensors", lambda p: p.write_bytes(p.read_bytes()[:-1]), "truncated")
+    broken("e", "rank1/00000001.safetensors", lambda p: p.write_bytes(p.read_bytes()[:-1]), "not a complete")
     broken("f", "rank1/steps.jsonl", lambda p: p.write_text("what\n"), "line 1 is no entry of a step")
     far = json.dumps({"step": 0, "file": "../x", "records": []})
     broken("j", "rank1/steps.jsonl", lambda p: p.write_text(f"{far}\n"), "file='../x' must be a name in this folder")

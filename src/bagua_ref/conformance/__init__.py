@@ -1,4 +1,4 @@
-"""The oracle that outside implementations are checked with: checks of every clause, expected values, tolerances, reports."""
+"""The oracle for checking other implementations: checks of every clause, expected values, tolerances, reports."""
 
 from bagua_ref.conformance.clauses import SPEC_VERSION, SUITES
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM, ULP, Tolerance, assert_equal

@@ -1,4 +1,4 @@
-"""What the specification's clauses are called, and the suites that check them: the list that coverage is measured against."""
+"""Names of the specification's clauses, and of the suites that check them."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What implementations are compared with: slow and obvious, one number at a time; none of it imports what it judges."""
+"""Expected values: slow, obvious implementations that import nothing of what they judge."""

@@ -1,4 +1,4 @@
-"""Training of n ranks that exchange gradients (S2.1, S2.2, S2.5, S5.1, S5.2), all in one loop. Nothing here imports what it judges.
+"""Training of n ranks that exchange gradients (S2.1, S2.2, S2.5, S5.1, S5.2), in one loop over all ranks.
 
 A parameter is a flat list of Python floats that are numbers of its dtype. Gradients come by step, rank and parameter; None where
 a rank does not use a parameter.

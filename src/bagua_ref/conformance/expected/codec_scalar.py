@@ -1,4 +1,4 @@
-"""MinMaxUInt8 (S4), one number at a time. Nothing here imports what it judges.
+"""MinMaxUInt8 (S4), one number at a time.
 
 Chunks are lists of Python floats that are numbers of the dtype; blocks are bytes.
 """

@@ -1,4 +1,4 @@
-"""The centralized operations (S3.1 to S3.3) on lists of Python floats, all ranks at once. Nothing here imports what it judges.
+"""The centralized operations (S3.1 to S3.3) on lists of Python floats, for all ranks at once.
 
 ``xs`` holds each rank's numbers, which are numbers of the dtype; so does what is returned.
 """

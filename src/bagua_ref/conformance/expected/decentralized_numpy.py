@@ -1,4 +1,4 @@
-"""Training of n ranks on averaged weights (S3.4, S3.5, S5.3, S5.4), all of them in one loop. Nothing here imports what it judges.
+"""Training of n ranks on averaged weights (S3.4, S3.5, S5.3, S5.4), in one loop over all ranks.
 
 Gradients go in, weights come out. Weights and gradients are NumPy arrays of numbers of the dtype, held as float32 (float64 for
 float64), of which every operation rounds to nearest-even; ``stored`` then rounds to the dtype. ``nodes`` holds how many ranks

@@ -1,4 +1,4 @@
-"""The kernels of S1, S3 and S5.5, one element at a time. Nothing here imports what it judges.
+"""The kernels of S1, S3 and S5.5, one element at a time.
 
 Arguments and results are Python floats that are numbers of the dtype named first.
 """

@@ -1,4 +1,4 @@
-"""QAdam on n ranks at once, gradients in, weights out (S5.5). Nothing here imports what it judges.
+"""QAdam on n ranks at once, from gradients to weights (S5.5).
 
 The warm-up is the installed ``torch.optim.Adam``, because that is how S5.5 defines it: its fused operations are not the same on
 every processor. All that follows is one number at a time.

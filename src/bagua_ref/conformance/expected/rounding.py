@@ -1,4 +1,4 @@
-"""Numbers rounded to a float type, one at a time, in plain Python: float16, bfloat16, float32 and float64 by name.
+"""Rounding to float16, bfloat16, float32 and float64 in plain Python, one number at a time.
 
 Every function works on Python floats, which are float64. One operation (+ - * /) on two float32 numbers done in float64 and
 then rounded to float32 is rounded correctly: 53 bits are more than 2 * 24 + 2. Nothing here imports what it judges.

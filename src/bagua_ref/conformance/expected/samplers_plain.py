@@ -1,4 +1,4 @@
-"""The samplers of S7 in plain Python, clause by clause, over lists. Nothing here imports what it judges.
+"""The samplers of S7 in plain Python, clause by clause, over lists.
 
 torch is only asked for what the clause takes from it: `torch.randint` and `torch.randperm` of a seeded generator.
 """

@@ -1,4 +1,4 @@
-"""How far two results may lie apart, and why: the one table that every check takes its tolerance from.
+"""Tolerances of all checks, with the reason for each.
 
 ========== ====================================================================================================================
 EXACT      Not one bit, the sign of a zero included. S1 fixes the rounding of every operation, so two right implementations

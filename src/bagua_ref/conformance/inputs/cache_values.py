@@ -1,4 +1,4 @@
-"""Values that a cache keeps, written down to the last bit, and how two of them are compared (S8.5)."""
+"""Cached values written down to the last bit, and their comparison (S8.5)."""
 
 from __future__ import annotations
 

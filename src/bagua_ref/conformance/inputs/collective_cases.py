@@ -1,4 +1,4 @@
-"""What ranks bring to a collective, and what comes of it: numbers that tell rank and place."""
+"""Arguments and expected results of collectives: numbers that identify rank and place."""
 
 from __future__ import annotations
 

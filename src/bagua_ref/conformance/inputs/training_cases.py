@@ -1,4 +1,4 @@
-"""Weights and gradients that trainings are tried with."""
+"""Weights and gradients of the trainings that are checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values that a cache must keep, drawn as Python source, so that a script has every bit of them (S8.5)."""
+"""Cached values as Python source, drawn so that a script reproduces every bit (S8.5)."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Instruments of the checks: what an implementation is called with, watched by, and compared in."""
+"""Instruments of the checks: calls between canaries, scripts, simulated worlds, servers, twins."""

@@ -1,4 +1,4 @@
-"""Scripts about a loader and its stores, which all inputs of a check share."""
+"""Scripts about a cache loader and its stores, shared by all inputs of a check."""
 
 from __future__ import annotations
 

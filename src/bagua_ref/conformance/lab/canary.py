@@ -1,4 +1,4 @@
-"""Buffers in the middle of larger storage: what is written beside a tensor, or into one that is only to be read, is seen."""
+"""Tensors inside larger storage, which show writes beside them and writes to read-only arguments."""
 
 from __future__ import annotations
 

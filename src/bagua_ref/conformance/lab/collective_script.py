@@ -1,4 +1,4 @@
-"""A program of all ranks written down as a script: what they bring, what they call and what they should have afterwards."""
+"""Scripts of programs that every rank runs: arguments, calls and expected results."""
 
 from __future__ import annotations
 

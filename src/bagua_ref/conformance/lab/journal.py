@@ -1,4 +1,4 @@
-"""What a check is doing at the moment, in memory that outlives its process: who hangs or dies leaves the input behind."""
+"""The input that a check is trying, in memory that survives a process that hangs or crashes."""
 
 from __future__ import annotations
 

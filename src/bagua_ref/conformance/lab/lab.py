@@ -1,4 +1,4 @@
-"""Where kernels are tried: every call between canaries, written down before, judged after."""
+"""Kernel calls: each is journalled, made between canaries, and compared."""
 
 from __future__ import annotations
 

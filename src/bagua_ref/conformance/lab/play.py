@@ -1,4 +1,4 @@
-"""Checks that are scripts: each line is written down, then run, so that what was judged is what the reader gets."""
+"""Checks that are scripts: each line is recorded and then run, so the script shown is the one that ran."""
 
 from __future__ import annotations
 

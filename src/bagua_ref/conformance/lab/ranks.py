@@ -1,4 +1,4 @@
-"""Programs of all ranks, run with the communicators of a target."""
+"""Programs run on every rank with a target's communicators."""
 
 from __future__ import annotations
 

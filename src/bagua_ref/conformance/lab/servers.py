@@ -1,4 +1,4 @@
-"""Redis servers for checks of a cache and the scripts that they leave: started, looked into, killed, gone with their process."""
+"""Redis servers for checks of a cache: started, inspected, killed, and ended with their process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where algorithms are tried: a training in a simulated world, run once, then judged number by number."""
+"""A training in a simulated world: run once, then compared number by number."""
 
 from __future__ import annotations
 

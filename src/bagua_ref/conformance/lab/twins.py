@@ -1,4 +1,4 @@
-"""What checks of a fused optimizer, and the scripts that they leave, are made of: twins that live through the same steps (S6)."""
+"""Optimizer twins, one of them fused, that take the same steps (S6); scripts use these functions, too."""
 
 from __future__ import annotations
 

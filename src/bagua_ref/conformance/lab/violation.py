@@ -1,4 +1,4 @@
-"""What a check raises, and how an input is written down: as Python that can be run."""
+"""Violations of a clause, and inputs as Python source."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Running of checks: search, isolation, verdicts, reports, and both ways to run them under pytest."""
+"""Running checks: search, isolation, verdicts, reports and pytest."""

@@ -1,4 +1,4 @@
-"""What a run of the checks says: a row for each check and dtype, as a table, as JSON, as JUnit."""
+"""Results of a run, one for each check and dtype, as a table, JSON or JUnit XML."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""run_conformance: which checks are run on a target, how many at a time, and what becomes of expected failures."""
+"""`run_conformance`: selection of checks, parallel runs and known failures."""
 
 from __future__ import annotations
 

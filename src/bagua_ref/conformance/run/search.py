@@ -1,4 +1,4 @@
-"""Looking for an input that makes a check's sentence false: Hypothesis searches and shrinks, the outcome is plain data."""
+"""Search for an input that violates a check: Hypothesis draws and shrinks, the outcome is plain data."""
 
 from __future__ import annotations
 

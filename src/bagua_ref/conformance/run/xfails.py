@@ -1,4 +1,4 @@
-"""Lists of known failures: one id a line, ``#`` begins a comment."""
+"""Lists of known failures: one id per line, ``#`` begins a comment."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Properties of every suite, one file each, and the table that lists them."""
+"""Properties of every suite, and the table that lists them."""

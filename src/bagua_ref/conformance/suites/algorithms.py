@@ -1,4 +1,4 @@
-"""Whole trainings in simulated worlds against plain loops over all ranks (S2, S5.1 to S5.5); those of S5.6 are next door."""
+"""Whole trainings compared with plain loops over all ranks (S2, S5.1 to S5.5); `algorithms_async` has S5.6."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def first_rank(lab: Lab, draw: Draw) -> None:
 
 @check("algorithms", "S2.1", "buckets", needs=("bytegrad",), effort=0.7)
 def buckets(lab: Lab, draw: Draw) -> None:
-    """Parameters enter buckets from the last to the first, by dtype, and a bucket is closed once it holds the bucket size."""
+    """Parameters fill buckets in reverse order, by dtype; a bucket is closed once it holds at least the bucket size."""
     names = [name for name in COMPRESSIBLE if lab.target.dtypes is None or name in lab.target.dtypes]
     if not names:
         return
@@ -177,7 +177,7 @@ def buckets(lab: Lab, draw: Draw) -> None:
 
 @check("algorithms", "S2.2", "padding", dtypes=COMPRESSIBLE, needs=("bytegrad",), effort=0.15)
 def padding(lab: Lab, draw: Draw) -> None:
-    """Padding is zero, step after step, and belongs to the last chunk."""
+    """Padding is zero at every step and belongs to the last chunk."""
     nodes = draw(worlds(5).filter(lambda nodes: sum(nodes) > 1))
     n, between = sum(nodes), draw(st.booleans())
     size = draw(st.integers(1, 30).filter(lambda size: size % n != 0))
@@ -192,7 +192,7 @@ def padding(lab: Lab, draw: Draw) -> None:
 
 @check("algorithms", "S2.4", "any_order", needs=("gradient_allreduce",), effort=0.5)
 def any_order(lab: Lab, draw: Draw) -> None:
-    """Ranks whose gradients become ready in different orders exchange the same buckets, step after step."""
+    """Ranks whose gradients become ready in different orders exchange the same buckets at every step."""
     nodes = draw(worlds(4).filter(lambda nodes: sum(nodes) > 1))
     n, count, steps = sum(nodes), draw(st.integers(2, 5)), draw(st.integers(2, 3))
     weights = _weights(draw, [torch.float32] * count, [(2,)] * count)
@@ -206,7 +206,7 @@ def any_order(lab: Lab, draw: Draw) -> None:
 
 @check("algorithms", "S2.5", "unused_parameters", needs=("gradient_allreduce",), effort=0.5)
 def unused_parameters(lab: Lab, draw: Draw) -> None:
-    """A parameter that some ranks do not use in a step counts there as having zero gradient."""
+    """A parameter that a rank does not use in a step contributes a zero gradient."""
     nodes = draw(worlds(4))
     n, count, steps = sum(nodes), draw(st.integers(2, 4)), draw(st.integers(1, 3))
     weights = _weights(draw, [torch.float32] * count)
@@ -224,7 +224,7 @@ def unused_parameters(lab: Lab, draw: Draw) -> None:
 
 @check("algorithms", "S5.1", "gradients", dtypes=FLOATS, needs=("gradient_allreduce",), effort=0.2)
 def gradient_allreduce(lab: Lab, draw: Draw) -> None:
-    """Every rank steps along the sum or mean of all ranks' gradients."""
+    """Every rank updates its weights with the sum or mean of all ranks' gradients."""
     nodes, weights = draw(worlds(5)), _of_one_dtype(lab, draw)
     gradients = _exact_gradients(draw, weights, sum(nodes), draw(st.integers(1, 3)))
     _train_on_gradients(lab, draw, "gradient_allreduce", nodes, weights, gradients, draw(_bucket_bytes), _either_sum(draw))
@@ -232,7 +232,7 @@ def gradient_allreduce(lab: Lab, draw: Draw) -> None:
 
 @check("algorithms", "S5.2", "gradients", dtypes=COMPRESSIBLE, needs=("bytegrad",), effort=0.3)
 def bytegrad(lab: Lab, draw: Draw) -> None:
-    """Every rank steps along gradients that have travelled in one byte per element, bit for bit."""
+    """Every rank updates its weights with gradients sent as one byte per element, bit for bit."""
     nodes, weights = draw(worlds(5) | st.sampled_from([(2, 1), (1, 3), (2, 2), (2, 1, 2)])), _of_one_dtype(lab, draw)
     gradients = _any_gradients(draw, weights, sum(nodes), draw(st.integers(1, 3)))
     options = {"hierarchical": draw(st.sampled_from([True, True, False])), "average": draw(st.booleans())}
@@ -286,13 +286,13 @@ def _split(flat: decentralized_numpy.Array, like: list[Tensor]) -> list[Tensor]:
 
 @check("algorithms", "S5.3", "shift_one", dtypes=FLOATS, needs=("decentralized",), effort=0.2)
 def shift_one(lab: Lab, draw: Draw) -> None:
-    """At steps divisible by the interval weights are averaged with the next peer, then each rank steps along its own gradient."""
+    """At steps divisible by the interval, weights are averaged with the next peer; then each rank applies its own gradient."""
     _decentralized(lab, draw, "shift_one")
 
 
 @check("algorithms", "S5.3", "all", dtypes=FLOATS, needs=("decentralized",), effort=0.2)
 def all_ranks(lab: Lab, draw: Draw) -> None:
-    """At steps divisible by the interval weights are averaged over all ranks, then each rank steps along its own gradient."""
+    """At steps divisible by the interval, weights are averaged over all ranks; then each rank applies its own gradient."""
     _decentralized(lab, draw, "all")
 
 
@@ -318,7 +318,7 @@ def _follow_ring(
 
 @check("algorithms", "S5.4", "ring", dtypes=COMPRESSIBLE, needs=("low_precision_decentralized",), effort=0.3)
 def ring(lab: Lab, draw: Draw) -> None:
-    """After optimizer steps divisible by the interval weights take a step on the ring, bucket by bucket, bit for bit."""
+    """After optimizer steps divisible by the interval, weights are averaged on the ring, bucket by bucket, bit for bit."""
     nodes, weights = draw(worlds(5)), _of_one_dtype(lab, draw)
     gradients = _any_gradients(draw, weights, sum(nodes), draw(st.integers(1, 5)))
     options = {"lr": 1.0, "bucket_bytes": draw(_bucket_bytes), "hierarchical": draw(st.booleans())}
@@ -340,7 +340,7 @@ _groups = st.fixed_dictionaries(
 
 @check("algorithms", "S5.5", "steps", dtypes=COMPRESSIBLE, needs=("qadam",), effort=0.25)
 def qadam(lab: Lab, draw: Draw) -> None:
-    """Steps are Adam's before warmup_steps and go along momenta of one byte per element after it, with v frozen, bit for bit."""
+    """Steps are Adam's up to warmup_steps; later ones use momenta sent as one byte per element and a frozen v, bit for bit."""
     nodes, weights, steps = draw(worlds(4)), _of_one_dtype(lab, draw), 6
     n, warmup_steps = sum(nodes), draw(st.integers(1, 5))
     exact = _exact_gradients(draw, weights, n, steps)

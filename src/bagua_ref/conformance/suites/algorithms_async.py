@@ -1,4 +1,4 @@
-"""Asynchronous averaging in simulated worlds: what holds whenever its rounds happen (S3.6, S5.6)."""
+"""Asynchronous averaging: properties that hold whenever its rounds happen (S3.6, S5.6)."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _expect_known(case: _Case, training: Training, programs: list[list[Action]],
 
 @check("algorithms", "S5.6", "warmup", needs=("async_model_average",), effort=0.5)
 def warmup(lab: Lab, draw: Draw) -> None:
-    """The first warmup_steps steps go along the mean of gradients, later ones along one's own; without rounds that is all."""
+    """The first warmup_steps steps apply the mean gradient, later ones each rank's own; without rounds nothing else happens."""
     case = _Case(draw, draw(worlds(4)), torch.float32)
     warmup_steps, interval = draw(st.integers(0, 3)), draw(st.sampled_from([0, _INTERVAL_MS]))
     alone = 1 if interval else 3  # the first round is at the second forward after the warm-up
@@ -130,7 +130,7 @@ def warmup(lab: Lab, draw: Draw) -> None:
 
 @check("algorithms", "S3.6", "nothing_lost", dtypes=("float32", "float64"), needs=("async_model_average",), effort=0.2)
 def nothing_lost(lab: Lab, draw: Draw) -> None:
-    """Rounds move the ranks to their mean, at whatever pace each of them trains, and no rank's steps are lost."""
+    """Rounds move the ranks towards their mean, however fast each of them trains, and lose no rank's steps."""
     case = _Case(draw, draw(worlds(4).filter(lambda nodes: sum(nodes) > 1)), lab.dtype)
     warmup_steps, resumes = draw(st.integers(0, 1)), draw(st.booleans())
     programs = []
@@ -169,7 +169,7 @@ _kinds = ["step", "step", "sleep", "abort", "resume"]
 
 @check("algorithms", "S5.6", "abort", needs=("async_model_average",), effort=0.5)
 def abort(lab: Lab, draw: Draw) -> None:
-    """Abort and resume in any sequence: averaging rests from an abort to the next resume, training and its warm-up go on."""
+    """After any sequence of abort and resume, averaging pauses from an abort to the next resume; training and warm-up continue."""
     warmup_steps = draw(st.integers(0, 3))
     kinds = draw(st.lists(st.sampled_from(_kinds), max_size=9))
     if draw(st.integers(0, 2)):  # each rank aborts at a time of its own, while the others still take part in rounds
@@ -179,7 +179,7 @@ def abort(lab: Lab, draw: Draw) -> None:
 
 @check("algorithms", "S5.6", "resume", needs=("async_model_average",), effort=0.25)
 def resume(lab: Lab, draw: Draw) -> None:
-    """After a resume rounds begin again, and make the ranks equal while nobody trains."""
+    """After a resume, rounds start again and make the ranks equal while no rank trains."""
     warmup_steps = draw(st.integers(0, 2))
     kinds = [*draw(st.lists(st.sampled_from(_kinds), max_size=4)), "abort"]
     kinds += [*draw(st.lists(st.sampled_from(["step", "sleep"]), max_size=2)), "resume"]

@@ -1,4 +1,4 @@
-"""Caches against what their stores hold (S8): a target's ``cache`` has `CacheLoader`, with the parameters of ours.
+"""Caches compared with the contents of their stores (S8): a target's ``cache`` has `CacheLoader`, with our parameters.
 
 What values come back as is next door.
 """
@@ -61,7 +61,7 @@ def _store_of(name: str, stores: int) -> int:
 
 @check("cache", "S8.1", "keys", needs=LOADER)
 def keys(lab: Lab, draw: Draw) -> None:
-    """The value of a key lies under "{dataset_name}_{key}", "%" and "_" of the name escaped, where xxh64 of that text says."""
+    """A value is stored under "{dataset_name}_{key}", "%" and "_" of the name escaped, in the store that xxh64 of it selects."""
     name, wanted, stores = draw(_names), draw(st.lists(_keys, min_size=1, max_size=8)), draw(st.integers(1, 4))
     with cache_script(lab, stores) as script:
         script.do("from bagua_ref.conformance.lab.servers import assert_keys\n\nload = Source()")
@@ -73,7 +73,7 @@ def keys(lab: Lab, draw: Draw) -> None:
 
 @check("cache", "S8.1", "names", needs=LOADER, effort=0.5)
 def names(lab: Lab, draw: Draw) -> None:
-    """Loaders of one dataset name share values, and those of others do not."""
+    """Loaders with the same dataset name share values; others do not."""
     both = draw(st.lists(st.sampled_from(["", "a", "b", "a_1", "a%5F1"]), min_size=2, max_size=3))
     wanted = draw(st.lists(st.sampled_from([1, 2, "1", "1_2"]), min_size=1, max_size=4))
     with cache_script(lab, draw(st.integers(1, 2))) as script:
@@ -91,7 +91,7 @@ def names(lab: Lab, draw: Draw) -> None:
 
 @check("cache", "S8.1", "one_store_per_node", needs=LOADER, effort=0.5)
 def one_store_per_node(lab: Lab, draw: Draw) -> None:
-    """With cluster_mode=False node k keeps everything in store k modulo the number of stores."""
+    """With cluster_mode=False, node k keeps all values in store k modulo the number of stores."""
     stores, node, wanted = draw(st.integers(1, 3)), draw(st.integers(0, 4)), draw(st.lists(_keys, min_size=1, max_size=5))
     with cache_script(lab, stores) as script:
         script.do(
@@ -107,7 +107,7 @@ def one_store_per_node(lab: Lab, draw: Draw) -> None:
 
 @check("cache", "S8.2", "get", needs=LOADER, effort=1.5)
 def get(lab: Lab, draw: Draw) -> None:
-    """Get returns what was made for a key, by whichever loader; load_fn is called for new keys alone; writes wait as announced."""
+    """Get returns the value of a key, whichever loader made it; load_fn is called for new keys only; writes are buffered."""
     stores, size, name = draw(st.integers(1, 3)), draw(_sizes), draw(st.sampled_from(["data", "d", ""]))
     moves = draw(st.lists(st.one_of(st.integers(0, 5), st.sampled_from(["flush", "close", "num_keys"])), min_size=2, max_size=16))
     with cache_script(lab, stores, "Source, assert_same") as script:
@@ -153,7 +153,7 @@ def none(lab: Lab, draw: Draw) -> None:
 
 @check("cache", "S8.2", "num_keys", needs=LOADER, effort=0.5)
 def num_keys(lab: Lab, draw: Draw) -> None:
-    """Num_keys writes what waits, and counts the keys of all datasets in all stores."""
+    """Num_keys flushes the write buffer and counts the keys of all datasets in all stores."""
     stores, counts = draw(st.integers(1, 3)), draw(st.lists(st.integers(0, 5), min_size=1, max_size=3))
     with cache_script(lab, stores) as script:
         script.do("load = Source()")
@@ -166,7 +166,7 @@ def num_keys(lab: Lab, draw: Draw) -> None:
 
 @check("cache", "S8.2", "worker", needs=LOADER, effort=0.2)
 def worker(lab: Lab, draw: Draw) -> None:
-    """What a worker process has made is written when it ends, and what its parent had waiting is not lost."""
+    """A worker process writes its buffered values when it ends, and its parent's buffered values are not lost."""
     size, mine, theirs = draw(st.integers(2, 6)), draw(st.integers(0, 3)), draw(st.integers(1, 9))
     with cache_script(lab, 1) as script:
         script.do("from bagua_ref.conformance.lab.servers import assert_keys, in_worker\n\nload = Source()")
@@ -182,7 +182,7 @@ def worker(lab: Lab, draw: Draw) -> None:
 
 @check("cache", "S8.2", "dataset", needs=(*LOADER, "CachedDataset"), effort=0.5)
 def dataset(lab: Lab, draw: Draw) -> None:
-    """A cached dataset has the samples of the dataset, and makes each once."""
+    """A cached dataset has the samples of the dataset and loads each of them once."""
     length, name = draw(st.integers(4, 12)), draw(_names)
     with cache_script(lab, draw(st.integers(1, 3)), "assert_same") as script:
         script.do(
@@ -220,7 +220,7 @@ def _damaged(draw: Draw, server: str) -> str:
 
 @check("cache", "S8.3", "damage", needs=LOADER, effort=1.5)
 def damage(lab: Lab, draw: Draw) -> None:
-    """A value that was cut, changed or written by others is made anew: never an exception, never another value."""
+    """A truncated, altered or foreign value is loaded again: no exception is raised and no wrong value returned."""
     stores = draw(st.integers(1, 2))
     value = draw(
         st.one_of(st.sampled_from(["b'some bytes' * 5", "tensor('int32', (8,), '0102030405060708' * 4)"]), value_sources())
@@ -237,7 +237,7 @@ def damage(lab: Lab, draw: Draw) -> None:
 
 @check("cache", "S8.3", "down", needs=LOADER, effort=0.4)
 def down(lab: Lab, draw: Draw) -> None:
-    """Without a store load_fn serves, with one warning; other stores go on."""
+    """When a store is down, load_fn is used instead, with one warning; the other stores continue to work."""
     stores, size, wanted = draw(st.integers(1, 3)), draw(_sizes), draw(st.lists(st.integers(0, 9), min_size=2, max_size=12))
     dead, early = draw(st.integers(0, stores - 1)), draw(st.booleans())
     with cache_script(lab, stores, "Source, assert_same") as script:
@@ -265,7 +265,7 @@ def down(lab: Lab, draw: Draw) -> None:
 
 @check("cache", "S8.3", "full", needs=LOADER, effort=0.3)
 def full(lab: Lab, draw: Draw) -> None:
-    """Where a store takes no more, load_fn serves what it lacks, with one warning."""
+    """When a store is full, load_fn provides the missing values, with one warning."""
     size, old, new = draw(_sizes), draw(st.integers(1, 4)), draw(st.integers(1, 8))
     new = max(new, size)  # one is written at least
     with cache_script(lab, 1, "Source, assert_same") as script:
@@ -287,7 +287,7 @@ def full(lab: Lab, draw: Draw) -> None:
 
 @check("cache", "S8.3", "warns_once", needs=LOADER, effort=0.05)
 def warns_once(lab: Lab, draw: Draw) -> None:
-    """A store that stays down is one warning, however often it is asked."""
+    """A store that stays down causes one warning, however often it is accessed."""
     with cache_script(lab, 1) as script:
         script.do("import time\nimport warnings\n\nload = Source()\nservers[0].kill()")
         script.loader("d", draw(_sizes))
@@ -303,7 +303,7 @@ def warns_once(lab: Lab, draw: Draw) -> None:
 
 @check("cache", "S8.3", "back", needs=LOADER, effort=0.08)
 def back(lab: Lab, draw: Draw) -> None:
-    """A store that is back is used again, and what waited for it is not more than the write buffer holds."""
+    """A store that is back is used again, and no more than the write buffer holds was waiting for it."""
     size, made = draw(_sizes), draw(st.integers(2, 5))
     with cache_script(lab, 1) as script:
         script.do("import itertools\nimport time\n\nfrom bagua_ref.conformance.lab.servers import assert_within\n")
@@ -319,7 +319,7 @@ def back(lab: Lab, draw: Draw) -> None:
 
 @check("cache", "S8.3", "counters", needs=LOADER, effort=0.5)
 def counters(lab: Lab, draw: Draw) -> None:
-    """Stats() tells hits and misses, and no errors where there are none."""
+    """Stats() reports hits and misses, and no errors when there are none."""
     wanted = draw(st.lists(st.integers(0, 5), min_size=1, max_size=10))
     with cache_script(lab, draw(st.integers(1, 2))) as script:
         script.do("load = Source()")

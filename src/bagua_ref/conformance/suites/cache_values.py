@@ -1,4 +1,4 @@
-"""What values come back as from a cache, and what may be stored (S8.5)."""
+"""Values that a cache returns, and values that it may store (S8.5)."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ def arrays(lab: Lab, draw: Draw) -> None:
 
 @check("cache", "S8.5", "plain", needs=LOADER, effort=0.8)
 def plain(lab: Lab, draw: Draw) -> None:
-    """None, bool, int, float, str and bytes come back as they are, without pickle."""
+    """None, bool, int, float, str and bytes come back unchanged, without pickle."""
     _come_back(lab, draw, draw(st.lists(plain_sources(), min_size=1, max_size=6)))
 
 
 @check("cache", "S8.5", "containers", needs=LOADER, effort=0.8)
 def containers(lab: Lab, draw: Draw) -> None:
-    """Tuples, lists and dicts of all these come back as they are, however nested, without pickle."""
+    """Tuples, lists and dicts of all these, however nested, come back unchanged, without pickle."""
     _come_back(lab, draw, draw(st.lists(value_sources(), min_size=1, max_size=2)))
 
 
 @check("cache", "S8.5", "needs_pickle", needs=LOADER, effort=0.5)
 def needs_pickle(lab: Lab, draw: Draw) -> None:
-    """Other objects are an error that names allow_pickle, and nothing is stored; with allow_pickle=True they are kept."""
+    """Other objects raise an error that names allow_pickle, and nothing is stored; with allow_pickle=True they are stored."""
     value = draw(objects())
     with cache_script(lab, 1, "Source, Thing, array, double, tensor") as script:
         script.do(f"value = {value}\nload = Source({{'key': value}})")
@@ -80,7 +80,7 @@ def needs_pickle(lab: Lab, draw: Draw) -> None:
 
 @check("cache", "S8.5", "runs_nothing", needs=LOADER, effort=0.5)
 def runs_nothing(lab: Lab, draw: Draw) -> None:
-    """Reading runs no code of whoever wrote, unless allow_pickle=True says that it may."""
+    """Reading a value runs no code from the store, unless allow_pickle=True."""
     bare = draw(st.booleans())
     nested = draw(st.sampled_from(["Trap()", "[1, Trap()]", "{'key': (None, Trap())}"]))
     with cache_script(lab, 1, "Trap") as script:

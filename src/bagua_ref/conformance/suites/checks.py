@@ -1,4 +1,4 @@
-"""The table of checks: one row for each property, with the clause, what it needs of a target and the dtypes it is run for."""
+"""The table of checks: one row per property, with its clause, needs and dtypes."""
 
 from __future__ import annotations
 

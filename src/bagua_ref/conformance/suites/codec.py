@@ -1,4 +1,4 @@
-"""MinMaxUInt8 against one number at a time (S4)."""
+"""MinMaxUInt8 compared with a scalar implementation (S4)."""
 
 from __future__ import annotations
 
@@ -87,20 +87,20 @@ def _check_payload(lab: Lab, x: Tensor, num_chunks: int, out: Tensor | None) -> 
 
 @check("codec", "S4.2", "levels", dtypes=COMPRESSIBLE, needs=_COMPRESS, effort=2)
 def levels(lab: Lab, draw: Draw) -> None:
-    """Every byte of the payload is the one specified."""
+    """Every byte of the payload is as specified."""
     x, num_chunks = draw(chunked(lab.dtype))
     _check_payload(lab, x, num_chunks, None)
 
 
 @check("codec", "S4.2", "halfway", dtypes=COMPRESSIBLE, needs=_COMPRESS)
 def halfway_levels(lab: Lab, draw: Draw) -> None:
-    """Levels are right where x*scale is as near k + 1/2 as can be."""
+    """Levels are correct where x*scale is as close to k + 1/2 as possible."""
     _check_payload(lab, bulk(lab.dtype, "halfway", draw(seeds), 300), 1, None)
 
 
 @check("codec", "S4.1", "gaps", dtypes=COMPRESSIBLE, needs=_COMPRESS)
 def gaps(lab: Lab, draw: Draw) -> None:
-    """A payload given as out is filled completely, its gaps with zeros."""
+    """A payload passed as out is filled completely, with zeros in its gaps."""
     x, num_chunks = draw(chunked(lab.dtype))
     garbage = draw(st.sampled_from([255, 1, 127]))
     _check_payload(lab, x, num_chunks, torch.full((payload_bytes(x.numel(), num_chunks),), garbage, dtype=torch.uint8))
@@ -108,7 +108,7 @@ def gaps(lab: Lab, draw: Draw) -> None:
 
 @check("codec", "S4.1", "header", dtypes=COMPRESSIBLE, needs=_COMPRESS, effort=0.5)
 def header(lab: Lab, draw: Draw) -> None:
-    """The header holds minimum and maximum, a zero of either sign as +0."""
+    """The header holds the minimum and maximum, with -0 as +0."""
     zeros = st.lists(st.sampled_from([0.0, -0.0]), min_size=1, max_size=4)
     others = draw(st.sampled_from([[], [1.0], [-1.0]]))
     x = torch.tensor(draw(zeros) + others + draw(zeros), dtype=lab.dtype)
@@ -117,7 +117,7 @@ def header(lab: Lab, draw: Draw) -> None:
 
 @check("codec", "S4.1", "fresh", dtypes=COMPRESSIBLE, needs=_COMPRESS, effort=0.3)
 def fresh(lab: Lab, draw: Draw) -> None:
-    """A payload stays as it was when others are made: it is no buffer that is used again."""
+    """A payload does not change when others are made: its buffer is not reused."""
     size, num_chunks = draw(st.sampled_from([1, 5, 40])), draw(st.integers(1, 3))
     inputs = [bulk(lab.dtype, "tame", draw(seeds), size * num_chunks) for _ in range(2)]
     first = _compress(lab, inputs[0], num_chunks)
@@ -127,7 +127,7 @@ def fresh(lab: Lab, draw: Draw) -> None:
 
 @check("codec", "S4.3", "round_trip", dtypes=COMPRESSIBLE, needs=_COMPRESS + _DECOMPRESS)
 def round_trip(lab: Lab, draw: Draw) -> None:
-    """What was compressed decompresses to the values specified."""
+    """A compressed tensor decompresses to the specified values."""
     x, num_chunks = draw(chunked(lab.dtype))
     payload = _compress(lab, x, num_chunks).results["result"]
     wanted = _values(lab, _blocks(lab, x, num_chunks), x.numel() // num_chunks)
@@ -162,7 +162,7 @@ def _payloads(draw: st.DrawFn, dtype: torch.dtype) -> tuple[list[bytes], int]:
 
 @check("codec", "S4.3", "any_levels", dtypes=COMPRESSIBLE, needs=_DECOMPRESS, effort=1.5)
 def any_levels(lab: Lab, draw: Draw) -> None:
-    """Any levels between any ends decompress as specified."""
+    """Any levels with any minimum and maximum decompress as specified."""
     blocks, size = draw(_payloads(lab.dtype))
     _check_values(lab, blocks, size)
 
@@ -180,7 +180,7 @@ def _check_values(lab: Lab, blocks: list[bytes], size: int) -> None:
 
 @check("codec", "S4.4", "poison", dtypes=COMPRESSIBLE, needs=_COMPRESS + _DECOMPRESS)
 def poison(lab: Lab, draw: Draw) -> None:
-    """A chunk that is not finite, or overflows, is poisoned, alone, and decompresses to NaN."""
+    """A chunk that is not finite, or overflows, is poisoned and decompresses to NaN; other chunks are not affected."""
     size, num_chunks = draw(st.sampled_from([1, 2, 5, 33, 100])), draw(st.integers(1, 4))
     x = torch.cat([draw(tensors(lab.dtype, size, finite=True)) for _ in range(num_chunks)])
     bad, place = draw(st.integers(0, num_chunks - 1)), draw(st.one_of(st.integers(0, size - 1), st.sampled_from([0, size - 1])))
@@ -192,7 +192,7 @@ def poison(lab: Lab, draw: Draw) -> None:
 
 @check("codec", "S4.4", "overflow", dtypes=COMPRESSIBLE, needs=_COMPRESS)
 def overflow(lab: Lab, draw: Draw) -> None:
-    """A chunk is poisoned exactly where its range, or an end times scale, overflows."""
+    """A chunk is poisoned exactly when its range, or its minimum or maximum times scale, overflows."""
     largest = torch.finfo(lab.dtype).max
     ends = st.one_of(
         st.floats(-1, 1).map(lambda place: place * largest),
@@ -207,7 +207,7 @@ def overflow(lab: Lab, draw: Draw) -> None:
 
 @check("codec", "S4.5", "target_chunk", dtypes=COMPRESSIBLE, needs=_COMPRESS)
 def target_chunk(lab: Lab, draw: Draw) -> None:
-    """A target chunk alone is written, the other blocks stay as they were."""
+    """With a target chunk, only its block is written; the others do not change."""
     x, num_chunks = draw(chunked(lab.dtype))
     target = draw(st.integers(0, num_chunks - 1))
     whole = _bytes(_blocks(lab, x, num_chunks)).view(num_chunks, -1)
@@ -221,7 +221,7 @@ def target_chunk(lab: Lab, draw: Draw) -> None:
 
 @check("codec", "S4.5", "refuses", dtypes=("float64", "int32", "uint8"), needs=_COMPRESS + _DECOMPRESS, effort=0.2)
 def refuses(lab: Lab, draw: Draw) -> None:
-    """Float64 and integers are a TypeError that names the dtype."""
+    """Float64 and integers raise a TypeError that names the dtype."""
     size = draw(st.integers(0, 5))
     _refused(lab, "compress_minmax_uint8", {"x": torch.ones(size).to(lab.dtype), "num_chunks": 1})
     payload = torch.zeros(payload_bytes(size, 1), dtype=torch.uint8)
@@ -242,14 +242,14 @@ def _refused(lab: Lab, method: str, arguments: dict[str, object]) -> None:
 
 @check("codec", "S4.6", "bound", dtypes=COMPRESSIBLE, needs=_COMPRESS + _DECOMPRESS, effort=0.5)
 def bound(lab: Lab, draw: Draw) -> None:
-    """What comes back lies within the bound."""
+    """The error of a round trip is within the bound."""
     x = draw(tensors(lab.dtype, draw(st.integers(1, 12)), finite=True))
     _check_bound(lab, x)
 
 
 @check("codec", "S4.6", "halfway", dtypes=("float32",), needs=_COMPRESS + _DECOMPRESS)
 def halfway(lab: Lab, draw: Draw) -> None:
-    """The bound holds where an end lies halfway between levels."""
+    """The bound holds where the minimum or maximum is halfway between two levels."""
     low, high = draw(ends_near_half_a_level())
     places = draw(st.lists(st.floats(0, 1), max_size=12))
     between = [low + (high - low) * place for place in places]
@@ -276,7 +276,7 @@ def _check_bound(lab: Lab, x: Tensor) -> None:
 
 @check("codec", "S4.2", "long", dtypes=COMPRESSIBLE, needs=_COMPRESS + _DECOMPRESS, effort=0.1)
 def long(lab: Lab, draw: Draw) -> None:
-    """What holds for short chunks holds for long ones, place by place.
+    """Long chunks follow the same rules as short ones, element by element.
 
     Past every block, warp and vector: levels depend on a chunk's ends alone, so pieces with these ends have the same levels.
     """

@@ -1,4 +1,4 @@
-"""Every collective in simulated worlds of 1 to 9 ranks on 1 to 4 uneven nodes, against values computed from the rank (S3.9).
+"""Collectives in simulated worlds of 1 to 9 ranks on 1 to 4 uneven nodes, with results computed from the rank (S3.9).
 
 Messages, objects and refusals are next door, and so are several collectives in a row.
 """
@@ -74,7 +74,7 @@ def _several(op: ReduceOp, n: int, dtype: torch.dtype) -> int:
 
 @check("collectives", "S3.9", "allreduce", needs=(), effort=2)
 def allreduce(lab: Lab, draw: Draw) -> None:
-    """All ranks get what is combined over all ranks, in place or not."""
+    """All ranks get the reduction over all ranks, in place or not."""
     nodes, (op, name), count = draw(worlds()), draw(reductions), draw(counts)
     dtype, n = getattr(torch, name), sum(nodes)
     total, near = reduced(op, n, count, dtype), _several(op, n, dtype)
@@ -89,7 +89,7 @@ def allreduce(lab: Lab, draw: Draw) -> None:
 
 @check("collectives", "S3.9", "reduce", effort=2)
 def reduce_(lab: Lab, draw: Draw) -> None:
-    """Dst alone gets what is combined over all ranks, the other ranks' tensors stay as they were."""
+    """Only dst gets the reduction over all ranks; the other ranks' tensors do not change."""
     nodes, (op, name), count = draw(worlds()), draw(reductions), draw(counts)
     dtype, n, dst = getattr(torch, name), sum(nodes), root_of(draw, nodes)
     total, near = reduced(op, n, count, dtype), _several(op, n, dtype)
@@ -107,7 +107,7 @@ def reduce_(lab: Lab, draw: Draw) -> None:
 
 @check("collectives", "S3.9", "reduce_scatter", effort=2)
 def reduce_scatter(lab: Lab, draw: Draw) -> None:
-    """Rank r gets chunk r of what is combined; in place the other chunks stay as they were."""
+    """Rank r gets chunk r of the reduction; in place, the other chunks do not change."""
     nodes, (op, name), count = draw(worlds()), draw(reductions), draw(counts)
     dtype, n = getattr(torch, name), sum(nodes)
     near = _several(op, n, dtype)
@@ -128,7 +128,7 @@ def reduce_scatter(lab: Lab, draw: Draw) -> None:
 
 @check("collectives", "S3.9", "broadcast")
 def broadcast(lab: Lab, draw: Draw) -> None:
-    """Every rank gets what src has."""
+    """Every rank gets src's tensor."""
     nodes, dtype, count = draw(worlds()), getattr(torch, draw(st.sampled_from(MOVABLE))), draw(counts)
     src = root_of(draw, nodes)
     _check(lab, draw, nodes, "broadcast", lambda r: (values(r, count, dtype), src), lambda r: [values(src, count, dtype)])
@@ -142,7 +142,7 @@ def _own_chunk(rank: int, n: int, count: int, dtype: torch.dtype) -> Tensor:
 
 @check("collectives", "S3.9", "allgather")
 def allgather(lab: Lab, draw: Draw) -> None:
-    """Every rank collects all tensors in rank order; in place its own is chunk r."""
+    """Every rank gathers all tensors in rank order; in place, chunk r is its own."""
     nodes, dtype, count = draw(worlds()), getattr(torch, draw(st.sampled_from(MOVABLE))), draw(counts)
     n = sum(nodes)
     everything = torch.cat([values(rank, count, dtype) for rank in range(n)])
@@ -157,7 +157,7 @@ def allgather(lab: Lab, draw: Draw) -> None:
 
 @check("collectives", "S3.9", "gather")
 def gather(lab: Lab, draw: Draw) -> None:
-    """Dst alone collects all tensors in rank order; in place it holds n times as much as the others."""
+    """Only dst gathers all tensors in rank order; in place, its tensor is n times as long as the others."""
     nodes, dtype, count = draw(worlds()), getattr(torch, draw(st.sampled_from(MOVABLE))), draw(counts)
     n, dst = sum(nodes), root_of(draw, nodes)
     everything = torch.cat([values(rank, count, dtype) for rank in range(n)])
@@ -176,7 +176,7 @@ def gather(lab: Lab, draw: Draw) -> None:
 
 @check("collectives", "S3.9", "scatter")
 def scatter(lab: Lab, draw: Draw) -> None:
-    """Rank r gets chunk r of what src has."""
+    """Rank r gets chunk r of src's tensor."""
     nodes, dtype, count = draw(worlds()), getattr(torch, draw(st.sampled_from(MOVABLE))), draw(counts)
     n, src = sum(nodes), root_of(draw, nodes)
     if draw(st.booleans()):
@@ -212,7 +212,7 @@ def alltoall(lab: Lab, draw: Draw) -> None:
 
 @check("collectives", "S3.9", "alltoall_v")
 def alltoall_v(lab: Lab, draw: Draw) -> None:
-    """Counts of elements move from displacements to displacements, and gaps stay as they were."""
+    """Blocks of the given counts move between the given displacements, and gaps do not change."""
     nodes, dtype = draw(worlds()), getattr(torch, draw(st.sampled_from(MOVABLE)))
     n, most, gap = sum(nodes), draw(st.integers(0, 3)), draw(st.integers(0, 2))
 

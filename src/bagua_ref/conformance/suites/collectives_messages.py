@@ -1,4 +1,4 @@
-"""Messages between ranks, objects, and what communicators refuse, in simulated worlds (S3.9)."""
+"""Messages between ranks, objects, and arguments that communicators refuse (S3.9)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @check("collectives", "S3.9", "exchange")
 def exchange(lab: Lab, draw: Draw) -> None:
-    """Each message arrives, two from one rank to another in the order in which they were sent."""
+    """Every message arrives; messages between the same two ranks arrive in the order in which they were sent."""
     nodes, dtype = draw(worlds()), getattr(torch, draw(st.sampled_from(MOVABLE)))
     ranks = st.integers(0, sum(nodes) - 1)
     messages = draw(st.lists(st.tuples(ranks, ranks, counts), max_size=20))
@@ -53,7 +53,7 @@ def exchange(lab: Lab, draw: Draw) -> None:
 
 @check("collectives", "S3.9", "send_and_recv")
 def send_and_recv(lab: Lab, draw: Draw) -> None:
-    """A message passed along the ranks arrives at the last."""
+    """A message passed from rank to rank reaches the last one."""
     nodes, dtype, count = draw(worlds()), getattr(torch, draw(st.sampled_from(MOVABLE))), draw(counts)
     seed, message = draw(seeds), values(0, count, dtype)
     script = script_of_ranks(
@@ -80,7 +80,7 @@ def send_and_recv(lab: Lab, draw: Draw) -> None:
 
 @check("collectives", "S3.9", "broadcast_object")
 def broadcast_object(lab: Lab, draw: Draw) -> None:
-    """Every rank gets src's object, whichever rank src is, however large."""
+    """Every rank gets src's object, whatever its size and whichever rank src is."""
     nodes = draw(worlds())
     src, seed = root_of(draw, nodes), draw(seeds)
     simple = st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=300), st.binary(max_size=20))
@@ -100,7 +100,7 @@ def broadcast_object(lab: Lab, draw: Draw) -> None:
 
 @check("collectives", "S3.9", "refuses")
 def refuses(lab: Lab, draw: Draw) -> None:
-    """What does not fit is a ValueError or TypeError before anything is sent, and the communicator goes on working."""
+    """Invalid arguments raise a ValueError or TypeError before anything is sent, and the communicator continues to work."""
     nodes = draw(worlds())
     n = sum(nodes)
     case = draw(st.sampled_from(["src", "size", "dtype", "average of integers", "bits of floats"]))

@@ -1,4 +1,4 @@
-"""Collectives one after another on one communicator, on tensors with gaps, and the barrier, in simulated worlds (S3.9)."""
+"""Series of collectives on one communicator, tensors with gaps, and the barrier (S3.9)."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _one_by_one(lab: Lab, nodes: tuple[int, ...], seed: int, calls: list[_Collec
 
 @check("collectives", "S3.9", "one_after_another", effort=0.6)
 def one_after_another(lab: Lab, draw: Draw) -> None:
-    """Of several collectives on one communicator none has a trace of those before it."""
+    """A collective is not affected by earlier ones on the same communicator."""
     nodes, seed, turn = draw(worlds()), draw(seeds), draw(seeds)
     methods = _REDUCTIONS + _MOVEMENTS
     dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]
@@ -134,7 +134,7 @@ def one_after_another(lab: Lab, draw: Draw) -> None:
 
 @check("collectives", "S3.9", "every_dtype", effort=0.4)
 def every_dtype(lab: Lab, draw: Draw) -> None:
-    """Every dtype is moved with all its bits, and each is reduced by each operation that it has."""
+    """Every dtype moves bit for bit, and supports each of its reductions."""
     nodes, seed, count = draw(worlds()), draw(seeds), draw(st.integers(1, 5))
     n, root, turn = sum(nodes), root_of(draw, nodes), draw(seeds)
     calls = [
@@ -148,7 +148,7 @@ def every_dtype(lab: Lab, draw: Draw) -> None:
 
 @check("collectives", "S3.9", "gaps")
 def gaps(lab: Lab, draw: Draw) -> None:
-    """A tensor whose elements do not lie beside each other is an error on every rank, or what it should be, and its gaps stay."""
+    """A non-contiguous tensor is either refused on every rank or gets the right result, and its gaps do not change."""
     nodes, seed, count = draw(worlds()), draw(seeds), draw(st.integers(2, 7))
     n, root, dtype = sum(nodes), root_of(draw, nodes), draw(st.sampled_from([torch.float32, torch.int64]))
     method = draw(st.sampled_from(["allreduce_inplace", "broadcast", "allgather"]))
@@ -185,7 +185,7 @@ def gaps(lab: Lab, draw: Draw) -> None:
 
 @check("collectives", "S3.9", "barrier")
 def barrier(lab: Lab, draw: Draw) -> None:
-    """No rank passes a barrier before all ranks have come to it."""
+    """No rank leaves a barrier before all ranks have reached it."""
     nodes, seed = draw(worlds()), draw(seeds)
     n, rounds = sum(nodes), draw(st.integers(1, 3))
     arrived: list[int] = []

@@ -1,4 +1,4 @@
-"""Bucket operations in simulated worlds against plain loops over all ranks (S3.1 to S3.5)."""
+"""Bucket operations compared with plain loops over all ranks (S3.1 to S3.5)."""
 
 from __future__ import annotations
 
@@ -116,25 +116,25 @@ def _centralized(lab: Lab, draw: Draw, nodes: tuple[int, ...], compression: str 
 
 @check("comm_ops", "S3.1", "scatter_gather", dtypes=FLOATS)
 def scatter_gather(lab: Lab, draw: Draw) -> None:
-    """Scatter-gather adds in rank order, and every rank ends with the same bits."""
+    """Scatter-gather adds in rank order, and every rank ends with identical bits."""
     _centralized(lab, draw, draw(worlds()), None, False)
 
 
 @check("comm_ops", "S3.2", "low_precision", dtypes=COMPRESSIBLE)
 def low_precision(lab: Lab, draw: Draw) -> None:
-    """With one byte per element every rank ends with the same bytes, those of the clause."""
+    """With one byte per element, every rank ends with identical bits, as specified."""
     _centralized(lab, draw, draw(worlds()), "MinMaxUInt8", False)
 
 
 @check("comm_ops", "S3.3", "hierarchical", dtypes=COMPRESSIBLE)
 def hierarchical(lab: Lab, draw: Draw) -> None:
-    """Leaders operate on node sums over n/L, so that every rank counts once also on uneven nodes."""
+    """Leaders operate on node sums divided by n/L, so that every rank counts once, even on uneven nodes."""
     _centralized(lab, draw, draw(worlds()), "MinMaxUInt8", True)
 
 
 @check("comm_ops", "S3.1", "full_precision", dtypes=FLOATS)
 def full_precision(lab: Lab, draw: Draw) -> None:
-    """Full precision gives the sum or mean over all ranks within what another order of adding may change."""
+    """Full precision gives the sum or mean over all ranks, up to the rounding of another summation order."""
     nodes, mean, between, scattergather = draw(worlds()), draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
     n = sum(nodes)
     multiple = (len(nodes) if between else n) if scattergather else 1
@@ -156,7 +156,7 @@ def _arrays(ranks: list[Tensor]) -> list[decentralized_numpy.Array]:
 
 @check("comm_ops", "S3.4", "shift_one", dtypes=FLOATS)
 def shift_one(lab: Lab, draw: Draw) -> None:
-    """Ranks are averaged with the peer of each step; hierarchical, leaders are, on node means."""
+    """Each rank is averaged with its peer of the step; with hierarchical, node means are, between leaders."""
     between = draw(st.booleans())
     nodes, count = draw(paired_worlds(between)), draw(st.integers(1, 5))
     rounds = [_inputs(lab, draw, sum(nodes), 1) for _ in range(1)]
@@ -174,7 +174,7 @@ def shift_one(lab: Lab, draw: Draw) -> None:
 
 @check("comm_ops", "S3.4", "all", dtypes=FLOATS)
 def all_ranks(lab: Lab, draw: Draw) -> None:
-    """The mean over all ranks, also on uneven nodes, within what another order of adding may change."""
+    """The result is the mean over all ranks, even on uneven nodes, up to the rounding of another summation order."""
     between, nodes = draw(st.booleans()), draw(worlds(8))
     n = sum(nodes)
     inputs = [x / 64 for x in _inputs(lab, draw, n, 1, finite=True)]
@@ -188,7 +188,7 @@ def all_ranks(lab: Lab, draw: Draw) -> None:
 
 @check("comm_ops", "S3.5", "ring", dtypes=COMPRESSIBLE)
 def ring(lab: Lab, draw: Draw) -> None:
-    """Steps on the ring are those of the clause, bit for bit, so that replicas stay equal."""
+    """Steps on the ring are as specified, bit for bit, so that replicas stay equal."""
     between, nodes, count = draw(st.booleans()), draw(worlds(8)), draw(st.integers(1, 4))
     first = _inputs(lab, draw, sum(nodes), 1)
     rounds = [first] + [[bulk(lab.dtype, "tame", draw(seeds), x.numel()) for x in first] for _ in range(count - 1)]

@@ -1,4 +1,4 @@
-"""Fused optimizers against their unfused twins (S6): a target's ``fuse_optimizer`` is a function with the parameters of ours."""
+"""Fused optimizers compared with unfused twins (S6): a target's ``fuse_optimizer`` takes the parameters of ours."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _any_twins(lab: Lab, draw: Draw, dtype: str = "float32", flags: str = "") ->
 
 @check("fused_optimizer", "S6", "bits", dtypes=("float32", "float64"), effort=1.2)
 def bits(lab: Lab, draw: Draw) -> None:
-    """Weights and state after fused steps have the bits that step() gives."""
+    """Weights and state after fused steps equal those after step(), bit for bit."""
     twins = _any_twins(lab, draw, lab.dtype_name)
     for kept in draw(st.lists(st.booleans(), min_size=2, max_size=4)):
         twins.gradients(kept)
@@ -125,7 +125,7 @@ def bits(lab: Lab, draw: Draw) -> None:
 
 @check("fused_optimizer", "S6", "mixed", effort=1.5)
 def mixed(lab: Lab, draw: Draw) -> None:
-    """Step() may be called in between, and a parameter without gradient is left out as step() leaves it out."""
+    """Step() may be called between fused steps, and parameters without gradients are skipped as step() skips them."""
     twins = _any_twins(lab, draw, flags=draw(st.sampled_from(["", ", do_flatten=False", ", check_flatten=False"])))
     for how in draw(st.lists(st.sampled_from(["fused.fuse_step()", "fused.fuse_step()", "fused.step()"]), min_size=4, max_size=6)):
         twins.gradients(draw(st.booleans()), draw(_without))
@@ -134,7 +134,7 @@ def mixed(lab: Lab, draw: Draw) -> None:
 
 @check("fused_optimizer", "S6", "zero_grad", effort=0.7)
 def zero_grad(lab: Lab, draw: Draw) -> None:
-    """Gradients that zero_grad has replaced are taken up again, without a warning."""
+    """Gradients that zero_grad has replaced are used again, without a warning."""
     twins = _any_twins(lab, draw)
     twins.use("no_warning")
     for to_none in draw(st.lists(st.booleans(), min_size=2, max_size=4)):
@@ -145,7 +145,7 @@ def zero_grad(lab: Lab, draw: Draw) -> None:
 
 @check("fused_optimizer", "S6", "storages", dtypes=("float32", "float64"), effort=1.5)
 def storages(lab: Lab, draw: Draw) -> None:
-    """Weights, and gradients, may lie anywhere in larger storages: with gaps, in any order, one over another, transposed."""
+    """Weights and gradients may be views of larger storages: with gaps, in any order, overlapping, transposed."""
     twins, name = _Twins(lab, draw), draw(st.sampled_from(_MOMENTA))
     kind = draw(st.sampled_from(["transposed", "over", "beside", "gaps", "shuffled"]))
     sizes = draw(st.lists(st.integers(3, 12), min_size=2, max_size=4))
@@ -184,7 +184,7 @@ def storages(lab: Lab, draw: Draw) -> None:
 
 @check("fused_optimizer", "S6", "identity", effort=0.5)
 def identity(lab: Lab, draw: Draw) -> None:
-    """Fusing returns the optimizer itself, and parameters keep identity, values, shapes and strides."""
+    """Fusing returns the optimizer itself, and parameters keep their identity, values, shapes and strides."""
     twins, name = _Twins(lab, draw), draw(st.sampled_from(_MOMENTA))
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=2))
     twins.make_parameters(sizes)
@@ -203,7 +203,7 @@ def identity(lab: Lab, draw: Draw) -> None:
 
 @check("fused_optimizer", "S6", "groups", effort=1.2)
 def groups(lab: Lab, draw: Draw) -> None:
-    """Groups with options, several dtypes, frozen and transposed parameters, and groups that are added later, are as in step()."""
+    """Groups with options, several dtypes, frozen or transposed parameters, and groups added later behave as in step()."""
     twins, name = _Twins(lab, draw), draw(st.sampled_from(_MOMENTA))
     sizes = draw(st.lists(st.integers(2, 4), min_size=2, max_size=3))
     twins.make_parameters(sizes)
@@ -231,7 +231,7 @@ def groups(lab: Lab, draw: Draw) -> None:
 
 @check("fused_optimizer", "S6", "state_dict", effort=0.8)
 def state_dict(lab: Lab, draw: Draw) -> None:
-    """State_dict has the keys and values of the unfused optimizer, and each loads the other's."""
+    """State_dict has the keys and values of the unfused optimizer, and each can load the other's."""
     twins = _any_twins(lab, draw)
     twins.do("import copy\n\nfrom bagua_ref.conformance.lab.twins import assert_same_state_dict\n")
     for _ in range(draw(st.integers(1, 2))):
@@ -253,7 +253,7 @@ def state_dict(lab: Lab, draw: Draw) -> None:
 
 @check("fused_optimizer", "S6", "closure", effort=0.5)
 def closure(lab: Lab, draw: Draw) -> None:
-    """The closure runs once, with gradients enabled, before parameters are grouped, and its result is returned."""
+    """The closure runs once, with gradients enabled and before parameters are grouped, and its result is returned."""
     twins = _any_twins(lab, draw)
     twins.do(
         "def compute(ps):\n"
@@ -273,7 +273,7 @@ def closure(lab: Lab, draw: Draw) -> None:
 
 @check("fused_optimizer", "S6", "hooks", effort=0.5)
 def hooks(lab: Lab, draw: Draw) -> None:
-    """Step hooks and learning rate schedulers see fuse_step as one step, and the parameters as they are."""
+    """Step hooks and learning rate schedulers see fuse_step as one step on the usual parameters."""
     twins = _any_twins(lab, draw)
     twins.use("StepHooks, no_warning")
     twins.do("hooks = StepHooks(fused)")
@@ -290,7 +290,7 @@ def hooks(lab: Lab, draw: Draw) -> None:
 
 @check("fused_optimizer", "S6", "count", effort=0.7)
 def count(lab: Lab, draw: Draw) -> None:
-    """_bagua_fused_count grows by one for each fused step and group in which parameters were updated as one."""
+    """_bagua_fused_count increases by one for each step and group in which parameters were fused."""
     twins, name = _Twins(lab, draw), draw(st.sampled_from(_MOMENTA))
     sizes = draw(st.lists(st.sampled_from([1, 2, 3, 6]), min_size=1, max_size=3))
     shapes = [draw(st.sampled_from([(3,), (2, 3), (17,), (33,)])) for _ in range(sum(sizes))]
@@ -310,7 +310,7 @@ def count(lab: Lab, draw: Draw) -> None:
 
 @check("fused_optimizer", "S6", "sixteen_bits", dtypes=("float16", "bfloat16"), effort=0.6)
 def sixteen_bits(lab: Lab, draw: Draw) -> None:
-    """16-bit parameters on a CPU have the bits that step() gives."""
+    """16-bit parameters on a CPU equal those after step(), bit for bit."""
     twins = _long_twins(lab, draw, lab.dtype_name)
     for kept in draw(st.lists(st.booleans(), min_size=2, max_size=3)):
         twins.gradients(kept)
@@ -331,7 +331,7 @@ def _long_twins(lab: Lab, draw: Draw, dtype: str, flags: str = "") -> _Twins:
 
 @check("fused_optimizer", "S6", "fused_true", effort=0.8)
 def fused_true(lab: Lab, draw: Draw) -> None:
-    """Groups with fused=True have the bits of torch's own fused step."""
+    """Groups with fused=True equal those after torch's own fused step, bit for bit."""
     twins = _long_twins(lab, draw, "float32")
     for kept in draw(st.lists(st.booleans(), min_size=2, max_size=3)):
         twins.gradients(kept)
@@ -340,7 +340,7 @@ def fused_true(lab: Lab, draw: Draw) -> None:
 
 @check("fused_optimizer", "S6", "inexact", dtypes=("bfloat16", "float32"), effort=0.4)
 def inexact(lab: Lab, draw: Draw) -> None:
-    """With allow_inexact=True, 16-bit parameters and fused=True differ in last bits at most."""
+    """With allow_inexact=True, results for 16-bit parameters and fused=True differ in the last bits at most."""
     twins = _long_twins(lab, draw, lab.dtype_name, ", allow_inexact=True")
     twins.do("from bagua_ref.conformance import SUM")
     for kept in draw(st.lists(st.booleans(), min_size=1, max_size=2)):
@@ -350,7 +350,7 @@ def inexact(lab: Lab, draw: Draw) -> None:
 
 @check("fused_optimizer", "S6", "other_classes", effort=0.1)
 def other_classes(lab: Lab, draw: Draw) -> None:
-    """An element-wise optimizer that is not torch's own has the bits that step() gives."""
+    """An element-wise optimizer from outside torch gives the results of step(), bit for bit."""
     twins, sizes = _Twins(lab, draw), draw(st.lists(st.integers(1, 4), min_size=1, max_size=2))
     twins.use("Lion")
     twins.make_parameters(sizes)
@@ -362,7 +362,7 @@ def other_classes(lab: Lab, draw: Draw) -> None:
 
 @check("fused_optimizer", "S6", "refuses", effort=0.5)
 def refuses(lab: Lab, draw: Draw) -> None:
-    """Optimizers that are not element-wise are an error that names them, and fusing twice is a RuntimeError."""
+    """Optimizers that are not element-wise raise an error that names them, and fusing twice raises a RuntimeError."""
     names = ["LBFGS", "Adafactor", "Muon", "SparseAdam", "LAMB", "twice"]
     name = draw(st.sampled_from([name for name in names if hasattr(torch.optim, name) or name in ("LAMB", "twice")]))
     twins = _Twins(lab, draw)
@@ -380,7 +380,7 @@ def refuses(lab: Lab, draw: Draw) -> None:
 
 @check("fused_optimizer", "S6", "moved", effort=0.5)
 def moved(lab: Lab, draw: Draw) -> None:
-    """Weights that something else has moved away give a warning, and are updated where they are."""
+    """Weights that were moved to another storage cause a warning and are updated where they are."""
     twins, name = _Twins(lab, draw), draw(st.sampled_from(_MOMENTA))
     sizes = [draw(st.integers(3, 6))]
     shapes = [draw(st.sampled_from([(3,), (2, 3), (17,)])) for _ in range(sizes[0])]

@@ -1,4 +1,4 @@
-"""Every kernel but the codec against one element at a time (S1, S2.3, S3, S5.5, S7.2)."""
+"""Kernels other than the codec compared with scalar implementations (S1, S2.3, S3, S5.5, S7.2)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def subtract(lab: Lab, draw: Draw) -> None:
 
 @check("kernels", "S1", "add_scaled", dtypes=FLOATS, needs=("add_scaled_",))
 def add_scaled(lab: Lab, draw: Draw) -> None:
-    """The product is rounded, then the sum: nothing is fused."""
+    """The product is rounded, then the sum; there is no fused multiply-add."""
     factor = draw(_factors)
     x, y = draw(operands(lab.dtype, 2))
     if draw(st.booleans()):
@@ -55,7 +55,7 @@ def add_scaled(lab: Lab, draw: Draw) -> None:
 
 @check("kernels", "S3.4", "average", dtypes=FLOATS, needs=("average_",))
 def average(lab: Lab, draw: Draw) -> None:
-    """The sum is rounded, then halved, also where it overflows."""
+    """The sum is rounded, then halved, even where it overflows."""
     x, y = draw(operands(lab.dtype, 2))
     lab.elementwise("average_", {"x": x, "y": y}, kernels_scalar.average)
 
@@ -70,7 +70,7 @@ def divide(lab: Lab, draw: Draw) -> None:
 
 @check("kernels", "S3.5", "combine_ring", dtypes=FLOATS, needs=("combine_ring_",))
 def combine_ring(lab: Lab, draw: Draw) -> None:
-    """x is stored after each of three steps."""
+    """x is rounded to its dtype after each of the three steps."""
     x, left, right, weight = draw(operands(lab.dtype, 4))
     if draw(st.booleans()):
         left, right, weight = (_nearly(tensor.double(), lab.dtype) for tensor in (x, x, x))
@@ -80,7 +80,7 @@ def combine_ring(lab: Lab, draw: Draw) -> None:
 
 @check("kernels", "S3.6", "async_average", dtypes=FLOATS, needs=("async_average_",))
 def async_average(lab: Lab, draw: Draw) -> None:
-    """The change reduced / n - snapshot is formed in float32."""
+    """The change reduced / n - snapshot is computed in float32."""
     nranks = draw(st.integers(1, 1025))
     x, snapshot = draw(operands(lab.dtype, 2))
     wide = torch.float64 if lab.dtype is torch.float64 else torch.float32
@@ -104,7 +104,7 @@ def update_momentum(lab: Lab, draw: Draw) -> None:
 
 @check("kernels", "S3.7", "reduce_chunks", dtypes=FLOATS, needs=("reduce_chunks_",), effort=1.5)
 def reduce_chunks(lab: Lab, draw: Draw) -> None:
-    """Chunks are added from +0 on in order, and one chunk changes."""
+    """Chunks are added in order, starting from +0, and only one chunk changes."""
     x, num_chunks = draw(chunked(lab.dtype))
     size = x.numel() // num_chunks
     if num_chunks > 2 and draw(st.booleans()):

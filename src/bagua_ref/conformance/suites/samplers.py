@@ -1,4 +1,4 @@
-"""Balanced samplers against the clause in plain Python (S7): a target's ``samplers`` has the two classes by their names."""
+"""Balanced samplers compared with plain Python (S7): a target's ``samplers`` has both classes by their names."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class _Trial:
 
 @check("samplers", "S7.1", "lengths", needs=_SAMPLER, effort=3)
 def lengths(lab: Lab, draw: Draw) -> None:
-    """All ranks draw equally many, as many as they say."""
+    """All ranks draw the same number of samples, which is their length."""
     (values, replicas, options), trial = draw(cases()), _Trial(lab)
     wanted = samplers_plain.num_samples(len(values), replicas, options["drop_last"])
     sampler = trial.run(lambda: trial.make(values, replicas, replicas - 1, options))
@@ -89,7 +89,7 @@ def lengths(lab: Lab, draw: Draw) -> None:
 
 @check("samplers", "S7.2", "one_replica", needs=_SAMPLER, effort=3)
 def one_replica(lab: Lab, draw: Draw) -> None:
-    """Without shuffling a replica alone draws samples in a stable ascending order of their exact complexities."""
+    """Without shuffling, a single replica draws samples in ascending order of their exact complexities; the sort is stable."""
     values, trial = draw(about_an_edge() if draw(st.booleans()) else complexities), _Trial(lab)
     sampler = trial.run(lambda: trial.make(values, 1, 0, {"shuffle": False, "epoch": draw(st.integers(0, 3))}))
     trial.same("list(sampler)", trial.run(lambda: list(sampler)), sorted(range(len(values)), key=values.__getitem__))
@@ -97,7 +97,7 @@ def one_replica(lab: Lab, draw: Draw) -> None:
 
 @check("samplers", "S7.2", "inputs_unchanged", needs=_SAMPLER)
 def inputs_unchanged(lab: Lab, draw: Draw) -> None:
-    """Complexities that are tensors stay as they were, epoch after epoch."""
+    """Complexities that are tensors are not changed in any epoch."""
     numbers, trial = draw(st.lists(st.integers(0, 9), min_size=1, max_size=12)), _Trial(lab)
     dataset = [torch.tensor(number) for number in numbers]
     options = {"shuffle": True, "seed": draw(st.integers(0, 5)), "random_level": draw(levels)}
@@ -113,7 +113,7 @@ def inputs_unchanged(lab: Lab, draw: Draw) -> None:
 
 @check("samplers", "S7.3", "indices", needs=_SAMPLER, effort=5)
 def indices(lab: Lab, draw: Draw) -> None:
-    """A rank's indices are those of the clause, and the same when asked again."""
+    """A rank's indices are as specified, and the same when iterated again."""
     (values, replicas, options), trial = draw(cases()), _Trial(lab)
     rank = draw(st.integers(0, replicas - 1))
     sampler = trial.run(lambda: trial.make(values, replicas, rank, options))
@@ -124,7 +124,7 @@ def indices(lab: Lab, draw: Draw) -> None:
 
 @check("samplers", "S7.4", "batches", needs=_BATCHES, effort=4)
 def batches(lab: Lab, draw: Draw) -> None:
-    """All replicas get equally many batches: the largest number, short ones in cycle, or with drop_last the smallest."""
+    """All replicas get the same number of batches: the largest, with batches repeated in cycle, or with drop_last the smallest."""
     (values, replicas, options), trial = draw(cases()), _Trial(lab)
     options = {**options, "drop_last": False}
     batch_fn, drop_last = cut(draw(st.integers(1, 5))), draw(st.booleans())
@@ -146,7 +146,7 @@ def batches(lab: Lab, draw: Draw) -> None:
 
 @check("samplers", "S7.5", "refuses", needs=_BATCHES, effort=2)
 def refuses(lab: Lab, draw: Draw) -> None:
-    """A random_level outside 0 to 1, a rank that is none, no samples, NaN, another sampler, drop_last below: ValueError."""
+    """An invalid random_level, rank, dataset, complexity (NaN), sampler, or a sampler with drop_last raises a ValueError."""
     trial, classes = _Trial(lab), lab.target.parts["samplers"]
     case = draw(st.sampled_from(["level", "rank", "replicas", "empty", "nan", "sampler", "drop_last", "no batches"]))
     one = draw(st.sampled_from([1, 1.0]))  # integers and floats are not read alike

@@ -1,1 +1,1 @@
-"""Targets: the form that an implementation under test has, and the package's own parts in that form."""
+"""Targets: the interface of an implementation under test, and the package's own parts behind that interface."""

@@ -1,4 +1,4 @@
-"""The package's own algorithms as a target's ``algorithms``, with any kernels: what a kernel backend is tried in."""
+"""The package's algorithms as a target's ``algorithms``, with any kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The package's own bucket operations as a target's ``comm_ops``, with any kernels: what a kernel backend is tried in."""
+"""The package's bucket operations as a target's ``comm_ops``, with any kernels."""
 
 from __future__ import annotations
 

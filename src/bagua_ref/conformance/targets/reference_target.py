@@ -1,4 +1,4 @@
-"""The package's own parts as one target: the checks themselves are tested on it, and it shows the form of a target."""
+"""The package's parts as one target: an example, and the target that the checks themselves are tested on."""
 
 from __future__ import annotations
 

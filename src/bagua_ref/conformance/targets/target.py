@@ -1,4 +1,4 @@
-"""What is judged: a backend by name, a KernelBackend, or any object that has some of the parts that suites look at."""
+"""Targets: a backend's name, a KernelBackend, or any object with some of the parts that suites check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process group of torch.distributed as a target's communicator, with ranks that are threads of one process (S3.9).
+"""A torch.distributed process group as a target's communicator, with ranks as threads of one process (S3.9).
 
 ``bagua-ref verify --communicator bagua_ref.conformance.targets.torch_group:gloo --suite collectives`` checks torch's own gloo. For
 another group, write a factory like `gloo`.

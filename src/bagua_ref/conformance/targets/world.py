@@ -1,4 +1,4 @@
-"""Worlds in which communicators and bucket operations are tried: every rank a thread, of the simulation or a real one."""
+"""Worlds for checks of communicators and bucket operations, with ranks as simulated or real threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces of whole trainings: record what goes into and out of every bucket's operation, and replay all ranks afterwards."""
+"""Traces of whole trainings: inputs and outputs of every bucket operation, recorded, then replayed for all ranks."""
 
 from bagua_ref.conformance.trace.check import check_trace
 from bagua_ref.conformance.trace.files import TRACE_VERSION, RankTrace, Record, TraceError, read_trace

@@ -1,4 +1,4 @@
-"""Checking a trace: every execution of every bucket is replayed, and what ranks recorded is compared with what it gives."""
+"""Check of a trace: each operation is replayed and compared with what the ranks recorded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trace on disk: for each rank a folder with a manifest, an index of steps, and a safetensors file for each step."""
+"""Files of a trace: per rank a folder with a manifest, an index of steps and a safetensors file per step."""
 
 from __future__ import annotations
 

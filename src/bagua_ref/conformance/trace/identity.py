@@ -1,4 +1,4 @@
-"""Which rank of which world a recorder is on."""
+"""Rank, world size and nodes of a recorder."""
 
 from __future__ import annotations
 

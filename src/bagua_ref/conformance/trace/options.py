@@ -1,4 +1,4 @@
-"""The options of algorithms that change what an operation computes: their defaults, and how they are typed."""
+"""Options of algorithms that affect a replay: defaults and parsing."""
 
 from __future__ import annotations
 

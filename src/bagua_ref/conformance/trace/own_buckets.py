@@ -1,4 +1,4 @@
-"""How our own buckets are recorded: each operation is asked what it is, and what it will not show by itself."""
+"""Recording of the package's own buckets."""
 
 from __future__ import annotations
 

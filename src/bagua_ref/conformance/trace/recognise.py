@@ -1,4 +1,4 @@
-"""Names for divergences that have a usual cause: rounding to 16 bits, a sum for a mean, another peer, nothing received."""
+"""Likely causes of divergences: rounding to 16 bits, a sum instead of a mean, another peer, nothing received."""
 
 from __future__ import annotations
 

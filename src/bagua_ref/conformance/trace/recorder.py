@@ -1,4 +1,4 @@
-"""`Recorder`: writes down what goes into and what comes out of every bucket's operation while a training runs."""
+"""`Recorder`: records the inputs and outputs of every bucket operation during training."""
 
 from __future__ import annotations
 

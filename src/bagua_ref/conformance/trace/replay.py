@@ -1,4 +1,4 @@
-"""What a bucket's operation must have given: all ranks' recorded inputs, run through it in the simulated world."""
+"""Replay of bucket operations: all ranks' recorded inputs, run through the operation in a simulated world."""
 
 from __future__ import annotations
 

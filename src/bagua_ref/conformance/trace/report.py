@@ -1,4 +1,4 @@
-"""What checking a trace has found: as text, and as JSON values."""
+"""Results of checking a trace, as text and as JSON values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a recorder holds while a step lasts: which operations have begun and ended, and when a step is over."""
+"""Steps of a recording: which operations have begun and ended, and when a step is complete."""
 
 from __future__ import annotations
 

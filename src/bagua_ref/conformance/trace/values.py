@@ -1,4 +1,4 @@
-"""What users may hand to a recorder: names, JSON values, and tensors alone, in lists or by name."""
+"""Arguments that a recorder accepts: names, JSON values, and tensors alone, in lists or by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Golden vectors: cases with inputs and expected outputs as files, so that an implementation in any language can be checked."""
+"""Golden vectors: files of inputs and expected outputs, for implementations in any language."""
 
 from bagua_ref.conformance.clauses import VECTORS_VERSION
 from bagua_ref.conformance.vectors.case import Case

@@ -1,4 +1,4 @@
-"""What one golden vector is: an operation, its inputs and parameters, and what must come out."""
+"""A golden vector: an operation, its inputs and parameters, and the expected outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Comparing somebody's outputs with golden vectors: a verdict for every case, and for every file that has no place."""
+"""Comparison of outputs with golden vectors: a verdict for each case, and for each unexpected file or tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing the golden vectors: the same bytes on every machine."""
+"""Export of the golden vectors, with the same bytes on every machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases of the kernels but the codec: S1, S3.4 to S3.7, S5.5, S2.3, S7.2."""
+"""Cases of the kernels other than the codec: S1, S2.3, S3.4 to S3.7, S5.5, S7.2."""
 
 from __future__ import annotations
 

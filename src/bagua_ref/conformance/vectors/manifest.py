@@ -1,4 +1,4 @@
-"""The manifest of golden vectors: what is in which file, in JSON with a schema, and whether the files are what it says."""
+"""The manifest of golden vectors: JSON with a schema that lists every file and case."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers drawn from a seed with integers and exact floats only, so that every machine and version draws the same."""
+"""Seeded random numbers from integers and exact floats only, the same on every machine and version."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         tensors = load(data)
     except SafetensorError as error:
-        raise DamagedFileError(f"truncated or malformed: {error}") from None
+        raise DamagedFileError(f"not a complete safetensors file: {error}") from None
     except (KeyError, RuntimeError, TypeError) as error:  # a dtype or a shape that safetensors takes, but torch does not
         raise DamagedFileError(f"a tensor that torch cannot hold: {str(error).splitlines()[0]}") from None
     for name, x in tensors.items():

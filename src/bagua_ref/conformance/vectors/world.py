@@ -1,4 +1,4 @@
-"""Runs bucket operations on all ranks of a simulated world at once: rows in, rows out."""
+"""Bucket operations on all ranks of a simulated world at once: rows in, rows out."""
 
 from __future__ import annotations
 
