@@ -485,8 +485,11 @@ def test_recording_needs_nothing_that_is_optional_and_checking_only_safetensors(
     absent = ["hypothesis", "jsonschema", "matplotlib", "rich", "sklearn"]
     without = f"import sys; sys.modules.update(dict.fromkeys({absent})); from bagua_ref.conformance.trace import *"
     assert "NO DIVERGENCE" in run("-c", f"{without}; print(check_trace({str(tmp_path / 'ours')!r}))")
-    record = f"r = Recorder({str(tmp_path / 'alone')!r}, rank=0, world_size=1)\nwith r: r.before_op(0, torch.ones(3)); r.after_op(0, torch.ones(3))"
-    check = f"try: check_trace({str(tmp_path / 'alone')!r})\nexcept TraceError as error: print(r.steps_written, error)"
+    record = (
+        f"r = Recorder({str(tmp_path / 'alone')!r}, rank=0, world_size=1)\n"
+        "with r: r.before_op(0, torch.ones(3)); r.after_op(0, torch.ones(3))"
+    )
+    check = f"try: check_trace({str(tmp_path / 'alone')!r}, 'bytegrad')\nexcept TraceError as error: print(r.steps_written, error)"
     said = run("-c", f"{without}\nimport torch\nsys.modules['safetensors'] = None\n{record}\n{check}")
     assert said.startswith("1 ")
     assert "install safetensors: pip install" in said
