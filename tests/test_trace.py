@@ -291,10 +291,10 @@ def test_other_usual_causes_are_named(tmp_path: Path) -> None:
 
     assert kind(1, lambda rank, x: 2 * x) == "as if summed, where a mean was expected"
     assert kind(2, lambda rank, x: ranks[rank].records(1)["0"].inputs["x"]) == (
-        "as if nothing had been communicated: outputs are inputs"
+        "as if nothing had been communicated: the outputs equal the inputs"
     )
     assert kind(3, lambda rank, x: x.bfloat16().float()).startswith("as if rounded to bfloat16")
-    assert kind(4, lambda rank, x: x + rank) == "like ranks that end with different values, where all must end with the same"
+    assert kind(4, lambda rank, x: x + rank) == "as if ranks had ended with different values, where all must have the same"
 
 
 def test_a_mean_taken_for_bytegrad_is_named(tmp_path: Path) -> None:
@@ -368,7 +368,7 @@ def test_a_ring_whose_replicas_are_unknown_is_not_checked_and_says_so(tmp_path: 
 
 
 def test_the_limit_stops_recording_with_one_warning_and_training_goes_on(tmp_path: Path) -> None:
-    with pytest.warns(RuntimeWarning, match=r"max_bytes=3000.*Training goes on") as warned:
+    with pytest.warns(RuntimeWarning, match=r"max_bytes=3000.*Training continues") as warned:
         (recorder,) = simulate(tmp_path, "gradient_allreduce", {}, (1,), steps=9, max_bytes=3000)
     assert len(warned) == 1
     assert 0 < recorder.bytes_written <= 3000
@@ -584,7 +584,7 @@ def test_a_trace_of_a_group_that_is_not_all_ranks_says_what_to_do(tmp_path: Path
         shutil.copytree(tmp_path / "a" / f"rank{other}", tmp_path / "a" / f"rank{number}")
         manifest = tmp_path / "a" / f"rank{number}" / "manifest.json"
         manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "rank": number}))
-    with pytest.raises(TraceError, match="a group of 2 ranks, and the trace is of 4: give the Recorder rank, world_size"):
+    with pytest.raises(TraceError, match="a group of 2 ranks, but the trace has 4: pass the rank, world_size"):
         check_trace(tmp_path / "a", "bytegrad")
 
 
@@ -596,8 +596,8 @@ def test_a_trace_of_a_group_that_is_not_all_ranks_says_what_to_do(tmp_path: Path
     [
         ({"every": 0}, ValueError, "every=0 must be 1 or more"),
         ({"every": 1.5}, TypeError, "every=1.5 must be an int"),
-        ({"buckets": 0.0}, ValueError, "buckets=0.0 must be a share above 0 up to 1"),
-        ({"buckets": "0"}, TypeError, "names of buckets in a list"),
+        ({"buckets": 0.0}, ValueError, "buckets=0.0 must be a fraction above 0"),
+        ({"buckets": "0"}, TypeError, "a list of bucket names"),
         ({"buckets": []}, ValueError, "at least one"),
         ({"max_bytes": 0}, ValueError, "max_bytes=0 must be 1 or more"),
         ({"max_bytes": "1G"}, TypeError, "max_bytes='1G' must be an int"),
@@ -625,12 +625,12 @@ def test_the_three_calls_refuse(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="before_op was called twice"):
             recorder.before_op("a", torch.ones(1))
         for bad, error, message in (
-            ([], ValueError, "at least one and of one dtype"),
+            ([], ValueError, "at least one tensor, all of one dtype"),
             ([torch.ones(1), torch.ones(1).half()], ValueError, "of one dtype"),
             ({}, ValueError, "at least one tensor"),
             ({"a b": torch.ones(1)}, ValueError, "must be an identifier"),
             (3.0, TypeError, "must be a torch.Tensor or a NumPy array, not float"),
-            (torch.ones(1, dtype=torch.complex64), TypeError, "complex64 is not recorded"),
+            (torch.ones(1, dtype=torch.complex64), TypeError, "complex64 is not supported"),
         ):
             with pytest.raises(error, match=message):
                 recorder.before_op("b", bad)
@@ -638,12 +638,12 @@ def test_the_three_calls_refuse(tmp_path: Path) -> None:
             recorder.before_op(None, torch.ones(1))
         with pytest.raises(TypeError, match=r"info: at=.* must be a number"):
             recorder.before_op("c", torch.ones(1), at=torch.ones(1))
-    with pytest.raises(ValueError, match="holds a trace of this rank already"), Recorder(tmp_path, rank=0, world_size=1):
+    with pytest.raises(ValueError, match="already holds a trace of this rank"), Recorder(tmp_path, rank=0, world_size=1):
         pass
 
 
 def test_traces_that_cannot_be_used_say_why(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="is no folder"):
+    with pytest.raises(TraceError, match="is not a folder"):
         check_trace(tmp_path / "none")
     with pytest.raises(TraceError, match="holds no trace"):
         check_trace(tmp_path)
@@ -658,11 +658,11 @@ def test_traces_that_cannot_be_used_say_why(tmp_path: Path) -> None:
             check_trace(directory, "bytegrad")
 
     broken("a", "rank2", shutil.rmtree, r"rank2/manifest.json' is missing; a trace of 3 ranks needs rank0 to rank2")
-    broken("b", "rank1/manifest.json", lambda p: p.write_text("{"), "is no JSON")
-    broken("c", "rank1/manifest.json", lambda p: p.write_text("{}"), "is no manifest of a trace")
+    broken("b", "rank1/manifest.json", lambda p: p.write_text("{"), "is not valid JSON")
+    broken("c", "rank1/manifest.json", lambda p: p.write_text("{}"), "is not the manifest of a trace")
     broken("d", "rank1/00000001.safetensors", Path.unlink, "00000001.safetensors' cannot be read: No such file")
     broken("e", "rank1/00000001.safetensors", lambda p: p.write_bytes(p.read_bytes()[:-1]), "not a complete")
-    broken("f", "rank1/steps.jsonl", lambda p: p.write_text("what\n"), "line 1 is no entry of a step")
+    broken("f", "rank1/steps.jsonl", lambda p: p.write_text("what\n"), "line 1 is not a valid entry of a step")
     far = json.dumps({"step": 0, "file": "../x", "records": []})
     broken("j", "rank1/steps.jsonl", lambda p: p.write_text(f"{far}\n"), "file='../x' must be a name in this folder")
     broken("k", "rank1/steps.jsonl", lambda p: p.write_text('{"step": 0, "records": [{}]}\n'), "a record needs bucket, execution")
@@ -672,11 +672,11 @@ def test_traces_that_cannot_be_used_say_why(tmp_path: Path) -> None:
     broken("i", "rank1/manifest.json", lambda p: p.write_text(json.dumps({**change, "trace_version": "9"})), "trace_version '9'")
     with pytest.raises(ValueError, match="algorithm='bytgrad' must be one of gradient_allreduce"):
         check_trace(tmp_path, "bytgrad")
-    with pytest.raises(ValueError, match="option 'interval' is none of bytegrad's, which are hierarchical, average"):
+    with pytest.raises(ValueError, match="option 'interval' is unknown; bytegrad has hierarchical, average"):
         check_trace(tmp_path, "bytegrad", {"interval": 2})
     with pytest.raises(ValueError, match="option hierarchical='no' must be true or false"):
         check_trace(tmp_path, "bytegrad", {"hierarchical": "no"})
-    with pytest.raises(ValueError, match="buckets: '7' is none of the trace's, which are 0"):
+    with pytest.raises(ValueError, match="buckets: '7' is not in the trace, which has 0"):
         check_trace(tmp_path, buckets=["7"])
     with pytest.raises(TraceError, match="shift_one pairs ranks, and there are 3"):
         check_trace(tmp_path, "decentralized", SHIFT_ONE)
@@ -708,7 +708,7 @@ def test_trace_check_exits_0_1_and_2(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main([*command, "--json-file", str(tmp_path / "no" / "such")]) == 2
     assert main([*command, "--png", str(tmp_path / "no" / "such.png")]) == 2
     assert main(["trace", "check", str(tmp_path / "nothing")]) == 2
-    assert "is no folder" in capsys.readouterr().err
+    assert "is not a folder" in capsys.readouterr().err
 
 
 def test_a_picture_without_matplotlib_says_what_to_install(

@@ -55,7 +55,7 @@ def full_precision(average: bool) -> Exchange:
 
 
 def one_byte(average: bool, nodes: list[int], between_leaders: bool) -> Exchange:
-    """Return S5.2: the bucket is padded with zeros, then one byte per element travels, perhaps between node leaders."""
+    """Return the exchange of S5.2: pad with zeros, then send one byte per element, between node leaders if asked to."""
     n, leaders = sum(nodes), len(nodes)
     alignment = n * leaders // math.gcd(n, leaders) if between_leaders else n
 
@@ -97,5 +97,5 @@ def train_on_gradients(
 
 
 def _used(gradient: Numbers | None, size: int) -> Numbers:
-    """A parameter that is not used counts as having zero gradient (S2.5)."""
+    """Return a zero gradient for a parameter that is not used (S2.5)."""
     return [0.0] * size if gradient is None else gradient

@@ -22,7 +22,7 @@ def grid(low: float, high: float) -> tuple[float, float, float]:
 
 
 def block_size(count: int) -> int:
-    """Return the bytes of a block of so many elements (S4.1)."""
+    """Return the size in bytes of a block of ``count`` elements (S4.1)."""
     padded = 0
     while padded < count:
         padded += 32
@@ -43,7 +43,7 @@ def compress_chunk(chunk: list[float], dtype: str) -> bytes:
 
 
 def is_out_of_range(low: float, high: float) -> bool:
-    """Whether max - min, max*scale or min*scale overflows (S4.4)."""
+    """Return whether max - min, max*scale or min*scale overflows (S4.4)."""
     if math.isinf(f32(high - low)):
         return True
     scale = grid(low, high)[0]
@@ -67,13 +67,13 @@ def decompress_chunk(block: bytes, count: int, dtype: str) -> list[float]:
 
 
 def saturate(dtype: str, value: float) -> float:
-    """Round to dtype, what lies beyond its range to its largest number (S4.3)."""
+    """Round to dtype, with saturation at its largest number (S4.3)."""
     stored = to(dtype, value)
     return math.copysign(LARGEST[dtype], stored) if math.isinf(stored) else stored
 
 
 def bound(low: float, high: float, restored: float, dtype: str) -> float:
-    """Return the largest distance between a value and its restored form (S4.6), in float64."""
+    """Return the bound of the error of a restored value (S4.6), in float64."""
     scale = grid(low, high)[0]
     half_ulp = 0.0
     if dtype != "float32":

@@ -18,13 +18,13 @@ Ranks = list[list[float]]
 
 
 def scatter_gather(xs: Ranks, dtype: str, average: bool) -> Ranks:
-    """Element by element, added in rank order (S3.1, S3.7)."""
+    """Add element by element in rank order (S3.1, S3.7)."""
     total = [reduce_in_order(dtype, list(column), average) for column in zip(*xs, strict=True)]
     return [list(total) for _ in xs]
 
 
 def low_precision(xs: Ranks, dtype: str, average: bool) -> Ranks:
-    """Chunk t of every rank travels to rank t in one byte each; so does what rank t makes of them (S3.2)."""
+    """Send chunk t of every rank to rank t as one byte per element, reduce it there, and send back the result (S3.2)."""
     n, size = len(xs), len(xs[0]) // len(xs)
     result: list[float] = []
     for t in range(n):
@@ -38,7 +38,7 @@ def low_precision(xs: Ranks, dtype: str, average: bool) -> Ranks:
 
 
 def node_sum(node: Ranks, dtype: str, divisor: float | None) -> list[float]:
-    """The leader's input: the node's sum in float32 over float32(n/L), rounded once (S3.3)."""
+    """Return the leader's input: the node's sum in float32 divided by float32(n/L), rounded once (S3.3)."""
     r = arithmetic(dtype)
     result = []
     for column in zip(*node, strict=True):
@@ -50,7 +50,7 @@ def node_sum(node: Ranks, dtype: str, divisor: float | None) -> list[float]:
 
 
 def hierarchical(operation: Callable[..., Ranks], xs: Ranks, nodes: list[int], dtype: str, average: bool) -> Ranks:
-    """``operation`` between node leaders; ``nodes`` holds how many ranks each node has, in rank order (S3.3)."""
+    """Run ``operation`` between node leaders; ``nodes`` is the number of ranks on each node, in rank order (S3.3)."""
     divisor = len(xs) / len(nodes) if average else None
     starts = [sum(nodes[:place]) for place in range(len(nodes))]
     leaders = [node_sum(xs[start : start + size], dtype, divisor) for start, size in zip(starts, nodes, strict=True)]

@@ -19,7 +19,7 @@ Array: TypeAlias = npt.NDArray[Any]
 
 
 def stored(values: Array, dtype: str) -> Array:
-    """Round to what memory of the dtype can hold."""
+    """Round to the dtype."""
     if dtype == "float16":
         return values.astype(np.float16).astype(np.float32)
     if dtype == "bfloat16":
@@ -31,12 +31,12 @@ def stored(values: Array, dtype: str) -> Array:
 
 
 def step_of_sgd(x: Array, grad: Array, lr: float, dtype: str) -> Array:
-    """Plain SGD, as torch computes it if lr * grad is a number of the dtype."""
+    """Take a step of plain SGD; equals torch's if lr * grad is a number of the dtype."""
     return stored(x - x.dtype.type(lr) * grad, dtype)
 
 
 def restored(x: Array, dtype: str) -> Array:
-    """Return what a neighbour restores of x, compressed as one chunk (S4)."""
+    """Return x after compression as one chunk and decompression (S4)."""
     return np.array(decompress_chunk(compress_chunk(x.tolist(), dtype), x.size, dtype), x.dtype)
 
 
@@ -55,18 +55,18 @@ def split(ranks: list[Array], nodes: list[int]) -> list[list[Array]]:
 
 
 def on_every_rank(leaders: list[Array], nodes: list[int]) -> list[Array]:
-    """Return what each leader has, for every rank of its node."""
+    """Return each leader's array for every rank of its node."""
     return [x.copy() for x, size in zip(leaders, nodes, strict=True) for _ in range(size)]
 
 
 def mean_of_all(ranks: list[Array], dtype: str) -> list[Array]:
-    """The mean over all ranks, whatever their nodes; a library rounds it in an order of its own."""
+    """Return the mean over all ranks of all nodes; a library may round in another order."""
     mean = np.mean(np.stack(ranks).astype(np.float64), axis=0).astype(ranks[0].dtype)
     return [stored(mean, dtype) for _ in ranks]
 
 
 def pairs(n: int, step: int) -> dict[int, int]:
-    """Rank i of the first half with the one ``i + step`` places into the second half, which is a circle (S3.4)."""
+    """Pair rank i of the first half with the rank ``i + step`` places into the second half, which wraps around (S3.4)."""
     half = n // 2
     found = {i: half + (i + step) % half for i in range(half)}
     return found | {b: a for a, b in found.items()}
@@ -79,7 +79,7 @@ def mean_of_pairs(ranks: list[Array], dtype: str, step: int) -> list[Array]:
 
 
 def average(ranks: list[Array], dtype: str, mode: str, hierarchical: bool, nodes: list[int], step: int) -> list[Array]:
-    """One decentralized averaging, the ``step``-th (S3.4)."""
+    """Average the weights for the ``step``-th time (S3.4)."""
     if mode == "all":
         return mean_of_all(ranks, dtype)
     if not hierarchical:

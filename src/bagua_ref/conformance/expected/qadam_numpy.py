@@ -22,14 +22,14 @@ Parameters = list[list[float]]
 
 
 class QAdam:
-    """The weights and moments of all ranks, which are alike.
+    """The weights and moments, which are the same on all ranks.
 
     Args:
         weights: each parameter's numbers.
         options: each parameter's ``lr``, ``betas``, ``eps`` and ``weight_decay``.
         warmup_steps: the last step with exact gradients.
-        nodes: how many ranks each node has.
-        buckets: which parameters share a bucket, in the order in which they lie there.
+        nodes: number of ranks on each node.
+        buckets: places of the parameters in each bucket, in order.
         hierarchical: compress between node leaders.
         dtype: of all parameters.
     """
@@ -54,7 +54,7 @@ class QAdam:
         self._adam = torch.optim.Adam(groups, foreach=False)
 
     def step(self, gradients: list[Parameters], options: list[dict[str, Any]] | None = None) -> None:
-        """Take a step with every rank's own gradients; ``options`` replace those of before, as a scheduler does."""
+        """Take a step with every rank's gradients; ``options`` replace the previous ones, as a scheduler does."""
         self.options = options or self.options
         self.s += 1
         if self.s > self.warmup_steps:

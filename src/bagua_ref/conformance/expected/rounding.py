@@ -41,7 +41,7 @@ def bf16(value: float) -> float:
     bits = float32_bits(value)
     low, high = bits & 0xFFFF, bits >> 16
     if low > 0x8000 or (low == 0x8000 and high & 1):
-        high += 1  # may carry into the exponent, up to infinity: just what rounding means
+        high += 1  # may carry into the exponent, up to infinity, as rounding requires
     return float32_of_bits(high << 16)
 
 
@@ -69,7 +69,7 @@ def float32_of_bits(bits: int) -> float:
 
 
 def divide(a: float, b: float) -> float:
-    """Divide as IEEE does, where Python raises."""
+    """Divide as in IEEE 754, also by zero."""
     if b != 0:
         return a / b
     if a == 0 or math.isnan(a):
@@ -78,7 +78,7 @@ def divide(a: float, b: float) -> float:
 
 
 def rint(value: float) -> float:
-    """Round to the nearest integer, halves to even; what has no fraction (and infinities, NaN) stays."""
+    """Round to the nearest integer, halves to even; infinities and NaN stay."""
     if not math.isfinite(value):
         return value
     return math.copysign(float(round(value)), value)  # Python's round is half-to-even and exact
@@ -94,7 +94,7 @@ def encode(dtype: str, value: float) -> bytes:
 
 
 def decode(dtype: str, data: bytes) -> float:
-    """Return the number that little-endian bytes of dtype hold."""
+    """Return the number stored as little-endian bytes of dtype."""
     if dtype == "float16":
         return float(struct.unpack("<e", data)[0])
     if dtype == "bfloat16":

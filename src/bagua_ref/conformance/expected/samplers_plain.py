@@ -36,14 +36,14 @@ def order_and_chunks(
 
 
 def indices(complexities: list[Any], replicas: int, rank: int, **options: Any) -> list[int]:
-    """S7.3: what one rank draws."""
+    """S7.3: the samples of one rank."""
     order, chunks = order_and_chunks(complexities, replicas, **options)
     drawn = [order[(chunk * replicas + rank) % len(order)] for chunk in chunks]
     return drawn[: num_samples(len(order), replicas, options["drop_last"])]
 
 
 def equal_batches(batches_of_replicas: list[list[list[int]]], drop_last: bool) -> list[list[list[int]]]:
-    """S7.4: as many batches for each replica."""
+    """S7.4: the same number of batches for each replica."""
     counts = [len(batches) for batches in batches_of_replicas]
     if drop_last:
         return [batches[: min(counts)] for batches in batches_of_replicas]

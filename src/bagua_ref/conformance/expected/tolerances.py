@@ -31,9 +31,9 @@ class Tolerance:
     """A row of the table; made by `EXACT`, `ULP` and `SUM`.
 
     Attributes:
-        name: how it is called in messages.
-        ulps: allowed distance in steps between neighbouring numbers of the dtype.
-        epsilons: allowed distance in multiples of eps * magnitude, in addition.
+        name: name in messages.
+        ulps: allowed distance in units in the last place.
+        epsilons: allowed distance in multiples of eps * magnitude, as an alternative.
     """
 
     name: str
@@ -50,7 +50,7 @@ def ULP(n: int) -> Tolerance:  # noqa: N802 - the table's name
 
 
 def SUM(world: int) -> Tolerance:  # noqa: N802 - the table's name
-    """Return the tolerance between two orders of adding ``world`` numbers."""
+    """Return the tolerance between two orders of summing ``world`` numbers."""
     return Tolerance(f"SUM({world})", epsilons=world)
 
 
@@ -58,11 +58,11 @@ def assert_equal(actual: Tensor, expected: Tensor, tolerance: Tolerance, *, magn
     """Raise AssertionError unless actual equals expected within tolerance; NaN equals NaN, infinities only themselves.
 
     Args:
-        actual: what the implementation gave.
-        expected: what it should be, of the same shape and dtype; the devices may differ.
+        actual: the implementation's result.
+        expected: the expected result, of the same shape and dtype; the devices may differ.
         tolerance: a row of the table.
         magnitude: for `SUM`: the sum (for a mean: the mean) of the absolute values that were added, per element or the largest;
-            None: the absolute value of expected, which is right only where all that was added has one sign.
+            None: the absolute value of expected, which is right only if all added values have the same sign.
 
     >>> assert_equal(torch.tensor([1.0, float("nan")]), torch.tensor([1.0, float("nan")]), EXACT)
     >>> assert_equal(torch.tensor([0.0]), torch.tensor([-0.0]), EXACT)
@@ -86,7 +86,7 @@ def assert_equal(actual: Tensor, expected: Tensor, tolerance: Tolerance, *, magn
 
 
 def where_equal(actual: Tensor, expected: Tensor, tolerance: Tolerance, *, magnitude: Tensor | float | None = None) -> Tensor:
-    """Return for each element whether `assert_equal` would take it; both tensors are on the CPU, of one dtype and shape."""
+    """Return for each element whether `assert_equal` would accept it; both tensors are on the CPU, of one dtype and shape."""
     if not expected.dtype.is_floating_point:
         return actual == expected
     integer = _INTEGER_OF_SIZE[expected.element_size()]
@@ -98,7 +98,7 @@ def where_equal(actual: Tensor, expected: Tensor, tolerance: Tolerance, *, magni
 
 
 def _close(actual: Tensor, expected: Tensor, tolerance: Tolerance, magnitude: Tensor | float | None) -> Tensor:
-    """Return where two float tensors are finite and near enough."""
+    """Return where two float tensors are finite and within tolerance."""
     finite = actual.isfinite() & expected.isfinite()
     near = torch.zeros_like(finite)
     if tolerance.ulps:
@@ -106,14 +106,14 @@ def _close(actual: Tensor, expected: Tensor, tolerance: Tolerance, magnitude: Te
     if tolerance.epsilons:
         scale = expected.double().abs() if magnitude is None else torch.as_tensor(magnitude).cpu().double()
         info = torch.finfo(expected.dtype)
-        # Below the normal numbers a rounding no longer shrinks with the number: half of the smallest step there.
+        # Subnormal numbers are rounded by up to half of the smallest step, however small they are.
         allowed = tolerance.epsilons * (info.eps * scale + info.smallest_normal * info.eps)
         near |= (actual.double() - expected.double()).abs() <= allowed
     return finite & near
 
 
 def places(x: Tensor) -> Tensor:
-    """Return each float's place among all of its dtype, so that neighbours differ by 1 and -0 and +0 lie side by side."""
+    """Return each float's rank among all floats of its dtype: neighbours differ by 1, and so do -0 and +0."""
     bits = x.contiguous().view(_INTEGER_OF_SIZE[x.element_size()]).long()
     lowest = -(2 ** (8 * x.element_size() - 1))
     return torch.where(bits < 0, lowest - bits - 1, bits)

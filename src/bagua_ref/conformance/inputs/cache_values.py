@@ -43,7 +43,7 @@ def double(bits: str) -> float:
 
 
 def assert_same(found: Any, wanted: Any, what: str = "the value") -> None:
-    """Raise AssertionError unless two values are of one type and equal in every bit, however nested; strides do not matter."""
+    """Raise AssertionError unless two values have the same type and the same bits, however nested; strides may differ."""
     if type(found) is not type(wanted):
         raise AssertionError(f"{what} is {_short(found)}, of type {type(found).__name__}, instead of {_short(wanted)}")
     if isinstance(wanted, (tuple, list)):
@@ -73,13 +73,13 @@ def _short(value: Any) -> str:
 
 
 class Source:
-    """A ``load_fn`` that counts.
+    """A ``load_fn`` that records its calls.
 
     Args:
-        values: what it makes of each key; None: a text that differs each time.
+        values: returns the value of a key; None: a text that differs for each call.
 
     Attributes:
-        calls: the keys that it was asked for.
+        calls: keys of all calls.
     """
 
     def __init__(self, values: Mapping[Any, Any] | None = None) -> None:
@@ -94,7 +94,7 @@ class Source:
         return f"{key}, made by call {self._count}" if self.values is None else copy.deepcopy(self.values[key])
 
     def expect(self, *calls: Any) -> None:
-        """Raise AssertionError unless it was asked for these keys, since the last call of this method."""
+        """Raise AssertionError unless it was called for these keys since the last call of this method."""
         found, self.calls = self.calls, []
         assert found == list(calls), f"load_fn was called for {found} instead of {list(calls)}"
 
@@ -112,7 +112,7 @@ class Thing:
 
 
 class Trap:
-    """An object whose pickle runs code when it is read: it leaves a mark in `Trap.ran`."""
+    """An object whose pickle runs code when it is read: the code appends to `Trap.ran`."""
 
     ran: list[str] = []  # noqa: RUF012 - meant to be shared
 
@@ -133,7 +133,7 @@ def _spring(what: str) -> None:
 
 @contextmanager
 def without_pickle() -> Iterator[None]:
-    """Make each use of pickle an error."""
+    """Turn any use of pickle into an error."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("pickle was used")

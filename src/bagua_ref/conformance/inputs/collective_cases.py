@@ -43,7 +43,7 @@ reductions = st.sampled_from(REDUCTIONS)
 counts = st.one_of(st.integers(0, 7), st.sampled_from([33, 257]))
 
 _FACTOR = {torch.uint8: 77, torch.int8: 77, torch.int32: 0x3C6EF373, torch.int64: 0x2545F4914F6CDD1D}
-"""Odd, so that products that wrap around are as different as their factors, and all bits of the dtype occur."""
+"""Odd factors, so that products that wrap around differ if their factors do, and all bits of the dtype occur."""
 _SPECIAL = (-0.0, float("inf"), float("-inf"), float("nan"))
 
 
@@ -53,7 +53,7 @@ def _numbers(rank: int, count: int, start: int, ranks: int, places: int, most: i
 
 
 def values(rank: int, count: int, dtype: torch.dtype, start: int = 0) -> Tensor:
-    """Return what rank ``rank`` brings: its places' numbers and neighbouring ranks' differ, and need all bits of the dtype."""
+    """Return a rank's values: they differ between places and between neighbouring ranks, and use all bits of the dtype."""
     numbers = _numbers(rank, count, start, 211, 31, 1021)
     if not dtype.is_floating_point:
         return (numbers % 2 if dtype is torch.bool else numbers * _FACTOR[dtype]).to(dtype)
@@ -63,12 +63,12 @@ def values(rank: int, count: int, dtype: torch.dtype, start: int = 0) -> Tensor:
 
 
 def terms(op: ReduceOp, rank: int, count: int, dtype: torch.dtype, start: int = 0) -> Tensor:
-    """Return what rank ``rank`` brings to a reduction: sums are exact in any order, and nothing but a product wraps around."""
+    """Return a rank's values for a reduction: sums are exact in any order, and only products wrap around."""
     small, bits = _numbers(rank, count, start, 2, 3, 5), 8 * dtype.itemsize
     if dtype.is_floating_point:
         if op in (ReduceOp.MIN, ReduceOp.MAX):
             return torch.where(small % 2 == 0, small, -small).double().div(3).to(dtype)
-        beyond = {torch.float32: 2.0**-12, torch.float64: 2.0**-40}.get(dtype, 0.0)  # more digits than a narrower dtype has
+        beyond = {torch.float32: 2.0**-12, torch.float64: 2.0**-40}.get(dtype, 0.0)  # more digits than a narrower dtype can hold
         return (small * (1 + beyond)).to(dtype)
     if op in (ReduceOp.MIN, ReduceOp.MAX) or op in BITWISE:
         return values(rank, count, dtype, start)
@@ -78,7 +78,7 @@ def terms(op: ReduceOp, rank: int, count: int, dtype: torch.dtype, start: int = 
 
 
 def reduced(op: ReduceOp, n: int, count: int, dtype: torch.dtype, start: int = 0) -> Tensor:
-    """Return what all ranks' terms make together: sums are exact, one rounding follows; products of integers wrap around."""
+    """Return the reduction of all ranks' terms: sums are exact and rounded once; products of integers wrap around."""
     brought = torch.stack([terms(op, rank, count, dtype, start) for rank in range(n)])
     wide = brought.double() if dtype.is_floating_point else brought.long()
     if op in BITWISE:
@@ -94,7 +94,7 @@ def reduced(op: ReduceOp, n: int, count: int, dtype: torch.dtype, start: int = 0
 
 
 def nothing(count: int, dtype: torch.dtype) -> Tensor:
-    """Return what a tensor holds that is to be filled."""
+    """Return the initial value of a tensor that is to be filled."""
     return torch.full((count,), 99).to(dtype)
 
 

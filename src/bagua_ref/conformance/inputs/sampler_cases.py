@@ -33,7 +33,7 @@ _numbers = (
 
 @st.composite
 def about_an_edge(draw: st.DrawFn) -> list[Any]:
-    """Integers, and floats among them, that one dtype hardly tells apart."""
+    """Integers, and floats among them, so close that some dtypes cannot distinguish them."""
     edge = draw(st.sampled_from([sign * 2**power for power in (24, 53, 54, 58, 61, 63, 80) for sign in (1, -1)]))
     close = st.integers(edge - 3, edge + 3)
     if draw(st.booleans()):
@@ -54,10 +54,10 @@ levels = st.one_of(st.sampled_from([0, 1, 0.0, 0.1, 0.5, 1.0]), st.floats(0, 1))
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[list[Any], int, dict[str, Any]]:
-    """Complexities, the number of replicas (at times more than samples) and options, such that S7 has an answer."""
+    """Complexities, a number of replicas (sometimes more than samples) and options for which S7 defines a result."""
     values = draw(complexities)
     if draw(st.integers(0, 5)) == 5:
-        values = values[: draw(st.integers(1, 3))]  # which replicas may need more than twice
+        values = values[: draw(st.integers(1, 3))]  # which replicas may have to repeat more than once
     options = {
         "shuffle": draw(st.booleans()),
         "seed": draw(st.one_of(st.integers(0, 5), st.integers(-(2**40), 2**40))),

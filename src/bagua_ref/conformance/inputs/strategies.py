@@ -68,7 +68,7 @@ def _edges(dtype: torch.dtype, finite: bool) -> list[float]:
 
 
 def numbers(dtype: torch.dtype, *, finite: bool = False) -> st.SearchStrategy[float]:
-    """Any number of dtype, edges more often than chance would have them."""
+    """Any number of a dtype, with frequent edge cases."""
     limit = torch.finfo(dtype).max
     width = _WIDTH[dtype]
     anything = (
@@ -145,13 +145,13 @@ def _halfway(generator: np.random.Generator, size: int, dtype: torch.dtype) -> n
 
 _kinds = st.sampled_from(KINDS)
 seeds = st.binary(min_size=4, max_size=4).map(lambda drawn: int.from_bytes(drawn, "big"))
-"""Any number of 32 bits, all alike: as an integer Hypothesis would mostly draw small ones."""
+"""Any 32-bit number, all equally likely; for an integer, Hypothesis would prefer small ones."""
 
 _sizes = st.sampled_from([1, 2, 3, 7, 31, 33, 64, 256, 257, 500, 1024, 1025, 4096])
 
 
 def tensors(dtype: torch.dtype, size: int, *, finite: bool = False) -> st.SearchStrategy[Tensor]:
-    """Tensors of ``size`` elements: short ones also number by number."""
+    """Tensors of ``size`` elements; short ones are also drawn number by number."""
     long = st.builds(lambda kind, seed: bulk(dtype, kind, seed, size, finite=finite), _kinds, seeds)
     return long if size > 12 else st.one_of(adversarial(dtype, size, finite=finite), long)
 
@@ -183,7 +183,7 @@ _SINGLE = ("tame", "ties", "bits", "near", "tiny", "huge", "edges", "zeros")
 
 @st.composite
 def operands(draw: st.DrawFn, dtype: torch.dtype, count: int) -> list[Tensor]:
-    """``count`` flat tensors of one size: possibly empty, mostly long."""
+    """``count`` flat tensors of one size, possibly empty, mostly long."""
     if draw(st.booleans()):
         return mixed(dtype, count, draw(seeds), draw(st.sampled_from([500, 1025])))
     size = draw(st.one_of(st.integers(0, 12), _sizes))
@@ -238,6 +238,6 @@ def worlds(draw: st.DrawFn, max_ranks: int = 9) -> tuple[int, ...]:
 
 @st.composite
 def paired_worlds(draw: st.DrawFn, hierarchical: bool, max_ranks: int = 8) -> tuple[int, ...]:
-    """Worlds in which ranks (hierarchical: leaders) can be paired; perhaps of one rank more."""
+    """Worlds with an even number of ranks (hierarchical: of leaders); possibly with one rank more."""
     nodes = draw(worlds(max_ranks))
     return (*nodes, 1) if (len(nodes) if hierarchical else sum(nodes)) % 2 else nodes

@@ -22,7 +22,7 @@ _shapes = st.one_of(st.sampled_from([(), (2, 3), (4,)]), st.lists(st.integers(0,
 
 
 def _hex(draw: Any, count: int, size: int, is_bool: bool) -> str:
-    """Draw any bits; what a bool has are 0 and 1."""
+    """Draw any bits; for bool, 0 and 1."""
     if is_bool:
         return "".join(f"{bit:02x}" for bit in draw(st.lists(st.integers(0, 1), min_size=count, max_size=count)))
     edges = [b"\x00" * size, b"\xff" * size, b"\x80" + b"\x00" * (size - 1), b"\x01" + b"\xfe" * (size - 1)]
@@ -46,7 +46,7 @@ def array_sources(draw: st.DrawFn) -> str:
     """Source of arrays."""
     dtype, shape = np.dtype(draw(st.sampled_from(_NUMPY))), draw(_shapes)
     bits = _hex(draw, prod(shape), dtype.itemsize, dtype.kind == "b")
-    if dtype.kind == "U":  # not every number is a character
+    if dtype.kind == "U":  # not every code point is a character
         bits = "".join(draw(st.sampled_from(["41000000", "00000000", "e4000000"])) for _ in range(2 * prod(shape)))
     turned = draw(st.sampled_from(["", ".T", "[::-1]"])) if shape else ""
     return f"array({dtype.str!r}, {shape}, {bits!r}){turned}"
@@ -98,7 +98,7 @@ def value_sources() -> st.SearchStrategy[str]:
 
 
 def objects() -> st.SearchStrategy[str]:
-    """Source of values that need it, alone or inside others."""
+    """Source of values that need pickle, alone or inside others."""
     lonely = st.sampled_from(["Thing(3)", "{1, 2}", "range(3)", "__import__('numpy').array([{}, None], dtype=object)", "Thing"])
     return st.one_of(
         lonely, st.tuples(lonely, st.sampled_from(["[{}]", "(1, {})", "{{'key': {}}}"])).map(lambda two: two[1].format(two[0]))

@@ -7,17 +7,17 @@ from torch import Tensor
 
 __all__ = ["Canary"]
 
-_PATTERN = 0x7F  # as a float it is huge or NaN, so that also reading beyond the end tends to show
+_PATTERN = 0x7F  # huge or NaN as a float, so that reads beyond the end tend to show, too
 _MARGIN = 64
 
 
 class Canary:
-    """A copy of a tensor, same shape and strides, with a margin on both sides in one storage.
+    """A copy of a tensor, with the same shape and strides, between two margins in one storage.
 
     Args:
-        values: what the copy holds.
-        shift: moves the copy by so many elements, so that not every address is a round one.
-        device: where the copy lies.
+        values: values of the copy.
+        shift: offset of the copy in elements, so that addresses are not always aligned.
+        device: device of the copy.
 
     Attributes:
         tensor: the copy.
@@ -41,11 +41,11 @@ class Canary:
         self.tensor: Tensor = self._storage.as_strided(values.shape, values.stride(), before)
 
     def changed_inside(self) -> list[int]:
-        """Return the places in the tensor's memory whose bits are no longer those that were put there."""
+        """Return the places in the tensor's memory whose bits have changed."""
         return self._changed(self._inside)
 
     def changed_outside(self) -> list[int]:
-        """Return the places beside the tensor that were written, counted from its first element."""
+        """Return the places outside the tensor that were written, relative to its first element."""
         return self._changed(~self._inside)
 
     def _changed(self, where: Tensor) -> list[int]:
@@ -62,7 +62,7 @@ class Canary:
             raise AssertionError(f"{name} is only read, but element {places[0]} was changed ({len(places)} in all)")
 
     def assert_only_inside_changed(self, name: str = "tensor") -> None:
-        """Raise AssertionError if anything beside the tensor was written."""
+        """Raise AssertionError if anything outside the tensor was written."""
         if places := self.changed_outside():
             first = f"first {places[0]:+} elements from its start"
             raise AssertionError(f"memory beside {name} was written, {first} ({len(places)} in all)")

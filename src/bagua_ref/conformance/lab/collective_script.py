@@ -20,7 +20,7 @@ __all__ = ["script_of_collective", "script_of_ranks"]
 def script_of_collective(
     target: Target, nodes: tuple[int, ...], seed: int, method: str, brought: list[tuple[Any, ...]], expected: list[list[Tensor]]
 ) -> str:
-    """Return a script that calls ``method`` on every rank and compares all tensors with ``expected``."""
+    """Return a script that calls ``method`` on every rank and compares every tensor with ``expected``."""
     rows = "".join(f"    ({', '.join(map(_literal, row))},),\n" for row in brought)
     given = [f"brought = [\n{rows}]", f"expected = {literal(expected)}"]
     after = [
@@ -37,12 +37,12 @@ def script_of_ranks(
     """Return a script that runs a program on every rank.
 
     Args:
-        target: whose communicators take part.
-        nodes: how many ranks each node has.
-        seed: of the interleaving.
-        given: lines that make what ranks bring.
-        program: lines of what each rank does with ``comm``; what it returns is in ``results``.
-        after: lines that compare.
+        target: provides the communicators.
+        nodes: number of ranks on each node.
+        seed: seed of the interleaving.
+        given: lines that define the ranks' arguments.
+        program: lines that each rank runs with ``comm``; what it returns is in ``results``.
+        after: lines that compare the results.
     """
     call, source = _factory(target)
     setup = [
@@ -67,7 +67,7 @@ def script_of_ranks(
 
 
 def _factory(target: Target) -> tuple[str, list[str]]:
-    """Return how a script calls the factory of the target's communicators, and the lines that it needs for that."""
+    """Return the source of the target's communicator factory, and the lines that define it."""
     factory = target.parts.get("communicator")
     if factory is None or factory is own_communicator:
         return "own_communicator", []

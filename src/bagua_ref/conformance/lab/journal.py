@@ -14,22 +14,22 @@ if TYPE_CHECKING:
 
 __all__ = ["Journal"]
 
-_HEAD = struct.Struct("<dqq")  # since when a call runs (0: none does), bytes of its input, calls so far
+_HEAD = struct.Struct("<dqq")  # start of the current call (0: none), bytes of its input, calls so far
 _SIZE = 1 << 20
 
 
 class Journal:
-    """One page for one check; parent and child see the same memory after a fork."""
+    """The current call of a check, in memory that parent and child share after a fork."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, _HEAD.size + _SIZE)
 
     @contextmanager
     def call(self, what: Any) -> Iterator[None]:
-        """Say that ``what`` is under way until the block ends.
+        """Note that ``what`` is running until the block ends.
 
         Args:
-            what: can be pickled: the name of a call and its arguments by name, or a script up to it, or None.
+            what: a picklable pair: the name of a call, and its arguments by name, a script up to the call, or None.
         """
         data = pickle.dumps(what)
         if len(data) > _SIZE:
@@ -44,7 +44,7 @@ class Journal:
 
     @property
     def calls(self) -> int:
-        """How many calls have begun."""
+        """The number of calls that have begun."""
         return int(_HEAD.unpack(self._memory[: _HEAD.size])[2])
 
     def clear(self) -> None:
@@ -52,11 +52,11 @@ class Journal:
         self._memory[: _HEAD.size] = _HEAD.pack(0.0, 0, 0)
 
     def seconds(self) -> float:
-        """Return for how long the present call has been running; 0 if none is."""
+        """Return how long the current call has been running; 0 if none is."""
         since = _HEAD.unpack(self._memory[: _HEAD.size])[0]
         return time.monotonic() - since if since else 0.0
 
     def last(self) -> Any:
-        """Return what the last call was given; None if there was none, or it was too large to write down."""
+        """Return what the last call noted; None if there was no call, or it was too large."""
         length = _HEAD.unpack(self._memory[: _HEAD.size])[1]
         return pickle.loads(self._memory[_HEAD.size : _HEAD.size + length]) if length else None  # noqa: S301 - written by us

@@ -26,12 +26,12 @@ _KEYWORDS = ("target_chunk", "average", "out")
 
 @dataclass
 class KernelCall:
-    """A call of a kernel: what went in, what came out.
+    """A call of a kernel, with its arguments and results.
 
     Attributes:
         method: the kernel's name.
-        arguments: by name, as they were before.
-        results: what the written arguments hold now, by name, on the CPU; ``"result"`` is what was returned.
+        arguments: arguments before the call, by name.
+        results: written arguments after the call, by name, on the CPU; ``"result"`` is the returned value.
     """
 
     method: str
@@ -43,10 +43,10 @@ class Lab:
     """One check's view of a target.
 
     Args:
-        target: what is judged.
-        dtype: for which the check is run; None: the check has none.
-        journal: notes every call.
-        thorough: whether there is time for large inputs.
+        target: the implementation under test.
+        dtype: the dtype of this run; None: the check has no dtypes.
+        journal: records every call.
+        thorough: whether to try large inputs, too.
     """
 
     def __init__(self, target: Target, dtype: str | None, journal: Journal, thorough: bool = False) -> None:
@@ -54,14 +54,14 @@ class Lab:
         self.dtype_name = dtype or ""
         self.dtype: torch.dtype = getattr(torch, dtype) if dtype else torch.float32
         self.resources = ExitStack()
-        """What the check has started for all of its inputs; closed when it ends."""
+        """Resources that all inputs of the check share; closed when it ends."""
 
     def call(self, method: str, arguments: dict[str, Any], writes: tuple[str, ...] = ()) -> KernelCall:
-        """Call a kernel with copies of the arguments; raise `Violation` unless it leaves everything else as it was.
+        """Call a kernel with copies of the arguments; raise `Violation` if it writes anything that it must not.
 
         Args:
             method: the kernel's name.
-            arguments: in order; those called target_chunk, average and out are passed by keyword.
+            arguments: arguments in order; target_chunk, average and out are passed by keyword.
             writes: the arguments, tensors or lists of tensors, that the kernel may write.
         """
         canaries: dict[str, list[Canary]] = {}
@@ -115,7 +115,7 @@ class Lab:
         tolerance: Tolerance = EXACT,
         magnitude: Tensor | None = None,
     ) -> None:
-        """Raise `Violation` unless what the call left in ``name`` equals ``expected``."""
+        """Raise `Violation` unless ``name`` equals ``expected`` after the call."""
         actual = call.results[name]
         try:
             if not isinstance(actual, Tensor):
@@ -127,7 +127,7 @@ class Lab:
             raise Violation(f"{call.method}: {name}: {error}", self.script(call, line)) from None
 
     def script(self, call: KernelCall, *lines: str, comment: str = "") -> str:
-        """Return a script that makes the call again and ends with ``lines``."""
+        """Return a script that repeats the call and ends with ``lines``."""
         script = script_of_call(self.target.setup, call.method, call.arguments, comment)
         if any("assert_equal(" in line for line in lines):
             script.setup.insert(0, "from bagua_ref.conformance import EXACT, assert_equal")
@@ -139,9 +139,9 @@ class Lab:
 
         Args:
             method: the kernel's name.
-            arguments: tensors of one size first, of which the first is written, then numbers.
-            scalar: gives one element from the dtype's name, the tensors' elements and ``more``.
-            more: what scalar takes after the elements; the numbers among the arguments if nothing is given.
+            arguments: tensors of one size, of which the first is written, then numbers.
+            scalar: computes one element from the dtype's name, the tensors' elements and ``more``.
+            more: further arguments of scalar; by default the numbers among the arguments.
         """
         names = [name for name, value in arguments.items() if isinstance(value, Tensor)]
         more = more or tuple(value for value in arguments.values() if not isinstance(value, Tensor))
@@ -151,7 +151,7 @@ class Lab:
         try:
             self.compare(call, names[0], wanted)
         except Violation:
-            # One element says it as well, if it alone is wrong too.
+            # A single element makes a smaller counterexample, if it is wrong by itself, too.
             place = _first_difference(call.results[names[0]], wanted)
             if place is not None and wanted.numel() > 1:
                 one = {name: value[place : place + 1] if name in names else value for name, value in arguments.items()}
@@ -178,9 +178,9 @@ def script_of_call(
     Args:
         setup: lines that make ``kernels``.
         method: the kernel.
-        arguments: by name, in order.
-        comment: stands behind the call.
-        canaries: if given, tensors lie between canaries, and those not named here must stay as they are.
+        arguments: arguments by name, in order.
+        comment: comment on the line of the call.
+        canaries: if given, tensors are put between canaries, and those not named here must not change.
     """
     script = Script([*setup, ""])
     checks: list[str] = []

@@ -16,12 +16,12 @@ __all__ = ["Play", "source_of_part"]
 
 
 class Play:
-    """A script under way.
+    """A script that runs while it is written.
 
     Args:
-        lab: knows the target.
-        part: of the target, under whose name the script has it.
-        imports: lines that come first.
+        lab: provides the target.
+        part: name of the part of the target, also in the script.
+        imports: first lines of the script.
     """
 
     def __init__(self, lab: Lab, part: str, *imports: str) -> None:
@@ -32,7 +32,7 @@ class Play:
         self.names[part] = lab.target.parts[part]
 
     def do(self, line: str) -> None:
-        """Write a line, or a few that belong together, and run it; raise `Violation` for whatever that raises."""
+        """Append a line, or a few that belong together, and run it; raise `Violation` for any exception."""
         self.script.body.append(line)
         try:
             with self.lab.journal.call((self.part, str(self.script))):
@@ -48,7 +48,7 @@ class Play:
 
 
 def source_of_part(target: Target, part: str) -> list[str]:
-    """Return lines of a script that make a part of the target, under the part's name."""
+    """Return lines of a script that define a part of the target under the part's name."""
     found = target.parts[part]
     if isinstance(found, ModuleType):
         return [f"import {found.__name__} as {part}"]

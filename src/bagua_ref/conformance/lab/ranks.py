@@ -18,16 +18,16 @@ __all__ = ["run_ranks"]
 def run_ranks(
     lab: Lab, nodes: tuple[int, ...], program: Callable[[Any], Any], what: str, inputs: Any, seed: int = 0, simulated: bool = False
 ) -> list[Any]:
-    """Run ``program(communicator)`` on every rank with the target's communicators; raise `Violation` for whatever it raises.
+    """Run ``program(communicator)`` on every rank with the target's communicators; raise `Violation` for any exception.
 
     Args:
-        lab: knows the target.
-        nodes: how many ranks each node has.
-        program: what each rank does; returns its result.
-        what: in words, for messages.
-        inputs: what is written down, if it hangs or fails.
-        seed: of the interleaving.
-        simulated: the program needs a simulated world, whatever communicators the target has.
+        lab: provides the target.
+        nodes: number of ranks on each node.
+        program: runs on each rank and returns its result.
+        what: description for messages.
+        inputs: inputs to report if the program hangs or fails.
+        seed: seed of the interleaving.
+        simulated: use a simulated world even if the target's communicators need real threads.
     """
     factory = lab.target.parts.get("communicator", own_communicator)
     if simulated and getattr(factory, "real_threads", False):

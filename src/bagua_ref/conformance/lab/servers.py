@@ -26,7 +26,7 @@ _CAPACITY = 64 * 1024**2
 
 
 def reason_without_servers() -> str:
-    """Return why no server can be started here; empty if one can."""
+    """Return why no server can be started; empty if one can."""
     if _has_program() or importlib.util.find_spec("fakeredis") is not None:
         return ""
     return "there is no server: install redis-server or valkey-server, or the package fakeredis"
@@ -41,7 +41,7 @@ def _has_program() -> bool:
 
 
 class CacheServer:
-    """A real redis-server, or else the package's small one in Python, which ends with this process.
+    """A redis-server, or the package's server in Python if there is none; it ends with this process.
 
     Attributes:
         host: an entry of ``hosts=``, with host, port and password.
@@ -54,7 +54,7 @@ class CacheServer:
         self.start()
 
     def start(self) -> None:
-        """Start it, empty, where it was before; nothing if it runs."""
+        """Start the server, empty, at its previous address; does nothing if it is running."""
         import redis
 
         if self._server is not None:
@@ -74,14 +74,14 @@ class CacheServer:
         self._refuses = False
 
     def kill(self) -> None:
-        """End it and its connections at once; nothing if it does not run."""
+        """Kill the server and its connections; does nothing if it is not running."""
         if self._server is not None:
             self._client.close()
             self._server.stop()
             self._server = None
 
     def refuse_writes(self, refuse: bool = True) -> None:
-        """Behave as one that is full and evicts nothing, or no longer."""
+        """Refuse writes like a full server that evicts nothing, or accept them again."""
         self._refuses = refuse
         if self._is_real:
             self._client.config_set("maxmemory-policy", "noeviction")
@@ -91,29 +91,29 @@ class CacheServer:
             listener.database = _Full(listener.database) if refuse else getattr(listener.database, "emptier", listener.database)
 
     def reset(self) -> None:
-        """Run, be empty, and take writes."""
+        """Start the server if needed, empty it, and accept writes."""
         self.start()
         if self._refuses:
             self.refuse_writes(False)
         self._client.flushall()
 
     def keys(self) -> list[str]:
-        """Return the keys that it has."""
+        """Return all keys."""
         found: Any = self._client.keys("*")
         return sorted(key.decode(errors="replace") for key in found)
 
     def get(self, key: str) -> bytes:
-        """Return the bytes under a key that it has."""
+        """Return the bytes of an existing key."""
         found: Any = self._client.get(key)
         return bytes(found)
 
     def set(self, key: str, data: bytes) -> None:
-        """Write bytes under a key."""
+        """Set the bytes of a key."""
         self._client.set(key, data)
 
 
 class _Full:
-    """A database of fakeredis that takes no more."""
+    """A fakeredis database that refuses writes."""
 
     def __init__(self, emptier: Any) -> None:
         self.emptier = emptier
@@ -127,12 +127,12 @@ class _Full:
 
 
 def start_servers(count: int) -> list[CacheServer]:
-    """Start servers, which end when this process does."""
+    """Start servers that end with this process."""
     return [CacheServer() for _ in range(count)]
 
 
 class ServerPool:
-    """Servers that all inputs of a check share, one input after another."""
+    """Servers that a check's inputs share, one input at a time."""
 
     def __init__(self) -> None:
         self._servers: list[CacheServer] = []
@@ -145,7 +145,7 @@ class ServerPool:
         return self._servers[:count]
 
     def close(self) -> None:
-        """End them all."""
+        """Kill all servers."""
         for server in self._servers:
             server.kill()
 
@@ -161,21 +161,21 @@ def assert_within(seconds: float, condition: Callable[[], Any], what: str) -> No
     """Raise AssertionError unless ``condition()`` becomes true in time."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
+        assert time.monotonic() < deadline, f"not true within {seconds:g} s: {what}"
         time.sleep(0.02)
 
 
 def in_worker(work: Callable[[], Any]) -> None:
-    """Run ``work()`` in a forked process, as a DataLoader's worker does, and let that end cleanly.
+    """Run ``work()`` in a forked process, like a DataLoader's worker, and wait for a clean exit.
 
     Raises:
-        AssertionError: it raised something.
+        AssertionError: ``work()`` raised an exception.
     """
     context = multiprocessing.get_context("fork")
     inbox, outbox = context.Pipe(duplex=False)
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     process = context.Process(target=_work, args=(work, os.getpid(), outbox))
-    is_daemon = config.pop("daemon", None)  # a daemon, as the process of a check is, may otherwise start none
+    is_daemon = config.pop("daemon", None)  # a check's process is a daemon, which may not start processes otherwise
     try:
         process.start()
     finally:
@@ -185,14 +185,14 @@ def in_worker(work: Callable[[], Any]) -> None:
     try:
         said = inbox.recv()
     except EOFError:
-        said = "ended without a word"
+        said = "ended without an answer"
     inbox.close()
-    process.join()  # not its exit code: Python's own shutdown may fail where somebody forked from a thread
+    process.join()  # its exit code is not checked: Python's shutdown may fail in a process forked from a thread
     assert not said, f"a worker {said}"
 
 
 def _work(work: Callable[[], Any], parent: int, outbox: Any) -> None:
-    # Whoever ends a check that hangs here must not leave this process behind.
+    # This process must not outlive a check that is killed because it hangs here.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     else:

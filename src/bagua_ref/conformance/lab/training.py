@@ -19,12 +19,12 @@ __all__ = ["Training", "check_form"]
 
 
 def check_form(results: list[Any], weights: list[list[Tensor]], inputs: list[list[Any]]) -> None:
-    """Raise AssertionError unless every rank returned, for each of its inputs, tensors like its weights.
+    """Raise AssertionError unless every rank returned tensors like its weights for each of its inputs.
 
     Args:
         results: by rank.
         weights: by rank.
-        inputs: by rank: what there is one result for.
+        inputs: by rank; there must be one result for each.
     """
     for rank, (found, mine, steps) in enumerate(zip(results, weights, inputs, strict=True)):
         if not isinstance(found, list | tuple) or len(found) != len(steps):
@@ -43,22 +43,22 @@ def check_form(results: list[Any], weights: list[list[Tensor]], inputs: list[lis
 
 
 class Training:
-    """What a target's ``algorithms`` made of given weights and gradients, and a script that does the same.
+    """A run of a target's ``algorithms`` on given weights and gradients, and a script that repeats it.
 
     Args:
-        lab: knows the target.
-        method: of `ReferenceAlgorithms`.
-        nodes: how many ranks each node has.
-        weights: by rank, its parameters.
-        inputs: by rank, the gradients by step, or the program.
-        seed: of the interleaving.
-        options: by keyword.
+        lab: provides the target.
+        method: name of a method of `ReferenceAlgorithms`.
+        nodes: number of ranks on each node.
+        weights: each rank's parameters.
+        inputs: each rank's gradients by step, or its program.
+        seed: seed of the interleaving.
+        options: keyword arguments.
 
     Attributes:
         results: by rank, by step, by parameter.
 
     Raises:
-        Violation: the target raised, or its results have another form.
+        Violation: the target raised an exception, or its results have the wrong form.
     """
 
     def __init__(
@@ -135,14 +135,14 @@ class Training:
         magnitude: Tensor | None = None,
         why: str = "",
     ) -> None:
-        """Raise `Violation` unless a rank's parameter after a step is ``want``."""
+        """Raise `Violation` unless a rank's parameter after a step equals ``want``."""
         where = f"rank {rank}, {why or f'step {step}'}, parameter {place}"
         self.expect_that(f"results[{rank}][{step}][{place}]", self.results[rank][step][place], want, where, tolerance, magnitude)
 
     def expect_that(
         self, source: str, found: Tensor, want: Tensor, where: str, tolerance: Tolerance = EXACT, magnitude: Tensor | None = None
     ) -> None:
-        """Raise `Violation` unless ``found``, which a script gets by ``source``, is ``want``."""
+        """Raise `Violation` unless ``found``, which a script computes by ``source``, equals ``want``."""
         try:
             assert_equal(found, want, tolerance, magnitude=magnitude)
         except AssertionError as error:
@@ -152,7 +152,7 @@ class Training:
 
 
 def _copy(value: Any) -> Any:
-    """Return a copy of which a target may do what it likes."""
+    """Return a deep copy, which a target may change."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, dict):

@@ -35,19 +35,19 @@ __all__ = [
 
 
 def numbers(seed: int, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return normal numbers, and zeros of both signs among them."""
+    """Return normally distributed numbers, with zeros of both signs among them."""
     drawn = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return torch.where(drawn.abs() < 0.2, torch.zeros_like(drawn).copysign(drawn), drawn).to(dtype)
 
 
 def parameters(seed: int, shapes: Sequence[Sequence[int]], dtype: torch.dtype = torch.float32) -> list[Any]:
-    """Return parameters of these shapes, each in a storage of its own."""
+    """Return parameters of the given shapes, each in its own storage."""
     return [torch.nn.Parameter(numbers(seed + place, shape, dtype)) for place, shape in enumerate(shapes)]
 
 
 @functools.cache
 def takes_later_parameters(cls: Any) -> bool:
-    """Return whether an optimizer steps parameters that it gets after it was made; Adagrad of older releases of torch does not."""
+    """Return whether an optimizer updates parameters that are added later; Adagrad of older torch releases does not."""
     first, second = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
     optimizer = cls([first], lr=0.1)
     optimizer.add_param_group({"params": [second]})
@@ -60,7 +60,7 @@ def takes_later_parameters(cls: Any) -> bool:
 
 
 def copies(parameters: Sequence[Tensor]) -> list[Any]:
-    """Return parameters with the same values, each in a storage of its own."""
+    """Return parameters with the same values, each in its own storage."""
     return [torch.nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad) for p in parameters]
 
 
@@ -75,13 +75,13 @@ def give_gradients(
     """Give twins the same gradients.
 
     Args:
-        seed: of the numbers.
-        ours: parameters; frozen ones get none.
+        seed: seed of the gradients.
+        ours: parameters; frozen ones get no gradient.
         theirs: their twins.
-        kept: write into the gradients that are there, as backward does after ``zero_grad(set_to_none=False)``; else make new ones.
-        without: places that get None.
-        order: new gradients lie beside each other in a larger storage in this order of places, as in buckets; None: each in a
-            storage of its own.
+        kept: write into existing gradients, as backward does after ``zero_grad(set_to_none=False)``; otherwise create new ones.
+        without: places of parameters that get no gradient.
+        order: put new gradients side by side into one storage, in this order of places, as in buckets; None: each in its own
+            storage.
     """
     if order is not None:
         for side in (ours, theirs):
@@ -103,12 +103,12 @@ def give_gradients(
 
 
 def assert_twins(fused: Optimizer, plain: Optimizer, tolerance: Tolerance = EXACT) -> None:
-    """Raise AssertionError unless weights, options and state of ``fused`` are those of ``plain``.
+    """Raise AssertionError unless weights, options and state of ``fused`` equal those of ``plain``.
 
     Args:
-        fused: under test.
-        plain: torch's own optimizer, which took the same steps.
-        tolerance: of the weights; state is compared if it is `EXACT`.
+        fused: the optimizer under test.
+        plain: torch's own optimizer after the same steps.
+        tolerance: tolerance of the weights; state is compared only if it is `EXACT`.
     """
     assert len(fused.param_groups) == len(plain.param_groups), f"{len(fused.param_groups)} groups"
     for number, (ours, theirs) in enumerate(zip(fused.param_groups, plain.param_groups, strict=True)):
@@ -145,7 +145,7 @@ def _compare_state(what: str, ours: Any, theirs: Any) -> None:
 def _compare(what: str, ours: Any, theirs: Tensor, tolerance: Tolerance) -> None:
     assert isinstance(ours, Tensor), f"{what}: {type(ours).__name__} instead of a tensor"
     if ours.dtype is theirs.dtype and torch.equal(_bits(ours), _bits(theirs)):
-        return  # which is quicker to see than what differs, and how
+        return  # the common case, faster than a full comparison
     magnitude = theirs.detach().abs().max() + 1 if theirs.numel() and tolerance is not EXACT else None
     try:
         assert_equal(ours, theirs, tolerance, magnitude=magnitude)
@@ -158,13 +158,13 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def assert_place(parameters: Sequence[Tensor], pointers: Sequence[int]) -> None:
-    """Raise AssertionError unless the parameters lie where they lay."""
+    """Raise AssertionError if parameters have moved in memory."""
     moved = [place for place, (p, at) in enumerate(zip(parameters, pointers, strict=True)) if p.data_ptr() != at]
-    assert not moved, f"do_flatten=False moves nothing, but parameters {moved} were moved"
+    assert not moved, f"do_flatten=False must move nothing, but parameters {moved} were moved"
 
 
 def assert_refused(fuse_optimizer: Callable[..., Any], optimizer: Optimizer) -> None:
-    """Raise AssertionError unless fusing, or at the latest the first fused step, is an error that names the optimizer's class."""
+    """Raise AssertionError unless fusing, or the first fused step, raises an error that names the optimizer's class."""
     name = type(optimizer).__name__
     try:
         fuse_optimizer(optimizer).fuse_step(lambda: torch.tensor(1.0))
@@ -177,7 +177,7 @@ def assert_refused(fuse_optimizer: Callable[..., Any], optimizer: Optimizer) -> 
 
 @contextmanager
 def no_warning() -> Iterator[None]:
-    """Make each warning an error."""
+    """Turn warnings into errors."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
@@ -193,10 +193,10 @@ def expect_warning() -> Iterator[None]:
 
 
 class StepHooks:
-    """Hooks before and after an optimizer's steps, which note what they see.
+    """Hooks before and after an optimizer's steps, which record what they see.
 
     Args:
-        optimizer: whose steps.
+        optimizer: the optimizer to observe.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -209,7 +209,7 @@ class StepHooks:
         self.seen.append(when if _ids(optimizer) == self.parameters else f"{when}, with other parameters")
 
     def assert_one_step(self) -> None:
-        """Raise AssertionError unless each hook ran once since the last call, and saw the parameters."""
+        """Raise AssertionError unless each hook ran once since the last call and saw the original parameters."""
         seen, self.seen = self.seen, []
         assert seen == ["before", "after"], f"hooks before and after a step saw {seen}"
 
@@ -219,7 +219,7 @@ def _ids(optimizer: Optimizer) -> list[list[int]]:
 
 
 class Lion(Optimizer):
-    """An element-wise optimizer that torch does not come with: the sign of a running average."""
+    """An element-wise optimizer that is not part of torch: it steps along the sign of a running average."""
 
     def __init__(self, params: Any, lr: float = 1e-2, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
@@ -237,7 +237,7 @@ class Lion(Optimizer):
 
 
 class LAMB(Lion):
-    """An optimizer that is not element-wise: steps are as long as the parameter's norm says."""
+    """An optimizer that is not element-wise: it scales steps by the norm of the parameter."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 __all__ = ["Script", "Violation", "literal", "written_down"]
 
 
-class Violation(AssertionError):  # noqa: N818 - it is no error of ours
-    """The implementation differs from its clause.
+class Violation(AssertionError):  # noqa: N818 - a finding, not an error
+    """An implementation violates a clause.
 
     Attributes:
-        snippet: a script that shows it.
+        snippet: a script that shows the violation.
     """
 
     def __init__(self, message: str, snippet: str = "") -> None:
@@ -56,11 +56,11 @@ def literal(value: Any) -> str:
 
 @dataclass
 class Script:
-    """A snippet in the making.
+    """A script under construction.
 
     Attributes:
-        setup: lines that make what is judged.
-        body: lines of the input, the call and the comparison.
+        setup: lines that create the implementation under test.
+        body: lines with the input, the call and the comparison.
     """
 
     setup: list[str]
@@ -77,7 +77,7 @@ class Script:
 
 @contextmanager
 def written_down(script: str) -> Iterator[None]:
-    """Give a violation the script that shows it."""
+    """Attach a script to a violation raised in the block."""
     try:
         yield
     except Violation as violation:

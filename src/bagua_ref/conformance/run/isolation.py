@@ -41,7 +41,7 @@ def can_fork(target: Target) -> bool:
 
 
 class CheckTask:
-    """A check for some dtypes, running somewhere; `poll` collects its outcomes."""
+    """A running check for some dtypes; `poll` collects its outcomes."""
 
     def __init__(
         self, check: Check, dtypes: list[str | None], target: Target, how: Search, time_limit: float, journal: Journal | None = None
@@ -49,11 +49,11 @@ class CheckTask:
         self.check, self.waiting, self.target, self.how, self.time_limit = check, list(dtypes), target, how, time_limit
         self.journal = Journal() if journal is None else journal
         self.passed = True
-        """Whether all outcomes so far are good."""
+        """Whether all outcomes so far have passed."""
         self._begun = time.perf_counter()
 
     def poll(self) -> list[tuple[str | None, Outcome]]:
-        """Return the outcomes that have come since the last call; the task is done when none is waiting."""
+        """Return the outcomes since the last call; the task is done when no dtype is waiting."""
         found = self._collect()
         if not self.waiting:
             return found
@@ -69,7 +69,7 @@ class CheckTask:
             return found
         self.passed = False
         found.append((self.waiting.pop(0), verdict))
-        # What one dtype does the others most likely do too, each after the same wait.
+        # Other dtypes most likely do the same, each after the same wait.
         for dtype in self.waiting:
             found.append((dtype, Outcome(False, f"not tried: {verdict.message}, for another dtype", verdict.snippet)))
         self.waiting.clear()
@@ -101,7 +101,7 @@ class CheckTask:
         raise NotImplementedError
 
     def stop(self) -> None:
-        """End it."""
+        """Stop the task."""
         raise NotImplementedError
 
 
@@ -109,9 +109,9 @@ class Worker:
     """A forked process that runs checks, one after another.
 
     Args:
-        checks: those it may be given.
-        target: what they are run on.
-        how: how hard to look.
+        checks: checks that it may be given.
+        target: the implementation under test.
+        how: settings of the search.
     """
 
     def __init__(self, checks: Collection[Check], target: Target, how: Search) -> None:
@@ -207,5 +207,5 @@ class OnThread(CheckTask):
         return None if self._thread.is_alive() else "its thread ended"
 
     def stop(self) -> None:
-        """Leave the thread behind; it ends at the next dtype."""
+        """Abandon the thread; it ends before the next dtype."""
         self._abandoned = True

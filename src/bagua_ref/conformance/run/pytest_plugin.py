@@ -21,12 +21,12 @@ __all__: list[str] = []
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options."""
     group = parser.getgroup("bagua_ref conformance")
-    group.addoption("--bagua-backend", metavar="NAME|pkg.mod:Class", help="check this kernel backend, or this target")
+    group.addoption("--bagua-backend", metavar="NAME|pkg.mod:Class", help="check this kernel backend or target")
     group.addoption("--bagua-communicator", metavar="pkg.mod:factory", help="check these collectives")
-    group.addoption("--bagua-suite", action="append", choices=SUITES, help="only this suite; may be repeated")
-    group.addoption("--bagua-profile", choices=("quick", "full"), default="quick", help="how many inputs are tried")
-    group.addoption("--bagua-seed", type=int, default=0, help="of all inputs")
-    group.addoption("--bagua-xfails", metavar="FILE", help="ids of checks that are known to fail, one a line")
+    group.addoption("--bagua-suite", action="append", choices=SUITES, help="run only this suite; may be repeated")
+    group.addoption("--bagua-profile", choices=("quick", "full"), default="quick", help="how many inputs to try")
+    group.addoption("--bagua-seed", type=int, default=0, help="seed of all inputs")
+    group.addoption("--bagua-xfails", metavar="FILE", help="ids of checks that are known to fail, one per line")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m select

@@ -1,4 +1,4 @@
-"""The checks as pytest classes: subclass one, give it a fixture ``target``, and every check is a test.
+"""The checks as pytest classes: in a subclass with a fixture ``target``, every check is a test.
 
 >>> class TestMyKernels(KernelSuite):
 ...     @pytest.fixture
@@ -39,7 +39,7 @@ def judge(target: Target, check: Check, dtype: str | None, how: Search, xfail: t
     outcome = run_one(target, check, dtype, how, time_limit)
     expected = check.id in xfail or row_id(check, dtype) in xfail
     if expected and outcome.passed:
-        pytest.fail(f"{row_id(check, dtype)} passed, but is listed as a known failure: take it off the list", pytrace=False)
+        pytest.fail(f"{row_id(check, dtype)} passed, but is listed as a known failure: remove it from the list", pytrace=False)
     if expected:
         pytest.xfail(outcome.message)
     if not outcome.passed:
@@ -47,13 +47,13 @@ def judge(target: Target, check: Check, dtype: str | None, how: Search, xfail: t
 
 
 class ConformanceSuite:
-    """What the suites share. Subclasses define the fixture ``target``, and may set what follows.
+    """The base class of all suites. Subclasses define the fixture ``target`` and may set these attributes.
 
     Attributes:
         profile: "quick" or "full".
-        seed: of all inputs.
-        xfail: ids of checks, with or without ``[dtype]``, that are known to fail; one that passes is a failure.
-        time_limit: seconds that a single call may take.
+        seed: seed of all inputs.
+        xfail: ids of checks, with or without ``[dtype]``, that are known to fail; one that passes counts as a failure.
+        time_limit: time limit of a single call in seconds.
     """
 
     profile: ClassVar[str] = "quick"
@@ -69,8 +69,8 @@ class ConformanceSuite:
 
     @pytest.fixture
     def target(self) -> Any:
-        """Return what is judged; see `run_conformance`."""
-        raise NotImplementedError(f"{type(self).__name__} needs a fixture 'target' that returns what is to be judged")
+        """Return the implementation under test; see `run_conformance`."""
+        raise NotImplementedError(f"{type(self).__name__} needs a fixture 'target' that returns the implementation under test")
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Give ``test_kernels`` the checks of the suite "kernels", and so on; no other suite is imported."""

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 __all__ = ["STATUSES", "Report", "Result"]
 
 STATUSES = ("passed", "failed", "xfailed", "xpassed", "skipped", "not covered")
-"""xfailed: failed, as expected; xpassed: passed, though it was expected to fail, which counts as a failure."""
+"""xfailed: failed as expected; xpassed: passed although expected to fail, which counts as a failure."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class Result:
         suite: the suite; empty for a clause that none covers.
         clause: number in the specification.
         status: one of `STATUSES`.
-        sentence: what the check says of every implementation.
-        message: what is wrong, or why it was skipped.
-        counterexample: a script that shows it.
-        examples: how many inputs were tried, up to the first that fails.
-        seconds: how long that took.
+        sentence: the property that the check tests.
+        message: description of the failure, or the reason for skipping.
+        counterexample: a script that shows the failure.
+        examples: number of inputs up to the first failure.
+        seconds: duration.
     """
 
     id: str
@@ -46,12 +46,12 @@ class Report:
     """All results of a run.
 
     Attributes:
-        target: what was judged.
-        results: in the order of suites.
+        target: name of the implementation under test.
+        results: results in the order of suites.
         profile: "quick" or "full".
-        seed: with which the run can be repeated.
-        versions: of the specification, the package, torch, Hypothesis and Python.
-        seconds: of the whole run.
+        seed: seed that repeats the run.
+        versions: versions of the specification, the package, torch, Hypothesis and Python.
+        seconds: duration of the whole run.
 
     >>> report = Report("mine", [Result("kernels.S1.add", "kernels", "S1", "passed")], "quick", 0)
     >>> report.passed, report.counts()["passed"]

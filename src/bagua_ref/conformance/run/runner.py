@@ -23,7 +23,7 @@ __all__ = ["check_ids", "reason_to_skip", "row_id", "run_conformance", "run_one"
 
 _POLL_SECONDS = 0.005
 _NEEDS = {"kernels": "kernels", "codec": "kernels", "collectives": "communicator", "fused_optimizer": "fuse_optimizer"}
-"""Suite -> the part of a target that it looks at; other suites are called like theirs."""
+"""Suite -> the part of a target that it checks; other suites have the name of their part."""
 
 Progress = Callable[[int, int, Result], None]
 
@@ -42,23 +42,23 @@ def run_conformance(
     time_limit: float = 10.0,
     progress: Progress | None = None,
 ) -> Report:
-    """Check an implementation clause by clause; whatever it does, there is a verdict.
+    """Check an implementation clause by clause; there is a verdict even if it hangs or crashes.
 
     Args:
         target: a backend's name, ``"pkg.mod:Class"``, a KernelBackend, or an object with any of ``kernels``,
             ``communicator(world)``, ``comm_ops``, ``algorithms``, ``samplers``, ``cache``, ``fuse_optimizer``, and optionally
             ``capabilities``, a mapping whose ``"dtypes"`` limit what is tried.
-        suites: names in `SUITES`; None: all. Suites for which the target has nothing are skipped.
-        profile: "quick" or "full": how many inputs are tried.
+        suites: names in `SUITES`; None: all. Suites of parts that the target lacks are skipped.
+        profile: "quick" or "full": the number of inputs.
         xfail: ids of checks, with or without ``[dtype]``, that are known to fail. One that passes counts as a failure.
-        fail_fast: stop at the first failure; what has not been tried is skipped.
-        checks: only these: ids, with or without ``[dtype]``, or numbers of clauses; None: all of the suites'.
-        seed: of all inputs; the same seed gives the same inputs with the same versions.
-        jobs: how many processes check at a time; None: as many as there are cores, up to 4; 0: threads of this process, one
-            check at a time, which is also what happens where processes cannot be forked (CUDA).
+        fail_fast: stop at the first failure; the remaining checks are skipped.
+        checks: ids of checks, with or without ``[dtype]``, or clauses; None: all checks of the suites.
+        seed: seed of all inputs; the same seed and versions give the same inputs.
+        jobs: number of processes; None: the number of cores, up to 4; 0: one check at a time on a thread of this process, which is
+            also used where processes cannot be forked (CUDA).
         shrink: make counterexamples small.
-        time_limit: seconds that a single call may take.
-        progress: called with how many results there are, how many there will be, and the newest.
+        time_limit: time limit of a single call in seconds.
+        progress: called with the number of results so far, the total number, and the latest result.
 
     Raises:
         ValueError: an unknown backend, suite, profile or xfail id.
@@ -90,7 +90,7 @@ def run_conformance(
 
 
 def run_one(target: Target, check: Check, dtype: str | None, how: Search, time_limit: float = 10.0) -> Outcome:
-    """Run a check for one dtype in a process of its own, where that is possible."""
+    """Run a check for one dtype, in its own process if possible."""
     task = (InProcess if can_fork(target) else OnThread)(check, [dtype], target, how, time_limit)
     try:
         while True:
@@ -102,7 +102,7 @@ def run_one(target: Target, check: Check, dtype: str | None, how: Search, time_l
 
 
 def check_ids(checks: Iterable[Check] | None = None) -> list[str]:
-    """Return the ids of all results that a run of ``checks`` (None: of all) can have: each check with each of its dtypes."""
+    """Return the ids of all results of ``checks`` (None: all checks): each check with each of its dtypes."""
     return [row_id(check, dtype) for check in checks or all_checks().values() for dtype in variants(check)]
 
 
@@ -112,7 +112,7 @@ def row_id(check: Check, dtype: str | None) -> str:
 
 
 def reason_to_skip(target: Target, check: Check, dtype: str | None) -> str:
-    """Return why a check is not run on a target; empty if it is."""
+    """Return why a check is skipped for a target; empty if it is not."""
     part = _NEEDS.get(check.suite, check.suite)
     is_ours = part in ("comm_ops", "algorithms") and part not in target.parts
     if is_ours:
@@ -125,7 +125,7 @@ def reason_to_skip(target: Target, check: Check, dtype: str | None) -> str:
     if missing:
         return f"the target's {part} has no {', '.join(missing)}"
     if dtype is not None and target.dtypes is not None and dtype not in target.dtypes:
-        return f"the target's capabilities leave {dtype} out"
+        return f"the target's capabilities exclude {dtype}"
     return ""
 
 
@@ -140,7 +140,7 @@ class _Row:
 
 
 class _Session:
-    """A run under way: results by id, and tasks that will bring more."""
+    """A run in progress: its results by id, and the tasks that produce them."""
 
     def __init__(
         self,
@@ -207,7 +207,7 @@ class _Session:
         status = {(True, False): "passed", (False, False): "failed", (True, True): "xpassed", (False, True): "xfailed"}[
             outcome.passed, expected
         ]
-        message = "passed, but is listed as a known failure: take it off the list" if status == "xpassed" else outcome.message
+        message = "passed, but is listed as a known failure: remove it from the list" if status == "xpassed" else outcome.message
         check = row.check
         return Result(
             row.id, check.suite, check.clause, status, check.sentence, message, outcome.snippet, outcome.examples, outcome.seconds
@@ -219,12 +219,12 @@ def _known(argument: str, values: Iterable[str], allowed: Sequence[str]) -> list
     for value in values:
         if value not in allowed:
             close = difflib.get_close_matches(str(value), allowed, n=3) or list(allowed)[:8]
-            raise ValueError(f"{argument}: {value!r} is not known; closest are {', '.join(map(repr, close))}")
+            raise ValueError(f"{argument}: {value!r} is unknown; closest are {', '.join(map(repr, close))}")
     return values
 
 
 def _known_checks(argument: str, values: Iterable[str], table: dict[str, Check], more: Iterable[str] = ()) -> list[str]:
-    """Return ``values`` if each names a check; suites that are not run are imported only for names that the others lack."""
+    """Return ``values`` if each names a check; other suites are imported only to look for names that these lack."""
     values = [values] if isinstance(values, str) else list(values)
     known = [*table, *check_ids(table.values()), *more]
     if not set(known).issuperset(values):
@@ -241,7 +241,7 @@ def _jobs(jobs: int | None, target: Target) -> int:
 
 
 def _not_covered(checks: dict[str, Check], wanted: list[str]) -> list[Result]:
-    """Return a result for each clause that no check covers, if all suites were asked for."""
+    """Return a result for each clause that no check covers, if all suites were requested."""
     covered = {check.clause for check in checks.values()}
     clauses = [Result(clause, "", clause, "not covered", CLAUSES[clause]) for clause in CLAUSES if clause not in covered]
     return clauses if len(wanted) == len(SUITES) else []

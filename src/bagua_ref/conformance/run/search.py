@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 __all__ = ["PROFILES", "Outcome", "Search", "search"]
 
 PROFILES = {"quick": 40, "full": 500}
-"""Name -> examples for each check and dtype, before the check's own effort."""
+"""Name -> number of inputs for each check and dtype, to be multiplied by the check's effort."""
 
 
 @dataclass
 class Outcome:
-    """What a search found.
+    """The outcome of a search.
 
     Attributes:
-        passed: no counterexample.
-        message: what is wrong.
+        passed: whether no counterexample was found.
+        message: description of the violation.
         snippet: a script that shows it.
-        examples: inputs tried until the first failure, or in all.
-        seconds: how long it took.
+        examples: number of inputs up to the first failure, or of all inputs.
+        seconds: duration.
     """
 
     passed: bool
@@ -43,12 +43,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Search:
-    """How hard to look.
+    """Settings of a search.
 
     Attributes:
         profile: a name in `PROFILES`.
-        seed: feeds Hypothesis; each check and dtype derives its own from it.
-        shrink: make the counterexample as small as possible.
+        seed: seed from which each check and dtype derives its own.
+        shrink: whether to make counterexamples as small as possible.
     """
 
     profile: str = "quick"
@@ -57,7 +57,7 @@ class Search:
 
 
 def search(check: Check, dtype: str | None, target: Target, how: Search, journal: Journal) -> Outcome:
-    """Run a check for one dtype; never raises because of the target."""
+    """Run a check for one dtype; exceptions of the target become violations."""
     from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
     from hypothesis import strategies as st
     from hypothesis.errors import Flaky
@@ -96,7 +96,7 @@ def search(check: Check, dtype: str | None, target: Target, how: Search, journal
     except Violation as violation:
         message, snippet = str(violation), violation.snippet
     except Flaky:
-        message = f"not the same twice for the same input: {failures[-1]}" if failures else "not the same twice for the same input"
+        message = f"results differ for the same input: {failures[-1]}" if failures else "results differ for the same input"
         snippet = failures[-1].snippet if failures else ""
     except BaseException as error:  # whatever an implementation does, there is a verdict
         message = f"raised {type(error).__name__}: {error}"

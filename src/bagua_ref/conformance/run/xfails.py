@@ -15,8 +15,8 @@ def read_xfails(path: Path, known: Sequence[str]) -> tuple[str, ...]:
     """Return the ids in a file.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: an id is not known; the message names the line.
+        OSError: the file cannot be read.
+        ValueError: an id is unknown; the message names the line.
     """
     found = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):

@@ -50,7 +50,7 @@ def _any_gradients(draw: Draw, like: list[Tensor], ranks: int, steps: int) -> By
 
 
 def _exact_gradients(draw: Draw, like: list[Tensor], ranks: int, steps: int) -> ByRank:
-    """Gradients whose sum and mean over ranks are numbers of the dtype, in whatever order they are added or divided."""
+    """Gradients whose sum and mean over ranks are exact in any order of operations."""
     seed = draw(seeds)
     return [
         [
@@ -75,7 +75,7 @@ def _of_one_dtype(lab: Lab, draw: Draw) -> list[Tensor]:
 def _compare_all(
     training: Training, history: list[list[list[float]]], tolerance: Tolerance = EXACT, magnitude: list[Tensor] | None = None
 ) -> None:
-    """Compare every rank's weights after each step with ``history``, which holds for all of them."""
+    """Compare every rank's weights after each step with ``history``, which is the same for all ranks."""
     for step, wanted in enumerate(history):
         for rank, found in enumerate(training.results):
             for place, numbers in enumerate(wanted):
@@ -107,7 +107,7 @@ def _train_on_gradients(
     history = plain.train_on_gradients(lists(weights), _by_step(gradients, weights), lr, names, bucket_bytes, exchange)
     if method == "bytegrad" or not (options["hierarchical"] and options["average"]):
         _compare_all(training, history)
-    else:  # n/L may be no number of float32, and then the leaders' inputs are not exact
+    else:  # n/L may not be a float32 number; then the leaders' inputs are not exact
         taken = [step for rank in gradients for step in rank]
         mass = [torch.stack([w.abs(), *[step[place].abs() for step in taken]]).double().sum(0) for place, w in enumerate(weights)]
         _compare_all(training, history, SUM((sum(nodes) + 2) * len(history)), mass)
@@ -130,7 +130,7 @@ def prepare() -> None:
     torch.optim.SGD([torch.zeros(1)], lr=1.0)
 
 
-# What is common to all.
+# All algorithms.
 
 
 @check("algorithms", "S5", "first_rank", needs=("gradient_allreduce",), effort=0.3)
@@ -152,7 +152,7 @@ def first_rank(lab: Lab, draw: Draw) -> None:
         _follow_ring(lab, draw, nodes, starts, gradients, options)
         return
     training = Training(lab, method, nodes, starts, gradients, draw(seeds), {**options, "peer_selection_mode": "all"})
-    for rank, (given,) in enumerate(gradients):  # a mean of equal weights is what they were
+    for rank, (given,) in enumerate(gradients):  # a mean of equal weights equals each of them
         for place, w in enumerate(starts[0]):
             training.expect(rank, 0, place, w - given[place], SUM(n + 1), w.abs().double() + 64)
 
@@ -169,7 +169,7 @@ def buckets(lab: Lab, draw: Draw) -> None:
     weights = _weights(draw, dtypes)
     gradients = _any_gradients(draw, weights, sum(nodes), 2)
     of_one = [w.nbytes for w in reversed(weights) if w.dtype is weights[-1].dtype]
-    filled = sum(of_one[: draw(st.integers(1, len(of_one)))])  # a bucket of so many is just full
+    filled = sum(of_one[: draw(st.integers(1, len(of_one)))])  # a bucket of so many parameters is just full
     bucket_bytes = max(1, draw(st.sampled_from([filled, filled, filled + 1, filled - 1, filled - 1, 40, ONE_BUCKET])))
     options = {"hierarchical": False, "average": True}
     _train_on_gradients(lab, draw, "bytegrad", nodes, weights, gradients, bucket_bytes, options)
@@ -183,7 +183,7 @@ def padding(lab: Lab, draw: Draw) -> None:
     size = draw(st.integers(1, 30).filter(lambda size: size % n != 0))
     weights = _weights(draw, [lab.dtype] * 2, [(size - size // 2,), (size // 2,)])
     gradients = _any_gradients(draw, weights, n, 2)
-    for rank in gradients:  # far from zero, so that zeros beside them count
+    for rank in gradients:  # far from zero, so that zeros beside them matter
         for given in rank:
             given.update({place: g.abs() / 8 + 1 for place, g in given.items()})
     options = {"hierarchical": between, "average": draw(st.booleans())}
@@ -251,7 +251,7 @@ def _joined(tensors: list[Tensor]) -> decentralized_numpy.Array:
 
 
 def _two_pairs(between: bool) -> st.SearchStrategy[tuple[int, ...]]:
-    """Worlds in which the peer of one step is not that of the next."""
+    """Worlds in which consecutive steps have different peers."""
     return st.sampled_from([(1, 1, 1, 1), (2, 1, 1, 1)] if between else [(4,), (3, 1)])
 
 
@@ -271,7 +271,7 @@ def _decentralized(lab: Lab, draw: Draw, mode: str) -> None:
         )
     mass = np.abs(_joined(weights)) + np.abs(np.stack([np.stack(ranks) for ranks in by_step])).max(1).sum(0)
     for step, ranks in enumerate(history):
-        # Every mean is rounded in an order of its own, and the difference stays in the weights.
+        # Each mean may be rounded in another order, and the difference stays in the weights.
         tolerance = EXACT if mode == "shift_one" else SUM((step + 1) * (n + 2))
         for rank, flat in enumerate(ranks):
             for place, (want, bound) in enumerate(zip(_split(flat, weights), _split(mass, weights), strict=True)):
@@ -279,7 +279,7 @@ def _decentralized(lab: Lab, draw: Draw, mode: str) -> None:
 
 
 def _split(flat: decentralized_numpy.Array, like: list[Tensor]) -> list[Tensor]:
-    """Return the tensors whose elements lie one after another in ``flat``."""
+    """Split ``flat`` into tensors like ``like``."""
     parts = np.split(flat, np.cumsum([w.numel() for w in like])[:-1])
     return [torch.from_numpy(np.ascontiguousarray(part)).to(w.dtype).view(w.shape) for part, w in zip(parts, like, strict=True)]
 

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 _INTERVAL_MS = 100
 _LONG_SLEEP = ("sleep", 20 * _INTERVAL_MS / 1000)
-"""Time for rounds after which all ranks are equal."""
+"""Enough time for rounds to make all ranks equal."""
 _ROUNDS = SUM(1000)
-"""Between weights that some hundred rounds have moved to and fro, each of which rounds."""
+"""For weights changed by some hundred rounds, each with rounding errors."""
 
 
 class _Case:
@@ -53,13 +53,13 @@ class _Case:
         return Training(lab, "async_model_average", self.nodes, starts, programs, draw(seeds), options)
 
     def expect_nothing_lost(self, training: Training, programs: list[list[Action]], places: list[int], agree: bool) -> None:
-        """Expect that the mean over ranks is where the mean of all steps leads; if ``agree``, on every rank.
+        """Expect that the mean over ranks follows the mean of all steps; if ``agree``, that every rank does.
 
         Args:
-            training: what came of the programs.
-            programs: of each rank.
-            places: of each rank's abort after which this is so.
-            agree: there was time for rounds in which nobody trained.
+            training: results of the programs.
+            programs: each rank's program.
+            places: place of each rank's abort after which this holds.
+            agree: whether there was time for rounds while no rank trained.
         """
         for p, w in enumerate(self.weights):
             taken = [[g[p] for g in _steps(program[:place])] for program, place in zip(programs, places, strict=True)]
@@ -89,12 +89,12 @@ def _after_step(weights: list[Tensor], gradients: list[list[Tensor]]) -> list[Te
 
 
 def _sleep(draw: Draw) -> Action:
-    """Return a wait of up to some intervals, often a multiple: then rounds begin while ranks train."""
+    """Return a wait of a few intervals, often a whole number of them, so that rounds begin while ranks train."""
     return ("sleep", draw(st.sampled_from([0.1, 0.2, 0.3, 0.03, 0.17])))
 
 
 def _expect_known(case: _Case, training: Training, programs: list[list[Action]], warmup_steps: int, rounds: bool) -> None:
-    """Compare all weights that do not depend on when a round happened."""
+    """Compare the weights that do not depend on the timing of rounds."""
     taken = [_steps(program) for program in programs]
     for rank, program in enumerate(programs):
         before, step, aborted = case.weights, 0, False
@@ -140,7 +140,7 @@ def nothing_lost(lab: Lab, draw: Draw) -> None:
             program += [("abort",), ("resume",)] if part else []
             for _ in range(draw(st.integers(2, 5))):
                 program += [case.gradients() for _ in range(draw(st.integers(1, 3)))] + [_sleep(draw)]
-        # Rounds have begun by the second of these at the latest; while nobody trains they make the ranks equal.
+        # Rounds begin by the second of these at the latest; while no rank trains, they make the ranks equal.
         program += [case.gradients(), case.gradients(), _LONG_SLEEP, ("abort",)]
         programs.append(program)
     training = case.train(lab, draw, programs, _INTERVAL_MS, warmup_steps)
@@ -149,7 +149,7 @@ def nothing_lost(lab: Lab, draw: Draw) -> None:
 
 
 def _expect_of_actions(lab: Lab, draw: Draw, kinds: list[str], warmup_steps: int, equal: bool) -> None:
-    """Let all ranks do the same, each with its own gradients and at its own pace, then abort; then time passes, and a step."""
+    """Let all ranks run the same actions with their own gradients and pace, then abort, wait, and take a step."""
     case = _Case(draw, draw(worlds(3)), torch.float32)
     make: dict[str, Callable[[], Action]] = {
         "step": case.gradients,
@@ -172,7 +172,7 @@ def abort(lab: Lab, draw: Draw) -> None:
     """After any sequence of abort and resume, averaging pauses from an abort to the next resume; training and warm-up continue."""
     warmup_steps = draw(st.integers(0, 3))
     kinds = draw(st.lists(st.sampled_from(_kinds), max_size=9))
-    if draw(st.integers(0, 2)):  # each rank aborts at a time of its own, while the others still take part in rounds
+    if draw(st.integers(0, 2)):  # ranks abort at different times, while the others still take part in rounds
         kinds += ["resume", *["step"] * (warmup_steps + 2), "sleep", "step", "sleep"]
     _expect_of_actions(lab, draw, kinds, warmup_steps, equal=False)
 

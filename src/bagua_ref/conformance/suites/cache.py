@@ -27,7 +27,7 @@ _sizes = st.integers(1, 5)
 
 
 def prepare() -> None:
-    """Import what talks to servers."""
+    """Import the clients of servers."""
     import redis  # noqa: F401
     import xxhash  # noqa: F401
 
@@ -267,7 +267,7 @@ def down(lab: Lab, draw: Draw) -> None:
 def full(lab: Lab, draw: Draw) -> None:
     """When a store is full, load_fn provides the missing values, with one warning."""
     size, old, new = draw(_sizes), draw(st.integers(1, 4)), draw(st.integers(1, 8))
-    new = max(new, size)  # one is written at least
+    new = max(new, size)  # at least one value is written
     with cache_script(lab, 1, "Source, assert_same") as script:
         script.do("import warnings\n\nload = Source({key: f'value {key}' for key in range(20)})")
         script.loader("d", size)
@@ -280,9 +280,7 @@ def full(lab: Lab, draw: Draw) -> None:
             "        assert_same(loader.get(key, load), f'value {key}')\n"
             "    loader.flush()"
         )
-        script.do(
-            f"load.expect(*range({old}, {old + new}))\nassert len(seen) == 1, f'there must be one warning, not {{len(seen)}}'"
-        )
+        script.do(f"load.expect(*range({old}, {old + new}))\nassert len(seen) == 1, f'expected one warning, got {{len(seen)}}'")
 
 
 @check("cache", "S8.3", "warns_once", needs=LOADER, effort=0.05)

@@ -19,7 +19,7 @@ _sizes = st.integers(1, 5)
 
 
 def _come_back(lab: Lab, draw: Draw, sources: list[str]) -> None:
-    """Let values be made, and read from the store, without pickle, and compare."""
+    """Cache values and read them from the store, without pickle, and compare."""
     with cache_script(lab, 1, "Source, array, assert_same, double, tensor, without_pickle") as script:
         script.do(f"values = [{', '.join(sources)}]\nload = Source(dict(enumerate(values)))")
         script.loader("d", draw(_sizes))
@@ -68,7 +68,7 @@ def needs_pickle(lab: Lab, draw: Draw) -> None:
         script.do(
             "try:\n    loader.get('key', load)\nexcept Exception as error:\n"
             "    assert 'allow_pickle' in str(error), f'the error must name allow_pickle: {error}'\n"
-            "else:\n    raise AssertionError('an object that needs pickle must be an error')"
+            "else:\n    raise AssertionError('an object that needs pickle must raise an error')"
         )
         script.do("loader.flush()\nassert servers[0].keys() == [], f'{servers[0].keys()} were stored'")
         script.loader("d", 1, "other", more=", allow_pickle=True")

@@ -34,13 +34,13 @@ class Check:
 
     Attributes:
         id: ``suite.clause.name``; stable.
-        suite: which part of a target it is about.
-        clause: of the specification.
-        sentence: what is true of every right implementation, whatever the input.
-        function: draws an input and raises `Violation` if the sentence is false of it.
-        dtypes: names; the check is run for each of them by itself. Empty: once.
-        needs: what the target's part must have for it.
-        effort: multiplies the number of examples.
+        suite: name of the suite.
+        clause: clause of the specification.
+        sentence: the property, which every correct implementation has for all inputs.
+        function: draws an input and raises `Violation` if the property does not hold for it.
+        dtypes: names of dtypes; the check runs separately for each of them. Empty: once.
+        needs: attributes that the target's part must have.
+        effort: factor of the number of inputs.
     """
 
     id: str
@@ -77,7 +77,7 @@ def check(
 
 
 def require_hypothesis() -> None:
-    """Raise ImportError, with what to install, unless Hypothesis is there."""
+    """Raise ImportError with an install command if Hypothesis is missing."""
     try:
         import hypothesis  # noqa: F401
     except ImportError as error:
@@ -125,5 +125,5 @@ def _import_suite(suite: str) -> ModuleType:
 
 
 def variants(row: Check) -> list[str | None]:
-    """Return the dtypes for which a check is run; ``[None]`` if it has none."""
+    """Return the dtypes of a check; ``[None]`` if it has none."""
     return list(row.dtypes) or [None]

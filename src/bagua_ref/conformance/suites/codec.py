@@ -43,7 +43,7 @@ def _decompress(lab: Lab, payload: Tensor, num_chunks: int, count: int) -> Kerne
 
 
 def _blocks(lab: Lab, x: Tensor, num_chunks: int) -> list[bytes]:
-    """Return the block that each chunk must have."""
+    """Return the expected block of each chunk."""
     rows = x.view(num_chunks, x.numel() // num_chunks).tolist()
     return [codec_scalar.compress_chunk(row, lab.dtype_name) for row in rows]
 
@@ -53,13 +53,13 @@ def _bytes(blocks: list[bytes]) -> Tensor:
 
 
 def _values(lab: Lab, blocks: list[bytes], size: int) -> Tensor:
-    """Return what blocks must decompress to."""
+    """Return the expected decompressed values of blocks."""
     found = [value for block in blocks for value in codec_scalar.decompress_chunk(block, size, lab.dtype_name)]
     return torch.tensor(found, dtype=torch.float64).to(lab.dtype)
 
 
 def _check_payload(lab: Lab, x: Tensor, num_chunks: int, out: Tensor | None) -> None:
-    """Compare a payload byte by byte; a failure is shown on one chunk, and on few of its elements, if that fails too."""
+    """Compare a payload byte by byte; show a failure on one chunk, or a few of its elements, if these fail, too."""
     wanted = _bytes(_blocks(lab, x, num_chunks))
     call = _compress(lab, x, num_chunks, out=out)
     name = "result" if out is None else "out"
@@ -237,7 +237,7 @@ def _refused(lab: Lab, method: str, arguments: dict[str, object]) -> None:
         if isinstance(violation.__cause__, TypeError) and name in str(violation.__cause__):
             return
         raise
-    raise Violation(f"{method} took {name}, which must be a TypeError that names it", lab.script(call))
+    raise Violation(f"{method} accepted {name}; it must raise a TypeError that names it", lab.script(call))
 
 
 @check("codec", "S4.6", "bound", dtypes=COMPRESSIBLE, needs=_COMPRESS + _DECOMPRESS, effort=0.5)
@@ -270,7 +270,9 @@ def _check_bound(lab: Lab, x: Tensor) -> None:
     for value, back in zip(x.tolist(), restored.tolist(), strict=True):
         limit = codec_scalar.bound(low, high, back, lab.dtype_name)
         if not abs(back - value) <= limit:
-            text = f"{value!r} between {low!r} and {high!r} comes back as {back!r}: {abs(back - value)!r} off, allowed is {limit!r}"
+            text = (
+                f"{value!r} between {low!r} and {high!r} comes back as {back!r}: the error {abs(back - value)!r} exceeds {limit!r}"
+            )
             raise Violation(text, lab.script(call, f"# {text}"))
 
 

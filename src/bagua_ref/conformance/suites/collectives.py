@@ -44,7 +44,7 @@ def _check(
     wanted: Callable[[int], list[Tensor]],
     tolerance: int = 0,
 ) -> None:
-    """Call ``comm.method(*arguments(rank))`` on every rank; its tensors must then be ``wanted(rank)``, in their order."""
+    """Call ``comm.method(*arguments(rank))`` on every rank; its tensors must then equal ``wanted(rank)``, in order."""
     n, seed = sum(nodes), draw(seeds)
     brought = [arguments(rank) for rank in range(n)]
 
@@ -68,7 +68,7 @@ def _check(
 
 
 def _several(op: ReduceOp, n: int, dtype: torch.dtype) -> int:
-    """Return the tolerance in SUM: a library rounds 16-bit sums as it goes, and products and means in an order of its own."""
+    """Return n for SUM(n): libraries round 16-bit sums at each step, and products and means in another order; 0: exact."""
     return n if dtype.is_floating_point and op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT) else 0
 
 
@@ -216,7 +216,7 @@ def alltoall_v(lab: Lab, draw: Draw) -> None:
     nodes, dtype = draw(worlds()), getattr(torch, draw(st.sampled_from(MOVABLE)))
     n, most, gap = sum(nodes), draw(st.integers(0, 3)), draw(st.integers(0, 2))
 
-    other = draw(st.integers(0, 2))  # received blocks need not lie as sent ones do
+    other = draw(st.integers(0, 2))  # received blocks may have another layout than sent ones
 
     def layout(rank: int, between: int = gap) -> tuple[list[int], list[int], int]:
         sizes = [(rank + peer) % (most + 1) for peer in range(n)]

@@ -118,7 +118,7 @@ def refuses(lab: Lab, draw: Draw) -> None:
         lab.target, nodes, seed, [],
         ["try:", f"    comm.{method}({shown})", "except (ValueError, TypeError):", "    tensor = torch.ones(1)",
          f"    comm.allreduce_inplace(tensor, {int(ReduceOp.SUM)})", "    return tensor",
-         f"raise AssertionError({f'{method} took what does not fit ({case})'!r})"],
+         f"raise AssertionError({f'{method} accepted invalid arguments ({case})'!r})"],
         ["for tensor in results:", f"    assert_equal(tensor, torch.tensor([{float(n)}]), EXACT)"],
     )  # fmt: skip
 
@@ -129,7 +129,7 @@ def refuses(lab: Lab, draw: Draw) -> None:
             tensor = torch.ones(1)
             comm.allreduce_inplace(tensor, ReduceOp.SUM)
             return tensor
-        return f"{method} took what does not fit ({case})"
+        return f"{method} accepted invalid arguments ({case})"
 
     with written_down(script):
         for rank, found in enumerate(run_ranks(lab, nodes, program, method, case, seed)):

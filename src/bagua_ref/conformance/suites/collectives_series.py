@@ -28,17 +28,17 @@ _MOVEMENTS = ("broadcast", "allgather", "gather", "scatter", "alltoall")
 
 @dataclass(frozen=True)
 class _CollectiveCall:
-    """A collective and what it comes to: by rank its arguments, and what its tensors must hold afterwards."""
+    """A collective with its arguments and expected tensors, by rank."""
 
     method: str
     brought: list[list[Any]]
     expected: list[list[Tensor]]
     tolerance: int = 0
-    """In SUM; 0: exact."""
+    """n for SUM(n); 0: exact."""
 
 
 def _call(method: str, op: ReduceOp, n: int, count: int, dtype: torch.dtype, root: int, start: int = 0) -> _CollectiveCall:
-    """Return a call of ``method``, with ``op`` if it reduces; ``start`` decides the numbers."""
+    """Return a call of ``method``, with ``op`` if it reduces; ``start`` selects the numbers."""
     everyone, reduces = range(n), method in _REDUCTIONS
     bring = partial(terms, op) if reduces else values
     few = [bring(rank, count, dtype, start) for rank in everyone]
@@ -73,7 +73,7 @@ def _written(arguments: list[Any]) -> list[Any]:
 
 
 def _one_by_one(lab: Lab, nodes: tuple[int, ...], seed: int, calls: list[_CollectiveCall]) -> None:
-    """Make the calls on one communicator; a fault that shows in fewer of them is reported by those."""
+    """Make the calls on one communicator; report a failure with as few of them as show it."""
     everyone, methods = range(sum(nodes)), [call.method for call in calls]
     shown = [[(call.method, _written(call.brought[rank])) for call in calls] for rank in everyone]
     script = script_of_ranks(
@@ -180,7 +180,7 @@ def gaps(lab: Lab, draw: Draw) -> None:
                 where = f"{method} of tensors with gaps on nodes {nodes}: tensor {number} of rank {rank}"
                 _same(tensor, want, where)
                 before = _tensors(brought[rank])[number]
-                _same(tensor.as_strided(tensor.shape, tensor.stride(), 1), before, f"{where}, what lies between its elements")
+                _same(tensor.as_strided(tensor.shape, tensor.stride(), 1), before, f"{where}, the memory between its elements")
 
 
 @check("collectives", "S3.9", "barrier")
@@ -200,7 +200,7 @@ def barrier(lab: Lab, draw: Draw) -> None:
             arrived.append(comm.rank())
             comm.barrier()
             if len(arrived) < number * n:
-                return f"rank {comm.rank()} passed barrier {number} when only ranks {arrived[(number - 1) * n :]} had come"
+                return f"rank {comm.rank()} left barrier {number} when only ranks {arrived[(number - 1) * n :]} had reached it"
         return ""
 
     with written_down(script):

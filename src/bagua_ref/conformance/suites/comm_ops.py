@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 def _inputs(lab: Lab, draw: Draw, ranks: int, multiple: int, finite: bool = False) -> list[Tensor]:
-    """Return each rank's elements, as many as divide by ``multiple``."""
+    """Return each rank's elements; their number is a multiple of ``multiple``."""
     size = multiple * draw(st.integers(0, 40 // multiple + 1))
     if draw(st.booleans()):
         return mixed(lab.dtype, ranks, draw(seeds), size, finite=finite)
-    if draw(st.booleans()):  # each place of one kind, each rank with numbers of its own: what training looks like
+    if draw(st.booleans()):  # tame numbers that differ between ranks, as in training
         return [bulk(lab.dtype, "tame", draw(seeds), size, finite=finite) for _ in range(ranks)]
     return [draw(tensors(lab.dtype, size, finite=finite)) for _ in range(ranks)]
 

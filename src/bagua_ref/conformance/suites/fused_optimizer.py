@@ -29,12 +29,12 @@ _OPTIONS: dict[str, dict[str, list[Any]]] = {
     "Rprop": {"etas": [(0.5, 1.5)]},
     "ASGD": {"lambd": [0.1], "t0": [1]},
 }
-"""The element-wise optimizers of torch, the best known first, and what may be given instead of a default."""
+"""Torch's element-wise optimizers, best known first, with values to try for their options."""
 
 _COMMON: dict[str, list[Any]] = {"weight_decay": [0.1], "maximize": [True], "foreach": [True, False]}
 _WITH_FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 _MOMENTA = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad")
-"""Those of which S6 leaves no doubt that equal parameters are fused."""
+"""Optimizers for which S6 requires that equal parameters are fused."""
 
 _shapes = st.sampled_from([(3,), (2, 3), (17,), (9, 4), (5, 1), (33,), (1,), (), (0,)])
 _seeds = st.integers(0, 2**16)
@@ -50,7 +50,7 @@ def prepare() -> None:
 
 @st.composite
 def _options(draw: st.DrawFn, name: str) -> dict[str, Any]:
-    """A learning rate and a few options of a class, as far as the installed torch has them."""
+    """A learning rate and a few options that the installed torch has for a class."""
     known = inspect.signature(getattr(torch.optim, name)).parameters
     all_of_them = {key: values for key, values in {**_OPTIONS[name], **_COMMON}.items() if key in known}
     keys = draw(st.lists(st.sampled_from(list(all_of_them)), max_size=3, unique=True))
@@ -61,7 +61,7 @@ def _options(draw: st.DrawFn, name: str) -> dict[str, Any]:
 
 
 class _Twins(Play):
-    """A script about ``fused``, whose parameters are ``ps``, and ``plain``, which is not and has the ``qs``."""
+    """A script about the optimizer ``fused`` with parameters ``ps`` and its unfused twin ``plain`` with parameters ``qs``."""
 
     def __init__(self, lab: Lab, draw: Draw) -> None:
         helpers = "assert_twins, copies, give_gradients, parameters"
@@ -318,7 +318,7 @@ def sixteen_bits(lab: Lab, draw: Draw) -> None:
 
 
 def _long_twins(lab: Lab, draw: Draw, dtype: str, flags: str = "") -> _Twins:
-    """Fuse parameters whose sizes no vector loop divides, with torch's own fused steps unless the dtype has 16 bits."""
+    """Fuse parameters whose sizes are not multiples of a vector's, with torch's fused steps unless the dtype has 16 bits."""
     twins, name = _Twins(lab, draw), draw(st.sampled_from(_WITH_FUSED if dtype == "float32" else _MOMENTA))
     sizes = draw(st.lists(st.sampled_from([1, 5, 13, 17, 33, 67]), min_size=3, max_size=6))
     chosen = {key: value for key, value in draw(_options(name)).items() if key != "foreach"}
@@ -371,7 +371,7 @@ def refuses(lab: Lab, draw: Draw) -> None:
         twins.do(f"fused = fuse_optimizer(torch.optim.{draw(st.sampled_from(_MOMENTA))}(ps))")
         twins.do(
             "try:\n    fuse_optimizer(fused)\nexcept RuntimeError:\n    pass\n"
-            "else:\n    raise AssertionError('fusing twice must be a RuntimeError')"
+            "else:\n    raise AssertionError('fusing twice must raise a RuntimeError')"
         )
         return
     twins.use("LAMB, assert_refused" if name == "LAMB" else "assert_refused")

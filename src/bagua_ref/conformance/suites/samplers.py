@@ -25,7 +25,7 @@ _BATCHES = (*_SAMPLER, "LoadBalancingDistributedBatchSampler")
 
 
 class _Trial:
-    """Calls a target's samplers, writing down what it does."""
+    """Calls a target's samplers and records the calls as a script."""
 
     def __init__(self, lab: Lab) -> None:
         self.lab, self.samplers = lab, lab.target.parts["samplers"]
@@ -50,7 +50,7 @@ class _Trial:
         return sampler
 
     def run(self, work: Callable[[], Any]) -> Any:
-        """Return what ``work()`` does; raise `Violation` for whatever it raises."""
+        """Return the result of ``work()``; raise `Violation` for any exception."""
         try:
             with self.lab.journal.call((f"samplers: {self.script}"[:2000], None)):
                 return work()
@@ -60,13 +60,13 @@ class _Trial:
             raise Violation(f"raised {type(error).__name__}: {error}", str(self.script)) from error
 
     def same(self, expression: str, found: Any, wanted: Any) -> None:
-        """Raise `Violation` unless what a sampler gave is as wanted."""
+        """Raise `Violation` unless ``found`` equals ``wanted``."""
         if found != wanted:
             self.script.body.append(f"assert {expression} == {wanted!r}")
             raise Violation(f"{expression} is {found!r} instead of {wanted!r}"[:1000], str(self.script))
 
     def refused(self, work: Callable[[], Any], what: str) -> None:
-        """Raise `Violation` unless ``work()`` is a ValueError."""
+        """Raise `Violation` unless ``work()`` raises a ValueError."""
         try:
             with self.lab.journal.call((f"samplers: {what}", None)):
                 work()
@@ -74,7 +74,7 @@ class _Trial:
             return
         except BaseException as error:
             raise Violation(f"{what} raised {type(error).__name__}: {error}, not a ValueError", str(self.script)) from error
-        raise Violation(f"{what} must be a ValueError", str(self.script))
+        raise Violation(f"{what} must raise a ValueError", str(self.script))
 
 
 @check("samplers", "S7.1", "lengths", needs=_SAMPLER, effort=3)

@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 __all__ = ["Action", "Gradients", "ReferenceAlgorithms"]
 
 Gradients = dict[int, "Tensor"]
-"""One rank's gradients in one step: the parameter's place -> its gradient, in the order in which they become ready. A parameter
-that this rank does not use in this step is missing."""
+"""One rank's gradients in one step: the parameter's place -> its gradient, in the order in which they become ready. Parameters
+that the rank does not use in this step are missing."""
 
 Action = tuple[Any, ...]
 """``("step", gradients)``, ``("sleep", seconds)``, ``("abort",)`` or ``("resume",)``."""
 
 
 class ReferenceAlgorithms:
-    """The form that ``algorithms`` of a target has: each method runs on every rank of a simulated world and trains.
+    """The interface of a target's ``algorithms``: each method runs on every rank of a simulated world and trains.
 
     All take this rank's ``weights`` in the order in which they were registered, and return the weights after each step: a list,
     by step, of lists, by parameter. But for `qadam` the optimizer is plain SGD, ``w <- w - lr*g``, each operation rounded; lr
@@ -40,7 +40,7 @@ class ReferenceAlgorithms:
 
     Args:
         kernels: a backend or its name.
-        device: where its kernels want tensors.
+        device: device of the kernels' tensors.
         flatten: give buckets flat storage.
     """
 
@@ -85,17 +85,17 @@ class ReferenceAlgorithms:
         """Train as S5.5 says.
 
         Args:
-            world: of this rank.
-            weights: each in a group of its own.
-            gradients: by step.
-            groups: the options of each parameter's group: ``lr``, ``betas``, ``eps`` and ``weight_decay``.
+            world: world of this rank.
+            weights: parameters, each in its own group.
+            gradients: gradients by step.
+            groups: options of each parameter's group: ``lr``, ``betas``, ``eps`` and ``weight_decay``.
             warmup_steps: the last step with exact gradients.
             hierarchical: compress between node leaders.
-            bucket_bytes: the size at which a bucket is closed.
+            bucket_bytes: bucket size.
         """
         module = self._module(weights)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # warmup_steps=1 is legal, and meant here
+            warnings.simplefilter("ignore", UserWarning)  # warmup_steps=1 is valid and intended
             grouped = [{"params": [w], **group} for w, group in zip(module.weights, groups, strict=True)]
             optimizer = QAdamOptimizer(grouped, warmup_steps=warmup_steps)
         self._wrap(module, optimizer, QAdamAlgorithm(optimizer, hierarchical), bucket_bytes)
@@ -115,13 +115,13 @@ class ReferenceAlgorithms:
         """Train as S5.6 says; return the weights after each action.
 
         Args:
-            world: of this rank.
+            world: world of this rank.
             weights: its parameters.
-            program: what to do one after the other: take a step, let virtual time pass, abort, resume. The last is an abort.
-            lr: of plain SGD.
-            bucket_bytes: the size at which a bucket of gradients is closed, in warm-up.
-            sync_interval_ms: milliseconds of virtual time between the end of a round and the next.
-            warmup_steps: steps of gradient all-reduce before rounds.
+            program: actions in order: take a step, let virtual time pass, abort, resume. The last one is an abort.
+            lr: learning rate of plain SGD.
+            bucket_bytes: bucket size of the gradients in the warm-up.
+            sync_interval_ms: milliseconds of virtual time from the end of a round to the next.
+            warmup_steps: number of steps of gradient all-reduce before the rounds.
         """
         module = self._module(weights)
         optimizer = torch.optim.SGD(module.parameters(), lr=lr)
@@ -185,14 +185,14 @@ class ReferenceAlgorithms:
 
 
 class _GivenGradients(torch.nn.Module):
-    """A module whose gradients are its inputs, whatever its weights."""
+    """A module whose gradients are its inputs."""
 
     def __init__(self, weights: list[Tensor]) -> None:
         super().__init__()
         self.weights = torch.nn.ParameterList(weights)
 
     def forward(self, given: Gradients) -> Tensor:
-        """Return a sum whose backward accumulates the gradients in the order given, as autograd begins with the last term."""
+        """Return a sum whose backward accumulates the gradients in the given order: autograd begins with the last term."""
         total = torch.zeros((), dtype=torch.float64)
         for place, gradient in reversed(given.items()):
             total = total.to(gradient.device) + (self.weights[place] * gradient).sum().double()

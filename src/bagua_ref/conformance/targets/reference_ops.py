@@ -18,7 +18,7 @@ __all__ = ["ReferenceCommOps"]
 
 
 class ReferenceCommOps:
-    """The form that ``comm_ops`` of a target has: each method runs on every rank of a simulated world.
+    """The interface of a target's ``comm_ops``: each method runs on every rank of a simulated world.
 
     Args:
         kernels: a backend or its name.
@@ -32,7 +32,7 @@ class ReferenceCommOps:
         """Return the sum or mean over all ranks (S3.1 to S3.3).
 
         Args:
-            world: of this rank.
+            world: world of this rank.
             x: this rank's elements.
             options: ``hierarchical``, ``average``, ``scattergather`` and ``compression``.
         """
@@ -45,9 +45,9 @@ class ReferenceCommOps:
         """Return this rank's elements after each round of one operation and its copy-back (S3.4).
 
         Args:
-            world: of this rank.
+            world: world of this rank.
             rounds: this rank's elements before each round; None: as the last round left them.
-            mode: the peers.
+            mode: choice of peers, "all" or "shift_one".
             hierarchical: average between node leaders.
         """
         bucket = self._bucket(rounds[0])
@@ -59,10 +59,10 @@ class ReferenceCommOps:
         """Return this rank's elements after each step on the ring (S3.5).
 
         Args:
-            world: of this rank.
-            rounds: first what all replicas on all ranks are at the start, then this rank's elements before each step; None: as
-                the last step left them.
-            hierarchical: the ring is between node leaders.
+            world: world of this rank.
+            rounds: first the initial value of all replicas on all ranks, then this rank's elements before each step; None: as the
+                last step left them.
+            hierarchical: connect node leaders by the ring instead of all ranks.
         """
         start, *rounds = rounds
         bucket = self._bucket(rounds[0])

@@ -15,7 +15,7 @@ __all__ = ["ReferenceTarget"]
 
 @dataclass
 class ReferenceTarget:
-    """Every part that suites look at.
+    """A target with every part that suites check.
 
     ``bagua-ref verify --backend bagua_ref.conformance.targets.reference_target:ReferenceTarget`` checks them.
 

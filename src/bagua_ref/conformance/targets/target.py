@@ -16,22 +16,22 @@ from bagua_ref.errors import BackendUnavailableError
 __all__ = ["PARTS", "Target", "assemble", "load", "resolve"]
 
 PARTS = ("kernels", "communicator", "comm_ops", "algorithms", "samplers", "cache", "fuse_optimizer")
-"""The attributes of a target that suites look at."""
+"""The attributes of a target that suites check."""
 
 _NOT_HERE = "<locals>"
 
 
 @dataclass
 class Target:
-    """A target, taken apart.
+    """The parts of a target.
 
     Attributes:
-        name: for reports.
-        parts: name -> what the target has there; a part that it has not is missing.
-        setup: lines of a script that make ``kernels``.
-        origin: lines of a script that make ``target``, the object that has the parts; empty if it is a backend.
+        name: name for reports.
+        parts: the target's parts by name; parts that it lacks are missing.
+        setup: lines of a script that create ``kernels``.
+        origin: lines of a script that create ``target``, the object with the parts; empty if the target is a backend.
         dtypes: names of the dtypes that its capabilities allow; None: all.
-        device: where its kernels want tensors.
+        device: device of its kernels' tensors.
     """
 
     name: str
@@ -44,22 +44,22 @@ class Target:
 
     @property
     def kernels(self) -> Any:
-        """The kernels; None if it has none."""
+        """The kernels; None if the target has none."""
         return self.parts.get("kernels")
 
 
 def resolve(target: Any) -> Target:
-    """Return a target taken apart.
+    """Return the parts of a target.
 
     Args:
         target: a backend's name or ``"pkg.mod:Class"``, a KernelBackend (or its class), or an object with some of `PARTS` and
             optionally ``capabilities``, a mapping whose ``"dtypes"`` limit what is tried.
 
     Raises:
-        ValueError: no backend has this name, or capabilities are not understood.
+        ValueError: no backend has this name, or capabilities are invalid.
         BackendUnavailableError: the backend cannot run here.
         ImportError, AttributeError: ``"pkg.mod:Class"`` is not there.
-        TypeError: the object has no part that a suite looks at.
+        TypeError: the object has no part that a suite checks.
     """
     if isinstance(target, str) and ":" not in target:
         kernels: Any = get_backend(target)
@@ -93,7 +93,7 @@ def resolve(target: Any) -> Target:
 
 
 def assemble(backend: str | None, communicator: str | None) -> Target:
-    """Return the target that a command line names: a backend (or any target), a communicator's factory, or both."""
+    """Return the target named on a command line: a backend or other target, a communicator factory, or both."""
     if backend is None and communicator is None:
         raise ValueError("name a backend, a communicator or both")
     target = Target(str(communicator), {}) if backend is None else resolve(backend)
@@ -103,12 +103,12 @@ def assemble(backend: str | None, communicator: str | None) -> Target:
 
 
 def load(path: str) -> Any:
-    """Return what ``"pkg.mod:name"`` stands for.
+    """Import the object named ``"pkg.mod:name"``.
 
     Raises:
-        ImportError: there is no such module.
-        AttributeError: it has no such name.
-        ValueError: the path is not of this form.
+        ImportError: the module does not exist.
+        AttributeError: the module has no such name.
+        ValueError: the path does not have this form.
     """
     module, colon, name = path.partition(":")
     if not (module and colon and name):
@@ -125,7 +125,7 @@ def _setup(target: Any) -> list[str]:
         return [f"kernels = {kind.__qualname__.rpartition('.')[2]}()"]
     top = kind.__qualname__.partition(".")[0]
     call = f"{kind.__qualname__}()"
-    if is_dataclass(target) and "<" not in repr(target):  # its repr is a call that makes it, unless it holds anonymous objects
+    if is_dataclass(target) and "<" not in repr(target):  # its repr is the call that creates it, unless a field has none
         call = repr(target)
     return [f"from {kind.__module__} import {top}", "", f"kernels = {call}"]
 
@@ -143,7 +143,7 @@ def _dtypes(part: Any) -> tuple[str, ...] | None:
     names = tuple(str(dtype).removeprefix("torch.") for dtype in capabilities.get("dtypes", ()))
     for name in names:
         if not isinstance(getattr(torch, name, None), torch.dtype):
-            raise ValueError(f"capabilities['dtypes'] has {name!r}, which is no dtype of torch")
+            raise ValueError(f"capabilities['dtypes'] has {name!r}, which is not a torch dtype")
     return names
 
 

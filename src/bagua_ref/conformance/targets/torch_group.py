@@ -28,13 +28,13 @@ _TIMEOUT = timedelta(seconds=10)
 
 
 class TorchGroup(Communicator):
-    """The collectives of S3.9 by those of a ``ProcessGroup``, called as torch.distributed calls them.
+    """The collectives of S3.9 on a ``ProcessGroup``, called as torch.distributed calls them.
 
     Movement goes as bytes, so any dtype does; reductions are the group's own, but for a mean, which is its sum divided. What does
     not fit is refused before the group is called.
 
     Args:
-        group: a ``torch.distributed.ProcessGroup``, or anything with its methods.
+        group: a ``torch.distributed.ProcessGroup`` or an object with its methods.
     """
 
     def __init__(self, group: Any) -> None:
@@ -42,7 +42,7 @@ class TorchGroup(Communicator):
         self._group = group
 
     def abort(self) -> None:
-        """Let go of the group."""
+        """Release the group."""
         self._group = None
 
     def barrier(self) -> None:
@@ -111,7 +111,7 @@ class TorchGroup(Communicator):
 
 
 def gloo(world: RankWorld) -> TorchGroup:
-    """Return torch's gloo among the ranks of ``world``: a factory for ``--communicator``, and the example of one."""
+    """Return torch's gloo between the ranks of ``world``: a factory for ``--communicator``, and an example of one."""
     return TorchGroup(dist.ProcessGroupGloo(world.store, world.rank, world.world_size, timeout=_TIMEOUT))
 
 

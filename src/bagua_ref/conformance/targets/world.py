@@ -19,14 +19,14 @@ __all__ = ["RankWorld", "own_communicator", "run_world"]
 
 @dataclass(frozen=True)
 class RankWorld:
-    """What a target's ``communicator(world)`` is given, on each rank.
+    """The argument of a target's ``communicator(world)`` on each rank.
 
     Attributes:
         rank: this rank.
-        world_size: how many ranks there are.
-        nodes: how many ranks each node has.
-        transport: a communicator that works; one under test may send through it.
-        store: instead of a transport, if the factory has ``real_threads = True``: a torch store that all ranks share.
+        world_size: number of ranks.
+        nodes: number of ranks on each node.
+        transport: a working communicator, through which the one under test may send.
+        store: a torch store that all ranks share; given instead of a transport if the factory has ``real_threads = True``.
     """
 
     rank: int
@@ -45,15 +45,15 @@ def own_communicator(world: RankWorld) -> Communicator:
 def run_world(
     factory: Callable[[RankWorld], Any], nodes: tuple[int, ...], program: Callable[[Any], Any], seed: int = 0
 ) -> list[Any]:
-    """Return what ``program(factory(world))`` returns on each rank.
+    """Return the results of ``program(factory(world))`` on each rank.
 
     Args:
-        factory: makes a rank's communicator. Ranks are threads of the simulated world, of which one runs at a time, and which may
+        factory: creates a rank's communicator. Ranks are threads of the simulated world, of which one runs at a time, and which may
             wait for each other through ``world.transport`` only; with ``factory.real_threads = True`` they are real ones, for
             communicators that wait by other means.
-        nodes: how many ranks each node has.
-        program: what each rank does.
-        seed: of the simulated world's interleaving.
+        nodes: number of ranks on each node.
+        program: runs on each rank.
+        seed: seed of the simulated world's interleaving.
     """
     size = sum(nodes)
     if getattr(factory, "real_threads", False):
@@ -70,7 +70,7 @@ def _on_threads(factory: Callable[[RankWorld], Any], nodes: tuple[int, ...], pro
 
     size, store = sum(nodes), dist.HashStore()  # type: ignore[attr-defined]
     ended: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
-    communicators = []  # kept until all have ended: one that goes early may cut off another rank's last message
+    communicators = []  # kept until all ranks have ended: destroying one may cut off another rank's last message
 
     def rank(number: int) -> None:
         try:

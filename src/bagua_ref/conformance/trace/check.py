@@ -31,17 +31,17 @@ def check_trace(
     buckets: Collection[str] = (),
     progress: Callable[[int, int], object] | None = None,
 ) -> TraceReport:
-    """Replay a trace as a training with ``algorithm``, and compare.
+    """Replay a trace as a training with ``algorithm`` and compare the results.
 
     Args:
-        directory: where all ranks' folders are.
-        algorithm: a registered name; None: what the trace says.
-        options: of the algorithm; what is left out is as the trace says, or the algorithm's default.
-        buckets: only these; none: all.
-        progress: called with how many steps are done, and of how many.
+        directory: folder with the folders of all ranks.
+        algorithm: a registered name; None: the one named in the trace.
+        options: options of the algorithm; those left out are taken from the trace or are the algorithm's defaults.
+        buckets: names of the buckets to check; empty: all.
+        progress: called with the number of steps done and the number of all steps.
 
     Raises:
-        TraceError: the trace cannot be used, or nothing of it can be replayed.
+        TraceError: the trace cannot be used, or no part of it can be replayed.
         ValueError: the algorithm, an option or a bucket is unknown.
     """
     ranks = read_trace(Path(directory))
@@ -49,15 +49,15 @@ def check_trace(
     if algorithm is None:
         algorithm = manifest.get("algorithm")
         if not isinstance(algorithm, str):
-            raise ValueError("algorithm=None: the trace does not say which algorithm it is of; name it")
+            raise ValueError("algorithm=None: the trace does not name its algorithm; pass algorithm=")
     replay = Replay(algorithm, merged_options(algorithm, manifest["options"], options or {}), tuple(manifest["nodes"]))
     if unknown := sorted(set(buckets) - set(manifest["buckets"])):
-        raise ValueError(f"buckets: {unknown[0]!r} is none of the trace's, which are {', '.join(manifest['buckets'])}")
+        raise ValueError(f"buckets: {unknown[0]!r} is not in the trace, which has {', '.join(manifest['buckets'])}")
     report = TraceReport(algorithm, replay.options, replay.nodes, _notes(ranks))
     common = sorted(set.intersection(*(set(rank.steps) for rank in ranks)))
     before: dict[str, list[Record]] = {}
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the simulated world does; to and fro for each step would cost more than the second thread gives
+    torch.set_num_threads(1)  # as the simulated world does; switching at each step would cost more than a second thread gains
     try:
         for done, step in enumerate(common):
             by_rank = [rank.records(step) for rank in ranks]
@@ -86,7 +86,7 @@ def _check_execution(
     report: TraceReport,
     described: Mapping[str, Any],
 ) -> None:
-    """Replay one execution and put what became of it into the report; ``before`` holds each bucket's last records."""
+    """Replay one execution and add the result to the report; ``before`` holds each bucket's last records."""
     try:
         records = _of_all_ranks(bucket, by_rank)
         last = before.get(bucket)
@@ -98,7 +98,7 @@ def _check_execution(
 
 
 def _notes(ranks: Sequence[Any]) -> list[str]:
-    """Return what a reader should know of the recording."""
+    """Return notes about the recording for the reader of the report."""
     notes = []
     every = set().union(*(rank.steps for rank in ranks))
     common = set.intersection(*(set(rank.steps) for rank in ranks))
@@ -112,7 +112,7 @@ def _notes(ranks: Sequence[Any]) -> list[str]:
         if stopped := rank.manifest.get("stopped"):
             notes.append(f"rank {place} stopped recording: {stopped['reason']}")
         elif not rank.manifest.get("complete"):
-            notes.append(f"rank {place} did not end its recording: it failed, or was killed; whole steps are here")
+            notes.append(f"rank {place} did not finish recording (it failed or was killed); only complete steps are available")
     return notes
 
 
@@ -134,8 +134,8 @@ def _compare(
             raise NotReplayable(f"output {expected.name!r} was not recorded on rank {rank}")
         if x.shape != wanted.shape or x.dtype != wanted.dtype:
             raise NotReplayable(
-                f"output {expected.name!r} of rank {rank} is {x.numel()} x {x.dtype}, where the operation gives "
-                f"{wanted.numel()} x {wanted.dtype}"
+                f"output {expected.name!r} of rank {rank} has {x.numel()} elements of {x.dtype}, but the operation gives "
+                f"{wanted.numel()} of {wanted.dtype}"
             )
         got.append(x)
     equal = [where_equal(x, w, expected.tolerance, magnitude=expected.magnitude) for x, w in zip(got, expected.values, strict=True)]
@@ -162,7 +162,7 @@ def _compare(
 
 
 def _error(got: Tensor, wanted: Tensor) -> float:
-    """Return the largest difference as a share of the largest value, expected or found; inf where only one of two is finite."""
+    """Return the largest difference relative to the largest value; inf if only one of expected and found is finite."""
     same = where_equal(got, wanted, EXACT)
     if same.all():
         return 0.0
@@ -175,7 +175,7 @@ def _error(got: Tensor, wanted: Tensor) -> float:
 
 
 def _tensor_at(role: str, element: int, described: Mapping[str, Any]) -> tuple[str, list[int]]:
-    """Return the name of the tensor that a flat element belongs to, and the element's place in it."""
+    """Return the name of the tensor that holds a flat element, and the element's index in it."""
     start = 0
     for tensor in described.get("tensors", ()) if role == "x" else ():
         size = math.prod(tensor["shape"])
@@ -190,7 +190,7 @@ def _tensor_at(role: str, element: int, described: Mapping[str, Any]) -> tuple[s
 
 
 def _chunks(wrong: Tensor, replay: Replay) -> str | None:
-    """Say which chunks of a scattered operation hold what is wrong."""
+    """Name the chunks of a scattered operation that hold wrong elements."""
     if replay.algorithm not in ("bytegrad", "qadam") and not replay.options.get("scattergather"):
         return None
     starts = [sum(replay.nodes[:node]) for node in range(len(replay.nodes))]

@@ -24,7 +24,7 @@ MANIFEST, INDEX = "manifest.json", "steps.jsonl"
 
 
 class TraceError(Exception):
-    """A trace cannot be used: a rank's files are missing or damaged, or ranks recorded different things."""
+    """A trace cannot be used: a rank's files are missing or damaged, or the ranks' traces do not belong together."""
 
 
 @dataclass
@@ -33,10 +33,10 @@ class Record:
 
     Attributes:
         bucket: its name.
-        execution: how often the bucket's operation had been executed before, since recording began.
-        inputs: what went in, by name; flat.
-        outputs: what came out.
-        info: what was said about it: JSON values.
+        execution: number of earlier executions of the bucket's operation since recording began.
+        inputs: flat inputs, by name.
+        outputs: flat outputs, by name.
+        info: further JSON values.
     """
 
     bucket: str
@@ -47,27 +47,29 @@ class Record:
 
 
 class Writer:
-    """Writes one rank's folder. A step's file is complete before the index names it, so that a crash leaves all earlier steps.
+    """Writes one rank's folder. A step's file is complete before the index lists it, so that a crash leaves all earlier steps.
 
     Args:
-        folder: is made; holds no trace yet.
-        manifest: what to write first.
+        folder: created if it does not exist; must not hold a trace yet.
+        manifest: the first manifest.
 
     Raises:
-        ValueError: the folder holds a trace.
-        OSError: it cannot be written.
+        ValueError: the folder already holds a trace.
+        OSError: the folder cannot be written.
     """
 
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
         if (folder / MANIFEST).exists():
-            raise ValueError(f"directory={str(folder.parent)!r} holds a trace of this rank already; choose another, or empty it")
+            raise ValueError(
+                f"directory={str(folder.parent)!r} already holds a trace of this rank; choose another directory or empty it"
+            )
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self.write_manifest(manifest)
         self._index = (folder / INDEX).open("a", encoding="utf-8")
 
     def write_manifest(self, manifest: dict[str, Any]) -> None:
-        """Replace the manifest at once."""
+        """Replace the manifest atomically."""
         partial = self._folder / f"{MANIFEST}.partial"
         partial.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
         os.replace(partial, self._folder / MANIFEST)
@@ -75,7 +77,7 @@ class Writer:
     def write_step(self, step: int, records: list[Record]) -> int:
         """Write the records of a step, in the order in which their operations ended; return the size of its file.
 
-        A step may be written again with more records: the index's last line on a step holds.
+        A step may be written again with more records; the index's last line for a step counts.
         """
         name = f"{step:08d}.safetensors"
         tensors: dict[str, Tensor] = {}
@@ -109,9 +111,9 @@ class RankTrace:
     """One rank's part of a trace.
 
     Attributes:
-        folder: where it is.
-        manifest: what it says.
-        steps: the index, by step.
+        folder: the rank's folder.
+        manifest: its manifest.
+        steps: entries of the index, by step.
     """
 
     folder: Path
@@ -119,7 +121,7 @@ class RankTrace:
     steps: dict[int, dict[str, Any]]
 
     def bytes(self) -> int:
-        """Return how large the files of all steps are."""
+        """Return the size of all steps' files."""
         return sum((self.folder / entry["file"]).stat().st_size for entry in self.steps.values())
 
     def records(self, step: int) -> dict[str, Record]:
@@ -156,7 +158,7 @@ def read_trace(directory: Path) -> list[RankTrace]:
         TraceError: there is none, a rank is missing, a manifest or an index is damaged, or the ranks' worlds differ.
     """
     if not directory.is_dir():
-        raise TraceError(f"{str(directory)!r} is no folder")
+        raise TraceError(f"{str(directory)!r} is not a folder")
     present = sorted(path.name for path in directory.iterdir() if (path / MANIFEST).exists())
     if not present:
         raise TraceError(f"{str(directory)!r} holds no trace: no rank0/{MANIFEST} in it")
@@ -189,7 +191,7 @@ def _read_rank(folder: Path) -> RankTrace:
     try:
         manifest = json.loads(path.read_text("utf-8"))
         if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-            raise TraceError(f"{str(path)!r} is no manifest of a trace: its format is not {FORMAT!r}")
+            raise TraceError(f"{str(path)!r} is not the manifest of a trace: its format is not {FORMAT!r}")
         if manifest.get("trace_version") != TRACE_VERSION:
             raise TraceError(
                 f"{str(path)!r} has trace_version {manifest.get('trace_version')!r}; this bagua_ref reads {TRACE_VERSION!r}"
@@ -206,7 +208,7 @@ def _read_rank(folder: Path) -> RankTrace:
     except OSError as error:
         raise TraceError(f"{error.filename!r} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise TraceError(f"{str(path)!r} is no JSON: {error}") from None
+        raise TraceError(f"{str(path)!r} is not valid JSON: {error}") from None
 
 
 def _read_index(path: Path) -> dict[int, dict[str, Any]]:
@@ -224,5 +226,7 @@ def _read_index(path: Path) -> dict[int, dict[str, Any]]:
                 raise ValueError(f"file={entry['file']!r} must be a name in this folder")
             steps[int(entry["step"])] = entry
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise TraceError(f"{str(path)!r} line {number} is no entry of a step: {type(error).__name__}: {error}") from None
+            raise TraceError(
+                f"{str(path)!r} line {number} is not a valid entry of a step: {type(error).__name__}: {error}"
+            ) from None
     return steps

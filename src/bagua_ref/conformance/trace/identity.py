@@ -20,7 +20,7 @@ def find_identity(world: World, rank: int | None, world_size: int | None, nodes:
 
     Raises:
         ValueError: a number is out of range.
-        TypeError: one is no int.
+        TypeError: one is not an int.
     """
     ours = world.transport is not None
     torchs = not ours and dist.is_available() and dist.is_initialized()
@@ -47,7 +47,7 @@ def _known_nodes(world: World, world_size: int) -> list[int]:
         found = [node_of.count(node) for node in dict.fromkeys(node_of)]
         in_order = [node for node, size in zip(dict.fromkeys(node_of), found, strict=True) for _ in range(size)]
         if in_order != node_of:
-            raise ValueError(f"nodes: ranks live on nodes {node_of}; only consecutive ranks on a node can be replayed")
+            raise ValueError(f"nodes: ranks are on nodes {node_of}; a replay needs consecutive ranks on each node")
         return found
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     if local.isdigit() and int(local) and world_size % int(local) == 0:

@@ -30,7 +30,7 @@ _ALLOWED: dict[str, tuple[str, Any]] = {
 
 
 def merged_options(algorithm: str, recorded: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all options of ``algorithm``: given ones before recorded ones before defaults.
+    """Return all options of ``algorithm``: given ones take precedence over recorded ones, and these over defaults.
 
     Raises:
         ValueError: the algorithm or a given option is unknown, or a value is out of range.
@@ -43,7 +43,7 @@ def merged_options(algorithm: str, recorded: Mapping[str, Any], given: Mapping[s
     known = ALGORITHMS[algorithm]
     for name in given:
         if name not in known:
-            raise ValueError(f"option {name!r} is none of {algorithm}'s, which are {', '.join(known) or 'none'}")
+            raise ValueError(f"option {name!r} is unknown; {algorithm} has {', '.join(known) or 'no options'}")
     options = {**known, **{name: value for name, value in recorded.items() if name in known}, **given}
     for name, value in options.items():
         allowed, fits = _ALLOWED[name]
@@ -53,7 +53,7 @@ def merged_options(algorithm: str, recorded: Mapping[str, Any], given: Mapping[s
 
 
 def parse_options(typed: Iterable[str]) -> dict[str, Any]:
-    """Return options from ``name=value`` as typed on a command line.
+    """Parse options given as ``name=value`` on a command line.
 
     Raises:
         ValueError: one has no ``=``.

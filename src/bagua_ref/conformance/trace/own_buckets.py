@@ -51,13 +51,13 @@ class Notebook(Protocol):
 
 
 class OwnBuckets:
-    """The observer of this rank's buckets: tells a recorder what each operation takes and gives.
+    """An observer of this rank's buckets, which records the input and output of each operation.
 
-    A bucket is called by its own name; buckets of the second module that communicates are called ``"1/0"``, ``"1/1"``, ... A
-    bucket's second operation is recorded as a bucket ``"0#2"``.
+    Buckets keep their names; those of the second module that communicates are called ``"1/0"``, ``"1/1"``, ... A bucket's second
+    operation is recorded as a bucket ``"0#2"``.
 
     Args:
-        recorder: that writes it down.
+        recorder: receives the records.
     """
 
     def __init__(self, recorder: Notebook) -> None:
@@ -68,7 +68,7 @@ class OwnBuckets:
         self._ops: dict[BaguaBucket, list[Any]] = {}
 
     def before_op(self, bucket: BaguaBucket, op: Any, flat: Tensor, divisor: int) -> None:
-        """Record what goes in: the flat tensor; of a ring, its replicas where they are not the outputs of the step before."""
+        """Record the input: the flat tensor and, for a ring, its replicas unless they are the outputs of the previous step."""
         if not self._recorder.recording or not isinstance(op, CommOp | PythonOp):
             return
         if isinstance(op, PythonOp):
@@ -76,7 +76,7 @@ class OwnBuckets:
                 self._algorithm = "qadam"
             return
         if isinstance(op, AsynchronousModelAverage):
-            # What it takes is the snapshot, of which it knows only afterwards.
+            # Its input is the snapshot, which is known only afterwards.
             self._recorder.begin(self._name(bucket, op), lambda follows: {}, {"operation": type(op).__name__})
             return
         inner = op.leaders_op if isinstance(op, Hierarchical) else op
@@ -105,7 +105,7 @@ class OwnBuckets:
         self._describe(name, bucket, op, flat, options)
 
     def after_op(self, bucket: BaguaBucket, op: Any, flat: Tensor) -> None:
-        """Record what came out; a decentralized operation's result comes with the copy into the tensors."""
+        """Record the output; the result of a decentralized operation is recorded after its copy-back."""
         if not self._recorder.recording or not isinstance(op, CommOp) or isinstance(op, Decentralized):
             return
         name = self._name(bucket, op)
@@ -142,7 +142,7 @@ class OwnBuckets:
 
 
 def _options_of(op: Any, divisor: int) -> dict[str, Any]:
-    """Return the options of the algorithm that an operation gives away."""
+    """Return the options of the algorithm that can be read off an operation."""
     inner = op.leaders_op if isinstance(op, Hierarchical) else op
     if isinstance(op, Decentralized):
         return {"hierarchical": op.intra is not None, "peer_selection_mode": op.peer_selection_mode}

@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 __all__ = ["draw_errors"]
 
 _COLUMNS = 240
-"""As many steps are drawn by themselves; of more, neighbours share a column, which shows the worst of them."""
+"""More steps than this share columns; a column shows its largest error."""
 
 _WITHIN, _UNCHECKED, _INK = "#dbe9e4", "#f4f4f5", "#1c1e21"
 
 
 def draw_errors(report: TraceReport) -> Any:
-    """Return a matplotlib Figure: a row a rank, a column a step, coloured by the largest relative error where values diverge."""
+    """Return a matplotlib Figure with a row per rank and a column per step, coloured by the largest relative error."""
     import numpy as np
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import ListedColormap, LogNorm
@@ -47,7 +47,7 @@ def draw_errors(report: TraceReport) -> Any:
     common: dict[str, Any] = {"extent": extent, "aspect": "auto", "interpolation": "nearest"}
     axes.imshow(np.where(checked, 0.0, np.nan), cmap=ListedColormap([_WITHIN]), **common)
     norm, colors = LogNorm(low, high), _colors()
-    drawn = np.clip(errors, low, 10 * high)  # infinite ones get the colour over the scale; imshow would leave them out
+    drawn = np.clip(errors, low, 10 * high)  # imshow would leave infinite errors out; they get the colour beyond the scale
     axes.imshow(drawn, cmap=colors, norm=norm, **common)
     if finite.size or np.isinf(errors).any():
         extend = "max" if np.isinf(errors).any() else "neither"
@@ -78,7 +78,7 @@ def _colors() -> Any:
     from matplotlib import colormaps
     from matplotlib.colors import LinearSegmentedColormap
 
-    # From the middle of the map on: its light end would look like the colour of what is within tolerance.
+    # Without the light end of the map, which would look like the colour of values within tolerance.
     part = colormaps["inferno_r"]([0.18 + 0.62 * place / 255 for place in range(256)])
     return LinearSegmentedColormap.from_list("errors", part).with_extremes(over="black")
 

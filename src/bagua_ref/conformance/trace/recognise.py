@@ -16,24 +16,24 @@ if TYPE_CHECKING:
 
 __all__ = ["recognise"]
 
-_ROUGHLY = 1e-3  # of the largest value: a codec's levels lie further apart than its sums differ from n means
+_ROUGHLY = 1e-3  # of the largest value: smaller than the distance between a codec's levels
 
 
 def recognise(expected: Expected, got: list[Tensor], inputs: list[Tensor] | None, replay: Replay) -> str | None:
-    """Return what an execution that diverges looks like, None if like nothing known.
+    """Return the likely cause of a divergence, or None if it matches no known cause.
 
     Args:
-        expected: what came out must be.
-        got: what did, by rank.
-        inputs: what went in, by rank.
-        replay: which operation it was.
+        expected: the expected outputs.
+        got: the recorded outputs, by rank.
+        inputs: the recorded inputs, by rank.
+        replay: the operation.
     """
     wanted = torch.stack(expected.values)
     found = torch.stack(got)
     if not found.dtype.is_floating_point:
         return None
     if inputs is not None and _same(found, torch.stack(inputs)):
-        return "as if nothing had been communicated: outputs are inputs"
+        return "as if nothing had been communicated: the outputs equal the inputs"
     n = len(got)
     for factor, what in ((n, "summed, where a mean was expected"), (1 / n, "averaged, where a sum was expected")):
         if n > 1 and _roughly(found, wanted, factor):
@@ -51,7 +51,7 @@ def recognise(expected: Expected, got: list[Tensor], inputs: list[Tensor] | None
     if mixed := _mixed_up(found, wanted):
         return mixed
     if all(_same(row, wanted[0]) for row in wanted) and not all(_same(row, found[0]) for row in found):
-        return "like ranks that end with different values, where all must end with the same"
+        return "as if ranks had ended with different values, where all must have the same"
     return None
 
 
@@ -66,7 +66,7 @@ def _roughly(found: Tensor, wanted: Tensor, factor: float) -> bool:
 
 
 def _uncompressed(found: Tensor, inputs: list[Tensor], replay: Replay) -> bool:
-    """Whether a compressed operation gave what one in full precision would give."""
+    """Return whether a compressed operation gave the result of one in full precision."""
     xs = torch.stack(inputs).double()
     divisor = len(inputs) if replay.options.get("average", True) else 1
     result = (xs.sum(0) / divisor).to(found.dtype).expand_as(found)
@@ -74,7 +74,7 @@ def _uncompressed(found: Tensor, inputs: list[Tensor], replay: Replay) -> bool:
 
 
 def _narrower(found: Tensor, expected: Expected, wanted: Tensor) -> str | None:
-    """Whether all that was found are numbers of a 16-bit format, and as near as its roundings of inputs and sum would be."""
+    """Return the 16-bit format to which inputs and sum seem to have been rounded, or None."""
     if found.dtype not in (torch.float32, torch.float64) or not found.numel():
         return None
     magnitude = expected.magnitude if expected.magnitude is not None else wanted.double().abs()
@@ -96,7 +96,7 @@ def _narrower(found: Tensor, expected: Expected, wanted: Tensor) -> str | None:
 
 
 def _other_peer(found: Tensor, wanted: Tensor, inputs: list[Tensor]) -> str | None:
-    """Whether a rank that diverges has averaged with another rank than its peer."""
+    """Return which rank averaged with another rank than its peer, or None."""
     kernels = get_backend("reference")
     for rank, row in enumerate(found):
         if _same(row, wanted[rank]):
@@ -110,9 +110,9 @@ def _other_peer(found: Tensor, wanted: Tensor, inputs: list[Tensor]) -> str | No
 
 
 def _mixed_up(found: Tensor, wanted: Tensor) -> str | None:
-    """Whether every rank that diverges has what another rank should have."""
+    """Return which rank has the result of another one, if all diverging ranks do, or None."""
     wrong = [rank for rank in range(len(found)) if not _same(found[rank], wanted[rank])]
     sources = [next((other for other in range(len(wanted)) if _same(found[rank], wanted[other])), None) for rank in wrong]
     if not wrong or None in sources:
         return None
-    return f"as if ranks were mixed up: rank {wrong[0]} has what rank {sources[0]} must have"
+    return f"as if ranks were mixed up: rank {wrong[0]} has the result of rank {sources[0]}"

@@ -29,27 +29,27 @@ __all__ = ["Recorder"]
 
 
 class Recorder:
-    """Records, on this rank, what goes into and what comes out of each bucket's operation, step by step, into files.
+    """Records the inputs and outputs of every bucket operation on this rank, step by step, into files.
 
-    Modules wrapped by ``with_bagua`` or `bagua_ref.data_parallel.DistributedDataParallel` are recorded by themselves, also
-    those wrapped before. For any other trainer call `before_op`, `after_op` and `step`. Every rank records, into one directory;
-    ``bagua-ref trace check`` then replays all ranks.
+    Modules wrapped by ``with_bagua`` or `bagua_ref.data_parallel.DistributedDataParallel` are recorded automatically, whether they
+    were wrapped before or after. In any other trainer, call `before_op`, `after_op` and `step`. Every rank records into the same
+    directory; ``bagua-ref trace check`` then replays all ranks.
 
-    A step is over at `step`, or when a bucket comes that it has seen already; it is written then, or as soon as all buckets of
-    the step before have come again. A crash leaves all whole steps. Nothing that happens to the files disturbs training: recording
+    A step ends at `step`, or when a bucket runs a second time. It is written then, or as soon as all buckets of the previous step
+    have run again. After a crash, all complete steps are there. An error in writing the files never disturbs training: recording
     stops with a warning.
 
     Args:
-        directory: this rank writes into ``directory/rank<r>``, which holds no trace yet.
-        every: record steps divisible by it.
-        buckets: names of those to record, or a share of them, drawn anew for each step. They are recorded whole.
-        seed: of that draw; the same on all ranks.
-        max_bytes: how much this rank may write; None: no limit. At the limit recording stops, and the manifest says so.
-        algorithm: what the training claims to be, for the manifest; None: found out for our own.
-        options: likewise, its options: ``{"hierarchical": False}``.
-        rank: this rank; None: as bagua_ref, torch.distributed or the environment says.
-        world_size: how many ranks there are; None: likewise.
-        nodes: how many ranks each node has, in rank order; None: as bagua_ref knows them, else all on one node.
+        directory: this rank writes into ``directory/rank<r>``, which must not hold a trace yet.
+        every: record the steps divisible by this number.
+        buckets: names of the buckets to record, or the fraction of them to record, drawn for each step. Buckets are recorded whole.
+        seed: seed of that draw; must be the same on all ranks.
+        max_bytes: the most bytes that this rank may write; None: no limit. Recording stops at the limit, and the manifest says so.
+        algorithm: name of the training algorithm, for the manifest; None: detected for the package's own algorithms.
+        options: options of the algorithm, likewise: ``{"hierarchical": False}``.
+        rank: this rank; None: taken from bagua_ref, torch.distributed or the environment.
+        world_size: number of ranks; None: likewise.
+        nodes: number of ranks on each node, in rank order; None: as bagua_ref knows them, otherwise all on one node.
 
     Raises:
         ValueError: an argument is out of range; on entering: the directory holds a trace of this rank.
@@ -90,7 +90,7 @@ class Recorder:
         self.directory = Path(directory)
         self.steps_written = self.bytes_written = 0
         self.stopped: str | None = None
-        """Why recording stopped early, if it did."""
+        """Why recording stopped early, or None."""
         self._max_bytes, self._asked = max_bytes, (rank, world_size, nodes)
         self._sampling = Sampling(every, buckets, seed)
         self._lock = threading.RLock()  # buckets run on workers' threads
@@ -101,7 +101,7 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         if self._writer is not None:
-            raise RuntimeError("this Recorder is in use; make another one")
+            raise RuntimeError("this Recorder is already in use; create another one")
         self._world: World = current_world()
         identity = find_identity(self._world, *self._asked)
         self._manifest = {
@@ -143,18 +143,18 @@ class Recorder:
         return self._writer is not None and self.stopped is None
 
     def before_op(self, bucket: str | int, tensors: Any, **info: Any) -> None:
-        """Say what goes into a bucket's operation, before it runs.
+        """Record the input of a bucket's operation, before it runs.
 
         Args:
             bucket: its name, the same on all ranks.
-            tensors: what goes in: a tensor or NumPy array; a list of them, taken as one flat tensor ``x``; or some by name, of
-                which ``x`` is what the operation works on (docs/traces.md lists the names that algorithms know).
-            info: JSON values for the record; ``execution=t`` says how often the operation was executed before, if recording
-                did not begin with training.
+            tensors: the input: a tensor or NumPy array; a list of them, taken as one flat tensor ``x``; or several by name, where
+                ``x`` is the tensor that the operation works on (docs/traces.md lists the names for each algorithm).
+            info: JSON values for the record; ``execution=t`` is the number of earlier executions, if recording did not begin with
+                training.
 
         Raises:
-            ValueError: the operation has begun already, a name is none, dtypes are mixed.
-            TypeError: something is no tensor, or its dtype is not recorded.
+            ValueError: the operation has already begun, a name is invalid, or dtypes are mixed.
+            TypeError: a value is not a tensor, or its dtype is not supported.
         """
         with self._lock:
             self._check_entered("before_op")
@@ -170,11 +170,11 @@ class Recorder:
                 self._save_manifest()
 
     def after_op(self, bucket: str | int, tensors: Any) -> None:
-        """Say what has come out of a bucket's operation.
+        """Record the output of a bucket's operation.
 
         Args:
             bucket: as in `before_op`.
-            tensors: likewise; ``x`` is what the operation has made of ``x``.
+            tensors: likewise; ``x`` is the result.
 
         Raises:
             ValueError: `before_op` was not called for this bucket.
@@ -191,13 +191,13 @@ class Recorder:
             self._steps.end(name, lambda: {role: flat_copy(value) for role, value in given.items()})
 
     def step(self) -> None:
-        """Say that a training step is over; what was recorded of it is written."""
+        """End a training step; its records are written."""
         with self._lock:
             self._check_entered("step")
             if self.stopped is None:
                 self._steps.advance()
 
-    # What follows is called by `OwnBuckets`, too.
+    # `OwnBuckets` calls these, too.
 
     def begin(self, bucket: str, inputs: Any, info: Mapping[str, Any]) -> None:
         """As `Steps.begin`, while recording."""
@@ -218,7 +218,7 @@ class Recorder:
                 self._steps.forget(bucket)
 
     def describe_own(self, bucket: str, entry: dict[str, Any], algorithm: str | None, options: Mapping[str, Any]) -> None:
-        """Put what is known of a bucket of ours into the manifest; what the user said of the algorithm goes before."""
+        """Describe one of the package's buckets in the manifest; what the user said about the algorithm takes precedence."""
         with self._lock:
             if not self.recording:
                 return
@@ -231,7 +231,7 @@ class Recorder:
 
     def _check_entered(self, method: str) -> None:
         if self._writer is None:
-            raise RuntimeError(f"{method}() is called outside of the recorder: use it as `with Recorder(...) as recorder:`")
+            raise RuntimeError(f"{method}() must be called inside `with Recorder(...) as recorder:`")
 
     def _write(self, step: int, records: list[Record]) -> None:
         if self.stopped is not None or self._writer is None:
@@ -261,8 +261,8 @@ class Recorder:
         self._steps.drop_all()
         self._manifest["stopped"] = {"step": step, "reason": reason}
         warnings.warn(
-            f"recording into {str(self.directory)!r} has stopped: {reason}. Training goes on. every=, buckets= or max_bytes= "
-            "change how much is recorded",
+            f"recording into {str(self.directory)!r} has stopped: {reason}. Training continues. Use every=, buckets= or "
+            "max_bytes= to change how much is recorded",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 __all__ = ["Expected", "NotReplayable", "Replay"]
 
 
-class NotReplayable(Exception):  # noqa: N818 - it says what cannot be checked, and is no failure
-    """An execution cannot be replayed from what was recorded; the message says why."""
+class NotReplayable(Exception):  # noqa: N818 - not a failure: this execution cannot be checked
+    """An execution cannot be replayed from its records; the message says why."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What an output must be.
+    """An expected output.
 
     Attributes:
-        name: of the output.
-        values: by rank.
-        tolerance: a row of the table.
-        magnitude: for sums: of the absolute values that were added.
+        name: name of the output.
+        values: expected values, by rank.
+        tolerance: the tolerance of the comparison.
+        magnitude: for sums, the sum (or mean) of the absolute values.
     """
 
     name: str
@@ -53,8 +53,8 @@ class Replay:
 
     Args:
         algorithm: its name.
-        options: all of them, see `bagua_ref.conformance.trace.options`.
-        nodes: how many ranks each node has.
+        options: all its options, see `bagua_ref.conformance.trace.options`.
+        nodes: number of ranks on each node.
     """
 
     algorithm: str
@@ -62,23 +62,23 @@ class Replay:
     nodes: tuple[int, ...]
 
     def __call__(self, step: int, records: list[Record], before: list[Record] | None) -> list[Expected]:
-        """Return what every output of one bucket's execution must be.
+        """Return the expected outputs of one execution of a bucket's operation.
 
         Args:
-            step: in which it was recorded.
-            records: of the execution, by rank.
-            before: of the same bucket's last execution that was recorded, if there is one.
+            step: the step of the execution.
+            records: its records, by rank.
+            before: the records of the same bucket's previous recorded execution, if there is one.
 
         Raises:
-            NotReplayable: inputs are missing, or do not fit.
+            NotReplayable: inputs are missing or do not match.
         """
         first = records[0]
         if len({record.info.get("execution", record.execution) for record in records}) > 1:
-            raise NotReplayable("ranks count their executions differently: they did not begin to record at the same place")
+            raise NotReplayable("ranks count their executions differently: they did not begin to record at the same step")
         if (members := first.info.get("ranks", len(records))) != len(records):
             raise NotReplayable(
-                f"the operation ran on a group of {members} ranks, and the trace is of {len(records)}: give the Recorder rank, "
-                "world_size and nodes as they are in the group"
+                f"the operation ran on a group of {members} ranks, but the trace has {len(records)}: pass the rank, world_size and "
+                "nodes of the group to Recorder"
             )
         if self.algorithm == "async":
             return self._async(records) if "snapshot" in first.inputs else self._full_precision(records, False, True)
@@ -103,7 +103,9 @@ class Replay:
         xs = self._inputs(records, "x", FLOATS if average else None)
         divided = records[0].info.get("divided_by", 1)
         if divided != 1 and not (average and divided == len(xs)):
-            raise NotReplayable(f"what was recorded is divided by {divided} already, which fits a mean over {divided} ranks only")
+            raise NotReplayable(
+                f"the recorded values are already divided by {divided}, which fits a mean over {divided} ranks only"
+            )
         average = average and divided == 1
         results = self._run(xs, hierarchical=hierarchical, average=average)
         if not xs[0].dtype.is_floating_point:
@@ -113,7 +115,7 @@ class Replay:
         return [Expected("x", results, SUM(n + hierarchical), magnitude)]
 
     def _low_precision(self, records: list[Record], hierarchical: bool, average: bool, compression: str | None) -> list[Expected]:
-        """S3.2, S3.3; S3.1 by scatter-gather. What does not divide is padded with zeros (S2.2)."""
+        """S3.2, S3.3; S3.1 by scatter-gather. The input is padded with zeros to a multiple of the chunks (S2.2)."""
         self._refuse_divided(records)
         xs = self._inputs(records, "x", COMPRESSIBLE if compression else FLOATS)
         size = xs[0].numel()
@@ -146,7 +148,7 @@ class Replay:
         return [Expected("x", results, SUM(len(xs) + hierarchical), magnitude)]
 
     def _ring(self, records: list[Record], before: list[Record] | None) -> list[Expected]:
-        """S3.5. Replicas are recorded, or they are what the execution before gave: W my result, L and R the neighbours'."""
+        """S3.5. Replicas are recorded or are the results of the previous execution: W this rank's, L and R its neighbours'."""
         self._refuse_divided(records)
         hierarchical = self.options["hierarchical"]
         xs = self._inputs(records, "x", COMPRESSIBLE)
@@ -159,12 +161,12 @@ class Replay:
             n = len(leaders)
             replicas = {leaders[i]: [results[i], results[(i - 1) % n], results[(i + 1) % n]] for i in range(n)}
         else:
-            raise NotReplayable("neither the replicas (weight, left, right) nor the execution before were recorded")
+            raise NotReplayable("neither the replicas (weight, left, right) nor the previous execution were recorded")
         if any(replica.shape != xs[0].shape or replica.dtype != xs[0].dtype for three in replicas.values() for replica in three):
-            raise NotReplayable("replicas are not as large as x, or of another dtype")
+            raise NotReplayable("replicas differ from x in size or dtype")
 
         def rank(bucket: BaguaBucket, number: int) -> Tensor:
-            mine = replicas.get(number, [xs[number]] * 3)  # those of ranks that lead no node are not used
+            mine = replicas.get(number, [xs[number]] * 3)  # replicas are not used on ranks that lead no node
             weight, left, right = (_bagua_tensor(replica, name) for replica, name in zip(mine, roles, strict=True))
             bucket.append_low_precision_decentralized_synchronous_op(weight, left, right, hierarchical)
             bucket.execute()
@@ -189,11 +191,11 @@ class Replay:
                 results.append(x)
             found.append(Expected("x", results))
         if not found:
-            raise NotReplayable("of a round record at least snapshot, going in, and reduced, coming out")
+            raise NotReplayable("a round needs at least the input snapshot and the output reduced")
         return found
 
     def _update_momenta(self, records: list[Record]) -> None:
-        """S5.5: put ``x <- beta1*momentum + (1-beta1)*grad`` in place of what was recorded, if anything was, of each rank."""
+        """S5.5: put ``x <- beta1*momentum + (1-beta1)*grad`` in place of the recorded x of each rank."""
         momenta, gradients = (self._inputs(records, role, COMPRESSIBLE) for role in ("momentum", "grad"))
         for record, momentum, gradient in zip(records, momenta, gradients, strict=True):
             updated = momentum.clone()
@@ -203,7 +205,8 @@ class Replay:
     def _refuse_divided(self, records: list[Record]) -> None:
         if (divided := records[0].info.get("divided_by", 1)) != 1:
             raise NotReplayable(
-                f"what was recorded is divided by {divided} already, as gradient_allreduce may do: no input of {self.algorithm}"
+                f"the recorded values are already divided by {divided}, as in gradient_allreduce, "
+                f"but {self.algorithm} does not divide them"
             )
 
     def _inputs(self, records: list[Record], role: str, dtypes: tuple[torch.dtype, ...] | None) -> list[Tensor]:
@@ -214,10 +217,11 @@ class Replay:
         for rank, x in enumerate(xs):
             if x.shape != xs[0].shape or x.dtype != xs[0].dtype:
                 raise NotReplayable(
-                    f"input {role!r} is {x.numel()} x {x.dtype} on rank {rank}, and {xs[0].numel()} x {xs[0].dtype} on rank 0"
+                    f"input {role!r} has {x.numel()} elements of {x.dtype} on rank {rank}, but {xs[0].numel()} of {xs[0].dtype} "
+                    "on rank 0"
                 )
         if dtypes is not None and xs[0].dtype not in dtypes:
-            raise NotReplayable(f"{self.algorithm} does not take {xs[0].dtype}, but {', '.join(map(str, dtypes))}")
+            raise NotReplayable(f"{self.algorithm} does not support {xs[0].dtype}; it supports {', '.join(map(str, dtypes))}")
         return xs
 
     def _run(self, xs: list[Tensor], **options: Any) -> list[Tensor]:
@@ -229,7 +233,7 @@ class Replay:
         return self._on_buckets(xs, rank)
 
     def _on_buckets(self, xs: list[Tensor], rank: Callable[[BaguaBucket, int], Tensor]) -> list[Tensor]:
-        """Return what ``rank(bucket, number)`` returns on each rank, the bucket holding its x."""
+        """Return the results of ``rank(bucket, number)``, called on each rank with a bucket of its x."""
 
         def program(comm: Any) -> Tensor:
             init_process_group()
@@ -239,10 +243,10 @@ class Replay:
 
 
 def _bagua_tensor(tensor: Tensor, name: str) -> Tensor:
-    """Return a copy of ``tensor`` that a bucket takes."""
+    """Return a copy of ``tensor`` as a bucket's tensor."""
     return BaguaTensor.ensure_bagua_tensor(tensor.clone(), name)  # type: ignore[arg-type]
 
 
 def _warming_up(record: Record) -> bool:
-    """Return whether our own recorder saw a full-precision operation, or somebody said ``warmup=True``."""
+    """Return whether the operation was in full precision, or was recorded with ``warmup=True``."""
     return bool(record.info.get("warmup", record.info.get("operation") == "CentralizedFullPrecision"))

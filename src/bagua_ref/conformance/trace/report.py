@@ -12,20 +12,20 @@ __all__ = ["Divergence", "Execution", "TraceReport"]
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where recorded and replayed values part.
+    """The first difference between recorded and replayed values.
 
     Attributes:
         step: the training step.
-        rank: the lowest that differs.
+        rank: the lowest rank that differs.
         bucket: its name.
-        tensor: the tensor in the bucket, or the output's name where it is not x.
-        index: the element's place in the tensor.
-        element: its place in the flat bucket.
-        expected: what the replay gives.
-        got: what was recorded.
-        ulps: how many floats lie between them, and one; None with NaN.
-        tolerance: the row of the tolerance table that was applied.
-        chunks: where the execution's wrong elements are, of operations that scatter chunks.
+        tensor: the tensor in the bucket, or the output's name if it is not x.
+        index: the element's index in the tensor.
+        element: its index in the flat bucket.
+        expected: the replayed value.
+        got: the recorded value.
+        ulps: their distance in units in the last place; None if one is NaN.
+        tolerance: the tolerance that was applied.
+        chunks: for operations that scatter chunks, those that hold wrong elements.
     """
 
     step: int
@@ -42,7 +42,7 @@ class Divergence:
 
     def __str__(self) -> str:
         ulps = "" if self.ulps is None else f", {self.ulps:,} ulps away"
-        chunks = f"; wrong are elements in {self.chunks}" if self.chunks else ""
+        chunks = f"; the wrong elements are in {self.chunks}" if self.chunks else ""
         return (
             f"step {self.step}, rank {self.rank}, bucket {self.bucket!r}, tensor {self.tensor!r}{self.index} (element "
             f"{self.element} of the bucket): expected {self.expected!r}, got {self.got!r}{ulps} (tolerance "
@@ -57,11 +57,11 @@ class Execution:
     Attributes:
         step: the training step.
         bucket: its name.
-        values: how many were compared, by rank.
-        wrong: how many of them diverge.
-        errors: by rank, the largest difference as a share of the largest value, expected or recorded.
-        first: the first that diverges.
-        kind: what it looks like, if like something known.
+        values: number of compared values, by rank.
+        wrong: number of diverging values, by rank.
+        errors: by rank, the largest difference relative to the largest value, expected or recorded.
+        first: the first divergence.
+        kind: its likely cause, if it is a known one.
     """
 
     step: int
@@ -75,15 +75,15 @@ class Execution:
 
 @dataclass
 class TraceReport:
-    """What became of a trace.
+    """The result of checking a trace.
 
     Attributes:
-        algorithm: as which it was replayed.
-        options: with which.
-        nodes: how many ranks each node has.
-        notes: about the recording.
-        executions: all that were compared, in order.
-        not_checked: step, bucket and reason of those that could not be replayed.
+        algorithm: the algorithm of the replay.
+        options: its options.
+        nodes: number of ranks on each node.
+        notes: notes about the recording.
+        executions: all compared executions, in order.
+        not_checked: step, bucket and reason of executions that could not be replayed.
     """
 
     algorithm: str
@@ -95,43 +95,43 @@ class TraceReport:
 
     @property
     def passed(self) -> bool:
-        """Whether something was compared and nothing diverges."""
+        """Whether values were compared and none diverges."""
         return bool(self.executions) and self.first is None
 
     @property
     def first(self) -> Divergence | None:
-        """The first divergence: of the lowest step, there of the first bucket, there of the lowest rank."""
+        """The first divergence, ordered by step, bucket and rank."""
         return next((execution.first for execution in self.executions if execution.first is not None), None)
 
     @property
     def values(self) -> int:
-        """How many values were compared."""
+        """The number of compared values."""
         return sum(sum(execution.values) for execution in self.executions)
 
     @property
     def diverging(self) -> int:
-        """How many of them diverge."""
+        """The number of diverging values."""
         return sum(sum(execution.wrong) for execution in self.executions)
 
     @property
     def kinds(self) -> dict[str, int]:
-        """What diverging executions look like, in order of appearance, and how many do; what follows a colon is the first one's."""
+        """Likely causes and numbers of diverging executions, in order of appearance; text after a colon is that of the first."""
         counts: Counter[str] = Counter()
         texts: dict[str, str] = {}
         for execution in self.executions:
             if execution.first is not None:
-                name = (execution.kind or "like nothing known").partition(":")[0]
+                name = (execution.kind or "like no known cause").partition(":")[0]
                 texts.setdefault(name, execution.kind or name)
                 counts[name] += 1
         return {texts[name]: count for name, count in counts.items()}
 
     @property
     def steps(self) -> list[int]:
-        """The steps of which something was compared."""
+        """The steps with compared values."""
         return sorted({execution.step for execution in self.executions})
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything as JSON values; what is not finite as text."""
+        """Return everything as JSON values, with infinities and NaN as text."""
         return {
             "passed": self.passed,
             "algorithm": self.algorithm,

@@ -17,19 +17,19 @@ __all__ = ["Sampling", "Steps"]
 
 
 class Sampling:
-    """Which executions are recorded. All ranks choose alike, as the choice depends on step, bucket and seed alone.
+    """The choice of executions to record. It is the same on all ranks, as it depends on step, bucket and seed only.
 
-    Buckets are recorded whole or not at all: an element's level depends on the least and the largest of its whole chunk, so an
-    operation cannot be replayed on some of the elements.
+    Buckets are recorded whole or not at all: an element's level depends on the minimum and maximum of its whole chunk, so an
+    operation cannot be replayed on some of its elements.
 
     Args:
-        every: record steps divisible by it.
-        buckets: names of those to record, or the share of them, above 0 up to 1, drawn anew for each step.
-        seed: of the draw.
+        every: record the steps divisible by this number.
+        buckets: names of the buckets to record, or the fraction of them to record, drawn for each step.
+        seed: seed of that draw.
 
     Raises:
         ValueError: an argument is out of range.
-        TypeError: it is of another type.
+        TypeError: an argument has the wrong type.
     """
 
     def __init__(self, every: int, buckets: float | Collection[str], seed: int) -> None:
@@ -37,19 +37,19 @@ class Sampling:
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(f"{name}={value!r} must be an int")
         if every < 1:
-            raise ValueError(f"every={every} must be 1 or more: each every-th step is recorded")
+            raise ValueError(f"every={every} must be 1 or more")
         if isinstance(buckets, bool | str):
-            raise TypeError(f"buckets={buckets!r} must be a share above 0 up to 1, or names of buckets in a list")
+            raise TypeError(f"buckets={buckets!r} must be a fraction above 0 and up to 1, or a list of bucket names")
         if isinstance(buckets, int | float):
             if not 0 < buckets <= 1:
-                raise ValueError(f"buckets={buckets!r} must be a share above 0 up to 1, or names of buckets in a list")
+                raise ValueError(f"buckets={buckets!r} must be a fraction above 0 and up to 1, or a list of bucket names")
         elif not buckets or not all(isinstance(name, str) for name in buckets):
-            raise ValueError(f"buckets={buckets!r} must be names of buckets, at least one, or a share above 0 up to 1")
+            raise ValueError(f"buckets={buckets!r} must be a list of at least one bucket name, or a fraction above 0 and up to 1")
         self.every, self.seed = every, seed
         self.buckets: float | list[str] = buckets if isinstance(buckets, int | float) else sorted(buckets)
 
     def takes(self, step: int, bucket: str) -> bool:
-        """Return whether the bucket's execution in this step is recorded."""
+        """Return whether to record the bucket's execution in this step."""
         if step % self.every:
             return False
         if isinstance(self.buckets, list):
@@ -60,16 +60,16 @@ class Sampling:
         return int.from_bytes(drawn, "little") < self.buckets * 2**64
 
     def as_json(self) -> dict[str, Any]:
-        """Return it for the manifest."""
+        """Return the choice as JSON values, for the manifest."""
         return {"every": self.every, "buckets": self.buckets, "seed": self.seed}
 
 
 class Steps:
-    """Collects records until their step is over: when told so, or when a bucket comes that this step has seen already.
+    """Collects records until their step ends: at `advance`, or when a bucket runs a second time.
 
     Args:
-        sampling: what is recorded.
-        write: called with a step's number and records, as soon as all buckets of the step before have come again, and once more
+        sampling: the choice of executions to record.
+        write: called with a step's number and records as soon as all buckets of the previous step have run again, and once more
             if others follow.
     """
 
@@ -79,14 +79,14 @@ class Steps:
         self._executions: Counter[str] = Counter()
         self._seen: set[str] = set()
         self._before: set[str] = set()
-        """What the step before saw."""
+        """Buckets of the previous step."""
         self._open: dict[str, Record | None] = {}
-        """Operations that have begun; None: not to be recorded."""
+        """Operations that have begun; None: not recorded."""
         self._ended: list[Record] = []
         self._flushed = 0
-        """How many of these were written."""
+        """The number of these already written."""
         self._last: dict[str, int] = {}
-        """Each bucket's last execution that was recorded."""
+        """Each bucket's last recorded execution."""
 
     def is_open(self, bucket: str) -> bool:
         """Return whether the bucket's operation has begun and not ended."""
@@ -102,7 +102,7 @@ class Steps:
 
         Args:
             bucket: its name.
-            inputs: called if it is recorded, with whether the execution before was; returns copies.
+            inputs: called if it is recorded, with whether the previous execution was; returns copies.
             info: goes into the record.
         """
         if bucket in self._seen:
@@ -120,7 +120,7 @@ class Steps:
     ) -> None:
         """Note that the bucket's operation, which has begun, has ended; both functions return copies.
 
-        ``inputs`` are those that are known only now.
+        ``inputs`` returns inputs that are known only now.
         """
         record = self._open.pop(bucket)
         if record is not None:
@@ -133,7 +133,7 @@ class Steps:
             self._flush()  # now, not when the next step begins: the process may not live that long
 
     def forget(self, bucket: str) -> None:
-        """Drop an operation that has begun: it failed, or was none."""
+        """Drop an operation that has begun: it failed or did nothing."""
         self._open.pop(bucket, None)
 
     def drop_all(self) -> None:
@@ -149,7 +149,7 @@ class Steps:
         self.step += 1
 
     def _is_whole(self) -> bool:
-        """Return whether all that has begun has ended, and no bucket of the step before lacks."""
+        """Return whether all operations have ended and every bucket of the previous step has run."""
         return not self._open and self._seen >= self._before
 
     def _flush(self) -> None:
@@ -158,6 +158,6 @@ class Steps:
             self._write(self.step, list(self._ended))
 
     def finish(self, failed: bool) -> None:
-        """End the last step; if training failed, only if it is whole."""
+        """End the last step; if training failed, only if the step is complete."""
         if not failed or self._is_whole():
             self.advance()

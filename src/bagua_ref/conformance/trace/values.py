@@ -15,7 +15,7 @@ from bagua_ref.conformance.vectors.safetensors_file import CODES
 __all__ = ["Given", "bucket_name", "described", "flat_copy", "named_tensors", "plain_values"]
 
 Given = Tensor | list[Tensor]
-"""A tensor, or several that are taken as one flat one."""
+"""A tensor, or a list of tensors that are taken as one flat tensor."""
 
 
 def bucket_name(bucket: Any) -> str:
@@ -31,14 +31,14 @@ def plain_values(argument: str, values: Any) -> dict[str, Any]:
         raise TypeError(f"{argument}={values!r} must be a mapping of names to values")
     for name, value in values.items():
         if value is not None and not isinstance(value, str | int | float):
-            raise TypeError(f"{argument}: {name}={value!r} must be a number, a string, a bool or None, which JSON can hold")
+            raise TypeError(f"{argument}: {name}={value!r} must be a number, a string, a bool or None, as JSON")
         if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{argument}: {name}={value!r} must be finite, which JSON can hold")
+            raise ValueError(f"{argument}: {name}={value!r} must be finite, as JSON has no infinity or NaN")
     return dict(values)
 
 
 def named_tensors(argument: str, tensors: Any) -> dict[str, Given]:
-    """Return what was given, by name, as tensors that are not copied where that can be avoided."""
+    """Return the given values by name, as tensors that share memory with them if possible."""
     named = dict(tensors) if isinstance(tensors, Mapping) else {"x": tensors}
     if not named:
         raise ValueError(f"{argument}={tensors!r} must hold at least one tensor")
@@ -52,7 +52,7 @@ def named_tensors(argument: str, tensors: Any) -> dict[str, Given]:
         parts = [_as_tensor(argument, part) for part in value]
         if len({part.dtype for part in parts}) != 1:
             raise ValueError(
-                f"{argument}: {role} is a list of tensors, which must be at least one and of one dtype, not "
+                f"{argument}: {role} must be a list of at least one tensor, all of one dtype, not "
                 f"{sorted({str(part.dtype) for part in parts})}"
             )
         found[role] = parts
@@ -60,7 +60,7 @@ def named_tensors(argument: str, tensors: Any) -> dict[str, Given]:
 
 
 def described(given: Given) -> dict[str, Any]:
-    """Return what a manifest says of a bucket whose x is given."""
+    """Return the manifest's description of a bucket with input x."""
     parts = given if isinstance(given, list) else [given]
     return {
         "dtype": str(parts[0].dtype).removeprefix("torch."),
@@ -80,10 +80,10 @@ def flat_copy(given: Given) -> Tensor:
 
 def _as_tensor(argument: str, value: Any) -> Tensor:
     if isinstance(value, np.ndarray):
-        # torch takes neither strides below 0 nor, without a warning, what cannot be written to.
+        # torch refuses negative strides and warns of read-only arrays.
         value = torch.from_numpy(np.require(value, requirements=["C", "W"]))
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{argument}: {value!r} must be a torch.Tensor or a NumPy array, not {type(value).__name__}")
     if value.dtype not in CODES:
-        raise TypeError(f"{argument}: {value.dtype} is not recorded; known are {', '.join(CODES.values())}")
+        raise TypeError(f"{argument}: {value.dtype} is not supported; use one of {', '.join(CODES.values())}")
     return value

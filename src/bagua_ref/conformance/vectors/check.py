@@ -22,12 +22,12 @@ __all__ = ["VectorsReport", "Verdict", "check_outputs", "tolerance_named"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one case.
+    """The verdict on one case.
 
     Attributes:
         case: its entry in the manifest.
         status: ``"passed"``, ``"failed"`` or ``"missing"``.
-        message: what is wrong; empty where nothing is.
+        message: description of the failure; empty if it passed.
     """
 
     case: dict[str, Any]
@@ -37,12 +37,12 @@ class Verdict:
 
 @dataclass(frozen=True)
 class VectorsReport:
-    """What became of all cases that were asked for.
+    """The verdicts on all selected cases.
 
     Attributes:
-        verdicts: one for each.
-        problems: by file (or file and tensor), what has no place among the outputs or cannot be read.
-        not_selected: how many cases were not asked for.
+        verdicts: one for each case.
+        problems: unexpected or unreadable files and tensors, by file or file and tensor.
+        not_selected: number of cases that were not selected.
         versions: ``vectors_version`` and ``spec_version`` of the vectors.
     """
 
@@ -53,11 +53,11 @@ class VectorsReport:
 
     @property
     def passed(self) -> bool:
-        """Whether there were cases, all passed, and nothing else was found."""
+        """Whether there are cases, all have passed, and there are no problems."""
         return bool(self.verdicts) and not self.problems and all(verdict.status == "passed" for verdict in self.verdicts)
 
     def count(self, status: str) -> int:
-        """Return how many cases have this status."""
+        """Return the number of cases with this status."""
         return sum(verdict.status == status for verdict in self.verdicts)
 
     def as_json(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def check_outputs(
 
 
 def tolerance_named(name: str) -> Tolerance:
-    """Return the row of the tolerance table that a manifest means.
+    """Return the tolerance that a manifest names.
 
     >>> tolerance_named("ULP(4)")
     Tolerance(name='ULP(4)', ulps=4, epsilons=0)
@@ -123,7 +123,7 @@ def tolerance_named(name: str) -> Tolerance:
 
 
 def _read_outputs(outputs: Path, known: set[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return all tensors that cases ask for, and what is wrong with files and other tensors."""
+    """Return the outputs of known cases, and problems of files and other tensors."""
     try:
         paths = sorted(outputs.iterdir())
     except OSError as error:

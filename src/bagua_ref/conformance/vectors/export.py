@@ -85,7 +85,7 @@ def _write(directory: Path) -> int:
 
 
 def _cross_check(case: Case) -> None:
-    """Compare what the reference gave with what code that shares nothing with it makes of the same inputs."""
+    """Compare the reference's outputs with those of the independent implementation."""
     second = solve(case.suite, case.operation, case.dtype, case.parameters, case.inputs)
     assert second.keys() == case.outputs.keys(), case.id
     for name, x in case.outputs.items():

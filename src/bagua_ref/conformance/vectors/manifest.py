@@ -28,7 +28,7 @@ MANIFEST, SCHEMA = "manifest.json", "manifest.schema.json"
 
 
 class VectorsError(Exception):
-    """The vectors cannot be used: no manifest, one that does not fit its schema, a file that is missing or changed."""
+    """The vectors cannot be used: the manifest is missing or invalid, or a file is missing or changed."""
 
 
 def schema_text() -> str:
@@ -37,7 +37,7 @@ def schema_text() -> str:
 
 
 def entry_of(case: Case) -> dict[str, Any]:
-    """Return what the manifest says of a case."""
+    """Return the manifest's entry for a case."""
     outputs = _described(case, case.outputs)
     for output in outputs:
         if output["name"] in case.magnitudes:
@@ -65,7 +65,7 @@ def _described(case: Case, tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
 
 
 def manifest_text(entries: list[dict[str, Any]], files: dict[str, bytes]) -> str:
-    """Return the manifest, a line for each file and each case, so that a change can be read."""
+    """Return the manifest with a line for each file and case, so that changes are readable."""
     head = {
         "format": "bagua_ref golden vectors",
         "vectors_version": VECTORS_VERSION,
@@ -82,7 +82,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     """Return the manifest of vectors in ``directory``.
 
     Raises:
-        VectorsError: there is none, or it does not fit the schema; or jsonschema, which says so, is not installed.
+        VectorsError: the manifest is missing or does not match the schema, or jsonschema is not installed.
     """
     path = directory / MANIFEST
     try:
@@ -90,7 +90,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     except OSError as error:
         raise VectorsError(f"{str(path)!r} cannot be read: {error.strerror}; is this a directory of vectors?") from None
     except (ValueError, RecursionError) as error:
-        raise VectorsError(f"{str(path)!r} is no JSON: {error}") from None
+        raise VectorsError(f"{str(path)!r} is not valid JSON: {error}") from None
     if isinstance(manifest, dict) and manifest.get("vectors_version", VECTORS_VERSION) != VECTORS_VERSION:
         raise VectorsError(
             f"{str(path)!r} has vectors_version {manifest['vectors_version']!r}; this bagua_ref checks {VECTORS_VERSION!r}"
@@ -98,7 +98,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     misfit = next(iter(schema_validator().iter_errors(manifest)), None)
     if misfit is not None:
         place = "/".join(map(str, misfit.absolute_path)) or "the top"
-        raise VectorsError(f"{str(path)!r} does not fit the schema at {place}: {misfit.message[:200]}")
+        raise VectorsError(f"{str(path)!r} does not match the schema at {place}: {misfit.message[:200]}")
     return manifest
 
 
@@ -119,7 +119,7 @@ def read_vectors(directory: Path, manifest: dict[str, Any]) -> dict[str, dict[st
     """Return the tensors of every file that the manifest lists, by file and name.
 
     Raises:
-        VectorsError: a file is missing or is not what was exported, or lacks what a case lists.
+        VectorsError: a file is missing, differs from the exported one, or lacks a tensor of a case.
     """
     found: dict[str, dict[str, Tensor]] = {}
     for entry in manifest["files"]:
