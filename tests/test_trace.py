@@ -428,7 +428,7 @@ def test_a_crash_leaves_all_whole_steps(tmp_path: Path, monkeypatch: pytest.Monk
         index.write('{"step": 3, "file": "00000')
     report = check_trace(tmp_path, "gradient_allreduce")
     assert report.steps == [0, 1, 2]
-    assert "did not end its recording" in report.notes[0]
+    assert "did not finish recording" in report.notes[0]
 
 
 def test_an_exception_drops_the_step_that_is_not_whole(tmp_path: Path) -> None:

@@ -391,7 +391,7 @@ def edit_manifest(edit: Callable[[dict[str, Any]], object]) -> Callable[[Path], 
         (edit_manifest(lambda m: m["cases"][0]["outputs"][0].update(shape=[7])), "as the manifest describes it"),
         (edit_manifest(lambda m: m["cases"].append(m["cases"][0])), "has a case twice"),
         (edit_manifest(lambda m: m["files"].pop()), "as the manifest describes it"),
-        (edit_manifest(lambda m: m["files"][0].update(name="../x.inputs.safetensors")), "does not fit the schema"),
+        (edit_manifest(lambda m: m["files"][0].update(name="../x.inputs.safetensors")), "does not match the schema"),
     ],
 )
 def test_damaged_vectors_cannot_be_used(check: Any, vectors: Path, damage: Any, message: str) -> None:
