@@ -5,7 +5,6 @@ Complexities in every form, the public chunks, and places that are saved and fou
 
 from __future__ import annotations
 
-import os
 import warnings
 from functools import partial
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from property_tests.strategies import every_backend
+from property_tests.strategies import Seeded, every_backend
 
 from bagua_ref.conformance.expected import samplers_plain
 from bagua_ref.conformance.inputs.sampler_cases import cases, complexities, cut, levels
@@ -25,9 +24,7 @@ from bagua_ref.contrib import LoadBalancingDistributedBatchSampler, LoadBalancin
 
 
 @every_backend
-class TestSamplers(SamplerSuite):
-    seed = 0 if "CI" in os.environ else int.from_bytes(os.urandom(4), "big")
-
+class TestSamplers(Seeded, SamplerSuite):
     @pytest.fixture
     def target(self, backend):
         sampler = partial(LoadBalancingDistributedSampler, backend=backend)
