@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from tests import hostile_backends as hostile
+from tests.launch import run_script
 from tests.meta.mutants import MUTANTS
 
 from bagua_ref.backends.reference import ReferenceBackend
@@ -80,13 +81,12 @@ def test_a_verdict_says_what_happened(backend, said):
 )  # fmt: skip
 def test_a_counterexample_runs_and_fails_by_itself(backend):
     script = on(backend(), hostile.CHECK_OF.get(backend, ADD)).failures()[0].counterexample
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
-    ran = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=100)
+    ran = run_script(script)
     assert ran.returncode == 1, script
     assert "Error" in ran.stderr
     healed = script.replace(f"from tests.hostile_backends import {backend.__name__}", "from bagua_ref.backends.reference import *")
     healed = healed.replace(f"{backend.__name__}()", "ReferenceBackend()")
-    ran = subprocess.run([sys.executable, "-c", healed], env=environment, capture_output=True, text=True, timeout=100)
+    ran = run_script(healed)
     assert ran.returncode == 0, ran.stderr
 
 

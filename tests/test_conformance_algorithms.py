@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 from tests import outside_algorithms as outside
+from tests.launch import run_script
 
 from bagua_ref.conformance import run_conformance
 
-ROOT = Path(__file__).parents[1]
 GRADIENTS = "algorithms.S5.1.gradients[float32]"
 PEERS = "algorithms.S5.3.shift_one[float32]"
 
 
 def on(target, *checks, **options):
     return run_conformance(target, ["algorithms"], checks=checks or None, **{"time_limit": 3.0, **options})
-
-
-def run(script):
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
-    return subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=100)
 
 
 def test_a_trainer_of_its_own_passes_and_what_it_lacks_is_skipped():
@@ -79,11 +69,11 @@ def test_a_trainer_that_misbehaves_gets_a_verdict(kind, said):
 )
 def test_a_counterexample_runs_fails_by_itself_and_passes_with_a_right_trainer(target, check):
     (failed,) = on(target(), check).failures()
-    ran = run(failed.counterexample)
+    ran = run_script(failed.counterexample)
     assert ran.returncode == 1, failed.counterexample
     assert "Error" in ran.stderr
     right = "ReferenceBackend" if target is outside.HalvesTwice else "Right"
-    ran = run(failed.counterexample.replace(target.__name__, right))
+    ran = run_script(failed.counterexample.replace(target.__name__, right))
     assert ran.returncode == 0, ran.stderr
 
 

@@ -4,32 +4,23 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
-import sys
 import time
 import types
-from pathlib import Path
 
 import pytest
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 from tests.cache_servers import eventually, processes
+from tests.launch import run_script
 
 from bagua_ref import contrib
 from bagua_ref.conformance import run_conformance
 from bagua_ref.conformance.targets.reference_target import ReferenceTarget
 
-ROOT = Path(__file__).parents[1]
-
 
 def on(target, *checks, **options):
     return run_conformance(target, checks=checks, **{"time_limit": 3.0, **options})
-
-
-def run(script):
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
-    return subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=100)
 
 
 # Fused optimizers that are none of ours.
@@ -98,8 +89,10 @@ def test_a_faulty_fused_optimizer_is_a_verdict_with_a_script(fuse_optimizer, che
     script = failed.counterexample
     assert f"from tests.test_conformance_contrib import {fuse_optimizer.__name__} as fuse_optimizer" in script
     if fuse_optimizer is forgets_gradients:
-        assert run(script).returncode == 1, script
-        ran = run(script.replace("from tests.test_conformance_contrib import", "from bagua_ref.contrib import fuse_optimizer  #"))
+        assert run_script(script).returncode == 1, script
+        ran = run_script(
+            script.replace("from tests.test_conformance_contrib import", "from bagua_ref.contrib import fuse_optimizer  #")
+        )
         assert ran.returncode == 0, ran.stderr
 
 
@@ -217,8 +210,8 @@ def test_a_faulty_cache_is_a_verdict_with_a_script(target, check, said):
     script = failed.counterexample
     assert f"from tests.test_conformance_contrib import {target.__name__}" in script
     if target is TargetPlain:
-        assert run(script).returncode == 1, script
-        ran = run(script.replace(target.__name__, "Target"))
+        assert run_script(script).returncode == 1, script
+        ran = run_script(script.replace(target.__name__, "Target"))
         assert ran.returncode == 0, ran.stderr
 
 
