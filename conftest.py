@@ -1,4 +1,4 @@
-"""Set up every test run: how hard Hypothesis searches, the order of tests, what a machine may lack, what examples may name."""
+"""Configuration of every test run: Hypothesis profiles, random order, skips, and names for docstring examples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-# Two pytest workers, each with ranks of its own, share the cores: more threads per rank only get in each other's way.
+# Two pytest workers and their ranks share the cores; more threads per rank would only slow them down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
-# A job in the background of a shell ignores Ctrl-C, and so would the tests that press it.
+# Background jobs of a shell ignore SIGINT, which some tests send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 try:
     from hypothesis import HealthCheck, settings
-except ImportError:  # a borrowed GPU machine may lack it; its GPU tests do not need it
+except ImportError:  # GPU machines may lack Hypothesis, which their GPU tests do not need
     collect_ignore_glob = ["src/bagua_ref/conformance/*.py"]
 else:
     common = settings(
-        deadline=None,  # a busy machine is no bug
+        deadline=None,  # busy machines are slow
         suppress_health_check=[HealthCheck.too_slow],
-        derandomize="CI" in os.environ,  # CI judges a change, not its luck; everyone else searches anew each time
+        derandomize="CI" in os.environ,  # the same inputs in CI every time, new ones elsewhere
         print_blob=True,
     )
     settings.register_profile("quick", common, max_examples=50)
@@ -45,7 +45,7 @@ else:
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
-# Importing these raises, on purpose: they stand for parts of the original that are left out.
+# These modules raise on import, on purpose: they stand for parts of the original that are left out.
 _LEFT_OUT = (
     "checkpoint", "contrib/sync_batchnorm", "data_parallel/bagua_distributed", "distributed/launch", "distributed/run",
     "model_parallel", "moe", "service",
@@ -54,7 +54,7 @@ collect_ignore = [f"src/bagua_ref/{name}.py" for name in _LEFT_OUT]
 
 
 SKIPPED_IN_CI = ("needs a CUDA device", "async asks for flat buckets")
-"""Reasons to skip a test in CI; any other fails it there, as CI has every program and package that a test may want."""
+"""Reasons for which CI may skip a test; any other skip fails there, as CI has every program and package."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -98,10 +98,10 @@ def _fail_if_ci_lacks_something(report: Report) -> Report:
 
 @pytest.fixture(autouse=True, scope="module")
 def _nothing_left_to_the_next_file() -> Iterator[None]:
-    """Let no file meet what another left in its process: which files share one changes from run to run."""
+    """Let no file affect the next one in the same process, as the grouping of files changes from run to run."""
     environment, children = _environment(), _children()
     gc.collect()
-    gc.freeze()  # else every collection looks through what all files before left, and takes half a second
+    gc.freeze()  # otherwise every collection traverses the objects of all earlier files, which takes half a second
     yield
     _end_job_servers()
     from bagua_ref import backends
@@ -114,20 +114,20 @@ def _nothing_left_to_the_next_file() -> Iterator[None]:
     assert _environment() == environment
     deadline = time.monotonic() + 10
     while (left := {pid: line for pid, line in _children().items() if pid not in children}) and time.monotonic() < deadline:
-        time.sleep(0.05)  # one that was told to end may take a moment
+        time.sleep(0.05)  # a process that was told to end may take a moment
     assert left == {}
 
 
 def _environment() -> dict[str, str]:
-    """Return the variables that say who a rank is and what it uses; other libraries leave some of their own."""
+    """Return the environment variables that describe ranks; other libraries may leave theirs."""
     return {name: text for name, text in os.environ.items() if any(word in name for word in ("BAGUA", "RANK", "WORLD", "MASTER"))}
 
 
 def _children() -> dict[str, str]:
-    """Return the command lines of this process's children, but for those that have ended or that multiprocessing keeps."""
+    """Return the command lines of this process's children, without ended ones and multiprocessing's own."""
     found, pids = {}, []
     for path in Path("/proc/self/task").glob("*/children"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # that thread has ended just now
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has just ended
             pids += path.read_text().split()
     for pid in pids:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -136,14 +136,14 @@ def _children() -> dict[str, str]:
 
 
 def _end_job_servers() -> None:
-    job_servers = sys.modules.get("bagua_ref.contrib.cache.job_servers")  # to import it takes redis, which not everyone has
+    job_servers = sys.modules.get("bagua_ref.contrib.cache.job_servers")  # importing it needs redis
     for kind in ("redis", "fakeredis") if job_servers else ():
         job_servers.shutdown(kind)
 
 
 @pytest.fixture
 def no_thread_is_left() -> Iterator[None]:
-    """Fail a test that leaves a thread behind."""
+    """Fail a test that leaves a thread running."""
     before = set(threading.enumerate())
     yield
     assert set(threading.enumerate()) <= before
@@ -151,10 +151,10 @@ def no_thread_is_left() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _docstring_examples(request: pytest.FixtureRequest, doctest_namespace: dict[str, object]) -> None:
-    """Let examples in docstrings use torch and the package's public names without importing them, and find no caches of others."""
+    """Give docstring examples torch and the package's public names, and no cache of earlier tests."""
     if isinstance(request.node, pytest.DoctestItem):
         import bagua_ref
 
-        _end_job_servers()  # a test that ran before in this process may have filled its job's cache
+        _end_job_servers()  # an earlier test in this process may have filled its job's cache
         doctest_namespace.update({"torch": torch, "bagua_ref": bagua_ref})
         doctest_namespace.update({name: getattr(bagua_ref, name) for name in bagua_ref.__all__})

@@ -1,6 +1,6 @@
 """Search for failing inputs of every property: ``python property_tests/explore.py --minutes 20``, or ``make explore``.
 
-Each round runs all properties with inputs of a seed of its own, which is printed and replays them.
+Each round runs all properties with a new seed, which is printed so that the round can be replayed.
 """
 
 from __future__ import annotations

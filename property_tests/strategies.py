@@ -1,4 +1,4 @@
-"""What properties run over: every backend that works here, and the inputs that `bagua_ref.conformance` ships."""
+"""Inputs of the properties: every backend available here, and the strategies that `bagua_ref.conformance` ships."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ register_backend("cuda-on-copies", "tests.cuda_emulation.copies:CudaOnCopies")
 
 
 def _backends(*marks: pytest.MarkDecorator) -> list[ParameterSet | str]:
-    """Every backend that can run here; ``marks`` are for the CUDA sources compiled for the CPU. Properties draw CPU tensors."""
+    """Return every backend that works here on CPU tensors; ``marks`` apply to the CUDA sources compiled for the CPU."""
     why_not = available_backends()
     chosen: list[ParameterSet | str] = [name for name, reason in why_not.items() if reason is None and not name.startswith("cuda")]
-    # Without g++ a developer goes on with a reason; CI must have it, so there the properties fail.
+    # Without g++ the properties are skipped with a reason; CI must have it, so there they fail.
     excused = [] if why_not["cuda-emulated"] is None or "CI" in os.environ else [pytest.mark.skip(why_not["cuda-emulated"])]
     chosen.append(pytest.param("cuda-emulated", marks=[*excused, *marks]))
     if torch.cuda.is_available():
@@ -35,7 +35,7 @@ def _backends(*marks: pytest.MarkDecorator) -> list[ParameterSet | str]:
 
 every_backend = pytest.mark.parametrize("backend", _backends())
 every_backend_in_proof = pytest.mark.parametrize("backend", _backends(pytest.mark.proof))
-"""As `every_backend`, for operations and trainings: `make test` leaves them on the emulated CUDA sources to `make proof`."""
+"""As `every_backend`, but `make test` leaves the emulated CUDA sources to `make proof`."""
 
 
 class Seeded:

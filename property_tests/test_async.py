@@ -1,4 +1,4 @@
-"""Asynchronous averaging under any program of calls that is the same on all ranks, in any interleaving (S5.6)."""
+"""Properties of asynchronous averaging for any sequence of calls common to all ranks, in any interleaving (S5.6)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ACTIONS = ["step", "step", "evaluate", "exception", "forward only", "no_sync", "
 
 
 class Trainer:
-    """One rank; each action is a method of the same name."""
+    """One rank, with a method for each action of a program."""
 
     def __init__(self, warmup_steps):
         torch.manual_seed(0)
@@ -104,7 +104,7 @@ def test_S5_6_no_program_of_calls_hangs_loses_an_update_or_leaks(ranks, warmup_s
     seed=st.integers(0, 2**32),
 )
 def test_S3_6_rounds_keep_every_local_update(ranks, steps, speeds, seed):
-    """The mean over ranks of the weights changes by the mean of the updates alone, whatever the rounds do in between."""
+    """The mean of the weights over ranks changes only by the mean of the updates, whatever the rounds do in between."""
 
     def rank(comm):
         bagua_ref.init_process_group()
@@ -117,7 +117,7 @@ def test_S3_6_rounds_keep_every_local_update(ranks, steps, speeds, seed):
             optimizer.zero_grad()
             loss = model(torch.full((1, 4), float(comm.rank() + 1), dtype=torch.float64)).sum()
             world.sleep(speeds[comm.rank()] / 2)
-            loss.backward()  # the gradient is rank + 1, whatever the weights
+            loss.backward()  # the gradient is rank + 1, for any weights
             optimizer.step()
             world.sleep(speeds[comm.rank()] / 2)
         model.bagua_algorithm.abort(model)

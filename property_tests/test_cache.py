@@ -1,4 +1,4 @@
-"""The cache against a dict (S8.1 to S8.3): whatever is asked, killed and started again, values are right and none is lost."""
+"""Properties of the cache against a dict, while servers are killed and restarted (S8.1 to S8.3)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ sizes = st.integers(1, 7)
 
 
 class FakeServerProcess:
-    """A server of fakeredis that can be killed and started again on its port, empty, as `Server` can."""
+    """A fakeredis server that, like `Server`, can be killed and started again on its port, empty."""
 
     def __init__(self) -> None:
         self.server = start_fake_server("127.0.0.1", 1)
@@ -40,10 +40,10 @@ class FakeServerProcess:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Two servers and a loader, beside a dict of what each server must hold.
+    """Two servers and a loader, with a dict for the expected content of each server.
 
-    While all is well the model is exact: which keys wait, which are stored, what is a hit. A server that was killed is empty
-    afterwards, and whether a write reached it while it was away is then asked, not guessed.
+    Without failures the model is exact about waiting keys, stored keys and hits. A killed server is empty afterwards; whether
+    a write reached it in the meantime is then looked up.
     """
 
     make_server: type = FakeServerProcess
@@ -70,7 +70,7 @@ class CacheMachine(RuleBasedStateMachine):
         return {"key": torch.tensor(key), "made": self.made}
 
     def written(self):
-        """Move what waits to where the loader must have tried to write it."""
+        """Move waiting values to the servers to which the loader must have tried to write them."""
         for key, value in self.waiting.items():
             if self.is_up[self.shard(key)]:
                 self.stored[self.shard(key)][key] = value
@@ -87,7 +87,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.waiting[key] = value["made"]
         else:
             assert value["made"] == known
-        value["key"].zero_()  # nobody else may notice
+        value["key"].zero_()  # must not change the buffer or the cache
         self.asked += 1
 
     @rule(key=keys)
@@ -135,12 +135,12 @@ class CacheMachine(RuleBasedStateMachine):
         if not self.is_up[which]:
             self.servers[which].start()
             self.is_up[which] = True
-            # The loader comes back by itself, within its pause.
+            # The loader reconnects by itself after its pause.
             assert eventually(lambda: self.loader._guarded.stores[which]._reading.is_over())
 
     @rule(which=st.integers(0, 1))
     def replace(self, which):
-        """Kill and start between two requests: the loader notices a connection that was closed, or does not need to."""
+        """Kill and start between two requests; the loader must cope with the closed connection."""
         if self.is_up[which]:
             self.servers[which].kill()
             self.servers[which].start()
@@ -169,7 +169,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def teardown(self):
         if hasattr(self, "loader"):
-            self.loader.close()  # else it writes what waits when it is collected, into the next example
+            self.loader.close()  # otherwise its collection writes the waiting values, during the next example
         for server, up in zip(self.pool, getattr(self, "is_up", []), strict=False):
             if not up:
                 server.start()
@@ -178,7 +178,7 @@ class CacheMachine(RuleBasedStateMachine):
 @every_backend
 def test_S8_2_S8_3_the_cache_is_a_dict_that_may_forget(backend, monkeypatch):
     need(backend)
-    monkeypatch.setattr(guard, "_FIRST_PAUSE", 0.0)  # what the pause does is an example's business
+    monkeypatch.setattr(guard, "_FIRST_PAUSE", 0.0)  # examples in tests/ cover the pause
     monkeypatch.setattr(guard, "_LONG_PAUSE", 0.0)
     monkeypatch.setattr(guard, "_LONGEST_PAUSE", 0.0)
     make_server = FakeServerProcess if backend == "fakeredis" else Server

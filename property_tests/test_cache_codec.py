@@ -1,4 +1,4 @@
-"""The format of cached values (S8.5) and what damage does to it (S8.3)."""
+"""Properties of the format of cached values (S8.5) and of damaged values (S8.3)."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ ARRAY_DTYPES = [
 ]
 
 SCALAR_DTYPES = [*(np.dtype(code) for code in np.typecodes["All"] if code not in "OSUVpPqQnN"), "<M8", ">M8[25s]", "V1", "V16"]
-"""Without what only some platforms tell apart: ``np.longlong``, an ``np.int64`` by another name, comes back as that."""
+"""Without types that only some platforms tell apart, such as ``np.longlong``, which comes back as ``np.int64``."""
 
 shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 
 
 @st.composite
 def tensors(draw):
-    """Tensors of every dtype with any bits in them, dense, transposed, sliced, expanded or conjugated."""
+    """Tensors of every dtype with arbitrary bits: dense, transposed, sliced, expanded or conjugated."""
     dtype, shape = draw(st.sampled_from(DTYPES)), draw(shapes)
     count = int(np.prod(shape))
     raw = draw(st.binary(min_size=count * dtype.itemsize, max_size=count * dtype.itemsize))
@@ -88,7 +88,7 @@ scalars = st.one_of(
 
 @st.composite
 def numpy_scalars(draw):
-    """Scalars of every kind that NumPy has, with any bits in them, as an array hands them out or as they are made."""
+    """NumPy scalars of every kind with arbitrary bits, taken from an array or constructed."""
     dtype = np.dtype(draw(st.sampled_from([*SCALAR_DTYPES, *ARRAY_DTYPES])))
     raw = draw(st.binary(min_size=dtype.itemsize, max_size=dtype.itemsize))
     if dtype.kind in "?b":
@@ -105,7 +105,7 @@ def test_S8_5_every_numpy_scalar_comes_back_as_it_was(value):
     again = decode(encode(value, allow_pickle=False), allow_pickle=False)
     assert type(again) is type(value)
     assert again.dtype == value.dtype
-    if value.dtype in (np.longdouble, np.clongdouble):  # whose bytes hold some that mean nothing
+    if value.dtype in (np.longdouble, np.clongdouble):  # they have padding bytes
         np.testing.assert_array_equal(again, value)
         assert np.signbit(again.real) == np.signbit(value.real)
     else:

@@ -1,4 +1,4 @@
-"""MinMaxUInt8 (S4) of every backend against one number at a time: the checks that outsiders run."""
+"""Properties of MinMaxUInt8 (S4) on every backend, as shipped in the conformance suite."""
 
 from __future__ import annotations
 

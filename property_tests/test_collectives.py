@@ -1,4 +1,4 @@
-"""What the suite of collectives leaves open: dtypes that it does not move, and the order in which floats are combined (S3.9)."""
+"""Properties of collectives beyond the conformance suite: further dtypes, and the order of floating-point sums (S3.9)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the suite of bucket operations leaves open: the interleaving of ranks, and a thousand of them (S2.4, S3.2)."""
+"""Properties of bucket operations beyond the conformance suite: interleavings of ranks, and 1,024 ranks (S2.4, S3.2)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bagua_ref.simulation import SimulatedWorld
 
 
 def run(nodes, inputs, backend, seed=0, **options):
-    """Return what every rank has after a scatter-gather of one byte per element."""
+    """Return every rank's result of a scatter-gather with one byte per element."""
     ops = ReferenceCommOps(backend)
     options = {"average": True, "scattergather": True, "compression": "MinMaxUInt8", "hierarchical": False, **options}
     return SimulatedWorld(sum(nodes), nodes=nodes, seed=seed).run(

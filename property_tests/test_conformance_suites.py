@@ -1,4 +1,4 @@
-"""Bucket operations and whole trainings on every backend, by the checks that outsiders run (S2, S3, S5)."""
+"""Properties of bucket operations and whole trainings on every backend, as shipped in the suites (S2, S3, S5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the suites leave open of decentralized averaging: who meets whom, and that ranks approach each other (S3.4, S3.5)."""
+"""Properties of decentralized averaging beyond the suites: pairing of ranks, and convergence (S3.4, S3.5)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_S3_4_the_distance_from_consensus_contracts(backend, mode, half, seed):
     found = distances([start, *zip(*results, strict=True)])
     for before, after in itertools.pairwise(found):
         assert after <= before + 1e-10 * found[0]
-    assert found[-1] <= found[0] / 4  # in exact arithmetic at most 1/128 of it, with 8 ranks
+    assert found[-1] <= found[0] / 4  # with 8 ranks at most 1/128 in exact arithmetic
 
 
 @every_backend_in_proof
@@ -61,7 +61,7 @@ def test_S3_5_the_distance_from_consensus_contracts(backend, n, seed):
     results = SimulatedWorld(n).run(
         lambda comm: ops.low_precision_decentralized(None, [same, same, ranks[comm.rank()]] + [None] * 8, hierarchical=False)
     )
-    # Ranks move by what they differ from their replicas in: the first of these steps spreads it, the rest mix.
+    # Ranks differ from their replicas at first: the first of these steps spreads the difference, the others mix it.
     found = distances(list(zip(*results, strict=True))[1:])
     for before, after in itertools.pairwise(found):
-        assert after <= 0.7 * before + 1e-10 * found[0]  # a ring of 8 mixes by 0.648, of fewer faster
+        assert after <= 0.7 * before + 1e-10 * found[0]  # a ring of 8 contracts by 0.648 per step, smaller rings faster

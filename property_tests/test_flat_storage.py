@@ -1,4 +1,4 @@
-"""Tensors that were given other memory, or the same memory in another order, behind their bucket's back (S2.3)."""
+"""Properties of flat storage when tensors get other memory, or the same memory in another order (S2.3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""fuse_step against step: twins, one of them fused, that live through the same steps must stay equal in every bit (S6)."""
+"""Properties of fuse_step against step: after the same steps, fused and plain optimizers are equal to the bit (S6)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ every_optimizer = pytest.mark.parametrize("name", ELEMENTWISE)
 
 @st.composite
 def options(draw: st.DrawFn, name: str) -> dict[str, Any]:
-    """Options of a class, as far as the installed torch has them."""
+    """Return options of a class that the installed torch supports."""
     known = inspect.signature(getattr(torch.optim, name)).parameters
     chosen = {key: draw(st.sampled_from(values)) for key, values in {**COMMON, **OPTIONS[name]}.items() if key in known}
     if chosen.get("differentiable"):
@@ -57,7 +57,7 @@ def options(draw: st.DrawFn, name: str) -> dict[str, Any]:
 
 @st.composite
 def parameter(draw: st.DrawFn) -> torch.nn.Parameter:
-    """A parameter of any shape, alone or somewhere in a larger storage, perhaps frozen, perhaps not row-major."""
+    """A parameter of any shape, alone or inside a larger storage, possibly frozen or not row-major."""
     shape, dtype = draw(st.sampled_from(SHAPES)), draw(st.sampled_from(DTYPES))
     size = torch.Size(shape).numel()
     offset = draw(st.sampled_from([None, None, 0, 1, 5]))
@@ -94,7 +94,7 @@ class Twins:
         ]
 
     def give_gradients(self, kept: bool, without: list[int]) -> None:
-        """Give all parameters but some the same gradients, in the tensors that are there or in new ones."""
+        """Give all parameters except some the same gradients, in existing tensors or new ones."""
         for place, (p, q) in enumerate(self.pairs()):
             if not p.requires_grad:
                 continue
@@ -120,7 +120,7 @@ class Twins:
         self.plain.step()
 
     def round_trip(self, into_new: bool) -> None:
-        """Load each twin's own state; or let the fused one become an ordinary copy that is fused again."""
+        """Load each twin's own state, or replace the fused one by an ordinary copy that is fused again."""
         self.plain.load_state_dict(copy.deepcopy(self.plain.state_dict()))
         state = copy.deepcopy(self.fused.state_dict())
         if into_new:
@@ -144,7 +144,7 @@ class Twins:
 
 
 def same(ours: Any, theirs: Any, what: str) -> None:
-    """Every bit, and the kind of thing it is, are equal."""
+    """Assert that both twins are equal in every bit and type."""
     assert type(ours) is type(theirs), what
     if not isinstance(theirs, Tensor):
         assert ours == theirs, what
@@ -168,7 +168,7 @@ days = st.lists(
 
 
 def live(twins: Twins, days: list[tuple[str, bool, list[int], str]], extra: list[dict[str, Any]]) -> None:
-    """Take the steps, with something happening before each, and compare after each."""
+    """Take the steps, each after an event, and compare after each."""
     for how, kept, without, event in days:
         everyone = [(p, q) for p, q in twins.pairs()]
         if event in ("zero", "none"):
@@ -250,7 +250,7 @@ def test_S6_the_copy_of_a_fused_optimizer_is_an_ordinary_one(data: st.DataObject
 
 
 def put(stray: str, x: Tensor) -> Tensor:
-    """Return another look at the memory of ``x``, or the values elsewhere."""
+    """Return another view of the memory of ``x``, or its values in other memory."""
     if stray == "transposed":
         return x.transpose(0, -1) if x.ndim else x
     if stray == "row repeated":
@@ -300,7 +300,7 @@ def test_S6_tensors_that_are_turned_or_cut_in_their_memory_are_stepped_as_by_ste
 ) -> None:
     options = {"momentum": momentum} if name == "SGD" else {}
     twins = Twins(name, [{"params": [torch.nn.Parameter(torch.randn(shape)) for shape in shapes], "lr": 0.1, **options}])
-    for day in [[], [], *days]:  # a plan has been made and used when the first tensor is turned
+    for day in [[], [], *days]:  # the plan has been made and used before the first tensor changes
         stale = kept
         for what, place, stray, as_data in day:
             pair = twins.pairs()[place % len(shapes)]
@@ -321,7 +321,7 @@ def test_S6_tensors_that_are_turned_or_cut_in_their_memory_are_stepped_as_by_ste
             twins.give_gradients(kept=stale and not repeated, without=[])
         try:
             twins.plain.step()
-        except RuntimeError:  # its shapes do not fit each other any more, or it has less memory than elements
+        except RuntimeError:  # shapes no longer match, or the memory is too small
             return
         twins.fused.fuse_step()
         for p, q in twins.pairs():

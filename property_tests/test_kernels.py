@@ -1,4 +1,4 @@
-"""Every kernel of every backend against one element at a time (S1, S2.3, S3, S5.5, S7.2): the checks that outsiders run."""
+"""Properties of kernels on every backend, one element at a time, as shipped in the suite (S1, S2.3, S3, S5.5, S7.2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The package's collectives, cache and fused optimizer, by the checks that outsiders run (S3.9, S6, S8)."""
+"""Properties of the package's collectives, cache and fused optimizer, as shipped in the suites (S3.9, S6, S8)."""
 
 from __future__ import annotations
 

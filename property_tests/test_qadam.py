@@ -1,4 +1,4 @@
-"""QAdam follows its oracle across the boundary, in simulated worlds, bit by bit; in warm-up it is torch's Adam (S5.5)."""
+"""Properties of QAdam in simulated worlds: bits equal to the oracle's, and torch's Adam in warm-up (S5.5)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ shapes = st.sampled_from([(), (0,), (1,), (3, 2), (17,), (2, 1, 5)])
 
 @st.composite
 def problems(draw):
-    """A world, weights, each parameter's options at every step, every step's and rank's gradients: zeros, even an overflow."""
+    """A world, weights, options of each parameter at every step, and gradients of every step and rank, some zero or overflowing."""
     nodes, sizes = draw(worlds(8)), draw(st.lists(shapes, min_size=1, max_size=4))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     scales = draw(st.lists(st.sampled_from([0.0, 1e-3, 1.0, 100.0]), min_size=1, max_size=5))
@@ -69,7 +69,7 @@ def problems(draw):
 
 
 def layout(weights, bucket_size):
-    """Which parameters share a bucket: in reverse order, closed when full (S2.1)."""
+    """Return which parameters share a bucket: in reverse order, closed when full (S2.1)."""
     buckets, filled = [], bucket_size
     for place in reversed(range(len(weights))):
         if filled >= bucket_size:
@@ -140,7 +140,7 @@ def test_S5_5_qadam_follows_the_oracle_across_the_boundary(
 
 @st.composite
 def steps_of_one_rank(draw):
-    """Weights, options, and gradients of any kind, some missing."""
+    """Weights, options, and arbitrary gradients, some missing."""
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]))
     sizes = draw(st.lists(st.sampled_from([0, 1, 5, 19]), min_size=1, max_size=3))
     weights = [draw(adversarial(dtype, size, finite=True)) for size in sizes]
@@ -182,5 +182,5 @@ def test_S5_5_zero_gradients_never_give_nan_or_move_a_weight(nodes, kinds, warmu
     problem = nodes, [torch.ones(5, dtype=dtype), torch.ones(3, dtype=dtype)], [[group, group]] * STEPS, gradients
     for seen in train(problem, warmup_steps, True, True, 2**20):
         assert all(tensor.isfinite().all() for tensors in seen for kind in tensors for tensor in kind)
-        # Zero is on every grid that spans it (S4.2), so what never had a gradient never moves, whatever lies beside it.
+        # Zero is a level of every range that contains it (S4.2), so parameters that never had a gradient never move.
         assert all(torch.equal(weights[1], torch.ones(3, dtype=dtype)) for weights, _, _ in seen)

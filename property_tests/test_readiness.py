@@ -1,4 +1,4 @@
-"""Readiness as a state machine, followed by an obvious model of S2.4."""
+"""Properties of readiness as a state machine, against a simple model of S2.4."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bagua_ref.scheduling.readiness import Readiness
 
 
 class ReadinessMachine(RuleBasedStateMachine):
-    """The model keeps a plain list of the round's marks, and finds what may run by looking at every bucket again."""
+    """The model keeps a list of the round's marks and finds what may run by looking at every bucket again."""
 
     @initialize(sizes=st.lists(st.integers(1, 3), min_size=1, max_size=4))
     def start(self, sizes: list[int]) -> None:

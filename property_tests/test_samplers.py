@@ -1,6 +1,6 @@
-"""The balanced samplers of every backend by the checks that outsiders run, and what those leave open (S7).
+"""Properties of the balanced samplers on every backend: the shipped checks, and what they leave open (S7).
 
-Complexities in every form, the public chunks, and places that are saved and found again.
+These are complexities in every form, the public chunks, and saving and resuming a position.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TestSamplers(Seeded, SamplerSuite):
 
 
 def as_scalar(number: Any) -> st.SearchStrategy[Any]:
-    """The same number as a sample's complexity may come: as it is, as 0-d or one-element tensor, as NumPy scalar."""
+    """A number in every form that a complexity may have: plain, 0-d or one-element tensor, NumPy scalar."""
     forms: list[Any] = [number]
     if isinstance(number, float):
         forms += [torch.tensor(number, dtype=torch.float64), torch.tensor([number], dtype=torch.float64), np.float64(number)]
@@ -48,7 +48,7 @@ def as_scalar(number: Any) -> st.SearchStrategy[Any]:
 def make(values: list, replicas: int, rank: int, options: dict[str, Any], **more: Any) -> LoadBalancingDistributedSampler:
     given_at_once = {name: value for name, value in options.items() if name != "epoch"}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # all complexities may well be equal here
+        warnings.simplefilter("ignore", UserWarning)  # warns if all complexities are equal
         sampler = LoadBalancingDistributedSampler(values, more.pop("complexity_fn", None), replicas, rank, **given_at_once, **more)
     sampler.set_epoch(options["epoch"])
     return sampler
@@ -91,7 +91,7 @@ def test_S7_2_noise_that_has_no_number_is_refused_and_without_shuffle_not_missed
     try:
         refused = samplers_plain.noise_limit(values, level) >= 2**63
     except (OverflowError, ValueError):
-        assume(level != 0)  # an integer 0 and 0.0 are the same here
+        assume(level != 0)  # integer 0 and 0.0 are treated alike
         refused = True
     options = {"shuffle": True, "seed": 0, "epoch": 0, "drop_last": False, "random_level": level}
     if refused:

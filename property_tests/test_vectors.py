@@ -1,4 +1,4 @@
-"""Golden vectors: files from elsewhere may hold anything, and written ones come back as they were."""
+"""Properties of golden vectors: arbitrary input files are read or refused, and written files read back equal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bagua_ref.conformance.vectors.safetensors_file import DamagedFileError, rea
 
 
 def read(data: bytes) -> dict[str, torch.Tensor] | None:
-    """Return the tensors in these bytes, None if they are refused; anything else is raised."""
+    """Return the tensors in these bytes, or None if they are refused; other errors are raised."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "x.safetensors")
         path.write_bytes(data)

@@ -1,4 +1,4 @@
-"""Datasets and small jobs for the cache's tests, in a module that spawned workers and other processes can import."""
+"""Datasets and small jobs for the cache's tests, importable by spawned workers and other processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bagua_ref.contrib import CachedDataset, CacheLoader
 
 
 class Numbers(Dataset):
-    """Samples ``(tensor filled with i, i, text)``; ``made`` counts over all processes."""
+    """Samples ``(tensor filled with i, i, text)``; ``made`` counts the samples made in all processes."""
 
     def __init__(self, size: int = 100, delay: float = 0.0) -> None:
         self.size, self.delay = size, delay
@@ -34,7 +34,7 @@ class Numbers(Dataset):
 
 
 class Plain(Dataset):
-    """As `Numbers`, without memory that would have to be shared."""
+    """`Numbers` without shared memory."""
 
     def __init__(self, size: int = 100, delay: float = 0.0) -> None:
         self.size, self.delay = size, delay
@@ -62,8 +62,8 @@ def epoch(loader) -> list[int]:
 
 
 def held_worker_job(host: str, port: str, password: str, batch_size: str, context: str) -> None:
-    """Leave persistent workers with values that wait to be written, and end."""
-    global kept  # to the end of the interpreter, as a script's variables are
+    """Exit while persistent workers still hold values to be written."""
+    global kept  # Lives until the interpreter exits, as a script's variables do.
     hosts = [{"host": host, "port": port, "password": password}]
     dataset = CachedDataset(Plain(30), hosts=hosts, writer_buffer_size=1000)
     size = None if batch_size == "None" else int(batch_size)
@@ -75,14 +75,14 @@ def waiting_main_job(host: str, port: str, password: str) -> None:
     loader = CacheLoader(hosts=[{"host": host, "port": port, "password": password}], writer_buffer_size=1000)
     for i in range(30):
         loader.get(i, str)
-    if os.fork() == 0:  # a child that ends as scripts do writes its own, not its parent's
+    if os.fork() == 0:  # A child that exits as scripts do writes its own values, not its parent's.
         loader.get("child", str)
         sys.exit(0)
     os.wait()
 
 
 def daemon_job(host: str, port: str, password: str) -> None:
-    """Leave a daemon process, no DataLoader's, with values that wait, and print how it ended."""
+    """Start a daemon process outside any DataLoader that holds unwritten values; print how it ended."""
     context = multiprocessing.get_context("fork")
     ready = context.Event()
     child = context.Process(target=fill_and_wait, args=(host, port, password, ready), daemon=True)
@@ -102,16 +102,17 @@ def fill_and_wait(host: str, port: str, password: str, ready) -> None:
 
 
 def server_job(backend: str) -> None:
-    """Start a server, say which, and wait to be killed or told to end."""
+    """Start a server, print its port, and wait to be killed or told to end."""
     made: list[CacheLoader] = []
-    thread = threading.Thread(target=lambda: made.append(CacheLoader(backend)))  # a death signal would follow this thread
+    # A parent-death signal would fire when this thread ends.
+    thread = threading.Thread(target=lambda: made.append(CacheLoader(backend)))
     thread.start()
     thread.join()
     (loader,) = made
     loader.get("a", str)
     assert loader.num_keys() == 1
     children = os.environ.get("TEST_CHILDREN")
-    if children and os.fork() == 0:  # holds every file of its parent open, and stays
+    if children and os.fork() == 0:  # Keeps every open file of its parent.
         time.sleep(60)
         os._exit(0)
     print(loader.store.stores[0]._options["port"], flush=True)
@@ -119,7 +120,7 @@ def server_job(backend: str) -> None:
 
 
 def writer_job(host: str, port: str, password: str) -> None:
-    """Write 400 samples in batches of 8; each rank starts 100 after the one before it."""
+    """Write 400 samples in batches of 8; each rank starts 100 samples after the previous one."""
     hosts = [{"host": host, "port": port, "password": password}]
     with CachedDataset(Plain(400), hosts=hosts, dataset_name="shared") as dataset, warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -1,4 +1,4 @@
-"""Real servers for the cache's tests, started without the package's own way of doing so, and a look at what runs."""
+"""Servers for the cache's tests, started independently of the package, and helpers that inspect processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ every_backend = pytest.mark.parametrize("backend", ["fakeredis", pytest.param("r
 
 
 def need(backend: str = "redis") -> None:
-    """Skip a test whose server is not installed here; fail it where CI promises one."""
+    """Skip a test whose server is not installed; fail it in CI, where it must be."""
     if backend == "redis" and PROGRAM is None:
         reason = "needs redis-server or valkey-server on PATH"
         if "CI" in os.environ:
@@ -85,7 +85,7 @@ class Server:
         return redis.Redis(port=self.port, password=self.password, retry=Retry(NoBackoff(), 0))
 
     def calls(self, command: str) -> int:
-        """Return how often the server ran ``command``."""
+        """Return how often the server has run ``command``."""
         return self.client().info("commandstats").get(f"cmdstat_{command}", {"calls": 0})["calls"]
 
 

@@ -1,4 +1,4 @@
-"""What the cache's tests share: exact equality of values, and objects that need pickle."""
+"""Helpers of the cache's tests: exact equality of values, and objects that need pickle."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Pair(NamedTuple):
 
 @dataclass
 class Sample:
-    """An object that only pickle can store."""
+    """An object that only pickle can serialize."""
 
     pixels: Any
     label: int = 0
 
 
 def same(a: Any, b: Any) -> bool:
-    """Return whether ``a`` and ``b`` are of one type and equal bit by bit, however deeply nested."""
+    """Return whether ``a`` and ``b`` have the same type and bits, at every level of nesting."""
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
@@ -48,7 +48,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def element_bytes(tensor: torch.Tensor) -> list[bytes]:
-    """Return each element's bytes, found without any of the package's ways: one by one, through untyped storage."""
+    """Return each element's bytes, read one by one from untyped storage without the package's code."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     width, memory = plain.element_size(), bytes(plain.untyped_storage().tolist())
     found = []

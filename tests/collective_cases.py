@@ -1,7 +1,7 @@
-"""What every collective must do, in closed form from the rank, for any world: each case runs on every rank of one.
+"""Test cases for every collective, with expected values in closed form; each case runs on every rank of any world.
 
-Values come from Python integers and Python's own operators; nothing here is computed by the package. Cases take the communicator
-under test and return nothing; a failed assertion on one rank fails the world.
+Expected values are computed with Python's integers and operators, without the package. Each case takes the communicator under
+test and returns nothing; a failed assertion on one rank fails the world.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 
 
 def value(rank: int, i: int) -> int:
-    """Element i of rank's tensor: 1 or 2, so that products of nine ranks stay exact in bfloat16."""
+    """Return rank's tensor, whose elements are 1 or 2 so that products over nine ranks stay exact in bfloat16."""
     return 1 + (rank * 5 + i * 3 + i // 7) % 2
 
 
@@ -58,7 +58,7 @@ def reductions():
 
 
 def same(actual: Tensor, expected: Tensor) -> None:
-    """Not torch.testing's: its first use in each worker imports half of torch."""
+    """Compare tensors exactly; torch.testing's first use in each worker would import half of torch."""
     assert actual.dtype == expected.dtype
     assert actual.shape == expected.shape
     assert torch.equal(actual, expected), f"{actual.view(-1)[:20]}... is not {expected.view(-1)[:20]}..."
@@ -109,11 +109,11 @@ def allreduce(comm) -> None:
 
 
 def allreduce_large(comm) -> None:
-    """Sizes at which transports change their way, and that do not divide by any number of ranks."""
+    """Sizes at which transports switch algorithms, and that no number of ranks divides."""
     n = comm.nranks()
     for dtype, op in reductions():
         size = 300_007 // dtype.itemsize
-        pattern = combined(n, 14, dtype, op)  # value() repeats itself after 14
+        pattern = combined(n, 14, dtype, op)  # value() has period 14.
         x = filled(comm.rank(), 14, dtype).repeat(size // 14 + 1)[:size]
         bagua_ref.allreduce_inplace(x, op, comm)
         same(x, pattern.repeat(size // 14 + 1)[:size])
@@ -131,7 +131,7 @@ def reduce_scatter(comm) -> None:
             bagua_ref.reduce_scatter_inplace(send, op, comm)
             others = filled(rank, n * count, dtype)
             others[rank * count : (rank + 1) * count] = expected
-            same(send, others)  # the other chunks stay as they were
+            same(send, others)  # the other chunks are unchanged
 
 
 def allgather(comm) -> None:
@@ -216,9 +216,9 @@ def alltoall_v(comm) -> None:
             send[send_displs[peer] :][: send_counts[peer]] = torch.tensor(sent(rank, peer)).to(dtype)
             expected[recv_displs[peer] :][: recv_counts[peer]] = torch.tensor(sent(peer, rank)).to(dtype)
         bagua_ref.alltoall_v(send, send_counts, send_displs, recv, recv_counts, recv_displs, comm)
-        same(recv, expected)  # the gaps, too
+        same(recv, expected)  # including the gaps
 
-        counts = [(rank + peer) % 3 for peer in range(n)]  # alike in both directions
+        counts = [(rank + peer) % 3 for peer in range(n)]  # the same in both directions
         displs, size = layout(counts)
         x, expected = torch.full((size,), -7, dtype=dtype), torch.full((size,), -7, dtype=dtype)
         for peer in range(n):
@@ -251,13 +251,13 @@ def send_and_recv(comm) -> None:
 
 
 def exchange(comm) -> None:
-    """A ring in both directions; with one and two ranks, both neighbours are the same rank, or this one."""
+    """A ring in both directions; with two ranks both neighbours are one rank, with one rank they are the rank itself."""
     n, rank = comm.nranks(), comm.rank()
     left, right = (rank - 1) % n, (rank + 1) % n
     for size in (0, 1, 100_000):
         to_left, to_right = torch.full((size,), 10.0 * rank), torch.full((size,), 10.0 * rank + 1)
         from_left, from_right = torch.zeros(size), torch.zeros(size)
-        # Who has one neighbour only receives in the order in which it is sent.
+        # Messages from the same rank arrive in the order in which they were sent.
         comm.exchange([(to_left, left), (to_right, right)], [(from_right, right), (from_left, left)])
         same(from_left, torch.full((size,), 10.0 * left + 1))
         same(from_right, torch.full((size,), 10.0 * right))
@@ -275,7 +275,7 @@ def coalesced(comm) -> None:
             torch.full((2, 3, 4, 4), float(r), dtype=torch.bfloat16).to(memory_format=torch.channels_last),
             torch.nn.Parameter(torch.full((5,), float(r))),
             torch.tensor(float(r)),
-            torch.full((9_000_000 if large else 1,), float(r)),  # over what is copied together
+            torch.full((9_000_000 if large else 1,), float(r)),  # above the size up to which tensors are copied together
         ]
 
     mine = tensors(rank, large=True)
@@ -291,7 +291,7 @@ def coalesced(comm) -> None:
 
 
 def parameters(comm) -> None:
-    """Leaves that require a gradient are as good as any tensor."""
+    """Leaf tensors that require a gradient are accepted."""
     n, rank = comm.nranks(), comm.rank()
     for size in (3, 200_000):
         weight = torch.nn.Parameter(torch.full((n * size,), float(rank)))
@@ -308,7 +308,7 @@ def parameters(comm) -> None:
 
 
 def refusals(comm) -> None:
-    """What does not fit is refused before anything is sent, and the communicator stays usable."""
+    """Bad input is refused before anything is sent, and the communicator stays usable."""
     n = comm.nranks()
     x = torch.ones(2 * n)
     bad = [
@@ -350,7 +350,7 @@ def refusals(comm) -> None:
 
 
 def integers_wrap_around(comm) -> None:
-    """Sums and products beyond the range lose what is beyond it, from the ends of the range inwards, whoever brings what."""
+    """Integer sums and products wrap around, whichever ranks contribute the large values."""
     n, rank = comm.nranks(), comm.rank()
 
     def wrapped(number: int, dtype: torch.dtype) -> int:
@@ -370,7 +370,7 @@ def integers_wrap_around(comm) -> None:
 
 
 def extremes_of_nan(comm) -> None:
-    """One NaN on any one rank, at any place, makes both MIN and MAX a NaN there, and there only."""
+    """A NaN on one rank, at any position, makes MIN and MAX NaN at that position only."""
     n, rank = comm.nranks(), comm.rank()
     for dtype in FLOATS:
         for op in (ReduceOp.MIN, ReduceOp.MAX):
@@ -385,7 +385,7 @@ def extremes_of_nan(comm) -> None:
 
 
 def everywhere(comm, x: Tensor, op: ReduceOp, expected: Tensor) -> None:
-    """Check every reducing collective on ``x``, whose size divides by the number of ranks."""
+    """Check every reducing collective on ``x``, whose size is a multiple of the number of ranks."""
     n, rank = comm.nranks(), comm.rank()
     mine = expected.chunk(n)[rank]
     recv = torch.empty_like(x)
@@ -410,13 +410,13 @@ def everywhere(comm, x: Tensor, op: ReduceOp, expected: Tensor) -> None:
 
 
 def alike(actual: Tensor, expected: Tensor) -> None:
-    """As `same`, where a NaN equals a NaN."""
+    """As `same`, but NaNs are equal."""
     same(actual.isnan(), expected.isnan())
     same(actual.nan_to_num(), expected.nan_to_num())
 
 
 def backend_tensors(comm) -> None:
-    """The original's form: ``comm.allreduce_inplace(x.ensure_bagua_tensor().bagua_backend_tensor(), op)``, for each collective."""
+    """The original's calls: ``comm.allreduce_inplace(x.ensure_bagua_tensor().bagua_backend_tensor(), op)``, for each collective."""
     n, rank = comm.nranks(), comm.rank()
 
     def of(tensor: Tensor):
@@ -473,7 +473,7 @@ def backend_tensors(comm) -> None:
     with pytest.raises(ValueError, match="no effective tensor; for a gradient call bagua_ensure_grad"):
         comm.allreduce_inplace(weight.bagua_backend_tensor())
     backend_tensor = weight.bagua_backend_tensor()
-    weight.grad = small(rank)  # found when the collective is called
+    weight.grad = small(rank)  # raised when the collective is called
     bagua_ref.allreduce_inplace(backend_tensor, ReduceOp.AVG, comm)
     same(weight.grad, mean())
     same(weight.detach(), torch.zeros(2))
@@ -482,7 +482,7 @@ def backend_tensors(comm) -> None:
 
 
 def outsiders_see_nothing(outside) -> None:
-    """Every collective on a communicator without this rank returns at once and changes nothing."""
+    """Every collective on a communicator without this rank returns immediately and changes nothing."""
     x, y = torch.arange(4.0), torch.arange(8.0)
     assert outside.rank() == -1
     for call in (

@@ -1,4 +1,4 @@
-"""Backends that do whatever an implementation under test may do to its judge; each differs from the reference in one thing."""
+"""Backends that misbehave in every way a backend under test may; each differs from the reference in one thing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Sleeps(ReferenceBackend):
 
 class HoldsTheInterpreter(ReferenceBackend):
     def _add_(self, x, y):
-        sum(range(10**14))  # one call into C, during which no other Python thread runs
+        sum(range(10**14))  # one call into C that holds the interpreter lock
 
 
 class Segfaults(ReferenceBackend):
@@ -128,7 +128,7 @@ CHECK_OF = {
     ReturnsAnotherDtype: "kernels.S7.2.order_by_complexity",
     ReturnsNaN: "kernels.S3.4.average",
 }
-"""Which check must fail; "kernels.S1.add" where none is named."""
+"""The check that must fail, by backend; "kernels.S1.add" where none is given."""
 
 ALL = [
     value
@@ -138,7 +138,7 @@ ALL = [
 
 
 class Prints(ReferenceBackend):
-    """Right, but for what it prints."""
+    """A correct backend that prints."""
 
     def _add_(self, x, y):
         print("look at me")

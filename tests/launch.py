@@ -1,7 +1,7 @@
-"""Worker processes with a world over gloo, and scripts in processes of their own.
+"""Worker processes with a gloo world, and scripts in separate processes.
 
 The parent holds the store through which workers find each other, as torch's elastic launcher does, so no port is ever guessed.
-Workers come from a server process that has imported torch; each ends by barrier, destroy, flush, ``os._exit``.
+Workers are forked from a server process that has imported torch; each ends with barrier, destroy, flush, ``os._exit``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 import bagua_ref
 
-# torch looks up the name of each end of a store's connections; a name server that drops a request would cost five seconds.
+# torch looks up the name of each end of a store's connections; a name server that drops the request would take five seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 _processes = multiprocessing.get_context("forkserver")
 # torch._dynamo takes as long to import as torch, and the first step of any optimizer does so.
@@ -36,7 +36,7 @@ _processes.set_forkserver_preload(["pytest", "torch", "torch._dynamo", "torch.di
 
 @dataclass
 class Outcome:
-    """How a worker ended: its result, or the exception with its traceback as text; neither if it died."""
+    """The end of a worker: its result, or the exception and its traceback as text; neither if it died."""
 
     result: Any = None
     error: BaseException | None = None
@@ -46,10 +46,10 @@ class Outcome:
 
 
 def launch(function: Callable[..., Any], nranks: int, *args: Any, **options: Any) -> list[Any]:
-    """Return what ``function(*args)`` returns in each of ``nranks`` processes, in rank order; `outcomes` has the options.
+    """Return the results of ``function(*args)`` in ``nranks`` processes, in rank order; `outcomes` has the options.
 
     Raises:
-        AssertionError: a worker raised, died or did not end in time; the message holds every rank's story.
+        AssertionError: a worker raised, died or exceeded the time limit; the message has each failed rank's traceback.
     """
     ended = outcomes(function, nranks, *args, **options)
     if any(o.exitcode != 0 for o in ended):
@@ -67,11 +67,11 @@ def outcomes(
     collective_timeout: float = 60.0,
     limit: float = 120.0,
 ) -> list[Outcome]:
-    """Run ``function(*args)`` in each of ``nranks`` processes and return how each ended.
+    """Run ``function(*args)`` in ``nranks`` processes and return how each ended.
 
     Args:
-        function: of a module that workers can import.
-        nranks: how many workers.
+        function: importable by the workers.
+        nranks: number of workers.
         args: picklable.
         nodes: ranks per node, in rank order; None: all on one.
         init: whether to call ``init_process_group()`` first.
@@ -137,7 +137,7 @@ def _work(
         outcome.error, outcome.traceback = error, traceback.format_exc()
     try:
         message = pickle.dumps(outcome)
-    except Exception:  # an exception that cannot be pickled: its text is enough
+    except Exception:  # an exception that cannot be pickled: send its text
         outcome.result = outcome.error = None
         outcome.traceback += traceback.format_exc()
         message = pickle.dumps(outcome)
@@ -149,7 +149,7 @@ def _work(
 
 
 def run_script(script: str, environment: dict[str, str] | None = None, limit: float = 100.0) -> subprocess.CompletedProcess[str]:
-    """Return how ``script`` ended and what it printed, as from ``python -c``, but without the time that importing torch takes."""
+    """Return the exit code and output of ``script``, as from ``python -c`` but in a fork that has already imported torch."""
     with tempfile.TemporaryDirectory() as folder:
         process = _processes.Process(target=_run_script, args=(script, folder, os.getcwd(), environment or dict(os.environ)))
         process.start()
@@ -172,4 +172,4 @@ def _run_script(script: str, folder: str, cwd: str, environment: dict[str, str])
     try:
         exec(compile(script, "<string>", "exec"), main.__dict__)
     finally:
-        atexit._run_exitfuncs()  # as an interpreter does, but no process of multiprocessing
+        atexit._run_exitfuncs()  # Interpreters run these at exit; processes of multiprocessing do not.

@@ -1,7 +1,7 @@
-"""A script that two ranks run to its end, in one of several manners; leaving must be clean in all of them.
+"""Script that two ranks run to the end in one of several manners, each of which must exit cleanly.
 
 ``python leaving.py MANNER`` is one rank, configured by RANK and the other environment variables. With ``TIMES MANNER...`` it forks
-TIMES pairs of ranks for each manner, one pair after the other, that end as interpreters do, and prints how each pair exited.
+TIMES pairs of ranks per manner, one pair at a time, which end as interpreters do, and prints the exit codes of each pair.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ kept = []  # survives the script's last line
 
 
 def script(manner: str) -> None:
-    """Use the default group, another one and a background one, then leave."""
+    """Use the default group, another group and a background group, then leave."""
     torch.set_num_threads(1)
     if manner == "brings torch's group":
         dist.init_process_group("gloo")
@@ -64,7 +64,7 @@ def go_on(comm) -> None:
 
 
 def fork_pairs(times: int, manners: list[str]) -> None:
-    """Fork from a process without threads, not even a store's: a child could not end theirs."""
+    """Fork from a process without threads, a store's included: a child could not end them."""
     for manner in manners * times:
         port = bagua_ref.env.find_free_network_port()
         children = []
@@ -73,7 +73,7 @@ def fork_pairs(times: int, manners: list[str]) -> None:
             if child == 0:
                 os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
                 script(manner)
-                return  # to the end of the interpreter, as a script does
+                return  # Lives until the interpreter exits, as in a script.
             children.append(child)
         print(manner, *[os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children], sep=", ", flush=True)
 

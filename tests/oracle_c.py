@@ -1,4 +1,4 @@
-"""Builds the client in C, whole or with a fault planted, for the tests that need it."""
+"""Builds of the C client, unchanged or with a planted fault."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OPERATIONS = ("compress_minmax_uint8", "decompress_minmax_uint8", "roundtrip_min
 
 
 def need_compiler() -> None:
-    """Skip the test where there is no C compiler or make; fail it in CI, which has both."""
+    """Skip the test without a C compiler or make; fail it in CI, which has both."""
     missing = [program for program in ("cc", "make") if shutil.which(program) is None]
     if missing and os.environ.get("CI"):
         pytest.fail(f"CI must build the client in C, but lacks {', '.join(missing)}")
@@ -25,7 +25,7 @@ def need_compiler() -> None:
 
 
 def build(folder: Path, fault: tuple[str, str, str] | None = None) -> Path:
-    """Build in ``folder``; ``fault`` is a file and what to replace in it by what. Return the program."""
+    """Build in ``folder`` and return the program; ``fault`` is a file name, a text in it and its replacement."""
     for path in (*SOURCE.glob("*.[ch]"), SOURCE / "Makefile"):
         shutil.copy(path, folder)
     if fault is not None:

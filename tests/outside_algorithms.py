@@ -1,4 +1,4 @@
-"""Trainers as somebody else writes them, in plain torch over whatever communicator they are given; one is right, the others not."""
+"""Trainers written as an outside user would, in plain torch over any communicator; one is correct, the others are faulty."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class PlainAlgorithms:
             return ranks.mean(0).to(w.dtype)
         nodes = nodes or (1,) * world.world_size
         place = [node for node, size in enumerate(nodes) for _ in range(size)][world.rank]
-        # Python's sum adds in rank order, as S3.3 wants it here; torch's does not.
+        # Python's sum adds in rank order, as S3.3 requires; torch's does not.
         means = [sum(node).div(len(node)).to(w.dtype).to(ranks.dtype) for node in ranks.split(nodes)]
         return ((means[place] + means[self._peer(place, len(nodes), times)]) / 2).to(w.dtype)
 
@@ -67,7 +67,7 @@ class Right:
 
 
 def faulty(kind):
-    """Return a target whose ``algorithms`` is ``kind``, under its name."""
+    """Return a target class whose ``algorithms`` is ``kind``, named after it."""
     return type(f"{kind.__name__}Target", (), {"algorithms": kind(), "__module__": __name__})
 
 
@@ -144,7 +144,7 @@ class ReturnsNaN(PlainAlgorithms):
 
 
 class UsesUpItsArguments(PlainAlgorithms):
-    """As right as `PlainAlgorithms`."""
+    """As correct as `PlainAlgorithms`."""
 
     def gradient_allreduce(self, world, weights, gradients, **options):
         history = super().gradient_allreduce(world, weights, gradients, **options)
@@ -163,7 +163,7 @@ SumsAlwaysTarget, StaysWithItsPeerTarget, RaisesTarget, SleepsTarget, LeavesOneR
 
 
 class HalvesTwice(ReferenceBackend):
-    """A kernel backend: `bagua_ref`'s own algorithms are run with it."""
+    """A kernel backend; the checks run the algorithms of `bagua_ref` with it."""
 
     def _average_(self, x, y):
         super()._average_(x, y)

@@ -1,8 +1,8 @@
-"""Try a release before it is one: build it, check it, install it and use it as the README says, far from this checkout.
+"""Release rehearsal: build, check, install and use the package as the README says, outside this checkout.
 
     python tests/release_check.py
 
-Works in a temporary folder, which is removed in the end. Each step is printed; the first that fails ends it with exit code 1.
+Works in a temporary folder, which is removed at the end. Prints each step and exits with code 1 at the first failure.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TOOLS = ("build>=1.2", "twine>=6.1")
 
 
 class ReleaseError(Exception):
-    """Why this must not be released."""
+    """The reason why this must not be released."""
 
 
 def step(title: str) -> None:
@@ -50,7 +50,7 @@ def run(folder: Path, python: Path, *command: str | Path, expect: int = 0) -> st
 
 
 def new_environment(folder: Path) -> Path:
-    """Return the Python of a new virtual environment."""
+    """Create a virtual environment and return its Python."""
     venv.create(folder, with_pip=True)
     return folder / "bin" / "python"
 

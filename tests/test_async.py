@@ -1,4 +1,4 @@
-"""Asynchronous model averaging: the operation, the state machine and every way to drop the weights (S3.6, S5.6)."""
+"""Tests of asynchronous model averaging: operation, state machine and weight lock (S3.6, S5.6)."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_S3_6_what_training_does_meanwhile_is_kept() -> None:
         world = current_world()
         op.lock_weight()
         thread = world.spawn(bucket.execute, "round")
-        world.sleep(1)  # the round waits for the weights
+        world.sleep(1)  # the round waits for the weight lock
         x.add_(10 * (r + 1))
         assert x[0] == r + 10 * (r + 1)
         op.unlock_weight()
@@ -110,7 +110,7 @@ def test_S3_6_all_stop_at_the_same_round_once_all_want_to() -> None:
                 assert op.get_status() == "stopping"
             bucket.execute()
             rounds += 1
-        bucket.execute()  # does nothing now
+        bucket.execute()  # no longer does anything
         op.reset()
         assert op.get_status() == "running"
         bucket.execute()
@@ -155,7 +155,7 @@ def test_S5_6_ranks_drift_apart_and_are_drawn_together() -> None:
         torch.manual_seed(100 + r)
         module, optimizer, algorithm = wrapped()
         torch.manual_seed(100 + r)
-        for _ in range(60 if r == 0 else 20):  # the first is three times as fast
+        for _ in range(60 if r == 0 else 20):  # rank 0 is three times as fast
             step(module, optimizer, 0.05 if r == 0 else 0.15)
         algorithm.abort(module)
         return weights(module), algorithm._rounds.completed
@@ -243,7 +243,7 @@ def test_S5_6_weights_do_not_change_between_forward_and_the_end_of_backward() ->
 
 
 def holds(algorithm: Any) -> int:
-    algorithm._holder.collect()  # what a waiting round does
+    algorithm._holder.collect()  # as a waiting round does
     return sum(op.lock._holds for op in algorithm._rounds.ops)
 
 
@@ -408,7 +408,7 @@ def test_S5_6_abort_and_resume_in_any_sequence_from_any_state(where: str, sequen
 def test_S5_6_ranks_may_abort_in_different_phases() -> None:
     def rank(r: int) -> None:
         module, optimizer, algorithm = wrapped(warmup_steps=2)
-        for _ in range(2 if r == 0 else 30):  # rank 0 aborts at the end of warm-up, the others are far beyond
+        for _ in range(2 if r == 0 else 30):  # rank 0 aborts at the end of warm-up, the others much later
             step(module, optimizer)
         algorithm.abort(module)
         for _ in range(3):
@@ -569,7 +569,7 @@ def test_S5_6_buckets_are_made_anew_only_when_the_warm_up_ends() -> None:
 
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_wrapping_anew_leaves_the_optimizers_step_as_it_was(scheduled: bool) -> None:
-    """A learning rate scheduler puts a step of its own on the optimizer, too."""
+    """A learning rate scheduler also replaces the optimizer's step."""
 
     def rank(r: int) -> None:
         module = network()

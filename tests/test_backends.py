@@ -1,4 +1,4 @@
-"""Choosing a backend, and what its kernels do where properties do not reach: bad arguments, big sizes, threads."""
+"""Tests of choosing a backend, and of kernels beyond the properties: bad arguments, large sizes, threads."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class NoDevice(ReferenceBackend):
 
 @pytest.fixture
 def clean(monkeypatch):
-    """Give the test a registry of its own, with two more backends and without those that the properties add."""
+    """Give the test its own registry, with two more backends and without those that properties add."""
     ours = {name: registration for name, registration in registry._registered.items() if name in ("cuda", "reference")}
     monkeypatch.setattr(registry, "_registered", ours)
     monkeypatch.setattr(registry, "_instances", {})
@@ -113,7 +113,7 @@ class TestChoice:
             done.wait(10)
         thread.join()
         assert seen == ["reference"]
-        assert get_backend().name == "other"  # the plain call was for the whole process
+        assert get_backend().name == "other"  # the call outside a context applies to the whole process
 
     def test_a_world_s_thread_takes_the_block_along(self):
         from bagua_ref.runtime import current_world
@@ -263,7 +263,7 @@ def test_a_backend_for_one_kind_of_device_refuses_the_others():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("size", [BLOCK - 1, BLOCK, 3 * BLOCK + 7])
 def test_sizes_that_cross_a_block(size, dtype):
-    """torch's separate operations on float32 (float64) copies, each of which rounds once, are the same kernels."""
+    """Kernels equal torch's separate operations on float32 (float64) copies, each of which rounds once."""
     generator = torch.Generator().manual_seed(1)
     x, y, z = (torch.randn(size, generator=generator).to(dtype) for _ in range(3))
     wide = torch.float64 if dtype is torch.float64 else torch.float32
@@ -303,7 +303,7 @@ def test_S3_7_many_chunks_are_added_in_order(num_chunks, size, average, dtype):
 
 
 def run_every_kernel(device: str, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return what each kernel makes of the same numbers on a device, on the CPU."""
+    """Return the results of every kernel on fixed numbers on ``device``, moved to the CPU."""
     numbers = torch.randn(5, 2 * BLOCK + 6, generator=torch.Generator().manual_seed(4)).to(dtype).to(device)
     x, y, left, right = numbers[0], numbers[1], numbers[2], numbers[3]
     kernels.add_(x, y)
@@ -363,7 +363,7 @@ def test_infinities_are_results_and_warn_nobody(recwarn):
 
 
 def test_kernels_on_many_threads_do_not_share_buffers():
-    """16-bit kernels go through the lent buffers, so a shared one would show."""
+    """16-bit kernels use the shared scratch buffers, so sharing between threads would show."""
     generator = torch.Generator().manual_seed(3)
     inputs = [torch.randn(3 * BLOCK, generator=generator).to(torch.bfloat16) for _ in range(4)]
     expected = [kernels.compress_minmax_uint8(x, 3) for x in inputs]

@@ -1,4 +1,4 @@
-"""Flat storage, padding and bad input of buckets (S2.2, S2.3, S2.6)."""
+"""Tests of buckets: flat storage, padding and bad input (S2.2, S2.3, S2.6)."""
 
 from __future__ import annotations
 

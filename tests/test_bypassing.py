@@ -1,4 +1,4 @@
-"""Training that goes around the wrapped module, or whose parameters have changed, does not go on in silence."""
+"""Tests of training that bypasses the wrapped module or changes its parameters: it must raise, not diverge silently."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_step_after_a_method_was_called_instead_of_the_module_raises(algorithm
             optimizer.zero_grad()
         before = weights(module)
         module.training_step(batch(r)).backward()
-        for _ in range(2):  # trying again does not help
+        for _ in range(2):  # it fails again on retry
             with pytest.raises(
                 RuntimeError, match=r"gradients of this rank alone.*'body.\w+' followed no training forward.*model\(x\)"
             ):
@@ -259,7 +259,7 @@ def test_one_forward_may_have_several_backwards_and_optimizers() -> None:
     assert torch.equal(first, second)
 
 
-# Parameters that change.
+# Parameters that change
 
 
 def _unfreeze(module: Net) -> str:
@@ -292,7 +292,7 @@ def test_parameters_that_appear_after_wrapping_are_named_at_the_next_training_fo
         module(batch(r)).sum().backward()
         name = change(module)
         with torch.no_grad():
-            module.eval()(batch(r))  # evaluation goes on
+            module.eval()(batch(r))  # evaluation still works
         module.train()
         steps = module.bagua_train_step_counter
         for _ in range(2):
@@ -323,7 +323,7 @@ def test_what_is_ignored_or_frozen_may_change() -> None:
     simulate(2, rank)
 
 
-# What cannot be wrapped.
+# Modules that cannot be wrapped
 
 
 def test_a_child_of_a_wrapped_module_cannot_be_wrapped_too() -> None:

@@ -1,4 +1,4 @@
-"""Values in a store (S8.5), by example."""
+"""Example-based tests of the encoding of cached values (S8.5)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_what_goes_in_comes_out(value):
 
 
 def test_the_format_is_what_it_was():
-    """This test may only change together with the version byte."""
+    """Pin the encoded bytes; they may change only together with the version byte."""
     data = encode(b"cached", allow_pickle=False)
     assert data[:4] == b"\1\0\0\0"
     assert int.from_bytes(data[4:8], "little") == len(data) == 27

@@ -1,4 +1,4 @@
-"""The servers that a job starts: who knows them, and how they end (S8.4)."""
+"""Tests of a job's cache servers: discovery and shutdown (S8.4)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def servers_of(rank: int) -> list[int]:
-    """Return the processes between which a rank's server lives: watchdog and server."""
+    """Return the watchdog and server processes of a rank."""
     watchdogs = list(processes("watchdog.py", f" {rank} "))
     found = []
     for pid in processes("-server 127.0.0.1:"):
@@ -64,7 +64,7 @@ def test_the_server_ends_with_the_process_that_started_it(number, children):
     finally:
         process.kill()
         for pid in processes("tests.cache_jobs", "server_job"):
-            os.kill(pid, signal.SIGKILL)  # the child that stayed
+            os.kill(pid, signal.SIGKILL)  # the child that stayed alive
         process.communicate()
     assert {path for path in temporary_files() - before if "redis" in path or "dump" in path} == set()
 
@@ -91,9 +91,9 @@ def test_a_killed_server_or_watchdog_leaves_neither_zombie_nor_server(victim):
     with pytest.warns(UserWarning, match="cache unavailable"):
         assert loader.get("a", str) == "a"
     if victim == 1:
-        time.sleep(0.3)  # for the watchdog to notice
+        time.sleep(0.3)  # so that the watchdog can notice
         assert zombies_of(os.getpid()) == []
-    again = CacheLoader()  # starts another
+    again = CacheLoader()  # starts another server
     assert again.get("a", str) == "a"
     assert again.num_keys() == 1
     assert zombies_of(os.getpid()) == []
@@ -223,7 +223,7 @@ def test_an_address_for_other_nodes():
     assert node_address("no such host.invalid") == node_address("127.0.0.1")
 
 
-# Several ranks.
+# Several ranks
 
 
 def place_of_server(backend: str, cluster_mode: bool) -> tuple[list[int], list[str], int]:
@@ -261,7 +261,7 @@ def test_ranks_of_a_node_share_a_server_and_nodes_share_a_cluster(backend, clust
         assert ports[0] == ports[1] != ports[2]
         assert [len(one) for one in ports] == [1, 1, 1]
         assert keys == (2, 2, 1)
-    assert {host for one in hosts for host in one} == {"127.0.0.1"}  # the "nodes" are one machine
+    assert {host for one in hosts for host in one} == {"127.0.0.1"}  # both "nodes" are this machine
     if backend == "redis":
         assert mine == (2, 0, 2)
 
@@ -365,7 +365,7 @@ def test_who_waits_for_a_rank_says_for_which_and_how_long(monkeypatch: pytest.Mo
     ):
         job_servers._exchange(dist.HashStore(), "rank", 0, range(2), "a machine")
 
-    class Gone(dist.HashStore):  # as when the rank that holds the store has left
+    class Gone(dist.HashStore):  # as if the rank that holds the store had left
         def wait(self, *arguments: object) -> None:
             raise dist.DistNetworkError("Connection was likely closed")
 

@@ -1,4 +1,4 @@
-"""CacheLoader (S8): what is read, written, counted, and what happens when a store fails."""
+"""Tests of CacheLoader: reads, writes, counts and failing stores (S8)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from bagua_ref.errors import BackendUnavailableError
 
 
 class Maker:
-    """A load_fn that notes what it was asked for."""
+    """A load_fn that records its keys."""
 
     def __init__(self, make=lambda key: f"value of {key}") -> None:
         self.make, self.asked = make, []
@@ -85,7 +85,7 @@ def test_S8_1_the_names_percent_and_underscore_are_escaped(backend):
 @every_backend
 @pytest.mark.parametrize("size", [1, 5], ids=["written", "waiting"])
 def test_S8_2_what_get_returns_is_the_callers_own(backend, size):
-    """Neither what a miss returns nor what a hit returns leads back to the buffer or the cache."""
+    """Values returned on a miss or a hit share no memory with the buffer or the cache."""
     values = {
         "tensor": lambda key: torch.arange(4.0),
         "array": lambda key: np.arange(4),
@@ -152,20 +152,20 @@ def test_writes_wait_until_the_buffer_is_full(backend):
     for key in "ab":
         loader.get(key, make)
     assert loader.store.num_keys() == 0
-    assert loader.get("a", make) == "value of a"  # readable at once
+    assert loader.get("a", make) == "value of a"  # readable immediately
     assert make.asked == ["a", "b"]
     loader.get("c", make)
     assert loader.store.num_keys() == 3
     loader.get("d", make)
     assert loader.store.num_keys() == 3
-    assert loader.num_keys() == 4  # it flushes first
+    assert loader.num_keys() == 4  # num_keys() flushes first
     loader.get("e", make)
     loader.flush()
     assert loader.store.num_keys() == 5
     loader.get("f", make)
     loader.close()
     assert loader.store.num_keys() == 6
-    assert loader.get("f", make) == "value of f"  # a closed loader goes on
+    assert loader.get("f", make) == "value of f"  # a closed loader can be used again
     assert make.asked == list("abcdef")
 
 
@@ -193,12 +193,12 @@ def test_a_batch_is_read_and_made_in_order_with_repeats(backend):
     first = loader.get_many(["a", "b", "c", "a", "b"], load_many)
     assert first == [["a"], ["b"], ["c"], ["a"], ["b"]]
     assert asked == ["a", "c"]
-    assert loader.store.num_keys() == 3  # written at once, with what waited
+    assert loader.store.num_keys() == 3  # written immediately, with the values that waited
     again = loader.get_many(["a", "b", "c", "a", "b"], load_many)
     assert again == first
     assert asked == ["a", "c"]
     for values in (first, again):
-        assert len({id(value) for value in values}) == 5  # no two samples are one object
+        assert len({id(value) for value in values}) == 5  # each sample is an object of its own
     with pytest.raises(ValueError, match="2 samples were asked for and 1 came back"):
         loader.get_many(["x", "y"], lambda keys: [1])
 
@@ -266,7 +266,7 @@ def test_a_foreign_server_may_hold_no_pickle_without_permission(server):
         assert careful.get("a", make) == "value of a"
     assert make.asked == ["a"]
     assert careful.stats().errors == 1
-    assert careful.get("a", make) == trusting.get("a", make) == "value of a"  # replaced by what needs no pickle
+    assert careful.get("a", make) == trusting.get("a", make) == "value of a"  # replaced by a value that needs no pickle
 
 
 DAMAGE = {
@@ -330,7 +330,7 @@ def test_without_its_server_load_fn_serves(server):
         for i in range(50):
             assert loader.get(i, make) == f"value of {i}"
             assert len(loader._buffer._values) < 4
-        assert 1 <= loader.stats().errors < 20  # it does not ask each time
+        assert 1 <= loader.stats().errors < 20  # it does not contact the store each time
         assert eventually(lambda: loader.get(f"more {len(make.asked)}", make) and loader.stats().errors >= 3)
 
     with pytest.warns(UserWarning, match=r"cache unavailable; continuing without it: redis at 127.0.0.1:\d+ fails") as caught:

@@ -1,4 +1,4 @@
-"""Stores: the contract on every kind, sharding (S8.1), and the ways to reach a Redis."""
+"""Tests of stores: the contract for every kind, sharding (S8.1), and connections to Redis."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from bagua_ref.simulation import SimulatedWorld
 
 
 class DictStore(Store):
-    """The contract in its simplest form."""
+    """The simplest store that fulfils the contract."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -67,7 +67,7 @@ def test_every_store_keeps_the_contract(backend):
     store.clear()
     check_contract(store)
     store.close()
-    check_contract(store)  # a closed store opens again
+    check_contract(store)  # a closed store reopens
 
 
 @pytest.mark.redis
@@ -112,7 +112,7 @@ def test_a_key_lives_where_its_hash_says():
     for i in range(100):
         key = f"name with ä_{i}"
         assert cluster.route(key) is stores[xxhash.xxh64_intdigest(key.encode("utf-8"), seed=0) % 5]
-    assert xxhash.xxh64_intdigest(b"") == 0xEF46DB3751D8E999  # the published test vector for seed 0
+    assert xxhash.xxh64_intdigest(b"") == 0xEF46DB3751D8E999  # published test vector for seed 0
     cluster.set("k", b"v")
     assert cluster.route("k").get("k") == b"v"
     assert sum(store.num_keys() for store in stores) == 1
@@ -222,7 +222,7 @@ def test_tls(tmp_path, name):
         trusting = RedisStore(hosts=[{**host, "ssl_ca_certs": str(certificate)}])
         assert eventually(trusting.status)
         check_contract(trusting)
-        assert not RedisStore(hosts=[host]).status()  # nobody vouches for the certificate
+        assert not RedisStore(hosts=[host]).status()  # the certificate is self-signed
     finally:
         server.kill()
 
@@ -252,7 +252,7 @@ def test_a_pickled_store_carries_no_connection():
 
 @contextmanager
 def daemon(*args, process=False):
-    """Start a daemon by hand, in a process of its own that ends before it is used; yield its port, and end it."""
+    """Start a daemon from a process that ends before the daemon is used; yield its port and stop it at the end."""
     need()
     port = free_port()
     try:
@@ -277,7 +277,7 @@ def test_a_server_started_by_hand_outlives_the_process_that_started_it():
         store = RedisStore(hosts=[host])
         assert store.status()
         store.set("a", b"1")
-        store.shutdown()  # a server that is somebody's goes on
+        store.shutdown()  # leaves a server running that it did not start
         shutdown_redis_server()
         assert RedisStore(hosts=[host]).get("a") == b"1"
         settings = redis.Redis(port=port).config_get("max*") | redis.Redis(port=port).config_get("save")

@@ -1,4 +1,4 @@
-"""CachedDataset under DataLoaders of every kind (S8.2), and who shares the work of filling it."""
+"""Tests of CachedDataset with every kind of DataLoader, and of filling the cache jointly (S8.2)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def finish(process: subprocess.Popen[str]) -> str:
 
 
 def held_workers(server: Server, context: str, batch_size: str) -> None:
-    """Run a job that ends while its workers hold values; multiprocessing terminates them, and their temporary folders stay."""
+    """Run a job that ends while its workers hold values; multiprocessing terminates them and leaves their temporary folders."""
     with tempfile.TemporaryDirectory() as folder:
         finish(job("held_worker_job", *map(str, server.host.values()), batch_size, context, TMPDIR=folder))
 
@@ -63,7 +63,7 @@ def held_workers(server: Server, context: str, batch_size: str) -> None:
         {"num_workers": 0},
         {"num_workers": 2, "multiprocessing_context": "fork"},
         {"num_workers": 2, "multiprocessing_context": "fork", "persistent_workers": True},
-        # It pickles what workers get, as spawn does, which `make proof` tries.
+        # forkserver pickles the workers' arguments, as spawn does; `make proof` tries spawn.
         {"num_workers": 2, "multiprocessing_context": "forkserver", "persistent_workers": True},
     ],
     ids=["no workers", "fork", "fork, persistent", "forkserver, persistent"],
@@ -78,7 +78,7 @@ def assert_each_sample_is_made_once(backend, batch_size, options):
     for number in range(2):
         assert epoch(loader) == list(range(100))
         if number == 0 and batch_size is None and options["num_workers"]:
-            del loader  # its workers end, and write what waits
+            del loader  # its workers end and write their waiting values
             loader = DataLoader(dataset, batch_size=batch_size, **options)
     assert dataset.dataset.made.tolist() == [1] * 100
     assert dataset.cache_loader.num_keys() == 100
@@ -161,13 +161,13 @@ def test_an_index_is_its_number_whatever_its_type(backend):
     for index in (5, np.int64(5), torch.tensor(5), np.array(5)):
         assert dataset[index][1] == 5
     assert dataset.dataset.made.sum() == 1
-    assert [sample[1] for sample in dataset] == list(range(100))  # ends where the dataset does
+    assert [sample[1] for sample in dataset] == list(range(100))  # ends where the dataset ends
     with pytest.raises(IndexError):
         dataset[100]
 
 
 class Words(dict):
-    """A dataset whose keys are words."""
+    """A dataset with strings as keys."""
 
 
 @every_backend
@@ -253,7 +253,7 @@ def test_a_pickled_dataset_carries_no_connection(backend):
 
 
 class Maker(Plain):
-    """Makes its cache where it should not: in a worker."""
+    """Creates its cache in a worker, which is an error."""
 
     def __getitem__(self, index):
         return CachedDataset(Plain(), "fakeredis", dataset_name="late")[index]

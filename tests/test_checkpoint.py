@@ -1,4 +1,4 @@
-"""A checkpoint in the middle of training goes on bit for bit as if nothing had happened (S5)."""
+"""Tests of checkpoints: training resumes from one bit for bit (S5)."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 class Run:
-    """One rank's training: everything that a script holds."""
+    """One rank's training, with everything that a script holds."""
 
     def __init__(self, algorithm: str, optimizer: str = "SGD", wrapper: bool = False, dtype: torch.dtype = torch.float32) -> None:
-        torch.manual_seed(100 + bagua_ref.get_rank())  # a resumed process draws other weights; they are overwritten
+        torch.manual_seed(100 + bagua_ref.get_rank())  # a resumed process draws other weights, which loading overwrites
         self.dtype = dtype
         module = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
         self.optimizer = OPTIMIZERS[optimizer](module.parameters())
@@ -72,7 +72,7 @@ def simulate(ranks: int, function: Any, *args: Any, seed: int = 0) -> list[Any]:
 
 
 def check_resuming(options: dict[str, Any], ranks: int = 3, from_first: bool = False) -> None:
-    """Train 7 steps in one go; save after 3, resume in another world, and train the last 4 again."""
+    """Train 7 steps at once; save after 3, resume in another world, and repeat the last 4."""
 
     def in_one_go(r: int) -> tuple[Checkpoint, list[torch.Tensor]]:
         run = Run(**options)
@@ -81,7 +81,7 @@ def check_resuming(options: dict[str, Any], ranks: int = 3, from_first: bool = F
 
     def resumed(r: int, checkpoints: list[Checkpoint]) -> tuple[list[torch.Tensor], int]:
         run = Run(**options)
-        run.train(range(1))  # a script may have begun already
+        run.train(range(1))  # a script may have trained before it loads
         run.load(checkpoints[0 if from_first else r])
         return run.train(range(3, 7)), run.model.bagua_train_step_counter
 
@@ -104,7 +104,7 @@ def test_S5_in_half_precision_too(algorithm: str) -> None:
 
 
 def test_S5_where_ranks_are_alike_the_first_ones_checkpoint_is_enough() -> None:
-    # All but the buffers is the same on all ranks, and the wrapper broadcasts those.
+    # All ranks have the same state except for buffers, which the wrapper broadcasts.
     check_resuming({"algorithm": "gradient_allreduce", "wrapper": True}, from_first=True)
 
 
@@ -135,7 +135,7 @@ def test_a_model_that_was_loaded_before_it_is_wrapped_goes_on_too() -> None:
     def resumed(r: int, checkpoints: list[Checkpoint]) -> list[torch.Tensor]:
         run = Run(**options)
         if r == 0:
-            run.load(checkpoints[0])  # wrapping broadcasts what only the first rank has
+            run.load(checkpoints[0])  # wrapping broadcasts rank 0's state
         run.model.with_bagua([run.optimizer], Algorithm.init("bytegrad"))
         return run.train(range(3, 7))[:6]
 

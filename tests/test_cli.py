@@ -43,7 +43,7 @@ def digits() -> Digits:
 
 @pytest.fixture
 def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Any, Recipe], None]]:
-    """Return a function that adds an algorithm and its recipe for one test."""
+    """Return a function that registers an algorithm and its recipe for one test."""
     names = []
 
     def add(name: str, algorithm: Any, recipe: Recipe) -> None:
@@ -56,7 +56,7 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Any, Re
         del GlobalAlgorithmRegistry[name]
 
 
-# The command line.
+# The command line
 
 
 COMMANDS = ["demo", "doctor", "balance", "verify", "vectors export", "vectors check", "trace check", "trace show"]
@@ -158,7 +158,7 @@ def test_of_an_installed_package_the_packages_of_an_extra_are_installed(tmp_path
     assert install_command("demo") == "pip install 'rich>=14' matplotlib"
 
 
-# Completion.
+# Completion
 
 
 def completion(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -216,7 +216,7 @@ def test_the_package_does_not_import_its_command_line() -> None:
     assert run.stdout == "[]\n"
 
 
-# Colour.
+# Colour
 
 COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3\d|4\d|9\d|10\d)(?:;\d+)*m")
 
@@ -273,7 +273,7 @@ def test_no_other_command_has_colours_with_no_color(arguments: str, tmp_path: Pa
     assert COLOUR.search(shown) is None
 
 
-# Doctor.
+# Doctor
 
 
 def test_doctor_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -364,7 +364,7 @@ def test_the_demo_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert "gradient_allreduce" in printed.err
 
 
-# What is trained.
+# Training
 
 
 def test_every_registered_algorithm_has_a_recipe() -> None:
@@ -398,7 +398,7 @@ def test_digits_survive_the_way_to_a_worker(digits: Digits, tmp_path: Path) -> N
 
 
 def train_simulated(name: str, settings: Settings, digits: Digits, exchange: Path) -> Outcome:
-    """Train in one process as the workers do, and read their files as the parent does."""
+    """Train in this process as the workers do, and read their files as the parent does."""
 
     def rank(comm: Any) -> None:
         bagua_ref.init_process_group()
@@ -445,7 +445,7 @@ def test_bytegrad_sends_a_byte_per_element_and_its_headers(digits: Digits, tmp_p
 
 
 class Background(Algorithm):
-    """An algorithm that must be told to stop."""
+    """An algorithm that must be stopped explicitly."""
 
     def reify(self, process_group: Any) -> AlgorithmImpl:
         class Impl(AlgorithmImpl):
@@ -474,7 +474,7 @@ def test_a_recipe_hands_the_optimizer_to_an_algorithm_that_wants_it(register: An
     assert algorithm.its_optimizer is optimizer
 
 
-# What is reported.
+# Reports
 
 
 def write(exchange: Path, rank: int, *news: dict[str, Any]) -> None:
@@ -612,12 +612,12 @@ def test_readable_bytes(count: float, text: str) -> None:
     assert readable_bytes(count) == text
 
 
-# The whole demo, in real processes.
+# The whole demo, in real processes
 
 
 @pytest.fixture
 def start_demo(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Return a function that starts the demo, whose files all go under ``tmp_path``."""
+    """Return a function that starts the demo with all its files under ``tmp_path``."""
     started = []
 
     def start(*arguments: str) -> subprocess.Popen[str]:
@@ -645,14 +645,14 @@ def start_demo(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]
 
 
 def workers_of(tmp_path: Path) -> list[int]:
-    """Return the processes that were started with this test's folder as an argument."""
+    """Return the processes that have this test's folder as an argument."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             try:
                 words = (entry / "cmdline").read_bytes().split(b"\0")
             except (FileNotFoundError, ProcessLookupError):
-                continue  # it ended meanwhile
+                continue  # it has ended meanwhile
             if b"bagua_ref.cli.demo_worker" in words and str(tmp_path).encode() in b" ".join(words):
                 found.append(int(entry.name))
     return found

@@ -1,4 +1,4 @@
-"""MinMaxUInt8 (S4): pinned vectors, sizes that cross the reference's blocks, bad arguments."""
+"""Tests of MinMaxUInt8: pinned vectors, sizes that cross the reference's blocks, bad arguments (S4)."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_S4_pinned_vectors(values, dtype, header, levels):
 
 
 def test_S4_3_what_lies_beyond_float16_is_its_largest_number():
-    # Levels 0 and 255 stand for -127 and 128 steps of 513.8: the upper one, 65760, would be stored as infinity.
+    # Levels 0 and 255 decode to -127 and 128 steps of 513.8; the upper one, 65760, would round to infinity.
     x = torch.tensor([-65504.0, 65504.0], dtype=torch.float16)
     assert_equal(round_trip(x), torch.tensor([-65248.0, 65504.0], dtype=torch.float16), EXACT)
 
@@ -67,7 +67,7 @@ def test_S4_3_what_lies_beyond_float32_is_its_largest_number():
     restored = round_trip(x)
     assert restored.isfinite().all()
     payload = torch.zeros(64, dtype=torch.uint8)
-    payload[:8] = torch.tensor([-largest, largest]).view(torch.uint8)  # no compressor writes this: its difference overflows
+    payload[:8] = torch.tensor([-largest, largest]).view(torch.uint8)  # no compressor writes this: the difference overflows
     payload[32:34] = torch.tensor([0, 200])
     out = torch.zeros(2)
     kernels.decompress_minmax_uint8(payload, 1, out)

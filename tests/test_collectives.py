@@ -1,4 +1,4 @@
-"""Collectives as plain functions: small examples that can be checked by eye (S3.9)."""
+"""Tests of collectives as plain functions, small enough to check by eye (S3.9)."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def test_the_inputs_stay_as_they_are():
 
 
 def test_sums_go_in_rank_order():
-    """In float32 2^24 + 1 is 2^24: from the left the ones are lost one by one, from the right they are not."""
+    """In float32, 2^24 + 1 rounds to 2^24: summed from the left the ones are lost one by one, from the right they are not."""
     assert collectives.combine(ranks([2.0**24], [1], [1]), ReduceOp.SUM).item() == 2**24
     assert collectives.combine(ranks([1], [1], [2.0**24]), ReduceOp.SUM).item() == 2**24 + 2
 
 
 @pytest.mark.parametrize(("dtype", "first_lost"), [(torch.float16, 2048), (torch.bfloat16, 256)])
 def test_16_bit_floats_are_summed_in_float32_and_rounded_once(dtype, first_lost):
-    """Rounded after each step, adding 1 would never leave ``first_lost``."""
+    """Rounding after each addition of 1 would never get past ``first_lost``."""
     assert collectives.combine(ranks([first_lost], *[[1]] * 4, dtype=dtype), ReduceOp.SUM).item() == first_lost + 4
 
 

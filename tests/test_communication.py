@@ -1,4 +1,4 @@
-"""Process groups and functional collectives, in the simulated world and in a world of one (S1, S3.9)."""
+"""Tests of process groups and functional collectives, in the simulated world and in a world of one (S1, S3.9)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def world_of_one():
 
 
 def simulate(function, nodes=(2, 1)):
-    """Run ``function()`` on each rank of a simulated world whose default group exists."""
+    """Run ``function()`` on each rank of a simulated world with a default group."""
 
     def main(comm):
         bagua_ref.init_process_group()
@@ -68,7 +68,7 @@ def test_S1_without_comm_the_default_group_is_meant():
 
 
 def test_S1_communicators_follow_nodes():
-    """Ranks 0-1 and 2 on two nodes: leaders are 0 and 2."""
+    """With ranks 0-1 and 2 on two nodes, 0 and 2 are the leaders."""
 
     def program():
         group = _get_default_group()
@@ -79,7 +79,7 @@ def test_S1_communicators_follow_nodes():
 
 
 def test_S1_the_leader_is_the_lowest_group_rank_of_a_node():
-    """A group without rank 0: its leader on the first node is rank 1."""
+    """In a group without rank 0, rank 1 leads the first node."""
 
     def program():
         group = bagua_ref.new_group([3, 1, 2])
@@ -113,7 +113,7 @@ def test_many_groups_of_one_set_of_ranks_do_not_meet():
     def program():
         rank = bagua_ref.get_rank()
         groups = [bagua_ref.new_group() for _ in range(3)]
-        # Connected and used in different orders, as long as one order per group.
+        # Ranks may connect and use groups in different orders, as long as the order within each group is the same.
         totals = []
         for group in groups[::-1]:
             x = torch.tensor([float(rank)])
@@ -180,7 +180,7 @@ def test_ranks_that_make_no_group(ranks):
     def program():
         with pytest.raises(ValueError, match="ranks="):
             bagua_ref.new_group(ranks)
-        assert bagua_ref.new_group([0]).ranks == (0,)  # names still agree
+        assert bagua_ref.new_group([0]).ranks == (0,)  # group names still agree between ranks
 
     simulate(program)
 
@@ -219,7 +219,7 @@ def test_two_groups_of_one_name():
 
 
 def test_a_group_keeps_its_world():
-    """What a group hands out belongs to the rank that made it, whoever asks."""
+    """A group's communicators belong to the rank that made it, whichever thread asks for them."""
 
     def program():
         group = bagua_ref.new_group()
@@ -339,7 +339,7 @@ def test_S1_torchs_default_group_is_used_and_left_alone():
         for wrong in ({"rank": 1}, {"world_size": 2}, {"backend": "nccl"}):
             with pytest.raises(ValueError, match="disagrees"):
                 bagua_ref.init_process_group(**wrong)
-        for _ in range(2):  # the second one on the same store
+        for _ in range(2):  # the second time on the same store
             bagua_ref.init_process_group(backend="gloo")
             bagua_ref.barrier()
             bagua_ref.destroy_process_group()
@@ -384,7 +384,7 @@ def test_a_dropped_group_frees_its_connections(world_of_one):
     before = connections()
     for _ in range(5):
         bagua_ref.new_group().get_global_communicator().barrier()
-    assert connections() <= before + 8  # at most one group's threads, not five
+    assert connections() <= before + 8  # threads of one group at most, not of five
 
 
 def test_no_communicator_of_its_own_pretends_to_be_one():

@@ -1,4 +1,4 @@
-"""The oracle as its users meet it: verdicts on whatever a backend does, reports, the command, the pytest doors."""
+"""Tests of the conformance house as users see it: verdicts, reports, the command and the pytest plugin."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def on(target, check=ADD, **options):
     return run_conformance(target, checks=[check], **{"time_limit": 2.0, **options})
 
 
-# Verdicts.
+# Verdicts
 
 
 @pytest.mark.parametrize("backend", hostile.ALL, ids=lambda backend: backend.__name__)
@@ -110,7 +110,7 @@ def test_a_canary_tells_places():
     assert (canary.changed_inside(), canary.changed_outside()) == ([1], [2])
 
 
-# What is run, and what counts.
+# Selection of checks, and the overall verdict
 
 
 def test_without_suites_the_report_lists_what_is_not_covered_or_not_there():
@@ -210,12 +210,12 @@ def test_the_same_seed_gives_the_same_inputs():
     def inputs(seed):
         backend = Remembers()
         assert on(backend, f"{ADD}[float16]", seed=seed, jobs=0).passed
-        return repr(backend.seen)  # as text NaN equals NaN
+        return repr(backend.seen)  # compared as text, as NaN differs from NaN
 
     assert inputs(1) == inputs(1) != inputs(2)
 
 
-# Reports.
+# Reports
 
 
 def test_reports_as_json_and_junit(tmp_path):
@@ -238,11 +238,11 @@ def test_junit_can_hold_whatever_a_message_says():
 
 
 def test_ids_are_stable():
-    """Changes of this list can fail an implementation that passed before: say so in CHANGELOG under Conformance."""
+    """A change of this list can fail an implementation that passed before; note it in CHANGELOG under Conformance."""
     assert set(check_ids()) == set((ROOT / "tests" / "conformance_ids.txt").read_text().split())
 
 
-# The command.
+# The command
 
 
 def test_verify_passes_fails_and_says_when_it_cannot_run(tmp_path, capsys):
@@ -316,7 +316,7 @@ def test_without_hypothesis_the_error_says_what_to_install():
     assert f"conformance checks need Hypothesis; install with: pip install -e '{ROOT}[conformance]'" in ran.stderr
 
 
-# The pytest doors.
+# The pytest plugin and suites
 
 
 def pytest_in(folder, *arguments):
@@ -370,5 +370,5 @@ def test_the_plugin_needs_no_test_file(tmp_path):
 
 
 def test_every_planted_fault_still_has_its_place_in_the_source():
-    """`make proof` plants them; a change that moves their place shows here."""
+    """The quoted source lines still exist; `make proof` plants the faults."""
     assert all(mutant.source() for mutant in MUTANTS)

@@ -1,4 +1,4 @@
-"""The suite of algorithms as its users meet it: somebody's trainer passes, a faulty one gets a verdict and a script that runs."""
+"""Tests of the suite of algorithms with outside trainers: a correct one passes, faulty ones fail with a script that runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The suites of fused optimizers and caches as outside users meet them: a faulty target fails with a script, whatever it does."""
+"""Tests of the suites of fused optimizers and caches with outside targets: faulty ones fail with a script."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def on(target, *checks, **options):
     return run_conformance(target, checks=checks, **{"time_limit": 3.0, **options})
 
 
-# Fused optimizers that are none of ours.
+# Fused optimizers from outside
 
 
 def unfused(optimizer, do_flatten=True, check_flatten=True, *, allow_inexact=False):
-    """The least that S6 lets pass: every parameter is stepped by itself."""
+    """The minimum that S6 allows: every parameter is stepped separately."""
     optimizer._bagua_fused_count = 0
     optimizer.fuse_step = lambda closure=None: optimizer.step(closure)
     return optimizer
 
 
 def forgets_gradients(optimizer, do_flatten=True, check_flatten=True, *, allow_inexact=False):
-    """Steps with the gradients that were there when it was first called."""
+    """Always step with the gradients of the first call."""
     unfused(optimizer)
     held = {}
 
@@ -96,11 +96,11 @@ def test_a_faulty_fused_optimizer_is_a_verdict_with_a_script(fuse_optimizer, che
         assert ran.returncode == 0, ran.stderr
 
 
-# Caches that are none of ours.
+# Caches from outside
 
 
 class Plain:
-    """A dict in each process, behind the door of a cache: no store at all."""
+    """A dict in each process with a cache's interface; it has no store."""
 
     def __init__(self, backend="redis", dataset_name="", writer_buffer_size=1, **kwargs):
         self.name, self.kept = dataset_name, {}
@@ -160,7 +160,7 @@ class ReturnsNothing(Plain):
 
 
 class Target:
-    """One with a cache of its own."""
+    """A target with a cache of its own."""
 
     loader = contrib.CacheLoader
 
@@ -224,7 +224,7 @@ def test_a_cache_that_hangs_leaves_no_process_behind(target):
     assert eventually(lambda: not set(processes("watchdog.py", f" {os.getpid()} ")) - before)
 
 
-# Ours, and where there is no server.
+# The package's own targets, and machines without a server
 
 
 def test_the_package_passes_in_processes_and_on_threads():

@@ -1,4 +1,4 @@
-"""How every test run is set up: random order, and no test left out in CI."""
+"""Tests of the pytest configuration: random order, and no skipped tests in CI."""
 
 from __future__ import annotations
 
@@ -67,4 +67,4 @@ def test_a_random_order_is_that_of_its_seed_on_every_worker(pytester: pytest.Pyt
     assert len(first) == 30
     assert first == order(5)
     assert first != order(6)
-    order(5, "-n", "2")  # which runs nothing if workers disagree
+    order(5, "-n", "2")  # runs nothing if workers disagree

@@ -1,4 +1,4 @@
-"""The emulation itself: what it makes of barriers, warps, atomics and conversions, and what it refuses."""
+"""Tests of the CUDA emulation: barriers, warps, atomics, conversions, and unsupported operations."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ NAMES = (
 
 @pytest.fixture(scope="module", params=["switch", "ucontext"])
 def emulator(request):
-    """The emulation with each of its two ways to switch."""
+    """The emulator in each of its two switching modes."""
     flags = ("-O2", "-DEMULATION_UCONTEXT") if request.param == "ucontext" else ("-O2",)
     return Emulator(build.build("selftest.so", {"selftest": (SOURCE, NAMES)}, flags))
 
@@ -145,7 +145,7 @@ def test_conversions_are_torch_s_for_every_16_bit_number_and_all_around_them(emu
     run(emulator, "half_back", every, every, x, y, 65536)
     assert_equal(x, every.view(torch.float16).float(), EXACT)
     assert_equal(y, every.view(torch.bfloat16).float(), EXACT)
-    # Each number, its neighbours among float32, and the middle to the next one with its neighbours: where rounding turns.
+    # Each number, its float32 neighbours, and the midpoint to the next one with its neighbours: where rounding changes.
     for numbers, step in ((x, 0x1000), (y, 0x8000)):
         bits = numbers.view(torch.int32)
         floats = torch.cat([bits + off for off in (-1, 0, 1, step - 1, step, step + 1)]).view(torch.float32)

@@ -1,4 +1,4 @@
-"""What takes a card: ``make gpu``. Everything here is skipped without one, and nothing of it has run on one yet."""
+"""Tests that need a CUDA device: ``make gpu``. All are skipped without one, and none has run on one yet."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ sizes = pytest.mark.parametrize(("num_chunks", "size"), [(1, 1), (3, 33), (2, 81
 
 
 def numbers(size: int, dtype: torch.dtype, skip: int = 0, seed: int = 0) -> Tensor:
-    """Random numbers on the card, ``skip`` elements after a boundary."""
+    """Random numbers on the device, ``skip`` elements after an alignment boundary."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(size + skip, generator=generator, dtype=torch.float64).to(dtype).cuda()[skip:]
 
@@ -112,9 +112,9 @@ def test_two_threads_on_two_streams_and_two_on_one():
 
 def test_kernels_do_not_wait_for_the_device():
     cuda, x = get_backend("cuda"), numbers(1000, torch.float32)
-    cuda.compress_minmax_uint8(x, 1)  # compiled and loaded
+    cuda.compress_minmax_uint8(x, 1)  # compile and load it
     torch.cuda.synchronize()
-    torch.cuda._sleep(500_000_000)  # some tenths of a second of the stream's time
+    torch.cuda._sleep(500_000_000)  # keeps the stream busy for some tenths of a second
     cuda.compress_minmax_uint8(x, 1)
     cuda.add_(x, x.clone())
     assert not torch.cuda.current_stream().query()
@@ -133,7 +133,7 @@ def test_simulated_ranks_train_on_one_card_as_under_the_reference(name):
             for step in range(4):
                 inputs = numbers(35, torch.float32, seed=100 * comm.rank() + step).view(5, 7)
                 optimizer.zero_grad()
-                # One autograd thread serves the device, so that simulated ranks must run backward on their own.
+                # Autograd has one thread per device, so simulated ranks must run backward on their own threads.
                 with torch.autograd.set_multithreading_enabled(False):
                     model(inputs).square().mean().backward()
                 optimizer.step()

@@ -1,6 +1,6 @@
-"""The CUDA sources on the emulation where properties do not reach: many blocks, every alignment, any order, huge indices.
+"""Tests of the emulated CUDA sources beyond the properties: many blocks, alignments, thread orders, huge indices.
 
-Expected is always the reference, to the bit; what the reference computes is the properties' business.
+Results must equal the reference's to the bit; properties test the reference.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ every_compressible = pytest.mark.parametrize("dtype", COMPRESSIBLE, ids=str)
 
 
 def placed(x: Tensor, skip: int) -> Tensor:
-    """Return a copy of x that begins ``skip`` elements after a boundary of 16 bytes (and of 64)."""
+    """Return a copy of x that begins ``skip`` elements after a boundary of 16 (and 64) bytes."""
     room = torch.zeros(x.numel() + skip + 64, dtype=x.dtype)
     copy = room[skip : skip + x.numel()]
     copy.copy_(x)
@@ -184,7 +184,7 @@ def test_gather_and_scatter_move_any_shape_and_any_dtype(dtype, skip):
     flat = placed(torch.zeros_like(expected), skip)
     emulated.gather_flat(tensors, flat)
     assert torch.equal(flat, expected)
-    targets = [torch.zeros_like(tensor) for tensor in tensors]  # keeps the order of axes, where it can
+    targets = [torch.zeros_like(tensor) for tensor in tensors]  # zeros_like keeps the order of axes where it can
     emulated.scatter_flat(flat, targets)
     for target, tensor in zip(targets, tensors, strict=True):
         assert torch.equal(target, tensor)
@@ -229,22 +229,22 @@ def test_order_puts_zeros_together_and_every_nan_last(dtype):
     assert torch.equal(emulated.order_by_complexity(keys), reference.order_by_complexity(keys))
 
 
-# Sizes beyond 2**31: memory that is reserved and mostly never touched, and of a grid only its last blocks are run.
+# Sizes beyond 2**31: reserved memory that is mostly never touched; only the last blocks of a grid are run.
 
 FAR = 2**31 + 12_345
 
 
 def sparse(size: int, dtype: torch.dtype) -> Tensor:
     item = torch.empty(0, dtype=dtype).element_size()
-    no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's number; Python names it from 3.13 on
+    no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's constant; Python names it from 3.13 on
     room = mmap.mmap(-1, size * item, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
     return torch.frombuffer(room, dtype=dtype)
 
 
 def run_ends(launch: Launch, grid: int, workspace: int = 0) -> None:
-    """Run the launch on as many blocks as there is work for, so that none walks on: the last three, and the first.
+    """Run the first block and the last three, on a grid large enough that no block loops.
 
-    The first one has the elements that do not fill a pack.
+    The first block also handles the elements that do not fill a pack.
     """
     launch = dataclasses.replace(launch, grid=grid)
     emulator().run(launch, workspace, blocks=range(grid - 3, grid))
@@ -261,7 +261,7 @@ def test_indices_beyond_2_to_the_31(dtype):
     assert x[-10:].tolist() == [0.0] + [7.0] * 9
     payload = sparse(payload_bytes(FAR, 1), torch.uint8)
     ends, levels = plan.compress(Card(2), x, 1, None, payload).launches
-    # The last part of each pass by itself; parts of 2**20 elements, of which only four are run.
+    # The last part of each pass, in parts of 2**20 elements, of which only four are run.
     parts = -(-FAR // 2**20)
     workspace = sparse(parts * 8, torch.uint8)
     cut = (ctypes.c_longlong(parts), ctypes.c_longlong(2**20))
@@ -288,7 +288,7 @@ def test_chunks_and_copies_beyond_2_to_the_31():
     (launch,) = movement.copy(Card(2), flat, [(x.view(torch.uint8), 0)], gather=True).launches
     run_ends(launch, 2 * x.numel() // movement.PIECE)
     assert flat[-2:].view(torch.float16).item() == 7.0
-    # Every other row of pairs, beyond 2**31 in elements.
+    # Every other pair, at element offsets beyond 2**31.
     apart = x.view(-1, 4)[:, :2]
     (launch,) = movement.copy(Card(2), flat.view(torch.float16), [(apart, 0)], gather=True).launches
     apart[-1] = 9
@@ -297,7 +297,7 @@ def test_chunks_and_copies_beyond_2_to_the_31():
 
 
 class EmulatedCopies(CudaOnCopies):
-    """What the properties run on a card, tried here."""
+    """The copies through which properties run on a card, tried without one."""
 
     inner, device = "cuda-emulated", "cpu"
 

@@ -1,4 +1,4 @@
-"""The launcher with everything but the card: CuPy and torch.cuda are stand-ins, and the driver's launches go to the emulation."""
+"""Tests of the CUDA launcher with stand-ins for CuPy and torch.cuda; the driver's launches go to the emulation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ needs_compiler = pytest.mark.skipif(build.compiler() is None, reason="there is n
 
 
 class FakeCuda:
-    """Stands for CuPy's three modules; keeps what was asked of it."""
+    """Stand-in for CuPy's three modules that records the calls."""
 
     class NVRTCError(RuntimeError):
         pass
@@ -91,7 +91,7 @@ class FakeCuda:
 
 @pytest.fixture
 def cuda(monkeypatch, tmp_path):
-    """CuPy, a driver and two devices, as far as the launcher can see."""
+    """Replace CuPy, the driver and two devices by stand-ins."""
     fake = FakeCuda()
     package, inner = ModuleType("cupy"), ModuleType("cupy.cuda")
     package.cuda = inner
@@ -116,7 +116,7 @@ def cuda(monkeypatch, tmp_path):
 
 
 class OnCpu(launcher.CudaBackend):
-    """The launcher for tensors that a test without a card can have."""
+    """Return the launcher, made to accept CPU tensors."""
 
     device_types = ("cpu",)
 
@@ -156,7 +156,7 @@ def test_a_source_is_compiled_once_and_kept_on_disk_until_something_changes(cuda
     assert "--fmad=false" in options
     assert f"-I{tmp_path / 'toolkit' / 'include'}" in options
     assert cuda.loaded == [b"cubin of elementwise.cu"]
-    use()  # as if another process
+    use()  # as in another process
     assert len(cuda.compiled) == 1
     assert len(cuda.loaded) == 2
     (file,) = (tmp_path / "cache").iterdir()
@@ -286,7 +286,7 @@ def test_the_compiler_s_library_is_loaded_from_its_wheel(cuda, monkeypatch, tmp_
     library.touch()
     spec = SimpleNamespace(submodule_search_locations=[str(tmp_path / "nvidia")])
     monkeypatch.setattr(launcher.importlib.util, "find_spec", lambda name: spec)
-    with pytest.raises(OSError, match=r"libnvrtc\.so\.12"):  # it is no library, but it was found
+    with pytest.raises(OSError, match=r"libnvrtc\.so\.12"):  # found, although it is not a library
         launcher._nvrtc()
     library.unlink()
     assert launcher._nvrtc() is cuda.nvrtc

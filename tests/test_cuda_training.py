@@ -1,6 +1,6 @@
-"""Whole trainings in the simulated world: the CUDA sources, emulated, leave the weights that the reference leaves, to the bit.
+"""Tests of whole trainings in the simulated world: the emulated CUDA sources and the reference give the same bits.
 
-The simulated world's collectives add in rank order, so there is no library's sum in it that could differ.
+The simulated world's collectives add in rank order, so no library's order of summation can make a difference.
 """
 
 from __future__ import annotations
@@ -76,5 +76,5 @@ def test_every_algorithm_leaves_the_same_weights_to_the_bit(name, dtype, flatten
         assert_equal(mine, wanted, EXACT)
     needed = {"bytegrad": "compress_on_chip", "low_precision_decentralized": "combine_ring", "decentralized": "average",
               "qadam": "update_momentum", "async": "async_average"}  # fmt: skip
-    if name in needed:  # else this would compare the reference with itself
+    if name in needed:  # otherwise this would compare the reference with itself
         assert any(call.startswith(needed[name]) for call in calls), set(calls)

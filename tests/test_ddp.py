@@ -1,4 +1,4 @@
-"""DistributedDataParallel: torch's interface over the same wrapping as with_bagua (S5)."""
+"""Tests of DistributedDataParallel: torch's interface over the same wrapping as with_bagua (S5)."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps:
 
 
 def by_hand(ranks: int, steps: int) -> list[list[torch.Tensor]]:
-    """What torch's DDP computes: each forward begins with the first rank's buffers, gradients are averaged; one list a rank."""
+    """Return what torch's DDP computes, a list per rank: each forward broadcasts rank 0's buffers, and gradients are averaged."""
     modules = [network() for _ in range(ranks)]
     optimizers = [sgd(module) for module in modules]
     for step in range(steps):
@@ -76,11 +76,11 @@ def by_hand(ranks: int, steps: int) -> list[list[torch.Tensor]]:
 def assert_states_near(states: list[list[torch.Tensor]], expected: list[list[torch.Tensor]], roundings: int) -> None:
     for state, wanted in zip(states, expected, strict=True):
         for ours, theirs in zip(state, wanted, strict=True):
-            # Each step adds the rounding of one mean to weights and statistics, of magnitude at most about 10.
+            # Each step adds the rounding error of one mean to weights and statistics of magnitude at most about 10.
             assert_equal(ours, theirs, SUM(roundings), magnitude=10.0)
 
 
-# What it computes.
+# Results
 
 
 @pytest.mark.parametrize("gradient_as_bucket_view", [True, False])
@@ -122,7 +122,7 @@ def accumulate_ours_and_torchs() -> list[list[torch.Tensor]]:
                     model(batch(rank, step + k)).square().mean().backward()
             model(batch(rank, step + 2)).square().mean().backward()
             optimizer.step()
-        # Which forward broadcasts after no_sync() differs, but never what the first rank sends.
+        # Which forward broadcasts after no_sync() differs, but rank 0's state does not.
         states.append(state_of(model) if rank == 0 else [p.detach().clone() for p in model.parameters()])
     return states
 
@@ -257,11 +257,11 @@ def test_it_names_what_with_bagua_names() -> None:
     simulate(1, rank)
 
 
-# When it communicates.
+# Communication
 
 
 def buffers_after(r: int, mode: str) -> list[float]:
-    """Return the buffer that a forward in ``mode`` sees and leaves; each rank adds its number to it."""
+    """Return the buffer during and after a forward in ``mode``; each rank adds its number to it."""
 
     class Counting(nn.Module):
         def __init__(self) -> None:
@@ -321,7 +321,7 @@ def test_S5_buffers_are_broadcast_before_training_forwards_outside_no_sync(mode:
 def test_two_forwards_may_come_before_a_backward() -> None:
     def rank(r: int) -> list[list[float]]:
         model = DistributedDataParallel(network())
-        # Batch normalisation saves its statistics for backward: autograd must not see the broadcast as a change of them.
+        # Batch normalisation saves its statistics for backward: autograd must not take the broadcast for a change of them.
         (model(batch(r, 0)).sum() + model(batch(r, 1)).square().sum()).backward()
         return [parameter.grad.reshape(-1).tolist() for parameter in model.parameters()]
 
@@ -357,7 +357,7 @@ def test_S5_6_with_async_ranks_keep_their_own_buffers_after_warm_up_and_need_not
         return syncs[:5], module[1].running_mean.sum().item()
 
     (syncs, first), (_, second) = simulate(2, rank)
-    assert syncs == [True, True, True, False]  # asked before the forward that ends the warm-up
+    assert syncs == [True, True, True, False]  # read before the forward that ends the warm-up
     assert first != second
 
 
@@ -394,7 +394,7 @@ def test_S5_a_group_of_some_ranks_trains_alone() -> None:
     assert_states_near([zero, two], by_hand(2, 3), roundings=3 * 2)
 
 
-# State dicts, copies.
+# State dicts and copies
 
 
 def test_state_dict_has_torchs_names_and_load_state_dict_takes_both() -> None:
@@ -439,7 +439,7 @@ def test_a_copy_or_pickle_is_a_wrapper_that_trains_alone() -> None:
         for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             assert type(other) is DistributedDataParallel
             assert all(map(torch.equal, state_of(other), state_of(model)))
-            if r == 1:  # nobody else has to take part
+            if r == 1:  # the other ranks need not take part
                 with other.no_sync():
                     other(batch(r, 1)).sum().backward()
                 other(batch(r, 1)).sum().backward()
@@ -453,7 +453,7 @@ def test_a_copy_or_pickle_is_a_wrapper_that_trains_alone() -> None:
     simulate(2, rank)
 
 
-# What it refuses.
+# Bad input
 
 UNSUPPORTED: list[Any] = [
     ({"dim": 1}, NotImplementedError, "dim=1 is not supported"),
@@ -535,12 +535,12 @@ def test_there_is_one_class_under_all_names() -> None:
     assert distributed.DistributedDataParallel_V1_9_0_Interface is DistributedDataParallel
 
 
-# Devices.
+# Devices
 
 
 @pytest.mark.parametrize("device", [1, "cuda:1", torch.device("cuda", 1)])
 def test_a_cuda_device_may_be_given_in_any_form(device: Any) -> None:
-    module = SimpleNamespace(parameters=lambda: [SimpleNamespace(device=torch.device("cuda", 1))])  # no CUDA device is needed
+    module = SimpleNamespace(parameters=lambda: [SimpleNamespace(device=torch.device("cuda", 1))])  # without a CUDA device
     assert distributed._device_ids(module, [device], device) == [1]
     with pytest.raises(ValueError, match="they are on cuda:1"):
         distributed._device_ids(module, ["cuda"], None)

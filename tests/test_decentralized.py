@@ -1,4 +1,4 @@
-"""Decentralized and low-precision decentralized: operations, training, bad input, checkpoints (S3.4, S3.5, S5.3, S5.4)."""
+"""Tests of (low-precision) decentralized averaging: operations, training, bad input, checkpoints (S3.4, S3.5, S5.3, S5.4)."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def sgd(module: nn.Module) -> torch.optim.Optimizer:
 
 
 class Scalar(nn.Module):
-    """One weight, which starts at 0; the loss is x times it, so its gradient is x."""
+    """One weight, initially 0; the loss is x times the weight, so its gradient is x."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def like(bucket: BaguaBucket) -> torch.Tensor:
     return bucket.flattened_tensor().ensure_bagua_tensor()
 
 
-# Operations.
+# Operations
 
 
 def test_S3_4_the_peers_of_six_ranks() -> None:
@@ -259,7 +259,7 @@ def test_S3_5_a_first_step_tells_both_neighbours_the_whole_change(ranks: int) ->
         return [t.tolist() for t in (tensor, *replicas)]
 
     for r, (x, own, left, right) in enumerate(simulate(ranks, rank)):
-        # All replicas are 9: x + 9/3 + 9/3 - 5*9/3 is the change 3 r, which one chunk of equal numbers carries unharmed.
+        # All replicas are 9: x + 9/3 + 9/3 - 5*9/3 is the change 3 r, which a chunk of equal numbers represents exactly.
         assert x == own == pytest.approx([9.0 + 3 * r] * 3)
         assert left == pytest.approx([9.0 + 3 * ((r - 1) % ranks)] * 3)
         assert right == pytest.approx([9.0 + 3 * ((r + 1) % ranks)] * 3)
@@ -308,7 +308,7 @@ def test_S3_3_before_pairs_and_rings_the_leader_gathers_instead_of_letting_the_l
         bucket.execute()
         return group.get_intra_node_communicator().bytes_sent - before
 
-    # Three float32 numbers to the leader, who has nothing to send but the ring's broadcast, which counts half on each rank.
+    # Three float32 numbers to the leader; of the leader's messages only the ring's broadcast counts, half on each rank.
     assert simulate(4, rank, nodes=(2, 2)) == ([6, 18, 6, 18] if operation == "ring" else [0, 12, 0, 12])
 
 
@@ -324,7 +324,7 @@ def test_clear_ops_starts_anew() -> None:
     simulate(2, rank)
 
 
-# Algorithms: when they communicate.
+# Algorithms: rounds of communication
 
 
 def test_registered_under_their_names_with_their_attributes() -> None:
@@ -402,7 +402,7 @@ def test_S5_3_the_weights_do_not_change_between_forward_and_the_end_of_backward(
         assert module.w.item() == 0.5
         with torch.no_grad():
             module.w.fill_(r)
-        loss.backward()  # nothing was averaged for this one
+        loss.backward()  # this backward averages nothing
         assert module.w.item() == r
 
     simulate(2, rank)
@@ -478,7 +478,7 @@ def test_S2_3_weights_that_have_moved_come_back_before_the_forward_uses_them(see
 
 
 def averagings(module: nn.Module) -> Callable[[], int]:
-    """Count how often the ring is run."""
+    """Count the runs of the ring."""
     count = []
     for bucket in module.bagua_buckets:
         (op,) = bucket._ops
@@ -495,7 +495,7 @@ def test_S5_4_the_interval_counts_optimizer_steps_also_under_gradient_accumulati
         seen = []
         for _ in range(5):
             optimizer.zero_grad()
-            module(1.0).backward()  # two forwards for each step: by forwards, only even ones would ever be counted
+            module(1.0).backward()  # Two forwards per step: counting forwards would only ever see even numbers.
             module(1.0).backward()
             optimizer.step()
             seen.append(done())
@@ -588,7 +588,7 @@ def test_bytes_per_step_are_those_of_the_docs() -> None:
             assert seen == pytest.approx([expected] * 3, abs=1)
 
 
-# Bad input to algorithms.
+# Bad input to algorithms
 
 
 @pytest.mark.parametrize(
@@ -662,7 +662,7 @@ def test_S5_4_an_ignored_parameter_needs_no_optimizer() -> None:
     assert torch.equal(one, other)
 
 
-# Checkpoints.
+# Checkpoints
 
 
 @pytest.mark.parametrize("do_flatten", [True, False])
@@ -770,7 +770,7 @@ def test_S5_a_failed_attempt_to_wrap_anew_leaves_replicas_right() -> None:
         assert_equal(right, results[(r + 1) % 3][0], EXACT)
 
 
-# Real processes.
+# Real processes
 
 REAL = [
     (DecentralizedAlgorithm(communication_interval=2), False),
@@ -805,5 +805,5 @@ def test_S5_3_S5_4_real_processes_do_what_the_simulation_does(nodes: tuple[int, 
     for result, simulated in zip(real, simulate(ranks, lambda r: train_all(), nodes=nodes), strict=True):
         for (_, exact), steps, wanted in zip(REAL, result, simulated, strict=True):
             for step, (actual, expected) in enumerate(zip(steps, wanted, strict=True)):
-                # Each step's mean rounds weights of magnitude at most about 1 in the library's order.
+                # Each step's mean, in the library's order, rounds weights of magnitude at most about 1.
                 assert_equal(actual, expected, EXACT if exact else SUM((step + 1) * (ranks + 1)), magnitude=1.0)

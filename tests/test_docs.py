@@ -80,7 +80,7 @@ def test_every_algorithm_has_the_same_sections_and_a_picture_of_its_messages(nam
 @pytest.mark.parametrize(("name", "options"), TRAFFIC, ids=[f"{name}-{len(options)}" for name, options in TRAFFIC])
 def test_a_page_says_how_much_is_sent(name: str, options: dict[str, Any]) -> None:
     patterns = load("_patterns")
-    seconds = {"seconds": (0.04,) * patterns.RANKS} if name == "async" else {}  # its rounds take time to come
+    seconds = {"seconds": (0.04,) * patterns.RANKS} if name == "async" else {}  # asynchronous rounds take time
     recording = patterns.record(name, **seconds, **options)
     sent = patterns.bytes_per_step(name, patterns.PARAMETERS, patterns.RANKS, **options)
     for rank in range(patterns.RANKS):
@@ -89,7 +89,7 @@ def test_a_page_says_how_much_is_sent(name: str, options: dict[str, Any]) -> Non
             assert rounds > 0
             assert recording.sent(rank, 0) == rounds * sent
         else:
-            assert recording.sent(rank, 1) == sent  # after the warm-up of qadam
+            assert recording.sent(rank, 1) == sent  # after qadam's warm-up
     megabytes = f"{patterns.bytes_per_step(name, patterns.RESNET50, patterns.RANKS, **options) / 1e6:.1f} MB"
     assert f"**{megabytes}**" in (ROOT / f"docs/algorithms/{name}.md").read_text()
     rows = re.findall(rf"^\| \[`{name}`\].*$", (ROOT / "docs/algorithms/index.md").read_text(), re.MULTILINE)
@@ -102,7 +102,7 @@ def test_the_pictures_of_messages_are_current() -> None:
 
 
 def registered() -> set[str]:
-    """Return what the package itself registers; the registry in this process may hold other tests' algorithms too."""
+    """Return the algorithms that the package registers; the registry here may hold those of other tests, too."""
     return set(re.findall(r'Registry\.register\("(\w+)"', (ROOT / "src/bagua_ref/algorithms/__init__.py").read_text()))
 
 
@@ -116,7 +116,7 @@ def test_the_readme_lists_every_registered_algorithm_and_no_other() -> None:
 
 @pytest.fixture(scope="module")
 def site() -> dict[str, Any]:
-    """Return what is published: the files of the site by their paths, as mkdocs and the hook collect them."""
+    """Return the published files by path, as mkdocs and the hook collect them."""
     pytest.importorskip("mkdocstrings")
     from mkdocs.config import load_config
     from mkdocs.structure.files import get_files
@@ -127,7 +127,7 @@ def site() -> dict[str, Any]:
 
 
 def documented(site: dict[str, Any]) -> list[str]:
-    """Return the modules whose docstrings are on the API's pages."""
+    """Return the modules documented on the API pages."""
     pages = [file.content_string for path, file in site.items() if path.startswith("api/")]
     return [module for page in pages for module in re.findall(r"^::: (\S+)$", page, re.MULTILINE)]
 

@@ -1,4 +1,4 @@
-"""The worker and the two verbs, mark and wait (S2.4 to S2.6)."""
+"""Tests of the communication engine: the worker, mark and wait (S2.4 to S2.6)."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_S2_5_the_timeout_names_the_bucket_under_way_where_several_are_pending()
     buckets = [bucket_of("done", lambda _: None), bucket_of("stuck", lambda _: release.wait(30)), bucket_of("next")]
     engine.register_ordered_buckets([*buckets, bucket_of("last")])
     mark(*buckets)
-    for _ in range(2):  # a wait that gave up has forgotten nothing
+    for _ in range(2):  # a wait that timed out can be repeated
         with pytest.raises(CommunicationTimeoutError, match="bucket 'stuck'"):
             engine.wait_pending_comm_ops()
     release.set()
@@ -116,7 +116,7 @@ def test_S2_5_the_timeout_is_per_progress_and_the_simulated_clock_counts() -> No
         steady = [bucket_of(name, lambda _: world.sleep(80)) for name in "abc"]
         engine.register_ordered_buckets(steady)
         mark(*steady)
-        engine.wait_pending_comm_ops()  # 240 s in all, but never 100 without progress
+        engine.wait_pending_comm_ops()  # 240 s in all, but never 100 s without progress
         stuck = bucket_of("d", lambda _: world.sleep(101))
         engine.register_ordered_buckets([stuck])
         mark(stuck)
@@ -176,7 +176,7 @@ def test_S2_4_a_backward_abandoned_half_way_leaves_no_marks_behind() -> None:
     buckets[1].tensors[0].bagua_mark_communication_ready()
     engine.abandon_round()
     engine.begin_backward()
-    mark(buckets[0])  # not "marked again", although its bucket has been scheduled
+    mark(buckets[0])  # not "marked again", although its bucket was scheduled
     buckets[1].tensors[1].bagua_mark_communication_ready()
     with pytest.raises(CommunicationError, match="bucket 'b': 'b0'"):
         engine.end_backward(mark_unused=False)

@@ -28,7 +28,7 @@ def load(name: str) -> ModuleType:
 
 
 def run(*command: str, temporary: Path | None = None) -> str:
-    """Run Python; ``temporary`` is where torchrun leaves its folders."""
+    """Run Python; torchrun leaves its folders in ``temporary``."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), **({"TMPDIR": str(temporary)} if temporary else {})}
     ended = subprocess.run([sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr

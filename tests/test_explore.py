@@ -1,4 +1,4 @@
-"""The search for failing inputs with fresh seeds, on a planted property."""
+"""Tests of the search for failing inputs with fresh seeds, on a planted property."""
 
 from __future__ import annotations
 

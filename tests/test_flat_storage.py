@@ -1,4 +1,4 @@
-"""Tensors on their way into flat storage, divided or not (S2.3, S2.4)."""
+"""Tests of loading tensors into flat storage, divided or not (S2.3, S2.4)."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def transpose(parameter: torch.nn.Parameter, storage: FlatStorage, divisor: int)
 )
 def test_S2_4_each_value_is_loaded_as_it_is_now_and_divided_once(changes: tuple[Change, ...], divisor: int, flatten: bool) -> None:
     parameter, storage = parameter_in_storage(flatten)
-    for round_ in range(2):  # the second one begins with the gradient inside
+    for round_ in range(2):  # in the second round the gradient is in the storage already
         for change in changes:
             change(parameter, storage, divisor)
         expected = torch.zeros(6) if parameter.grad is None else parameter.grad.reshape(-1) / divisor
@@ -123,7 +123,7 @@ def test_S2_3_weights_and_gradients_that_are_turned_where_they_lie_train_as_with
         return [p.detach().clone() for p in model.parameters()]
 
     expected = train(wrap=False)
-    for rank in SimulatedWorld(2).run(lambda comm: train(wrap=True)):  # a mean of equals is what each of them was
+    for rank in SimulatedWorld(2).run(lambda comm: train(wrap=True)):  # the mean of equal gradients is the gradient
         for ours, theirs in zip(rank, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 

@@ -1,4 +1,4 @@
-"""all_reduce lets gradients through to every rank: closed forms, in the simulated world and over gloo."""
+"""Tests of all_reduce as a differentiable function: closed forms, in the simulated world and over gloo."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_result_is_the_reduction_and_the_input_stays(name: str, ranks: int) 
 
 
 def loss_and_gradients(name: str) -> tuple[float, torch.Tensor, torch.Tensor]:
-    """With L_r = c_r |y|^2 and y = sum or mean of a_r x_r: the loss, its gradient by x_r, and the gradient's by c_r."""
+    """With L_r = c_r |y|^2 and y the sum or mean of a_r x_r, return the loss, its gradient by x_r, and that gradient's by c_r."""
     r = bagua_ref.get_rank()
     x = x_of(r).requires_grad_()
     c = torch.tensor(1.0 + r, dtype=torch.float64, requires_grad=True)

@@ -1,4 +1,4 @@
-"""The fused optimizer by itself: what is fused, what moves, what it costs in memory, what it refuses (S6)."""
+"""Tests of the fused optimizer: fusion, storage, memory and bad input (S6)."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def sgd(params: Any) -> Optimizer:
     return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
 
-# names and bad input
+# Names and bad input
 
 
 def test_the_names_are_there() -> None:
@@ -112,7 +112,7 @@ def test_check_flatten_without_do_flatten_does_nothing() -> None:
     assert optimizer._bagua_fused_count == 0
 
 
-# storage
+# Storage
 
 
 def test_flattening_keeps_identity_values_and_strides() -> None:
@@ -161,7 +161,7 @@ def test_neighbours_in_memory_but_in_two_storages_are_not_taken_for_one() -> Non
 def test_gradients_that_are_neighbours_by_chance_are_copied() -> None:
     ps, fused, qs, plain = twins(sgd, (4,), (4,))
     for step in range(4):
-        memory = torch.zeros(8).numpy()  # the second parameter's comes first, as the last weight lies first
+        memory = torch.zeros(8).numpy()  # the second gradient lies first, as the last weight does
         give(step, qs)
         ps[1].grad, ps[0].grad = torch.from_numpy(memory[:4]), torch.from_numpy(memory[4:])
         for p, q in zip(ps, qs, strict=True):
@@ -248,7 +248,7 @@ def test_a_step_without_change_plans_nothing_and_allocates_no_storage(monkeypatc
     with Storages([*ps, *(p.grad for p in ps), *(state["momentum_buffer"] for state in fused.state.values())]) as storages:
         fused.fuse_step()
     assert storages.start == 3 * 4 * sum(p.numel() for p in ps)
-    assert storages.peak - storages.start <= 8  # a number that an operation takes
+    assert storages.peak - storages.start <= 8  # one scalar of an operation
 
 
 def test_state_into_which_nobody_looks_is_not_looked_through_again() -> None:
@@ -275,11 +275,11 @@ def test_a_value_that_is_in_a_graph_cannot_be_used_after_a_fused_step() -> None:
             loss.backward()
 
 
-# memory
+# Memory
 
 
 class Storages(TorchDispatchMode):
-    """Counts the bytes of storage that given tensors and the results of operations have at a time."""
+    """Track the bytes of storage held by given tensors and by results of operations."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()
@@ -327,7 +327,7 @@ def test_flattening_holds_one_copy_at_most_and_keeps_none(stepped: bool) -> None
         assert storages.peak <= 4 * size + 50 * 4
 
 
-# life
+# Training over time
 
 
 @pytest.mark.parametrize("make", [sgd, adam])
@@ -419,7 +419,7 @@ def test_a_state_that_is_replaced_behind_its_back_counts() -> None:
     for step in range(12):
         give(step, ps, qs)
         if step == 2:
-            held = fused.state[ps[1]]  # whoever holds it can change it later, without a look into the state
+            held = fused.state[ps[1]]  # a held entry can change later without another look-up in the state
         if step == 6:
             held["exp_avg"] = torch.ones_like(ps[1])
             plain.state[qs[1]]["exp_avg"] = torch.ones_like(qs[1])
@@ -518,7 +518,7 @@ def test_a_step_that_raises_leaves_an_optimizer_that_works(where: str) -> None:
     with pytest.raises(ArithmeticError, match=where):
         fused.fuse_step(fail if where == "closure" else None)
     fused.fail = False
-    if where == "post":  # the step itself was made
+    if where == "post":  # the step itself was taken
         plain.step()
     if where in ("pre", "post"):
         handle.remove()
@@ -590,7 +590,7 @@ def test_a_tied_parameter_and_views_of_one_another_are_stepped_one_by_one() -> N
     ids=str,
 )
 def test_a_parameter_of_shape_nothing_has_the_bits_of_step_also_if_options_are_tensors(option: dict[str, Any]) -> None:
-    """Torch computes a number with a number in the wider dtype of both, and a vector with a number in the vector's."""
+    """Torch combines two scalars in the wider of their dtypes, and a vector with a scalar in the vector's dtype."""
     for seed in range(10):
         generator = torch.Generator().manual_seed(seed)
         ps = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((), (3,), (2, 2), ())]
@@ -601,7 +601,7 @@ def test_a_parameter_of_shape_nothing_has_the_bits_of_step_also_if_options_are_t
             for p, q in zip(ps, qs, strict=True):
                 p.grad = torch.randn(p.shape, generator=generator)
                 q.grad = p.grad.clone()
-            if step == 1:  # later than the plan
+            if step == 1:  # after the plan was made
                 for optimizer in (fused, plain):
                     optimizer.param_groups[0].update(option)
             fused.fuse_step()
@@ -691,7 +691,7 @@ def test_a_weight_that_is_tied_to_another_one_later_is_updated_in_turn() -> None
     qs = copy.deepcopy(ps)
     fused, plain = (torch.optim.SGD([{"params": each}], lr=0.1, weight_decay=0.5, foreach=False) for each in (ps, qs))
     for each in (ps, qs):
-        each[0].data = torch.ones(8)[::2]  # in no run
+        each[0].data = torch.ones(8)[::2]  # not contiguous, so not part of any run
     fused = fuse_optimizer(fused)
     for step in range(4):
         if step == 2:

@@ -1,4 +1,4 @@
-"""The fused optimizer beside what else touches parameters, gradients and steps: wrapping, DDP, scalers, schedulers (S6)."""
+"""Tests of the fused optimizer with wrapping, DDP, gradient scalers and schedulers (S6)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def train(module: nn.Module, optimizer: Any, rank: int, steps: int, fused: bool,
         optimizer.zero_grad(set_to_none=set_to_none)
         inputs = torch.randn(5, 6, generator=torch.Generator().manual_seed(100 * rank + step))
         module(inputs).square().mean().backward()
-        if fused and step % 4 != 3:  # now and then an ordinary one
+        if fused and step % 4 != 3:  # sometimes an ordinary step
             optimizer.fuse_step()
         else:
             optimizer.step()
@@ -46,7 +46,7 @@ def train(module: nn.Module, optimizer: Any, rank: int, steps: int, fused: bool,
 def wrapped(
     rank: int, name: str, fuse: bool, set_to_none: bool, do_flatten: bool, fuse_first: bool
 ) -> tuple[list[Tensor], int, int]:
-    """Return the weights after 10 steps, how many groups were fused, and in how many storages weights lie."""
+    """Return the weights after 10 steps, the number of fused groups, and the number of storages that hold weights."""
     module = network()
     optimizer = make(name, module)
     algorithm: Any
@@ -96,7 +96,7 @@ def test_S6_a_wrapped_module_trains_as_with_the_unfused_optimizer(
     ):
         for mine, right in zip(ours, theirs, strict=True):
             assert torch.equal(mine, right)
-        # What a bucket holds is not moved: not even weights that lie apart.
+        # Weights that a bucket holds are not moved, even if they lie apart.
         assert (count, storages) == ((0, 6) if name == "decentralized" and not do_flatten and not fuse_first else (8, 1))
 
 
@@ -190,7 +190,7 @@ def assert_equal(ours: nn.Module, theirs: nn.Module) -> None:
 
 
 class FusedSteps:
-    """What a GradScaler steps: as docs/fuse.md has it."""
+    """The object that a GradScaler steps, as in docs/fuse.md."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer, self.step = optimizer, optimizer.fuse_step

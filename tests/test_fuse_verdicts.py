@@ -1,4 +1,4 @@
-"""Which optimizers may be fused is proved: torch's own by a table that is tried here, others by the probe (S6)."""
+"""Tests of which optimizers can be fused: torch's own by a table that is verified here, others by the probe (S6)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def parameters() -> list[Tensor]:
 
 def test_the_page_is_current() -> None:
     page = verdicts.PAGE.read_text().splitlines()
-    for name, cls in verdicts.classes().items():  # an older torch has fewer
+    for name, cls in verdicts.classes().items():  # older versions of torch have fewer
         assert verdicts.row(name, cls) in page, "run: python docs/_fuse_table.py"
     listed = [line.split("`")[1] for line in page if line.startswith("| `")]
     assert sorted(listed) == sorted([*ELEMENTWISE, *NOT_ELEMENTWISE])
@@ -97,7 +97,7 @@ class Lamb(Base):
 
 
 class LambWhereDecayed(Base):
-    """Element-wise until an option says otherwise."""
+    """Element-wise unless weight_decay is set."""
 
     def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
         trust = p.norm() / grad.norm().clamp_min(1e-9) if group["weight_decay"] else 1.0
@@ -105,7 +105,7 @@ class LambWhereDecayed(Base):
 
 
 class OnlyLate(Base):
-    """Looks element-wise for a few steps."""
+    """Element-wise in its first steps only."""
 
     def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
         state["step"] = state.get("step", 0) + 1
@@ -113,14 +113,14 @@ class OnlyLate(Base):
 
 
 class MatricesOnly(Base):
-    """Looks at the number of dimensions."""
+    """Depends on the number of dimensions."""
 
     def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
         p.sub_(grad.sign() if p.ndim > 1 else grad, alpha=group["lr"])
 
 
 class WholeSteps(Base):
-    """Looks at all parameters together."""
+    """Depends on all parameters together."""
 
     def step(self, closure: Any = None) -> Any:
         self.total = sum(float(p.grad.sum()) for group in self.param_groups for p in group["params"] if p.grad is not None)
@@ -136,7 +136,7 @@ class Noisy(Base):
 
 
 class Rows(Base):
-    """State that belongs to rows."""
+    """Has state per row."""
 
     def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
         state["rows"] = state.get("rows", 0) + grad.square().mean(-1, keepdim=True)
@@ -144,7 +144,7 @@ class Rows(Base):
 
 
 class Blocks(Base):
-    """State of no kind that parameters could share."""
+    """Has state that parameters cannot share."""
 
     def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
         state["blocks"] = [grad.sum()]
@@ -152,7 +152,7 @@ class Blocks(Base):
 
 
 class Counts(Base):
-    """Its result depends on the number of parameters, not on their elements."""
+    """Depends on the number of parameters, not on their elements."""
 
     def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
         p.sub_(grad, alpha=group["lr"] / len(group["params"]))
@@ -212,12 +212,12 @@ def test_a_class_that_does_not_is_refused_with_the_reason(cls: Any, why: str) ->
 @pytest.mark.parametrize(
     "special",
     [
-        lambda p: p.ndim > 3,  # as gradient centralization, which many apply to convolutions only
+        lambda p: p.ndim > 3,  # like gradient centralization, which is often applied to convolutions only
         lambda p: p.ndim == 5,
         lambda p: p.ndim == 0,
         lambda p: p.ndim == 2 and p.shape[0] == p.shape[1],
-        lambda p: p.ndim > 1 and min(p.shape) >= 128,  # as Adafactor's factors in most of its implementations
-        lambda p: p.numel() >= 4096,  # as state of 8 bits
+        lambda p: p.ndim > 1 and min(p.shape) >= 128,  # like Adafactor's factors in most implementations
+        lambda p: p.numel() >= 4096,  # like 8-bit state
     ],
 )
 def test_a_class_that_treats_a_few_shapes_otherwise_is_refused(special: Any) -> None:
@@ -251,7 +251,7 @@ def test_a_new_option_or_group_is_tried_before_it_is_stepped() -> None:
         with pytest.raises(ValueError, match="LambWhereDecayed cannot be fused"):
             optimizer.fuse_step()
         assert all(map(torch.equal, ps, before))
-        optimizer.step()  # as ever
+        optimizer.step()  # still works
         assert not any(map(torch.equal, ps, before))
 
 
@@ -309,7 +309,7 @@ def test_the_packages_own_optimizer_passes() -> None:
 
 
 def test_a_third_party_optimizer_passes_and_the_example_runs() -> None:
-    if "CI" not in os.environ:  # there it must be
+    if "CI" not in os.environ:  # CI must have it
         pytest.importorskip("lion_pytorch")
     from lion_pytorch import Lion
 

@@ -1,4 +1,4 @@
-"""Real processes over gloo: what the simulated world cannot show (S1, S2.5, S3.9)."""
+"""Tests of real processes over gloo, where the simulated world does not suffice (S1, S2.5, S3.9)."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def run_cases():
         try:
             getattr(cases, name)(default_comm())
         except Exception:
-            return ended | {name: traceback.format_exc()}  # its ranks may no longer be in step
+            return ended | {name: traceback.format_exc()}  # ranks may no longer be in step
         ended[name] = "passed"
     return ended
 
 
 @pytest.fixture(scope="module")
 def cases_over_gloo():
-    """Return how the cases ended in each rank of 2 or 4, one launch for all of them."""
+    """Return how the cases ended in each rank of 2 or 4, with one launch for all cases."""
     return functools.cache(lambda nranks: [o.result or {} for o in outcomes(run_cases, nranks)])
 
 
@@ -63,7 +63,7 @@ def test_S3_9_collectives(cases_over_gloo, nranks, name):
 
 
 class ThroughTheHost(TorchDistributedCommunicator):
-    """Takes every tensor for one that gloo cannot reach, as CUDA tensors are where ranks share a GPU."""
+    """A communicator that copies every tensor through the host, as for CUDA tensors of ranks that share a GPU."""
 
     def _reachable(self, tensor):
         return tensor.clone()
@@ -74,7 +74,7 @@ def random_shard(rank, size, dtype):
 
 
 def reduce_random():
-    """Return what this rank gets for sizes on both sides of every switch, dtypes and operators."""
+    """Return this rank's results for several dtypes and operators, and sizes on both sides of every switch of algorithm."""
     rank, n, results = bagua_ref.get_rank(), bagua_ref.get_world_size(), {}
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX):
@@ -91,7 +91,7 @@ def reduce_random():
 
 @pytest.mark.parametrize("nranks", [2, 4])
 def test_S3_9_reductions_of_random_floats(nranks):
-    """All ranks get the same bits; where the arithmetic is ours it goes in rank order, 16 bits in float32, rounded once."""
+    """All ranks get the same bits; our own sums go in rank order, with 16-bit floats added in float32 and rounded once."""
     results = launch(reduce_random, nranks)
     for (dtype, op, size), (total, _, reduced) in results[0].items():
         shards = [random_shard(rank, size, total.dtype) for rank in range(nranks)]
@@ -107,7 +107,7 @@ def test_S3_9_reductions_of_random_floats(nranks):
 
 
 def sum_16_bit():
-    """2048 and 60000 are where float16 loses ones and nearly its range."""
+    """float16 cannot represent 2048 + 1, and 60000 is close to its largest number."""
     results = []
     for size in (4, 400_000):
         ones = torch.full((size,), 2048.0 if bagua_ref.get_rank() == 0 else 1.0, dtype=torch.float16)
@@ -124,7 +124,7 @@ def test_S3_9_16_bit_floats_are_summed_in_float32():
 
 
 def mean_then_sum():
-    """The mean divides tensors on their way into the bucket; the sum that takes its place must not."""
+    """The mean divides tensors while they are loaded into the bucket; a sum that replaces it must not."""
     tensor = torch.zeros(3).ensure_bagua_tensor("t")
     bucket = BaguaBucket([tensor], "b", flatten=True)
     results = []
@@ -154,7 +154,7 @@ def test_S3_9_a_nan_is_the_maximum_whoever_brings_it():
 
 
 def large_ring():
-    """8 MiB each way between neighbours at once: more than any buffer on the way holds."""
+    """Neighbours send each other 8 MiB at once, more than any buffer in between holds."""
     rank, n, comm = bagua_ref.get_rank(), bagua_ref.get_world_size(), default_comm()
     send = torch.full((2**21,), float(rank))
     from_left, from_right = torch.empty(2**21), torch.empty(2**21)
@@ -193,7 +193,7 @@ def on_a_gpu(backend, names):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("nranks", "backend"), [(1, "nccl"), (2, "gloo")])
 def test_S3_9_collectives_of_cuda_tensors(nranks, backend):
-    """NCCL wants a GPU for each rank; ranks that share one go through the host's memory."""
+    """NCCL needs a GPU per rank; ranks that share one use the host's memory."""
     launch(on_a_gpu, nranks, backend, CASES, init=False)
 
 
@@ -262,7 +262,7 @@ def test_S1_one_store_serves_one_job_after_another(function):
 
 
 def connect_late(path):
-    """Rank 1 takes a second longer to come out of torch's part; has it when this rank is through?"""
+    """Delay rank 1's connection by a second; return whether it was connected when this rank had finished."""
     if os.environ["RANK"] == "1":
         connect = dist.init_process_group
 
@@ -277,7 +277,7 @@ def connect_late(path):
 
 
 def test_S1_nobody_leaves_init_process_group_before_all_are_connected(tmp_path):
-    """Else a rank that ends at once makes those fail that are still connecting."""
+    """Otherwise a rank that ends immediately would break ranks that are still connecting."""
     assert launch(connect_late, 2, tmp_path / "connected", init=False) == [True, True]
 
 
@@ -296,15 +296,15 @@ def test_a_group_of_torchs_among_some_ranks():
     assert launch(torch_subgroup, 3) == [((0, 2), 8.0), ((), -1), ((0, 2), 8.0)]
 
 
-# Threads.
+# Threads
 
 
 def two_threads():
-    """Each thread has its own group and reduces its own numbers, sizes in no common order."""
+    """Each thread reduces its own numbers in its own group; the sizes differ between threads."""
     rank, groups, wrong = bagua_ref.get_rank(), [bagua_ref.new_group(), bagua_ref.new_group().for_background()], []
 
     def work(thread):
-        comm = groups[thread].get_global_communicator()  # both connect at once
+        comm = groups[thread].get_global_communicator()  # both threads connect at the same time
         for i in range(60):
             size = 1 + (i * 7919 * (thread + 1)) % 90_000
             x = torch.full((size,), float(rank + 1 + 10 * thread + i))
@@ -340,14 +340,14 @@ def two_threads_one_group():
         time.sleep(0.2)
         with pytest.raises(CommunicationError, match="another thread"):
             comm.allreduce_inplace(torch.ones(1))
-        time.sleep(0.2)  # only now does rank 1 come
+        time.sleep(0.2)  # rank 1 waits for this barrier before it takes part
         bagua_ref.new_group().get_global_communicator().barrier()
         thread.join()
     else:
         bagua_ref.new_group().get_global_communicator().barrier()
         comm.barrier()
     x = torch.ones(5)
-    comm.allreduce_inplace(x)  # no harm was done
+    comm.allreduce_inplace(x)  # the group still works
     return x.tolist()
 
 
@@ -355,11 +355,11 @@ def test_two_threads_in_one_group_are_an_error_and_never_mixed_up():
     assert launch(two_threads_one_group, 2) == [[2.0] * 5] * 2
 
 
-# Failures.
+# Failures
 
 
 def late():
-    """One second is longer than a wait in one piece takes."""
+    """A timeout of one second, shorter than one uninterruptible wait."""
     if bagua_ref.get_rank() == 1:
         time.sleep(1)
     x = torch.ones(300_000)
@@ -376,7 +376,7 @@ def test_a_late_rank_is_waited_for():
 
 
 def die():
-    """Rank 1 dies while the others wait in collectives, each of which has a group and a thread of its own."""
+    """Kill rank 1 while the others wait in collectives, each with its own group and thread."""
     comms = {name: bagua_ref.new_group().get_global_communicator() for name in WAITING}
     raised = {}
 
@@ -416,13 +416,13 @@ WAITING = ("allreduce", "small allreduce", "allgather", "alltoall", "broadcast",
 
 @pytest.mark.parametrize("nranks", [2, 4])
 def test_S2_5_a_rank_that_dies_makes_the_others_raise(nranks):
-    """At once, long before the timeout of a minute, and naming the collective, the group and the ranks."""
+    """The error comes long before the timeout of a minute and names the collective, the group and the ranks."""
     started = time.monotonic()
     ended = outcomes(die, nranks)
     assert ended[1].exitcode == -signal.SIGKILL
     assert time.monotonic() - started < 40
     for rank in {*range(nranks)} - {1}:
-        assert isinstance(ended[rank].error, CommunicationError), ended[rank].traceback  # in the barrier at the end
+        assert isinstance(ended[rank].error, CommunicationError), ended[rank].traceback  # from the barrier at the end
         assert set(ended[rank].result) == set(WAITING)
         for collective, (group, message) in ended[rank].result.items():
             for part in (collective.split()[-1], group, f"rank {rank} of {nranks}", str(list(range(nranks)))):
@@ -430,7 +430,7 @@ def test_S2_5_a_rank_that_dies_makes_the_others_raise(nranks):
 
 
 def stay_away():
-    """Rank 1 connects, and comes to none of the collectives, each of which has a group and a thread of its own."""
+    """Rank 1 connects but joins none of the collectives, each with its own group and thread."""
     comms = {name: bagua_ref.new_group().get_global_communicator() for name in WAITING}
     raised = {}
 
@@ -505,7 +505,7 @@ def abort_from_another_thread(collective):
         collectives_that_wait(comm)[collective]()
     with pytest.raises(CommunicationError, match="aborted"):
         comm.barrier()
-    bagua_ref.new_group().get_global_communicator().barrier()  # other groups go on
+    bagua_ref.new_group().get_global_communicator().barrier()  # other groups still work
     bagua_ref.destroy_process_group()
 
 
@@ -539,7 +539,7 @@ def test_works_are_freed_before_abort_can_have_the_turn(given_up):
     connection, freed = Connection(dist.HashStore(), 0, 1, 30.0, "alone"), []
 
     class Work:
-        @staticmethod  # no frame of which holds it, as with torch's
+        @staticmethod  # as with torch's, no Python frame refers to the work
         def wait(*_):
             if given_up:
                 connection._closed = "test"
@@ -557,12 +557,12 @@ def test_works_are_freed_before_abort_can_have_the_turn(given_up):
     assert freed == [True], kept
 
 
-# Scripts.
+# Scripts
 
 
 @pytest.mark.slow
 def test_a_script_leaves_cleanly():
-    """In every manner; `make proof` leaves more often, and from interpreters that were not forked."""
+    """Every manner of leaving; `make proof` repeats it, from fresh interpreters as well."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     command = [sys.executable, leaving.__file__, "1", *leaving.MANNERS]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
@@ -586,7 +586,7 @@ print(f"trained {{attempt}} {{bagua_ref.get_rank()}} {{weight[0].item():.4f}}\n"
 
 @pytest.mark.slow
 def test_a_restarted_worker_group_trains_again(tmp_path):
-    """As ``torchrun --max-restarts=1`` does it when one rank fails once; in `make proof` the rank is killed."""
+    """As with ``torchrun --max-restarts=1`` when one rank fails once; in `make proof` the rank is killed."""
     restart('raise RuntimeError("once")', tmp_path)
 
 
@@ -603,7 +603,7 @@ def restart(fail, tmp_path):
     try:
         output, complaints = launcher.communicate(timeout=120)
     finally:
-        launcher.terminate()  # it takes its workers along, which kill would not
+        launcher.terminate()  # it ends its workers, too, which kill() would not
         launcher.wait(60)
     assert launcher.returncode == 0, complaints
     trained = sorted(line for line in output.splitlines() if line.startswith("trained"))

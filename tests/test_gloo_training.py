@@ -1,4 +1,4 @@
-"""The real path does what the simulated one does: training over gloo processes (S5.1, S5.2)."""
+"""Tests of training over gloo processes: it matches the simulated world (S5.1, S5.2)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def weights(module: nn.Module) -> torch.Tensor:
 
 
 def train(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: int) -> list[torch.Tensor]:
-    """Return the gradients, after communication, of every step."""
+    """Return every step's gradients after communication."""
     gradients = []
     generator = torch.Generator().manual_seed(rank)
     for _ in range(steps):
@@ -53,7 +53,7 @@ def train_ours_and_torchs(steps: int) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_S5_1_gradient_allreduce_gives_torch_ddps_weights_after_20_steps(ranks: int) -> None:
     for ours, theirs in launch(train_ours_and_torchs, ranks, 20):
-        # Each of 20 steps adds the rounding of one sum to weights of magnitude at most about 1.
+        # Each of 20 steps adds the rounding error of one sum to weights of magnitude at most about 1.
         assert_equal(ours, theirs, SUM(20 * ranks), magnitude=1.0)
 
 
@@ -82,7 +82,7 @@ def test_S5_2_bytegrad_is_bit_identical_across_ranks_and_to_the_simulation(nodes
 
 
 def means_then_sum(flatten: bool) -> list[float]:
-    """Over gloo a first mean divides tensors on their way into the bucket; what comes after it must not divide them again."""
+    """Over gloo, a leading mean divides tensors while they are loaded; later operations must not divide them again."""
     tensor = torch.zeros(3).ensure_bagua_tensor("t")
     bucket = BaguaBucket([tensor], "b", flatten)
     results = []

@@ -1,4 +1,4 @@
-"""Importing bagua_ref only defines names: it starts nothing, changes nothing, pulls in no optional package and is quick."""
+"""Tests of ``import bagua_ref``: quick, without side effects and without optional packages."""
 
 from __future__ import annotations
 
@@ -101,9 +101,9 @@ def test_the_probe_sees_what_it_looks_for() -> None:
 
 
 def own_seconds(report: str) -> float:
-    """Sum what `-X importtime` says modules took themselves, without torch's and all that torch's own imports bring.
+    """Sum the modules' own times in `-X importtime`, without torch's and those of its imports.
 
-    The report lists children before parents, each two columns deeper: read backwards, a module's children follow it.
+    The report lists children before parents, indented by two more columns; read backwards, children follow their parents.
     """
     total, inside_torch = 0, None
     for line in reversed(report.splitlines()):

@@ -1,4 +1,4 @@
-"""Who a rank is under torchrun, mpirun and srun: read from their variables, never silently a world of one (S1)."""
+"""Tests of reading ranks from the variables of torchrun, mpirun and srun, never silently a world of one (S1)."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ SLURM_PORT = FIRST_PORT + (1009 * 4711 + 3) % PORTS
         (slurm(1, 2, 1, 0, "2"), "Slurm", Identity(1, 2, 1, 2, 0), "127.0.0.1", SLURM_PORT),
         (slurm(6, 7, 0, 3, "2(x3),1"), "Slurm", Identity(6, 7, 0, 1, 3), "node01", SLURM_PORT),
         (slurm(6, 7, 0, 3, "2(x3),1", MASTER_ADDR="node7"), "Slurm", Identity(6, 7, 0, 1, 3), "node7", SLURM_PORT),
-        # mpirun inside of an allocation: srun started its daemons only.
+        # mpirun inside an allocation: srun started only its daemons.
         (slurm(1, 2, 0, 1, "1(x2)") | open_mpi(3, 4, 1, 4), "Open MPI", Identity(3, 4, 1, 4, 0), "127.0.0.1", 20957),
         (slurm(1, 2, 0, 1, "1(x2)") | hydra(3, 4, 3, 4), "PMI", Identity(3, 4, 3, 4, 0), "127.0.0.1", 29500),
         (BATCH_SCRIPT | open_mpi(1, 2, 1, 2), "Open MPI", Identity(1, 2, 1, 2, 0), "127.0.0.1", 20957),
-        # srun --mpi=pmi2 and --mpi=pmix: Slurm's own variables say more.
+        # srun --mpi=pmi2 and --mpi=pmix: Slurm's own variables take precedence.
         (slurm(1, 2, 1, 0, "2") | {"PMI_RANK": "1", "PMI_SIZE": "2"}, "Slurm", Identity(1, 2, 1, 2, 0), "127.0.0.1", SLURM_PORT),
         (slurm(1, 2, 1, 0, "2") | {"PMIX_RANK": "1"}, "Slurm", Identity(1, 2, 1, 2, 0), "127.0.0.1", SLURM_PORT),
     ],

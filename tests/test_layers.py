@@ -1,4 +1,4 @@
-"""The house has floors: imports go down only. Read from the source with ast, so that nothing needs to be installed or run."""
+"""Tests of the layers: imports go down only. They read the source with ast, so nothing needs to be installed or run."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def layers(*parts: int | range) -> frozenset[int]:
     return frozenset(layer for part in parts for layer in (part if isinstance(part, range) else (part,)))
 
 
-# The table of the architecture. A room may always import its own layer, but for circles.
+# The architecture's table. A room may always import its own layer, but not in circles.
 HOUSE = (
     Floor(0, ("errors", "env", "extras", "launch_environment", "memory", "types", "runtime", "streams", "not_provided"), layers(0)),
-    Floor(0, ("checkpoint", "model_parallel", "moe", "service"), layers(0)),  # they only say that they are left out
+    Floor(0, ("checkpoint", "model_parallel", "moe", "service"), layers(0)),  # they only raise, saying that they are left out
     Floor(
         1,
         ("backends.base", "backends.checks", "communicators.base", "communicators.collectives", "communicators.topology"),
@@ -68,7 +68,7 @@ HOUSE = (
 LONG_FILES = {
     "communicators/base.py": "one contract: each collective in both forms with its validation, which transports must not repeat",
 }
-"""Files over 400 lines and why each is one room."""
+"""Files over 400 lines, and why each remains a single file."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Import:
 
 
 def floor_of(module: str) -> Floor | None:
-    """Return the floor on which ``module`` (a full name) lives; the most exact pattern decides."""
+    """Return the layer of ``module`` (a full name); the most specific pattern decides."""
     inner = module.removeprefix(PACKAGE).removeprefix(".")
     found = [(len(room), floor) for floor in HOUSE for room in floor.rooms if fnmatchcase(inner, room)]
     return max(found, key=lambda entry: entry[0])[1] if found else None
@@ -127,7 +127,7 @@ def is_ours(module: str) -> bool:
 
 
 def complaint(module: str, imported: Import) -> str | None:
-    """Say what is wrong with one import, or None."""
+    """Return what is wrong with an import, or None."""
     here, there = floor_of(module), floor_of(imported.target)
     where = f"{module} line {imported.line}"
     if imported.target.split(".")[0] == "cupy" and module != f"{PACKAGE}.backends.cuda.launcher":

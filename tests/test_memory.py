@@ -1,4 +1,4 @@
-"""What each algorithm holds beyond plain training, in copies of the weights: for good, and while a bucket runs."""
+"""Tests of each algorithm's memory beyond plain training, in copies of the weights: permanent, and while a bucket runs."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from bagua_ref.backends import get_backend
 
 @pytest.fixture(autouse=True)
 def warm_backend() -> Iterator[None]:
-    """Let the reference backend make its buffers, which are of a fixed size and shared by all."""
+    """Let the reference backend allocate its buffers, which have a fixed size and are shared."""
     kernels, x = get_backend("reference"), torch.ones(300_000)
     kernels.decompress_minmax_uint8(kernels.compress_minmax_uint8(x, 2), 2, out=x)
     kernels.async_average_(x, x.clone(), x.clone(), 2)
     kernels.update_momentum_(x, x.clone(), 0.9)
     del x
-    gc.freeze()  # the objects of earlier tests are neither collected nor counted, which would take seconds
+    gc.freeze()  # leave earlier tests' objects out of collection and count, which would take seconds
     yield
     gc.unfreeze()
 
 
 def live_bytes() -> int:
-    """The bytes of all storages that a Python tensor of this test holds."""
+    """Return the bytes of all storages referenced by Python tensors of this test."""
     gc.collect()
     tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and t.layout is torch.strided]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
@@ -53,7 +53,7 @@ FOR_GOOD = [
 
 @pytest.mark.parametrize(
     ("name", "options", "expected", "do_flatten"),
-    [(*row, flat) for row in FOR_GOOD for flat in (True, False) if flat or row[0] != "async"],  # async wants flat buckets
+    [(*row, flat) for row in FOR_GOOD for flat in (True, False) if flat or row[0] != "async"],  # async needs flat buckets
 )
 def test_memory_over_plain_training_in_copies_of_the_weights(
     name: str, options: dict[str, Any], expected: int, do_flatten: bool
@@ -69,13 +69,13 @@ def test_memory_over_plain_training_in_copies_of_the_weights(
             if wrap:
                 arguments = {**options, "q_adam_optimizer": adam} if name == "qadam" else options
                 module.with_bagua([optimizer], Algorithm.init(name, **arguments), do_flatten=do_flatten)
-            for _ in range(4 if wrap else 2):  # QAdam's steps beyond the first two compress
+            for _ in range(4 if wrap else 2):  # QAdam compresses after its first two steps
                 optimizer.zero_grad(set_to_none=False)
                 module(torch.ones(1, 100)).sum().backward()
                 optimizer.step()
             if wrap and name == "async":
                 module.bagua_algorithm.abort(module)
-            grads = [p.grad for p in module.parameters()]  # a gradient that only C++ holds would not be counted
+            grads = [p.grad for p in module.parameters()]  # a gradient held only by C++ would not be counted
             bagua_ref.barrier()
             used.append(live_bytes())
             bagua_ref.barrier()
@@ -87,7 +87,7 @@ def test_memory_over_plain_training_in_copies_of_the_weights(
 
 
 def peak_of(function: Callable[[], object]) -> int:
-    """The most bytes that torch had allocated at once on this thread, over what it had before."""
+    """Return the peak of torch's allocations on this thread, above the initial amount."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         function()
     used = most = 0
@@ -111,7 +111,7 @@ WHILE_RUNNING: dict[str, tuple[Append, float]] = {
     ),
     "async": (lambda bucket: bucket.append_asynchronous_model_average_op("all"), 0),
 }
-"""How to append the operation, and its scratch: payloads of a byte per element are a quarter of a copy each."""
+"""Function that appends the operation, and its scratch: payloads of a byte per element are a quarter of a copy each."""
 
 
 @pytest.mark.parametrize("name", WHILE_RUNNING)

@@ -1,4 +1,4 @@
-"""What a package index would show, built by the same hooks as the wheel, and the cheap parts of the release check."""
+"""Tests of the package's metadata, built by the same hooks as the wheel, and of the cheap parts of the release check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch.profiler shows of communication."""
+"""Tests of the ranges that torch.profiler shows for communication."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bagua_ref.algorithms import Algorithm, QAdamOptimizer
 
 
 def _profile(algorithm: str) -> list[dict[str, int]]:
-    """Return how often each range of ours is in a profile of three steps, of this thread and of all."""
+    """Return how often each of our ranges is in a profile of three steps, for this thread and for all threads."""
     torch.manual_seed(0)
     module = nn.Linear(300, 300)
     optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""QAdam as users meet it: phases, checkpoints, what people do to optimizers, and real processes (S5.5)."""
+"""Tests of QAdam: phases, checkpoints, changes to the optimizer, and real processes (S5.5)."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_S5_5_ranks_stay_identical_and_learn_in_both_phases(hierarchical: bool, 
 
 
 def resume(saved: Any, r: int, load_first: bool, do_flatten: bool) -> tuple[nn.Sequential, QAdamOptimizer]:
-    """Return fresh objects that hold ``saved``, which was loaded before or after wrapping."""
+    """Return fresh objects with the state ``saved``, loaded before or after wrapping."""
     module, optimizer = make(seed=77, lr=1.0)
     model_state, optimizer_state, algorithm_state = saved
 
@@ -229,7 +229,7 @@ def test_S5_5_loading_in_the_middle_of_the_compressed_phase_uses_what_was_loaded
             assert module.bagua_buckets[0].check_flatten()
             module.load_state_dict(saved[0])
             optimizer.load_state_dict(saved[1])
-            assert not module.bagua_buckets[0].check_flatten()  # new tensors, until the next round brings them home
+            assert not module.bagua_buckets[0].check_flatten()  # new tensors, until the next round moves them into flat storage
         assert_equal(weights[0], weights[1], EXACT)
 
     simulate(2, rank)
@@ -267,7 +267,7 @@ def test_S5_wrapping_gives_all_ranks_the_first_ones_phase_and_options(listed: bo
 
 @pytest.mark.parametrize("start", [0, WARMUP])
 def test_S5_no_sync_leaves_the_momentum_alone_and_accumulates(start: int) -> None:
-    """Gradients of two batches in one step equal one gradient of both."""
+    """Accumulated gradients of two batches equal the gradient of both batches at once."""
 
     def rank(r: int, accumulate: bool) -> Any:
         module, optimizer = wrapped()
@@ -341,7 +341,7 @@ def test_S5_5_frozen_unused_and_ignored_parameters() -> None:
 
 
 class Overflows(nn.Module):
-    """tanh whose gradient overflows now and then."""
+    """tanh with a gradient that overflows on demand."""
 
     now = False
 
@@ -353,14 +353,14 @@ class Overflows(nn.Module):
 
 
 def train_scaled(r: int, scaler: Any, hand_over: bool, spoiled: int | None, steps: list[int], do_flatten: bool = True) -> Any:
-    """Train on the batches ``steps``; the gradients of the one at place ``spoiled`` overflow on rank 1.
+    """Train on the batches ``steps``; the gradients of batch number ``spoiled`` overflow on rank 1.
 
-    Return the weights after every step, and at the end weights, momenta and gradients.
+    Return the weights after every step, and the final weights, momenta and gradients.
     """
     module, optimizer = make()
     algorithm = QAdamAlgorithm(optimizer, grad_scaler=scaler if hand_over else None)
     module.with_bagua([optimizer], algorithm, do_flatten=do_flatten)
-    module[1] = Overflows()  # between the layers: the last one's gradients are finite
+    module[1] = Overflows()  # between the layers, so that the last layer's gradients are finite
     weights = []
     for place, step in enumerate(steps):
         optimizer.zero_grad()
@@ -397,7 +397,7 @@ def test_S5_5_a_grad_scaler_that_was_handed_over_changes_nothing(
 ) -> None:
     monkeypatch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", str(bucket_size))
     steps = list(range(WARMUP + 4))
-    again = steps if spoiled is None else [*steps[: spoiled + 1], *steps[spoiled:]]  # the step that is skipped is tried again
+    again = steps if spoiled is None else [*steps[: spoiled + 1], *steps[spoiled:]]  # the skipped step is tried again
 
     def rank(r: int, scale: float) -> Any:
         scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale != 1)
@@ -429,7 +429,7 @@ def test_lr_schedulers_closures_and_groups() -> None:
         optimizer = QAdamOptimizer(module[0].parameters(), lr=0.01, warmup_steps=WARMUP)
         optimizer.add_param_group({"params": module[2].parameters(), "lr": 0.0, "betas": (0.5, 0.9)})
         module.with_bagua([optimizer], QAdamAlgorithm(optimizer))
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.1, 0.0], total_steps=20)  # moves beta1, too
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.1, 0.0], total_steps=20)  # it changes beta1, too
         still = flat(module[2].parameters())
         losses = []
 
@@ -471,7 +471,7 @@ def test_S5_5_each_group_has_its_own_beta1() -> None:
             optimizer.step()
         m = torch.cat([optimizer.state[layer.weight]["exp_avg"] for layer in modules])
         expected = torch.tensor([[1.0] * 4, [0.19] * 4])  # 0.9 * 0.1 + 0.1
-        torch.testing.assert_close(m, expected, atol=0.81 / 255, rtol=0)  # two halves of a level
+        torch.testing.assert_close(m, expected, atol=0.81 / 255, rtol=0)  # half a level twice
 
     simulate(1, rank)
 
@@ -493,7 +493,7 @@ def test_16_bit_modules(dtype: torch.dtype) -> None:
 
 
 def test_S5_5_float16_weights_without_gradient_stay_in_the_compressed_phase() -> None:
-    """eps = 1e-8 is zero in float16: torch's Adam divides 0 by 0 there."""
+    """eps = 1e-8 is zero in float16, where torch's Adam divides 0 by 0."""
     parameter = nn.Parameter(torch.ones(3, dtype=torch.float16))
     optimizer = QAdamOptimizer([parameter], warmup_steps=2)
     optimizer.step_id = 1
@@ -570,7 +570,7 @@ def test_a_forgotten_model_and_its_optimizer_are_collected() -> None:
         bagua_ref.destroy_process_group()
 
 
-# The optimizer alone.
+# The optimizer alone
 
 
 def test_a_step_returns_what_its_closure_does() -> None:
@@ -699,7 +699,7 @@ def test_S1_float64_is_refused_when_wrapping() -> None:
     simulate(2, rank)
 
 
-# Real processes.
+# Real processes
 
 
 def train_across_the_boundary() -> list[torch.Tensor]:
@@ -714,7 +714,7 @@ def train_across_the_boundary() -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("nodes", [(2,), (1, 1)])
 def test_S5_5_gloo_equals_the_simulation_in_both_phases(nodes: tuple[int, ...]) -> None:
-    """The sum of two numbers has one order only, so that even the library's all-reduce gives the same bits."""
+    """The sum of two numbers has only one order, so even the library's all-reduce gives the same bits."""
     real = launch(train_across_the_boundary, 2, nodes=nodes)
     simulated = simulate(2, lambda r: train_across_the_boundary(), nodes=nodes)
     for result in [*real, *simulated]:

@@ -1,4 +1,4 @@
-"""A simulated rank's threads, locks, events, queues and clock."""
+"""Tests of a simulated rank's threads, locks, events, queues and clock."""
 
 from __future__ import annotations
 
@@ -288,7 +288,7 @@ def test_a_timeout_of_a_rank_fires_when_nobody_is_in_a_collective():
 
 
 def test_background_timeouts_are_intervals_and_let_time_pass():
-    """A thread that waits for an event or, at the latest, for its interval keeps the world going."""
+    """A thread that waits for an event with a timeout keeps the world running."""
 
     def program(comm):
         world, start = current_world(), current_world().event()
@@ -324,7 +324,7 @@ def test_a_real_lock_handed_over_just_as_the_time_runs_out_is_taken():
     waiter.start()
     while not lock._waiting:
         time.sleep(0.001)
-    with lock._mutex:  # a release that is under way
+    with lock._mutex:  # stands for a release in progress
         time.sleep(0.5)
         lock._waiting.pop(0).release()
     waiter.join()
@@ -335,7 +335,7 @@ def test_a_real_lock_is_not_released_while_a_waiter_is_giving_up():
     lock = RealWorld().lock()
     lock.acquire()
     releaser = threading.Thread(target=lock.release)
-    with lock._mutex:  # a waiter that takes itself off the list
+    with lock._mutex:  # stands for a waiter that removes itself from the list
         releaser.start()
         time.sleep(0.2)
         assert lock._held

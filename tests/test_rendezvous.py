@@ -1,4 +1,4 @@
-"""Ranks that meet in a store, whatever is in it already (S1)."""
+"""Tests of the rendezvous of ranks in a store that may hold earlier attempts' keys (S1)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bagua_ref.errors import CommunicationTimeoutError
 
 
 def meet_all(store, order, timeout=20.0, attempt=""):
-    """Let the ranks meet, each on a thread, started in this order; return what each gets, by rank."""
+    """Run the rendezvous, one thread per rank, started in this order; return each rank's result."""
     with ThreadPoolExecutor(len(order)) as pool:
         futures = {}
         for rank in order:
@@ -39,7 +39,7 @@ def test_each_meeting_has_a_name_of_its_own():
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)], ids=str)
 @pytest.mark.parametrize("died", [(0,), (1,), (1, 2), (0, 2), (0, 1, 2)], ids=str)
 def test_an_attempt_that_failed_does_no_harm(died, order):
-    """Only the ranks in ``died`` came to the first attempt, if not all of them did; none of their papers is taken for new."""
+    """Only the ranks in ``died`` came to the first attempt (or all did); their keys must not be taken for new ones."""
     store = dist.HashStore()
     if len(died) == 3:
         meet_all(store, died, attempt="old")

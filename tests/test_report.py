@@ -1,4 +1,4 @@
-"""The demo's page as phones and wide screens need it; what it says is tested in test_cli.py."""
+"""Tests of the demo page's layout on phones and wide screens; test_cli.py tests its content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The balanced samplers (S7): what they refuse, how they resume, and the command that shows what they do."""
+"""Tests of the balanced samplers: bad input, resuming, and the command that shows their batches (S7)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def take(iterable: Any, count: int) -> list[Any]:
     return [next(iterator) for _ in range(count)]
 
 
-# What is drawn.
+# Order of samples
 
 
 def test_an_example_by_hand() -> None:
@@ -144,7 +144,7 @@ def test_equal_complexities_warn_where_the_sampler_is_made() -> None:
         sampler_of(0, 2, [7, 8])
 
 
-# What is refused.
+# Bad input
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_epochs_that_no_generator_takes_are_refused_and_the_sampler_stays() -> N
     "form", [list, torch.tensor, lambda values: np.array(values, np.float32)], ids=["floats", "tensor", "array"]
 )
 def test_S7_2_the_noise_bound_is_computed_in_float64(form: Any) -> None:
-    """In float32 2^25 + 1 is 2^25, and randint below another bound draws other noise."""
+    """In float32, 2^25 + 1 rounds to 2^25, and randint with another bound draws other noise."""
     values = [0.0] * 5000 + [2.0**25]
 
     def order(bound: int) -> list[int]:
@@ -218,12 +218,12 @@ def test_S7_2_the_noise_bound_is_computed_in_float64(form: Any) -> None:
         return sorted(range(len(values)), key=lambda i: values[i] + noise[i])
 
     assert order(2**25 + 1) != order(2**25)
-    replicas = len(values)  # one chunk, which is the order
+    replicas = len(values)  # a single chunk, which is the order itself
     sampler = LoadBalancingDistributedSampler(values, None, replicas, 0, random_level=1.0, complexities=form(values))
     assert sampler.shuffle_chunks()[0] == [order(2**25 + 1)]
 
 
-# Who draws.
+# Random numbers
 
 
 def test_rank_and_size_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +256,7 @@ def test_rank_and_size_come_from_torch_where_only_torch_was_initialized(monkeypa
     assert LoadBalancingDistributedSampler(LENGTHS, abs, 5, 4).rank == 4
 
 
-# How it sorts, and what it keeps.
+# Sorting and caching
 
 
 class Counting(ReferenceBackend):
@@ -340,7 +340,7 @@ def test_a_sampler_tells_what_it_is() -> None:
     assert repr(batch_sampler).endswith("drop_last=False; epoch 0: 3 of 4 batches drawn)")
 
 
-# Epochs and places.
+# Epochs and resuming
 
 
 def test_epochs_differ_with_shuffle_only() -> None:
@@ -376,7 +376,7 @@ def test_a_place_counts_for_one_iterator() -> None:
     sampler = sampler_of()
     sampler.load_state_dict({**sampler.state_dict(), "samples": 6})
     assert len(sampler) == 8
-    iter(sampler)  # never used, as a DataLoader with workers leaves one
+    iter(sampler)  # unused, as a DataLoader with workers leaves one
     assert len(list(sampler)) == 2
     assert len(list(sampler)) == 8
 
@@ -495,7 +495,7 @@ def test_a_state_of_something_else_is_refused() -> None:
         batches_of().state_dict(batches=5)
 
 
-# In a DataLoader.
+# In a DataLoader
 
 
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
@@ -534,11 +534,11 @@ def test_the_loop_of_the_original_works() -> None:
         assert sum(map(len, loader)) == 8
 
 
-# Batches.
+# Batches
 
 
 def uneven(indices: list[int]) -> list[list[int]]:
-    """As many batches as the first index says."""
+    """Yields as many batches as the first index says."""
     return [indices[place :: indices[0] + 1] for place in range(min(len(indices), indices[0] + 1))]
 
 
@@ -610,7 +610,7 @@ def test_batches_of_another_batch_fn_are_refused() -> None:
     assert len(list(other)) == 1
 
 
-# bagua-ref balance.
+# bagua-ref balance
 
 
 @pytest.fixture
@@ -690,7 +690,7 @@ def test_balance_says_what_to_install(
     command = ["balance", "--lengths", str(lengths_file), "--replicas", "2", "--output", str(tmp_path / "work.png")]
     assert main(command) == 2
     assert capsys.readouterr().err.endswith(f"needs {missing}; install with: {install_command('demo')}\n")
-    with pytest.raises(SystemExit):  # what is wrong with the arguments is said first
+    with pytest.raises(SystemExit):  # bad arguments are reported first
         main([*command, "--random-level", "2"])
     assert "random_level=2.0" in capsys.readouterr().err
 
@@ -732,7 +732,7 @@ def test_many_replicas_are_a_range_and_the_picture_has_both_panels() -> None:
     assert panels[0].get_ylim() == panels[1].get_ylim()
 
 
-# The example.
+# The example
 
 
 def load_example() -> Any:

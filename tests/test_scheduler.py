@@ -1,4 +1,4 @@
-"""Nothing in a simulated world hangs or leaks: deadlocks, errors, interrupts and threads that outlive their rank."""
+"""Tests that nothing in a simulated world hangs or leaks: deadlocks, errors, interrupts, threads that outlive their rank."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ class WithFinalizer:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_run_that_ends_within_a_finalizer_ends_silently(seed):
-    """pytest turns what a finalizer raises into an error."""
+    """pytest turns exceptions in finalizers into errors."""
 
     def program(comm):
         if comm.rank() == 1:

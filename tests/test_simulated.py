@@ -1,4 +1,4 @@
-"""The simulated communicator and transport: disagreement, messages, groups, timeouts, abort."""
+"""Tests of the simulated communicator and transport: disagreement, messages, groups, timeouts, abort."""
 
 from __future__ import annotations
 

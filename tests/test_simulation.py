@@ -1,4 +1,4 @@
-"""The simulated world: who a rank is, one interleaving per seed, nothing shared that processes would not share."""
+"""Tests of the simulated world: ranks, one interleaving per seed, no state shared that processes would not share."""
 
 from __future__ import annotations
 

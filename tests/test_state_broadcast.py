@@ -1,4 +1,4 @@
-"""Wrapping gives every rank the first one's state, of any torch optimizer, to the last bit (S5)."""
+"""Tests of wrapping: every rank gets rank 0's state, of any torch optimizer, to the bit (S5)."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def simulate(ranks: int, function: Any) -> list[Any]:
 
 def network(rank: int, dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(rank)
-    # Muon takes matrices only.
+    # Muon accepts matrices only.
     return nn.Sequential(nn.Linear(4, 3, bias=False), nn.Tanh(), nn.Linear(3, 2, bias=False)).to(dtype)
 
 
 def step(module: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
-    """Step with gradients drawn from ``seed``, as no rank's backward would make them."""
+    """Step with gradients drawn from ``seed``, which no rank's backward would produce."""
     generator = torch.Generator().manual_seed(seed)
 
     def closure() -> torch.Tensor:
@@ -71,7 +71,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def plain(value: Any) -> Any:
-    """Return ``value`` with tensors as something that compares by bits and dtype."""
+    """Return ``value`` with tensors replaced by objects that compare bits and dtype."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype), value.dtype, tuple(value.shape), value.double().tolist()
     if isinstance(value, dict):
@@ -85,7 +85,7 @@ def assert_all_alike(results: list[Any]) -> None:
 
 
 def check(name: str, options: dict[str, Any], dtype: torch.dtype, tensor_lr: bool = False) -> list[Any]:
-    """Let ranks that have lived differently wrap; return what each has after two more steps with equal gradients."""
+    """Wrap on ranks with different histories; return each rank's state after two more steps with equal gradients."""
 
     def rank(r: int) -> Any:
         module = network(r, dtype)
@@ -95,7 +95,7 @@ def check(name: str, options: dict[str, Any], dtype: torch.dtype, tensor_lr: boo
             step(module, optimizer, seed=10 * r + s)
         module.zero_grad()
         module.with_bagua([optimizer], GradientAllReduceAlgorithm())
-        # What load_state_dict adds to the defaults, torch's constructor would have.
+        # load_state_dict adds this default, as torch's constructor would have.
         defaults = {name: value for name, value in optimizer.defaults.items() if name != "differentiable"}
         right_after = plain((optimizer.state_dict(), defaults, list(module.parameters())))
         for s in range(2):
@@ -121,7 +121,7 @@ def test_S5_a_tensor_learning_rate_is_broadcast_into_the_users_own_tensor(name: 
         lr = torch.tensor(0.5 + r)
         optimizer = getattr(torch.optim, name)(module.parameters(), lr=lr, foreach=False)
         module.with_bagua([optimizer], GradientAllReduceAlgorithm())
-        lr.mul_(2)  # as a schedule of the user's does
+        lr.mul_(2)  # as a user's schedule does
         return optimizer.param_groups[0]["lr"].item(), optimizer.defaults["lr"].item(), optimizer.param_groups[0]["lr"] is lr
 
     assert simulate(3, rank) == [(1.0, 1.0, True)] * 3
@@ -160,7 +160,7 @@ def test_S5_groups_added_before_and_after_wrapping_have_the_first_ranks_options(
 
 def test_S5_state_of_an_optimizer_that_torch_does_not_know() -> None:
     class Odd(torch.optim.Optimizer):
-        """Keeps a float32 master copy, a name, a history and nothing for other parameters."""
+        """Keeps a float32 master copy, a name and a history, and nothing for some parameters."""
 
         def __init__(self, parameters: Any, lr: float) -> None:
             super().__init__(parameters, {"lr": lr})

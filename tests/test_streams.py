@@ -1,4 +1,4 @@
-"""What waits for what on a device that queues its work, told by stand-ins for streams that remember what came before (S2.5)."""
+"""Tests of synchronization on devices that queue work, with stand-in streams that record what was queued before (S2.5)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 class Stream:
-    """Knows what is done before anything that is queued on it next."""
+    """A stream that knows what precedes the next work queued on it."""
 
     def __init__(self, name: str) -> None:
         self.name, self.before = name, frozenset()
@@ -36,7 +36,7 @@ class Stream:
 
 
 class Streams:
-    """In place of `bagua_ref.streams`: every thread begins on the default stream, an event is what was queued before it."""
+    """Stand-in for `bagua_ref.streams`: threads begin on the default stream; an event is what was queued before it."""
 
     def __init__(self) -> None:
         self.default = Stream("default")
@@ -150,7 +150,7 @@ def test_S3_6_a_round_that_takes_back_what_training_has_dropped_waits_for_traini
     lock, side = WeightLock(RealWorld(), CPU), Stream("side")
     lock.hold()
     fakes.default.queue("forward")
-    lock.on_wait = lock.release  # on the round's thread, whose current stream is another one
+    lock.on_wait = lock.release  # runs on the round's thread, whose current stream differs
     with fakes.use_stream(side, CPU):
         lock.take_for_round()
     assert "forward" in side.before
@@ -196,7 +196,7 @@ def test_a_side_stream_waits_for_an_event_and_is_waited_for():
 
 @pytest.fixture
 def watches_end(no_thread_is_left: None) -> Any:
-    """Wait for a watch to see, at its next look, that nothing is under way any more."""
+    """Wait for the watch to end, at its next look, as no work is left."""
     yield
     wait_until(lambda: not any(thread.name == "bagua_ref watch of collectives" for thread in threading.enumerate()))
 
@@ -209,7 +209,7 @@ class Work:
         return self.completed
 
     def wait(self) -> None:
-        """Over NCCL: the current stream waits."""
+        """Over NCCL the current stream waits, not the host."""
 
 
 def wait_until(condition: Any) -> None:
@@ -235,7 +235,7 @@ def test_S2_5_what_is_done_in_time_is_not_given_up_and_what_is_not_is_once():
 
 
 @pytest.mark.usefixtures("watches_end")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the thread's death is what is meant
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the thread is meant to die
 def test_S2_5_work_that_fails_is_given_up_and_a_watch_that_died_of_giving_up_is_begun_anew():
     class Failed(Work):
         def is_completed(self) -> bool:

@@ -1,4 +1,4 @@
-"""Proxy and effective tensors (S1) and the helpers on lists of tensors (S2.3)."""
+"""Tests of proxy and effective tensors (S1) and of the helpers for lists of tensors (S2.3)."""
 
 from __future__ import annotations
 

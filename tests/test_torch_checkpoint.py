@@ -1,4 +1,4 @@
-"""Resuming through torch.distributed.checkpoint, in any order of wrapping and loading (S5)."""
+"""Tests of resuming through torch.distributed.checkpoint, with any order of wrapping and loading (S5)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ALGORITHMS = ("gradient_allreduce", "bytegrad", "decentralized", "low_precision_
 
 
 class Training:
-    """A model in training on this rank, wrapped when asked to."""
+    """A model in training on this rank, optionally wrapped."""
 
     def __init__(self, algorithm: str, optimizer: str) -> None:
         torch.manual_seed(bagua_ref.get_rank())
@@ -55,7 +55,7 @@ class Training:
     def state(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.plain, self.optimizer)
         own = {"model": model, "optimizer": optimizer}
-        return {f"rank{bagua_ref.get_rank()}": own}  # weights differ between ranks in some algorithms
+        return {f"rank{bagua_ref.get_rank()}": own}  # with some algorithms, weights differ between ranks
 
     def load(self, path: str) -> None:
         state = self.state()
@@ -83,7 +83,7 @@ def _resume(algorithm: str, optimizer: str, wrapper: bool, path: str) -> None:
             resumed.load(path)
             resumed.wrap(wrapper)
             if algorithm in ("decentralized", "low_precision_decentralized"):
-                resumed.load(path)  # wrapping has given every rank the first one's weights
+                resumed.load(path)  # wrapping gave every rank rank 0's weights
         resumed.module.bagua_algorithm.load_state_dict(own_state)
         resumed.train(range(4, 8))
         assert torch.equal(resumed.weights(), whole.weights()), (wrap_first, resumed.weights() - whole.weights())
@@ -112,7 +112,7 @@ def _look_at_state_on_one_rank(algorithm: str, optimizer: str) -> tuple[torch.Te
     training = Training(algorithm, optimizer)
     training.wrap(False)
     for turn in range(3):
-        if bagua_ref.get_rank() == 0:  # torch makes missing state by a step with lr=0
+        if bagua_ref.get_rank() == 0:  # torch creates missing state by a step with lr=0
             training.optimizer.zero_grad()
             get_optimizer_state_dict(training.module, training.optimizer)
         training.train(range(turn, turn + 1))

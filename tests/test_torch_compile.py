@@ -1,4 +1,4 @@
-"""torch.compile and torch.jit: importing leaves every module as it was, and compiled modules train as others do."""
+"""Tests of torch.compile and torch.jit: importing changes no module, and compiled modules train like others."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ FORMS = (_after, _before, _method_after, _method_before, _method_inside, _contai
 
 
 def _train(algorithm: str, form: Any, fullgraph: bool, backend: Any = "eager") -> tuple[list[torch.Tensor], int]:
-    """Return the weights after six steps, and how many training forwards were counted."""
+    """Return the weights after six steps, and the number of training forwards counted."""
     torch._dynamo.reset()
     module = Net()
     if algorithm == "qadam":
@@ -155,7 +155,7 @@ def _train_all_forms(algorithm: str) -> None:
         for fullgraph in (form is not _container, False) if algorithm == "gradient_allreduce" else (form is not _container,):
             weights, steps = _train(algorithm, form, fullgraph)
             assert steps == 6, (form, fullgraph, steps)
-            if algorithm != "async":  # when its rounds happen is a matter of time
+            if algorithm != "async":  # its rounds depend on timing
                 for mine, theirs in zip(weights, expected, strict=True):
                     assert torch.equal(mine, theirs), (form, fullgraph)
 
@@ -170,7 +170,7 @@ def test_compiled_modules_train_bit_for_bit_as_others(algorithm: str) -> None:
 
 
 def _count_breaks(wrap: Callable[[nn.Module], nn.Module]) -> dict[tuple[str, str, bool], int | None]:
-    """Return the graph breaks of each way to compile; None: it cannot be compiled so."""
+    """Return the graph breaks for each way to compile; None where it cannot be compiled."""
     found: dict[tuple[str, str, bool], int | None] = {}
     for form in FORMS:
         for make in (Net, sequential):

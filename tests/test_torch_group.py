@@ -1,4 +1,4 @@
-"""Communicators under judgement: process groups of torch over real threads, and scripts that show what is wrong with one."""
+"""Tests of conformance checks on communicators: torch's process groups over real threads, and scripts that show a fault."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bagua_ref.types import ReduceOp
 
 
 class Forgetful(dist.ProcessGroupGloo):
-    """Takes rank 0 for the source of every broadcast."""
+    """Broadcasts always from rank 0."""
 
     def broadcast(self, tensor, src):
         return super().broadcast(tensor, 0)
@@ -30,7 +30,7 @@ forgetful.real_threads = True
 
 
 class Careless:
-    """Wraps the simulated world's communicator and gets one thing after the other wrong."""
+    """Wrap the simulated world's communicator with one fault."""
 
     def __init__(self, inner: SimulatedCommunicator) -> None:
         self._inner, self._seen = inner, []
@@ -63,7 +63,7 @@ class Careless:
     def alltoall(self, send_tensor, recv_tensor):
         self._inner.alltoall(send_tensor, recv_tensor)
         if len(self._seen) % 2 and recv_tensor.numel():
-            recv_tensor.view(-1)[0] = 0  # every other time
+            recv_tensor.view(-1)[0] = 0  # every second time
         self._seen.append(recv_tensor)
 
     def allreduce_inplace(self, tensor, op):
@@ -123,14 +123,14 @@ def test_S3_9_every_failure_of_a_communicator_comes_with_a_script_that_shows_it(
 
 
 class OnAnObject:
-    """Has a method for a factory."""
+    """Has a method as its factory."""
 
     def communicator(self, world):
         return Careless(world.transport)
 
 
 class WithoutAName:
-    """Has a factory that no import finds."""
+    """Has a factory that cannot be imported."""
 
     communicator = staticmethod(lambda world: Careless(world.transport))
 

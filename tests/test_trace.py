@@ -1,4 +1,4 @@
-"""Traces of whole trainings: right ones pass, altered and wrong ones are found at the very place (S3.1 to S3.6, S5)."""
+"""Tests of traces of whole trainings: correct ones pass, faults are located exactly (S3.1 to S3.6, S5)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ GLOO = [
 def test_our_training_over_gloo_does_not_diverge(tmp_path: Path) -> None:
     launch(train_each, 2, tmp_path, GLOO)
     for folder, name, _ in GLOO:
-        report = check_trace(tmp_path / folder)  # the trace says which algorithm it is of, and with which options
+        report = check_trace(tmp_path / folder)  # the trace says which algorithm and options it is of
         assert report.algorithm == name
         assert report.passed, f"{folder}: {report}"
         assert not report.not_checked
@@ -88,7 +88,7 @@ def test_torchs_ddp_with_its_fp16_hook_diverges_by_rounding_to_float16(tmp_path:
     assert not report.passed
     assert report.first is not None
     assert (report.first.step, report.first.rank, report.first.bucket) == (0, 0, "0")
-    assert 1 < report.first.ulps < 2**14  # float16 has 13 bits less
+    assert 1 < report.first.ulps < 2**14  # float16 has 13 bits fewer
     ((kind, count),) = report.kinds.items()
     assert kind.startswith("as if rounded to float16: all values are numbers of float16")
     assert count == len(report.executions) >= 4
@@ -149,7 +149,7 @@ def test_the_example_records_torchs_ddp(tmp_path: Path) -> None:
 
 
 def simulate_once(tmp_path: Path) -> Tensor:
-    """Return what the first step gives where nothing is planted."""
+    """Return the first step's result without a planted fault."""
     simulate(tmp_path / "right", "bytegrad", FLAT, (4,), steps=1)
     return read_trace(tmp_path / "right")[0].records(0)["0"].outputs["x"]
 
@@ -165,12 +165,12 @@ def test_a_peer_formula_that_is_off_by_one_at_odd_steps_is_found(tmp_path: Path,
     report = check_trace(tmp_path)
     assert report.first is not None
     assert (report.first.step, report.first.rank, report.first.element) == (1, 0, 0)
-    # At step 1 rank 0 must meet 4, and meets 5.
+    # At step 1 rank 0 must meet rank 4, but meets rank 5.
     assert report.kinds == {"as if rank 0 had averaged with rank 5, which is not its peer now": 1}
 
 
 class ForgetfulRing(LowPrecisionDecentralized):
-    """Its left replica is not kept."""
+    """Does not keep its left replica."""
 
     def __call__(self, x: Tensor) -> None:
         left = self.left_peer_weight.clone()
@@ -235,7 +235,7 @@ def test_one_ulp_in_one_output_is_found_at_its_place(
     assert (found.rank, found.step, found.bucket, found.element, found.ulps) == (rank, step, "0", element, 1)
     wrong = [execution for execution in report.executions if any(execution.wrong)]
     assert sum(wrong[0].wrong) == 1
-    # A ring's results are also its next step's replicas; elsewhere nothing else is touched.
+    # A ring's results are also its next step's replicas; elsewhere only the result changes.
     assert {execution.step for execution in wrong} <= ({step, step + 1} if "low" in name else {step})
     if "low" not in name:
         assert report.diverging == 1
@@ -255,7 +255,7 @@ def test_a_sum_may_differ_in_the_last_bit_but_not_by_more(tmp_path: Path, name: 
 def test_a_wrong_peer_is_named(tmp_path: Path) -> None:
     simulate(tmp_path, "decentralized", SHIFT_ONE, (4,))
     xs = [rank.records(2)["0"].inputs["x"] for rank in read_trace(tmp_path)]
-    # At step 2 rank 1 meets rank 3, as at step 0; it takes rank 2's instead.
+    # At step 2 rank 1 meets rank 3, as at step 0; the altered trace has rank 2 instead.
     alter(tmp_path, 1, 2, lambda x: x.copy_((xs[2] + xs[1]) / 2))
     report = check_trace(tmp_path)
     assert report.first is not None
@@ -338,7 +338,7 @@ def test_qadams_update_of_the_momentum_is_checked_where_it_is_recorded(tmp_path:
     assert [any(execution.wrong) for execution in report.executions] == [False, True]
 
 
-# What is recorded, and when recording stops
+# Recording, and its end
 
 
 def test_sampled_steps_and_buckets_can_all_be_replayed(tmp_path: Path) -> None:
@@ -415,14 +415,14 @@ def test_an_operation_that_is_none_of_ours_runs_and_is_not_recorded(tmp_path: Pa
 
 
 def test_a_crash_leaves_all_whole_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(current_world(), "observers", ())  # restored afterwards, as nobody leaves the recorder
+    monkeypatch.setattr(current_world(), "observers", ())  # restored later, as the recorder is never left
     recorder = Recorder(tmp_path, rank=0, world_size=1)
     recorder.__enter__()
     for _ in range(3):
         recorder.before_op("0", torch.ones(2))
         recorder.after_op("0", torch.ones(2))
         recorder.step()
-    recorder.before_op("0", torch.ones(2))  # and no more: the process is gone
+    recorder.before_op("0", torch.ones(2))  # the last record: the process dies here
     (tmp_path / "rank0" / "00000003.safetensors.partial").write_bytes(b"half a fi")
     with (tmp_path / "rank0" / "steps.jsonl").open("a") as index:
         index.write('{"step": 3, "file": "00000')
@@ -443,13 +443,13 @@ def test_an_exception_drops_the_step_that_is_not_whole(tmp_path: Path) -> None:
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    assert sorted(read_trace(tmp_path)[0].steps) == [0, 1]  # without step(): a bucket that comes again begins one
+    assert sorted(read_trace(tmp_path)[0].steps) == [0, 1]  # without step(): a bucket that comes again begins a new step
 
 
 def test_a_bucket_that_comes_late_is_in_its_step(tmp_path: Path) -> None:
     with Recorder(tmp_path, rank=0, world_size=1) as recorder:
         for step in range(4):
-            for bucket in (0, 1) if step % 2 == 0 else (0,):  # step 2's bucket 1 is none of the step before
+            for bucket in (0, 1) if step % 2 == 0 else (0,):  # bucket 1 is in every second step only
                 recorder.before_op(bucket, torch.ones(2))
                 recorder.after_op(bucket, torch.ones(2))
             recorder.step()
@@ -579,7 +579,7 @@ def test_a_trace_of_a_group_that_is_not_all_ranks_says_what_to_do(tmp_path: Path
     with pytest.raises(TraceError, match="no step was recorded by all ranks"):
         check_trace(tmp_path / "a", "bytegrad")
     assert check_trace(tmp_path / "b").passed
-    for number, other in ((0, 1), (2, 3)):  # as if these had recorded something, too
+    for number, other in ((0, 1), (2, 3)):  # as if these ranks had recorded something, too
         shutil.rmtree(tmp_path / "a" / f"rank{number}")
         shutil.copytree(tmp_path / "a" / f"rank{other}", tmp_path / "a" / f"rank{number}")
         manifest = tmp_path / "a" / f"rank{number}" / "manifest.json"
@@ -740,7 +740,7 @@ def test_trace_show_says_what_was_recorded(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_the_picture_of_a_long_trace_with_infinite_errors_can_be_drawn(tmp_path: Path) -> None:
-    if "CI" not in os.environ:  # there it must be
+    if "CI" not in os.environ:  # CI must have it
         pytest.importorskip("matplotlib")
     from bagua_ref.conformance.trace.plot import draw_errors
     from bagua_ref.conformance.trace.report import Divergence, Execution, TraceReport

@@ -1,4 +1,4 @@
-"""Training through with_bagua, in the simulated world: hooks, buckets and what users do to models (S2.1, S2.5, S5)."""
+"""Tests of training through with_bagua in the simulated world: hooks, buckets, changes to models (S2.1, S2.5, S5)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps:
 
 
 def by_hand(ranks: int, steps: int) -> torch.Tensor:
-    """The weights after data-parallel SGD with momentum, with one model and the mean of the ranks' gradients."""
+    """Return the weights after data-parallel SGD with momentum, computed with one model and the mean of the ranks' gradients."""
     module = network()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     for step in range(steps):
@@ -67,7 +67,7 @@ def by_hand(ranks: int, steps: int) -> torch.Tensor:
 @pytest.mark.parametrize("hierarchical", [True, False])
 def test_S5_1_gradient_allreduce_is_large_batch_training(hierarchical: bool, do_flatten: bool, set_to_none: bool) -> None:
     def rank(r: int) -> torch.Tensor:
-        module = network(seed=r)  # wrapping broadcasts the first rank's
+        module = network(seed=r)  # wrapping broadcasts rank 0's weights
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
         wrapped = module.with_bagua([optimizer], GradientAllReduceAlgorithm(hierarchical=hierarchical), do_flatten=do_flatten)
         assert wrapped is module
@@ -166,7 +166,7 @@ def test_S5_hooks_are_called_in_order_and_only_in_training() -> None:
 
 def test_S5_a_custom_algorithm_written_as_a_user_would() -> None:
     class SignSum(AlgorithmImpl):
-        """Majority vote: what is communicated is the gradient's sign."""
+        """Majority vote: communicates the gradient's sign."""
 
         def init_operations(self, ctx: Any, bucket: BaguaBucket) -> None:
             def to_sign(name: str) -> None:
@@ -438,13 +438,13 @@ def test_S2_4_a_layer_in_two_reentrant_checkpoints_is_an_error_once_its_bucket_h
             return checkpoint(self.layer, x, use_reentrant=True)
 
     def rank(r: int) -> None:
-        module = Twice()  # one bucket: still open when the layer fires again, as the first layer comes last
+        module = Twice()  # One bucket, still open when the layer fires again, as the first layer comes last.
         module.with_bagua([], GradientAllReduceAlgorithm())
         module(torch.randn(2, 4)).sum().backward()
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", "1")
             module.with_bagua([], GradientAllReduceAlgorithm())
-        # The order of registration is first.bias, first.weight, layer.bias, layer.weight: the layer's buckets wait.
+        # Buckets are registered as first.bias, first.weight, layer.bias, layer.weight: the layer's must wait.
         module(torch.randn(2, 4)).sum().backward()
 
     simulate(1, rank)

@@ -1,4 +1,4 @@
-"""Golden vectors: the committed ones are what is exported, every kind of wrong output is told, and the C client passes."""
+"""Tests of golden vectors: the committed files equal a fresh export, wrong outputs are detected, and the C client passes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def cases_of(manifest: dict[str, Any], operation: str) -> list[dict[str, Any]]:
     return found
 
 
-# What is committed.
+# Committed files
 
 
 def test_a_fresh_export_is_what_is_committed(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_S5_5_the_frozen_step_is_that_of_the_optimizer(manifest: dict[str, Any],
     ids=lambda value: str(len(value)) if isinstance(value, bytes) else "",
 )
 def test_S8_1_the_hash_is_xxh64_with_seed_0(key: bytes, digest: int) -> None:
-    """Published test vectors of every length that the algorithm treats in its own way."""
+    """Published test vectors for every length that the algorithm treats separately."""
     assert xxhash.xxh64_intdigest(key) == digest
 
 
@@ -193,7 +193,7 @@ def test_numbers_are_those_of_version_1() -> None:
     assert [x.view(torch.int32).tolist() for x in drawn] == pinned
 
 
-# Verdicts.
+# Verdicts
 
 CASE = "kernels/add/float32/plain:x"
 CODEC = "codec/compress_minmax_uint8/float32/edges-nan-first:payload"
@@ -203,7 +203,7 @@ SPECIAL, ZEROS = "kernels/add/float32/special:x", "kernels/add/float32/zeros:x"
 
 @pytest.fixture(scope="module")
 def some(manifest: dict[str, Any], tensors: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder of vectors with few cases of each operation and dtype, which are checked at once."""
+    """Return a folder with a few vectors of each operation and dtype, which are checked quickly."""
     folder = tmp_path_factory.mktemp("some")
     count: Counter[tuple[str, str]] = Counter()
     chosen, wanted = [], {name.partition(":")[0] for name in (CASE, CODEC, MEAN, SPECIAL, ZEROS)}
@@ -224,7 +224,7 @@ def some(manifest: dict[str, Any], tensors: Any, tmp_path_factory: pytest.TempPa
 
 @pytest.fixture
 def outputs(tmp_path: Path, some: Path) -> Path:
-    """Return a folder of right outputs for some cases."""
+    """Return a folder of correct outputs for some cases."""
     folder = tmp_path / "outputs"
     folder.mkdir()
     for path in some.glob("*.expected.safetensors"):
@@ -234,7 +234,7 @@ def outputs(tmp_path: Path, some: Path) -> Path:
 
 @pytest.fixture
 def check(capsys: pytest.CaptureFixture[str], some: Path, outputs: Path) -> Callable[..., tuple[int, str]]:
-    """Return a function that checks outputs against vectors and returns exit code and what was printed."""
+    """Return a function that checks outputs against vectors and returns the exit code and the printed text."""
 
     def run(*more: str, outputs: Path = outputs, vectors: Path = some) -> tuple[int, str]:
         try:
@@ -248,7 +248,7 @@ def check(capsys: pytest.CaptureFixture[str], some: Path, outputs: Path) -> Call
 
 
 def change(outputs: Path, suite: str, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    """Edit one file of outputs, with the library that others use."""
+    """Edit one file of outputs with the safetensors package."""
     path = outputs / f"{suite}.expected.safetensors"
     found = load_file(path)
     edit(found)
@@ -279,7 +279,7 @@ def test_right_outputs_pass(check: Any, tmp_path: Path, manifest: dict[str, Any]
         ("kernels", lambda t: t.update({CASE + "x": t.pop(CASE)}), "extra: no case has such an output"),
         ("peers", lambda t: t.update({CASE: torch.zeros(33)}), f"{CASE}: given twice: it is also in kernels.expected"),
         ("codec", lambda t: t[CODEC][2].fill_(0xC1), "S4.4 codec/compress_minmax_uint8/float32/edges-nan-first [poison]: payload"),
-        ("codec", lambda t: t[CODEC][63].fill_(1), "1 of 64 elements differ"),  # the padding behind the levels
+        ("codec", lambda t: t[CODEC][63].fill_(1), "1 of 64 elements differ"),  # the padding after the levels
     ],
     ids=["value", "missing", "dtype", "shape", "nan", "extra", "renamed", "twice", "nan bits of a header", "padding"],
 )
@@ -357,7 +357,7 @@ def test_a_selection_asks_for_its_cases_only(check: Any, outputs: Path) -> None:
 
 @pytest.fixture
 def vectors(tmp_path: Path, some: Path) -> Path:
-    """Return a copy of some vectors that may be damaged."""
+    """Return a copy of some vectors that a test may damage."""
     return Path(shutil.copytree(some, tmp_path / "vectors"))
 
 
@@ -440,11 +440,11 @@ def test_export_leaves_other_files_alone(capsys: pytest.CaptureFixture[str], tmp
     assert main(["vectors", "export", str(tmp_path / "mine")]) == 2
 
 
-# Tolerances.
+# Tolerances
 
 
 def moved(x: torch.Tensor, steps: int) -> torch.Tensor:
-    """Return positive numbers moved by so many steps between neighbours."""
+    """Return positive numbers moved by the given number of steps between neighbouring floats."""
     return (x.view(torch.int32 if x.dtype is torch.float32 else torch.int64) + steps).view(x.dtype)
 
 
@@ -474,7 +474,7 @@ def test_the_sign_of_a_zero_counts_and_the_bits_of_a_nan_do_not(check: Any, outp
     assert check()[0] == 1
 
 
-# Files.
+# Files
 
 
 def test_what_the_library_writes_is_read(tmp_path: Path) -> None:
@@ -536,7 +536,7 @@ def test_a_malformed_file_is_refused(tmp_path: Path, data: bytes) -> None:
         read_safetensors(tmp_path / "x.safetensors")
 
 
-# The client in C.
+# The C client
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Kernels called from many threads at once."""
+"""Kernel calls from many threads at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def assert_right_on_threads(work: Callable[[int], Tensor], expected: Sequence[Tensor], rounds: int) -> None:
-    """Raise AssertionError unless ``work(i)`` is ``expected[i]`` in each round, each ``i`` in a thread of its own."""
+    """Raise AssertionError unless ``work(i)`` is ``expected[i]`` in every round, with one thread per ``i``."""
     wrong: list[int] = []
 
     def run(index: int) -> None:

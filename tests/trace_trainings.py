@@ -1,4 +1,4 @@
-"""Trainings that tests record: ours with every algorithm, and somebody else's through three calls."""
+"""Trainings that tests record: ours with every algorithm, and an outside one through three calls."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def train(
     dtype: torch.dtype = torch.float32,
     **recording: Any,
 ) -> Recorder:
-    """Train with algorithm ``name`` on the calling rank, recorded; the world exists."""
+    """Train with algorithm ``name`` on the calling rank while recording; the world exists already."""
     model = network().to(dtype)
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if name == "qadam":
@@ -69,7 +69,7 @@ def simulate(directory: Path, name: str, options: dict[str, Any], nodes: tuple[i
 
 
 def train_and_die(directory: Path) -> None:
-    """Train on real processes until rank 1 is gone, in the middle of its third step; rank 0's next exchange then fails."""
+    """Train on real processes until rank 1 exits during its third step; rank 0's next exchange then fails."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.with_bagua([optimizer], Algorithm.init("bytegrad", hierarchical=False), timeout=5)
@@ -88,14 +88,14 @@ def train_each(directory: Path, cases: list[tuple[str, str, dict[str, Any]]]) ->
 
 
 def train_torchs_ddp(directory: Path, compress: bool) -> None:
-    """Train with torch's own DistributedDataParallel, recorded around its communication hook."""
+    """Train with torch's DistributedDataParallel, recorded around its communication hook."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 
     hook = fp16_compress_hook if compress else allreduce_hook
     model = nn.parallel.DistributedDataParallel(network())
     with Recorder(directory) as recorder:
 
-        def recorded(state, bucket):  # torch looks at annotations, which are strings here
+        def recorded(state, bucket):  # torch inspects annotations, which are strings in this file
             recorder.before_op(bucket.index(), bucket.buffer())
 
             def ended(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""The CUDA sources on a CPU: compiled by g++ against a header of ours and run thread by thread, under the launcher's plans.
+"""Emulation of CUDA on a CPU: the sources compiled by g++ against our own header and run thread by thread.
 
-``emulation.h`` is what the sources see of CUDA, ``runtime.cpp`` runs grids, ``build`` compiles, ``backend`` is the kernel
-backend ``cuda-emulated``, ``replay`` runs recorded launches in a program of their own, which the sanitizers need.
-What this cannot show: speed, what the real compiler makes of the sources, and whether a card orders memory otherwise.
+``emulation.h`` stands in for CUDA's headers, ``runtime.cpp`` runs grids, ``build`` compiles, ``backend`` is the kernel backend
+``cuda-emulated``, and ``replay`` runs recorded launches in a separate program, which the sanitizers need.
+The emulation does not show speed, the real compiler's output, or a card's ordering of memory.
 """

@@ -13,7 +13,7 @@ from bagua_ref.backends.cuda.launch import Card, Launch, Plan, pack
 
 
 class Emulator:
-    """A library that `build` has made, loaded."""
+    """A loaded library that `build` has made."""
 
     def __init__(self, path) -> None:
         self._run = ctypes.CDLL(str(path)).emulation_run
@@ -23,14 +23,14 @@ class Emulator:
         ]  # fmt: skip
 
     def run(self, launch: Launch, workspace: int = 0, order: int = 0, blocks: range | None = None) -> None:
-        """Run a launch, or some blocks of it; ``order`` of the threads: 0 as numbered, 1 backwards, else shuffled by it."""
+        """Run a launch, or some of its blocks; ``order`` of the threads: 0 as numbered, 1 reversed, else the seed of a shuffle."""
         arguments, _values = pack(launch, workspace)
         self.run_packed(launch.kernel, launch.grid, launch.block, launch.shared, ctypes.addressof(arguments), order, blocks)
 
     def run_packed(
         self, kernel: str, grid: int, block: int, shared: int, arguments: int, order: int = 0, blocks: range | None = None
     ) -> None:
-        """Run a kernel on the addresses of its arguments, as a CUDA driver takes them."""
+        """Run a kernel on the addresses of its arguments, which is how a CUDA driver takes them."""
         some = blocks or range(grid)
         error = ctypes.create_string_buffer(1000)
         if self._run(kernel.encode(), some.start, some.stop, grid, block, shared, arguments, order, error, len(error)):
@@ -39,15 +39,15 @@ class Emulator:
 
 @functools.cache
 def emulator() -> Emulator:
-    """Compile the kernels where that has not been done, and load them."""
+    """Compile the kernels unless that has been done, and load them."""
     return Emulator(build.library())
 
 
 class EmulatedBackend(PlannedBackend):
-    """What the CUDA backend computes, without CUDA: slow, and equal to the bit.
+    """The CUDA backend without CUDA: slow, and equal to the bit.
 
     Args:
-        multiprocessors: of the card that it pretends to be; few, so that blocks have more than one thing to do.
+        multiprocessors: of the emulated card; few, so that each block has several pieces of work.
         order: of the threads of a block.
     """
 
@@ -55,7 +55,7 @@ class EmulatedBackend(PlannedBackend):
     device_types = ("cpu",)
 
     def __init__(self, multiprocessors: int = 2, order: int = 0) -> None:
-        emulator()  # compiled now, as the first call of a kernel may have a time limit
+        emulator()  # compile now, as the first call of a kernel may have a time limit
         self.card, self.order = Card(multiprocessors), order
 
     @classmethod
@@ -66,7 +66,7 @@ class EmulatedBackend(PlannedBackend):
         return self.card
 
     def _submit(self, plan: Plan, device: torch.device) -> None:
-        # Of any content; float2 wants 8 bytes, which torch's memory has.
+        # Uninitialized; float2 needs an alignment of 8 bytes, which torch's memory has.
         workspace = torch.full((plan.workspace,), 0xA5, dtype=torch.uint8)
         for launch in plan.launches:
             emulator().run(launch, workspace.data_ptr(), self.order)

@@ -1,4 +1,4 @@
-"""Compile the CUDA sources for the emulation, once: the result lies in a cache folder under a name made of all that it is of."""
+"""Cached compilation of the CUDA sources for the emulation, in files named by a hash of all inputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FLAGS = ("-std=c++17", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-g
 
 
 def compiler() -> str | None:
-    """Return the compiler, None where there is none."""
+    """Return the compiler, or None without one."""
     return shutil.which(os.environ.get("CXX", "g++"))
 
 
@@ -30,14 +30,14 @@ def build(
     own: tuple[str, ...] = ("runtime.cpp",),
     own_flags: tuple[str, ...] | None = None,
 ) -> Path:
-    """Compile and link, unless it has been done before.
+    """Compile and link, unless that has been done before.
 
     Args:
         target: the file's name; with the suffix ``.so`` a library.
-        sources: name -> text in CUDA C++ and the kernels in it.
-        flags: for compiler and linker, beside FLAGS.
-        own: files of this folder that belong to it.
-        own_flags: what those are compiled with instead of ``flags``.
+        sources: name -> CUDA C++ text and its kernels.
+        flags: for compiler and linker, in addition to FLAGS.
+        own: files of this folder to compile as well.
+        own_flags: flags for those files, instead of ``flags``.
     """
     program = compiler()
     assert program is not None, "no g++"
@@ -49,7 +49,7 @@ def build(
         return result
     CACHE.mkdir(parents=True, exist_ok=True)
     with (CACHE / f"{key}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # pytest's workers come at the same time; one compiles
+        fcntl.flock(lock, fcntl.LOCK_EX)  # pytest's workers come at the same time; only one compiles
         if not result.exists():
             with tempfile.TemporaryDirectory(dir=CACHE) as folder:
                 made = _build(program, Path(folder), target, sources, flags, own, own_flags)
@@ -62,7 +62,7 @@ def _build(program, folder, target, sources, flags, own, own_flags) -> Path:
     jobs = [(HERE / name, flags if own_flags is None else own_flags) for name in own]
     for name, (text, kernels) in sources.items():
         (folder / f"{name}.cu").write_text(text, encoding="utf-8")
-        # Shared arrays get the sanitizer's red zones only where they have internal linkage.
+        # The sanitizer puts red zones around shared arrays only if they have internal linkage.
         unit = f'#include "emulation.h"\nnamespace {{\n#include "{name}.cu"\n}}\n' + "".join(f"EMULATED({k});\n" for k in kernels)
         (folder / f"{name}.cpp").write_text(unit, encoding="utf-8")
         jobs.append((folder / f"{name}.cpp", flags))
@@ -80,7 +80,7 @@ def _build(program, folder, target, sources, flags, own, own_flags) -> Path:
 
 
 def run(command: list[str]) -> None:
-    """Run a compiler; what it says is the error's message."""
+    """Run a compiler; raise an error with its output if it fails."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")

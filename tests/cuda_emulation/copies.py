@@ -1,4 +1,4 @@
-"""The CUDA backend for CPU tensors, so that properties, which draw those, run on a card: copies to it and back."""
+"""The CUDA backend for CPU tensors, through copies, so that properties, which draw CPU tensors, can run on a card."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bagua_ref.backends.base import KernelBackend
 
 
 class CudaOnCopies(KernelBackend):
-    """Copies keep strides, and the distance from a boundary of 16 bytes: where heads and tails are is part of what is tested."""
+    """Backend that copies tensors with their strides and alignment to 16 bytes, as heads and tails depend on them."""
 
     name = "cuda-on-copies"
     device_types = ("cpu",)
@@ -22,7 +22,7 @@ class CudaOnCopies(KernelBackend):
 
     @contextmanager
     def _moved(self, *changed: Tensor, read: Sequence[Tensor] = ()):
-        """Lend the inner backend and copies of all tensors; what becomes of the first ones is copied back."""
+        """Yield the inner backend and copies of all tensors; copy the changed copies back at the end."""
         copies = [_copy(tensor.detach(), self.device) for tensor in (*changed, *read)]
         yield get_backend(self.inner), *copies
         for tensor, copy in zip(changed, copies, strict=False):
@@ -93,7 +93,7 @@ def _copy(tensor: Tensor, device: str) -> Tensor:
     copy = room[skip : skip + span * item].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
     once, there = tensor, copy
     for axis, stride in enumerate(tensor.stride()):
-        if stride == 0:  # one place for many elements
+        if stride == 0:  # several elements at one address
             once, there = once[(slice(None),) * axis + (slice(1),)], there[(slice(None),) * axis + (slice(1),)]
     there.copy_(once)
     return copy

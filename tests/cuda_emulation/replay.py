@@ -1,4 +1,4 @@
-"""Launches recorded from the launcher's plans and run by a program under a sanitizer, on memory that ends where tensors end."""
+"""Replay of the launcher's plans by a program under a sanitizer, in memory that ends where the tensors end."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from bagua_ref.backends.cuda.launch import WORKSPACE, Card, Launch, Plan
 from bagua_ref.backends.cuda.movement import Segments
 
 SANITIZERS = {
-    # Stack checks off: a fibre's stack is an ordinary piece of memory.
+    # Without stack checks: a fibre's stack is ordinary memory.
     "address": (("-O1", "-fsanitize=address", "-fno-omit-frame-pointer"), None),
-    # The runtime is what makes threads of fibres, so it is not watched itself.
+    # The runtime, which turns fibres into threads, is not instrumented itself.
     "thread": (("-O1", "-fsanitize=thread", "-DEMULATION_THREADS"), ("-O1", "-DEMULATION_THREADS")),
 }
 
 
 class Recorder(PlannedBackend):
-    """Keeps the plans of what it is asked for, on CPU tensors."""
+    """Records the plans of the calls that it receives, on CPU tensors."""
 
     name = "recorder"
     device_types = ("cpu",)
@@ -44,7 +44,7 @@ class Recorder(PlannedBackend):
 
 
 def program(sanitizer: str, sources: dict[str, tuple[str, tuple[str, ...]]]) -> Path:
-    """Return the program that replays launches of these sources under a sanitizer of `SANITIZERS`."""
+    """Return the program that replays launches of these sources under a sanitizer from `SANITIZERS`."""
     flags, own_flags = SANITIZERS[sanitizer]
     return build.build(f"replay-{sanitizer}", sources, flags, ("runtime.cpp", "replay.cpp"), own_flags)
 
@@ -59,19 +59,19 @@ def replay(
     order: int = 0,
     change: Callable[[Launch], Launch] = lambda launch: launch,
 ) -> tuple[subprocess.CompletedProcess, bool]:
-    """Run ``work(kernels)`` by the program and by the reference.
+    """Run ``work(kernels)`` in the program and on the reference.
 
     Args:
-        path: what `program` returned.
+        path: the result of `program`.
         folder: for the trace.
-        work: calls kernels on ``tensors``, and on nothing else.
-        tensors: all that it reads and writes.
-        multiprocessors: of the card that is planned for.
-        order: of the threads, as for `tests.cuda_emulation.backend.Emulator.run`.
-        change: makes another launch of each, to plant a fault in the plan.
+        work: calls kernels on ``tensors`` only.
+        tensors: all tensors that it reads or writes.
+        multiprocessors: of the card for which launches are planned.
+        order: of the threads, as in `tests.cuda_emulation.backend.Emulator.run`.
+        change: replaces each launch, to plant a fault in the plan.
 
     Returns:
-        How the program ended, and whether the tensors are what the reference makes of them.
+        How the program ended, and whether the tensors equal the reference's.
     """
     recorder = Recorder(Card(multiprocessors))
     work(recorder)
@@ -85,7 +85,7 @@ def replay(
     trace, results = folder / "trace", folder / "results"
     head = _number(order, len(buffers)) + b"".join(_number(skip) + _text(content) for skip, content in buffers)
     trace.write_bytes(head + _number(sum(len(plan.launches) for plan in recorder.plans)) + launches)
-    # ThreadSanitizer of older compilers does not know where newer systems put memory, unless it is always the same place.
+    # Older ThreadSanitizers fail where newer systems randomize addresses.
     plain = [setarch, "-R"] if (setarch := shutil.which("setarch")) else []
     options = {"TSAN_OPTIONS": "halt_on_error=1:exitcode=66", "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0"}
     run = subprocess.run(

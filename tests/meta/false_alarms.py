@@ -1,8 +1,8 @@
-"""Runs of all checks on what is right: ``python tests/meta/false_alarms.py`` adds those that its log lacks or has of other checks.
+"""Log of runs of all checks on correct targets: ``python tests/meta/false_alarms.py`` adds missing and outdated rows.
 
-Nothing may be found, whatever the seed: 20 seeds of the quick profile and one of the full on the reference, 5 and one on the CUDA
-sources under emulation. The log is tests/meta/false_alarms.json. ``--check`` runs nothing: it says whether the log is of the checks
-as they are, and what has changed since.
+No run may find a failure: 20 seeds of the quick profile and one of the full profile on the reference, 5 and one on the emulated
+CUDA sources. The log is tests/meta/false_alarms.json. ``--check`` runs nothing; it says whether the log is of the current checks,
+and what has changed since.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 LOG = Path(__file__).with_suffix(".json")
 SOURCES = "src/bagua_ref/conformance"
 BACKENDS = {"reference": None, "cuda-emulated": ("kernels", "codec", "comm_ops", "algorithms")}
-"""Name -> the suites that its kernels take part in; None: all."""
+"""Name -> the suites that use its kernels; None: all."""
 PLAN = [
     *(("reference", "quick", seed) for seed in range(20)),
     *(("cuda-emulated", "quick", seed) for seed in range(5)),
@@ -29,14 +29,14 @@ PLAN = [
 
 
 def fingerprint(root: Path = ROOT) -> str:
-    """Return a hash of the checks' sources, by which a row tells what it is of."""
+    """Return a hash of the checks' sources, by which a row identifies them."""
     files = sorted((root / SOURCES).rglob("*.py"))
     content = [(path.relative_to(root).as_posix(), path.read_text(encoding="utf-8")) for path in files]
     return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
 
 def git(*arguments: str, root: Path = ROOT) -> str:
-    """Return what git prints, nothing where there is no repository or no such commit."""
+    """Return git's output; empty without a repository or such a commit."""
     try:
         ended = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True)
     except FileNotFoundError:
@@ -45,7 +45,7 @@ def git(*arguments: str, root: Path = ROOT) -> str:
 
 
 def staleness(rows: list[dict[str, Any]], root: Path = ROOT) -> list[str]:
-    """Return a line per commit whose checks were others than those under ``root``, with the files that have changed since."""
+    """Return a line per commit whose checks differ from those under ``root``, with the files that have changed since."""
     now, stale = fingerprint(root), {}
     for row in rows:
         if row.get("sources") != now:
@@ -61,7 +61,7 @@ def staleness(rows: list[dict[str, Any]], root: Path = ROOT) -> list[str]:
 
 
 def run(backend: str, profile: str, seed: int, jobs: int) -> dict[str, Any]:
-    """Return the row of one run: what was found, per suite how many checks passed, how long it took."""
+    """Return the row of a run: its findings, the number of passed checks per suite, and its duration."""
     from tests.cuda_emulation.backend import EmulatedBackend
 
     from bagua_ref.conformance import run_conformance
@@ -71,7 +71,7 @@ def run(backend: str, profile: str, seed: int, jobs: int) -> dict[str, Any]:
     if backend == "cuda-emulated":
         target.kernels = EmulatedBackend()
         target.name = backend
-    sources = fingerprint()  # before the run: someone may be at work here
+    sources = fingerprint()  # before the run, as someone may edit the sources meanwhile
     report = run_conformance(target, BACKENDS[backend], profile, seed=seed, jobs=jobs, time_limit=600)
     passed: dict[str, int] = {}
     for result in report.results:

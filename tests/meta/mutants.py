@@ -1,8 +1,8 @@
 # ruff: noqa: E501 - a line of the table is a mutant
 """Planted faults that the checks must find: ``python tests/meta/mutants.py`` prints the table of what killed each.
 
-A mutant is the package with one line of one file changed. It is run in a process of its own, which imports the package through the
-change; the checks of the clause that it breaks must find it, in the quick profile and without luck (any seed).
+A mutant is the package with one line of one file changed. It runs in a separate process that imports the changed package; the
+checks of the clause that it breaks must find it in the quick profile, with any seed.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Mutant:
 
     Attributes:
         name: what is wrong.
-        suite: which part of the package it is in.
-        clause: what it breaks.
+        suite: the part of the package that contains it.
+        clause: the clause that it breaks.
         file: under src/bagua_ref.
-        old: what the file says, exactly once.
-        new: what the mutant says.
+        old: the original text, which occurs once in the file.
+        new: the mutated text.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Kill:
-    """What became of a mutant; ``by`` is empty if it lives."""
+    """The fate of a mutant; ``by`` is empty if it survived."""
 
     mutant: str
     suite: str
@@ -68,7 +68,7 @@ class Kill:
 
 
 class _Patched(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoader):
-    """Loads one module of the package from other source."""
+    """Loads one module of the package from changed source."""
 
     def __init__(self, module: str, path: str, source: str) -> None:
         super().__init__(module, path)
@@ -99,7 +99,7 @@ def _try_in_child(mutant: Mutant, seed: int, outbox: Any) -> None:
 
 
 def run(mutant: Mutant, seed: int = 0) -> Kill:
-    """Let the checks of the mutant's clause look for it."""
+    """Run the checks of the mutant's clause."""
     mutant.source()
     context = multiprocessing.get_context("fork")
     inbox, outbox = context.Pipe(duplex=False)

@@ -1,5 +1,5 @@
 # ruff: noqa: E501 - a line of the table is a mutant
-"""Planted faults of the fused optimizer: name, clause, file, what it says, what the mutant says."""
+"""Planted faults of the fused optimizer: name, clause, file, original text, mutated text."""
 
 from __future__ import annotations
 

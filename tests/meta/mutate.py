@@ -1,8 +1,8 @@
 """Mutation runner: ``python tests/meta/mutate.py`` changes one statement at a time and runs the tests that execute it.
 
 The first run traces which test executes which line, child processes included; this takes minutes. Each mutant is then planted in a
-copy of this checkout and its tests run, quickest first, up to the first failure. A mutant that lives is a line that no test holds:
-write the test, or say under "then" in the log why nobody can see the difference. The log is tests/meta/mutation_run.json.
+copy of this checkout and its tests run, quickest first, up to the first failure. A surviving mutant is a line that no test checks:
+write the test, or explain under "then" in the log why the difference cannot be observed. The log is tests/meta/mutation_run.json.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ TESTS = (
 )  # fmt: skip
 """Files of tests/ that exercise the rooms; the rooms' own doctests are added."""
 UNTRACED = {"contrib/cache/watchdog.py": "tests/test_cache_life.py"}
-"""Programs that Python runs without `site`, and a file of tests that start them."""
+"""Programs that Python runs without `site`, and a test file that starts them."""
 LIMIT = 20
-"""Seconds after which no further test of a mutant is begun."""
+"""Seconds after which no further test of a mutant is started."""
 BUDGET, LONGEST = 10.0, 3.0
-"""Seconds that a mutant's tests took under the tracer, which slows them: all together, and each where there is a choice."""
+"""Time limits for a mutant's tests, in seconds under the slow tracer: for all together, and for each where there is a choice."""
 
 SWAPS = {
     ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
@@ -57,12 +57,12 @@ SWAPS = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv,
 }  # fmt: skip
 WORDING = ("__repr__", "describe")
-"""Functions that only make text."""
+"""Functions that only produce text."""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change of the source; ``nth`` tells equal changes in one function apart."""
+    """One change of the source; ``nth`` distinguishes equal changes in one function."""
 
     room: str
     file: str
@@ -76,12 +76,12 @@ class Mutant:
 
     @property
     def id(self) -> str:
-        """The same as long as the function still has the changed text."""
+        """An identifier that stays the same as long as the function still contains the changed text."""
         return hashlib.sha1(repr((self.file, self.where, self.before, self.after, self.nth)).encode()).hexdigest()[:8]
 
 
 def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST, str]]:
-    """Yield what may be changed in ``node`` itself: the operator, the part to replace and its new text."""
+    """Yield the possible changes of ``node`` itself: the operator, the part to replace and its new text."""
     match node:
         case ast.Compare(ops=[op]) if type(op) in SWAPS:
             yield "comparison", node, ast.unparse(ast.Compare(node.left, [SWAPS[type(op)]()], node.comparators))
@@ -109,12 +109,12 @@ def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST, str]]:
 
 
 def negated_by_swap(test: ast.expr) -> bool:
-    """Return whether the swapped comparison is the negated condition already."""
+    """Return whether the swapped comparison already is the negated condition."""
     return isinstance(test, ast.Compare) and type(test.ops[0]) in (ast.Eq, ast.NotEq, ast.Is, ast.IsNot, ast.In, ast.NotIn)
 
 
 def mutable(node: ast.AST, where: str = "", function: Any = None, statement: Any = None) -> Iterator[tuple[str, Any, Any, ast.AST]]:
-    """Yield what may change, nodes inside functions: the function's full name, the function, the statement around and the node."""
+    """Yield changeable nodes inside functions: the function's full name, the function, the enclosing statement and the node."""
     if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
         where, function, statement = f"{where}.{node.name}".lstrip("."), node if isinstance(node, ast.FunctionDef) else None, None
         children = [] if node.name in WORDING else node.body
@@ -129,7 +129,7 @@ def mutable(node: ast.AST, where: str = "", function: Any = None, statement: Any
 
 
 def mutants_of(file: Path, room: str) -> Iterator[tuple[Mutant, bytes]]:
-    """Yield every mutant of ``file`` and the file's text with it."""
+    """Yield every mutant of ``file``, with the file's text."""
     lines = file.read_bytes().splitlines(keepends=True)  # ast counts columns in bytes
     seen: Counter[tuple[str, ...]] = Counter()
     for where, function, statement, node in mutable(ast.parse(b"".join(lines))):
@@ -141,7 +141,7 @@ def mutants_of(file: Path, room: str) -> Iterator[tuple[Mutant, bytes]]:
             before, after = b"".join(lines[first - 1 : last]).decode().strip(), changed.decode().strip()
             if not isinstance(
                 statement, (ast.If, ast.While, ast.For, ast.With, ast.Try)
-            ):  # one that has a body is not all one line
+            ):  # a statement with a body spans more than its own lines
                 first, last = statement.lineno, statement.end_lineno
             key = where, before, after
             name, whole = str(file.relative_to(PACKAGE)), (function.lineno + 1, function.end_lineno)
@@ -157,14 +157,14 @@ def all_mutants(room: str) -> dict[str, tuple[Mutant, bytes]]:
 
 @contextmanager
 def copy_of_checkout() -> Iterator[Path]:
-    """Give a copy of this checkout, so that no mutant is ever in the checkout itself."""
+    """Yield a copy of this checkout, so that no mutant is ever in the checkout itself."""
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         left_out = shutil.ignore_patterns(".*", "__pycache__", "build", "site", "dist", "demo-report")
         yield Path(shutil.copytree(ROOT, Path(folder) / "copy", ignore=left_out))
 
 
 def run_pytest(copy: Path, arguments: list[str], limit: float | None, **environment: str) -> tuple[int | None, str]:
-    """Run pytest in ``copy``; return its exit code, None at the limit, and its output."""
+    """Run pytest in ``copy``; return its exit code, None at the time limit, and its output."""
     paths = [environment.pop("more_path", ""), str(copy / "src")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **environment}
     command = [sys.executable, "-m", "pytest", "-v", "-rfE", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", *arguments]
@@ -185,7 +185,7 @@ def run_pytest(copy: Path, arguments: list[str], limit: float | None, **environm
 
 
 def trace(copy: Path) -> dict[str, Any]:
-    """Return how long each passing test takes and which lines it executes; from the last run if the sources are the same."""
+    """Return each passing test's duration and executed lines; from the last run if the sources are the same."""
     files = [*sorted(PACKAGE.rglob("*.py")), *sorted((ROOT / "tests").glob("*.py"))]
     version = hashlib.sha1(b"".join(file.read_bytes() for file in files)).hexdigest()
     if LINES.exists() and (known := json.loads(LINES.read_text()))["version"] == version:
@@ -209,7 +209,7 @@ def trace(copy: Path) -> dict[str, Any]:
 
 
 def tests_for(mutant: Mutant, traced: dict[str, Any]) -> list[str]:
-    """Return the tests that execute the statement, quickest first, as many as there is time for; if none, those of its function."""
+    """Return the tests that execute the statement, quickest first, within the time limit; if none, those of its function."""
     hits, seconds = traced["tests_of"].get(mutant.file, {}), traced["seconds"]
     for first, last in (mutant.lines, mutant.function):
         if found := {test for line in range(first, last + 1) for test in hits.get(str(line), ())}:
@@ -220,7 +220,7 @@ def tests_for(mutant: Mutant, traced: dict[str, Any]) -> list[str]:
     order = []
     for test in sorted(found, key=lambda test: (seconds[test], test)):
         function = test.split("[")[0]
-        order.append((cases[function], seconds[test], test))  # one case of each test, then the second of each: others see more
+        order.append((cases[function], seconds[test], test))  # all first cases before any second one
         cases[function] += 1
     chosen, total = [], 0.0
     for _, taken, test in sorted(order):
@@ -233,13 +233,13 @@ def tests_for(mutant: Mutant, traced: dict[str, Any]) -> list[str]:
 def plant(file: Path, text: bytes) -> None:
     file.write_bytes(text)
     for compiled in file.parent.glob(f"__pycache__/{file.stem}.*"):
-        compiled.unlink()  # Python would take it for the new text's if both have one size and came in one second
+        compiled.unlink()  # Python would reuse the old bytecode if both texts have the same size and came in the same second
 
 
 def run_mutant(copy: Path, mutant: Mutant, text: bytes, tests: list[str], limit: float = LIMIT) -> tuple[str, str]:
-    """Return what became of the mutant: "killed", "timeout", "survived" or "not covered"; and the test that killed it.
+    """Return "killed", "timeout", "survived" or "not covered", and the test that killed the mutant.
 
-    A kill counts if the test fails alone, too: on a busy machine another one may fail for want of time.
+    A kill counts only if the test also fails alone, as tests can time out on a busy machine.
     """
     if not tests:
         return "not covered", ""
@@ -251,7 +251,7 @@ def run_mutant(copy: Path, mutant: Mutant, text: bytes, tests: list[str], limit:
             code, output = run_pytest(copy, ["-x", f"--session-timeout={limit}", "--timeout=10", *tests], limit + 30)
             if code == 4:
                 raise RuntimeError(f"pytest did not find the tests:\n{output}")
-            if code is None:  # not even pytest could end the test that hangs
+            if code is None:  # not even pytest could end the hanging test
                 return "timeout", re.findall(r"^(\S+::.*?)(?: PASSED.*)?$", output, re.MULTILINE)[-1].strip()
             failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
             if failed is None:
@@ -266,7 +266,7 @@ def run_mutant(copy: Path, mutant: Mutant, text: bytes, tests: list[str], limit:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return how many mutants of each room were killed at once, killed since, explained and are still open."""
+    """Return, for each room, how many mutants were killed at once, killed later, explained, and still open."""
     lines = [f"{'room':16}{'mutants':>9}{'killed':>9}{'killed since':>14}{'explained':>11}{'open':>6}"]
     for room in (*ROOMS, "all"):
         of_room = [row for row in rows if room in ("all", row["room"])]

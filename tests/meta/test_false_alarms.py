@@ -1,4 +1,4 @@
-"""The log of false alarms says of which checks it is, and a change of them makes it stale."""
+"""Tests of the log of false alarms: it names the checks that ran, and becomes outdated when they change."""
 
 from __future__ import annotations
 

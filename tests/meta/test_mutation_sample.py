@@ -1,4 +1,4 @@
-"""The log of the mutation run accounts for every mutant; one per room, planted in today's source, is still killed by its test."""
+"""Tests of the mutation log: every mutant is accounted for, and a sample, one per room, is still killed by its test."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def killing_test(row: dict[str, Any]) -> str:
 
 
 def sample() -> dict[str, dict[str, Any]]:
-    """Return for each room one mutant of the log that was killed and whose line still is in the source, always the same."""
+    """Return for each room one killed mutant of the log whose line is still in the source; always the same one."""
     found = {}
     for room in ROOMS:
         today = all_mutants(room)

@@ -1,4 +1,4 @@
-"""An oracle that imports what it judges agrees with every fault in it: expected values import nothing else of the package."""
+"""Tests that oracles import nothing they judge: expected values must not share the package's faults."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ORACLES = sorted((Path(__file__).parents[2] / "src/bagua_ref/conformance/expecte
 
 
 def forbidden(source: str) -> Iterator[str]:
-    """Yield what a module imports of the package, or of tests that may import it themselves."""
+    """Yield a module's imports from the package, and from tests that may import the package."""
     for node in ast.walk(ast.parse(source)):
         names: list[str] = []
         if isinstance(node, ast.Import):

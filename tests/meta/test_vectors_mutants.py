@@ -1,4 +1,4 @@
-"""The golden vectors tell a client with one fault from one without: faults planted in the C client, and in the second opinion."""
+"""Tests that golden vectors detect single faults, planted in the C client and in the second implementation."""
 
 # ruff: noqa: E501 - a fault is one line, however long
 
@@ -51,7 +51,7 @@ IN_C = {
     "S3.4 a remainder below zero": ("shift_one.c", "place < 0 ? place + half : place", "place"),
     "S3.4 steps of 32 bits": ("shift_one.c", "if (rank < half)", "step = (int32_t)step;\n    if (rank < half)"),
 }  # fmt: skip
-"""The fault, and what to replace in which file by what."""
+"""Fault -> the file, the text to replace in it, and its replacement."""
 
 
 manifest_once = functools.cache(read_manifest)
@@ -59,7 +59,7 @@ manifest_once = functools.cache(read_manifest)
 
 @pytest.fixture(autouse=True)
 def _read_the_manifest_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Validate it by its schema for the first fault only: that is half of a check's time."""
+    """Validate against the schema for the first fault only, as that takes half of a check's time."""
     monkeypatch.setattr(check, "read_manifest", manifest_once)
 
 
@@ -67,7 +67,7 @@ def _read_the_manifest_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_fault_in_the_client_in_c_is_found(fault: tuple[str, str, str], tmp_path: Path) -> None:
     oracle_c.need_compiler()
     ended = oracle_c.run(oracle_c.build(tmp_path, fault), VECTORS, tmp_path / "outputs")
-    if ended.returncode == 2:  # it refuses a payload that is not of its kind
+    if ended.returncode == 2:  # payloads of another kind are refused
         return
     assert ended.returncode == 0, ended
     report = check_outputs(VECTORS, tmp_path / "outputs", operations=OPERATIONS)
@@ -139,7 +139,7 @@ RING_STEP = decentralized_numpy.Ring.step
 
 
 def ring_keeps_what_it_sent(self: Any, ranks: list[Any], dtype: str) -> list[Any]:
-    """Own weights not through the wire, which the neighbours' replicas of them went through."""
+    """Keep own weights that did not go through the codec, as the neighbours' replicas of them did."""
     before = [w.copy() for w in self.W]
     RING_STEP(self, ranks, dtype)
     self.W = [decentralized_numpy.stored(x + w - w, dtype) for x, w in zip(ranks, before, strict=True)]
@@ -184,11 +184,11 @@ IN_PYTHON: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "S7.4 the last batch again": (samplers_plain, "equal_batches", last_batch_again),
     "S8.1 a hash of 32 bits": (independent.xxhash, "xxh64_intdigest", xxhash.xxh32_intdigest),
 }
-"""The fault, where it is planted, under which name, and what takes the right one's place."""
+"""Fault -> the module, the name in it, and the faulty replacement."""
 
 
 def client(outputs: Path) -> None:
-    """Answer all cases with the second opinion, whatever has been planted in it."""
+    """Answer all cases with the second implementation, with whatever fault is planted."""
     manifest = manifest_once(VECTORS)
     tensors, found = read_vectors(VECTORS, manifest), {}
     for case in manifest["cases"]:
@@ -214,7 +214,7 @@ def test_a_fault_in_the_second_opinion_is_found(
         monkeypatch.setitem(where, name, replacement)
     else:
         monkeypatch.setattr(where, name, replacement)
-        for module in (comm_ops_scalar, kernels_scalar, independent):  # who imported the name
+        for module in (comm_ops_scalar, kernels_scalar, independent):  # modules that imported the name
             if getattr(module, name, None) is not None:
                 monkeypatch.setattr(module, name, replacement)
     with np.errstate(all="ignore"):

@@ -1,4 +1,4 @@
-"""The cache, many times over: a killed rank takes its server along, and however workers end nothing is lost (S8.2, S8.4)."""
+"""Repeated tests of the cache: a killed rank's server ends with it, and no worker loses values (S8.2, S8.4)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TIMES = 20
 
 
 def started_by(rank: int) -> set[int]:
-    """Return watchdogs of ``rank``; a server dies with its own."""
+    """Return the watchdogs of ``rank``; a server dies with its watchdog."""
     return set(processes("watchdog.py", f" {rank} "))
 
 
@@ -27,7 +27,7 @@ def test_a_rank_killed_at_any_moment_leaves_no_server():
     for _ in range(TIMES):
         process = job("server_job", "redis")
         moment = chance.uniform(0.0, 0.3)
-        # Importing takes seconds; what matters is the moment after the watchdog was started.
+        # Importing takes seconds; the moment that matters is just after the watchdog was started.
         assert eventually(lambda pid=process.pid: started_by(pid))
         time.sleep(moment)
         seen += len(set(processes("-server 127.0.0.1:")) - before)

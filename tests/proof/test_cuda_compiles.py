@@ -1,4 +1,4 @@
-"""The CUDA sources through the real compiler: NVRTC from the wheels makes cubins for four generations of cards, without one.
+"""Compilation of the CUDA sources by NVRTC, from wheels and without a card, for four GPU generations.
 
 Needs CuPy, NVRTC and CUDA's headers, all from wheels: ``pip install 'bagua_ref[nvrtc]'``. No driver and no device.
 """
@@ -16,14 +16,14 @@ from bagua_ref.backends.cuda.launch import KERNELS
 try:
     VERSION = ".".join(map(str, launcher._nvrtc().getVersion()))
     missing = "" if launcher.header_folder() else "CUDA's headers are missing"
-except Exception as error:  # CuPy raises what it likes where a library is missing
+except Exception as error:  # CuPy raises various errors where a library is missing
     missing = f"no NVRTC: {error}"
 
 if missing and "CI" not in os.environ:
     pytest.skip(missing, allow_module_level=True)
 
 ARCHITECTURES = (75, 80, 90, 100)
-REGISTERS = 80  # of a thread, so that three blocks fit on a multiprocessor
+REGISTERS = 80  # per thread, so that three blocks fit on a multiprocessor
 ENTRY = re.compile(
     r"Compiling entry function '(?P<kernel>\w+)'.*?"
     r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads.*?"
@@ -33,7 +33,7 @@ ENTRY = re.compile(
 
 
 def uses(name: str, architecture: int) -> dict[str, dict[str, int]]:
-    """Return what the assembler says of each kernel in a source."""
+    """Return the assembler's report on each kernel of a source."""
     cubin, log = launcher.compile_source(name, architecture)
     assert cubin[:4] == b"\x7fELF"
     found = {}
@@ -70,7 +70,7 @@ def test_the_compiler_s_words_reach_the_user(monkeypatch):
 
 def test_a_spill_would_be_seen(monkeypatch):
     assert not missing, missing
-    # More live values than registers allowed: what the table must be able to show.
+    # Needs more registers than allowed, which the table must be able to show.
     live = (
         "".join(f"float v{i} = x[{i} * n];" for i in range(200))
         + "__syncthreads();"

@@ -1,4 +1,4 @@
-"""Every kernel under AddressSanitizer and ThreadSanitizer on small grids, and planted faults that each of them must find."""
+"""Tests of every kernel under AddressSanitizer and ThreadSanitizer on small grids, and of planted faults that they must find."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CODEC = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def numbers(size: int, dtype: torch.dtype, skip: int = 0) -> Tensor:
-    """Random numbers, ``skip`` elements after a boundary."""
+    """Random numbers, ``skip`` elements after an alignment boundary."""
     room = torch.randn(size + skip, generator=torch.Generator().manual_seed(size + skip), dtype=torch.float64)
     return room.to(dtype)[skip:]
 
@@ -120,7 +120,7 @@ def test_keys_to_sort_by_are_written_within_their_bounds(dtype, sanitizer, tmp_p
     assert same
 
 
-# Planted faults: where, what stands there, what is put in its place, the work that shows it, and what the finding says.
+# Planted faults: file, original text, replacement, the work that shows the fault, and the expected finding.
 
 ON_CHIP = lambda: codec(torch.float32, 35, 33)  # noqa: E731 - more chunks than blocks
 IN_PARTS = lambda: codec(torch.float32, 3, 9001)  # noqa: E731
@@ -166,7 +166,7 @@ FAULTS = [(sanitizer, *fault) for sanitizer, faults in PLANTED.items() for fault
 def test_a_planted_fault_is_found(sanitizer, source, there, planted, case, finding, tmp_path):
     text, kernels = build.kernel_sources()[source]
     assert there in text
-    only = tuple(kernel for kernel in kernels if "float16" not in kernel)  # half of the time to compile
+    only = tuple(kernel for kernel in kernels if "float16" not in kernel)  # takes half the time to compile
     path = program(sanitizer, {source: (text.replace(there, planted), only)})
     work, tensors = case()
     run, _ = replay(path, tmp_path, work, tensors)
@@ -190,4 +190,4 @@ def test_every_kernel_is_run():
         work(recorder)
     seen = {launch.kernel for made in recorder.plans for launch in made.launches}
     everything = {kernel for kernels in KERNELS.values() for kernel in kernels if not kernel.startswith("order_keys")}
-    assert seen == everything  # the keys have a test of their own
+    assert seen == everything  # keys have a separate test

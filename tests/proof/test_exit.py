@@ -1,4 +1,4 @@
-"""Leaving is clean a hundred times out of a hundred, and a worker group that is restarted trains again, in a slow loop."""
+"""Repeated tests of leaving, clean in a hundred of a hundred runs, and of restarting a worker group."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TIMES = {"destroys": 100, "forgets": 100}
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("manner", leaving.MANNERS)
 def test_every_exit_is_zero(manner):
-    """Pairs of interpreters that end on their own, forked from one that has imported torch, as starting takes longest."""
+    """Run pairs of interpreters, forked from one that has imported torch, as starting takes longest."""
     times = TIMES.get(manner, 10)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, leaving.__file__, str(times), manner]

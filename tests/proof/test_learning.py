@@ -1,4 +1,4 @@
-"""Every algorithm learns as a single process does, and the page that says so is what the last full run gave."""
+"""Tests that every algorithm learns like a single process, and that the documentation shows the last full run."""
 
 from __future__ import annotations
 
