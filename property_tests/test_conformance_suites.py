@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from property_tests.strategies import Seeded, every_backend_in_proof
+from property_tests.strategies import Seeded, every_backend, every_backend_in_proof
 
 from bagua_ref.conformance.run.pytest_suites import AlgorithmSuite, CommOpSuite
 from bagua_ref.conformance.suites.checks import checks_of
@@ -20,7 +20,8 @@ class TestBackends(Seeded, CommOpSuite, AlgorithmSuite):
         return backend
 
 
-@every_backend_in_proof
+@pytest.mark.proof
+@every_backend
 class TestUnflattened(Seeded, CommOpSuite, AlgorithmSuite):
     """Buckets without flat storage, whose operations gather tensors and copy results back."""
 

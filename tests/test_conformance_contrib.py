@@ -67,6 +67,7 @@ def target_of(fuse_optimizer):
     return types.SimpleNamespace(fuse_optimizer=fuse_optimizer)
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_fuses_nothing_fails_only_where_something_must_be_fused():
     report = on(target_of(unfused), "S6", jobs=2)
     assert {result.id for result in report.failures()} == {f"fused_optimizer.S6.{name}" for name in ("count", "moved", "refuses")}
@@ -227,14 +228,18 @@ def test_a_cache_that_hangs_leaves_no_process_behind(target):
 # The package's own targets, and machines without a server
 
 
+@pytest.mark.slow
 def test_the_package_passes_in_processes_and_on_threads():
     before = set(processes("watchdog.py"))
     for jobs in (2, 0):
-        report = on(ReferenceTarget(), "S8.2", "cache.S8.3.damage", "fused_optimizer.S6.storages", jobs=jobs, time_limit=20)
+        report = on(
+            ReferenceTarget(), "cache.S8.2.worker", "cache.S8.3.damage", "fused_optimizer.S6.storages", jobs=jobs, time_limit=20
+        )
         assert report.passed, report
     assert set(processes("watchdog.py", f" {os.getpid()} ")) <= before
 
 
+@pytest.mark.slow
 def test_without_a_program_the_small_server_serves(monkeypatch):
     monkeypatch.setenv("PATH", "")
     report = on(ReferenceTarget(), "S8.1", "S8.3", time_limit=20, seed=3)

@@ -52,7 +52,7 @@ def test_in_ci_a_missing_program_is_a_failure(
             assert any(f"{missing}: CI must have what this needs" in line for line in lines)
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_a_random_order_is_that_of_its_seed_on_every_worker(pytester: pytest.Pytester) -> None:
     pytester.makeconftest(CONFTEST.read_text())
     pytester.makepyfile("import pytest\n@pytest.mark.parametrize('i', range(30))\ndef test(i): pass")

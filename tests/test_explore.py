@@ -25,7 +25,7 @@ def test_planted(number):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_a_failing_input_is_found_in_a_later_round_and_its_seed_replays_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CI", "true")  # where other runs take the same inputs every time
     (tmp_path / "conftest.py").write_text((ROOT / "conftest.py").read_text())

@@ -584,9 +584,9 @@ print(f"trained {{attempt}} {{bagua_ref.get_rank()}} {{weight[0].item():.4f}}\n"
 """
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_a_restarted_worker_group_trains_again(tmp_path):
-    """As with ``torchrun --max-restarts=1`` when one rank fails once; in `make proof` the rank is killed."""
+    """As with ``torchrun --max-restarts=1`` when one rank fails once; tests/proof kills the rank."""
     restart('raise RuntimeError("once")', tmp_path)
 
 

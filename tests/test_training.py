@@ -797,7 +797,7 @@ def test_an_option_that_differs_between_ranks_is_an_error_on_every_rank(
     simulate(3, rank)
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_1024_ranks_train() -> None:
     def rank(r: int) -> float:
         torch.manual_seed(0)
