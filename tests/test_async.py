@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from tests.launch import launch, outcomes
+from tests.trainings import network, simulate, weights
 from torch import nn
 
 import bagua_ref
@@ -24,20 +25,6 @@ from bagua_ref.bucket import BaguaBucket
 from bagua_ref.conformance import SUM, assert_equal
 from bagua_ref.errors import CommunicationError
 from bagua_ref.runtime import current_world
-from bagua_ref.simulation import SimulatedWorld
-
-
-def simulate(ranks: int, function: Callable[[int], Any], seed: int = 0) -> list[Any]:
-    def main(comm: Any) -> Any:
-        bagua_ref.init_process_group()
-        return function(comm.rank())
-
-    return SimulatedWorld(ranks, seed=seed).run(main)
-
-
-def network(seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
 def wrapped(seed: int = 0, **arguments: Any) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
@@ -45,10 +32,6 @@ def wrapped(seed: int = 0, **arguments: Any) -> tuple[nn.Module, torch.optim.Opt
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
     module.with_bagua([optimizer], AsyncModelAverageAlgorithm(**{"sync_interval_ms": 100, **arguments}))
     return module, optimizer, module.bagua_algorithm
-
-
-def weights(module: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().reshape(-1).clone() for p in module.parameters()])
 
 
 def step(module: nn.Module, optimizer: torch.optim.Optimizer, seconds: float = 0.05) -> None:

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from tests.launch import launch
+from tests.trainings import simulate, weights
 from torch import nn
 
 import bagua_ref
 from bagua_ref.algorithms import Algorithm, DecentralizedAlgorithm, GradientAllReduceAlgorithm, QAdamOptimizer
 from bagua_ref.data_parallel import DistributedDataParallel
-from bagua_ref.simulation import SimulatedWorld
 
 ALGORITHMS = ("gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "qadam", "async")
 
@@ -30,14 +30,6 @@ class Net(nn.Module):
         return self.forward(x).square().mean()
 
 
-def simulate(ranks: int, function: Any) -> list[Any]:
-    def main(comm: Any) -> Any:
-        bagua_ref.init_process_group()
-        return function(comm.rank())
-
-    return SimulatedWorld(ranks).run(main)
-
-
 def wrapped(algorithm: str = "gradient_allreduce", **options: Any) -> tuple[Net, torch.optim.Optimizer]:
     module = Net()
     if algorithm == "qadam":
@@ -51,10 +43,6 @@ def wrapped(algorithm: str = "gradient_allreduce", **options: Any) -> tuple[Net,
 
 def batch(rank: int, step: int = 0) -> torch.Tensor:
     return torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * step + rank))
-
-
-def weights(module: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().reshape(-1).clone() for p in module.parameters()])
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

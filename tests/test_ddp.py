@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.launch import launch
+from tests.trainings import simulate
 from torch import nn
 
 import bagua_ref
@@ -20,14 +21,6 @@ from bagua_ref.conformance import EXACT, SUM, assert_equal
 from bagua_ref.data_parallel import DistributedDataParallel, distributed
 from bagua_ref.errors import CommunicationError, NotInitializedError
 from bagua_ref.simulation import SimulatedWorld
-
-
-def simulate(ranks: int, function: Any, **options: Any) -> list[Any]:
-    def main(comm: Any) -> Any:
-        bagua_ref.init_process_group()
-        return function(comm.rank())
-
-    return SimulatedWorld(ranks, **options).run(main)
 
 
 def network(seed: int = 0) -> nn.Sequential:

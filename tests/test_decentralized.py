@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.launch import launch
+from tests.trainings import batch, network, simulate, weights
 from torch import nn
 
 import bagua_ref
@@ -19,30 +20,6 @@ from bagua_ref.backends.base import payload_bytes
 from bagua_ref.bucket import BaguaBucket
 from bagua_ref.comm_ops import shift_one_peer
 from bagua_ref.conformance import EXACT, SUM, assert_equal
-from bagua_ref.simulation import SimulatedWorld
-
-
-def simulate(ranks: int, function: Callable[[int], Any], nodes: tuple[int, ...] | None = None, seed: int = 0) -> list[Any]:
-    """Run ``function(rank)`` on every rank, with a default group."""
-
-    def main(comm: Any) -> Any:
-        bagua_ref.init_process_group()
-        return function(comm.rank())
-
-    return SimulatedWorld(ranks, nodes=nodes, seed=seed).run(main)
-
-
-def network(seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-
-
-def batch(rank: int, step: int) -> torch.Tensor:
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(1000 * rank + step))
-
-
-def weights(module: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().reshape(-1).clone() for p in module.parameters()])
 
 
 def train(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:

@@ -12,31 +12,14 @@ from typing import Any
 import pytest
 import torch
 from tests.launch import launch
+from tests.trainings import batch, network, simulate
 from torch import nn
 
 import bagua_ref
 from bagua_ref.algorithms import Algorithm, GradientAllReduceAlgorithm, QAdamAlgorithm, QAdamOptimizer
 from bagua_ref.conformance import EXACT, assert_equal
-from bagua_ref.simulation import SimulatedWorld
 
 WARMUP = 4
-
-
-def simulate(ranks: int, function: Any, nodes: tuple[int, ...] | None = None) -> list[Any]:
-    def main(comm: Any) -> Any:
-        bagua_ref.init_process_group()
-        return function(comm.rank())
-
-    return SimulatedWorld(ranks, nodes=nodes).run(main)
-
-
-def network(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
-
-
-def batch(rank: int, step: int) -> torch.Tensor:
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(1000 * rank + step))
 
 
 def flat(tensors: Any) -> torch.Tensor:

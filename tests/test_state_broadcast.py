@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.trainings import simulate
 from torch import nn
 
 import bagua_ref
 from bagua_ref.algorithms import GradientAllReduceAlgorithm
-from bagua_ref.simulation import SimulatedWorld
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "ASGD": [{"t0": 1}],
@@ -29,14 +29,6 @@ OPTIMIZERS = sorted(
     for name, kind in vars(torch.optim).items()
     if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
 )
-
-
-def simulate(ranks: int, function: Any) -> list[Any]:
-    def main(comm: Any) -> Any:
-        bagua_ref.init_process_group()
-        return function(comm.rank())
-
-    return SimulatedWorld(ranks).run(main)
 
 
 def network(rank: int, dtype: torch.dtype = torch.float32) -> nn.Module:

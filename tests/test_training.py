@@ -6,11 +6,11 @@ import copy
 import gc
 import pickle
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from tests.trainings import batch, network, simulate, weights
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -19,29 +19,6 @@ from bagua_ref.algorithms import Algorithm, AlgorithmImpl, ByteGradAlgorithm, Gl
 from bagua_ref.bucket import BaguaBucket
 from bagua_ref.errors import CommunicationError, NotInitializedError
 from bagua_ref.simulation import SimulatedWorld
-
-
-def simulate(ranks: int, function: Callable[[int], Any], nodes: tuple[int, ...] | None = None) -> list[Any]:
-    """Run ``function(rank)`` on every rank, with a default group."""
-
-    def main(comm: Any) -> Any:
-        bagua_ref.init_process_group()
-        return function(comm.rank())
-
-    return SimulatedWorld(ranks, nodes=nodes).run(main)
-
-
-def network(seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-
-
-def batch(rank: int, step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(1000 * rank + step)).to(dtype)
-
-
-def weights(module: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().reshape(-1).clone() for p in module.parameters()])
 
 
 def train(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range, **zero: Any) -> None:

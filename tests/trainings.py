@@ -1,0 +1,36 @@
+"""Small networks, their inputs, and runs of functions in a simulated world with a default group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import bagua_ref
+from bagua_ref.simulation import SimulatedWorld
+
+
+def simulate(ranks: int, function: Callable[[int], Any], nodes: tuple[int, ...] | None = None, seed: int = 0) -> list[Any]:
+    """Return the results of ``function(rank)`` on every rank of a simulated world, with a default group."""
+
+    def main(comm: Any) -> Any:
+        bagua_ref.init_process_group()
+        return function(comm.rank())
+
+    return SimulatedWorld(ranks, nodes=nodes, seed=seed).run(main)
+
+
+def network(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+
+
+def batch(rank: int, step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(1000 * rank + step)).to(dtype)
+
+
+def weights(module: nn.Module) -> torch.Tensor:
+    """Return a copy of all parameters as one vector."""
+    return torch.cat([p.detach().reshape(-1).clone() for p in module.parameters()])
