@@ -143,7 +143,7 @@ def bad_buckets() -> list[Any]:
         (["no tensor"], TypeError, "not str"),
         (named(torch.ones(2), torch.ones(2, dtype=torch.float64)), TypeError, "different dtypes.*float32.*float64"),
         (named(flat[:3], flat[2:]), ValueError, "'t0' and 't1'.*overlap"),
-        (named(torch.ones(1)) + named(torch.ones(1)), ValueError, "stands twice"),
+        (named(torch.ones(1)) + named(torch.ones(1)), ValueError, "each name may appear only once"),
         ([torch.nn.Parameter(torch.ones(1)).ensure_bagua_tensor("p", "", lambda p: p.grad)], ValueError, "'p'.*bagua_ensure_grad"),
         (named(torch.ones(1), torch.ones(1, device="meta")), ValueError, "different devices"),
     ]

@@ -197,7 +197,7 @@ def test_the_communication_of_a_wrapped_module_is_found_by_the_modules_name():
         module(torch.ones(1, 2)).sum().backward()
         get_backend("scorer").wait_pending_comm_ops()
         with pytest.raises(
-            ValueError, match=r"for the wrapped module 'scorer' is bagua_ref\.communication\.get_backend\('scorer'\)"
+            ValueError, match=r"of the wrapped module 'scorer' is bagua_ref\.communication\.get_backend\('scorer'\)"
         ):
             bagua_ref.get_backend("scorer")
         with pytest.raises(ValueError, match=r"installed are [^;]*$"):

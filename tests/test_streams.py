@@ -1,4 +1,4 @@
-"""Tests of synchronization on devices that queue work, with stand-in streams that record what was queued before (S2.5)."""
+"""Order of work on a device that queues it, seen through stand-ins for streams that remember what came before (S2.5)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 class Stream:
-    """A stream that knows what precedes the next work queued on it."""
+    """Knows what is done before anything that is queued on it next."""
 
     def __init__(self, name: str) -> None:
         self.name, self.before = name, frozenset()
@@ -36,10 +36,12 @@ class Stream:
 
 
 class Streams:
-    """Stand-in for `bagua_ref.streams`: threads begin on the default stream; an event is what was queued before it."""
+    """In place of `bagua_ref.streams`: every thread begins on the default stream, an event is what was queued before it."""
 
     def __init__(self) -> None:
         self.default = Stream("default")
+        self.held: set[tuple[Stream, int]] = set()
+        """A stream, and the address of memory that is kept until the stream is through with it."""
         self._local = threading.local()
 
     @property
@@ -58,6 +60,9 @@ class Streams:
     def order_after(self, events: Any, device: torch.device) -> None:
         for event in events:
             self.current.before |= event or frozenset()
+
+    def hold(self, tensors: Any, device: torch.device) -> None:
+        self.held |= {(self.current, tensor.data_ptr()) for tensor in tensors}
 
     @contextmanager
     def use_stream(self, stream: Stream | None, device: torch.device) -> Any:
@@ -109,6 +114,7 @@ def test_S2_5_operations_run_on_the_groups_stream_after_all_marks_and_the_waitin
     assert stream is side
     assert before == {"first gradient", "copy into flat storage", "second gradient"}
     assert "operation" in fakes.default.before
+    assert fakes.held == {(side, bucket.tensors[0].data_ptr())}
 
 
 def test_S2_5_a_second_round_does_not_wait_for_streams_of_the_first(fakes):
@@ -150,7 +156,7 @@ def test_S3_6_a_round_that_takes_back_what_training_has_dropped_waits_for_traini
     lock, side = WeightLock(RealWorld(), CPU), Stream("side")
     lock.hold()
     fakes.default.queue("forward")
-    lock.on_wait = lock.release  # runs on the round's thread, whose current stream differs
+    lock.on_wait = lock.release  # on the round's thread, whose current stream is another one
     with fakes.use_stream(side, CPU):
         lock.take_for_round()
     assert "forward" in side.before
@@ -196,7 +202,7 @@ def test_a_side_stream_waits_for_an_event_and_is_waited_for():
 
 @pytest.fixture
 def watches_end(no_thread_is_left: None) -> Any:
-    """Wait for the watch to end, at its next look, as no work is left."""
+    """Wait for a watch to see, at its next look, that nothing is under way any more."""
     yield
     wait_until(lambda: not any(thread.name == "bagua_ref watch of collectives" for thread in threading.enumerate()))
 
@@ -209,7 +215,7 @@ class Work:
         return self.completed
 
     def wait(self) -> None:
-        """Over NCCL the current stream waits, not the host."""
+        """Over NCCL: the current stream waits."""
 
 
 def wait_until(condition: Any) -> None:
@@ -235,7 +241,7 @@ def test_S2_5_what_is_done_in_time_is_not_given_up_and_what_is_not_is_once():
 
 
 @pytest.mark.usefixtures("watches_end")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the thread is meant to die
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the thread's death is what is meant
 def test_S2_5_work_that_fails_is_given_up_and_a_watch_that_died_of_giving_up_is_begun_anew():
     class Failed(Work):
         def is_completed(self) -> bool:

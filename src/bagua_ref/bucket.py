@@ -89,8 +89,6 @@ class BaguaBucket:
         self._background_groups: dict[Group, Group] = {}
         self._storage = FlatStorage(name, tensors, effective, flatten, alignment)
         self._numel, self.padding_tensor = self._storage.numel, self._storage.padding_tensor
-        self._divisor = 1
-        """What the first operation, a sum, expects its tensors to be divided by."""
 
     def __repr__(self) -> str:
         return (
@@ -130,13 +128,18 @@ class BaguaBucket:
         """
         return self._storage.is_contiguous([effective_tensor(proxy) for proxy in self.tensors])
 
-    def take_in(self, place: int) -> None:
-        """Bring tensor ``place``, just marked ready, into flat storage."""
-        self._storage.take_in(place, self._divisor)
+    def load(self) -> Tensor:
+        """Return the flat tensor with the values that the effective tensors have now, ready for the first operation.
 
-    def settle(self) -> None:
-        """Put what was taken in where operations will find it; all tensors are marked."""
-        self._storage.settle()
+        Raises:
+            ValueError: a tensor has another shape or dtype than when the bucket was made.
+            NotImplementedError: a tensor is sparse.
+        """
+        return self._storage.load(self.kernels)
+
+    def take_in(self, place: int) -> None:
+        """Move tensor ``place``, just marked ready, into flat storage if it can be done at once; `load` sees to the rest."""
+        self._storage.take_in(place)
 
     def copy_from_flat(self, flat: Tensor) -> None:
         """Copy ``flat``, as large as the bucket, into the effective tensors, wherever they are; padding is left out."""
@@ -151,29 +154,32 @@ class BaguaBucket:
         """The CUDA stream on which operations run, the group's; None: the stream of the thread that executes them."""
         return next((group.side_stream(self.device) for group in self._background_groups.values()), None)
 
-    def execute(self, after: Sequence[Any] = (), label: str | None = None) -> Any:
+    def execute(self, flat: Tensor | None = None, after: Any = None, label: str | None = None) -> Any:
         """Run the operations in order; the background worker calls this when all tensors are ready (S2.4).
 
         Args:
-            after: CUDA events that come first.
+            flat: what `load` returned; None: it is called here.
+            after: the CUDA event that comes first.
             label: what operations are named after in a profile that takes in this thread.
 
         Returns:
             The CUDA event that they are done; None on a CPU, where they are.
         """
         with streams.use_stream(self.stream, self.device):
-            streams.order_after(after, self.device)
-            self._run_operations(label or f"bagua_ref::bucket{self.name}")
+            streams.order_after([after], self.device)
+            flat = self.load() if flat is None else flat
+            streams.hold([flat], self.device)
+            self._run_operations(flat, label or f"bagua_ref::bucket{self.name}")
             return streams.record(streams.current_stream(self.device))
 
-    def _run_operations(self, label: str) -> None:
+    def _run_operations(self, flat: Tensor, label: str) -> None:
         observers = current_world().observers
         for place, op in enumerate(self._ops):
             self.running = op
-            divisor = 1 if place else self._divisor
-            flat = self._storage.load(self.kernels, divisor)
+            if place:
+                flat = self.load()
             for observer in observers:
-                observer.before_op(self, op, flat, divisor)
+                observer.before_op(self, op, flat)
             with record_function(f"{label}/{type(op).__name__}"):
                 op(flat)
             for observer in observers:
@@ -183,12 +189,11 @@ class BaguaBucket:
             if not self.flatten and not isinstance(op, (PythonOp, Decentralized)):
                 self.copy_from_flat(flat)
         if self.flatten and any(isinstance(op, PythonOp) for op in self._ops):
-            self._storage.load(self.kernels)  # a Python function may have put other tensors in place
+            self.load()  # a Python function may have put other tensors in place
 
     def clear_ops(self) -> BaguaBucket:
         """Forget all operations; return the bucket."""
         self._ops.clear()
-        self._divisor = 1
         return self
 
     def append_python_op(self, python_function: Callable[[str], object], group: Group | None = None) -> BaguaBucket:
@@ -241,8 +246,6 @@ class BaguaBucket:
         elif scattergather:
             op = CentralizedScatterGather(comm, kernels, average)
         else:
-            if average and intra is None and not self._ops and comm.divides_sums(self.dtype, self.device):
-                self._divisor, average = leaders, False  # tensors are divided on their way in, which needs no pass of its own
             op = CentralizedFullPrecision(comm, kernels, average)
         if intra is not None:
             op = Hierarchical(
@@ -273,7 +276,7 @@ class BaguaBucket:
             TypeError: a dtype that is no float, or not the bucket's.
         """
         self._check_centralized(average=True, scattergather=False, compression=None)
-        (peer,) = check_apart(self._storage.load(self.kernels), self.name, peer_weight=peer_weight)
+        (peer,) = check_apart(self.load(), self.name, peer_weight=peer_weight)
         num_ranks, comm, intra = self._connect(group, hierarchical)
         self._decentralized_op = Decentralized(comm, self.kernels, peer, peer_selection_mode, intra, num_ranks)
         self._peer_weight = peer_weight
@@ -307,7 +310,7 @@ class BaguaBucket:
             raise ValueError(f"compression={compression!r} must be 'MinMaxUInt8'")
         self._check_centralized(average=True, scattergather=True, compression=compression)
         replicas = check_apart(
-            self._storage.load(self.kernels),
+            self.load(),
             self.name,
             weight=weight,
             left_peer_weight=left_peer_weight,

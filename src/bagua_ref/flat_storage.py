@@ -1,4 +1,4 @@
-"""Where a bucket's tensors lie flat: in one storage of their own, or in a buffer that they are gathered into (S2.2, S2.3)."""
+"""Flat storage of a bucket: one storage of its tensors' own, or a buffer that they are gathered into (S2.2, S2.3)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from bagua_ref import streams
 from bagua_ref.tensor import BaguaTensor, registration
 from bagua_ref.utils import check_contiguous
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from bagua_ref.backends.base import KernelBackend
 
 __all__ = ["FlatStorage"]
+
+_LARGE = 4096
+"""Elements from which on the time to read a tensor counts for more than the call that copies it."""
 
 
 class FlatStorage:
@@ -50,12 +54,14 @@ class FlatStorage:
         """The effective tensors' own storage if flat, else a buffer made when it is first needed."""
         self._views: list[Tensor] = []
         """If flat, the part of ``_flat`` that is each tensor's, in its shape."""
-        self._divided: dict[int, tuple[Tensor, int]] = {}
-        """What has been divided into its view but is still outside ``_flat``: the tensor, as it was in this version."""
-        self._settled: set[int] = set()
-        """What has been divided and lies in ``_flat``."""
         if flatten:
             self._move_together(effective)
+        self._positions = [_position(view) for view in self._views]
+        self._memory = range(0)
+        """If flat, the addresses of its storage."""
+        if self._flat is not None:
+            storage = self._flat.untyped_storage()
+            self._memory = range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
 
     def is_contiguous(self, effective: Sequence[Tensor | None]) -> bool:
         """Return whether the effective tensors and the padding are contiguous in memory (S2.3); None is where it belongs."""
@@ -72,106 +78,112 @@ class FlatStorage:
             self._flat = first.as_strided((self.numel,), (1,))
         else:
             self._flat = torch.empty(self.numel, dtype=self._dtype, device=self._device)
-        offset = 0
-        for tensor in effective:
-            self._views.append(self._flat[offset : offset + tensor.numel()].view(tensor.shape))
-            offset += tensor.numel()
+        sizes = [tensor.numel() for tensor in effective]
+        self._views = [part.view(shape) for part, shape in zip(self._flat[: self.filled].split(sizes), self._shapes, strict=True)]
         if adjacent:
             return
         torch._foreach_copy_(self._views, [t.detach() for t in effective])
         for tensor, view in zip(effective, self._views, strict=True):
             tensor.data = view
         if self.padding_tensor is not None:
-            self._flat[offset:] = 0
-            self.padding_tensor.data = self._flat[offset:]
+            self._flat[self.filled :] = 0
+            self.padding_tensor.data = self._flat[self.filled :]
 
-    def take_in(self, place: int, divisor: int) -> None:
-        """Bring tensor ``place`` back into flat storage: a gradient just marked is in the cache still, a weight not yet read.
+    def take_in(self, place: int) -> None:
+        """Move tensor ``place`` into flat storage at once if it is large: it is in the processor's cache still.
 
-        To be divided, the tensor stays where it is until `settle`: should it be added to and marked again, it is divided anew.
+        Small ones cost less when `load` moves them all by one call. It also moves, or refuses, what this leaves where it is.
         """
-        proxy, view = self._tensors[place], self._views[place] if self._flatten else None
+        if self._shapes[place].numel() < _LARGE or not self._flatten:
+            return
+        proxy, view = self._tensors[place], self._views[place]
         tensor = registration(proxy).effective(proxy)
-        if view is None or tensor is None or not self._fits(tensor, place) or tensor.data_ptr() == view.data_ptr():
-            return  # `load` does what is left to do, and refuses what does not fit
-        if divisor == 1:
-            registration(proxy).replace(proxy, view.copy_(self._outside(tensor)))
-        else:
-            torch.div(self._outside(tensor), divisor, out=view)
-            self._divided[place] = tensor, tensor._version
+        if tensor is None or not self._fits(tensor, place) or tensor.data_ptr() in self._memory:
+            return
+        if _position(view) == self._positions[place]:
+            self._replace(place, view.copy_(tensor.detach()))
 
-    def settle(self) -> None:
-        """Make what has been divided part of flat storage: all tensors are marked, and no other mark comes before `load`."""
-        for place, (tensor, version) in self._divided.items():
-            proxy = self._tensors[place]
-            if registration(proxy).effective(proxy) is tensor and version == tensor._version:
-                registration(proxy).replace(proxy, self._views[place])
-                self._settled.add(place)
-        self._divided.clear()
+    @torch.no_grad()  # gradients of backward(create_graph=True) require gradients
+    def load(self, kernels: KernelBackend) -> Tensor:
+        """Return the flat tensor with the effective tensors' values, wherever they are, and zero padding.
 
-    def load(self, kernels: KernelBackend, divisor: int = 1) -> Tensor:
-        """Return the flat tensor: the effective tensors' values over ``divisor``, wherever they are, and zero padding."""
-        effective = [self._effective_or_zero(place) for place in range(len(self._tensors))]
-        if self._device.type == "cuda":
-            for tensor in effective:  # once it is gone, its memory must not serve another stream before this one is through
-                tensor.record_stream(torch.cuda.current_stream(self._device))
+        If flat, the effective tensors lie in it from now on.
+
+        Raises:
+            ValueError: a tensor has another shape or dtype than when the bucket was made.
+            NotImplementedError: a tensor is sparse.
+        """
         if self._flat is None:
             self._flat = torch.empty(self.numel, dtype=self._dtype, device=self._device)
         if self.padding_tensor is not None:
             self._flat[self.filled :] = 0
-        if not self._flatten:
-            kernels.gather_flat([t.detach() for t in effective], self._flat[: self.filled])
-            return self._flat.div_(divisor) if divisor > 1 else self._flat
-        strayed, undivided = [], []
-        for place, (proxy, tensor, view) in enumerate(zip(self._tensors, effective, self._views, strict=True)):
-            inside = tensor.data_ptr() == view.data_ptr() and tensor.stride() == view.stride()
-            if not inside:
-                strayed.append((self._outside(tensor), view))
-                registration(proxy).replace(proxy, view)
-            if not inside or place not in self._settled:
-                undivided.append(view)
-        self._settled.clear()
-        if strayed:
-            torch._foreach_copy_([view for _, view in strayed], [tensor for tensor, _ in strayed])
-        if divisor > 1 and undivided:
-            torch._foreach_div_(undivided, divisor)
+        effective = [registration(proxy).effective(proxy) for proxy in self._tensors]
+        for place, tensor in enumerate(effective):
+            if tensor is None or not self._fits(tensor, place):
+                effective[place] = self._zero_or_refuse(place, tensor)
+        dense = cast("list[Tensor]", effective)
+        if self._flatten:
+            self._bring_in(dense)
+        else:
+            for place, tensor in enumerate(dense):
+                if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+                    dense[place] = tensor.clone(memory_format=torch.contiguous_format)  # the result needs room for each element
+                    self._replace(place, dense[place])
+            streams.hold(dense, self._device)
+            kernels.gather_flat([tensor.detach() for tensor in dense], self._flat[: self.filled])
         return self._flat
 
-    def _effective_or_zero(self, place: int) -> Tensor:
-        """Return effective tensor ``place``; where zero_grad() removed a gradient and none came, a new zero one."""
-        proxy = self._tensors[place]
-        known = registration(proxy)
-        tensor = known.effective(proxy)
-        if tensor is None:
-            tensor = torch.zeros(proxy.shape, dtype=self._dtype, device=self._device)
-            known.replace(proxy, tensor)
-        if tensor.layout != torch.strided:
-            raise NotImplementedError(f"tensor {known.name!r} is {tensor.layout}; only dense tensors can be communicated")
-        if not self._fits(tensor, place):
-            raise ValueError(
-                f"tensor {known.name!r} has shape {tuple(tensor.shape)} and {tensor.dtype}, but its bucket was made for shape "
-                f"{tuple(self._shapes[place])} and {self._dtype}; make the bucket, or wrap the module, after changing them"
-            )
-        if not self._flatten and any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-            tensor = tensor.detach().clone(
-                memory_format=torch.contiguous_format
-            )  # expanded: the result needs room for each element
-            known.replace(proxy, tensor)
-        return tensor
+    def _bring_in(self, effective: Sequence[Tensor]) -> None:
+        """Move those of the effective tensors into flat storage that lie elsewhere."""
+        places, strayed = [], []
+        for place, (tensor, position) in enumerate(zip(effective, self._positions, strict=True)):
+            if (tensor.data_ptr(), tensor.stride()) != position:
+                places.append(place)
+                strayed.append(tensor.clone() if tensor.data_ptr() in self._memory else tensor)  # or new values mix with old ones
+        if strayed:
+            views = [self._view(place) for place in places]
+            streams.hold(strayed, self._device)
+            torch._foreach_copy_(views, strayed)
+            for place, view in zip(places, views, strict=True):
+                self._replace(place, view)
 
     def _fits(self, tensor: Tensor, place: int) -> bool:
         """Return whether ``tensor`` is dense and has the shape and dtype of the one that was there at the beginning."""
         return tensor.layout is torch.strided and tensor.shape == self._shapes[place] and tensor.dtype is self._dtype
 
-    def _outside(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor``, or a copy if it lies in flat storage, as a transposed view of its own part does.
+    def _zero_or_refuse(self, place: int, tensor: Tensor | None) -> Tensor:
+        """Return a new zero tensor where zero_grad() removed a gradient and none came; refuse any other that does not fit."""
+        shape, name = self._shapes[place], registration(self._tensors[place]).name
+        if tensor is None:
+            tensor = torch.zeros(shape, dtype=self._dtype, device=self._device)
+            self._replace(place, tensor)
+            return tensor
+        if tensor.layout is not torch.strided:
+            raise NotImplementedError(f"tensor {name!r} is {tensor.layout}; only dense tensors can be communicated")
+        raise ValueError(
+            f"tensor {name!r} has shape {tuple(tensor.shape)} and {tensor.dtype}, but its bucket was made for shape "
+            f"{tuple(shape)} and {self._dtype}; make the bucket, or wrap the module, after changing them"
+        )
 
-        To write there while reading from there would mix old values with new ones.
-        """
-        assert self._flat is not None
-        inside = tensor.untyped_storage().data_ptr() == self._flat.untyped_storage().data_ptr()
-        return tensor.detach().clone() if inside else tensor.detach()
+    def _replace(self, place: int, tensor: Tensor) -> None:
+        proxy = self._tensors[place]
+        registration(proxy).replace(proxy, tensor)
+
+    def _view(self, place: int) -> Tensor:
+        """Return the part of flat storage that is tensor ``place``'s."""
+        view = self._views[place]
+        if _position(view) != self._positions[place]:  # it was the gradient, whose ``data`` was replaced
+            start = sum(shape.numel() for shape in self._shapes[:place])
+            shape = self._shapes[place]
+            view = self._views[place] = cast("Tensor", self._flat)[start : start + shape.numel()].view(shape)
+        return view
 
     def store(self, flat: Tensor, effective: Sequence[Tensor], kernels: KernelBackend) -> None:
         """Copy ``flat`` into the effective tensors, wherever they are; padding is left out."""
-        kernels.scatter_flat(flat[: self.filled], [t.detach() for t in effective])
+        tensors = [t.detach() for t in effective]
+        streams.hold(tensors, self._device)
+        kernels.scatter_flat(flat[: self.filled], tensors)
+
+
+def _position(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
+    return tensor.data_ptr(), tensor.stride()

@@ -15,7 +15,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["current_stream", "order_after", "record", "side_stream", "use_stream"]
+__all__ = ["current_stream", "hold", "order_after", "record", "side_stream", "use_stream"]
 
 
 def current_stream(device: torch.device) -> Any:
@@ -38,6 +38,13 @@ def order_after(events: Iterable[Any], device: torch.device) -> None:
     for event in events:
         if event is not None:
             torch.cuda.current_stream(device).wait_event(event)
+
+
+def hold(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Keep the memory of ``tensors`` from being used again before what is queued on the calling thread's stream is done."""
+    if device.type == "cuda":
+        for tensor in tensors:
+            tensor.record_stream(torch.cuda.current_stream(device))
 
 
 @contextmanager

@@ -108,8 +108,8 @@ class ReadinessSink(Protocol):
 class BucketObserver(Protocol):
     """Observes the inputs and results of a world's bucket operations; it must not change anything or raise."""
 
-    def before_op(self, bucket: Any, op: Any, flat: Tensor, divisor: int) -> None:
-        """``op`` is about to run on ``flat``, whose elements have already been divided by ``divisor``."""
+    def before_op(self, bucket: Any, op: Any, flat: Tensor) -> None:
+        """``op`` is about to run on ``flat``."""
         ...
 
     def after_op(self, bucket: Any, op: Any, flat: Tensor) -> None:

@@ -145,7 +145,8 @@ class AlgorithmImpl(NotCopied):
 
     def init_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[str, torch.nn.Parameter], object]:
         """Return ``hook(name, parameter)``, called when a parameter's gradient is accumulated; here it marks it ready."""
-        return lambda name, parameter: BaguaTensor.bagua_mark_communication_ready(parameter)  # type: ignore[arg-type]
+        mark_ready = bagua_ddp._bagua_backend.mark_ready
+        return lambda name, parameter: mark_ready(parameter)
 
     def init_post_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[], object]:
         """Return ``hook()``, called once at the end of the outermost backward; here it waits for communication."""

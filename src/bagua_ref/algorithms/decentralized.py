@@ -72,7 +72,7 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
             self._averaging = step % self.communication_interval == 0
             if self._averaging:
                 for tensor in self.tensors:
-                    BaguaTensor.bagua_mark_communication_ready(tensor)  # type: ignore[arg-type]
+                    bagua_ddp._bagua_backend.mark_ready(tensor)
 
         return hook
 
@@ -185,7 +185,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
             step, self._optimizer_steps = self._optimizer_steps, self._optimizer_steps + 1
             if step % self.communication_interval == 0:
                 for tensor in self.tensors:
-                    BaguaTensor.bagua_mark_communication_ready(tensor)  # type: ignore[arg-type]
+                    bagua_ddp._bagua_backend.mark_ready(tensor)
                 bagua_ddp._bagua_backend.wait_pending_comm_ops()
 
         return hook

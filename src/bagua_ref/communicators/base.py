@@ -221,10 +221,6 @@ class Communicator(ABC):
         recv_tensor.copy_(send_tensor)
         self._allreduce_inplace(recv_tensor, op)
 
-    def divides_sums(self, dtype: torch.dtype, device: torch.device) -> bool:
-        """Return whether a mean is a sum that this rank then divides, so that dividing the inputs first is as exact."""
-        return False
-
     @_collective
     def allreduce_inplace(self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
         """Combine ``tensor`` over ranks, in place on every rank."""

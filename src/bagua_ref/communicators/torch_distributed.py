@@ -289,10 +289,6 @@ class TorchDistributedCommunicator(Communicator):
         if op is ReduceOp.AVG and not self._over_nccl(tensor):
             tensor.div_(torch.tensor(self._nranks, dtype=tensor.dtype))
 
-    def divides_sums(self, dtype: torch.dtype, device: torch.device) -> bool:
-        """Return True for float32 and float64 over gloo; 16-bit quotients would be rounded once more."""
-        return dtype in (torch.float32, torch.float64) and not (device.type == "cuda" and self._uses_nccl)
-
     def _over_nccl(self, tensor: Tensor) -> bool:
         return tensor.is_cuda and self._uses_nccl
 

@@ -206,10 +206,6 @@ class WrappedModule(NotCopied):
         if self._guard.after_step(optimizer) and self.module.training and self._synchronizing:
             self._post_step_hook(optimizer)
 
-    def _grad_accumulated(self, name: str, parameter: Any) -> None:
-        if self._in_backward or self._begin_backward(name, parameter):
-            self._backward_hook(name, parameter)
-
     def _begin_backward(self, name: str, parameter: Any) -> bool:
         """Return whether the backward that has just begun to deliver gradients is synchronized."""
         bypassed = self._why_bypassed()
@@ -286,9 +282,10 @@ class GradientHook(NotCopied):
     def __init__(self, wrapped: WrappedModule, name: str) -> None:
         self.training, self._name = weakref.ref(wrapped), name
 
-    def __call__(self, parameter: torch.Tensor) -> None:
-        if (wrapped := self.training()) is not None:
-            wrapped._grad_accumulated(self._name, parameter)
+    def __call__(self, parameter: Any) -> None:
+        wrapped = self.training()
+        if wrapped is not None and (wrapped._in_backward or wrapped._begin_backward(self._name, parameter)):
+            wrapped._backward_hook(self._name, parameter)
 
 
 class _OwnList(NotCopied, list):  # type: ignore[type-arg]

@@ -73,6 +73,7 @@ class Engine:
             registration(tensor).sink = weakref.ref(self)
         self._buckets = list(buckets)
         self._places = {registration(t).name: (bucket, place) for bucket in buckets for place, t in enumerate(bucket.tensors)}
+        self._marked_on = {bucket: set() for bucket in buckets}
         self._readiness = Readiness([[registration(tensor).name for tensor in bucket.tensors] for bucket in buckets])
 
     def mark_ready(self, tensor: Tensor) -> None:
@@ -82,15 +83,25 @@ class Engine:
             ValueError: its bucket has already been scheduled in this round.
         """
         name = registration(tensor).name
-        scheduled = self._readiness.mark(name)
-        bucket, place = self._places[name]
-        bucket.take_in(place)
-        self._marked_on.setdefault(bucket, set()).add(streams.current_stream(bucket.device))
-        for ready in scheduled:
-            bucket = self._buckets[ready]
-            bucket.settle()
-            events = [streams.record(stream) for stream in self._marked_on.pop(bucket, ())]
-            self._worker.submit(_BucketRun(bucket, events, f"bagua_ref::{self._algorithm}/bucket{bucket.name}"))
+        complete = self._readiness.mark(name)
+        bucket, tensor_place = self._places[name]
+        bucket.take_in(tensor_place)
+        if (stream := streams.current_stream(bucket.device)) is not None:
+            self._marked_on[bucket].add(stream)
+        for place in complete:
+            self._schedule(self._buckets[place])
+
+    def _schedule(self, bucket: BaguaBucket) -> None:
+        """Load ``bucket`` on the current stream, after what the marks of its tensors were to wait for, and run it."""
+        here = streams.current_stream(bucket.device)
+        streams.order_after([streams.record(stream) for stream in self._marked_on[bucket] if stream != here], bucket.device)
+        self._marked_on[bucket].clear()
+        try:
+            flat = bucket.load()
+        except Exception:
+            self.abandon_round()
+            raise
+        self._worker.submit(_BucketRun(bucket, flat, streams.record(here), f"bagua_ref::{self._algorithm}/bucket{bucket.name}"))
 
     def wait_pending_comm_ops(self) -> None:
         """Return when everything scheduled has finished (S2.5); on CUDA, what is called from now on waits, not the host.
@@ -162,15 +173,16 @@ class _BucketRun:
 
     Args:
         bucket: whose.
-        ready: CUDA events, when its tensors are there.
+        flat: its tensors' values.
+        ready: the CUDA event that they are there.
         label: names it in a profile of the thread that makes it, from here to the end of its operations.
 
     Attributes:
         done: the CUDA event that it is; None on a CPU.
     """
 
-    def __init__(self, bucket: BaguaBucket, ready: list[Any], label: str) -> None:
-        self.bucket, self._ready, self._label = bucket, ready, label
+    def __init__(self, bucket: BaguaBucket, flat: Tensor, ready: Any, label: str) -> None:
+        self.bucket, self._flat, self._ready, self._label = bucket, flat, ready, label
         self._ended: torch.futures.Future[None] | None = None
         if torch.autograd.profiler._is_profiler_enabled:
             self._ended = torch.futures.Future()
@@ -182,7 +194,7 @@ class _BucketRun:
 
     def __call__(self) -> None:
         try:
-            self.done = self.bucket.execute(self._ready, self._label)
+            self.done = self.bucket.execute(self._flat, self._ready, self._label)
         except Exception as error:
             self.error = error
         if self._ended is not None:

@@ -69,10 +69,11 @@ class Readiness(Generic[Item]):
             return []
         self._marked.add(item)
         self._missing[place] -= 1
-        first = self._next
+        if self._missing[place] or place > self._next:
+            return []
         while self._next < len(self._items) and self._missing[self._next] == 0:
             self._next += 1
-        return list(range(first, self._next))
+        return list(range(place, self._next))
 
     def unmarked(self) -> dict[int, list[Item]]:
         """Return the items not yet marked of each bucket that this round has not scheduled."""

@@ -67,7 +67,7 @@ class OwnBuckets:
         self._described: dict[str, tuple[BaguaBucket, Any]] = {}
         self._ops: dict[BaguaBucket, list[Any]] = {}
 
-    def before_op(self, bucket: BaguaBucket, op: Any, flat: Tensor, divisor: int) -> None:
+    def before_op(self, bucket: BaguaBucket, op: Any, flat: Tensor) -> None:
         """Record the input: the flat tensor and, for a ring, its replicas unless they are the outputs of the previous step."""
         if not self._recorder.recording or not isinstance(op, CommOp | PythonOp):
             return
@@ -80,14 +80,12 @@ class OwnBuckets:
             self._recorder.begin(self._name(bucket, op), lambda follows: {}, {"operation": type(op).__name__})
             return
         inner = op.leaders_op if isinstance(op, Hierarchical) else op
-        options = _options_of(op, divisor)
+        options = _options_of(op)
         info: dict[str, Any] = {"operation": type(inner).__name__ if inner is not None else "another rank's", **options}
         if isinstance(op, Decentralized):
             info["ranks"] = op.num_ranks
         elif not isinstance(op, Hierarchical):
             info["ranks"] = op.comm.nranks()
-        if divisor > 1:
-            info["divided_by"] = divisor
         if isinstance(op, Decentralized):
             info["execution"] = op.step
         if self._algorithm not in ("qadam", "async"):
@@ -141,14 +139,14 @@ class OwnBuckets:
         return f"{place}/{bucket.name}{number}" if place else f"{bucket.name}{number}"
 
 
-def _options_of(op: Any, divisor: int) -> dict[str, Any]:
+def _options_of(op: Any) -> dict[str, Any]:
     """Return the options of the algorithm that can be read off an operation."""
     inner = op.leaders_op if isinstance(op, Hierarchical) else op
     if isinstance(op, Decentralized):
         return {"hierarchical": op.intra is not None, "peer_selection_mode": op.peer_selection_mode}
     options: dict[str, Any] = {"hierarchical": isinstance(op, Hierarchical)}
     if isinstance(inner, CentralizedFullPrecision | CentralizedScatterGather | CentralizedLowPrecision):
-        options["average"] = inner.average or divisor > 1
+        options["average"] = inner.average
     if isinstance(inner, CentralizedScatterGather):
         options["scattergather"] = True
     return options
