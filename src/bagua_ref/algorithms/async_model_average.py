@@ -13,6 +13,7 @@ from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl
 from bagua_ref.algorithms.weight_holder import WeightHolder
 from bagua_ref.bucket import BaguaBucket
 from bagua_ref.errors import CommunicationError
+from bagua_ref.memory import by_dtype_and_device
 from bagua_ref.tensor import BaguaTensor
 from bagua_ref.utils import uncompiled
 
@@ -211,12 +212,10 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     def _prepare_rounds(self) -> None:
         context, warming_up = self.context, self._warming_up
         self._warming_up = False
-        weights: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for proxy in self.init_tensors(context):
-            weights.setdefault((proxy.dtype, proxy.device), []).append(proxy)
+        weights = self.init_tensors(context)
         self._warming_up = warming_up
         group = self.process_group.sibling()
-        for place, proxies in enumerate(weights.values()):
+        for place, proxies in enumerate(by_dtype_and_device(weights)):
             bucket = BaguaBucket(proxies, str(place), flatten=True, backend=context.kernel_backend)
             for proxy, weight in zip(proxies, bucket.effective_tensors(), strict=True):
                 proxy.data = weight.detach()  # or it would keep the weight's former storage

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl
-from bagua_ref.bucket import BaguaBucket
 from bagua_ref.comm_ops.decentralized import PEER_SELECTION_MODES
 from bagua_ref.comm_ops.low_precision_decentralized import trade_with_neighbours
+from bagua_ref.memory import by_dtype_and_device
 from bagua_ref.tensor import BaguaTensor
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bagua_ref.algorithms.base import TrainingContext
+    from bagua_ref.bucket import BaguaBucket
     from bagua_ref.types import Group
 
 __all__ = [
@@ -53,10 +55,7 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
 
     def tensors_to_buckets(self, tensors: Sequence[Sequence[Tensor]], do_flatten: bool) -> list[BaguaBucket]:
         """Return one bucket for each dtype and device (S5.3)."""
-        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for tensor in (tensor for bucket in tensors for tensor in bucket):
-            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-        return [BaguaBucket(bucket, str(place), flatten=do_flatten) for place, bucket in enumerate(kinds.values())]
+        return super().tensors_to_buckets(by_dtype_and_device(chain.from_iterable(tensors)), do_flatten)
 
     def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
         """Append S3.4; the operation is ``bucket._decentralized_op``, its result ``bucket._peer_weight``."""
