@@ -1,4 +1,4 @@
-"""How ranks train together: one file an algorithm, and the registry of their names (S5)."""
+"""Training algorithms, one file each, and the registry of their names (S5)."""
 
 from bagua_ref.algorithms import async_model_average, bytegrad, decentralized, gradient_allreduce, q_adam
 from bagua_ref.algorithms.async_model_average import AsyncModelAverageAlgorithm

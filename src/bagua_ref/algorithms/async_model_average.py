@@ -1,4 +1,4 @@
-"""Weights averaged in the background while every rank trains at its own speed (S5.6)."""
+"""Asynchronous model averaging: weights are averaged in the background while each rank trains at its own speed (S5.6)."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ __all__ = ["AsyncModelAverageAlgorithm", "AsyncModelAverageAlgorithmImpl", "Stat
 
 
 class State(Enum):
-    """Where averaging stands on this rank. The allowed transitions are `TRANSITIONS`; `Rounds` alone makes them."""
+    """State of averaging on this rank; `TRANSITIONS` lists the allowed changes, which only `Rounds` makes."""
 
-    IDLE = "no rounds yet; the next forward that is due starts them"
+    IDLE = "not started; the next forward pass that is due starts the rounds"
     RUNNING = "a background thread averages every sync_interval_ms"
     STOPPING = "abort was called; the thread goes on until all ranks have called it"
     ABORTED = "all ranks have stopped; resume leads back to IDLE"
-    FAILED = "a round raised; the training thread raises it next"
+    FAILED = "a round raised an error, which the training thread will raise next"
 
 
 TRANSITIONS = {
@@ -50,13 +50,13 @@ TRANSITIONS = {
 
 
 class Rounds:
-    """The background thread of one rank, and the one place that knows its state.
+    """The averaging thread of one rank, and its state.
 
     Args:
         world: starts the thread.
         name: of the thread.
         buckets: of weights, each with one asynchronous operation.
-        group: the thread's own; given up when training is forgotten, so that a waiting thread ends.
+        group: used by this thread only; closed when training ends, so that a waiting thread ends, too.
         interval: seconds between the end of a round and the next.
     """
 
@@ -75,13 +75,13 @@ class Rounds:
         self.state = state
 
     def start(self) -> None:
-        """Begin rounds, unless they run or were aborted."""
+        """Start averaging, unless it is running or was aborted."""
         if self.state is State.IDLE:
             self._go(State.RUNNING)
             self._spawn()
 
     def stop(self) -> None:
-        """Return once all ranks have called this; rounds go on until then. A second call does nothing.
+        """Wait until all ranks have called this; averaging continues until then. A second call does nothing.
 
         Raises:
             CommunicationError: a round failed.
@@ -92,7 +92,7 @@ class Rounds:
                 op.abort()
             self._go(State.STOPPING)
             self._wake.set()
-            if idle:  # other ranks may be in the middle of rounds: take part until they stop, too
+            if idle:  # other ranks may already be averaging: take part until they stop, too
                 self._spawn()
         if self._thread is not None:
             self._thread.join()
@@ -100,14 +100,14 @@ class Rounds:
         self.raise_failure()
 
     def resume(self) -> None:
-        """Let the next forward start rounds again after `stop`."""
+        """Let the next forward pass start averaging again after `stop`."""
         if self.state is State.ABORTED:
             for op in self.ops:
                 op.reset()
             self._go(State.IDLE)
 
     def raise_failure(self) -> None:
-        """Raise what ended the thread, if anything did, once; averaging is aborted then."""
+        """Raise the error that ended the thread, if any, once; averaging is then aborted."""
         if self.state is State.FAILED:
             error, self.error = self.error, None
             self._go(State.ABORTED)
@@ -117,7 +117,7 @@ class Rounds:
             ) from error
 
     def forget(self) -> None:
-        """End the thread without the other ranks: nobody trains here any more."""
+        """End the thread without waiting for the other ranks; training has ended on this rank."""
         self._forgotten = True
         self._wake.set()
         self._group.close()
@@ -146,8 +146,8 @@ class Rounds:
 class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     """`AsyncModelAverageAlgorithm` at work on one module.
 
-    The weights' buckets, their operations and the background thread exist from the start: a rank that aborts in warm-up has
-    to take part in the rounds of ranks that are past it.
+    The buckets of weights, their operations and the background thread exist from the start: a rank that aborts during warm-up
+    must take part in the rounds of ranks that have finished theirs.
     """
 
     def __init__(
@@ -165,12 +165,12 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
 
     @property
     def ranks_in_step(self) -> bool:
-        """Whether the warm-up lasts."""
+        """Whether this is still the warm-up."""
         return self._warming_up
 
     @property
     def begins_in_forward(self) -> bool:
-        """After the warm-up rounds are started and weights are held in forward-pre (S5.6)."""
+        """Whether the warm-up is over: from then on the forward-pre hook starts rounds and holds the weights (S5.6)."""
         return not self._warming_up
 
     def need_reset(self) -> bool:
@@ -232,7 +232,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             bucket.append_centralized_synchronous_op(group=self.process_group)
 
     def init_forward_pre_hook(self, bagua_ddp: TrainingContext) -> Callable[[Any], object]:
-        """Start rounds at the second forward after warm-up; raise what ended them."""
+        """Start averaging at the second forward pass after the warm-up; raise the error that ended it, if any."""
 
         def hook(input: Any) -> None:
             self._rounds.raise_failure()
@@ -242,11 +242,11 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         return hook
 
     def init_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[str, torch.nn.Parameter], object]:
-        """Mark gradients ready in warm-up only."""
+        """Mark gradients ready during the warm-up only."""
         return super().init_backward_hook(bagua_ddp) if self._warming_up else lambda name, parameter: None
 
     def init_post_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[], object]:
-        """Wait for the gradients, and give the weights back whatever the output was."""
+        """Wait for the gradients and release the weights, whatever the output was."""
 
         def hook() -> None:
             bagua_ddp._bagua_backend.wait_pending_comm_ops()
@@ -255,9 +255,9 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         return hook
 
     def abort(self, bagua_ddp: Any = None, *, bagua_module: Any = None) -> None:
-        """Stop averaging on all ranks; returns when all have called this, while rounds go on (S5.6).
+        """Stop averaging on all ranks; wait until all of them have called this (S5.6).
 
-        Collective, and idempotent until `resume`; from any state. There is no final averaging.
+        Collective; may be called in any state, and again before `resume`, which does nothing. There is no final averaging.
 
         Args:
             bagua_ddp: the wrapped module, its wrapper, or the training context.
@@ -304,7 +304,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         return self._rounds.resume
 
     def close(self) -> None:
-        """Take the hooks off and give the background thread's connections up."""
+        """Remove the hooks and close the connections of the background thread."""
         self._holder.close()
         self._rounds.forget()
 
@@ -313,7 +313,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         return {**super().state_dict(), "aborted": self._rounds.state is State.ABORTED}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``; collective."""
+        """Continue from ``state``; collective."""
         super().load_state_dict(state)
         if state["aborted"]:
             self.abort(self.context)

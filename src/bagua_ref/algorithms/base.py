@@ -1,4 +1,4 @@
-"""The contract of an algorithm and the registry of names (S5, S5.7)."""
+"""The interface of algorithms and the registry of their names (S5, S5.7)."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ __all__ = ["Algorithm", "AlgorithmImpl", "GlobalAlgorithmRegistry", "TrainingCon
 
 
 class TrainingContext(Protocol):
-    """What an algorithm sees of the training it takes part in.
+    """The training that an algorithm takes part in, as far as the algorithm may use it.
 
     Attributes:
         module: the wrapped module.
-        called_module: what training calls: the same, or what torch.compile had made of it.
+        called_module: the module that training calls: the same, or its torch.compile wrapper.
         process_group: the module's own group, which only its background worker uses.
         bagua_module_name: unique in this process.
         bagua_buckets: the buckets in the order in which they are scheduled.
         bagua_optimizers: as passed when wrapping.
-        bagua_train_step_counter: training forwards begun so far; the step under way is this less one.
-        world: of this rank; starts threads.
-        kernel_backend: what was asked for when wrapping.
-        _bagua_backend: the engine; ``wait_pending_comm_ops()`` waits for what is scheduled.
+        bagua_train_step_counter: training forward passes begun so far; the current step is one less.
+        world: this rank's; starts threads.
+        kernel_backend: the ``backend`` argument of wrapping.
+        _bagua_backend: the engine: ``mark_ready(tensor)`` schedules, ``wait_pending_comm_ops()`` waits.
     """
 
     process_group: Group
@@ -64,10 +64,11 @@ class TrainingContext(Protocol):
 
 
 class AlgorithmImpl(NotCopied):
-    """An algorithm at work on one module; the base class all-reduces nothing but moves gradients through buckets.
+    """An algorithm applied to one module; the base class moves gradients through buckets but communicates nothing.
 
-    Override what differs. The hooks that the ``init_*_hook`` methods return are called in this order in each training step:
-    reset check, forward-pre, per-parameter backward, post-backward, post-optimizer-step (S5).
+    Subclasses override what differs. Each training step calls, in this order: ``need_reset``, the forward-pre hook, the backward
+    hook for each parameter, the post-backward hook and the post-optimizer-step hook, as the ``init_*_hook`` methods returned them
+    (S5).
 
     Args:
         process_group: the group to communicate in.
@@ -89,38 +90,38 @@ class AlgorithmImpl(NotCopied):
 
     @property
     def ranks_in_step(self) -> bool:
-        """Whether all ranks take the same training forwards; if not, buffers are not broadcast before them."""
+        """Whether all ranks run the same training forward passes; if not, buffers are not broadcast before them."""
         return True
 
     @property
     def begins_in_forward(self) -> bool:
-        """Whether a step that calls no training forward of the module goes wrong; if not, a backward alone can be synchronized."""
+        """Whether the algorithm needs the module's training forward pass in each step; if not, a backward pass alone suffices."""
         return False
 
     def suspend(self) -> Callable[[], None]:
-        """Stop what communicates in the background, collectively, as the module is wrapped anew; return what takes it up again."""
+        """Stop background communication, collectively, because the module is wrapped again; return a function that resumes it."""
         return lambda: None
 
     def close(self) -> None:
-        """Let go of everything outside the buckets; the module has another algorithm now."""
+        """Release everything outside the buckets; the module now has another algorithm."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs besides the model's and the optimizers' state, to go on as if nothing had happened.
+        """Return what a checkpoint needs, besides the state of model and optimizers, to continue exactly where it was saved.
 
         Each rank saves its own. Subclasses add to it.
         """
         return {"train_step_counter": self.context.bagua_train_step_counter}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``; after wrapping, after loading the model's and the optimizers' state, on every rank."""
+        """Continue from ``state``; call it on every rank, after wrapping and after loading the state of model and optimizers."""
         self.context.bagua_train_step_counter = state["train_step_counter"]
 
     def need_reset(self) -> bool:
-        """Return whether tensors, buckets and operations must be made anew; asked before each training forward."""
+        """Return whether tensors, buckets and operations must be made again; called before each training forward pass."""
         return False
 
     def init_tensors(self, bagua_ddp: TrainingContext) -> list[Tensor]:
-        """Return the tensors to communicate, first to be ready first: gradients, last layer first (S2.1)."""
+        """Return the tensors to communicate in the order in which they become ready: gradients, last layer first (S2.1)."""
         return [
             BaguaTensor.ensure_bagua_tensor(
                 BaguaTensor.bagua_ensure_grad(parameter),  # type: ignore[arg-type]
@@ -144,12 +145,12 @@ class AlgorithmImpl(NotCopied):
         return lambda input: None
 
     def init_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[str, torch.nn.Parameter], object]:
-        """Return ``hook(name, parameter)``, called when a parameter's gradient is accumulated; here it marks it ready."""
+        """Return ``hook(name, parameter)``, called when a parameter's gradient is accumulated; this one marks it ready."""
         mark_ready = bagua_ddp._bagua_backend.mark_ready
         return lambda name, parameter: mark_ready(parameter)
 
     def init_post_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[], object]:
-        """Return ``hook()``, called once at the end of the outermost backward; here it waits for communication."""
+        """Return ``hook()``, called once at the end of the outermost backward pass; this one waits for communication."""
         return bagua_ddp._bagua_backend.wait_pending_comm_ops
 
     def init_post_optimizer_step_hook(self, bagua_ddp: TrainingContext) -> Callable[[torch.optim.Optimizer], object]:
@@ -158,7 +159,7 @@ class AlgorithmImpl(NotCopied):
 
 
 class Algorithm:
-    """What a user asks for; `reify` makes the implementation for one wrapped module.
+    """An algorithm with its options; `reify` makes the implementation for one wrapped module.
 
     >>> Algorithm.init("gradient_allreduce")
     GradientAllReduceAlgorithm(hierarchical=False, average=True)
@@ -173,7 +174,7 @@ class Algorithm:
         """Return the algorithm registered as ``name``, made with ``kwargs`` (S5.7).
 
         Raises:
-            ValueError: no algorithm has this name; the message lists those that exist.
+            ValueError: no algorithm has this name; the message lists the registered ones.
         """
         algorithm: Algorithm = GlobalAlgorithmRegistry.get(name)(**kwargs)
         return algorithm
@@ -201,10 +202,10 @@ class _AlgorithmRegistry(dict):  # type: ignore[type-arg]
         self[name] = (algorithm, description or (algorithm.__doc__ or "").partition("\n")[0])
 
     def get(self, name: str) -> Callable[..., Algorithm]:  # type: ignore[override]
-        """Return what is registered as ``name``.
+        """Return the algorithm that is registered as ``name``.
 
         Raises:
-            ValueError: nothing is.
+            ValueError: there is none.
         """
         if name not in self:
             raise ValueError(f"name={name!r} is not a registered algorithm; there are {', '.join(map(repr, sorted(self)))}")

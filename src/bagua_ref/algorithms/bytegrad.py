@@ -1,4 +1,4 @@
-"""Gradients averaged with one byte per element on the wire (S5.2)."""
+"""ByteGrad: gradient averaging with one byte per element on the wire (S5.2)."""
 
 from __future__ import annotations
 

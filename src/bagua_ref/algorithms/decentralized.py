@@ -1,4 +1,4 @@
-"""Weights instead of gradients are averaged: with all ranks, with one peer (S5.3), or along a ring in one byte each (S5.4)."""
+"""Decentralized algorithms: weights are averaged with all ranks, with one peer (S5.3), or on a ring in 8 bits (S5.4)."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
         self.hierarchical, self.peer_selection_mode = hierarchical, peer_selection_mode
         self.communication_interval = communication_interval
         self._averaging = False
-        """Whether the last training forward marked the weights ready, and no backward has brought the result back yet."""
+        """Whether the last training forward pass marked the weights ready, and no backward pass has copied the result back yet."""
 
     @property
     def begins_in_forward(self) -> bool:
-        """Weights are marked ready in forward-pre (S5.3)."""
+        """True: the forward-pre hook marks the weights ready (S5.3)."""
         return True
 
     def init_tensors(self, bagua_ddp: TrainingContext) -> list[Tensor]:
@@ -76,11 +76,11 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
         return hook
 
     def init_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[str, torch.nn.Parameter], object]:
-        """Gradients stay where they are."""
+        """Return a hook that does nothing; gradients stay local."""
         return lambda name, parameter: None
 
     def init_post_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[], object]:
-        """Bring the averaged weights back, once for each forward that marked them."""
+        """Copy the averaged weights back, once for each forward pass that marked them."""
 
         def hook() -> None:
             averaging, self._averaging = self._averaging, False
@@ -92,13 +92,13 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
         return hook
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step and how often each bucket was averaged, which decides on ``shift_one``'s next peer."""
+        """Return the step and how often each bucket was averaged, which determines the next peer of ``shift_one``."""
         self.context._bagua_backend.wait_pending_comm_ops()
         steps = [bucket._decentralized_op.step for bucket in self.context.bagua_buckets]
         return {**super().state_dict(), "averaging_steps": steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``; on every rank, after loading that rank's own weights."""
+        """Continue from ``state``; call it on every rank after loading that rank's own weights."""
         buckets = self.context.bagua_buckets
         _check_count("averaging_steps", state["averaging_steps"], buckets)
         super().load_state_dict(state)
@@ -107,16 +107,16 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
 
 
 class DecentralizedAlgorithm(Algorithm):
-    """Each rank trains on its own gradients; weights are averaged with all ranks or with one changing peer (S5.3, S3.4).
+    """Each rank trains on its own gradients, and averages its weights with all ranks or with a changing peer (S5.3, S3.4).
 
-    Averaging runs during forward and backward; its result replaces the weights at the end of backward, before the optimizer
-    adds what this rank has learned from the weights before.
+    Averaging runs during the forward and backward pass. Its result replaces the weights at the end of the backward pass; the
+    optimizer then applies this rank's gradients, which were computed with the weights before averaging.
 
     Args:
         hierarchical: average inside nodes, communicate between their leaders.
         peer_selection_mode: "all": the mean over all ranks; "shift_one": with one rank of the other half, the next one each
             time, which needs an even number of ranks (hierarchical: of nodes).
-        communication_interval: average at every how many training forwards, from the first on.
+        communication_interval: number of training forward passes from one averaging to the next; the first one averages.
 
     Raises:
         ValueError: an unknown mode, an interval below 1; on wrapping: "shift_one" with an odd number.
@@ -145,7 +145,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
         _check_interval(communication_interval)
         self.hierarchical, self.communication_interval = hierarchical, communication_interval
         self._optimizer_steps = 0
-        """Steps of the last optimizer so far."""
+        """Steps that the last optimizer has taken."""
 
     def init_tensors(self, bagua_ddp: TrainingContext) -> list[Tensor]:
         """Return the weights, last layer first.
@@ -160,7 +160,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
     def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
         """Append S3.5; the replicas are ``bucket._weight``, ``_left_peer_weight`` and ``_right_peer_weight``."""
         weight = bucket.flattened_tensor()
-        # Equal to this rank's after wrapping, but not when a failed attempt to wrap anew repeats this in mid-training.
+        # They equal this rank's weights after wrapping, but not when a failed attempt to wrap again repeats this during training.
         ring = self._ring()
         left, right = (weight.clone(), weight.clone()) if ring.rank() < 0 else trade_with_neighbours(weight, ring)
         bucket.append_low_precision_decentralized_synchronous_op(
@@ -168,15 +168,15 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
         )
 
     def init_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[str, torch.nn.Parameter], object]:
-        """Gradients stay where they are."""
+        """Return a hook that does nothing; gradients stay local."""
         return lambda name, parameter: None
 
     def init_post_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[], object]:
-        """Nothing has been sent yet."""
+        """Return a hook that does nothing; communication follows the optimizer step."""
         return lambda: None
 
     def init_post_optimizer_step_hook(self, bagua_ddp: TrainingContext) -> Callable[[torch.optim.Optimizer], object]:
-        """Average the weights after the last optimizer's steps that are divisible by the interval, counted from 0."""
+        """Average the weights after those steps of the last optimizer, counted from 0, that the interval divides."""
 
         def hook(optimizer: torch.optim.Optimizer) -> None:
             if optimizer is not bagua_ddp.bagua_optimizers[-1]:
@@ -200,7 +200,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``; on every rank, after loading that rank's own weights.
+        """Continue from ``state``; call it on every rank after loading that rank's own weights.
 
         Raises:
             ValueError: the state is another rank's, or of other weights or another number of ranks.
@@ -208,8 +208,8 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
         buckets = self.context.bagua_buckets
         if tuple(state["ring"]) != self._place_on_ring():
             raise ValueError(
-                f"state is of (rank, number of ranks)={tuple(state['ring'])} on the ring, this is {self._place_on_ring()}; each "
-                "rank saves and loads its own, and replicas of neighbours are of use to the same ring only"
+                f"state was saved by (rank, number of ranks)={tuple(state['ring'])} of a ring, this is {self._place_on_ring()}; "
+                "each rank must load the state that it saved itself, in a ring of the same size"
             )
         _check_count("replicas", state["replicas"], buckets)
         pairs = [
@@ -221,7 +221,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
             if replica.shape != saved.shape or replica.dtype != saved.dtype:
                 raise ValueError(
                     f"state holds a replica of {tuple(saved.shape)} {saved.dtype}, where the bucket has {tuple(replica.shape)} "
-                    f"{replica.dtype}; it is of other weights"
+                    f"{replica.dtype}; it was saved for other weights"
                 )
         super().load_state_dict(state)
         self._optimizer_steps = state["optimizer_steps"]
@@ -237,14 +237,14 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
 
 
 class LowPrecisionDecentralizedAlgorithm(Algorithm):
-    """After each optimizer step weights are averaged with two neighbours on a ring, to which one byte each tells the change (S5.4).
+    """Averages weights with the two ring neighbours after each optimizer step, and sends changes as one byte per element (S5.4).
 
-    Every rank keeps replicas of its own and its neighbours' weights, to the last bit what the neighbours keep, and sends only
-    how far it has moved from there (S3.5).
+    Every rank keeps replicas of its own and its neighbours' weights, bitwise equal to those that the neighbours keep, and sends
+    only the difference between its weights and its own replica (S3.5).
 
     Args:
         hierarchical: average inside nodes, the ring between their leaders.
-        communication_interval: average after every how many optimizer steps, from the first on.
+        communication_interval: number of optimizer steps from one averaging to the next; the first one averages.
 
     Raises:
         ValueError: an interval below 1; on wrapping: a parameter that no optimizer holds, a fused optimizer.
@@ -289,7 +289,9 @@ def _check_interval(interval: int) -> None:
 
 def _check_count(what: str, entries: Sequence[Any], buckets: Sequence[BaguaBucket]) -> None:
     if len(entries) != len(buckets):
-        raise ValueError(f"state holds {what} of {len(entries)} buckets, this module has {len(buckets)}; it is of other weights")
+        raise ValueError(
+            f"state holds {what} of {len(entries)} buckets, this module has {len(buckets)}; it was saved for other weights"
+        )
 
 
 def _check_optimizers(context: TrainingContext) -> None:

@@ -1,4 +1,4 @@
-"""Plain data parallelism: gradients are averaged over all ranks while backward goes on (S5.1)."""
+"""Plain data parallelism: gradients are all-reduced during the backward pass (S5.1)."""
 
 from __future__ import annotations
 

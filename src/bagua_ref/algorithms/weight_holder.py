@@ -1,4 +1,4 @@
-"""Training's side of the weight lock: taken at a forward, given back whatever happens after it (S5.6)."""
+"""Training's side of the weight lock: acquired at each forward pass, released however the step ends (S5.6)."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ __all__ = ["WeightHolder"]
 
 
 class WeightHolder:
-    """Holds the weights from each training forward to the end of its backward, and during ``optimizer.step`` (S5.6).
+    """Holds the weights from each training forward pass to the end of its backward pass, and during ``optimizer.step`` (S5.6).
 
-    Whatever goes wrong in between, the hold ends: with the exception of a forward or step, with the graph of the output, with
-    the backward, completed or failed, or at the latest with the next forward, ``eval()``, step or abort.
+    The hold always ends: when a forward pass or step raises, when the graph of the output is freed, when the backward pass
+    completes or fails, and at the latest at the next forward pass, ``eval()``, step or abort.
 
     Args:
-        module: whose forwards are watched.
-        optimizers: whose steps are.
-        ops: whose locks are held.
+        module: acquires the locks in its training forward passes.
+        optimizers: acquire them in their steps.
+        ops: operations that own the locks.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class WeightHolder:
         self._forward: _Hold | None = None
         self._step: _Hold | None = None
         self._dropped: list[_Hold] = []
-        """What finalizers have let go: they may run anywhere, so they only leave a note."""
+        """Holds to release: finalizers may run anywhere, so they only add to this list."""
         for op in ops:
             op.lock.on_wait = OwnHook(self.collect)
         self._handles: list[Any] = [
@@ -55,7 +55,7 @@ class WeightHolder:
             self._unguard.append(_call_on_exception(optimizer, OwnHook(self._after_step)))
 
     def drop_forward(self) -> None:
-        """Give back what a forward took."""
+        """Release what a forward pass acquired."""
         if self._forward is not None:
             self._forward.release()
             self._forward = None

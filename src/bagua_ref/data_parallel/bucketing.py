@@ -1,4 +1,4 @@
-"""Which tensors share a bucket (S2.1)."""
+"""Assignment of tensors to buckets (S2.1)."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def split_into_buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> list[lis
     A bucket is closed as soon as it holds ``bucket_bytes`` or more, and at every change of dtype or device.
 
     Raises:
-        TypeError: a dtype that cannot be trained with.
+        TypeError: a dtype that cannot be trained.
 
     >>> [len(bucket) for bucket in split_into_buckets([torch.ones(4)] * 5, bucket_bytes=32)]
     [2, 2, 1]
     """
     for tensor in tensors:
         if tensor.dtype not in _ORDER:
-            raise TypeError(f"a tensor of {tensor.dtype} cannot be trained with; allowed are {', '.join(map(str, _ORDER))}")
+            raise TypeError(f"tensors of {tensor.dtype} cannot be trained; allowed are {', '.join(map(str, _ORDER))}")
     devices = list(dict.fromkeys(tensor.device for tensor in tensors))
     buckets: list[list[Tensor]] = []
     for dtype in _ORDER:

@@ -1,4 +1,4 @@
-"""A wrapper with the interface of torch's DistributedDataParallel around `bagua_ref.data_parallel.wrapping.wrap`."""
+"""Wrapper with the interface of torch's DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -34,29 +34,28 @@ __all__ = [
 
 
 class DistributedDataParallel(torch.nn.Module):
-    """Trains ``module`` together with the other ranks, behind the interface of torch's class of this name (S5).
+    """Trains ``module`` together with the other ranks, with the interface of torch's class of the same name (S5).
 
-    It wraps as ``module.with_bagua(optimizers, algorithm)`` does: the hooks are on ``module``, so forwards of the wrapper and of
-    ``module`` itself take part alike. Making one is collective. A copy or pickle is a wrapper that trains alone.
+    It wraps the module as ``module.with_bagua(optimizers, algorithm)`` does: the hooks are on ``module``, so that calling the
+    wrapper and calling ``module`` itself have the same effect. Creating one is collective. A copy or pickle trains alone.
 
     Args:
-        module: to train; all its parameters are where they shall stay.
-        device_ids: None, or the one CUDA device of ``module``, to which inputs are then moved.
+        module: the module to train, already on its device.
+        device_ids: None, or the one CUDA device of ``module``, to which inputs are moved.
         output_device: None, or that device.
         dim: 0.
-        broadcast_buffers: give every rank the first one's buffers before each training forward outside `no_sync`, not only now;
-            None is True.
-            An algorithm whose ranks take no steps together (async, after its warm-up) leaves buffers to each rank.
+        broadcast_buffers: broadcast the first rank's buffers before each training forward pass outside `no_sync`, not only now;
+            None is True. Algorithms whose ranks do not step together (async after its warm-up) leave each rank its own buffers.
         process_group: the ranks that train together, Bagua's group or torch's; None is Bagua's default group.
         bucket_cap_mb: the size at which a bucket is closed, in MiB; None is 25.
-        find_unused_parameters: parameters that a backward does not reach count as having zero gradient.
+        find_unused_parameters: treat parameters that a backward pass does not reach as having zero gradients.
         check_reduction: False.
-        gradient_as_bucket_view: keep each bucket's tensors in one storage; ``do_flatten`` of ``with_bagua``.
-        optimizers: those that step ``module``'s parameters; None: none, for algorithms that need not know them.
+        gradient_as_bucket_view: keep the tensors of each bucket in one storage, as ``do_flatten`` of ``with_bagua`` does.
+        optimizers: the optimizers of ``module``'s parameters; None is [], which suffices for algorithms that need none.
         algorithm: None is ``GradientAllReduceAlgorithm()``.
         backend: the kernels; None chooses as `bagua_ref.backends.get_backend`.
         timeout: seconds without progress after which waiting raises.
-        **torch_arguments: further ones of torch's class, as far as they have torch's default value.
+        **torch_arguments: further arguments of torch's class, which must have torch's default values.
 
     Attributes:
         module: the module inside.
@@ -99,7 +98,7 @@ class DistributedDataParallel(torch.nn.Module):
             raise TypeError(f"module={module!r} must be a torch.nn.Module")
         _refuse_unsupported(dim=(dim, 0), check_reduction=(check_reduction, False))
         _refuse_torchs(torch_arguments)
-        # None, the default of newer torch, is what torch takes for these.
+        # Newer versions of torch default to None, with these meanings.
         broadcast_buffers = True if broadcast_buffers is None else broadcast_buffers
         bucket_cap_mb = 25 if bucket_cap_mb is None else bucket_cap_mb
         if not isinstance(bucket_cap_mb, (int, float)) or isinstance(bucket_cap_mb, bool) or not bucket_cap_mb > 0:
@@ -131,7 +130,10 @@ class DistributedDataParallel(torch.nn.Module):
         find_unused_parameters: bool = False,
         timeout: float = 300.0,
     ) -> DistributedDataParallel:
-        """Wrap the module inside anew, with this wrapper's buckets and buffers; return the wrapper. Arguments as everywhere."""
+        """Wrap the inner module again, with this wrapper's bucket size and buffers; return the wrapper.
+
+        The arguments are those of `bagua_ref.distributed.BaguaModule.with_bagua`.
+        """
         try:
             group = to_bagua_process_group(process_group)
         except NotInitializedError as error:
@@ -151,36 +153,34 @@ class DistributedDataParallel(torch.nn.Module):
         return self
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Return ``module(*inputs, **kwargs)``, with inputs on ``device_ids``' device if that was given."""
+        """Return ``module(*inputs, **kwargs)``, with inputs moved to the device in ``device_ids``, if any."""
         if self.device_ids:
             inputs, kwargs = _moved((inputs, kwargs), torch.device("cuda", self.device_ids[0]))
         return self.module(*inputs, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Skip communication for training forwards entered in this context, and for their backwards (S5)."""
+        """Skip communication of training forward passes that begin in this context, and of their backward passes (S5)."""
         wrapped = context_of(self.module)
         return nullcontext() if wrapped is None else wrapped.no_sync()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load parameters and buffers, whether their names start with ``module.``, as `state_dict` gives them, or not.
+        """Load parameters and buffers; names may start with ``module.``, as those of `state_dict` do, or not.
 
         Raises:
-            NotImplementedError: assign=True, which would put other parameters in place of those that are in buckets.
+            NotImplementedError: assign=True, which would replace the parameters that are in buckets.
         """
         if assign:
             _refuse_unsupported(assign=(assign, False))
         plain = self.module.state_dict(keep_vars=True).keys()
-        # A module inside may itself be called "module": the names that fit more entries are meant.
+        # A submodule may itself be called "module", so choose the reading that fits more entries.
         fitting = sum(name in plain for name in state_dict)
         if fitting > sum(name.startswith("module.") and name[len("module.") :] in plain for name in state_dict):
             return self.module.load_state_dict(state_dict, strict)
         return super().load_state_dict(state_dict, strict)
 
-    # What is known of the training.
-
     @property
     def inner(self) -> WrappedModule:
-        """The training context: the module's buckets and hooks, what algorithms get to see.
+        """The training context: buckets, hooks and everything else that algorithms use.
 
         Raises:
             AttributeError: this wrapper is a copy, which trains alone.
@@ -192,17 +192,17 @@ class DistributedDataParallel(torch.nn.Module):
 
     @property
     def process_group(self) -> BaguaProcessGroup:
-        """The group that the ranks were given by; not the connections of the background worker."""
+        """The group that was passed; the background worker has connections of its own."""
         return self.inner.given_group  # type: ignore[return-value]
 
     @property
     def device(self) -> torch.device:
-        """Where the first parameter is."""
+        """The device of the first parameter."""
         return next(self.module.parameters()).device
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether training forwards entered now communicate; may be set, as `no_sync` does for a while."""
+        """Whether training forward passes that begin now communicate; can be set, as `no_sync` does temporarily."""
         return not self.inner.skipping
 
     @require_backward_grad_sync.setter
@@ -221,7 +221,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     @property
     def bagua_algorithm(self) -> AlgorithmImpl:
-        """The implementation of the algorithm at work."""
+        """The implementation of the algorithm in use."""
         return self.inner.bagua_algorithm
 
     @property
@@ -236,14 +236,12 @@ class DistributedDataParallel(torch.nn.Module):
 
     @property
     def bagua_train_step_counter(self) -> int:
-        """Training forwards begun since wrapping."""
+        """Training forward passes begun since wrapping."""
         return self.inner.bagua_train_step_counter
 
     def will_sync_module_buffers(self) -> bool:
-        """Return whether a training forward entered now broadcasts buffers first."""
+        """Return whether a training forward pass that begins now first broadcasts buffers."""
         return self.inner.will_broadcast_buffers() and self.require_backward_grad_sync
-
-    # What torch's class has and this one has not.
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> NoReturn:
         """Raise NotImplementedError: a wrapper has one device."""
@@ -267,7 +265,7 @@ class DistributedDataParallel(torch.nn.Module):
         )
 
     def register_comm_hook(self, state: Any, hook: Any) -> NoReturn:
-        """Raise NotImplementedError: algorithms do what hooks do."""
+        """Raise NotImplementedError: algorithms take the place of hooks."""
         raise NotImplementedError(
             "register_comm_hook() is not supported; pass algorithm=, such as ByteGradAlgorithm() for compressed gradients, or "
             "write an algorithm"
@@ -279,11 +277,11 @@ DistributedDataParallel_V1_9_0_Interface = DistributedDataParallel
 
 
 def to_bagua_process_group(process_group: Any = None) -> BaguaProcessGroup:
-    """Return the Bagua group of the same ranks: of one of torch's, of itself, or for None of Bagua's default group.
+    """Return the Bagua group with the ranks of ``process_group``: torch's or Bagua's, or None for the default group.
 
     Raises:
         NotInitializedError: ``init_process_group()`` was not called.
-        TypeError: it is something else.
+        TypeError: ``process_group`` is something else.
     """
     if process_group is None:
         return _get_default_group()

@@ -1,4 +1,4 @@
-"""All ranks start from the first one's parameters, buffers and optimizer state (S5)."""
+"""Broadcast of the first rank's parameters, buffers and optimizer state at the start of training (S5)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def broadcast_state(
         optimizers: with the same groups on all ranks.
         comm: the ranks that train together.
         ignored: names of parameters and buffers that stay as they are.
-        settings: what else must be the same on all ranks, in words.
+        settings: texts that describe what else must be equal on all ranks.
 
     Raises:
         ValueError: module, optimizers or settings differ between ranks; raised on every rank.
@@ -53,10 +53,10 @@ def broadcast_state(
 
 
 def _take_over(optimizer: torch.optim.Optimizer, state: dict[str, Any], defaults: dict[str, Any]) -> None:
-    """Give ``optimizer`` this state and these defaults, which groups that are added later get.
+    """Load ``state`` and ``defaults``, which later parameter groups inherit, into ``optimizer``.
 
-    ``load_state_dict`` does it but for two things: it casts state to the parameter's dtype, and it puts other tensors in place
-    of those that a user may hold, such as a learning rate.
+    Unlike ``load_state_dict`` alone, this keeps the dtype of the state, and writes into tensors that a user may hold, such as a
+    learning rate, instead of replacing them.
     """
     options = [dict(group) for group in optimizer.param_groups]
     optimizer.load_state_dict(state)

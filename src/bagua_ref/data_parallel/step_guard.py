@@ -13,11 +13,11 @@ __all__ = ["StepGuard"]
 
 
 class StepGuard:
-    """What each optimizer has seen since its last step: gradients, synchronized ones, and ones that bypassed communication.
+    """Record of the gradients since each optimizer's last step: synchronized ones, and ones that bypassed communication.
 
     Args:
         module_name: for messages.
-        optimizers: those that are known to step the module's parameters.
+        optimizers: those that step the module's parameters, as far as known.
     """
 
     def __init__(self, module_name: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -26,29 +26,29 @@ class StepGuard:
         self._unstepped: set[torch.optim.Optimizer] = set()
         self._communicates = False
         self.expects_backward = False
-        """Whether a training forward has begun that steps of all optimizers, or if none is known a backward, have yet to follow."""
+        """Whether the steps of all optimizers, or a backward pass if none is known, have yet to follow a training forward pass."""
         self._reached: tuple[torch.Tensor, int] | None = None
-        """If no optimizer is known: a parameter whose gradient bypassed communication after the last forward, its version then."""
+        """If no optimizer is known: a parameter whose gradient bypassed communication, and the parameter's version at that time."""
 
     def forward_begins(self) -> None:
-        """Expect a backward: a training forward of the wrapped module has begun."""
+        """Note the start of a training forward pass, which a backward pass should follow."""
         self.expects_backward = True
         self._unstepped = set(self._since)
         self._reached = None
 
     def gradient_arrives(self) -> None:
-        """Note a gradient that is kept local on purpose, as under `no_sync`."""
+        """Note a gradient that stays local on purpose, as under `no_sync`."""
         for since in self._since.values():
             since.gradients = True
 
     def synchronized(self) -> None:
-        """Note the end of a synchronized backward."""
+        """Note the end of a synchronized backward pass."""
         for since in self._since.values():
             since.gradients = since.synchronized = True
         self.expects_backward = self.expects_backward and bool(self._since)
 
     def bypassed(self, reason: str, parameter: torch.Tensor) -> None:
-        """Note a gradient of ``parameter`` that was not synchronized, against the user's intention, and why.
+        """Note a gradient of ``parameter`` that bypassed communication unintentionally, and the reason.
 
         Raises:
             RuntimeError: no optimizer is known, and the weights have changed since the last such gradient.
@@ -63,7 +63,7 @@ class StepGuard:
                 raise RuntimeError(self._message("an optimizer", reason))
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Allow ``optimizer`` to step.
+        """Check that ``optimizer`` may step.
 
         Raises:
             RuntimeError: there are gradients since its last step, and all of them bypassed communication.
@@ -91,8 +91,8 @@ class StepGuard:
 
 
 class _Since:
-    """What has happened since an optimizer's last step."""
+    """Events since an optimizer's last step."""
 
     gradients = synchronized = False
     bypassed: tuple[str, torch.Tensor, torch.Tensor | None] | None = None
-    """Why a gradient bypassed communication, whose it is, and the gradient."""
+    """The reason why a gradient bypassed communication, its parameter, and the gradient."""

@@ -16,7 +16,7 @@ __all__ = ["TrainedParameters", "refuse_what_cannot_be_flat"]
 
 
 class TrainedParameters:
-    """The parameters that a module had when it was wrapped, by name; `check` notices any others.
+    """The parameters that a module had when it was wrapped, by name; `check` detects later ones.
 
     Args:
         module: whose parameters they are; held weakly.
@@ -33,10 +33,10 @@ class TrainedParameters:
         """Those that need a gradient and are not ignored, as ``named_parameters()`` names them."""
 
     def check(self) -> None:
-        """Refuse to go on if parameters were added, replaced or unfrozen.
+        """Raise an error if parameters were added, replaced or unfrozen.
 
         Raises:
-            RuntimeError: names them.
+            RuntimeError: some were; the message names them.
         """
         if list(map(id, chain.from_iterable(self._members))) == self._ids and not any(p.requires_grad for p in self._frozen):
             return
@@ -75,10 +75,10 @@ class TrainedParameters:
 
 
 def refuse_what_cannot_be_flat(module: torch.nn.Module) -> None:
-    """Refuse parameters that have no memory of their own to be put into buckets.
+    """Refuse parameters that cannot be moved into buckets, such as sharded ones.
 
     Raises:
-        NotImplementedError: names a parameter, its type and what to do.
+        NotImplementedError: there is one; the message names it and its type, and says what to do.
     """
     for name, parameter in module.named_parameters():
         kind = type(parameter.data).__name__

@@ -1,4 +1,4 @@
-"""A module in distributed training: its buckets, and the hooks that drive them (S2.1, S5)."""
+"""Distributed training of one module: its buckets and the hooks that drive them (S2.1, S5)."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ _counter = itertools.count()
 
 
 class WrappedModule(NotCopied):
-    """The training context of one module: what `bagua_ref.algorithms.base.TrainingContext` promises, and the hooks.
+    """The training context of one module: implements `bagua_ref.algorithms.base.TrainingContext` and owns the hooks.
 
-    Making one is collective over ``group``: it takes a group of its own from it and broadcasts the first rank's state.
-    A deep copy or pickle of the module is an ordinary module, without hooks.
+    Creating one is collective over ``group``: it makes a group of its own with the same ranks and broadcasts the first rank's
+    state. A deep copy or pickle of the module is an ordinary module, without hooks.
 
     Args:
-        module: to train, or what torch.compile made of it; hooks are put on it and its parameters.
-        optimizers: whose state is broadcast, and whose steps the algorithm sees.
+        module: the module to train, possibly compiled; gets hooks, as do its parameters.
+        optimizers: their state is broadcast, and the algorithm is told of their steps.
         algorithm: makes the implementation.
         group: the ranks that train together.
-        world: of this rank.
+        world: this rank's.
         do_flatten: keep each bucket's tensors in one storage.
         backend: the kernels; None chooses as `bagua_ref.backends.get_backend`.
-        find_unused_parameters: parameters that a backward does not reach count as having zero gradient.
+        find_unused_parameters: treat parameters that a backward pass does not reach as having zero gradients.
         timeout: seconds without progress after which waiting raises.
         bucket_bytes: the size at which a bucket is closed; None: `bagua_ref.env.get_default_bucket_size`.
-        broadcast_buffers: give every rank the first one's buffers before each training forward, not only now.
+        broadcast_buffers: broadcast the first rank's buffers before each training forward pass, not only now.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class WrappedModule(NotCopied):
         bucket_bytes: int | None = None,
         broadcast_buffers: bool = False,
     ) -> None:
-        self._called = weakref.ref(module)  # hooks inside what torch.compile made would be compiled
+        self._called = weakref.ref(module)  # hooks on the module inside a compiled one would be compiled
         module = uncompiled(module)
         self._module = weakref.ref(module)
         self.bagua_module_name = module.__dict__.get("bagua_module_name") or _OwnName(f"bagua_module_{next(_counter)}")
@@ -86,9 +86,9 @@ class WrappedModule(NotCopied):
         }
         """Names of parameters and buffers that are neither communicated nor broadcast."""
         self._synchronizing = not self.bagua_optimizers
-        """Whether the last training forward was entered outside `no_sync`."""
+        """Whether the last training forward pass began outside `no_sync`."""
         self.skipping = False
-        """Whether training forwards entered now skip communication, as in `no_sync`."""
+        """Whether training forward passes that begin now skip communication, as in `no_sync`."""
         self._in_backward = False
         self._guard = StepGuard(self.bagua_module_name, self.bagua_optimizers)
         self._bagua_backend = Engine(world, self.bagua_module_name, timeout, GlobalAlgorithmRegistry.name_of(algorithm))
@@ -100,7 +100,7 @@ class WrappedModule(NotCopied):
         settings += [f"broadcast_buffers={broadcast_buffers}"]
         comm = self.process_group.get_global_communicator()
         broadcast_state(module, optimizers, comm, self.parameters_to_ignore, settings)
-        # The worker's connections are not for the training thread.
+        # The training thread must not use the worker's connections.
         self._buffer_group = group.sibling() if broadcast_buffers and self._buffers() and comm.nranks() > 1 else None
         if self._buffer_group is not None:
             self._buffer_group.get_global_communicator()
@@ -116,14 +116,14 @@ class WrappedModule(NotCopied):
             self._handles.append(optimizer.register_step_post_hook(OwnHook(self._end_step)))
 
     def publish(self) -> None:
-        """Give the module the attributes of `bagua_ref.distributed.BaguaModule`; others' modules have none of them."""
+        """Set the attributes of `bagua_ref.distributed.BaguaModule` on the module; unwrapped modules have none of them."""
         names = ("bagua_module_name", "bagua_algorithm", "bagua_optimizers", "bagua_buckets", "bagua_train_step_counter")
         self.module.__dict__.update(_bagua=self, **{name: getattr(self, name) for name in names})
         self.world.engines[self.bagua_module_name] = self._bagua_backend
 
     @property
     def bagua_train_step_counter(self) -> int:
-        """Training forwards begun since wrapping, or as a checkpoint has them."""
+        """Training forward passes begun since wrapping; a checkpoint restores the number."""
         return self._train_steps
 
     @bagua_train_step_counter.setter
@@ -139,7 +139,7 @@ class WrappedModule(NotCopied):
 
     @property
     def called_module(self) -> torch.nn.Module:
-        """What training calls: the wrapped module, or what torch.compile had made of it when it was wrapped."""
+        """The module that training calls: the wrapped one, or its torch.compile wrapper if that was wrapped."""
         module = self._called()
         return self.module if module is None else module
 
@@ -153,7 +153,7 @@ class WrappedModule(NotCopied):
         return get_default_bucket_size() if self._bucket_bytes is None else self._bucket_bytes
 
     def reset(self) -> None:
-        """Ask the algorithm for tensors, buckets, operations and hooks (S5); the state is not broadcast again."""
+        """Get tensors, buckets, operations and hooks from the algorithm (S5); the state is not broadcast again."""
         algorithm = self.bagua_algorithm
         without_gradient = [parameter for _, parameter in self.bagua_build_params() if parameter.grad is None]
         self._bagua_backend.wait_pending_comm_ops()
@@ -164,7 +164,7 @@ class WrappedModule(NotCopied):
                 bucket.backend = bucket.backend or self.kernel_backend
                 algorithm.init_operations(self, bucket)
         self._bagua_backend.register_ordered_buckets(self.bagua_buckets)
-        for parameter in without_gradient:  # or torch would not make the optimizer's state when a checkpoint is loaded
+        for parameter in without_gradient:  # else torch would not create the optimizer's state when it loads a checkpoint
             parameter.grad = None
         self._forward_pre_hook = algorithm.init_forward_pre_hook(self)
         self._backward_hook = algorithm.init_backward_hook(self)
@@ -172,12 +172,12 @@ class WrappedModule(NotCopied):
         self._post_step_hook = algorithm.init_post_optimizer_step_hook(self)
 
     def _begin_forward(self, module: torch.nn.Module, input: Any) -> None:
-        # Checkpointing computes forwards anew; torch.export calls one with stand-ins for the parameters.
+        # Activation checkpointing repeats forward passes; torch.export runs one with stand-ins for the parameters.
         if not module.training or _inside_backward() or torch.compiler.is_compiling():
             return
         self._parameters.check()
         self._synchronizing = not self.skipping
-        if self._in_backward:  # the last backward failed half-way
+        if self._in_backward:  # the last backward pass failed
             self._in_backward = False
             self._bagua_backend.abandon_round()
         self.bagua_train_step_counter += 1
@@ -186,17 +186,17 @@ class WrappedModule(NotCopied):
         self._guard.forward_begins()
         if self._synchronizing:
             if self._buffer_group is not None and self.bagua_algorithm.ranks_in_step:
-                # A graph that has saved a buffer must not take this for a change of the user's: data has no version.
+                # Autograd must not take this for a change by the user to a saved buffer: data has no version.
                 buffers = [buffer.data for buffer in self._buffers()]
                 broadcast_coalesced(buffers, 0, self._buffer_group.get_global_communicator())
             self._forward_pre_hook(input)
 
     def will_broadcast_buffers(self) -> bool:
-        """Return whether training forwards outside `no_sync` begin with a broadcast of buffers."""
+        """Return whether training forward passes outside `no_sync` begin with a broadcast of buffers."""
         return self._broadcast_buffers and bool(self._buffers()) and self.bagua_algorithm.ranks_in_step
 
     def _buffers(self) -> list[torch.Tensor]:
-        """Return the buffers that are broadcast, as they are now: modules may put others in place."""
+        """Return the current buffers that are broadcast; modules may replace theirs at any time."""
         return [buffer for name, buffer in self.module.named_buffers() if name not in self.parameters_to_ignore]
 
     def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -207,9 +207,9 @@ class WrappedModule(NotCopied):
             self._post_step_hook(optimizer)
 
     def _begin_backward(self, name: str, parameter: Any) -> bool:
-        """Return whether the backward that has just begun to deliver gradients is synchronized."""
+        """Return whether the backward pass that delivers its first gradient now is synchronized."""
         bypassed = self._why_bypassed()
-        # What counts is whether the forward was entered under no_sync (S5); the backward itself counts only where there was none.
+        # What counts is whether the forward pass ran under no_sync (S5), and the backward pass only if there was no forward pass.
         if bypassed is None and self._synchronizing and (self._guard.expects_backward or not self.skipping):
             self._in_backward = True
             self._bagua_backend.begin_backward()
@@ -222,7 +222,7 @@ class WrappedModule(NotCopied):
         return False
 
     def _why_bypassed(self) -> str | None:
-        """Return why a backward that begins now cannot be synchronized, None if it can or was not meant to be."""
+        """Return why a backward pass that begins now cannot be synchronized; None if it can, or is not meant to be."""
         if not self.module.training:
             return "began while the module was in eval mode"
         if self._guard.expects_backward or (not self.bagua_optimizers and not self.bagua_algorithm.begins_in_forward):
@@ -230,10 +230,10 @@ class WrappedModule(NotCopied):
         return "followed no training forward of the module, as when one of its children or methods is called instead of it"
 
     def _graph_task_ended(self) -> None:
-        """Go on to post-backward, at the end of the outermost backward.
+        """Run the post-backward hook at the end of the outermost backward pass.
 
-        A reentrant checkpoint runs a backward inside one: then a node of the outer one is still being evaluated, and what
-        follows waits until that node is done.
+        A reentrant checkpoint runs a backward pass inside another one: a node of the outer one is still being evaluated then, so
+        this waits until that node is done.
         """
         node = torch._C._current_autograd_node()
         if node is None:
@@ -250,7 +250,7 @@ class WrappedModule(NotCopied):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Skip all communication of training forwards entered in this context, and of their backwards (S5)."""
+        """Skip all communication of training forward passes that begin in this context, and of their backward passes (S5)."""
         before, self.skipping = self.skipping, True
         try:
             yield
@@ -258,7 +258,7 @@ class WrappedModule(NotCopied):
             self.skipping = before
 
     def close(self) -> None:
-        """Take the hooks off, end the background thread and give its connections up."""
+        """Remove the hooks, end the background thread and close its connections."""
         for handle in self._handles:
             handle.remove()
         self.bagua_algorithm.close()
@@ -270,11 +270,13 @@ class WrappedModule(NotCopied):
 
 
 class GradientHook(NotCopied):
-    """The hook on a parameter, called for each gradient, so as light as can be; it says which training the parameter is part of.
+    """The hook of a parameter, which marks each gradient ready; ``training`` is the training that the parameter belongs to.
+
+    It runs for every gradient, so it must be fast.
 
     Args:
         wrapped: the training; held weakly, as the garbage collector cannot see through the C++ part of a parameter.
-        name: the parameter's.
+        name: the parameter's name.
     """
 
     __slots__ = ("_name", "training")
@@ -289,11 +291,11 @@ class GradientHook(NotCopied):
 
 
 class _OwnList(NotCopied, list):  # type: ignore[type-arg]
-    """A list that stays behind when the module it hangs on is copied."""
+    """A list that is not copied with the module that has it."""
 
 
 class _OwnName(NotCopied, str):
-    """A made-up name that stays behind when the module it hangs on is copied."""
+    """A generated name that is not copied with the module that has it."""
 
 
 def _inside_backward() -> bool:
@@ -301,6 +303,6 @@ def _inside_backward() -> bool:
 
 
 def _plain_options(algorithm: Algorithm) -> dict[str, Any]:
-    """Return the numbers and strings that ``algorithm`` was made with; all ranks must have made theirs with the same."""
+    """Return the numbers and strings among the options of ``algorithm``, which must be equal on all ranks."""
     options = {name: getattr(algorithm, name, None) for name in inspect.signature(type(algorithm)).parameters}
     return {name: value for name, value in options.items() if isinstance(value, (int, float, str))}

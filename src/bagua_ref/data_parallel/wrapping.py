@@ -1,4 +1,4 @@
-"""The one way into distributed training: checks, then a `WrappedModule`; behind ``with_bagua`` and `DistributedDataParallel`."""
+"""Validation and wrapping of a module, shared by ``with_bagua`` and `DistributedDataParallel`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def wrap(
     broadcast_buffers: bool = False,
     caller: str = "with_bagua",
 ) -> None:
-    """Train ``module`` together with the other ranks from now on; if it was wrapped before, that ends (S5).
+    """Train ``module`` together with the other ranks from now on; wrapping again replaces the algorithm (S5).
 
     Arguments and errors as `bagua_ref.distributed.BaguaModule.with_bagua`; ``bucket_bytes`` and ``broadcast_buffers`` as
     `WrappedModule`; ``caller`` is what the user called, for messages.
@@ -45,7 +45,7 @@ def wrap(
     called, module = module, uncompiled(module)
     optimizers = _check(module, optimizers, algorithm, timeout)
     if backend is not None:
-        get_backend(backend)  # refuse what cannot run before anything is sent
+        get_backend(backend)  # raises, before anything is sent, if it cannot run
     world = current_world()
     group = process_group if process_group is not None else world.default_group
     if group is None:
@@ -78,7 +78,7 @@ def wrap(
         )
     except Exception:
         if before is not None:
-            before.reset()  # the tensors may have been registered for the new algorithm already
+            before.reset()  # the tensors may already be registered for the new algorithm
             take_up_again()
         raise
     wrapped.publish()
@@ -87,7 +87,7 @@ def wrap(
 
 
 def context_of(module: torch.nn.Module) -> WrappedModule | None:
-    """Return the training that ``module`` takes part in, None if it is not wrapped."""
+    """Return the training context of ``module``, None if it is not wrapped."""
     return cast("WrappedModule | None", uncompiled(module).__dict__.get("_bagua"))
 
 

@@ -24,15 +24,15 @@ __all__ = ["BaguaModule"]
 class BaguaModule:
     """The methods that bagua_ref puts on ``torch.nn.Module``, and the attributes that a wrapped module has.
 
-    Other modules have no attributes of ours, so that nothing that looks through a module's attributes, as torch.compile and
-    torch.jit do, finds any.
+    Unwrapped modules have none of these attributes, so that tools that inspect modules, such as torch.compile and torch.jit, see
+    nothing unusual.
 
     Attributes:
         bagua_module_name: the name of this module in messages, unique in the process; may be set before wrapping.
-        bagua_algorithm: the implementation of the algorithm at work.
+        bagua_algorithm: the implementation of the algorithm in use.
         bagua_optimizers: the optimizers passed when wrapping.
         bagua_buckets: the buckets in the order in which they are scheduled.
-        bagua_train_step_counter: training forwards begun since wrapping.
+        bagua_train_step_counter: training forward passes begun since wrapping.
 
     Source: ``bagua/torch_api/distributed.py`` of Bagua 0.9.
     """
@@ -57,16 +57,15 @@ class BaguaModule:
         """Train this module together with the other ranks from now on; return it (S5).
 
         Collective: every rank of the group wraps its copy. The first rank's parameters, buffers and optimizer state are
-        broadcast. From then on each training forward, backward and optimizer step takes part in the algorithm. Wrapping again
-        replaces the algorithm.
+        broadcast. From then on every training step runs the algorithm. Wrapping again replaces the algorithm.
 
         Args:
-            optimizers: those that step this module's parameters.
+            optimizers: the optimizers of this module's parameters.
             algorithm: e.g. ``GradientAllReduceAlgorithm()``.
             process_group: the ranks that train together; None is the default group.
-            do_flatten: keep each bucket's tensors in one storage.
+            do_flatten: keep the tensors of each bucket in one storage.
             backend: the kernels; None chooses as `bagua_ref.backends.get_backend`.
-            find_unused_parameters: parameters that a backward does not reach count as having zero gradient.
+            find_unused_parameters: treat parameters that a backward pass does not reach as having zero gradients.
             timeout: seconds without progress after which waiting raises.
 
         Raises:
@@ -95,7 +94,7 @@ class BaguaModule:
         return self
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Skip communication for training forwards entered in this context (S5); does nothing if the module is not wrapped."""
+        """Skip communication of training forward passes that begin in this context (S5); no effect on an unwrapped module."""
         wrapped = context_of(_module(self))
         return nullcontext() if wrapped is None else wrapped.no_sync()
 
