@@ -1,4 +1,4 @@
-"""A bucket: tensors that communicate together, their flat storage, and the operations on it (S2.2, S2.3)."""
+"""Bucket: tensors that are communicated together, their flat storage, and the operations on it (S2.2, S2.3)."""
 
 from __future__ import annotations
 
@@ -39,22 +39,23 @@ __all__ = ["BaguaBucket"]
 
 
 class BaguaBucket:
-    """Tensors that are communicated as one, and the operations to run once all are ready.
+    """Tensors that are communicated as one, and the operations that run when all of them are ready.
 
     Args:
         tensors: bagua tensors whose effective tensors share a dtype and a device and do not overlap.
         name: unique among a module's buckets.
-        flatten: move the effective tensors into one contiguous storage, unless they already are (S2.3); otherwise each operation
-            gathers them into a buffer and copies the result back.
-        alignment: if above 1, a padding tensor makes the number of elements divisible by it (S2.2).
+        flatten: move the effective tensors into one contiguous storage, unless they are in one already (S2.3); otherwise each
+            operation gathers them into a buffer and copies the result back.
+        alignment: if greater than 1, a padding tensor makes the number of elements divisible by it (S2.2).
         backend: the kernels, by name or instance; None chooses as `bagua_ref.backends.get_backend`.
 
     Attributes:
-        padding_tensor: the padding, None if none is needed.
+        padding_tensor: the padding, None if there is none.
 
     Raises:
-        ValueError: no tensors, a name twice, overlap, mixed devices, no effective tensor, alignment below 1.
-        TypeError: mixed dtypes, a name that is no string.
+        ValueError: the list is empty, a name appears twice, tensors overlap or are on different devices, an effective tensor is
+            missing, or alignment is below 1.
+        TypeError: mixed dtypes, or a name that is not a string.
         BackendUnavailableError: the backend cannot run here.
 
     >>> bucket = BaguaBucket([torch.ones(3).ensure_bagua_tensor("a")], "0", flatten=True, alignment=4)
@@ -80,11 +81,11 @@ class BaguaBucket:
         if not isinstance(alignment, int) or isinstance(alignment, bool) or alignment < 1:
             raise ValueError(f"alignment={alignment!r} of bucket {name!r} must be an int, 1 or more")
         if backend is not None:
-            get_backend(backend)  # refuse what cannot run before an operation needs it
+            get_backend(backend)  # raises now, not at the first operation, if it cannot run
         self.tensors, self.name, self.flatten, self.backend = tensors, name, flatten, backend
         self.dtype, self.device = effective[0].dtype, effective[0].device
         self.running: object = None
-        """The operation under way, or the last one."""
+        """The current or last operation."""
         self._ops: list[Callable[[Tensor], Any]] = []
         self._background_groups: dict[Group, Group] = {}
         self._storage = FlatStorage(name, tensors, effective, flatten, alignment)
@@ -98,23 +99,23 @@ class BaguaBucket:
 
     @property
     def kernels(self) -> KernelBackend:
-        """The backend that computes for this bucket, as things stand: see ``backend``."""
+        """The kernel backend of this bucket at the moment; see ``backend``."""
         return get_backend(self.backend, self.device)
 
     def effective_tensors(self) -> list[Tensor]:
-        """Return what communication works on, without padding.
+        """Return the effective tensors, without padding.
 
         Raises:
-            ValueError: a tensor has no effective tensor.
+            ValueError: one is missing.
         """
         return effective_tensors(self.tensors, self.name)
 
     def bytes(self) -> int:
-        """Return the number of bytes of the effective tensors; padding does not count (S2.2)."""
+        """Return the size of the effective tensors in bytes, without padding (S2.2)."""
         return self._storage.filled * self.dtype.itemsize
 
     def flattened_tensor(self) -> Tensor:
-        """Return a new flat tensor with all effective tensors and the padding, in order; a missing gradient counts as zero."""
+        """Return a new flat tensor of all effective tensors and the padding, in order; missing gradients count as zeros."""
         parts = [
             torch.zeros(proxy.numel(), dtype=self.dtype, device=self.device) if tensor is None else tensor.detach().reshape(-1)
             for proxy, tensor in zip(self.tensors, map(effective_tensor, self.tensors), strict=True)
@@ -124,7 +125,7 @@ class BaguaBucket:
     def check_flatten(self) -> bool:
         """Return whether the effective tensors and the padding are contiguous in memory (S2.3).
 
-        A gradient that is missing, as before the first backward or after ``zero_grad()``, is taken to be where it will be put.
+        A missing gradient, as before the first backward pass or after ``zero_grad()``, counts as being in its place.
         """
         return self._storage.is_contiguous([effective_tensor(proxy) for proxy in self.tensors])
 
@@ -138,32 +139,32 @@ class BaguaBucket:
         return self._storage.load(self.kernels)
 
     def take_in(self, place: int) -> None:
-        """Move tensor ``place``, just marked ready, into flat storage if it can be done at once; `load` sees to the rest."""
+        """Move tensor ``place``, just marked ready, into flat storage if that pays; `load` moves the rest."""
         self._storage.take_in(place)
 
     def copy_from_flat(self, flat: Tensor) -> None:
-        """Copy ``flat``, as large as the bucket, into the effective tensors, wherever they are; padding is left out."""
+        """Copy ``flat``, which has the bucket's size, into the effective tensors, wherever they are; padding is not copied."""
         if flat.numel() != self._numel:
-            raise ValueError(f"flat has {flat.numel()} elements; bucket {self.name!r} has {self._numel}, padding included")
+            raise ValueError(f"flat has {flat.numel()} elements; bucket {self.name!r} has {self._numel}, including padding")
         self._storage.store(flat, self.effective_tensors(), self.kernels)
         for observer in current_world().observers:
             observer.after_copy(self, flat)
 
     @property
     def stream(self) -> Any:
-        """The CUDA stream on which operations run, the group's; None: the stream of the thread that executes them."""
+        """The group's CUDA stream, on which operations run; None: the current stream of the thread that executes them."""
         return next((group.side_stream(self.device) for group in self._background_groups.values()), None)
 
     def execute(self, flat: Tensor | None = None, after: Any = None, label: str | None = None) -> Any:
         """Run the operations in order; the background worker calls this when all tensors are ready (S2.4).
 
         Args:
-            flat: what `load` returned; None: it is called here.
-            after: the CUDA event that comes first.
-            label: what operations are named after in a profile that takes in this thread.
+            flat: the result of `load`; None calls it here.
+            after: a CUDA event to wait for first.
+            label: prefix of the operations' names in a profile.
 
         Returns:
-            The CUDA event that they are done; None on a CPU, where they are.
+            A CUDA event that marks the end of the operations; None on a CPU, where they have ended.
         """
         with streams.use_stream(self.stream, self.device):
             streams.order_after([after], self.device)
@@ -184,15 +185,15 @@ class BaguaBucket:
                 op(flat)
             for observer in observers:
                 observer.after_op(self, op, flat)
-            # A Python function writes the tensors themselves. A decentralized operation changes none before copy-back, and forward
-            # and backward use them meanwhile: autograd would take a write, even of equal values, for a change.
+            # A Python function writes to the tensors itself. A decentralized operation changes nothing before copy-back: the forward
+            # and backward pass use the tensors meanwhile, and to autograd even a write of equal values would be a change.
             if not self.flatten and not isinstance(op, (PythonOp, Decentralized)):
                 self.copy_from_flat(flat)
         if self.flatten and any(isinstance(op, PythonOp) for op in self._ops):
-            self.load()  # a Python function may have put other tensors in place
+            self.load()  # a Python function may have replaced tensors
 
     def clear_ops(self) -> BaguaBucket:
-        """Forget all operations; return the bucket."""
+        """Remove all operations; return the bucket."""
         self._ops.clear()
         return self
 
@@ -201,7 +202,7 @@ class BaguaBucket:
 
         Args:
             python_function: may read and write the bucket's tensors.
-            group: accepted for compatibility; the function communicates as it likes.
+            group: ignored; accepted for compatibility.
         """
         if not callable(python_function):
             raise TypeError(f"python_function={python_function!r} must be callable with the bucket's name")
@@ -219,17 +220,17 @@ class BaguaBucket:
         """Append a sum or mean over all ranks (S3.1 to S3.3); return the bucket. Collective over the group.
 
         Args:
-            hierarchical: operate between node leaders, reducing and broadcasting inside nodes.
+            hierarchical: reduce within nodes, operate between node leaders, and broadcast within nodes.
             average: the mean instead of the sum.
-            scattergather: by all-to-all and all-gather instead of all-reduce; the number of elements, padding included, must
-                divide by the number of ranks (hierarchical: of leaders). See ``alignment``.
+            scattergather: use all-to-all and all-gather instead of all-reduce; the number of elements, including padding, must
+                be divisible by the number of ranks (hierarchical: of leaders). See ``alignment``.
             compression: None or "MinMaxUInt8", which needs scattergather.
-            group: None is the default group.
+            group: the ranks; None is the default group.
 
         Raises:
-            ValueError: compression without scattergather, unknown compression, a size that does not divide.
+            ValueError: compression without scattergather, unknown compression, or a size that is not divisible.
             TypeError: a dtype that cannot be averaged or compressed.
-            NotInitializedError: no group is given and there is no default one.
+            NotInitializedError: no group is given and there is no default group.
         """
         self._check_centralized(average, scattergather, compression)
         kernels = self.kernels
@@ -237,8 +238,8 @@ class BaguaBucket:
         leaders = comm.nranks()
         if scattergather and self._numel % leaders:
             raise ValueError(
-                f"bucket {self.name!r} has {self._numel} elements, which do not divide into {leaders} equal chunks "
-                f"as scattergather=True needs; create it with alignment={leaders}"
+                f"bucket {self.name!r} has {self._numel} elements, which cannot be split into the {leaders} equal chunks "
+                f"that scattergather=True needs; create the bucket with alignment={leaders}"
             )
         op: CommOp
         if compression is not None:
@@ -263,17 +264,17 @@ class BaguaBucket:
     ) -> Decentralized:
         """Append decentralized averaging (S3.4); return the operation. Collective over the group.
 
-        The result is in ``peer_weight`` until ``op.copy_back_peer_weight(bucket)`` brings it into the tensors.
+        The result stays in ``peer_weight`` until ``op.copy_back_peer_weight(bucket)`` copies it into the tensors.
 
         Args:
-            peer_weight: a bagua tensor as large as the bucket: ``bucket.flattened_tensor().ensure_bagua_tensor()``.
-            hierarchical: operate between node leaders.
-            peer_selection_mode: "all": the mean over all ranks; "shift_one": with one rank, another one each time.
-            group: None is the default group.
+            peer_weight: a bagua tensor of the bucket's size: ``bucket.flattened_tensor().ensure_bagua_tensor()``.
+            hierarchical: communicate between node leaders only.
+            peer_selection_mode: "all": average over all ranks; "shift_one": average with one rank, a different one each time.
+            group: the ranks; None is the default group.
 
         Raises:
-            ValueError: another mode, "shift_one" with an odd number of ranks, a ``peer_weight`` that does not fit.
-            TypeError: a dtype that is no float, or not the bucket's.
+            ValueError: another mode, "shift_one" with an odd number of ranks, or a ``peer_weight`` that does not fit.
+            TypeError: a dtype that is not floating-point, or not the bucket's.
         """
         self._check_centralized(average=True, scattergather=False, compression=None)
         (peer,) = check_apart(self.load(), self.name, peer_weight=peer_weight)
@@ -295,15 +296,15 @@ class BaguaBucket:
         """Append averaging on a ring with one byte per element on the wire (S3.5); return the bucket. Collective over the group.
 
         Args:
-            weight: a bagua tensor as large as the bucket, with its values: ``bucket.flattened_tensor().ensure_bagua_tensor()``.
+            weight: a bagua tensor with the bucket's values: ``bucket.flattened_tensor().ensure_bagua_tensor()``.
             left_peer_weight: likewise, with the values of the left neighbour's ``weight``.
             right_peer_weight: likewise, with the right neighbour's.
-            hierarchical: operate between node leaders, on node means.
+            hierarchical: average node means, between node leaders.
             compression: "MinMaxUInt8".
-            group: None is the default group.
+            group: the ranks; None is the default group.
 
         Raises:
-            ValueError: another compression, replicas that do not fit.
+            ValueError: another compression, or replicas that do not fit.
             TypeError: a dtype that cannot be compressed, or is not the bucket's.
         """
         if compression != "MinMaxUInt8":
@@ -331,12 +332,12 @@ class BaguaBucket:
         """Append a round of asynchronous averaging (S3.6); return the operation. Collective over the group.
 
         Args:
-            peer_selection_mode: "all": the mean over all ranks.
-            group: None is the default group.
+            peer_selection_mode: "all": average over all ranks.
+            group: the ranks; None is the default group.
 
         Raises:
             ValueError: another peer_selection_mode, or the bucket is not flat.
-            TypeError: a dtype that is no float.
+            TypeError: a dtype that is not floating-point.
         """
         if peer_selection_mode != "all":
             raise ValueError(f"peer_selection_mode={peer_selection_mode!r} must be 'all'")
@@ -365,7 +366,7 @@ class BaguaBucket:
             )
 
     def _connect(self, group: Group | None, hierarchical: bool) -> tuple[int, Communicator, Communicator | None]:
-        """Return how many ranks there are, the communicator of all (hierarchical: leaders), and if hierarchical the node's."""
+        """Return the number of ranks, the communicator of all ranks (hierarchical: of leaders) and, if hierarchical, the node's."""
         group = self._background_group(group)
         if not hierarchical:
             return len(group.ranks), group.get_global_communicator(), None
@@ -375,8 +376,7 @@ class BaguaBucket:
     def _background_group(self, group: Group | None) -> Group:
         """Return a group of the same ranks whose communicators only the background worker uses.
 
-        Two threads in one gloo group can get each other's data, silently; so operations never run on the group that the
-        caller's thread may use.
+        Two threads that use one gloo group can silently receive each other's data, so operations never use the caller's group.
         """
         group = current_world().default_group if group is None else group
         if group is None:

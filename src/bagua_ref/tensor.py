@@ -1,4 +1,4 @@
-"""Proxy and effective tensors: which tensor a user registers, and which one communication works on (S1)."""
+"""Proxy and effective tensors: the tensors that users register, and the ones that communication works on (S1)."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ _unnamed = itertools.count()
 
 
 class Registration(NotCopied):
-    """What bagua_ref knows of a proxy tensor: its name, how its effective tensor is reached, and who waits for it.
+    """Record of a proxy tensor: its name, the way to its effective tensor, and the engine that waits for it.
 
     Attributes:
         name: unique within its module's buckets.
-        module_name: the wrapped module that it belongs to, or "".
+        module_name: the wrapped module that the tensor belongs to, or "".
         getter: returns the effective tensor; None: the proxy itself.
-        setter: puts another effective tensor in place; None: its storage is replaced.
-        sink: told when the tensor is ready; set when its bucket is registered. A weak reference, so that a tensor that lives on
-            does not keep the training alive.
+        setter: replaces the effective tensor; None: its storage is replaced.
+        sink: the engine to notify when the tensor is ready; set when its bucket is registered. A weak reference, so that a tensor
+            that outlives the training does not keep it alive.
     """
 
     def __init__(self, name: str, module_name: str, getter: Getter | None, setter: Setter | None) -> None:
@@ -55,11 +55,11 @@ class Registration(NotCopied):
         return f"Registration({self.name!r} of module {self.module_name!r})"
 
     def effective(self, proxy: Tensor) -> Tensor | None:
-        """Return the effective tensor, None where there is none yet (a gradient that zero_grad removed)."""
+        """Return the effective tensor, None if there is none yet, like a gradient after ``zero_grad()``."""
         return proxy if self.getter is None else self.getter(proxy)
 
     def replace(self, proxy: Tensor, tensor: Tensor) -> None:
-        """Make ``tensor`` the effective one."""
+        """Make ``tensor`` the effective tensor."""
         if self.setter is not None:
             self.setter(proxy, tensor)
             return
@@ -70,9 +70,9 @@ class Registration(NotCopied):
 
 
 class RegisteredTensor(BackendTensor):
-    """A bagua tensor as collectives take it: its effective tensor at the time of the call (S1).
+    """A bagua tensor as an argument of collectives, which use its effective tensor at the time of the call (S1).
 
-    Tensors do not hold theirs, so that nothing keeps them alive in a cycle.
+    Tensors hold no reference to theirs, which would be a cycle.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -89,14 +89,14 @@ class RegisteredTensor(BackendTensor):
 
     @property
     def module_name(self) -> str:
-        """The wrapped module that it belongs to, or ""."""
+        """The wrapped module that the tensor belongs to, or ""."""
         return registration(self._tensor).module_name
 
     def effective_tensor(self) -> Tensor:
         """Return the effective tensor, detached.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is no effective tensor.
         """
         effective = registration(self._tensor).effective(self._tensor)
         if effective is None:
@@ -127,11 +127,12 @@ def registration(tensor: Tensor) -> Registration:
 
 
 def check_shared(tensors: list[Tensor], name: str) -> list[Tensor]:
-    """Return the effective tensors, which can share the bucket ``name`` (S2.6).
+    """Return the effective tensors after checking that they can share the bucket ``name`` (S2.6).
 
     Raises:
-        ValueError: no tensors, a name twice, overlap, mixed devices, no effective tensor.
-        TypeError: mixed dtypes, something that is no tensor.
+        ValueError: the list is empty, a name appears twice, tensors overlap or are on different devices, or an effective tensor is
+            missing.
+        TypeError: mixed dtypes, or an entry is not a tensor.
     """
     if not tensors:
         raise ValueError(f"tensors=[] of bucket {name!r} must hold at least one tensor")
@@ -140,25 +141,25 @@ def check_shared(tensors: list[Tensor], name: str) -> list[Tensor]:
             raise TypeError(f"tensors of bucket {name!r} must be torch tensors, not {type(tensor).__name__}")
     names = [registration(tensor).name for tensor in tensors]
     if len(set(names)) < len(names):
-        raise ValueError(f"tensors {names} of bucket {name!r}: a name stands twice")
+        raise ValueError(f"tensors {names} of bucket {name!r}: each name may appear only once")
     effective = effective_tensors(tensors, name)
     for what, values, error in (
         ("dtypes", [t.dtype for t in effective], TypeError),
         ("devices", [t.device for t in effective], ValueError),
     ):
         if len(set(values)) > 1:
-            raise error(f"tensors of bucket {name!r} have different {what}, {sorted(set(map(str, values)))}; one bucket takes one")
+            raise error(f"tensors of bucket {name!r} have different {what}: {sorted(set(map(str, values)))}; they must be equal")
     if (pair := overlapping(effective)) is not None:
         raise ValueError(f"tensors {names[pair[0]]!r} and {names[pair[1]]!r} of bucket {name!r} overlap in memory")
     return effective
 
 
 def check_apart(flat: Tensor, name: str, **tensors: Tensor) -> list[Tensor]:
-    """Return the effective ones of ``tensors``: as large as bucket ``name``, whose flat tensor they lie apart from, and each other.
+    """Return the effective tensors after checking that they fit bucket ``name`` and overlap neither its flat tensor nor each other.
 
     Raises:
-        ValueError: one is no bagua tensor, or its size, shape or device does not fit, or two overlap.
-        TypeError: its dtype is not the bucket's, or it is no tensor.
+        ValueError: one is not a bagua tensor, its size, shape or device does not fit, or two overlap.
+        TypeError: one has another dtype than the bucket, or is not a tensor.
     """
     others = {f"bucket {name!r}": flat}
     for argument, tensor in tensors.items():
@@ -174,15 +175,15 @@ def check_apart(flat: Tensor, name: str, **tensors: Tensor) -> list[Tensor]:
 
 
 def effective_tensor(proxy: Tensor) -> Tensor | None:
-    """Return what communication works on in place of ``proxy``, None where there is nothing yet."""
+    """Return the effective tensor of ``proxy``, None if there is none yet."""
     return registration(proxy).effective(proxy)
 
 
 def effective_tensors(tensors: list[Tensor], name: str) -> list[Tensor]:
-    """Return what communication works on in bucket ``name``.
+    """Return the effective tensors of bucket ``name``.
 
     Raises:
-        ValueError: a tensor has no effective tensor.
+        ValueError: one is missing.
     """
     found = []
     for proxy in tensors:
@@ -203,7 +204,7 @@ class BaguaTensor:
     """
 
     def is_bagua_tensor(self) -> bool:
-        """Return whether this tensor is registered as a proxy tensor."""
+        """Return whether this tensor is registered as a proxy."""
         return getattr(self, "_bagua_registration", None) is not None
 
     def ensure_bagua_tensor(
@@ -218,10 +219,10 @@ class BaguaTensor:
         Registering again replaces the closures. Within one module the name cannot change.
 
         Args:
-            name: unique within its module's buckets; one is made up if None.
-            module_name: the wrapped module that it belongs to.
+            name: unique within its module's buckets; None generates one.
+            module_name: the wrapped module that the tensor belongs to.
             getter_closure: returns the effective tensor, e.g. ``lambda p: p.grad``.
-            setter_closure: puts another effective tensor in place, e.g. ``lambda p, t: setattr(p, "grad", t)``.
+            setter_closure: replaces the effective tensor, e.g. ``lambda p, t: setattr(p, "grad", t)``.
 
         Raises:
             ValueError: it already has another name in this module.
@@ -255,9 +256,9 @@ class BaguaTensor:
         getter_closure: Getter | None = None,
         setter_closure: Setter | None = None,
     ) -> Tensor:
-        """Return a new bagua tensor that shares this one's storage; this one is left as it is.
+        """Return a new bagua tensor that shares this tensor's storage; this tensor is not registered.
 
-        If this tensor later moves to other storage, the new one does not follow. Arguments as `ensure_bagua_tensor`.
+        If this tensor later moves to another storage, the new one does not follow. Arguments as in `ensure_bagua_tensor`.
         """
         view: Tensor = _as_tensor(self).detach()
         return cast("BaguaTensor", view).ensure_bagua_tensor(name, module_name, getter_closure, setter_closure)
@@ -267,11 +268,11 @@ class BaguaTensor:
         return registration(_as_tensor(self)).effective(_as_tensor(self))
 
     def bagua_setter_closure(self, tensor: Tensor) -> None:
-        """Make ``tensor`` the effective one."""
+        """Make ``tensor`` the effective tensor."""
         registration(_as_tensor(self)).replace(_as_tensor(self), tensor)
 
     def bagua_backend_tensor(self) -> RegisteredTensor:
-        """Return what stands for this tensor in the collectives of a communicator (S3.9).
+        """Return an object that collectives of a communicator accept in place of this tensor (S3.9).
 
         >>> x = torch.ones(2).ensure_bagua_tensor("x")
         >>> x.bagua_backend_tensor().num_elements()
@@ -280,16 +281,19 @@ class BaguaTensor:
         return RegisteredTensor(_as_tensor(self))
 
     def bagua_ensure_grad(self) -> Tensor:
-        """Give a parameter a zero gradient if it has none; return the parameter."""
+        """Set the gradient to zeros if there is none; return this parameter."""
         tensor = _as_tensor(self)
         if tensor.grad is None:
             tensor.grad = torch.zeros_like(tensor, memory_format=torch.contiguous_format, requires_grad=False)
         return tensor
 
     def bagua_mark_communication_ready(self) -> None:
-        """Say that this tensor is ready; its bucket runs when all its tensors are (S2.4).
+        """Mark this tensor ready; its bucket runs when all of its tensors are (S2.4).
 
-        On CUDA the operations wait for what was queued on the current stream so far.
+        On CUDA the bucket's operations wait for everything queued so far on the current stream.
+
+        Raises:
+            ValueError: the tensor is in no registered bucket, or its bucket cannot be loaded.
         """
         found = registration(_as_tensor(self))
         sink = None if found.sink is None else found.sink()
@@ -298,18 +302,18 @@ class BaguaTensor:
         sink.mark_ready(_as_tensor(self))
 
     def bagua_mark_communication_ready_without_synchronization(self) -> None:
-        """Say that this tensor is ready, as `bagua_mark_communication_ready` does.
+        """Mark this tensor ready, as `bagua_mark_communication_ready` does.
 
-        The original's operations do not wait for the current CUDA stream then. Here they do: it may be bringing the tensor into
+        Unlike in the original, the operations wait for the current CUDA stream here, too: it may still be copying the tensor into
         its bucket.
         """
         BaguaTensor.bagua_mark_communication_ready(self)
 
     def bagua_set_storage(self, storage: torch.UntypedStorage | torch.TypedStorage, storage_offset: int = 0) -> None:
-        """Move the effective tensor to ``storage``, row-major from element ``storage_offset`` on; values become the storage's.
+        """Make the effective tensor a row-major view of ``storage`` from element ``storage_offset`` on, with the values there.
 
         Raises:
-            ValueError: it does not fit there.
+            ValueError: the storage is too small, or there is no effective tensor.
         """
         tensor = _as_tensor(self)
         found: Registration | None = getattr(tensor, "_bagua_registration", None)
@@ -320,8 +324,8 @@ class BaguaTensor:
         needed = (storage_offset + effective.numel()) * effective.element_size()
         if storage_offset < 0 or needed > untyped.nbytes():
             raise ValueError(
-                f"storage_offset={storage_offset}: {effective.numel()} elements of {effective.dtype} from there on need "
-                f"{needed} bytes, the storage has {untyped.nbytes()}"
+                f"storage_offset={storage_offset}: {effective.numel()} elements of {effective.dtype} at this offset need "
+                f"{needed} bytes; the storage has {untyped.nbytes()}"
             )
         view = torch.empty(0, dtype=effective.dtype, device=effective.device).set_(untyped, storage_offset, effective.shape)  # type: ignore[call-overload]
         if found is None:

@@ -34,7 +34,7 @@ __all__ = [
 
 
 class NotCopied:
-    """Hangs on a module or tensor without following it: ``copy.deepcopy`` and ``pickle`` put None in its place."""
+    """An attribute of a module or tensor that is not copied: ``copy.deepcopy`` and ``pickle`` replace it by None."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None
@@ -44,10 +44,10 @@ class NotCopied:
 
 
 class OwnHook:
-    """A hook that calls ``method`` as long as the method's object lives.
+    """A hook that calls ``method`` while the method's object is alive.
 
-    It holds that object weakly. When the module that it hangs on is copied or pickled it stays behind: the copy gets a hook that
-    does nothing. torch.compile runs it as it is.
+    It holds that object weakly. If the module that has it is copied or pickled, the copy gets a hook that does nothing.
+    torch.compile does not trace it.
 
     Args:
         method: a bound method; None makes a hook that does nothing.
@@ -71,7 +71,7 @@ class OwnHook:
 
 
 def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module inside what ``torch.compile(module)`` returns, any other module as it is."""
+    """Return the module inside a compiled one, as returned by ``torch.compile(module)``; return any other module unchanged."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # not imported yet: there is no compiled module
     while dynamo is not None and isinstance(module, dynamo.OptimizedModule):
         module = module._orig_mod

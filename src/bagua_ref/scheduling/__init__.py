@@ -1,1 +1,1 @@
-"""Who is ready, and the one background thread that runs ready buckets in order (S2.4 to S2.6)."""
+"""Readiness of tensors, and the background thread that runs complete buckets in order (S2.4 to S2.6)."""

@@ -1,4 +1,4 @@
-"""The schedule of one module's buckets behind two verbs: mark ready, wait for what is pending (S2.4 to S2.6)."""
+"""Scheduling of one module's buckets: tensors are marked ready, and pending operations waited for (S2.4 to S2.6)."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Engine:
     """Runs a module's buckets on one background worker, every rank in the same order.
 
     Args:
-        world: whose threads and clock to use.
-        name: the module's, for messages and the thread.
+        world: provides threads and the clock.
+        name: the module's name, for messages and the thread.
         timeout: seconds without progress after which waiting raises (S2.5).
-        algorithm: what is at work, for the profiler; "": the name.
+        algorithm: the algorithm's name in profiles; "" uses ``name``.
     """
 
     def __init__(self, world: World, name: str = "", timeout: float = 300.0, algorithm: str = "") -> None:
@@ -43,16 +43,16 @@ class Engine:
         self._readiness: Readiness[str] = Readiness([])
         self._places: dict[str, tuple[BaguaBucket, int]] = {}
         self._marked_on: dict[BaguaBucket, set[Any]] = {}
-        """The CUDA streams on which tensors of a bucket were being made when they were marked in this round."""
+        """The CUDA streams that were current when tensors of a bucket were marked in this round."""
 
     def __repr__(self) -> str:
         return f"Engine({self.name!r}, {len(self._buckets)} buckets)"
 
     def register_ordered_buckets(self, buckets: Sequence[BaguaBucket]) -> None:
-        """Take ``buckets`` in this order, once pending operations are finished; all marks are cleared (S2.4).
+        """Schedule ``buckets`` in this order from now on; waits for pending operations and clears all marks (S2.4).
 
         Raises:
-            ValueError: a name is registered twice, or non-empty tensors overlap (S2.6); nothing is changed.
+            ValueError: a name appears twice, or non-empty tensors overlap (S2.6); nothing is changed.
         """
         self.wait_pending_comm_ops()
         tensors = [tensor for bucket in buckets for tensor in bucket.tensors]
@@ -77,10 +77,11 @@ class Engine:
         self._readiness = Readiness([[registration(tensor).name for tensor in bucket.tensors] for bucket in buckets])
 
     def mark_ready(self, tensor: Tensor) -> None:
-        """Tick ``tensor`` off; run its bucket when that is complete and all before it are scheduled (S2.4).
+        """Mark ``tensor`` ready; its bucket runs when it is complete and all earlier ones are scheduled (S2.4).
 
         Raises:
-            ValueError: its bucket has already been scheduled in this round.
+            ValueError: its bucket has already been scheduled in this round, or a tensor has another shape or dtype than before.
+            NotImplementedError: a tensor of the bucket is sparse.
         """
         name = registration(tensor).name
         complete = self._readiness.mark(name)
@@ -92,7 +93,7 @@ class Engine:
             self._schedule(self._buckets[place])
 
     def _schedule(self, bucket: BaguaBucket) -> None:
-        """Load ``bucket`` on the current stream, after what the marks of its tensors were to wait for, and run it."""
+        """Load ``bucket`` on the current stream, after everything that its tensors wait for, and submit it to the worker."""
         here = streams.current_stream(bucket.device)
         streams.order_after([streams.record(stream) for stream in self._marked_on[bucket] if stream != here], bucket.device)
         self._marked_on[bucket].clear()
@@ -104,13 +105,13 @@ class Engine:
         self._worker.submit(_BucketRun(bucket, flat, streams.record(here), f"bagua_ref::{self._algorithm}/bucket{bucket.name}"))
 
     def wait_pending_comm_ops(self) -> None:
-        """Return when everything scheduled has finished (S2.5); on CUDA, what is called from now on waits, not the host.
+        """Wait until everything scheduled has finished (S2.5); on CUDA the current stream waits, not the host.
 
-        A collective of NCCL that does not come to an end within the timeout is given up, and the next operation raises.
+        An NCCL collective that does not finish within the timeout is aborted, and the next operation raises.
 
         Raises:
-            CommunicationError: an operation failed; names bucket and operation, caused by the first error.
-            CommunicationTimeoutError: no progress within the timeout; names bucket and operation.
+            CommunicationError: an operation failed; names the bucket and operation, with the first error as its cause.
+            CommunicationTimeoutError: no progress within the timeout; names the bucket and operation.
         """
         with record_function(f"bagua_ref::{self._algorithm}/wait"):
             runs = self._worker.wait()
@@ -121,24 +122,24 @@ class Engine:
             streams.order_after([run.done], run.bucket.device)
 
     def begin_backward(self) -> None:
-        """Keep to one round until `end_backward`: a tensor marked again after its bucket was scheduled is an error."""
+        """Begin a round that lasts until `end_backward`; marking a tensor again after its bucket was scheduled is an error."""
         if self._readiness.complete:
             self._readiness.reset()
         self._readiness.hold = True
 
     def abandon_round(self) -> None:
-        """Forget the marks of a backward that failed half-way."""
+        """Clear the marks of a backward pass that failed."""
         self._readiness.hold = False
         self._readiness.reset()
 
     def end_backward(self, mark_unused: bool) -> None:
-        """End the round; once anything was marked in it, all its buckets must have been scheduled (S2.5).
+        """End the round; if anything was marked in it, all buckets must have been scheduled (S2.5).
 
         Args:
-            mark_unused: mark the rest, with zero gradient, instead of raising.
+            mark_unused: mark the remaining tensors, with zero gradients, instead of raising.
 
         Raises:
-            CommunicationError: buckets are incomplete; names their unmarked tensors.
+            CommunicationError: buckets are incomplete; names the unmarked tensors.
         """
         self._readiness.hold = False
         if not self._readiness.started:
@@ -158,7 +159,7 @@ class Engine:
         )
 
     def close(self) -> None:
-        """End the background thread once pending operations are finished, or the timeout has passed."""
+        """End the background thread when pending operations have finished, or the timeout has passed."""
         for bucket in self._buckets:
             for tensor in bucket.tensors:
                 known = registration(tensor)
@@ -172,13 +173,13 @@ class _BucketRun:
     """One execution of a bucket's operations.
 
     Args:
-        bucket: whose.
-        flat: its tensors' values.
-        ready: the CUDA event that they are there.
-        label: names it in a profile of the thread that makes it, from here to the end of its operations.
+        bucket: the bucket.
+        flat: the values of its tensors.
+        ready: a CUDA event that marks when they are available.
+        label: name of this execution in a profile, from its creation to the end of its operations.
 
     Attributes:
-        done: the CUDA event that it is; None on a CPU.
+        done: a CUDA event that marks the end; None on a CPU.
     """
 
     def __init__(self, bucket: BaguaBucket, flat: Tensor, ready: Any, label: str) -> None:

@@ -1,4 +1,4 @@
-"""Which buckets may run: a pure state machine, without threads or tensors (S2.4)."""
+"""Readiness of buckets as a pure state machine, without threads or tensors (S2.4)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Item = TypeVar("Item", bound="Hashable")
 
 
 class Readiness(Generic[Item]):
-    """Ticks items off and says which buckets to schedule, always in the order in which they were registered (S2.4).
+    """Marks items and determines which buckets to schedule, always in the order in which they were registered (S2.4).
 
-    A round begins with the first mark and is complete when every bucket was scheduled; the next mark begins another one.
-    While ``hold`` is True a complete round is not left: a mark then is an error, as the item's bucket has already run.
+    A round begins with the first mark and is complete when every bucket has been scheduled; the next mark begins another round.
+    While ``hold`` is True a complete round does not end: any mark is then an error, as the item's bucket has already run.
 
     Args:
         buckets: the items of each bucket, no item twice.
@@ -35,7 +35,7 @@ class Readiness(Generic[Item]):
         self.reset()
 
     def reset(self) -> None:
-        """Forget all marks and begin a new round."""
+        """Clear all marks and begin a new round."""
         self._marked: set[Item] = set()
         self._missing = [len(items) for items in self._items]
         self._next = 0
@@ -52,9 +52,9 @@ class Readiness(Generic[Item]):
         return bool(self._marked) and not self.complete
 
     def mark(self, item: Item) -> list[int]:
-        """Tick ``item`` off; return the buckets to schedule now, in order.
+        """Mark ``item``; return the buckets to schedule now, in order.
 
-        Marking twice before the bucket is scheduled does nothing.
+        Marking an item again before its bucket is scheduled has no effect.
 
         Raises:
             ValueError: its bucket was already scheduled in this round.
@@ -76,7 +76,7 @@ class Readiness(Generic[Item]):
         return list(range(place, self._next))
 
     def unmarked(self) -> dict[int, list[Item]]:
-        """Return the items not yet marked of each bucket that this round has not scheduled."""
+        """Return the unmarked items of each bucket that has not been scheduled in this round."""
         return {
             place: [item for item in self._items[place] if item not in self._marked]
             for place in range(self._next, len(self._items))

@@ -1,4 +1,4 @@
-"""One background thread that runs jobs in order, and the wait for them (S2.4, S2.5)."""
+"""Background thread that runs jobs in order, and waiting for them (S2.4, S2.5)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Job", "Worker"]
 
 
 class Job(Protocol):
-    """Something to run; it keeps its own error instead of raising, and says what it is at."""
+    """Something to run; it stores its error instead of raising it, and describes what it does."""
 
     def __call__(self) -> None: ...  # noqa: D102
     def describe(self) -> str: ...  # noqa: D102
@@ -24,14 +24,14 @@ AnyJob = TypeVar("AnyJob", bound=Job)
 
 
 class Worker(Generic[AnyJob]):
-    """Runs jobs one after the other on a thread of its own, started with the first job and ended with the worker.
+    """Runs jobs one after the other on its own thread, which starts with the first job and ends with the worker.
 
-    Jobs and waits come from one thread at a time.
+    Only one thread at a time may submit jobs and wait.
 
     Args:
         world: starts the thread.
-        name: of the thread.
-        timeout: seconds without progress after which `wait` gives up.
+        name: the thread's name.
+        timeout: seconds without progress after which `wait` raises.
     """
 
     def __init__(self, world: World, name: str, timeout: float) -> None:
@@ -43,7 +43,7 @@ class Worker(Generic[AnyJob]):
         self._jobs: list[AnyJob] = []
         self._thread: Thread | None = None
         self.close = weakref.finalize(self, self._queue.put, None)
-        """End the thread once the jobs submitted are finished; called when the worker is collected, too."""
+        """End the thread when all submitted jobs have finished; also called when the worker is garbage-collected."""
         self.close.atexit = False
 
     def submit(self, job: AnyJob) -> None:
@@ -64,10 +64,10 @@ class Worker(Generic[AnyJob]):
         self._queue.put(job)
 
     def wait(self) -> list[AnyJob]:
-        """Return the jobs submitted since the last wait, once all are finished.
+        """Wait until all jobs submitted since the last call have finished; return them.
 
         Raises:
-            CommunicationTimeoutError: none finished within the timeout; names the job under way.
+            CommunicationTimeoutError: none finished within the timeout; names the running job.
         """
         while (before := self._finished.count) < self._submitted:
             self._progress.clear()
