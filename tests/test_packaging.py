@@ -29,7 +29,7 @@ def test_the_long_description_is_the_readme_without_relative_links(metadata: dic
     assert "](docs/" in (ROOT / "README.md").read_text()
     assert [link for link in LINK.findall(shown["text"]) if not link.startswith("https://")] == []
     assert "[Bagua](https://github.com/BaguaSys/bagua)" in shown["text"]
-    assert "\n- **Balance.** Samplers that give all replicas" in shown["text"]
+    assert "\n- **Balance** the work: " in shown["text"]
     assert "| `bytegrad` | gradients, one byte per element |" in shown["text"]
 
 

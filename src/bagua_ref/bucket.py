@@ -185,8 +185,8 @@ class BaguaBucket:
                 op(flat)
             for observer in observers:
                 observer.after_op(self, op, flat)
-            # A Python function writes to the tensors itself. A decentralized operation changes nothing before copy-back: the forward
-            # and backward pass use the tensors meanwhile, and to autograd even a write of equal values would be a change.
+            # A Python function writes to the tensors itself. A decentralized operation changes nothing before copy-back: the
+            # forward and backward pass use the tensors meanwhile, and to autograd even a write of equal values is a change.
             if not self.flatten and not isinstance(op, (PythonOp, Decentralized)):
                 self.copy_from_flat(flat)
         if self.flatten and any(isinstance(op, PythonOp) for op in self._ops):
