@@ -649,6 +649,7 @@ def real_cycles(cycles: int) -> tuple[int, int]:
     return algorithm._rounds.completed, sum("averaging" in t.name for t in threading.enumerate())
 
 
+@pytest.mark.slow
 def test_S5_6_100_cycles_of_abort_and_resume_over_gloo() -> None:
     (rounds, threads), (same, _) = launch(real_cycles, 2, 100, limit=60)
     assert rounds == same
@@ -683,6 +684,7 @@ def loses_a_peer() -> str:
     return "no error"
 
 
+@pytest.mark.slow
 def test_S5_6_a_rank_that_dies_makes_the_others_raise() -> None:
     survivor, dead = outcomes(loses_a_peer, 2, collective_timeout=5, limit=60)
     assert dead.exitcode == 3

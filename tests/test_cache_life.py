@@ -46,6 +46,7 @@ def temporary_files() -> set[str]:
     return {str(path) for folder in ("/tmp", "/dev/shm", "/") for path in Path(folder).iterdir()}
 
 
+@pytest.mark.slow
 @pytest.mark.redis
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize("children", ["", "1"])
@@ -143,6 +144,7 @@ def test_the_server_listens_on_loopback_only():
     assert listening == [f"0100007F{hexadecimal.strip()}"]
 
 
+@pytest.mark.slow
 @pytest.mark.redis
 def test_two_jobs_on_one_node_have_servers_of_their_own():
     need()

@@ -207,6 +207,7 @@ def test_completion_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys
     assert capsys.readouterr().err == hint
 
 
+@pytest.mark.slow
 def test_the_package_does_not_import_its_command_line() -> None:
     probe = (
         "import sys, bagua_ref; print([m for m in sys.modules if m.startswith(('bagua_ref.cli', 'rich', 'sklearn', 'matplotlib'))])"

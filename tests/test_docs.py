@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from tests.launch import run_script
+from tests.scripts import load_script
 
 from bagua_ref.not_provided import REPLACEMENTS
 
@@ -43,18 +42,8 @@ def test_a_page_of_the_guide_has_python() -> None:
     assert sum(len(blocks(page)) for page in PAGES) >= 20
 
 
-def load(name: str) -> ModuleType:
-    """Return a script of docs/ as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_tables_of_checks_are_current() -> None:
-    for path, text in load("_conformance").pages().items():
+    for path, text in load_script("docs/_conformance.py").pages().items():
         assert path.read_text() == text, "run: python docs/_conformance.py"
 
 
@@ -79,7 +68,7 @@ def test_every_algorithm_has_the_same_sections_and_a_picture_of_its_messages(nam
 
 @pytest.mark.parametrize(("name", "options"), TRAFFIC, ids=[f"{name}-{len(options)}" for name, options in TRAFFIC])
 def test_a_page_says_how_much_is_sent(name: str, options: dict[str, Any]) -> None:
-    patterns = load("_patterns")
+    patterns = load_script("docs/_patterns.py")
     seconds = {"seconds": (0.04,) * patterns.RANKS} if name == "async" else {}  # asynchronous rounds take time
     recording = patterns.record(name, **seconds, **options)
     sent = patterns.bytes_per_step(name, patterns.PARAMETERS, patterns.RANKS, **options)
@@ -97,7 +86,7 @@ def test_a_page_says_how_much_is_sent(name: str, options: dict[str, Any]) -> Non
 
 
 def test_the_pictures_of_messages_are_current() -> None:
-    for path, svg in load("_patterns").pictures().items():
+    for path, svg in load_script("docs/_patterns.py").pictures().items():
         assert path.read_text() == svg, "run: python docs/_patterns.py"
 
 

@@ -1,30 +1,20 @@
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from tests.launch import run_script
+from tests.scripts import load_script
 
 from bagua_ref.algorithms import GlobalAlgorithmRegistry
 from bagua_ref.simulation import SimulatedWorld
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def run(*command: str, temporary: Path | None = None) -> str:
@@ -61,7 +51,7 @@ def test_without_a_launcher_it_is_a_world_of_one() -> None:
 
 @pytest.mark.parametrize("name", GlobalAlgorithmRegistry.available_algorithms())
 def test_every_algorithm_trains(name: str) -> None:
-    main = load("train_digits").main
+    main = load_script("examples/train_digits.py").main
     reached = SimulatedWorld(2).run(lambda comm: main(["--algorithm", name, "--epochs", "5"]))
     assert reached[0] == reached[1]
     assert reached[0] > 0.85
@@ -69,7 +59,7 @@ def test_every_algorithm_trains(name: str) -> None:
 
 def test_an_unknown_algorithm_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        load("train_digits").main(["--algorithm", "bytgrad"])
+        load_script("examples/train_digits.py").main(["--algorithm", "bytgrad"])
     assert ended.value.code == 2
     assert "'bytgrad'" in capsys.readouterr().err
 

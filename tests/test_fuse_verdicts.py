@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from tests.scripts import load_script
 from torch import Tensor, nn
 
 from bagua_ref.algorithms import QAdamOptimizer
@@ -21,16 +20,7 @@ from bagua_ref.contrib.fuse.verify import ELEMENTWISE, NOT_ELEMENTWISE, try_on_c
 ROOT = Path(__file__).parents[1]
 
 
-def load(path: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-verdicts = load("docs/_fuse_table.py")
+verdicts = load_script("docs/_fuse_table.py")
 
 
 def parameters() -> list[Tensor]:
@@ -308,6 +298,7 @@ def test_the_packages_own_optimizer_passes() -> None:
     assert try_on_clones(QAdamOptimizer(parameters(), warmup_steps=5)) is None
 
 
+@pytest.mark.slow
 def test_a_third_party_optimizer_passes_and_the_example_runs() -> None:
     if "CI" not in os.environ:  # CI must have it
         pytest.importorskip("lion_pytorch")

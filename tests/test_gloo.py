@@ -456,6 +456,7 @@ def stay_away():
     return raised
 
 
+@pytest.mark.slow
 def test_S2_5_a_rank_that_stays_away_makes_the_others_raise_in_time():
     raised, nothing = launch(stay_away, 2, collective_timeout=5)
     assert nothing == {}

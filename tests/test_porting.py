@@ -8,10 +8,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from tests.scripts import load_script
 
 import bagua_ref
 from bagua_ref.errors import BaguaError, NotProvidedError
@@ -20,16 +20,7 @@ from bagua_ref.not_provided import MISSING, REPLACEMENTS
 ROOT = Path(__file__).parents[1]
 
 
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("_porting", ROOT / "docs" / "_porting.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-porting = load()
+porting = load_script("docs/_porting.py")
 
 
 def names() -> list[tuple[str, str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import pickle
@@ -17,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from tests.scripts import load_script
 from torch.utils.data import DataLoader
 
 import bagua_ref
@@ -735,17 +735,8 @@ def test_many_replicas_are_a_range_and_the_picture_has_both_panels() -> None:
 # The example
 
 
-def load_example() -> Any:
-    spec = importlib.util.spec_from_file_location("balanced_text", ROOT / "examples" / "balanced_text.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_example_writes_lengths_for_balance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    load_example().main(["--write-lengths", str(tmp_path / "lengths.txt")])
+    load_script("examples/balanced_text.py").main(["--write-lengths", str(tmp_path / "lengths.txt")])
     assert re.match(r"\d{4} lengths from \d to \d+ in ", capsys.readouterr().out)
     before, after = balance.simulate_epochs(balance.read_lengths(tmp_path / "lengths.txt"), 4, 8, 0, 0)
     assert before.imbalance > 1.3
@@ -753,6 +744,6 @@ def test_the_example_writes_lengths_for_balance(tmp_path: Path, capsys: pytest.C
 
 
 def test_the_example_trains_with_both_samplers(capsys: pytest.CaptureFixture[str]) -> None:
-    SimulatedWorld(2).run(lambda comm: load_example().main(["--steps", "2"]))
+    SimulatedWorld(2).run(lambda comm: load_script("examples/balanced_text.py").main(["--steps", "2"]))
     printed = capsys.readouterr().out
     assert re.fullmatch(r"DistributedSampler: [\d.]+ s on 2 ranks\nLoadBalancingDistributedSampler: [\d.]+ s on 2 ranks\n", printed)

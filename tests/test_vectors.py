@@ -59,6 +59,7 @@ def cases_of(manifest: dict[str, Any], operation: str) -> list[dict[str, Any]]:
 # Committed files
 
 
+@pytest.mark.slow
 def test_a_fresh_export_is_what_is_committed(tmp_path: Path) -> None:
     count = export_vectors(tmp_path / "fresh")
     names = sorted(path.name for path in VECTORS.iterdir())
