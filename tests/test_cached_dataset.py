@@ -273,9 +273,9 @@ def test_a_worker_that_would_start_a_server_is_told_where_to():
 @every_backend
 def test_the_example_trains_twice_and_the_second_time_from_the_cache(backend, capsys):
     need(backend)
-    from tests.test_examples import load
+    from tests.scripts import load_script
 
-    example = load("cached_dataset")
+    example = load_script("examples/cached_dataset.py")
     fresh(backend)
     example.main(["--backend", backend, "--samples", "96"])
     printed = capsys.readouterr().out

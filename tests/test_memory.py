@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.test_decentralized import like, one_bucket, simulate
+from tests.test_decentralized import like, one_bucket
+from tests.trainings import simulate
 from torch import nn
 
 import bagua_ref

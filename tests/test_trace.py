@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 from tests.launch import launch, outcomes
-from tests.test_examples import load, run
+from tests.scripts import load_script
+from tests.test_examples import run
 from tests.trace_trainings import learn, network, simulate, train, train_and_die, train_each, train_torchs_ddp
 from torch import Tensor
 
@@ -130,7 +131,7 @@ def test_bytegrad_with_a_planted_off_by_one_chunk_is_located(tmp_path: Path) -> 
 
 
 def test_the_example_finds_the_rank_that_has_the_fault(capsys: pytest.CaptureFixture[str]) -> None:
-    right, wrong = load("trace_off_by_one").main()
+    right, wrong = load_script("examples/trace_off_by_one.py").main()
     assert right.passed
     assert wrong.first is not None
     assert (wrong.first.step, wrong.first.bucket) == (0, "0")
