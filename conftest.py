@@ -91,7 +91,7 @@ def _fail_if_ci_lacks_something(report: Report) -> Report:
         if not any(allowed in reason for allowed in SKIPPED_IN_CI):
             report.outcome, report.longrepr = (
                 "failed",
-                f"{reason}: CI must have what this needs, or SKIPPED_IN_CI in conftest.py name it",
+                f"{reason}: CI must have what this needs, or list the reason in SKIPPED_IN_CI of conftest.py",
             )
     return report
 

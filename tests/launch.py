@@ -53,8 +53,8 @@ def launch(function: Callable[..., Any], nranks: int, *args: Any, **options: Any
     """
     ended = outcomes(function, nranks, *args, **options)
     if any(o.exitcode != 0 for o in ended):
-        stories = [f"rank {r}: exit code {o.exitcode}\n{o.traceback}" for r, o in enumerate(ended) if o.exitcode != 0]
-        raise AssertionError(f"{function.__name__} failed in {len(stories)} of {nranks} workers\n" + "\n".join(stories))
+        failures = [f"rank {r}: exit code {o.exitcode}\n{o.traceback}" for r, o in enumerate(ended) if o.exitcode != 0]
+        raise AssertionError(f"{function.__name__} failed in {len(failures)} of {nranks} workers\n" + "\n".join(failures))
     return [o.result for o in ended]
 
 
@@ -113,7 +113,7 @@ def _collect(workers: list[Any], pipes: list[Connection], limit: float) -> list[
             try:
                 ended[rank] = pickle.loads(pipe.recv_bytes())
             except EOFError:  # it died
-                ended[rank].traceback = "no word from it\n"
+                ended[rank].traceback = "the process ended without a result\n"
     for outcome, worker in zip(ended, workers, strict=True):
         worker.join(timeout=max(0.0, deadline - time.monotonic()))
         outcome.exitcode = worker.exitcode

@@ -31,7 +31,7 @@ def build(folder: Path, fault: tuple[str, str, str] | None = None) -> Path:
     if fault is not None:
         name, old, new = fault
         text = (folder / name).read_text()
-        assert text.count(old) == 1, f"{old!r} is {text.count(old)} times in {name}"
+        assert text.count(old) == 1, f"{old!r} occurs {text.count(old)} times in {name}"
         (folder / name).write_text(text.replace(old, new))
     made = subprocess.run(["make", "-C", str(folder), "oracle"], capture_output=True, text=True, timeout=120)
     assert made.returncode == 0, made.stderr

@@ -82,7 +82,7 @@ def test_S3_4_the_result_waits_in_peer_weight_and_steps_are_counted(flatten: boo
         bucket.execute()
         assert op.step == 1
         assert tensor.tolist() == [r] * 3
-        assert tensor._version == version, "autograd would take a write for a change, in the middle of a forward"
+        assert tensor._version == version, "to autograd, a write during a forward would be a change"
         assert peer_weight.tolist() == [(r + (r + 2) % 4) / 2] * 3
         op.copy_back_peer_weight(bucket)
         first = tensor[0].item()

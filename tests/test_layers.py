@@ -176,7 +176,7 @@ def find_cycle(graph: dict[str, set[str]]) -> list[str] | None:
 def test_every_module_lives_in_a_known_room() -> None:
     homeless = [module for module in sources() if floor_of(module) is None]
     assert sources(), f"no sources under {SOURCE}"
-    assert not homeless, "give these a room in the architecture's table first"
+    assert not homeless, "modules without a layer in the table above: add them"
 
 
 def test_the_table_names_only_modules_that_exist() -> None:
@@ -202,8 +202,8 @@ def test_files_are_short_or_explained() -> None:
         str(path.relative_to(SOURCE)): count for path in sources().values() if (count := len(path.read_text().splitlines())) > 400
     }
     unexplained = {name: count for name, count in long.items() if name not in LONG_FILES}
-    assert not unexplained, "over 400 lines: would two rooms be clearer?"
-    assert set(LONG_FILES) <= set(long), "explained, but short by now: take them off the list"
+    assert not unexplained, "files over 400 lines: split them, or explain them in the list above"
+    assert set(LONG_FILES) <= set(long), "files explained in the list above that are no longer long: remove them from it"
 
 
 @pytest.mark.parametrize(

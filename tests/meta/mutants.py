@@ -50,7 +50,7 @@ class Mutant:
 
     def source(self) -> str:
         text = (SOURCE / "bagua_ref" / self.file).read_text()
-        assert text.count(self.old) == 1, f"{self.name}: {self.file} has {text.count(self.old)} times {self.old!r}"
+        assert text.count(self.old) == 1, f"{self.name}: {self.file} contains {self.old!r} {text.count(self.old)} times"
         return text.replace(self.old, self.new)
 
 
@@ -339,19 +339,19 @@ MUTANTS = [
     )
     for name, *rest in rows
 ]
-"""Left out, as no input tells them from the reference:
+"""Left out, as no input distinguishes them from the reference:
 
 - (x + y) * 0.5 for (x + y) / 2: halving is exact either way.
 - scale divided in float64 and rounded: 53 bits are more than 2 * 24 + 2.
-- no minimum with upper before lower is taken off: rounding keeps order, so x <= max is x*scale <= upper.
-- 16-bit floats combined in 16 bits by a collective, or in another order: a library's order is its own, and the tolerance allows it.
-- the node's sum by the library's reduce before compression: the simulated world's reduce is in rank order too.
+- no minimum with upper before lower is subtracted: rounding is monotonic, so x <= max gives x*scale <= upper.
+- 16-bit floats combined in 16 bits by a collective, or in another order: libraries may do so, and the tolerance allows it.
+- the node's sum by the library's reduce before compression: the simulated world's reduce also adds in rank order.
 - the two messages of a ring of two ranks swapped: both have the same bytes.
-- NaN let through where complexities are read: what sorts them looks again.
-- not looking at min*scale for poison: it overflows only where max*scale does, in chunks of one value.
-- a parameter whose gradient comes later stays out of its run: it is stepped by itself, and right.
-- a full store that is left alone for a while, read or not: S8.3 lets load_fn serve all of it.
-- a cached value's length not looked at: its checksum is over all that is left of it.
+- NaN accepted where complexities are read: sorting checks again.
+- no check of min*scale for overflow: it overflows only where max*scale does, in chunks of one value.
+- a parameter whose gradient comes later stays out of its run: it is stepped separately, with the same result.
+- a full store that is not used for a while, even for reading: S8.3 lets load_fn serve all values.
+- a cached value's length not checked: its checksum covers whatever is left of it.
 """
 
 if __name__ == "__main__":

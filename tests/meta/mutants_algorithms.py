@@ -91,14 +91,14 @@ ALGORITHMS: list[tuple[str, str, str, str, str]] = [
     ("the first snapshot serves all rounds", "S3.6", ROUND, "        self._snapshot.copy_(x)\n", "        if not hasattr(self, \"_first\"):\n            self._first = self._snapshot.copy_(x)\n"),
     ("one rank's weights are left out", "S3.6", ROUND, "        self._reduced.copy_(self._snapshot)\n", "        self._reduced.copy_(self._snapshot * (self.comm.rank() > 0))\n"),
 ]  # fmt: skip
-"""Left out, as no training tells them from the reference:
+"""Left out, as no training distinguishes them from the reference:
 
-- gradient_allreduce and the warm-up of qadam never or always hierarchical: the same mean, but for its last bits.
+- gradient_allreduce and qadam's warm-up never or always hierarchical: the same mean up to rounding.
 - the order in which buckets of different dtypes are scheduled: it is the same on all ranks.
-- a gradient of zero that is not given to a parameter that this rank does not use: it is replaced when the bucket is loaded.
-- padding that keeps what the last round left: it comes back as zero, since zero is always a level of a chunk that holds it; only
-  after an overflow is it NaN, and then the weights of its chunk are NaN already.
-- rounds that do not take the weight lock: gradients are given here, whatever the weights, and a step of a simulated rank is
-  never interrupted.
-- another sync_interval_ms: when a round happens is not judged, but for the first.
+- no zero gradient for a parameter that this rank does not use: it is replaced when the bucket is loaded.
+- padding that keeps the last round's result: it comes back as zero, since zero is a level of every chunk that contains it; it is
+  NaN only after an overflow, when the weights of its chunk are NaN already.
+- rounds that do not take the weight lock: gradients do not depend on the weights here, and a simulated rank's step is never
+  interrupted.
+- another sync_interval_ms: only the time of the first round is checked.
 """

@@ -25,7 +25,7 @@ def sample() -> dict[str, dict[str, Any]]:
         today = all_mutants(room)
         killed = [row for row in RUN["mutants"] if row["outcome"] == "killed" or row["then"].startswith("killed by ")]
         rows = [row for row in killed if row["room"] == room and row["id"] in today]
-        assert rows, f"no killed mutant of the log is left in {room}: run the mutation run anew, python tests/meta/mutate.py"
+        assert rows, f"no killed mutant of the log is left in {room}: repeat the mutation run, python tests/meta/mutate.py"
         found[room] = random.Random(RUN["seed"]).choice(rows)
     return found
 
