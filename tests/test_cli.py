@@ -28,7 +28,7 @@ from bagua_ref.cli.curves import draw_curves, trailing_mean
 from bagua_ref.cli.progress import readable_bytes, shown
 from bagua_ref.cli.recipes import ALONE, RECIPES, Digits, Recipe, Settings, make_model
 from bagua_ref.cli.report import print_table, write_report
-from bagua_ref.cli.results import Outcome, Reports, full_precision_bytes
+from bagua_ref.cli.results import Reports, TrainingOutcome, full_precision_bytes
 from bagua_ref.extras import install_command
 from bagua_ref.simulation import SimulatedWorld
 
@@ -398,7 +398,7 @@ def test_digits_survive_the_way_to_a_worker(digits: Digits, tmp_path: Path) -> N
     assert all(torch.equal(a, b) for a, b in zip(vars(digits).values(), vars(restored).values(), strict=True))
 
 
-def train_simulated(name: str, settings: Settings, digits: Digits, exchange: Path) -> Outcome:
+def train_simulated(name: str, settings: Settings, digits: Digits, exchange: Path) -> TrainingOutcome:
     """Train in this process as the workers do, and read their files as the parent does."""
 
     def rank(comm: Any) -> None:
@@ -509,7 +509,7 @@ def test_reports_combine_ranks_once_all_are_done(tmp_path: Path) -> None:
     write(tmp_path, 1, result("bytegrad", 1.0, 2.0, 0.125))
     reports.poll()
     outcome = reports.outcome("bytegrad")
-    assert outcome == Outcome(
+    assert outcome == TrainingOutcome(
         algorithm="bytegrad",
         test_accuracy=0.75,
         final_loss=(3.0 + 2.0 + 1.0 + 0.0) / 4,
@@ -546,19 +546,21 @@ def test_an_error_while_showing_progress_is_raised(tmp_path: Path) -> None:
         time.sleep(0.3)
 
 
-def outcomes() -> list[Outcome]:
+def outcomes() -> list[TrainingOutcome]:
     losses = [2.0 / (i + 1) for i in range(10)]
     return [
-        Outcome(ALONE, 0.98, 0.1, 0, None, 123.4, 0, losses, [0.0] * 10),
-        Outcome("gradient_allreduce", 0.975, 0.1234567, 153128, 1.0, 99.6, 0, losses, [153128.0 * (i + 1) for i in range(10)]),
-        Outcome("bytegrad", 0.97, 0.2, 38400, 0.2508, 80.0, 1.25e-7, losses, [38400.0 * (i + 1) for i in range(10)]),
+        TrainingOutcome(ALONE, 0.98, 0.1, 0, None, 123.4, 0, losses, [0.0] * 10),
+        TrainingOutcome(
+            "gradient_allreduce", 0.975, 0.1234567, 153128, 1.0, 99.6, 0, losses, [153128.0 * (i + 1) for i in range(10)]
+        ),
+        TrainingOutcome("bytegrad", 0.97, 0.2, 38400, 0.2508, 80.0, 1.25e-7, losses, [38400.0 * (i + 1) for i in range(10)]),
     ]
 
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_table_fits_and_is_not_cut(width: int) -> None:
     console = Console(file=io.StringIO(), width=width)
-    longest = Outcome("low_precision_decentralized", 0.97, 0.2, 229700, 0.2508, 80.0, 1.25e-7, [1.0], [1.0])
+    longest = TrainingOutcome("low_precision_decentralized", 0.97, 0.2, 229700, 0.2508, 80.0, 1.25e-7, [1.0], [1.0])
     print_table([*outcomes(), longest], Settings(workers=2, quick=True), console)
     lines = console.file.getvalue().splitlines()
     assert lines[0].rstrip() == "2 workers, 10 steps of 64 images, 38,282 parameters"

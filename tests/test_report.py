@@ -9,14 +9,14 @@ import pytest
 
 from bagua_ref.cli.recipes import ALONE, Settings
 from bagua_ref.cli.report import write_report
-from bagua_ref.cli.results import Outcome
+from bagua_ref.cli.results import TrainingOutcome
 
 
-def outcome(algorithm: str, loss: float, ratio: float | None) -> Outcome:
-    return Outcome(algorithm, 0.98, loss, 5000, ratio, 100, 0.1, [2.0, 1.0], [5000.0, 10000.0])
+def outcome(algorithm: str, loss: float, ratio: float | None) -> TrainingOutcome:
+    return TrainingOutcome(algorithm, 0.98, loss, 5000, ratio, 100, 0.1, [2.0, 1.0], [5000.0, 10000.0])
 
 
-def page_of(folder: Path, *others: Outcome, **settings: object) -> str:
+def page_of(folder: Path, *others: TrainingOutcome, **settings: object) -> str:
     return write_report([outcome(ALONE, 0.01, None), *others], Settings(**settings), folder).read_text()  # type: ignore[arg-type]
 
 
@@ -56,5 +56,5 @@ def test_the_page_says_why_async_has_the_higher_loss(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("row", [outcome("async", 0.01, 0.022), outcome("async", 0.13, None), outcome("bytegrad", 0.13, 0.25)])
-def test_the_page_explains_no_loss_that_is_not_there(row: Outcome, tmp_path: Path) -> None:
+def test_the_page_explains_no_loss_that_is_not_there(row: TrainingOutcome, tmp_path: Path) -> None:
     assert "averages weights in the background" not in page_of(tmp_path, row)

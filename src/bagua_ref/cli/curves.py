@@ -10,7 +10,7 @@ from bagua_ref.cli.recipes import ALONE
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bagua_ref.cli.results import Outcome
+    from bagua_ref.cli.results import TrainingOutcome
 
 __all__ = ["draw_curves", "trailing_mean"]
 
@@ -20,7 +20,7 @@ _COLORS_ON_DARK = ("#4fa9e8", "#ff8a3d", "#2fcf9f", "#e79ac8", "#f0c030", "#a9dc
 _DASHES = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)), (0, (3, 1)), (0, (8, 3)))
 
 
-def draw_curves(outcomes: Sequence[Outcome], kind: str, window: int, *, dark: bool) -> Any:
+def draw_curves(outcomes: Sequence[TrainingOutcome], kind: str, window: int, *, dark: bool) -> Any:
     """Return a matplotlib Figure with a transparent background.
 
     Args:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from bagua_ref.cli.recipes import Settings
-    from bagua_ref.cli.results import Outcome
+    from bagua_ref.cli.results import TrainingOutcome
 
 __all__ = ["print_table", "table_rows", "write_report"]
 
@@ -50,7 +50,7 @@ _NARROW_HEADERS = (
 )
 
 
-def table_rows(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
+def table_rows(outcomes: Sequence[TrainingOutcome]) -> list[tuple[str, ...]]:
     """Return the table's cells, a row per outcome."""
     return [
         (
@@ -66,7 +66,7 @@ def table_rows(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
     ]
 
 
-def print_table(outcomes: Sequence[Outcome], settings: Settings, console: Console) -> None:
+def print_table(outcomes: Sequence[TrainingOutcome], settings: Settings, console: Console) -> None:
     """Print the table."""
     from rich import box
     from rich.table import Table
@@ -80,7 +80,7 @@ def print_table(outcomes: Sequence[Outcome], settings: Settings, console: Consol
     console.print(table)
 
 
-def write_report(outcomes: Sequence[Outcome], settings: Settings, output: Path) -> Path:
+def write_report(outcomes: Sequence[TrainingOutcome], settings: Settings, output: Path) -> Path:
     """Write ``index.html`` and ``results.json`` into the folder ``output``; return the page's path."""
     results = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -103,7 +103,7 @@ def _parameters() -> int:
     return sum(parameter.numel() for parameter in make_model().parameters())
 
 
-def _page(outcomes: Sequence[Outcome], settings: Settings) -> str:
+def _page(outcomes: Sequence[TrainingOutcome], settings: Settings) -> str:
     return _PAGE.format(
         headline=escape(_headline(settings)),
         workers=settings.workers,
@@ -126,7 +126,7 @@ def _row(cells: Sequence[str]) -> str:
     return f"<tr><th scope=row>{escape(first)}</th>{''.join(labelled)}</tr>"
 
 
-def _async_note(outcomes: Mapping[str, Outcome], settings: Settings) -> str:
+def _async_note(outcomes: Mapping[str, TrainingOutcome], settings: Settings) -> str:
     """Return why the loss of ``async`` lags behind, or nothing if it does not."""
     single, own = outcomes.get(ALONE), outcomes.get("async")
     if single is None or own is None or own.ratio is None or own.final_loss <= single.final_loss:
@@ -139,7 +139,7 @@ def _async_note(outcomes: Mapping[str, Outcome], settings: Settings) -> str:
     )
 
 
-def _figure(outcomes: Sequence[Outcome], settings: Settings, kind: str, caption: str) -> str:
+def _figure(outcomes: Sequence[TrainingOutcome], settings: Settings, kind: str, caption: str) -> str:
     """Return one figure with a drawing for light and one for dark pages."""
     sources = {}
     for dark in (False, True):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from bagua_ref.cli.recipes import Settings
 
-__all__ = ["Outcome", "RankReport", "Reports"]
+__all__ = ["RankReport", "Reports", "TrainingOutcome"]
 
 
 @dataclass
@@ -29,7 +29,7 @@ class RankReport:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainingOutcome:
     """The outcome of training with one algorithm.
 
     Attributes:
@@ -97,7 +97,7 @@ class Reports:
         """Return the number of steps that all ranks have finished with algorithm ``name``."""
         return min(len(report.losses) for report in self.of[name])
 
-    def outcome(self, name: str) -> Outcome | None:
+    def outcome(self, name: str) -> TrainingOutcome | None:
         """Return the outcome of training with ``name``, None until all ranks are done."""
         reports = self.of[name]
         results = [report.result for report in reports if report.result is not None]
@@ -108,7 +108,7 @@ class Reports:
         bytes_sent = [sum(step) / ranks for step in zip(*(report.bytes_sent for report in reports), strict=True)]
         last_epoch = losses[-self._settings.steps_per_epoch :]
         full = full_precision_bytes(ranks)
-        return Outcome(
+        return TrainingOutcome(
             algorithm=name,
             test_accuracy=sum(result["accuracy"] for result in results) / ranks,
             final_loss=sum(last_epoch) / len(last_epoch),
