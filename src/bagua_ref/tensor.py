@@ -47,6 +47,8 @@ class Registration(NotCopied):
             that outlives the training does not keep it alive.
     """
 
+    __slots__ = ("getter", "module_name", "name", "setter", "sink")
+
     def __init__(self, name: str, module_name: str, getter: Getter | None, setter: Setter | None) -> None:
         self.name, self.module_name, self.getter, self.setter = name, module_name, getter, setter
         self.sink: weakref.ref[ReadinessSink] | None = None

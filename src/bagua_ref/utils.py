@@ -36,6 +36,8 @@ __all__ = [
 class NotCopied:
     """An attribute of a module or tensor that is not copied: ``copy.deepcopy`` and ``pickle`` replace it by None."""
 
+    __slots__ = ()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None
 
