@@ -129,7 +129,7 @@ RACE, HEAP, SHARED, DIVERGENT = "data race", "heap-buffer-overflow", "global-buf
 
 PLANTED = {
     "thread": [
-        ("codec", "        __syncthreads();  // before the next chunk takes the room\n", "", ON_CHIP, RACE),
+        ("codec", "        __syncthreads();  // before the next chunk overwrites the shared memory\n", "", ON_CHIP, RACE),
         ("codec", "all.nan = __syncthreads_or(mine.nan);", "all.nan = mine.nan;", ON_CHIP, RACE),
         ("codec", "all.nan = __syncthreads_or(mine.nan);", "all.nan = mine.nan;", IN_PARTS, RACE),
         ("codec", "    __syncthreads();  // before the next round writes lows and highs\n", "", IN_PARTS, RACE),
