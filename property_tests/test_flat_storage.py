@@ -51,7 +51,7 @@ def test_S2_3_an_operation_sees_the_values_that_tensors_have_wherever_they_lie(
             else:
                 p.data = STRAY[stray](p.data)
         values = torch.cat([t.detach().flatten() for t in bucket.effective_tensors()])
-        if taken_in:
+        if taken_in and flatten:
             for place in range(len(made)):
                 bucket.take_in(place)
         bucket.execute()

@@ -143,6 +143,36 @@ def test_S2_4_marking_again_before_the_bucket_runs_does_nothing_and_registering_
     engine.close()
 
 
+@pytest.mark.parametrize("size", [3, 5000])
+@pytest.mark.parametrize("flatten", [True, False])
+def test_S2_4_a_bucket_marked_again_before_the_wait_is_loaded_after_the_run_that_is_under_way(flatten: bool, size: int) -> None:
+    entered, gate, seen = threading.Event(), threading.Event(), []
+    parameter = torch.nn.Parameter(torch.zeros(size)).bagua_ensure_grad()
+    parameter.ensure_bagua_tensor("p", "", lambda p: p.grad, lambda p, grad: setattr(p, "grad", grad))
+    bucket = BaguaBucket([parameter], "0", flatten, alignment=4)
+
+    def operation(flat: torch.Tensor) -> None:
+        flat.mul_(2)
+        entered.set()
+        assert gate.wait(60)
+        seen.append(flat.clone())
+
+    bucket._ops = [operation]
+    engine = Engine(RealWorld())
+    engine.register_ordered_buckets([bucket])
+    parameter.grad = torch.full((size,), 1.0)
+    mark(bucket)
+    assert entered.wait(60)
+    parameter.grad = torch.full((size,), 10.0)
+    mark(bucket)
+    gate.set()
+    engine.wait_pending_comm_ops()
+    engine.close()
+    second = 20.0 if flatten else 4.0  # not flat, the first result is copied into the tensor
+    assert [flat[:size].unique().tolist() for flat in seen] == [[2.0], [second]]
+    assert not any(flat[size:].any() for flat in seen)
+
+
 def test_an_item_belongs_to_one_bucket() -> None:
     for buckets in ([["a"], ["b", "a"]], [["a", "a"]]):
         with pytest.raises(ValueError, match="in two buckets, or twice in one"):

@@ -28,7 +28,8 @@ def parameter_in_storage(flatten: bool) -> tuple[torch.nn.Parameter, FlatStorage
 
 
 def take_in(parameter: torch.nn.Parameter, storage: FlatStorage) -> None:
-    storage.take_in(0)
+    if storage._flatten:
+        storage.take_in(0)
 
 
 def fresh(parameter: torch.nn.Parameter, storage: FlatStorage) -> None:

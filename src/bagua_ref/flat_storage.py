@@ -42,6 +42,7 @@ class FlatStorage:
 
     def __init__(self, name: str, tensors: Sequence[Tensor], effective: Sequence[Tensor], flatten: bool, alignment: int) -> None:
         self._tensors, self._flatten = tensors, flatten
+        self._registered = [registration(tensor) for tensor in tensors]
         self._dtype, self._device = effective[0].dtype, effective[0].device
         self._shapes = [t.shape for t in effective]
         self.filled = sum(t.numel() for t in effective)
@@ -89,15 +90,16 @@ class FlatStorage:
             self._flat[self.filled :] = 0
             self.padding_tensor.data = self._flat[self.filled :]
 
-    def take_in(self, place: int) -> None:
-        """Move tensor ``place`` into flat storage at once if it is large: it is in the processor's cache still.
+    def takes_in(self, place: int) -> bool:
+        """Return whether moving tensor ``place`` into flat storage at once pays: large ones are in the processor's cache still.
 
-        Small ones cost less when `load` moves them all by one call. It also moves, or refuses, what this leaves where it is.
+        Small ones cost less when `load` moves them all by one call.
         """
-        if self._shapes[place].numel() < _LARGE or not self._flatten:
-            return
-        proxy, view = self._tensors[place], self._views[place]
-        tensor = registration(proxy).effective(proxy)
+        return self._flatten and self._shapes[place].numel() >= _LARGE
+
+    def take_in(self, place: int) -> None:
+        """Move tensor ``place`` into flat storage, if nothing forbids it; `load` moves, or refuses, what this leaves behind."""
+        tensor, view = self._registered[place].getter(self._tensors[place]), self._views[place]
         if tensor is None or not self._fits(tensor, place) or tensor.data_ptr() in self._memory:
             return
         if _position(view) == self._positions[place]:
@@ -117,7 +119,7 @@ class FlatStorage:
             self._flat = torch.empty(self.numel, dtype=self._dtype, device=self._device)
         if self.padding_tensor is not None:
             self._flat[self.filled :] = 0
-        effective = [registration(proxy).effective(proxy) for proxy in self._tensors]
+        effective = [known.getter(proxy) for known, proxy in zip(self._registered, self._tensors, strict=True)]
         for place, tensor in enumerate(effective):
             if tensor is None or not self._fits(tensor, place):
                 effective[place] = self._zero_or_refuse(place, tensor)
@@ -136,10 +138,10 @@ class FlatStorage:
     def _bring_in(self, effective: Sequence[Tensor]) -> None:
         """Move those of the effective tensors into flat storage that lie elsewhere."""
         places, strayed = [], []
-        for place, (tensor, position) in enumerate(zip(effective, self._positions, strict=True)):
-            if (tensor.data_ptr(), tensor.stride()) != position:
+        for place, (tensor, (pointer, stride)) in enumerate(zip(effective, self._positions, strict=True)):
+            if (here := tensor.data_ptr()) != pointer or tensor.stride() != stride:
                 places.append(place)
-                strayed.append(tensor.clone() if tensor.data_ptr() in self._memory else tensor)  # or new values mix with old ones
+                strayed.append(tensor.clone() if here in self._memory else tensor)  # or new values mix with old ones
         if strayed:
             views = [self._view(place) for place in places]
             streams.hold(strayed, self._device)
@@ -153,7 +155,7 @@ class FlatStorage:
 
     def _zero_or_refuse(self, place: int, tensor: Tensor | None) -> Tensor:
         """Return a new zero tensor where zero_grad() removed a gradient and none came; refuse any other that does not fit."""
-        shape, name = self._shapes[place], registration(self._tensors[place]).name
+        shape, name = self._shapes[place], self._registered[place].name
         if tensor is None:
             tensor = torch.zeros(shape, dtype=self._dtype, device=self._device)
             self._replace(place, tensor)
@@ -166,8 +168,7 @@ class FlatStorage:
         )
 
     def _replace(self, place: int, tensor: Tensor) -> None:
-        proxy = self._tensors[place]
-        registration(proxy).replace(proxy, tensor)
+        self._registered[place].replace(self._tensors[place], tensor)
 
     def _view(self, place: int) -> Tensor:
         """Return the part of flat storage that is tensor ``place``'s."""

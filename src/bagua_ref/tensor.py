@@ -41,7 +41,7 @@ class Registration(NotCopied):
     Attributes:
         name: unique within its module's buckets.
         module_name: the wrapped module that the tensor belongs to, or "".
-        getter: returns the effective tensor; None: the proxy itself.
+        getter: returns the effective tensor of a proxy, None if there is none yet, like a gradient after ``zero_grad()``.
         setter: replaces the effective tensor; None: its storage is replaced.
         sink: the engine to notify when the tensor is ready; set when its bucket is registered. A weak reference, so that a tensor
             that outlives the training does not keep it alive.
@@ -50,22 +50,27 @@ class Registration(NotCopied):
     __slots__ = ("getter", "module_name", "name", "setter", "sink")
 
     def __init__(self, name: str, module_name: str, getter: Getter | None, setter: Setter | None) -> None:
-        self.name, self.module_name, self.getter, self.setter = name, module_name, getter, setter
-        self.sink: weakref.ref[ReadinessSink] | None = None
+        self.name, self.module_name = name, module_name
+        self.connect(getter, setter)
 
     def __repr__(self) -> str:
         return f"Registration({self.name!r} of module {self.module_name!r})"
 
-    def effective(self, proxy: Tensor) -> Tensor | None:
-        """Return the effective tensor, None if there is none yet, like a gradient after ``zero_grad()``."""
-        return proxy if self.getter is None else self.getter(proxy)
+    def __str__(self) -> str:
+        return f"tensor {self.name!r}"
+
+    def connect(self, getter: Getter | None, setter: Setter | None) -> None:
+        """Find and replace the effective tensor by ``getter`` (None: it is the proxy itself) and ``setter``; forget the engine."""
+        self.getter: Getter = _itself if getter is None else getter
+        self.setter = setter
+        self.sink: weakref.ref[ReadinessSink] | None = None
 
     def replace(self, proxy: Tensor, tensor: Tensor) -> None:
         """Make ``tensor`` the effective tensor."""
         if self.setter is not None:
             self.setter(proxy, tensor)
             return
-        effective = self.effective(proxy)
+        effective = self.getter(proxy)
         if effective is None:
             raise ValueError(f"tensor {self.name!r} has no effective tensor, and no setter_closure to put one in place")
         effective.data = tensor
@@ -100,7 +105,7 @@ class RegisteredTensor(BackendTensor):
         Raises:
             ValueError: there is no effective tensor.
         """
-        effective = registration(self._tensor).effective(self._tensor)
+        effective = effective_tensor(self._tensor)
         if effective is None:
             raise ValueError(f"tensor {self.name!r} has no effective tensor; for a gradient call bagua_ensure_grad() first")
         return effective.detach()
@@ -178,7 +183,7 @@ def check_apart(flat: Tensor, name: str, **tensors: Tensor) -> list[Tensor]:
 
 def effective_tensor(proxy: Tensor) -> Tensor | None:
     """Return the effective tensor of ``proxy``, None if there is none yet."""
-    return registration(proxy).effective(proxy)
+    return registration(proxy).getter(proxy)
 
 
 def effective_tensors(tensors: list[Tensor], name: str) -> list[Tensor]:
@@ -245,7 +250,8 @@ class BaguaTensor:
                 raise ValueError(
                     f"name={name!r}: this tensor is already registered as {known.name!r} in module {known.module_name!r}"
                 )
-            name = known.name
+            known.connect(getter_closure, setter_closure)
+            return tensor
         if name is None:
             name = f"bagua_tensor_{next(_unnamed)}"
         tensor._bagua_registration = Registration(name, module_name or "", getter_closure, setter_closure)  # type: ignore[attr-defined]
@@ -267,7 +273,7 @@ class BaguaTensor:
 
     def bagua_getter_closure(self) -> Tensor | None:
         """Return the effective tensor (S1)."""
-        return registration(_as_tensor(self)).effective(_as_tensor(self))
+        return effective_tensor(_as_tensor(self))
 
     def bagua_setter_closure(self, tensor: Tensor) -> None:
         """Make ``tensor`` the effective tensor."""
@@ -319,7 +325,7 @@ class BaguaTensor:
         """
         tensor = _as_tensor(self)
         found: Registration | None = getattr(tensor, "_bagua_registration", None)
-        effective = tensor if found is None else found.effective(tensor)
+        effective = tensor if found is None else found.getter(tensor)
         if effective is None:
             raise ValueError("this tensor has no effective tensor; call bagua_ensure_grad() first")
         untyped = storage if isinstance(storage, torch.UntypedStorage) else storage._untyped_storage
@@ -334,6 +340,10 @@ class BaguaTensor:
             tensor.data = view
         else:
             found.replace(tensor, view)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _as_tensor(mixin: object) -> Tensor:

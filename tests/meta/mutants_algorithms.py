@@ -26,7 +26,7 @@ FLAT, READY, ROUND, RINGOP = (
 BROADCAST = "tensors.values()], 0, comm)"
 OPEN = "            filled = bucket_bytes  # nothing is open at a change of dtype or device\n            for tensor in tensors:\n                if (tensor.dtype, tensor.device) == (dtype, device):\n                    if filled >= bucket_bytes:\n"
 IN_ORDER = "        if self._missing[place] or place > self._next:\n            return []\n        while self._next < len(self._items) and self._missing[self._next] == 0:\n            self._next += 1\n        return list(range(place, self._next))\n"
-MARKED = '        if place < self._next:\n            raise ValueError(f"{item!r} was marked again in a round in which its bucket had already been scheduled")\n        if item in self._marked:\n            return []\n        self._marked.add(item)\n        self._missing[place] -= 1\n'
+MARKED = '        if place < self._next:\n            if self.hold or not self.complete:\n                raise ValueError(f"{item} was marked again in a round in which its bucket had already been scheduled")\n            self.reset()\n        if item in self._marked:\n            return []\n        self._marked.add(item)\n        self._missing[place] -= 1\n'
 DIVIDED = '(v.sqrt() / correction).add_(group["eps"])'
 
 ALGORITHMS: list[tuple[str, str, str, str, str]] = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
 from bagua_ref.bucket import BaguaBucket
@@ -127,7 +128,7 @@ class AlgorithmImpl(NotCopied):
                 BaguaTensor.bagua_ensure_grad(parameter),  # type: ignore[arg-type]
                 name,
                 bagua_ddp.bagua_module_name,
-                getter_closure=_get_grad,
+                getter_closure=attrgetter("grad"),
                 setter_closure=_set_grad,
             )
             for name, parameter in reversed(bagua_ddp.bagua_build_params())
@@ -225,10 +226,6 @@ class _AlgorithmRegistry(dict):  # type: ignore[type-arg]
 
 
 GlobalAlgorithmRegistry = _AlgorithmRegistry()
-
-
-def _get_grad(parameter: Tensor) -> Tensor | None:
-    return parameter.grad
 
 
 def _set_grad(parameter: Tensor, grad: Tensor) -> None:

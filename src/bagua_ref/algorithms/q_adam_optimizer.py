@@ -192,7 +192,7 @@ def _frozen_step(group: dict[str, Any], parameters: list[Tensor], states: list[d
 def _is_communicated(parameter: Tensor, state: dict[str, Tensor]) -> bool:
     """Return whether ``parameter`` is in a bucket of momenta."""
     known: Registration | None = getattr(parameter, "_bagua_registration", None)
-    return known is not None and known.sink is not None and known.effective(parameter) is state["exp_avg"]
+    return known is not None and known.sink is not None and known.getter(parameter) is state["exp_avg"]
 
 
 def _check_options(options: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from bagua_ref.bucket import BaguaBucket
     from bagua_ref.runtime import World
+    from bagua_ref.tensor import Registration
 
 __all__ = ["Engine"]
 
@@ -40,10 +42,14 @@ class Engine:
         self.name, self._algorithm = name, algorithm or name
         self._worker: Worker[_BucketRun] = Worker(world, f"bagua_ref worker {name}", timeout)
         self._buckets: list[BaguaBucket] = []
-        self._readiness: Readiness[str] = Readiness([])
-        self._places: dict[str, tuple[BaguaBucket, int]] = {}
+        self._readiness: Readiness[Registration] = Readiness([])
+        self._bucket_of: dict[Registration, BaguaBucket] = {}
+        self._large: dict[Registration, int] = {}
+        """The tensors that move into flat storage as soon as they are ready, and the place of each in its bucket."""
+        self._under_way: set[BaguaBucket] = set()
+        """The buckets scheduled since the last wait: the worker may be using their flat storage."""
         self._marked_on: dict[BaguaBucket, set[Any]] = {}
-        """The CUDA streams that were current when tensors of a bucket were marked in this round."""
+        """For each bucket on a CUDA device, the streams that were current when its tensors were marked in this round."""
 
     def __repr__(self) -> str:
         return f"Engine({self.name!r}, {len(self._buckets)} buckets)"
@@ -55,11 +61,11 @@ class Engine:
             ValueError: a name appears twice, or non-empty tensors overlap (S2.6); nothing is changed.
         """
         self.wait_pending_comm_ops()
-        tensors = [tensor for bucket in buckets for tensor in bucket.tensors]
-        names = [registration(tensor).name for tensor in tensors]
-        for kind, known in (("bucket", [bucket.name for bucket in buckets]), ("tensor", names)):
-            twice = next((name for place, name in enumerate(known) if name in known[:place]), None)
-            if len(set(known)) < len(known):
+        members = [[registration(tensor) for tensor in bucket.tensors] for bucket in buckets]
+        names = [known.name for known in itertools.chain(*members)]
+        for kind, listed in (("bucket", [bucket.name for bucket in buckets]), ("tensor", names)):
+            if len(set(listed)) < len(listed):
+                twice = next(name for place, name in enumerate(listed) if name in listed[:place])
                 raise ValueError(f"{kind} name {twice!r} is registered twice; names must be unique within a module's buckets")
         effective = [tensor for bucket in buckets for tensor in bucket.effective_tensors()]
         if (pair := overlapping(effective)) is not None:
@@ -69,12 +75,15 @@ class Engine:
         for bucket in self._buckets:
             for tensor in bucket.tensors:
                 registration(tensor).sink = None
-        for tensor in tensors:
-            registration(tensor).sink = weakref.ref(self)
-        self._buckets = list(buckets)
-        self._places = {registration(t).name: (bucket, place) for bucket in buckets for place, t in enumerate(bucket.tensors)}
-        self._marked_on = {bucket: set() for bucket in buckets}
-        self._readiness = Readiness([[registration(tensor).name for tensor in bucket.tensors] for bucket in buckets])
+        self._buckets, self._readiness = list(buckets), Readiness(members)
+        self._bucket_of, self._large = {}, {}
+        for bucket, registered in zip(buckets, members, strict=True):
+            for place, known in enumerate(registered):
+                known.sink = weakref.ref(self)
+                self._bucket_of[known] = bucket
+                if bucket.takes_in(place):
+                    self._large[known] = place
+        self._marked_on = {bucket: set() for bucket in buckets if streams.current_stream(bucket.device) is not None}
 
     def mark_ready(self, tensor: Tensor) -> None:
         """Mark ``tensor`` ready; its bucket runs when it is complete and all earlier ones are scheduled (S2.4).
@@ -83,25 +92,31 @@ class Engine:
             ValueError: its bucket has already been scheduled in this round, or a tensor has another shape or dtype than before.
             NotImplementedError: a tensor of the bucket is sparse.
         """
-        name = registration(tensor).name
-        complete = self._readiness.mark(name)
-        bucket, tensor_place = self._places[name]
-        bucket.take_in(tensor_place)
-        if (stream := streams.current_stream(bucket.device)) is not None:
-            self._marked_on[bucket].add(stream)
+        known = registration(tensor)
+        complete = self._readiness.mark(known)
+        if known in self._large and (bucket := self._bucket_of[known]) not in self._under_way:
+            bucket.take_in(self._large[known])
+        if self._marked_on and (bucket := self._bucket_of[known]) in self._marked_on:
+            self._marked_on[bucket].add(streams.current_stream(bucket.device))
         for place in complete:
             self._schedule(self._buckets[place])
 
     def _schedule(self, bucket: BaguaBucket) -> None:
-        """Load ``bucket`` on the current stream, after everything that its tensors wait for, and submit it to the worker."""
+        """Load ``bucket`` on the current stream, after everything that its tensors wait for, and submit it to the worker.
+
+        If the worker may still be running it, scheduled in an earlier round, the worker loads it.
+        """
         here = streams.current_stream(bucket.device)
-        streams.order_after([streams.record(stream) for stream in self._marked_on[bucket] if stream != here], bucket.device)
-        self._marked_on[bucket].clear()
+        if bucket in self._marked_on:
+            elsewhere = self._marked_on[bucket] - {here}
+            streams.order_after([streams.record(stream) for stream in elsewhere], bucket.device)
+            self._marked_on[bucket].clear()
         try:
-            flat = bucket.load()
+            flat = None if bucket in self._under_way else bucket.load()
         except Exception:
             self.abandon_round()
             raise
+        self._under_way.add(bucket)
         self._worker.submit(_BucketRun(bucket, flat, streams.record(here), f"bagua_ref::{self._algorithm}/bucket{bucket.name}"))
 
     def wait_pending_comm_ops(self) -> None:
@@ -115,6 +130,7 @@ class Engine:
         """
         with record_function(f"bagua_ref::{self._algorithm}/wait"):
             runs = self._worker.wait()
+        self._under_way.clear()
         for run in runs:
             if run.error is not None:
                 error = run.error
@@ -131,6 +147,8 @@ class Engine:
         """Clear the marks of a backward pass that failed."""
         self._readiness.hold = False
         self._readiness.reset()
+        for marked_on in self._marked_on.values():
+            marked_on.clear()
 
     def end_backward(self, mark_unused: bool) -> None:
         """End the round; if anything was marked in it, all buckets must have been scheduled (S2.5).
@@ -144,15 +162,18 @@ class Engine:
         self._readiness.hold = False
         if not self._readiness.started:
             return
-        missing = {self._buckets[place].name: names for place, names in self._readiness.unmarked().items()}
+        missing = [(self._buckets[place], unmarked) for place, unmarked in self._readiness.unmarked().items()]
         if mark_unused:
-            for bucket in self._buckets:
+            for bucket, unmarked in missing:
+                left = set(unmarked)
                 for tensor in bucket.tensors:
-                    if registration(tensor).name in missing.get(bucket.name, ()):
+                    if registration(tensor) in left:
                         self.mark_ready(tensor)
             return
         self._readiness.reset()
-        listed = "; ".join(f"bucket {bucket!r}: {', '.join(map(repr, names)) or 'none'}" for bucket, names in missing.items())
+        listed = "; ".join(
+            f"bucket {bucket.name!r}: {', '.join(repr(known.name) for known in unmarked) or 'none'}" for bucket, unmarked in missing
+        )
         raise CommunicationError(
             f"backward ended while some tensors of module {self.name!r} had not been marked ready ({listed}). If parameters may go "
             "unused in a step, pass find_unused_parameters=True, or freeze them before wrapping."
@@ -174,7 +195,7 @@ class _BucketRun:
 
     Args:
         bucket: the bucket.
-        flat: the values of its tensors.
+        flat: the values of its tensors; None: it is loaded when it runs.
         ready: a CUDA event that marks when they are available.
         label: name of this execution in a profile, from its creation to the end of its operations.
 
@@ -182,7 +203,7 @@ class _BucketRun:
         done: a CUDA event that marks the end; None on a CPU.
     """
 
-    def __init__(self, bucket: BaguaBucket, flat: Tensor, ready: Any, label: str) -> None:
+    def __init__(self, bucket: BaguaBucket, flat: Tensor | None, ready: Any, label: str) -> None:
         self.bucket, self._flat, self._ready, self._label = bucket, flat, ready, label
         self._ended: torch.futures.Future[None] | None = None
         if torch.autograd.profiler._is_profiler_enabled:

@@ -61,10 +61,10 @@ class Readiness(Generic[Item]):
             KeyError: it is in no bucket.
         """
         place = self._bucket_of[item]
-        if self.complete and not self.hold:
-            self.reset()
         if place < self._next:
-            raise ValueError(f"{item!r} was marked again in a round in which its bucket had already been scheduled")
+            if self.hold or not self.complete:
+                raise ValueError(f"{item} was marked again in a round in which its bucket had already been scheduled")
+            self.reset()
         if item in self._marked:
             return []
         self._marked.add(item)

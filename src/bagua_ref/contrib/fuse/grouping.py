@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bagua_ref.contrib.fuse.layout import adjacent, chains, held_by_bucket, is_plain
-from bagua_ref.contrib.fuse.run import NUMBERS, Run, registration_of
+from bagua_ref.contrib.fuse.run import NUMBERS, Run, getter_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -114,7 +114,7 @@ def _signature(parameter: Tensor, state: Any, kinds: dict[Any, str | None]) -> t
 
 def _parted_by_buckets(links: list[Tensor], store: dict[Any, Any]) -> set[int]:
     """Return the places of parameters that must not join the one before, as that would move or needlessly copy bucket memory."""
-    if not any(map(registration_of, links)):
+    if not any(map(getter_of, links)):
         return set()
     held = [_held(parameter, store) for parameter in links]
     fitting = [adjacent(before[1], after[1]) for before, after in itertools.pairwise(held)]

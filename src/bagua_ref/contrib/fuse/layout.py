@@ -50,7 +50,7 @@ def held_by_bucket(parameter: Tensor) -> Tensor | None:
     known = getattr(parameter, "_bagua_registration", None)
     if known is None or known.sink is None or known.sink() is None:
         return None
-    held: Tensor | None = known.effective(parameter)
+    held: Tensor | None = known.getter(parameter)
     return held
 
 

@@ -11,7 +11,7 @@ import torch
 
 from bagua_ref.contrib.fuse.grouping import find_runs, long_run
 from bagua_ref.contrib.fuse.layout import PLAIN_TYPES, find_overlapping, is_plain
-from bagua_ref.contrib.fuse.run import NUMBERS, Run, registration_of
+from bagua_ref.contrib.fuse.run import NUMBERS, Run, getter_of
 from bagua_ref.contrib.fuse.state import held_elsewhere, observe
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class FusePlan:
                 return False
         if not all(map(operator.is_, map(get_grad, self._idle), itertools.repeat(None))):
             return False
-        if any(registration_of(run.parameters[0]) is not run.registration for run in self.runs):
+        if any(getter_of(run.parameters[0]) is not run.getter for run in self.runs):
             return False
         return (
             all(map(is_contiguous, self._matrices))

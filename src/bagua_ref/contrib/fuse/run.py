@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bagua_ref.contrib.fuse.layout import lay_out
-from bagua_ref.tensor import Registration
+from bagua_ref.tensor import Registration, registration
 from bagua_ref.utils import flatten
 
 if TYPE_CHECKING:
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["NUMBERS", "Run", "SharedScalar", "registration_of"]
+    from bagua_ref.tensor import Getter
+
+__all__ = ["NUMBERS", "Run", "SharedScalar", "getter_of"]
 
 get_grad = attrgetter("grad")
 
@@ -86,7 +88,7 @@ class Run:
             self.state = {**self._tensors, **self._numbers}
         self.num_entries = sum(map(len, states or ()))
         """The total number of entries of the parameters' states."""
-        self.registration = registration_of(parameters[0])
+        self.getter = getter_of(parameters[0])
         if held is not None:
             self._register(held)
         sizes = [p.numel() * p.element_size() for p in parameters]
@@ -252,16 +254,16 @@ class Run:
 
     def _register(self, held: Any) -> None:
         """Register the flat weight as a parameter whose state is in a bucket, for which `QAdamOptimizer` checks."""
-        assert self.registration is not None
-        tensor = self._tensors[held]
-        known = Registration(self.registration.name, self.registration.module_name, lambda _: tensor, None)
-        known.sink = self.registration.sink
+        tensor, first = self._tensors[held], registration(self.parameters[0])
+        known = Registration(first.name, first.module_name, lambda _: tensor, None)
+        known.sink = first.sink
         self.weight._bagua_registration = known  # type: ignore[attr-defined]
 
 
-def registration_of(parameter: Tensor) -> Registration | None:
-    """Return the Bagua registration of ``parameter``, None if it is in no bucket."""
-    return getattr(parameter, "_bagua_registration", None)
+def getter_of(parameter: Tensor) -> Getter | None:
+    """Return what finds the effective tensor of ``parameter``, None if it is no bagua tensor; registering it again replaces it."""
+    known: Registration | None = getattr(parameter, "_bagua_registration", None)
+    return None if known is None else known.getter
 
 
 def _alike(value: Any, place: Tensor) -> bool:
