@@ -331,11 +331,13 @@ def test_doctor_as_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
 def test_doctor_names_what_is_set_but_cannot_work(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "first")
     monkeypatch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", "-1")
+    monkeypatch.setenv("BAGUA_REF_TIMEOUT", "soon")
     monkeypatch.setenv("BAGUA_REF_BACKEND", "abacus")
     assert main(["doctor", "--json"]) == 0
     problems = json.loads(capsys.readouterr().out)["problems"]
     assert "RANK='first'" in problems["launch"]
     assert "BAGUA_DEFAULT_BUCKET_SIZE='-1'" in problems["bucket size"]
+    assert "BAGUA_REF_TIMEOUT='soon'" in problems["timeout"]
     assert "abacus" in problems["kernel backend"]
 
 

@@ -1,8 +1,9 @@
-"""This rank's place and settings from the environment (S1), under the original's names."""
+"""This rank's place and settings from the environment (S1), mostly under the original's names."""
 
 from __future__ import annotations
 
 import os
+from numbers import Real
 from typing import TYPE_CHECKING
 
 from bagua_ref.launch_environment import read_launch
@@ -10,8 +11,10 @@ from bagua_ref.not_provided import explain_missing
 from bagua_ref.runtime import current_world, find_free_port
 
 __all__ = [
+    "checked_timeout",
     "find_free_network_port",
     "get_default_bucket_size",
+    "get_default_timeout",
     "get_local_rank",
     "get_local_size",
     "get_master_addr",
@@ -19,6 +22,8 @@ __all__ = [
     "get_rank",
     "get_world_size",
 ]
+
+_SECONDS = "a number of seconds from 0.001 to 1e9"  # gloo counts milliseconds, and 0 of them are no limit
 
 
 def get_rank() -> int:
@@ -56,6 +61,30 @@ def get_default_bucket_size() -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"BAGUA_DEFAULT_BUCKET_SIZE={text!r} must be a positive number of bytes")
     return int(text)
+
+
+def get_default_timeout() -> float:
+    """Return BAGUA_REF_TIMEOUT in seconds, 300 if unset (S2.5).
+
+    Raises:
+        ValueError: it is not a number of seconds that `checked_timeout` allows.
+    """
+    text = os.environ.get("BAGUA_REF_TIMEOUT", "300")
+    try:
+        return checked_timeout(float(text))
+    except ValueError:
+        raise ValueError(f"BAGUA_REF_TIMEOUT={text!r} must be {_SECONDS}") from None
+
+
+def checked_timeout(timeout: float) -> float:
+    """Return ``timeout``, a number of seconds from 0.001 to 1e9 (S2.5).
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if not isinstance(timeout, Real) or isinstance(timeout, bool) or not 0.001 <= timeout <= 1e9:
+        raise ValueError(f"timeout={timeout!r} must be {_SECONDS}")
+    return float(timeout)
 
 
 def get_master_addr() -> str:

@@ -17,6 +17,7 @@ from bagua_ref.communicators.base import Communicator, NonMember
 from bagua_ref.communicators.job_store import job_store
 from bagua_ref.communicators.topology import Topology
 from bagua_ref.communicators.torch_distributed import TorchDistributedTransport
+from bagua_ref.env import checked_timeout, get_default_timeout
 from bagua_ref.errors import NotInitializedError
 from bagua_ref.runtime import Identity, current_world
 
@@ -74,6 +75,7 @@ class BaguaProcessGroup:
     Attributes:
         ranks: the global ranks, in group order.
         group_name: the name.
+        timeout: seconds without progress after which connecting or a collective raises, as given to `init_process_group`.
         is_background: whether `for_background` made it.
 
     Raises:
@@ -93,6 +95,7 @@ class BaguaProcessGroup:
             raise ValueError(f"group_name={group_name!r} is taken; give each group a name of its own")
         self.ranks, self.stream, self.group_name, self.is_background = tuple(ranks), stream, group_name, is_background
         self._job: _Job = job
+        self.timeout = job.timeout
         self._closed = False
         self._rank = job.world.identity.rank
         self._communicators: dict[str, MaybeCommunicator] = {}
@@ -177,7 +180,7 @@ def init_process_group(
     local_world_size: int = -1,
     *,
     backend: str | None = None,
-    timeout: float = 300.0,
+    timeout: float | None = None,
 ) -> None:
     """Connect all ranks and make the default group of them (S1). Every rank calls it.
 
@@ -190,7 +193,7 @@ def init_process_group(
         world_size: the number of processes; -1: taken from the environment.
         local_world_size: ranks per node, consecutive; -1: the node is given by GROUP_RANK or NODE_RANK, else by the host name.
         backend: "gloo" or "nccl", for torch's group and CUDA tensors; None: nccl if every rank has its own GPU, else gloo.
-        timeout: seconds without progress after which connecting or a collective raises.
+        timeout: seconds without progress after which connecting or a collective raises; None: `bagua_ref.env.get_default_timeout`.
 
     Raises:
         RuntimeError: it was called before; call `destroy_process_group` first.
@@ -209,8 +212,7 @@ def init_process_group(
         raise ValueError(f"backend={backend!r} must be 'gloo', 'nccl' or None (nccl if every rank has its own GPU)")
     if local_world_size != -1 and local_world_size < 1:
         raise ValueError(f"local_world_size={local_world_size} must be 1 or more, or -1 (ask the launcher)")
-    if not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
-        raise ValueError(f"timeout={timeout!r} must be a number of seconds above 0, and finite")
+    timeout = get_default_timeout() if timeout is None else checked_timeout(timeout)
     if world.transport is not None:
         job = _Job(world, world.transport, timeout)
     else:

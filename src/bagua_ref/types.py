@@ -68,6 +68,9 @@ class Group(Protocol):
 
     ranks: tuple[int, ...]
 
+    timeout: float
+    """Seconds without progress after which communication raises."""
+
     def get_global_communicator(self) -> Any:
         """Return the communicator of all ranks of the group (S1)."""
         ...

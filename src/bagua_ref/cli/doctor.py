@@ -100,6 +100,7 @@ def _problems() -> dict[str, str]:
     checks: dict[str, Callable[[], object]] = {
         "launch": env.get_rank,
         "bucket size": env.get_default_bucket_size,
+        "timeout": env.get_default_timeout,
         "kernel backend": bagua_ref.get_backend,
     }
     found = {}

@@ -54,7 +54,7 @@ class DistributedDataParallel(torch.nn.Module):
         optimizers: the optimizers of ``module``'s parameters; None is [], which suffices for algorithms that need none.
         algorithm: None is ``GradientAllReduceAlgorithm()``.
         backend: the kernels; None chooses as `bagua_ref.backends.get_backend`.
-        timeout: seconds without progress after which waiting raises.
+        timeout: seconds without progress after which waiting raises; None: that of ``process_group``.
         **torch_arguments: further arguments of torch's class, which must have torch's default values.
 
     Attributes:
@@ -91,7 +91,7 @@ class DistributedDataParallel(torch.nn.Module):
         algorithm: Algorithm | None = None,
         *,
         backend: str | KernelBackend | None = None,
-        timeout: float = 300.0,
+        timeout: float | None = None,
         **torch_arguments: Any,
     ) -> None:
         if not isinstance(module, torch.nn.Module):
@@ -128,7 +128,7 @@ class DistributedDataParallel(torch.nn.Module):
         *,
         backend: str | KernelBackend | None = None,
         find_unused_parameters: bool = False,
-        timeout: float = 300.0,
+        timeout: float | None = None,
     ) -> DistributedDataParallel:
         """Wrap the inner module again, with this wrapper's bucket size and buffers; return the wrapper.
 

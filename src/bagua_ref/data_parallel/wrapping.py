@@ -10,6 +10,7 @@ from bagua_ref.algorithms.base import Algorithm
 from bagua_ref.backends import get_backend
 from bagua_ref.data_parallel.trained_parameters import refuse_what_cannot_be_flat
 from bagua_ref.data_parallel.wrapped_module import GradientHook, WrappedModule
+from bagua_ref.env import checked_timeout
 from bagua_ref.errors import NotInitializedError
 from bagua_ref.runtime import current_world
 from bagua_ref.utils import uncompiled
@@ -32,7 +33,7 @@ def wrap(
     *,
     backend: str | KernelBackend | None,
     find_unused_parameters: bool,
-    timeout: float,
+    timeout: float | None,
     bucket_bytes: int | None = None,
     broadcast_buffers: bool = False,
     caller: str = "with_bagua",
@@ -72,7 +73,7 @@ def wrap(
             do_flatten=do_flatten,
             backend=backend,
             find_unused_parameters=find_unused_parameters,
-            timeout=timeout,
+            timeout=group.timeout if timeout is None else timeout,
             bucket_bytes=bucket_bytes,
             broadcast_buffers=broadcast_buffers,
         )
@@ -92,7 +93,7 @@ def context_of(module: torch.nn.Module) -> WrappedModule | None:
 
 
 def _check(
-    module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], algorithm: Algorithm, timeout: float
+    module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], algorithm: Algorithm, timeout: float | None
 ) -> list[torch.optim.Optimizer]:
     if isinstance(module, torch.jit.ScriptModule):
         raise NotImplementedError(
@@ -102,8 +103,8 @@ def _check(
         raise TypeError(f"algorithm={algorithm!r} must be an Algorithm, e.g. Algorithm.init('gradient_allreduce')")
     if not isinstance(optimizers, (list, tuple)) or not all(isinstance(o, torch.optim.Optimizer) for o in optimizers):
         raise TypeError(f"optimizers={optimizers!r} must be a list of torch.optim.Optimizer")
-    if not timeout > 0:
-        raise ValueError(f"timeout={timeout!r} must be a positive number of seconds")
+    if timeout is not None:
+        checked_timeout(timeout)
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ValueError("this module has no parameter that needs a gradient, so there is nothing to train")
     for name, inside in module.named_modules():

@@ -52,7 +52,7 @@ class BaguaModule:
         *,
         backend: str | KernelBackend | None = None,
         find_unused_parameters: bool = False,
-        timeout: float = 300.0,
+        timeout: float | None = None,
     ) -> Any:
         """Train this module together with the other ranks from now on; return it (S5).
 
@@ -66,7 +66,7 @@ class BaguaModule:
             do_flatten: keep the tensors of each bucket in one storage.
             backend: the kernels; None chooses as `bagua_ref.backends.get_backend`.
             find_unused_parameters: treat parameters that a backward pass does not reach as having zero gradients.
-            timeout: seconds without progress after which waiting raises.
+            timeout: seconds without progress after which waiting raises; None: that of ``process_group``.
 
         Raises:
             NotInitializedError: ``init_process_group()`` was not called (a RuntimeError).

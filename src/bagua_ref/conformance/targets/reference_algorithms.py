@@ -167,7 +167,7 @@ class ReferenceAlgorithms:
             do_flatten=self.flatten,
             backend=self.kernels,
             find_unused_parameters=True,
-            timeout=300.0,
+            timeout=None,
             bucket_bytes=bucket_bytes,
         )
 

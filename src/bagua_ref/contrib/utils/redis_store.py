@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from bagua_ref.contrib.cache import job_servers
 from bagua_ref.contrib.cache.server import node_address, start_redis_daemon
 from bagua_ref.contrib.utils.store import ClusterStore, Store, StoreError
-from bagua_ref.env import get_master_addr, get_node_rank
+from bagua_ref.env import checked_timeout, get_master_addr, get_node_rank
 from bagua_ref.not_provided import explain_missing
 
 if TYPE_CHECKING:
@@ -63,8 +63,7 @@ class RedisStore(ClusterStore):
         *,
         timeout: float = TIMEOUT,
     ) -> None:
-        if timeout <= 0:
-            raise ValueError(f"timeout={timeout} must be a number of seconds above 0")
+        timeout = checked_timeout(timeout)
         self.cluster_mode, self._is_ours = cluster_mode, hosts is None
         if hosts is None:
             hosts = job_servers.addresses("redis", checked_capacity(capacity_per_node), every_node=cluster_mode)
