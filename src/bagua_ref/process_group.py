@@ -15,6 +15,7 @@ import torch.distributed as dist
 from bagua_ref import streams
 from bagua_ref.communicators.base import Communicator, NonMember
 from bagua_ref.communicators.job_store import job_store
+from bagua_ref.communicators.rendezvous import connecting
 from bagua_ref.communicators.topology import Topology
 from bagua_ref.communicators.torch_distributed import TorchDistributedTransport
 from bagua_ref.env import checked_timeout, get_default_timeout
@@ -199,7 +200,8 @@ def init_process_group(
         RuntimeError: it was called before; call `destroy_process_group` first.
         ValueError: an argument is out of range or disagrees with torch's default group, or the launcher's variables are
             incomplete or contradictory.
-        CommunicationTimeoutError: the other ranks did not come in time.
+        CommunicationTimeoutError: the store or other ranks did not come in time; names the missing ranks as far as they are known.
+        CommunicationError: another program has the port, or the store or another rank has gone.
 
     >>> init_process_group(); get_communicator("default", "global").nranks()
     1
@@ -238,9 +240,10 @@ def _join(
     if owns_torch_group:
         chosen = backend or ("nccl" if transport.owns_gpu else "gloo")
         own = transport.store  # a prefix that no earlier attempt of an elastic launch has written to
-        dist.init_process_group(chosen, store=own, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
-        if chosen == "gloo":
-            dist.barrier()  # a rank that exits at once must not make the others fail, which may still be connecting
+        with connecting(own, rank, world_size):
+            dist.init_process_group(chosen, store=own, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
+            if chosen == "gloo":
+                dist.barrier()  # a rank that exits at once must not make the others fail, which may still be connecting
     transport.uses_nccl = "nccl" in dist.get_backend()
     node = transport.node_of[rank]
     world.known_identity = Identity(

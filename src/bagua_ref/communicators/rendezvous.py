@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import json
+import re
+import threading
 import time
 import uuid
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
+from bagua_ref.communicators.scheduler import format_ranks
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from torch._C._distributed_c10d import Store
 
-__all__ = ["another_connection", "meet", "prefixed"]
+__all__ = ["Unanswered", "address_of", "another_connection", "connecting", "first_line", "limited", "meet", "prefixed"]
+
+T = TypeVar("T")
+_PAUSE = 0.2  # seconds between looks at the store, at most
+_GRACE = 2.0  # seconds after its timeout in which the rendezvous looks who is missing
 
 
 class _Prefixed(dist.PrefixStore):  # type: ignore[name-defined,misc]
@@ -56,6 +68,44 @@ def another_connection(store: Store) -> Store:
         raise CommunicationError(f"the store through which the ranks find each other cannot be reached: {error}") from error
 
 
+def address_of(store: Store) -> str:
+    """Return where ``store`` is, for messages."""
+    store = getattr(store, "_underlying_non_prefix_store", store)
+    if isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
+        return f"{store.host}:{store.port}"
+    return str(getattr(store, "path", type(store).__name__))
+
+
+def first_line(error: Exception) -> str:
+    """Return the message of an error of torch without the stack of C++ that may follow."""
+    return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
+
+
+class Unanswered(Exception):  # noqa: N818  it is never raised to a user
+    """A call had not returned within the limit."""
+
+
+def limited(function: Callable[[], T], seconds: float) -> T:
+    """Return ``function()``, run on another thread, as torch's stores wait for ever for a server that is stopped.
+
+    Raises:
+        Unanswered: it had not returned after ``seconds``; the thread goes on.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="bagua_ref rendezvous", daemon=True).start()
+    wait([future], seconds)
+    if not future.done():
+        raise Unanswered
+    return future.result()
+
+
 def meet(store: Store, rank: int, world_size: int, card: Any, timeout: float) -> tuple[str, list[Any]]:
     """Return a name that is unique to this rendezvous, and every rank's card in rank order. Collective.
 
@@ -71,22 +121,45 @@ def meet(store: Store, rank: int, world_size: int, card: Any, timeout: float) ->
         timeout: seconds to wait for the others.
 
     Raises:
-        CommunicationTimeoutError: they did not come in time.
+        CommunicationTimeoutError: they did not come in time; names the missing ranks as far as they are known.
+        CommunicationError: the store failed, as when the process that serves it ends.
     """
+    began = time.monotonic()
+    try:
+        mark, papers = limited(partial(_meet, store, rank, world_size, card, timeout), timeout + _GRACE)
+    except Unanswered:
+        raise CommunicationTimeoutError(
+            f"rank {rank} timed out after {timeout:g} s: the store at {address_of(store)} does not answer; the process that serves "
+            "it has stopped or cannot be reached"
+        ) from None
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"rank {rank} lost the store at {address_of(store)} after {time.monotonic() - began:.1f} s of waiting for the other "
+            f"ranks; the process that serves it, often rank 0's, has ended ({first_line(error)})"
+        ) from error
+    missing = [r for r, paper in enumerate(papers) if paper is None]
+    if missing:
+        waited = time.monotonic() - began
+        if rank == 0 and len(missing) < world_size - 1:
+            time.sleep(2 * _PAUSE)  # the store may end with this process, so let the others read who is missing
+        raise CommunicationTimeoutError(
+            f"rank {rank} timed out after {waited:.1f} s waiting for {format_ranks(missing)} of {world_size} in the store at "
+            f"{address_of(store)}"
+        )
+    return mark, [card for _, card in papers]
+
+
+def _meet(store: Store, rank: int, world_size: int, card: Any, timeout: float) -> tuple[str, list[Any]]:
+    """Return the name, and each rank's mark and card, or None for ranks that did not come."""
     mark = uuid.uuid4().hex
     if rank == 0:
         answers = [f"{mark}/answer{r}" for r in range(1, world_size)]
         store.set("proposed", mark)
-        try:
+        with suppress(RuntimeError):  # if not for the timeout, the store fails in the next line, too
             store.wait(answers, timedelta(seconds=timeout))
-        except RuntimeError:
-            missing = [r for r in range(1, world_size) if not store.check([f"{mark}/answer{r}"])]
-            raise CommunicationTimeoutError(
-                f"rank 0 timed out after {timeout:g} s waiting for ranks {missing} of {world_size}"
-            ) from None
-        papers = [[mark, card], *(json.loads(store.get(answer)) for answer in answers)]
+        papers = [[mark, card], *(json.loads(store.get(answer)) if store.check([answer]) else None for answer in answers)]
         store.set(f"{mark}/all", json.dumps(papers))
-        return mark, [card for _, card in papers]
+        return mark, papers
     answered, pause, deadline = "", 0.002, time.monotonic() + timeout
     while time.monotonic() < deadline:
         proposed = store.get("proposed").decode() if store.check(["proposed"]) else ""
@@ -95,8 +168,38 @@ def meet(store: Store, rank: int, world_size: int, card: Any, timeout: float) ->
             answered, pause = proposed, 0.002
         if answered and store.check([f"{answered}/all"]):
             papers = json.loads(store.get(f"{answered}/all"))
-            if len(papers) == world_size and papers[rank][0] == mark:
-                return answered, [card for _, card in papers]
-        time.sleep(pause)
-        pause = min(1.5 * pause, 0.2)
-    raise CommunicationTimeoutError(f"rank {rank} timed out after {timeout:g} s waiting for all {world_size} ranks")
+            if len(papers) == world_size and papers[rank] is not None and papers[rank][0] == mark:
+                return answered, papers
+        time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
+        pause = min(1.5 * pause, _PAUSE)
+    came = [bool(answered), *(not answered or store.check([f"{answered}/answer{r}"]) for r in range(1, world_size))]
+    if all(came):  # rank 0 has gone, or what it proposed is an earlier attempt's
+        came[0] = False
+    return answered, [[mark, card] if here else None for here in came]
+
+
+@contextmanager
+def connecting(store: Store, rank: int, world_size: int) -> Iterator[None]:
+    """Context in which all ranks make torch's default group; if that fails, name the ranks that have not begun to.
+
+    Raises:
+        CommunicationTimeoutError: they did not come in time.
+        CommunicationError: it failed otherwise; there is no default group then.
+    """
+    began = time.monotonic()
+    try:
+        store.set(f"connecting{rank}", "")
+        yield
+    except RuntimeError as error:
+        waited = time.monotonic() - began
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        missing: list[int] = []
+        with suppress(RuntimeError, Unanswered):
+            missing = limited(lambda: [r for r in range(world_size) if not store.check([f"connecting{r}"])], _GRACE)
+        timed_out = re.search(r"time(d )?out", str(error), re.IGNORECASE)
+        raise (CommunicationTimeoutError if timed_out else CommunicationError)(
+            f"rank {rank} could not connect to the ranks that it met in the store at {address_of(store)}, after {waited:.1f} s: "
+            f"{f'{format_ranks(missing)} of {world_size} did not come' if missing else 'a rank has died or left'} "
+            f"({first_line(error)})"
+        ) from error
