@@ -29,7 +29,11 @@ def layers(*parts: int | range) -> frozenset[int]:
 
 # The architecture's table. A room may always import its own layer, but not in circles.
 HOUSE = (
-    Floor(0, ("errors", "env", "extras", "launch_environment", "memory", "types", "runtime", "streams", "not_provided"), layers(0)),
+    Floor(
+        0,
+        ("errors", "env", "extras", "launch_environment", "memory", "types", "runtime", "streams", "not_provided", "untrusted"),
+        layers(0),
+    ),
     Floor(0, ("checkpoint", "model_parallel", "moe", "service"), layers(0)),  # they only raise, saying that they are left out
     Floor(
         1,

@@ -667,7 +667,12 @@ def test_traces_that_cannot_be_used_say_why(tmp_path: Path) -> None:
     broken("f", "rank1/steps.jsonl", lambda p: p.write_text("what\n"), "line 1 is not a valid entry of a step")
     far = json.dumps({"step": 0, "file": "../x", "records": []})
     broken("j", "rank1/steps.jsonl", lambda p: p.write_text(f"{far}\n"), "file='../x' must be a name in this folder")
-    broken("k", "rank1/steps.jsonl", lambda p: p.write_text('{"step": 0, "records": [{}]}\n'), "a record needs bucket, execution")
+    broken(
+        "k",
+        "rank1/steps.jsonl",
+        lambda p: p.write_text('{"step": 0, "file": "x", "records": [{}]}\n'),
+        "must have the key 'bucket'",
+    )
     broken("g", "rank0/steps.jsonl", lambda p: p.write_text(""), "nothing could be replayed: no step was recorded by all ranks")
     change = json.loads((tmp_path / "rank1/manifest.json").read_text())
     broken("h", "rank1/manifest.json", lambda p: p.write_text(json.dumps({**change, "nodes": [1, 2]})), r"nodes=\[1, 2\]")

@@ -17,6 +17,9 @@ FIRST_PORT, PORTS = 20_000, 8_000
 """The range from which MASTER_PORT is derived."""
 
 _TORCHRUNS_PORT = 29_500
+_TASKS = r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?"
+"""Tasks per node in Slurm's notation: 2, or 2(x3) on three nodes in a row."""
+
 _BY_HAND = "set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun does"
 
 
@@ -134,17 +137,18 @@ def _mpi(launcher: str, environment: Mapping[str, str], rank_name: str, size_nam
 def _slurm(environment: Mapping[str, str], size: int) -> Launch:
     rank, _ = _place("Slurm", environment, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
     tasks = _required("Slurm", environment, "SLURM_STEP_TASKS_PER_NODE")
-    if re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", tasks) is None:
+    if re.fullmatch(rf"{_TASKS}(,{_TASKS})*", tasks) is None:
         raise ValueError(f"SLURM_STEP_TASKS_PER_NODE={tasks!r} must be numbers of tasks, such as 4(x2),3; {_BY_HAND}")
-    on_node = [int(count) for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks) for _ in range(int(times or 1))]
+    runs = [(int(count), int(times or 1)) for count, times in re.findall(_TASKS, tasks)]
     node, local_rank = (_required_number("Slurm", environment, name) for name in ("SLURM_NODEID", "SLURM_LOCALID"))
-    if sum(on_node) != size or not 0 <= node < len(on_node) or not 0 <= local_rank < on_node[node]:
+    nodes, on_node = sum(times for _, times in runs), _tasks_of(node, runs)
+    if sum(count * times for count, times in runs) != size or not 0 <= node < nodes or not 0 <= local_rank < on_node:
         raise ValueError(
             f"SLURM_STEP_NUM_TASKS={size}, SLURM_STEP_TASKS_PER_NODE={tasks}, SLURM_NODEID={node} and SLURM_LOCALID={local_rank} "
             f"contradict each other; {_BY_HAND}"
         )
     address: str | None = "127.0.0.1"
-    if len(on_node) > 1 and "MASTER_ADDR" not in environment:
+    if nodes > 1 and "MASTER_ADDR" not in environment:
         lists = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
         address = first_host(_required("Slurm", environment, *lists))
         if rank == 0 and node != 0:
@@ -152,8 +156,17 @@ def _slurm(environment: Mapping[str, str], size: int) -> Launch:
                 f"rank 0 runs on node {node} of the step, not on the first, {address}; set MASTER_ADDR to its host name"
             )
     job, step = (_number(environment, name) if name in environment else 0 for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    identity = Identity(rank, size, local_rank, on_node[node], node)
+    identity = Identity(rank, size, local_rank, on_node, node)
     return _launch("Slurm", environment, identity, address, FIRST_PORT + (1009 * job + step) % PORTS)
+
+
+def _tasks_of(node: int, runs: list[tuple[int, int]]) -> int:
+    """Return the number of tasks of a node, given as (tasks, nodes in a row that have so many); 0 if there is no such node."""
+    for count, times in runs:
+        if node < times:
+            return count
+        node -= times
+    return 0
 
 
 def _launch(launcher: str, environment: Mapping[str, str], identity: Identity, address: str | None, port: int) -> Launch:

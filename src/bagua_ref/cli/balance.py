@@ -66,15 +66,16 @@ def read_lengths(path: Path) -> list[int | float]:
     """
     found: list[int | float] = []
     if path.suffix == ".npy":
-        try:
-            array = np.load(path, allow_pickle=False)
-        except EOFError:
-            raise ValueError(f"{path} is empty") from None
+        array = _load_array(path)
         if array.ndim != 1 or array.dtype.kind not in "iuf":
             raise ValueError(f"{path} has shape {array.shape} of {array.dtype}; it must be a one-dimensional array of numbers")
         found = array.tolist()
     else:
-        for place, line in enumerate(path.read_text().splitlines(), start=1):
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is neither text in UTF-8 nor named .npy: {error}") from None
+        for place, line in enumerate(lines, start=1):
             if text := line.partition("#")[0].strip():
                 found.append(_number(text, f"{path}, line {place}"))
     if not found:
@@ -174,6 +175,20 @@ def draw_epochs(before: Epoch, after: Epoch) -> Any:
     count = len(before.work)
     panels[1].set_xlabel("step" if count <= _DRAWN else f"step (the first {_DRAWN} of {count})")
     return figure
+
+
+def _load_array(path: Path) -> np.ndarray[Any, Any]:
+    """Return the array in a ``.npy`` file, without making room for elements that the file does not have."""
+    with path.open("rb") as file:
+        magic = file.read(len(np.lib.format.MAGIC_PREFIX))
+    if not magic:
+        raise ValueError(f"{path} is empty")
+    if magic != np.lib.format.MAGIC_PREFIX:
+        raise ValueError(f"{path} is not a .npy file")
+    try:
+        return np.lib.format.open_memmap(path, mode="r")
+    except Exception as error:  # a forged header makes NumPy raise many kinds
+        raise ValueError(f"{path} is not a valid .npy file: {type(error).__name__}: {error}") from None
 
 
 def _number(text: str, where: str) -> int | float:

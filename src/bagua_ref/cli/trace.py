@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from bagua_ref.cli.command import CommandError, add_command, add_json_options, write_json
 from bagua_ref.extras import install_command
+from bagua_ref.untrusted import one_line
 
 if TYPE_CHECKING:
     import argparse
@@ -159,7 +160,7 @@ def _summary(ranks: list[RankTrace]) -> str:
     lines.append(f"{'bucket':10} {'dtype':9} {'elements':>12} {'tensors':>7} {'recorded':>8}")
     for (name, bucket), times in zip(first["buckets"].items(), _times_recorded(ranks), strict=True):
         lines.append(f"{name:10} {bucket['dtype']:9} {bucket['elements']:12,} {len(bucket['tensors']):7} {times:8}")
-    return "\n".join(lines)
+    return "\n".join(map(one_line, lines))
 
 
 def _progress(done: int, total: int) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bagua_ref.cli.command import CommandError, add_command, add_json_options, write_json
+from bagua_ref.untrusted import one_line
 
 if TYPE_CHECKING:
     import argparse
@@ -126,7 +127,7 @@ def _print_list(title: str, lines: list[str]) -> None:
     if lines:
         print(f"{title}:")
         for line in lines[:_SHOWN]:
-            print(f"  {line}")
+            print(f"  {one_line(line)}")
         if len(lines) > _SHOWN:
             print(f"  ... and {len(lines) - _SHOWN} more; --json has all")
         print()

@@ -17,13 +17,14 @@ import torch.distributed as dist
 
 from bagua_ref.communicators.scheduler import format_ranks
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
+from bagua_ref.untrusted import check_form, load_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch._C._distributed_c10d import Store
 
-__all__ = ["Unanswered", "address_of", "another_connection", "connecting", "first_line", "limited", "meet", "prefixed"]
+__all__ = ["Unanswered", "address_of", "another_connection", "connecting", "first_line", "heard", "limited", "meet", "prefixed"]
 
 T = TypeVar("T")
 _PAUSE = 0.2  # seconds between looks at the store, at most
@@ -106,7 +107,28 @@ def limited(function: Callable[[], T], seconds: float) -> T:
     return future.result()
 
 
-def meet(store: Store, rank: int, world_size: int, card: Any, timeout: float) -> tuple[str, list[Any]]:
+def heard(data: bytes, form: Any, whose: str) -> Any:
+    """Return the JSON that another rank put into the store.
+
+    Args:
+        data: what it wrote.
+        form: see `check_form`.
+        whose: the name of the rank or node, for messages.
+
+    Raises:
+        CommunicationError: it has another form.
+    """
+    try:
+        value = load_json(data)
+        check_form(value, form, "it")
+    except ValueError as error:
+        raise CommunicationError(
+            f"what {whose} wrote into the job's store cannot be understood: {error}. All ranks must run one version of bagua_ref"
+        ) from None
+    return value
+
+
+def meet(store: Store, rank: int, world_size: int, card: Any, timeout: float, form: Any = object) -> tuple[str, list[Any]]:
     """Return a name that is unique to this rendezvous, and every rank's card in rank order. Collective.
 
     Rank 0 proposes a new name, the other ranks answer under that name with a random mark each, and rank 0 publishes the answers.
@@ -119,19 +141,22 @@ def meet(store: Store, rank: int, world_size: int, card: Any, timeout: float) ->
         world_size: the number of ranks.
         card: information for the other ranks, as JSON values.
         timeout: seconds to wait for the others.
+        form: the form that the others' cards must have, see `bagua_ref.untrusted.check_form`.
 
     Raises:
         CommunicationTimeoutError: they did not come in time; names the missing ranks as far as they are known.
-        CommunicationError: the store failed, as when the process that serves it ends.
+        CommunicationError: the store failed, as when the process that serves it ends, or what a rank wrote cannot be understood.
     """
     began = time.monotonic()
     try:
-        mark, papers = limited(partial(_meet, store, rank, world_size, card, timeout), timeout + _GRACE)
+        mark, papers = limited(partial(_meet, store, rank, world_size, card, timeout, form), timeout + _GRACE)
     except Unanswered:
         raise CommunicationTimeoutError(
             f"rank {rank} timed out after {timeout:g} s: the store at {address_of(store)} does not answer; the process that serves "
             "it has stopped or cannot be reached"
         ) from None
+    except CommunicationError:
+        raise
     except RuntimeError as error:
         raise CommunicationError(
             f"rank {rank} lost the store at {address_of(store)} after {time.monotonic() - began:.1f} s of waiting for the other "
@@ -149,27 +174,30 @@ def meet(store: Store, rank: int, world_size: int, card: Any, timeout: float) ->
     return mark, [card for _, card in papers]
 
 
-def _meet(store: Store, rank: int, world_size: int, card: Any, timeout: float) -> tuple[str, list[Any]]:
+def _meet(store: Store, rank: int, world_size: int, card: Any, timeout: float, form: Any) -> tuple[str, list[Any]]:
     """Return the name, and each rank's mark and card, or None for ranks that did not come."""
     mark = uuid.uuid4().hex
     if rank == 0:
-        answers = [f"{mark}/answer{r}" for r in range(1, world_size)]
+        answers = {r: f"{mark}/answer{r}" for r in range(1, world_size)}
         store.set("proposed", mark)
         with suppress(RuntimeError):  # if not for the timeout, the store fails in the next line, too
-            store.wait(answers, timedelta(seconds=timeout))
-        papers = [[mark, card], *(json.loads(store.get(answer)) if store.check([answer]) else None for answer in answers)]
-        store.set(f"{mark}/all", json.dumps(papers))
+            store.wait(list(answers.values()), timedelta(seconds=timeout))
+        wrote = [
+            heard(store.get(answer), [str, form], f"rank {r}") if store.check([answer]) else None for r, answer in answers.items()
+        ]
+        papers = [[mark, card], *wrote]
+        store.set(f"{mark}/all", json.dumps({r: paper for r, paper in enumerate(papers) if paper is not None}))
         return mark, papers
     answered, pause, deadline = "", 0.002, time.monotonic() + timeout
     while time.monotonic() < deadline:
-        proposed = store.get("proposed").decode() if store.check(["proposed"]) else ""
+        proposed = store.get("proposed").decode(errors="replace") if store.check(["proposed"]) else ""
         if proposed != answered:
             store.set(f"{proposed}/answer{rank}", json.dumps([mark, card]))
             answered, pause = proposed, 0.002
         if answered and store.check([f"{answered}/all"]):
-            papers = json.loads(store.get(f"{answered}/all"))
-            if len(papers) == world_size and papers[rank] is not None and papers[rank][0] == mark:
-                return answered, papers
+            found = heard(store.get(f"{answered}/all"), {str: [str, form]}, "rank 0")
+            if str(rank) in found and found[str(rank)][0] == mark:
+                return answered, [found.get(str(r)) for r in range(world_size)]
         time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
         pause = min(1.5 * pause, _PAUSE)
     came = [bool(answered), *(not answered or store.check([f"{answered}/answer{r}"]) for r in range(1, world_size))]

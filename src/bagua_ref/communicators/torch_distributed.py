@@ -20,6 +20,7 @@ from bagua_ref.communicators.collectives import combine
 from bagua_ref.communicators.connection import Connection
 from bagua_ref.communicators.rendezvous import another_connection, meet, prefixed
 from bagua_ref.types import ReduceOp
+from bagua_ref.untrusted import NATURAL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 __all__ = ["TorchDistributedCommunicator", "TorchDistributedTransport"]
+
+_CARD = [str, NATURAL, (str, type(None))]
+"""What ranks tell each other: node, number of GPUs, CUDA_VISIBLE_DEVICES."""
 
 _PIECE = 2**18
 """Bytes per message over gloo."""
@@ -59,7 +63,7 @@ class TorchDistributedTransport:
         if local_world_size is not None:
             node = str(rank // local_world_size)
         card = [node, torch.cuda.device_count() if dist.is_nccl_available() else 0, os.environ.get("CUDA_VISIBLE_DEVICES")]
-        job, found = meet(prefixed("bagua_ref", store), rank, world_size, card, timeout)
+        job, found = meet(prefixed("bagua_ref", store), rank, world_size, card, timeout, _CARD)
         # The job's name is unique, so the caller's prefix is not needed; without it, `another_connection` works in every torch.
         self.store = prefixed(f"bagua_ref/{job}", getattr(store, "_underlying_non_prefix_store", store))
         self._idle = [self.store]

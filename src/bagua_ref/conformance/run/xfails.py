@@ -16,10 +16,14 @@ def read_xfails(path: Path, known: Sequence[str]) -> tuple[str, ...]:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: an id is unknown; the message names the line.
+        ValueError: it is not text in UTF-8, or an id is unknown; the message names the file and the line.
     """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text in UTF-8: {error}") from None
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(lines, start=1):
         entry = line.partition("#")[0].strip()
         if entry and entry not in known:
             raise ValueError(f"{path} line {number}: no check is called {entry!r}")

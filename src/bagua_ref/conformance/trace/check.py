@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bagua_ref.conformance.expected.tolerances import EXACT, places, where_equal
-from bagua_ref.conformance.trace.files import Record, TraceError, read_trace
-from bagua_ref.conformance.trace.options import merged_options
+from bagua_ref.conformance.trace.files import MANIFEST, Record, TraceError, read_trace
+from bagua_ref.conformance.trace.options import ALGORITHMS, merged_options
 from bagua_ref.conformance.trace.recognise import recognise
 from bagua_ref.conformance.trace.replay import Expected, NotReplayable, Replay
 from bagua_ref.conformance.trace.report import Divergence, Execution, TraceReport
+from bagua_ref.untrusted import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -46,13 +47,19 @@ def check_trace(
     """
     ranks = read_trace(Path(directory))
     manifest = ranks[0].manifest
+    where = repr(str(ranks[0].folder / MANIFEST))
     if algorithm is None:
         algorithm = manifest.get("algorithm")
-        if not isinstance(algorithm, str):
-            raise ValueError("algorithm=None: the trace does not name its algorithm; pass algorithm=")
+        if algorithm not in ALGORITHMS:
+            raise ValueError(f"algorithm=None: {where} names {algorithm!r}; pass algorithm=, one of {', '.join(ALGORITHMS)}")
+    if algorithm in ALGORITHMS:
+        try:
+            merged_options(algorithm, manifest["options"], {})
+        except ValueError as error:
+            raise TraceError(f"{where}: {error}") from None
     replay = Replay(algorithm, merged_options(algorithm, manifest["options"], options or {}), tuple(manifest["nodes"]))
     if unknown := sorted(set(buckets) - set(manifest["buckets"])):
-        raise ValueError(f"buckets: {unknown[0]!r} is not in the trace, which has {', '.join(manifest['buckets'])}")
+        raise ValueError(f"buckets: {unknown[0]!r} is not in the trace, which has {one_line(', '.join(manifest['buckets']))}")
     report = TraceReport(algorithm, replay.options, replay.nodes, _notes(ranks))
     common = sorted(set.intersection(*(set(rank.steps) for rank in ranks)))
     before: dict[str, list[Record]] = {}
@@ -73,7 +80,7 @@ def check_trace(
         if report.not_checked:
             step, bucket, why = report.not_checked[0]
             why = f"step {step}, bucket {bucket!r}: {why}"
-        raise TraceError(f"nothing could be replayed: {why}")
+        raise TraceError(f"{str(directory)!r}: nothing could be replayed: {why}")
     return report
 
 
@@ -110,7 +117,7 @@ def _notes(ranks: Sequence[Any]) -> list[str]:
         )
     for place, rank in enumerate(ranks):
         if stopped := rank.manifest.get("stopped"):
-            notes.append(f"rank {place} stopped recording: {stopped['reason']}")
+            notes.append(f"rank {place} stopped recording: {one_line(stopped['reason'])}")
         elif not rank.manifest.get("complete"):
             notes.append(f"rank {place} did not finish recording (it failed or was killed); only complete steps are available")
     return notes

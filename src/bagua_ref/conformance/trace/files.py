@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from bagua_ref.conformance.vectors.safetensors_file import DamagedFileError, read_safetensors, write_safetensors
+from bagua_ref.untrusted import NATURAL, SCALAR, check_form, load_json, read_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -180,16 +181,31 @@ def read_trace(directory: Path) -> list[RankTrace]:
     return ranks
 
 
-_KEYS = {"rank": int, "world_size": int, "nodes": list, "options": dict, "buckets": dict}
+_MANIFEST = {
+    "rank": NATURAL,
+    "world_size": NATURAL,
+    "nodes": [NATURAL],
+    "options": {str: SCALAR},
+    "buckets": {str: {"dtype": str, "elements": NATURAL, "tensors": [{"name": str, "shape": [NATURAL]}]}},
+    "algorithm?": str,
+    "stopped?": {"reason": str},
+}
 
+_INFO = {str: SCALAR, "execution?": NATURAL, "ranks?": NATURAL, "divided_by?": (int, float), "beta1?": (int, float)}
 
-_MEMBERS = {"bucket", "execution", "inputs", "outputs"}
+_STEP = {
+    "step": NATURAL,
+    "file": str,
+    "records": [{"bucket": str, "execution": NATURAL, "inputs": [str], "outputs": [str], "info?": _INFO}],
+}
+
+_MOST_DIMENSIONS = 64  # of a tensor of torch
 
 
 def _read_rank(folder: Path) -> RankTrace:
     path = folder / MANIFEST
     try:
-        manifest = json.loads(path.read_text("utf-8"))
+        manifest = load_json(read_file(path))
         if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
             raise TraceError(f"{str(path)!r} is not the manifest of a trace: its format is not {FORMAT!r}")
         if manifest.get("trace_version") != TRACE_VERSION:
@@ -197,36 +213,37 @@ def _read_rank(folder: Path) -> RankTrace:
                 f"{str(path)!r} has trace_version {manifest.get('trace_version')!r}; this bagua_ref reads {TRACE_VERSION!r}"
             )
         manifest = {"nodes": [manifest.get("world_size")], "options": {}, "buckets": {}, **manifest}
-        for key, kind in _KEYS.items():
-            if not isinstance(manifest.get(key), kind):
-                raise TraceError(f"{str(path)!r} has {key}={manifest.get(key)!r}, which must be of type {kind.__name__}")
-        if any(type(size) is not int or size < 1 for size in manifest["nodes"]) or sum(manifest["nodes"]) != manifest["world_size"]:
+        check_form(manifest, _MANIFEST, "it")
+        if any(len(tensor["shape"]) > _MOST_DIMENSIONS for bucket in manifest["buckets"].values() for tensor in bucket["tensors"]):
+            raise TraceError(f"{str(path)!r} has a tensor of more than {_MOST_DIMENSIONS} dimensions")
+        if 0 in manifest["nodes"] or sum(manifest["nodes"]) != manifest["world_size"]:
             raise TraceError(
                 f"{str(path)!r} has nodes={manifest['nodes']}, which do not sum to world_size={manifest['world_size']}"
             )
         return RankTrace(folder, manifest, _read_index(folder / INDEX))
     except OSError as error:
         raise TraceError(f"{error.filename!r} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise TraceError(f"{str(path)!r} is not valid JSON: {error}") from None
+    except ValueError as error:
+        raise TraceError(f"{str(path)!r} is not valid JSON of a manifest: {error}") from None
 
 
 def _read_index(path: Path) -> dict[int, dict[str, Any]]:
     steps: dict[int, dict[str, Any]] = {}
-    lines = path.read_text("utf-8").split("\n")
+    named: dict[str, int] = {}
+    lines = read_file(path).split(b"\n")
     for number, line in enumerate(lines, start=1):
         if not line or number == len(lines):  # a last line without its end was cut off by a crash
             continue
         try:
-            entry = json.loads(line)
-            for record in entry["records"]:
-                if not isinstance(record.setdefault("info", {}), dict) or not record.keys() >= _MEMBERS:
-                    raise ValueError(f"a record needs {', '.join(sorted(_MEMBERS))}")
-            if entry["file"] != os.path.basename(entry["file"]):
+            entry = load_json(line)
+            check_form(entry, _STEP, "it")
+            if not entry["file"].isprintable() or entry["file"] != os.path.basename(entry["file"]):
                 raise ValueError(f"file={entry['file']!r} must be a name in this folder")
-            steps[int(entry["step"])] = entry
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise TraceError(
-                f"{str(path)!r} line {number} is not a valid entry of a step: {type(error).__name__}: {error}"
-            ) from None
+            if named.setdefault(entry["file"], entry["step"]) != entry["step"]:
+                raise ValueError(f"file={entry['file']!r} is already that of step {named[entry['file']]}")
+        except ValueError as error:
+            raise TraceError(f"{str(path)!r} line {number} is not a valid entry of a step: {error}") from None
+        for record in entry["records"]:
+            record["info"] = record.get("info") or {}
+        steps[entry["step"]] = entry
     return steps

@@ -198,8 +198,10 @@ class Replay:
         """S5.5: put ``x <- beta1*momentum + (1-beta1)*grad`` in place of the recorded x of each rank."""
         momenta, gradients = (self._inputs(records, role, COMPRESSIBLE) for role in ("momentum", "grad"))
         for record, momentum, gradient in zip(records, momenta, gradients, strict=True):
-            updated = momentum.clone()
-            get_backend("reference").update_momentum_(updated, gradient, record.info.get("beta1", self.options["beta1"]))
+            updated, beta1 = momentum.clone(), record.info.get("beta1", self.options["beta1"])
+            if not 0 <= beta1 <= 1:
+                raise NotReplayable(f"beta1={beta1!r} must be a number from 0 to 1")
+            get_backend("reference").update_momentum_(updated, gradient, beta1)
             record.inputs["x"] = updated
 
     def _refuse_divided(self, records: list[Record]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from bagua_ref.conformance.clauses import SPEC_VERSION, VECTORS_VERSION
 from bagua_ref.conformance.vectors.case import name_of
 from bagua_ref.conformance.vectors.safetensors_file import DamagedFileError, read_safetensors
 from bagua_ref.extras import install_command
+from bagua_ref.untrusted import load_json, read_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -86,11 +88,11 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     """
     path = directory / MANIFEST
     try:
-        manifest: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        manifest: dict[str, Any] = load_json(read_file(path))
     except OSError as error:
         raise VectorsError(f"{str(path)!r} cannot be read: {error.strerror}; is this a directory of vectors?") from None
-    except (ValueError, RecursionError) as error:
-        raise VectorsError(f"{str(path)!r} is not valid JSON: {error}") from None
+    except ValueError as error:
+        raise VectorsError(f"{str(path)!r}: {error}") from None
     if isinstance(manifest, dict) and manifest.get("vectors_version", VECTORS_VERSION) != VECTORS_VERSION:
         raise VectorsError(
             f"{str(path)!r} has vectors_version {manifest['vectors_version']!r}; this bagua_ref checks {VECTORS_VERSION!r}"
@@ -124,8 +126,10 @@ def read_vectors(directory: Path, manifest: dict[str, Any]) -> dict[str, dict[st
     found: dict[str, dict[str, Tensor]] = {}
     for entry in manifest["files"]:
         path = directory / entry["name"]
+        if entry["name"] in found:
+            raise VectorsError(f"{str(directory / MANIFEST)!r} lists {entry['name']!r} twice")
         try:
-            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+            digest = hashlib.sha256(read_file(path)).hexdigest()
             if digest != entry["sha256"]:
                 raise VectorsError(f"{str(path)!r} is not what was exported: its sha256 is {digest}, not {entry['sha256']}")
             found[entry["name"]] = read_safetensors(path)
@@ -135,14 +139,16 @@ def read_vectors(directory: Path, manifest: dict[str, Any]) -> dict[str, dict[st
             raise VectorsError(f"{str(path)!r}: {error}") from None
     ids = [case["id"] for case in manifest["cases"]]
     if len(set(ids)) != len(ids):
-        raise VectorsError(f"{str(directory / MANIFEST)!r} has a case twice: {next(name for name in ids if ids.count(name) > 1)}")
+        raise VectorsError(f"{str(directory / MANIFEST)!r} has a case twice: {Counter(ids).most_common(1)[0][0]!r}")
     for case in manifest["cases"]:
         for kind, listed in (("inputs", case["inputs"]), ("expected", case["outputs"])):
             name = f"{case['suite']}.{kind}.safetensors"
             for entry in listed:
                 x = found.get(name, {}).get(entry["tensor"])
                 if x is None or name_of(x.dtype) != entry["dtype"] or list(x.shape) != entry["shape"]:
-                    raise VectorsError(f"{str(directory / name)!r} has no {entry['tensor']} as the manifest describes it")
-                if "magnitude" in entry and entry["magnitude"] not in found.get(f"{case['suite']}.inputs.safetensors", {}):
-                    raise VectorsError(f"{str(directory)!r} has no {entry['magnitude']} among the inputs")
+                    raise VectorsError(f"{str(directory / name)!r} has no {entry['tensor']!r} as the manifest describes it")
+                if "magnitude" in entry:
+                    magnitude = found.get(f"{case['suite']}.inputs.safetensors", {}).get(entry["magnitude"])
+                    if magnitude is None or magnitude.shape != x.shape:
+                        raise VectorsError(f"{str(directory)!r} has no {entry['magnitude']!r} of the shape of {entry['tensor']!r}")
     return found

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bagua_ref.extras import install_command
+from bagua_ref.untrusted import one_line, read_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -73,11 +74,11 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     except ModuleNotFoundError:
         command = install_command("conformance")
         raise ModuleNotFoundError(f"to read safetensors files, install safetensors: {command}") from None
-    data = path.read_bytes()
+    data = read_file(path)
     try:
         tensors = load(data)
     except SafetensorError as error:
-        raise DamagedFileError(f"not a complete safetensors file: {error}") from None
+        raise DamagedFileError(f"not a complete safetensors file: {one_line(str(error))}") from None
     except (KeyError, RuntimeError, TypeError) as error:  # a dtype or a shape that safetensors takes, but torch does not
         raise DamagedFileError(f"a tensor that torch cannot hold: {str(error).splitlines()[0]}") from None
     for name, x in tensors.items():

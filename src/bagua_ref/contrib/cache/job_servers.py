@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
-from bagua_ref.communicators.rendezvous import another_connection, prefixed
+from bagua_ref.communicators.rendezvous import another_connection, heard, prefixed
 from bagua_ref.contrib.cache.fake_server import start_fake_server
 from bagua_ref.contrib.cache.server import LOOPBACK, node_address, start_redis_server
 from bagua_ref.env import get_master_addr
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["addresses", "shutdown"]
 
 _WAIT_SECONDS = 300.0
+
+_ADDRESS = {"host": str, "port": range(1, 2**16), "password": str}
 
 
 class _Server(Protocol):
@@ -163,20 +165,26 @@ def _meet(kind: str, capacity: int) -> tuple[list[dict[str, Any]], int]:
         except BackendUnavailableError as error:
             card = {"error": str(error)}
         store.set(f"server/{node}", json.dumps(card))
-    cards = [json.loads(_read(store, f"server/{other}", f"the cache server of node {other}")) for other in range(count)]
+    cards = [_card(_read(store, f"server/{other}", f"the cache server of node {other}"), other) for other in range(count)]
     for other, card in enumerate(cards):
         if "error" in card:
             raise BackendUnavailableError(f"node {other}: {card['error']}" if count > 1 else card["error"])
     return [card["address"] for card in cards], node
 
 
+def _card(data: bytes, node: int) -> dict[str, Any]:
+    """Return a node's announcement of its server: its address, or the error for which it has none."""
+    card: dict[str, Any] = heard(data, {"address?": _ADDRESS, "error?": str}, f"node {node}")
+    return card if card.get("error") is not None else heard(data, {"address": _ADDRESS}, f"node {node}")
+
+
 def _exchange(store: Any, what: str, mine: int, all_of_them: Sequence[int], card: str) -> list[str]:
     """Publish this rank's card and return the cards of all."""
     store.set(f"{what}/{mine}", card)
-    return [_read(store, f"{what}/{other}", f"{what} {other} of {len(all_of_them)}") for other in all_of_them]
+    return [_read(store, f"{what}/{other}", f"{what} {other} of {len(all_of_them)}").decode() for other in all_of_them]
 
 
-def _read(store: Any, key: str, whose: str) -> str:
+def _read(store: Any, key: str, whose: str) -> bytes:
     started = time.monotonic()
     try:
         store.wait([key], timedelta(seconds=_WAIT_SECONDS))
@@ -186,7 +194,7 @@ def _read(store: Any, key: str, whose: str) -> str:
             f"timed out after {waited:.3g} s waiting for {whose}; every rank must make its first CacheLoader with hosts=None "
             f"({error})"
         ) from None
-    return cast("str", store.get(key).decode())
+    return cast("bytes", store.get(key))
 
 
 def _node_name() -> str:

@@ -1,0 +1,364 @@
+"""Properties of hostile input: whatever bytes arrive are read, or refused with a typed error that says where they are from."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import shutil
+import tempfile
+import tracemalloc
+from pathlib import Path
+from unittest import mock
+
+import jsonschema  # noqa: F401 - imported now, as its memory is not that of the input
+import numpy as np
+import pytest
+import safetensors.torch  # noqa: F401 - likewise
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from property_tests.strategies import COMPRESSIBLE, every_backend
+
+from bagua_ref.backends import get_backend, payload_bytes
+from bagua_ref.cli import main
+from bagua_ref.cli.balance import read_lengths
+from bagua_ref.comm_ops import CentralizedLowPrecision, LowPrecisionDecentralized
+from bagua_ref.communicators.rendezvous import meet
+from bagua_ref.conformance.run.xfails import read_xfails
+from bagua_ref.conformance.trace import Recorder
+from bagua_ref.conformance.vectors.safetensors_file import DamagedFileError, read_safetensors, write_safetensors
+from bagua_ref.contrib.cache import job_servers
+from bagua_ref.errors import CommunicationError
+from bagua_ref.launch_environment import read_launch
+from bagua_ref.simulation import SimulatedWorld
+
+TIMES, AND = 100, 2**20
+"""Reading n bytes may take TIMES * n + AND bytes of Python's memory. Empty lists in JSON, 3 bytes each, take 24 times as much."""
+
+DEEP = "@deep@"
+"""Stands for lists nested 100,000 deep, which json.dumps could not write."""
+
+VALUES = [
+    None, True, -1, 0, 2, 2**31, 2**63, 10**30, 10**400, 0.5, 1e308, float("nan"), float("inf"), "", ".", "../x", "\0", "\x1b[2J",
+    "a\nPASSED", "\ud800", "x", "float32", "ULP(99999999999999999999)", DEEP, [], {}, [[]], [None], ["x"], [2**63, 0],
+    [-1], {"x": DEEP}, [{"a": number} for number in range(50)],
+]  # fmt: skip
+
+
+@contextlib.contextmanager
+def bounded_memory(size):
+    """Fail if the block takes more of Python's memory than an input of ``size`` bytes may."""
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] <= TIMES * size + AND
+    finally:
+        tracemalloc.stop()
+
+
+@contextlib.contextmanager
+def may_refuse(kind, says, hides=None):
+    """Let the block raise an error of this kind if its message says one thing and hides another."""
+    try:
+        yield
+    except kind as error:
+        if says not in str(error) or (hides is not None and hides in str(error)):
+            raise AssertionError(f"says {str(error)!r}, not {says!r}") from error
+
+
+def run(*command):
+    """Return the exit code of ``bagua-ref`` and what it printed, which no terminal may take for a command."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main(list(map(str, command)))
+        except SystemExit as end:
+            code = end.code
+    printed = out.getvalue() + err.getvalue()
+    assert printed.replace("\n", "").isprintable(), ascii(printed)
+    return code, printed
+
+
+def places(value, path=()):
+    """Yield the path of every value inside a JSON value."""
+    if path:
+        yield path
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from places(item, (*path, key))
+
+
+@st.composite
+def changed_json(draw, value):
+    """JSON in which one value is hostile, left out, or there twice."""
+    value = json.loads(json.dumps(value))
+    *above, last = draw(st.sampled_from(list(places(value))))
+    inside = value
+    for key in above:
+        inside = inside[key]
+    hostile, how = draw(st.sampled_from(VALUES)), draw(st.sampled_from(["replaced"] * 8 + ["left out", "twice", "renamed"]))
+    if how == "replaced":
+        inside[last] = hostile
+    elif how == "twice" and isinstance(inside, dict):
+        inside["@twice@"] = hostile
+    elif how == "renamed" and isinstance(inside, dict):
+        inside[hostile if isinstance(hostile, str) else "x"] = inside.pop(last)
+    else:
+        del inside[last]
+    text = json.dumps(value).replace('"@twice@"', json.dumps(last))
+    return text.replace(json.dumps(DEEP), "[" * 10**5 + "]" * 10**5).encode()
+
+
+@st.composite
+def changed_bytes(draw, whole):
+    """Bytes of which a few are others, the rest is cut off, or more follow."""
+    found = bytearray(whole)
+    for _ in range(draw(st.integers(0, 3))):
+        found[draw(st.integers(0, len(found) - 1))] = draw(st.integers(0, 255))
+    return bytes(found[: draw(st.integers(0, len(found)))]) if draw(st.booleans()) else bytes(found) + draw(st.binary(max_size=9))
+
+
+@st.composite
+def changed_safetensors(draw, whole):
+    """A safetensors file with a hostile header."""
+    end = 8 + int.from_bytes(whole[:8], "little")
+    header = draw(changed_json(json.loads(whole[8:end])))
+    length = draw(st.sampled_from([len(header)] * 6 + [0, len(header) + 1, 10**8, 2**63, 2**64 - 1]))
+    return length.to_bytes(8, "little") + header + whole[end:]
+
+
+@st.composite
+def changed_file(draw, path):
+    """The name of a file's content after a change, of a kind that fits its format."""
+    whole = path.read_bytes()
+    if draw(st.integers(0, 3)) == 0:
+        return draw(changed_bytes(whole))
+    if path.suffix == ".safetensors":
+        return draw(changed_safetensors(whole))
+    if path.suffix == ".json":
+        return draw(changed_json(json.loads(whole)))
+    first, *rest = whole.splitlines(keepends=True)
+    return draw(changed_json(json.loads(first))) + b"\n" + b"".join(rest)
+
+
+# Compressed payloads
+
+
+@every_backend
+@given(data=st.data(), dtype=st.sampled_from(COMPRESSIBLE), chunks=st.integers(1, 3), size=st.integers(0, 9))
+def test_S4_3_any_payload_gives_numbers_or_nan_and_nothing_else_is_written(backend, data, dtype, chunks, size):
+    elements = chunks * size
+    raw = bytearray(data.draw(st.binary(min_size=(n := payload_bytes(elements, chunks)), max_size=n)))
+    payload, around = torch.frombuffer(raw, dtype=torch.uint8), torch.full((elements + 2,), 7, dtype=dtype)
+    get_backend(backend).decompress_minmax_uint8(payload, chunks, around[1:-1])
+    assert not around.isinf().any()
+    assert around[0] == around[-1] == 7
+    wrong = payload[: data.draw(st.integers(0, n - 1))]
+    with pytest.raises(ValueError, match="payload has"):
+        get_backend(backend).decompress_minmax_uint8(wrong, chunks, around[1:-1])
+
+
+@given(seed=st.integers(0, 2**32), elements=st.integers(1, 9).map(lambda n: 3 * n), ring=st.booleans())
+def test_S4_3_a_rank_that_sends_anything_harms_nothing_but_values(seed, elements, ring):
+    def lie(x, num_chunks, target_chunk=None, out=None):
+        payload = torch.empty(payload_bytes(len(x), num_chunks), dtype=torch.uint8) if out is None else out
+        return payload.random_(generator=torch.Generator().manual_seed(seed))
+
+    def rank(comm):
+        kernels, (x, *replicas) = get_backend("reference"), torch.zeros(4, elements)
+        if comm.rank() == 1:
+            kernels = mock.Mock(wraps=kernels, compress_minmax_uint8=lie)
+        op = LowPrecisionDecentralized(comm, kernels, *replicas) if ring else CentralizedLowPrecision(comm, kernels, True)
+        op(x)
+        return x
+
+    for x in SimulatedWorld(3).run(rank):
+        assert x.shape == (elements,)
+        assert not x.isinf().any()
+
+
+# Safetensors files, golden vectors, traces
+
+
+EXAMPLE = {"a": torch.arange(4.0).reshape(2, 2), "b": torch.zeros(3, dtype=torch.uint8)}
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory):
+    """Small valid files: a trace of two ranks, and golden vectors with outputs."""
+    folder = tmp_path_factory.mktemp("samples")
+    write_safetensors(folder / "x.safetensors", EXAMPLE)
+    for rank in range(2):
+        with Recorder(
+            folder / "trace", rank=rank, world_size=2, algorithm="decentralized", options={"hierarchical": False}
+        ) as trace:
+            for _ in range(2):
+                trace.before_op("0", torch.ones(4), execution=0)
+                trace.after_op("0", torch.ones(4))
+                trace.step()
+    make_vectors(folder / "vectors", folder / "outputs")
+    return folder
+
+
+def make_vectors(folder, outputs):
+    """Write one golden case of each kind of tolerance, and what it expects as outputs."""
+    golden = Path(__file__).parents[1] / "vectors" / "v1"
+    manifest = json.loads((golden / "manifest.json").read_text())
+    cases = list({case["tolerance"][:3]: case for case in manifest["cases"] if len(str(case)) < 2000}.values())
+    used = {entry.get(key) for case in cases for entry in case["inputs"] + case["outputs"] for key in ("tensor", "magnitude")}
+    files = []
+    for entry in manifest["files"]:
+        if tensors := {name: x for name, x in read_safetensors(golden / entry["name"]).items() if name in used}:
+            for place in [folder, outputs] if "expected" in entry["name"] else [folder]:
+                place.mkdir(exist_ok=True)
+                written = write_safetensors(place / entry["name"], tensors)
+            files.append({**entry, "sha256": hashlib.sha256(written).hexdigest()})
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "files": files, "cases": cases}))
+
+
+@contextlib.contextmanager
+def changed_copy(data, folder, *names):
+    """Yield a copy of a folder in which one of the files with these names has changed."""
+    with tempfile.TemporaryDirectory() as temporary:
+        copy = shutil.copytree(folder, Path(temporary, folder.name))
+        path = data.draw(st.sampled_from(sorted(path for name in names for path in copy.rglob(name))), label="file")
+        content = data.draw(changed_file(path), label="content")
+        path.write_bytes(content)
+        yield copy, path
+
+
+@given(data=st.data())
+def test_a_hostile_safetensors_file_is_read_or_refused(samples, data):
+    path = samples / "x.safetensors"
+    content = data.draw(st.binary(max_size=99) | changed_file(path))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "x.safetensors")
+        path.write_bytes(content)
+        with bounded_memory(len(content)), contextlib.suppress(DamagedFileError):
+            assert sum(x.nbytes for x in read_safetensors(path).values()) <= len(content)
+
+
+@given(data=st.data())
+def test_hostile_vectors_are_checked_or_refused_by_name(samples, data):
+    with changed_copy(data, samples / "vectors", "manifest.json") as (folder, path), bounded_memory(path.stat().st_size):
+        code, printed = run("vectors", "check", folder, "--outputs", samples / "outputs")
+    assert code in (0, 1) or str(folder) in printed
+
+
+@given(data=st.data())
+def test_hostile_outputs_are_a_problem_of_their_file(samples, data):
+    with changed_copy(data, samples / "outputs", "*.safetensors") as (folder, path), bounded_memory(path.stat().st_size):
+        code, printed = run("vectors", "check", samples / "vectors", "--outputs", folder)
+    assert code in (0, 1)
+    assert code == 0 or "FAILED" in printed
+
+
+@given(data=st.data())
+def test_a_hostile_trace_is_checked_or_refused_by_name(samples, data):
+    names = ("manifest.json", "steps.jsonl", "*0.safetensors")
+    with changed_copy(data, samples / "trace", *names) as (folder, path), bounded_memory(path.stat().st_size):
+        results = run("trace", "check", folder), run("trace", "show", folder)
+    assert all(code in (0, 1) or str(folder) in printed for code, printed in results)
+
+
+# Other files of the command line
+
+
+@given(data=st.data())
+def test_hostile_lengths_are_read_or_refused_by_name(data):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, data.draw(st.sampled_from(["x.npy", "x.txt"])))
+        if path.suffix == ".npy":
+            np.save(path, np.arange(1.0, 5.0))
+            whole = path.read_bytes()
+            shape = data.draw(
+                st.sampled_from([b"(4,)", b"(-4,)", b"(2**40,)", b"(1<<62,)", b"(9999999999999,)", b"(" * 500, b"4,", b"(4,4)"])
+            )
+            kind = data.draw(st.sampled_from([b"'<f8'", b"'|O'", b"'<c16'", b"'V8'", b"[('a','<f8')]", b"'<U999999999'", b"None"]))
+            header = b"{'descr': %s, 'fortran_order': False, 'shape': %s, }" % (kind, shape)
+            forged = whole[:8] + len(header).to_bytes(2, "little") + header + whole[128:]
+            content = data.draw(st.sampled_from([forged, b"PK\x03\x04" + whole]) | changed_bytes(whole) | st.binary(max_size=99))
+        else:
+            lines = st.sampled_from(
+                ["1", "2.5", "nan", "inf", "-1", "0", "9" * 5000, "1e999", "0x1", "# x", "\x1b[2J", "\ud800", "\0"]
+            )
+            content = "\n".join(data.draw(st.lists(lines))).encode(errors="surrogatepass")
+        path.write_bytes(content)
+        with bounded_memory(len(content)), may_refuse(ValueError, str(path)):
+            assert all(0 < number < 1e18 for number in read_lengths(path))
+
+
+@given(content=st.binary(max_size=99) | st.text(max_size=99).map(lambda text: text.encode(errors="surrogatepass")))
+def test_a_hostile_list_of_known_failures_is_read_or_refused_by_name(content):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "known.txt")
+        path.write_bytes(content)
+        with may_refuse(ValueError, str(path)):
+            assert set(read_xfails(path, ["a", "b"])) <= {"a", "b"}
+
+
+# What ranks tell each other through the store, and what launchers tell them
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=9,
+)
+announcements = st.binary(max_size=50) | json_values.map(lambda value: json.dumps(value).encode()) | st.just(b"[" * 10**5)
+
+
+@given(heard=announcements)
+def test_S1_a_hostile_answer_ends_the_rendezvous_with_a_typed_error(heard):
+    store = dist.HashStore()
+    store.set("proposed", "m")
+    store.set("m/all", heard)
+    with pytest.raises(CommunicationError):
+        meet(store, 1, 2, "card", 0.05)
+    store.set("m/answer1", heard)
+    with mock.patch("uuid.uuid4", return_value=mock.Mock(hex="m")), may_refuse(CommunicationError, "rank 1"):
+        assert meet(store, 0, 2, "card", 0.05)[1][0] == "card"
+
+
+@given(heard=announcements | changed_json({"address": {"host": "h", "port": 1, "password": "secret"}}))
+def test_S8_4_a_hostile_announcement_of_a_server_is_read_or_refused_without_its_password(heard):
+    with may_refuse(CommunicationError, "node 3", hides="secret"):
+        card = job_servers._card(heard, 3)
+        assert "error" in card or {"host", "port", "password"} <= card["address"].keys()
+
+
+VARIABLES = {
+    "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMI_RANK": "0", "PMI_SIZE": "2", "PMIX_RANK": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7",
+    "MASTER_PORT": "1",
+}  # fmt: skip
+texts = st.sampled_from(
+    [
+        "",
+        "-1",
+        "2",
+        "9" * 5000,
+        "10000000000",
+        "1(x10000000000)",
+        "1(x99999999999999999999)",
+        "[" * 3000,
+        "a[",
+        "\udc80",
+        "\0",
+        "1,1",
+        "٢",
+    ]
+) | st.text(max_size=9)
+
+
+@given(
+    prefix=st.sampled_from(["OMPI", "PMI", "SLURM"]), changes=st.dictionaries(st.sampled_from(list(VARIABLES)), texts, max_size=3)
+)
+def test_S1_hostile_variables_of_a_launcher_are_understood_or_refused_by_name(prefix, changes):
+    environment = {name: text for name, text in VARIABLES.items() if name.startswith((prefix, "MASTER"))} | changes
+    with bounded_memory(sum(map(len, environment.values()))), may_refuse(ValueError, "_"):  # all names have an underscore
+        launch = read_launch(environment)
+        assert launch is None or 0 <= launch.identity.rank < launch.identity.world_size

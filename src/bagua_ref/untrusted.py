@@ -1,0 +1,129 @@
+"""Input from outside of this program: regular files, strict JSON, checks of its form, and text that is safe to print."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["NATURAL", "SCALAR", "check_form", "load_json", "one_line", "read_file"]
+
+_DEEPEST = 50
+
+SCALAR = (str, int, float, bool, type(None))
+"""The form of a value that is neither a list nor an object."""
+
+NATURAL = range(2**63)
+"""The form of a number of things."""
+
+_NAMES = {dict: "an object", list: "a list", str: "a string", int: "an integer", float: "a number", bool: "a boolean"}
+
+
+def read_file(path: Path) -> bytes:
+    """Return a file's bytes.
+
+    Raises:
+        OSError: it cannot be read, or is not a regular file: pipes and devices may have no end.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return path.read_bytes()
+
+
+def load_json(data: bytes) -> Any:
+    """Return the value of JSON in UTF-8.
+
+    Raises:
+        ValueError: it is invalid, has a key twice, a NaN or an infinity, or is nested more than 50 deep.
+
+    >>> load_json(b'{"rank": 0, "rank": 1}')
+    Traceback (most recent call last):
+    ...
+    ValueError: it is not valid JSON: the key 'rank' is there twice
+    """
+    try:
+        value = json.loads(data.decode(), object_pairs_hook=_object, parse_constant=_refuse)
+    except RecursionError:
+        raise ValueError(f"it is nested more than {_DEEPEST} deep") from None
+    except ValueError as error:
+        raise ValueError(f"it is not valid JSON: {error}") from None
+    level = [value]
+    for _ in range(_DEEPEST):
+        nested = [item for item in level if isinstance(item, list | dict)]
+        level = [inner for item in nested for inner in (item.values() if isinstance(item, dict) else item)]
+    if any(isinstance(item, list | dict) for item in level):
+        raise ValueError(f"it is nested more than {_DEEPEST} deep")
+    return value
+
+
+def check_form(value: Any, form: Any, what: str) -> None:
+    """Raise unless a JSON value has a form.
+
+    Args:
+        value: as `load_json` returns it.
+        form: a type or a tuple of types (``object``: anything); a range of integers; ``[form]``, a list of such values;
+            ``[form, form, ...]``, a list of exactly these; ``{"key": form, "other?": form}``, an object with at least these keys,
+            where those with a question mark may be missing or null; ``{str: form}``, an object whose values all have one form.
+        what: the value's name in messages, which do not show the value: it may be a secret.
+
+    Raises:
+        ValueError: it has not; the message says what is wrong.
+
+    >>> check_form({"rank": 0, "nodes": [2, "x"]}, {"rank": NATURAL, "nodes": [int]}, "manifest")
+    Traceback (most recent call last):
+    ...
+    ValueError: manifest['nodes'][1] must be an integer, not a string
+    """
+    if isinstance(form, dict):
+        _check_type(value, (dict,), what)
+        for key, inner in form.items():
+            optional = key is not str and key.endswith("?")
+            if not optional and key is not str and key not in value:
+                raise ValueError(f"{what} must have the key {key!r}")
+            for name in value if key is str else [key.rstrip("?")]:
+                if not optional or value.get(name) is not None:
+                    check_form(value[name], inner, f"{what}[{name!r}]")
+    elif isinstance(form, list):
+        _check_type(value, (list,), what)
+        if len(form) > 1 and len(value) != len(form):
+            raise ValueError(f"{what} must have {len(form)} items, not {len(value)}")
+        for place, item in enumerate(value):
+            check_form(item, form[place if len(form) > 1 else 0], f"{what}[{place}]")
+    elif isinstance(form, range):
+        _check_type(value, (int,), what)
+        if value not in form:
+            raise ValueError(f"{what} must be from {form[0]} to {form[-1]}")
+    elif form is not object:
+        _check_type(value, form if isinstance(form, tuple) else (form,), what)
+
+
+def one_line(text: str) -> str:
+    r"""Return text with escapes in place of what moves a terminal's cursor, changes its colours or cannot be encoded.
+
+    >>> print(one_line("\x1b[2J a\nb"))
+    \x1b[2J a\nb
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {twice!r} is there twice")
+    return found
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not a number")
+
+
+def _check_type(value: Any, types: tuple[type, ...], what: str) -> None:
+    """Raise unless the value's type is one of these; true is not an integer."""
+    if type(value) not in types:
+        allowed = " or ".join(_NAMES.get(kind, "null") for kind in types)
+        raise ValueError(f"{what} must be {allowed}, not {_NAMES.get(type(value), 'null')}")

@@ -1,0 +1,211 @@
+"""Tests of hostile input: the checks of its form, and small inputs that must cost neither much time nor much memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bagua_ref.cli import main
+from bagua_ref.conformance.trace import Recorder, TraceError, check_trace, read_trace
+from bagua_ref.conformance.vectors import VectorsError, check_outputs, read_manifest
+from bagua_ref.conformance.vectors.safetensors_file import write_safetensors
+from bagua_ref.launch_environment import read_launch
+from bagua_ref.untrusted import NATURAL, SCALAR, check_form, load_json, one_line, read_file
+
+VECTORS = Path(__file__).parents[1] / "vectors" / "v1"
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "it is not valid JSON"),
+        (b"\xff", "it is not valid JSON: 'utf-8'"),
+        ('{"a": 1}'.encode("utf-16"), "it is not valid JSON: 'utf-8'"),
+        (b"[NaN]", "NaN is not a number"),
+        (b"-Infinity", "-Infinity is not a number"),
+        (b'{"a": {"b": 0, "c": 1, "c": 1}}', "the key 'c' is there twice"),
+        (b"[" * 51 + b"]" * 51, "nested more than 50 deep"),
+        (b'{"a":' * 51 + b"0" + b"}" * 51, "nested more than 50 deep"),
+        (b"[" * 10**6, "nested more than 50 deep"),
+    ],
+)
+def test_json_is_refused(data: bytes, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_json(data)
+
+
+def test_json_is_read() -> None:
+    assert load_json('{"a": [1, 2.5, null, true, "ä"], "b": {}}'.encode()) == {"a": [1, 2.5, None, True, "ä"], "b": {}}
+    assert str(load_json(b"[" * 50 + b"0" + b"]" * 50)).count("[") == 50
+
+
+@pytest.mark.parametrize(
+    ("value", "form", "message"),
+    [
+        (True, int, "it must be an integer, not a boolean"),
+        (1.0, NATURAL, "it must be an integer, not a number"),
+        (-1, NATURAL, "it must be from 0 to 9223372036854775807"),
+        (2**63, NATURAL, "it must be from 0 to 9223372036854775807"),
+        ([], SCALAR, "it must be a string or an integer or a number or a boolean or null, not a list"),
+        (None, [int], "it must be a list, not null"),
+        (["a"], [int], r"it\[0\] must be an integer, not a string"),
+        ([1], [int, int], "it must have 2 items, not 1"),
+        ([1, "a"], [int, int], r"it\[1\] must be an integer"),
+        ({}, {"a": int}, "it must have the key 'a'"),
+        ({"a": None}, {"a": int}, r"it\['a'\] must be an integer, not null"),
+        ({"a": "x"}, {"a?": int}, r"it\['a'\] must be an integer, not a string"),
+        ({"\x1b": {}}, {str: [int]}, r"it\['\\x1b'\] must be a list, not an object"),
+        ([{"a": [{}]}], [{"a": [{"b": int}]}], r"it\[0\]\['a'\]\[0\] must have the key 'b'"),
+    ],
+)
+def test_another_form_is_refused(value: Any, form: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        check_form(value, form, "it")
+
+
+def test_the_right_form_is_accepted() -> None:
+    form = {"a": [NATURAL], "b?": {str: SCALAR}, "c": object, "d": [str, (int, float)]}
+    check_form({"a": [], "c": None, "d": ["x", 1]}, form, "it")
+    check_form({"a": [0, 2**63 - 1], "b": None, "c": [{}], "d": ["", 0.5], "more": ...}, form, "it")
+    check_form({"a": [1], "b": {"": None}, "c": 0, "d": ["x", 1]}, form, "it")
+
+
+def test_text_is_printed_on_one_line_without_commands_to_the_terminal() -> None:
+    assert one_line("bucket 0\u202e\x9b[2J\r\n\ud800ä") == r"bucket 0\u202e\x9b[2J\r\n\ud800ä"
+
+
+def test_pipes_and_devices_are_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
+        with pytest.raises(OSError, match="not a regular file"):
+            read_file(path)
+    with pytest.raises(FileNotFoundError):
+        read_file(tmp_path / "none")
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """A valid trace of one rank and two steps."""
+    with Recorder(tmp_path / "trace", rank=0, world_size=1, algorithm="bytegrad") as recorder:
+        for _ in range(2):
+            recorder.before_op("0", torch.ones(4))
+            recorder.after_op("0", torch.ones(4))
+            recorder.step()
+    assert check_trace(tmp_path / "trace").values == 8
+    return tmp_path / "trace" / "rank0"
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "steps.jsonl", "00000000.safetensors"])
+def test_a_trace_may_not_refer_to_a_device(trace: Path, name: str) -> None:
+    (trace / name).unlink()
+    (trace / name).symlink_to("/dev/zero")
+    with pytest.raises(TraceError, match=f"{name}' cannot be read: not a regular file"):
+        check_trace(trace.parent)
+
+
+def test_two_steps_of_a_trace_may_not_share_a_file(trace: Path) -> None:
+    """Otherwise a short index could have a large file read many times."""
+    index = trace / "steps.jsonl"
+    index.write_text(index.read_text().replace("00000001.safe", "00000000.safe"))
+    with pytest.raises(TraceError, match=r"line 2 .*file='00000000.safetensors' is already that of step 0"):
+        read_trace(trace.parent)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"world_size": 10**12}, r"nodes=\[1\]"),
+        ({"world_size": 10**12, "nodes": [10**12]}, "rank1/manifest.json' is missing"),
+        ({"algorithm": ["bytegrad"]}, r"\['algorithm'\] must be a string"),
+        ({"options": {"average": "maybe"}}, "rank0/manifest.json': option average='maybe' must be true or false"),
+        ({"buckets": {"0": {"dtype": "float32", "elements": 4, "tensors": [{"name": "w", "shape": [1] * 65}]}}}, "64 dimensions"),
+        ({"buckets": {"0": {"dtype": "float32"}}}, r"\['buckets'\]\['0'\] must have the key 'elements'"),
+        ({"stopped": {"reason": 7}}, r"\['stopped'\]\['reason'\] must be a string"),
+    ],
+)
+def test_a_manifest_of_a_trace_is_refused(trace: Path, change: dict[str, Any], message: str) -> None:
+    manifest = json.loads((trace / "manifest.json").read_text())
+    (trace / "manifest.json").write_text(json.dumps({**manifest, **change}))
+    with pytest.raises(TraceError, match=message):
+        check_trace(trace.parent)
+
+
+def test_names_in_a_trace_send_no_commands_to_the_terminal(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bucket = {"dtype": "float32", "elements": 4, "tensors": []}
+    manifest = json.loads((trace / "manifest.json").read_text())
+    manifest |= {"buckets": {"\x1b[2J\ud800": bucket}, "stopped": {"reason": "\x1b[2J\nPASSED"}, "complete": False}
+    (trace / "manifest.json").write_text(json.dumps(manifest))
+    assert main(["trace", "show", str(trace.parent)]) == 0
+    assert main(["trace", "check", str(trace.parent)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.replace("\n", "").isprintable()
+    assert r"\x1b[2J\nPASSED" in shown
+
+
+@pytest.fixture
+def vectors(tmp_path: Path) -> Path:
+    """Golden vectors with one case, whose tolerance is a SUM."""
+    manifest = json.loads((VECTORS / "manifest.json").read_text())
+    case = next(case for case in manifest["cases"] if case["tolerance"].startswith("SUM"))
+    case = {**case, "inputs": [], "outputs": [{"name": "x", "tensor": "x", "dtype": "float32", "shape": [3], "magnitude": "m"}]}
+    folder = tmp_path / "vectors"
+    folder.mkdir()
+    files = []
+    for kind, tensors in (("inputs", {"m": torch.ones(3)}), ("expected", {"x": torch.ones(3)})):
+        data = write_safetensors(folder / f"{case['suite']}.{kind}.safetensors", tensors)
+        name = f"{case['suite']}.{kind}.safetensors"
+        files.append({"name": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()})
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "files": files, "cases": [case]}))
+    (tmp_path / "outputs").mkdir()
+    shutil.copy(folder / files[1]["name"], tmp_path / "outputs" / "mine.safetensors")
+    assert check_outputs(folder, tmp_path / "outputs").passed
+    return folder
+
+
+def test_vectors_that_would_cost_much_are_refused(vectors: Path) -> None:
+    path = vectors / "manifest.json"
+    whole = json.loads(path.read_text())
+    case, file = whole["cases"][0], whole["files"][0]
+
+    def refused(message: str, **change: Any) -> None:
+        path.write_text(json.dumps({**whole, **change}))
+        with pytest.raises(VectorsError, match=message):
+            check_outputs(vectors, vectors.parent / "outputs")
+
+    refused("does not match the schema at cases/0/flags", cases=[{**case, "flags": [{"a": k} for k in range(30_000)]}])
+    refused("does not match the schema at cases/0/tolerance", cases=[{**case, "tolerance": f"ULP({'9' * 20})"}])
+    refused(f"lists '{file['name']}' twice", files=[*whole["files"], file])
+    refused("has a case twice", cases=[case] * 2)
+    data = write_safetensors(vectors / file["name"], {"m": torch.ones(1000, 1)})
+    refused("has no 'm' of the shape of 'x'", files=[{**file, "sha256": hashlib.sha256(data).hexdigest()}, whole["files"][1]])
+
+
+def test_names_of_outputs_send_no_commands_to_the_terminal(vectors: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_safetensors(vectors.parent / "outputs" / "mine.safetensors", {"\x1b[2J\nPASSED": torch.ones(3)})
+    assert main(["vectors", "check", str(vectors), "--outputs", str(vectors.parent / "outputs")]) == 1
+    assert r"\x1b[2J\nPASSED: extra" in capsys.readouterr().out
+
+
+def test_a_manifest_may_not_refer_to_a_device(vectors: Path) -> None:
+    (vectors / "manifest.json").unlink()
+    (vectors / "manifest.json").symlink_to("/dev/zero")
+    with pytest.raises(VectorsError, match="cannot be read: not a regular file"):
+        read_manifest(vectors)
+
+
+@pytest.mark.parametrize("tasks", ["1(x10000000)", "1(x999999999)", "0(x999999999),2"])
+def test_slurms_short_lists_are_not_written_out(tasks: str) -> None:
+    names = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="contradict each other"):
+        read_launch({**names, "SLURM_STEP_TASKS_PER_NODE": tasks})
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
