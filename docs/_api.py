@@ -21,6 +21,7 @@ API = {
             "bagua_ref.algorithms.async_model_average",
         ],
         "communication": ["bagua_ref.communication"],
+        "checkpoint": ["bagua_ref.checkpoint"],
         "env": ["bagua_ref.env"],
         "errors": ["bagua_ref.errors"],
     },

@@ -316,6 +316,10 @@ NAMES = {
         AsyncModelAverageAlgorithm(peer_selection_mode='all', sync_interval_ms=500, warmup_steps=0)
         .reify(process_group)
     """,
+    "checkpoint": """
+        save_checkpoint
+        load_checkpoint
+    """,
     "contrib": """
         fuse_optimizer
         LoadBalancingDistributedSampler

@@ -34,7 +34,7 @@ HOUSE = (
         ("errors", "env", "extras", "launch_environment", "memory", "types", "runtime", "streams", "not_provided", "untrusted"),
         layers(0),
     ),
-    Floor(0, ("checkpoint", "model_parallel", "moe", "service"), layers(0)),  # they only raise, saying that they are left out
+    Floor(0, ("model_parallel", "moe", "service"), layers(0)),  # they only raise, saying that they are left out
     Floor(
         1,
         ("backends.base", "backends.checks", "communicators.base", "communicators.collectives", "communicators.topology"),
@@ -57,6 +57,7 @@ HOUSE = (
     Floor(7, ("algorithms", "algorithms.*"), layers(range(2), range(3, 8))),
     Floor(8, ("data_parallel", "data_parallel.*", "distributed", "distributed.*"), layers(range(9))),
     Floor(9, ("contrib", "contrib.*"), layers(range(10))),
+    Floor(9, ("checkpoint", "checkpoint.*"), layers(range(10))),
     Floor(9, ("simulation", "simulation.*"), layers(range(3), 9)),
     Floor(10, ("",), layers(range(11))),  # the public names
     Floor(11, ("conformance.clauses", "conformance.expected", "conformance.expected.*"), layers(11)),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 import torch as _torch
 
-from bagua_ref import algorithms, communication, data_parallel
+from bagua_ref import algorithms, checkpoint, communication, data_parallel
 from bagua_ref.backends import available_backends, get_backend, register_backend, use_backend
 from bagua_ref.communication import (
     BaguaProcessGroupPatch,
@@ -64,6 +64,7 @@ __all__ = [
     "broadcast",
     "broadcast_coalesced",
     "broadcast_object",
+    "checkpoint",
     "communication",
     "contrib",
     "data_parallel",

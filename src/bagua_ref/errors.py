@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = [
     "BackendUnavailableError",
     "BaguaError",
+    "CheckpointError",
     "CommunicationError",
     "CommunicationTimeoutError",
     "NotInitializedError",
@@ -35,6 +36,10 @@ class CommunicationError(BaguaError):
 
 class CommunicationTimeoutError(CommunicationError, TimeoutError):
     """No progress within the timeout; the message names what was waited for (S2.5)."""
+
+
+class CheckpointError(BaguaError):
+    """A checkpoint is damaged, incomplete or missing, or was not saved because another rank failed; the message names the file."""
 
 
 class SimulationError(BaguaError):

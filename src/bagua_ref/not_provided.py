@@ -22,10 +22,6 @@ _NO_SERVICE = (
 )
 
 REPLACEMENTS = {
-    "checkpoint": (
-        "save model.state_dict(), optimizer.state_dict() and model.bagua_algorithm.state_dict() with torch.save, or with "
-        "torch.distributed.checkpoint"
-    ),
     "contrib.sync_batchnorm": "use torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before wrapping",
     "data_parallel.bagua_distributed": (
         "use model.with_bagua(...) or bagua_ref.data_parallel.DistributedDataParallel; what algorithms are given is "
@@ -40,6 +36,10 @@ REPLACEMENTS = {
 """The replacement for each module, by its name within the package."""
 
 MISSING = {
+    "checkpoint": {
+        "load_checkpoint": "use bagua_ref.checkpoint.load",
+        "save_checkpoint": "use bagua_ref.checkpoint.save",
+    },
     "env": dict.fromkeys(
         (
             "get_autotune_level", "get_autotune_max_samples", "get_autotune_sampling_confidence_time_s",

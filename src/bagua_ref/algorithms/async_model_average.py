@@ -41,7 +41,7 @@ class State(Enum):
 
 
 TRANSITIONS = {
-    State.IDLE: {State.RUNNING, State.STOPPING},
+    State.IDLE: {State.RUNNING, State.STOPPING, State.ABORTED},
     State.RUNNING: {State.STOPPING, State.FAILED},
     State.STOPPING: {State.ABORTED, State.FAILED},
     State.ABORTED: {State.IDLE},
@@ -105,6 +105,19 @@ class Rounds:
             for op in self.ops:
                 op.reset()
             self._go(State.IDLE)
+
+    def restore(self, aborted: bool) -> None:
+        """Take over whether averaging was aborted, which all ranks have saved alike, without communication.
+
+        Raises:
+            RuntimeError: averaging is under way.
+        """
+        if self.state not in (State.IDLE, State.ABORTED):
+            raise RuntimeError("averaging is under way, so no state can be loaded; call abort(model) on every rank before loading")
+        if not aborted:
+            self.resume()
+        elif self.state is State.IDLE:
+            self._go(State.ABORTED)
 
     def raise_failure(self) -> None:
         """Raise the error that ended the thread, if any, once; averaging is then aborted."""
@@ -313,12 +326,13 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         return {**super().state_dict(), "aborted": self._rounds.state is State.ABORTED}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``; collective."""
+        """Continue from ``state``; averaging must not be under way.
+
+        Raises:
+            RuntimeError: it is.
+        """
+        self._rounds.restore(state["aborted"])
         super().load_state_dict(state)
-        if state["aborted"]:
-            self.abort(self.context)
-        else:
-            self.resume(self.context)
 
 
 class AsyncModelAverageAlgorithm(Algorithm):

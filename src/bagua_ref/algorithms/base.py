@@ -89,6 +89,9 @@ class AlgorithmImpl(NotCopied):
             raise RuntimeError(f"{type(self).__name__} takes part in no training; wrap a module with it first")
         return context
 
+    rank_state: frozenset[str] = frozenset()
+    """Entries of `state_dict` that only the same rank of as many ranks can load; `load_state_dict` takes states without them."""
+
     @property
     def ranks_in_step(self) -> bool:
         """Whether all ranks run the same training forward passes; if not, buffers are not broadcast before them."""
@@ -114,7 +117,10 @@ class AlgorithmImpl(NotCopied):
         return {"train_step_counter": self.context.bagua_train_step_counter}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``; call it on every rank, after wrapping and after loading the state of model and optimizers."""
+        """Continue from ``state``; call it on every rank, after wrapping and after loading the state of model and optimizers.
+
+        It does not communicate.
+        """
         self.context.bagua_train_step_counter = state["train_step_counter"]
 
     def need_reset(self) -> bool:

@@ -140,6 +140,8 @@ class DecentralizedAlgorithm(Algorithm):
 class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
     """`LowPrecisionDecentralizedAlgorithm` at work on one module."""
 
+    rank_state = frozenset({"ring", "replicas"})
+
     def __init__(self, process_group: Group, hierarchical: bool = True, communication_interval: int = 1) -> None:
         super().__init__(process_group)
         _check_interval(communication_interval)
@@ -202,10 +204,15 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``; call it on every rank after loading that rank's own weights.
 
+        Without ring and replicas, the replicas begin as copies of this rank's weights, which must then be equal on all ranks.
+
         Raises:
             ValueError: the state is another rank's, or of other weights or another number of ranks.
         """
         buckets = self.context.bagua_buckets
+        if not self.rank_state & state.keys():
+            weights = [[bucket.flattened_tensor()] * 3 for bucket in buckets]
+            state = {**state, "ring": self._place_on_ring(), "replicas": weights}
         if tuple(state["ring"]) != self._place_on_ring():
             raise ValueError(
                 f"state was saved by (rank, number of ranks)={tuple(state['ring'])} of a ring, this is {self._place_on_ring()}; "

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from bagua_ref.communicators.base import Communicator
 
-__all__ = ["broadcast_state"]
+__all__ = ["broadcast_state", "take_over"]
 
 
 def broadcast_state(
@@ -49,10 +49,10 @@ def broadcast_state(
         mine = comm.rank() == 0
         found = comm.broadcast_object(_on_cpu((optimizer.state_dict(), optimizer.defaults)) if mine else None, 0)
         if not mine:
-            _take_over(optimizer, *found)
+            take_over(optimizer, *found)
 
 
-def _take_over(optimizer: torch.optim.Optimizer, state: dict[str, Any], defaults: dict[str, Any]) -> None:
+def take_over(optimizer: torch.optim.Optimizer, state: dict[str, Any], defaults: dict[str, Any]) -> None:
     """Load ``state`` and ``defaults``, which later parameter groups inherit, into ``optimizer``.
 
     Unlike ``load_state_dict`` alone, this keeps the dtype of the state, and writes into tensors that a user may hold, such as a

@@ -1,5 +1,0 @@
-"""Checkpoints of models with experts: not provided; importing this raises an error that names what to use instead."""
-
-from bagua_ref.not_provided import not_provided
-
-raise not_provided("checkpoint")

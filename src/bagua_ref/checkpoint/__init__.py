@@ -1,0 +1,9 @@
+"""Checkpoints of trainings: saved by all ranks together, complete or ignored, and loaded by each rank on its own."""
+
+from bagua_ref.checkpoint.loading import Checkpoint, load
+from bagua_ref.checkpoint.saving import save
+from bagua_ref.not_provided import explain_missing
+
+__all__ = ["Checkpoint", "load", "save"]
+
+__getattr__ = explain_missing("checkpoint")
