@@ -9,6 +9,9 @@ import json
 import os
 import random
 import re
+import signal
+import subprocess
+import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +20,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.launch import launch, outcomes
+from tests.scripts import ROOT, load_script
 from tests.trainings import simulate, weights
 from torch import nn
 
@@ -24,6 +29,7 @@ import bagua_ref
 from bagua_ref import checkpoint
 from bagua_ref.algorithms import Algorithm, QAdamOptimizer
 from bagua_ref.checkpoint.folder import _checksum
+from bagua_ref.checkpoint.plain import read_plain
 from bagua_ref.contrib import LoadBalancingDistributedBatchSampler, LoadBalancingDistributedSampler
 from bagua_ref.data_parallel import DistributedDataParallel
 from bagua_ref.errors import CheckpointError
@@ -676,6 +682,25 @@ def test_a_hostile_file_is_an_error_that_names_it_and_executes_nothing(
     assert not (tmp_path / "executed").exists()
 
 
+def test_a_part_with_any_bits_flipped_is_read_or_is_an_error(tmp_path: Path) -> None:
+    trained(tmp_path, 1, steps=(4,))
+    (path,) = tmp_path.glob("*/common*")
+    content, draw, outcomes = path.read_bytes(), random.Random(0), set()
+    for _ in range(100):
+        changed = bytearray(content)
+        for _ in range(draw.choice([1, 3, 30])):
+            # Most bytes are numbers; the beginning has the pickle, the end the directory.
+            at = draw.choice([draw.randrange(len(content)), draw.randrange(2000), -1 - draw.randrange(2000)])
+            changed[at] ^= 1 << draw.randrange(8)
+        path.write_bytes(changed[: draw.choice([None, draw.randrange(len(changed))])])
+        try:
+            read_plain(path)
+            outcomes.add("read")
+        except CheckpointError as error:
+            outcomes.add(str(error).partition(": ")[0])
+    assert outcomes == {"read", f"{path} cannot be read"}
+
+
 def manifest(**content: Any) -> dict[str, Any]:
     return {"format": 1, "step": 4, "ranks": 1, "algorithm": "", "token": "", "parts": [], **content}
 
@@ -725,7 +750,7 @@ def test_every_kind_of_tensor_is_saved_with_a_storage_of_its_own(tmp_path: Path)
         assert all(t.untyped_storage().nbytes() == t.nbytes for t in loaded)
         assert path == found.path
 
-    simulate(1, rank)
+    simulate(2, rank)
 
 
 # Wrong use
@@ -787,3 +812,62 @@ def test_ranks_at_different_steps_cannot_save(tmp_path: Path) -> None:
             run.save(tmp_path)
 
     simulate(2, rank)
+
+
+# Real processes
+
+
+def elastic(arguments: list[str]) -> tuple[int, str]:
+    return load_script("examples/elastic.py").main(arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "qadam", "async"]
+)
+def test_processes_resume_after_one_was_killed(tmp_path: Path, name: str) -> None:
+    arguments = ["--algorithm", name, "--folder", str(tmp_path / "killed"), "--kill-step", "8"]
+    _, killed = outcomes(elastic, 2, [*arguments, "--kill-rank", "1"], init=False, limit=60)
+    assert killed.exitcode == -signal.SIGKILL
+    steps, digests = zip(*launch(elastic, 2, arguments, init=False), strict=True)
+    assert steps == (5, 5)
+    if name != "async":  # which no run repeats
+        arguments[3] = str(tmp_path / "undisturbed")
+        assert launch(elastic, 2, arguments, init=False) == [(0, digest) for digest in digests]
+
+
+def run_elastic(folder: Path, ranks: int, name: str, *arguments: str) -> tuple[str, set[str]]:
+    """Run the example under torchrun; return what it printed, and its lines of final weights."""
+    folder.mkdir()
+    launcher = ("-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--max-restarts=1", "examples/elastic.py")
+    command = [sys.executable, *launcher, "--folder", str(folder / "checkpoints"), "--algorithm", name, *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TMPDIR": str(folder)}
+    ended = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout, set(re.findall(r"rank \d: weights \w+ after step 20", ended.stdout))
+
+
+def check_restart(folder: Path, ranks: int, name: str, kill_step: int = 13) -> None:
+    """Kill the last rank of the example; torchrun restarts all, and the final weights are those of an undisturbed run."""
+    kill = ("--kill-rank", str(ranks - 1), "--kill-step", str(kill_step))
+    printed, final = run_elastic(folder / "killed", ranks, name, *kill)
+    assert printed.count(f"resuming from step {kill_step // 5 * 5}") == 1
+    assert len(final) == ranks
+    if name != "async":
+        assert run_elastic(folder / "undisturbed", ranks, name)[1] == final
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("name", "kill_step"),
+    [
+        *(
+            (name, 13)
+            for name in ("gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "qadam", "async")
+        ),
+        ("qadam", 7),  # it resumes in its warm-up
+    ],
+)
+def test_torchrun_restarts_every_algorithm(tmp_path: Path, ranks: int, name: str, kill_step: int) -> None:
+    check_restart(tmp_path, ranks, name, kill_step)

@@ -25,7 +25,7 @@ class Training:
 
     def __init__(self, algorithm: str, optimizer: str) -> None:
         torch.manual_seed(bagua_ref.get_rank())
-        self.algorithm = algorithm
+        self.algorithm, self.wrapped = algorithm, False
         self.module: nn.Module = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
         made: Any = QAdamOptimizer if algorithm == "qadam" else getattr(torch.optim, optimizer)
         options = {"warmup_steps": 2} if algorithm == "qadam" else {}
@@ -36,6 +36,7 @@ class Training:
             self.algorithm, {}
         )
         algorithm = Algorithm.init(self.algorithm, **options)
+        self.wrapped = True
         if wrapper:
             self.module = DistributedDataParallel(self.module, optimizers=[self.optimizer], algorithm=algorithm)
         else:
@@ -55,6 +56,8 @@ class Training:
     def state(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.plain, self.optimizer)
         own = {"model": model, "optimizer": optimizer}
+        if self.wrapped:
+            own["algorithm"] = self.module.bagua_algorithm.state_dict()
         return {f"rank{bagua_ref.get_rank()}": own}  # with some algorithms, weights differ between ranks
 
     def load(self, path: str) -> None:
@@ -62,6 +65,8 @@ class Training:
         dcp.load(state, checkpoint_id=path)
         own = state[f"rank{bagua_ref.get_rank()}"]
         set_state_dict(self.plain, self.optimizer, model_state_dict=own["model"], optim_state_dict=own["optimizer"])
+        if self.wrapped:
+            self.module.bagua_algorithm.load_state_dict(own["algorithm"])
 
     def weights(self) -> torch.Tensor:
         return torch.cat([p.detach().reshape(-1).clone() for p in self.module.parameters()])
@@ -72,7 +77,6 @@ def _resume(algorithm: str, optimizer: str, wrapper: bool, path: str) -> None:
     whole.wrap(wrapper)
     whole.train(range(4))
     dcp.save(whole.state(), checkpoint_id=path)
-    own_state = whole.module.bagua_algorithm.state_dict()
     whole.train(range(4, 8))
     for wrap_first in (True, False):
         resumed = Training(algorithm, optimizer)
@@ -82,9 +86,8 @@ def _resume(algorithm: str, optimizer: str, wrapper: bool, path: str) -> None:
         else:
             resumed.load(path)
             resumed.wrap(wrapper)
-            if algorithm in ("decentralized", "low_precision_decentralized"):
-                resumed.load(path)  # wrapping gave every rank rank 0's weights
-        resumed.module.bagua_algorithm.load_state_dict(own_state)
+            resumed.load(path)  # now the algorithm's state, and the weights, as wrapping gave every rank rank 0's
+        assert resumed.module.bagua_train_step_counter == 4
         resumed.train(range(4, 8))
         assert torch.equal(resumed.weights(), whole.weights()), (wrap_first, resumed.weights() - whole.weights())
 

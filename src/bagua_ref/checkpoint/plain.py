@@ -113,8 +113,6 @@ def read_plain(path: Path) -> Any:
         _check_archive(path, size)
         value = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
         return _Reader(size).read(value)
-    except OSError:
-        raise
     except Exception as error:  # whoever wrote the file chose what goes wrong
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
