@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import redis
 import torch
 from tests.cache_servers import Server, eventually, every_backend, need, servers
 from tests.cache_values import Sample, same
@@ -431,7 +432,7 @@ def test_capacity_is_kept_by_evicting():
         assert 20 < loader.num_keys() < 100
         assert loader.stats().errors == 0
         assert 200 < len(make.asked) < 400
-        client = loader.store.stores[0]._connect()
+        client = redis.Redis(**server.address)
         assert client.info("memory")["used_memory"] < 12_000_000
         assert client.info("stats")["evicted_keys"] > 100
         configured = client.config_get("maxmemory-policy") | client.config_get("save") | client.config_get("appendonly")

@@ -14,7 +14,9 @@ from bagua_ref.env import checked_timeout, get_master_addr, get_node_rank
 from bagua_ref.not_provided import explain_missing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+
+    from bagua_ref.contrib.cache.protocol import TimeLimit
 
 __all__ = [
     "RedisStore",
@@ -28,9 +30,7 @@ __all__ = [
 DEFAULT_CAPACITY = 107_374_182_400
 TIMEOUT = 5.0
 _PROBE_SECONDS = 1.0
-_READ_SIZE = 1024**2  # bytes per system call: redis-py's 64 kB cost a third of the speed for large values
 _COMMAND_BYTES = 64 * 1024**2  # a longer MSET is split, as Redis drops clients that send more than 1 GB at once
-_PIECE_BYTES = 128 * 1024
 _ALIASES = {"unix_socket": "unix_socket_path", "tls": "ssl"}
 _OPTIONS = (
     "host", "port", "username", "password", "db", "unix_socket_path", "ssl", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile",
@@ -105,60 +105,58 @@ class _RedisStore(Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         """Store ``value`` under ``key``."""
-        with self._speaking() as client:
-            client.set(key, value)
+        self.mset({key: value})
 
     def get(self, key: str) -> bytes | None:
         """Return the value stored under ``key``, or None."""
-        with self._speaking() as client:
-            value: bytes | None = client.get(key)
-            return value
+        return self.mget([key])[0]
 
     def num_keys(self) -> int:
         """Return the number of keys."""
         with self._speaking() as client:
-            return int(client.dbsize())
+            count: int = self._checked("DBSIZE", client.execute_command("DBSIZE"), _is_count)
+            return count
 
     def clear(self) -> None:
         """Delete all keys."""
         with self._speaking() as client:
-            client.flushdb()
+            self._checked("FLUSHDB", client.execute_command("FLUSHDB"), _is_ok)
 
     def mset(self, dictionary: Mapping[str, str | bytes]) -> None:
         """Store every value under its key, in several commands if they exceed 64 MiB."""
-        command: dict[str, str | bytes] = {}
+        commands: list[list[str | bytes]] = [[]]
         size = 0
+        for key, value in dictionary.items():
+            if commands[-1] and size + len(value) > _COMMAND_BYTES:
+                commands.append([])
+                size = 0
+            commands[-1] += (key, value)
+            size += len(value)
         with self._speaking() as client:
-            for key, value in dictionary.items():
-                if command and size + len(value) > _COMMAND_BYTES:
-                    client.mset(command)
-                    command, size = {}, 0
-                command[key] = value
-                size += len(value)
-            if command:
-                client.mset(command)
+            for command in filter(None, commands):
+                self._checked("MSET", client.execute_command("MSET", *command), _is_ok)
 
     def mget(self, keys: Sequence[str]) -> list[bytes | None]:
         """Return the value stored under each of ``keys``, or None."""
         if not keys:
             return []
         with self._speaking() as client:
-            found: list[bytes | None] = client.mget(keys)
+            found: list[bytes | None] = self._checked("MGET", client.execute_command("MGET", *keys), _is_value, len(keys))
             return found
 
     def contains(self, keys: Sequence[str]) -> list[bool]:
         """Return whether each of ``keys`` has a value, without reading it."""
         with self._speaking() as client, client.pipeline(transaction=False) as pipeline:
             for key in keys:
-                pipeline.exists(key)
-            return [bool(found) for found in pipeline.execute()]
+                pipeline.execute_command("EXISTS", key)
+            return [bool(count) for count in self._checked("EXISTS", pipeline.execute(), _is_count, len(keys))]
 
     def status(self) -> bool:
         """Return whether the server answers within a second and accepts the password."""
         probe = _RedisStore(**self._options, timeout=min(self._timeout, _PROBE_SECONDS))
         try:
             with probe._speaking() as client:
-                return bool(client.ping())
+                return bool(client.execute_command("PING") == b"PONG")
         except StoreError:
             return False
         finally:
@@ -169,31 +167,53 @@ class _RedisStore(Store):
         client, pid = self._client, self._pid
         self._forget()
         if client is not None and pid == os.getpid():  # only the parent may close the connections that a forked child inherits
-            client.close()
+            client[0].close()
 
     def _forget(self) -> None:
-        self._client: Any = None
+        self._client: tuple[Any, TimeLimit] | None = None
         self._pid = 0
 
     @contextmanager
     def _speaking(self) -> Iterator[Any]:
-        """Yield this process's client; convert its errors into `StoreError`."""
+        """Yield this process's client for a request; convert its errors into `StoreError`."""
         import redis
 
-        if self._client is None or self._pid != os.getpid():
-            self._client, self._pid = self._connect(), os.getpid()
+        if (ours := self._client) is None or self._pid != os.getpid():
+            ours = self._client = self._connect()
+            self._pid = os.getpid()
+        client, limit = ours
+        limit.start()
         try:
-            yield self._client
+            yield client
         except (redis.RedisError, OSError) as error:
             refused = isinstance(error, redis.ResponseError)
-            raise StoreError(f"{self} {'refuses' if refused else 'fails'}: {type(error).__name__}: {error}", refused) from error
+            reason = f"{type(error).__name__}: {error}"
+            if isinstance(error, redis.TimeoutError):
+                reason += f" (timeout={self._timeout:g})"
+            raise StoreError(f"{self} {'refuses' if refused else 'fails'}: {reason}", refused) from error
 
-    def _connect(self) -> Any:
-        """Return a client, which connects at its first use."""
+    def _checked(self, command: str, answer: Any, is_right: Callable[[Any], bool], count: int | None = None) -> Any:
+        """Return ``answer`` if it is right, or if it is a list of ``count`` right ones.
+
+        Raises:
+            StoreError: it has another shape.
+        """
+        if is_right(answer) if count is None else _is_list(answer, is_right, count):
+            return answer
+        what = repr(answer[:40] if isinstance(answer, bytes) else answer)
+        if isinstance(answer, list):
+            what = f"a list of {len(answer)} ({', '.join(sorted({type(one).__name__ for one in answer}))})"
+        raise StoreError(f"{self} fails: it answers {command} with {what}{f' instead of {count} values' if count else ''}")
+
+    def _connect(self) -> tuple[Any, TimeLimit]:
+        """Return a client, which connects at its first use, and the limit of its requests."""
         import redis
         from redis.backoff import NoBackoff
         from redis.retry import Retry
 
+        from bagua_ref.contrib.cache.protocol import AnswerReader, CommandPacker, TimeLimit
+
+        limit = TimeLimit(self._timeout)
         client = redis.Redis(
             **self._options,
             protocol=2,  # the same replies from every release of redis-py, and no round trip to negotiate
@@ -201,26 +221,28 @@ class _RedisStore(Store):
             socket_connect_timeout=self._timeout,
             retry=Retry(NoBackoff(), 0),  # the guard around this store decides when to retry
         )
+        client.response_callbacks.clear()  # answers as they came, for `_checked`
         # Set on the connections, as clients of older releases do not pass it on.
-        client.connection_pool.connection_kwargs.update(socket_read_size=_READ_SIZE, command_packer=_Packer())
-        return client
+        client.connection_pool.connection_kwargs.update(
+            parser_class=lambda socket_read_size: AnswerReader(limit), command_packer=CommandPacker(limit)
+        )
+        return client, limit
 
 
-class _Packer:
-    """Packs commands piece by piece: hiredis takes longer to join megabytes of values than the server takes to store them."""
+def _is_list(answer: Any, is_right: Callable[[Any], bool], count: int) -> bool:
+    return isinstance(answer, list) and len(answer) == count and all(map(is_right, answer))
 
-    def pack(self, *args: Any) -> Iterator[bytes]:
-        """Yield the bytes of a command; ``args`` are its name, which may have several words, and its arguments."""
-        words = [*args[0].encode().split(), *args[1:]]
-        parts, size = [b"*%d\r\n" % len(words)], 0
-        for word in words:
-            data = word if isinstance(word, bytes) else str(word).encode()
-            parts += (b"$%d\r\n" % len(data), data, b"\r\n")
-            size += len(data)
-            if size >= _PIECE_BYTES:
-                yield b"".join(parts)
-                parts, size = [], 0
-        yield b"".join(parts)
+
+def _is_ok(answer: Any) -> bool:
+    return bool(answer == b"OK")
+
+
+def _is_count(answer: Any) -> bool:
+    return isinstance(answer, int)
+
+
+def _is_value(answer: Any) -> bool:
+    return answer is None or isinstance(answer, bytes)
 
 
 def bootstrap_redis_server(capacity_per_node: int) -> list[dict[str, Any]]:
