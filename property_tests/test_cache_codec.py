@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import struct
+import tracemalloc
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.cache_values import Pair, Sample, same
 
@@ -188,3 +190,51 @@ def test_S8_3_a_forged_frame_raises_nothing_but_damage_and_runs_no_pickle(body, 
         frame = codec._FRAME.pack(codec.VERSION, len(forged) + 16, codec.xxhash.xxh3_64_intdigest(forged))
         with contextlib.suppress(DamagedValueError):
             decode(frame + forged, allow_pickle=False)
+
+
+ran: list[str] = []
+
+
+class Bomb:
+    def __reduce__(self):
+        return ran.append, ("bomb",)
+
+
+counts = st.sampled_from([0, 1, 2, 255, 2**16, 2**28, 2**32 - 1])
+sizes = st.sampled_from([0, 1, 2**28, 2**40, 2**62, -1])
+odd_dtypes = ["S0", "U0", "V0", "O", "O,i4", "U2147483647", "(100000,100000)f8", "(0,)f4"]
+names = (st.sampled_from(odd_dtypes) | st.sampled_from([*DTYPES, *ARRAY_DTYPES])).map(
+    lambda dtype: str(dtype).removeprefix("torch.").encode()
+)
+blobs = st.binary(max_size=16)
+
+
+def head(name, shape, requires_grad):
+    return struct.pack("=?BB", requires_grad, len(name), len(shape)) + name + struct.pack(f"={len(shape)}q", *shape)
+
+
+bomb = pickle.dumps(Bomb())
+hostile_entries = st.one_of(
+    st.tuples(st.sampled_from([b"a", b"g", b"t"]), st.builds(head, names, st.lists(sizes, max_size=3), st.booleans()), blobs),
+    st.tuples(st.sampled_from([b"(", b"[", b"{", b"s", b"b", b"I"]), counts.map(struct.Struct("=I").pack), blobs),
+    st.just((b"p", struct.pack("=I", len(bomb)), bomb)),
+).map(b"".join)
+"""Entries as one forges them who knows the format: any dtype, sizes and counts beyond all bounds, pickles."""
+
+
+@given(entries=st.lists(hostile_entries, min_size=1, max_size=4))
+@example(entries=[b"a" + head(b"S0", [2**28], requires_grad=False)])
+def test_S8_3_a_hostile_value_runs_nothing_and_takes_memory_like_its_own_size(entries):
+    body = b"".join(entries)
+    data = codec._FRAME.pack(codec.VERSION, len(body) + 16, codec.xxhash.xxh3_64_intdigest(body)) + body
+    value = None
+    tracemalloc.start()
+    try:
+        with contextlib.suppress(DamagedValueError):
+            value = decode(data, allow_pickle=False)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert ran == []
+    assert peak < 100_000 + 100 * len(data)
+    assert sum(leaf.nbytes for leaf in leaves(value)) < len(data)

@@ -142,6 +142,15 @@ def test_nesting_deeper_than_python_reads_is_damage():
         decode(frame + deep, allow_pickle=False)
 
 
+@pytest.mark.parametrize("tag", [b"a", b"g"])
+@pytest.mark.parametrize("name", [b"O", b"(2,)O", b"O,i4"])
+def test_pointers_are_never_read_from_a_value(tag, name):
+    entry = tag + bytes((0, len(name), 1)) + name + (1).to_bytes(8, "little") + b"\1" * np.dtype(name.decode()).itemsize
+    frame = codec._FRAME.pack(codec.VERSION, len(entry) + 16, codec.xxhash.xxh3_64_intdigest(entry))
+    with pytest.raises(DamagedValueError, match=r"ValueError: .*(OBJECT|object)"):
+        decode(frame + entry, allow_pickle=False)
+
+
 def test_more_than_redis_takes_is_refused_before_it_is_sent(monkeypatch):
     monkeypatch.setattr(codec, "_LARGEST", 100)
     assert round_trip(bytes(79)) == bytes(79)

@@ -77,8 +77,8 @@ def read_array(view: memoryview, at: int) -> tuple[np.ndarray[Any, Any], int]:
     _, name, shape, at = _read_head(view, at)
     dtype = np.dtype(name.decode())
     end = at + _count(shape) * dtype.itemsize
-    if end == at:
-        return np.empty(shape, dtype), at
+    if end == at:  # not np.empty: for each element of a dtype of no bytes it takes memory
+        return np.ndarray(shape, dtype, bytearray()), at
     return np.frombuffer(bytearray(_slice(view, at, end)), dtype).reshape(shape), end
 
 
