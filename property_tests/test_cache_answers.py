@@ -11,7 +11,7 @@ import redis
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bagua_ref.contrib.cache.protocol import AnswerReader, TimeLimit
+from bagua_ref.contrib.cache.protocol import AnswerReader, Limit
 
 singles = st.one_of(st.none(), st.binary(max_size=40), st.integers(-(2**63), 2**63 - 1))
 answers = singles | st.lists(singles, max_size=8)
@@ -32,7 +32,9 @@ def reader_of(data: bytes) -> AnswerReader:
     ours, theirs = socket.socketpair()
     theirs.sendall(data)
     theirs.close()
-    reader = AnswerReader(TimeLimit(5.0))
+    limit = Limit(5.0)
+    limit.start(values=10)
+    reader = AnswerReader(limit)
     reader.on_connect(SimpleNamespace(_sock=ours))
     return reader
 

@@ -1,4 +1,4 @@
-"""Redis's protocol between redis-py and a server that may be slow, foreign or hostile: commands, answers and a time limit."""
+"""Redis's protocol between redis-py and a server that may be slow, foreign or hostile: commands, answers and their limits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import redis
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["AnswerReader", "CommandPacker", "TimeLimit"]
+__all__ = ["AnswerReader", "CommandPacker", "Limit"]
 
 _PIECE_BYTES = 128 * 1024
 _READ_SIZE = 1024**2  # bytes per system call: redis-py's 64 kB cost a third of the speed for large values
@@ -22,19 +22,20 @@ _LONGEST_LINE = 64 * 1024
 _LONGEST_VALUE = 512 * 1024**2
 
 
-class TimeLimit(threading.local):
+class Limit(threading.local):
     """The time that this thread's current request may take: ``seconds``, and a second more for each MiB that has moved.
 
-    It never exceeds ten times ``seconds``. A limit for each system call would not do: a server that sends a byte a second keeps
-    within it for days.
+    It is never more than ten times ``seconds``. A limit for each system call would not do: a server that sends a byte a second
+    keeps within it for days.
     """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.start()
 
-    def start(self) -> None:
-        """Begin a request."""
+    def start(self, values: int = 0) -> None:
+        """Begin a request whose answers are lists of ``values`` at most."""
+        self.values = values
         now = time.monotonic()
         self._until, self._latest = now + self.seconds, now + _MOST_EXTENDED * self.seconds
 
@@ -57,7 +58,7 @@ class TimeLimit(threading.local):
 class CommandPacker:
     """Packs commands piece by piece: hiredis takes longer to join megabytes of values than the server takes to store them."""
 
-    def __init__(self, limit: TimeLimit) -> None:
+    def __init__(self, limit: Limit) -> None:
         self._limit = limit
 
     def pack(self, *args: Any) -> Iterator[bytes]:
@@ -77,12 +78,12 @@ class CommandPacker:
 
 
 class AnswerReader:
-    """A parser for redis-py's connections that keeps to a time limit and takes no more memory than the bytes that have arrived.
+    """A parser for redis-py's connections that keeps to a limit and takes no more memory than the bytes that have arrived.
 
     An answer is a status or value (both as bytes), an integer, None, an error, or a list of these, but not of lists.
     """
 
-    def __init__(self, limit: TimeLimit) -> None:
+    def __init__(self, limit: Limit) -> None:
         self._limit = limit
         self._chunk = memoryview(bytearray(_READ_SIZE))
         self._forget()
@@ -123,6 +124,8 @@ class AnswerReader:
         if line[:1] != b"*":
             return self._single(line)
         count = self._number(line)
+        if count > self._limit.values:
+            raise redis.InvalidResponse(f"a list of {count} is longer than the {self._limit.values} that were asked for")
         return None if count < 0 else [self._single(self._line()) for _ in range(count)]
 
     def _single(self, line: bytearray) -> Any:

@@ -200,10 +200,10 @@ def _answers(host: str, port: int, password: str) -> bool:
     try:
         with socket.create_connection((host, port), timeout=1.0) as connection:
             connection.sendall(f"AUTH {password}\r\nPING\r\n".encode())
-            heard = b""
-            while heard.count(b"\r\n") < 2 and (more := connection.recv(4096)):
+            heard, right = b"", b"+OK\r\n+PONG\r\n"
+            while heard != right and right.startswith(heard) and (more := connection.recv(4096)):
                 heard += more
-            return heard == b"+OK\r\n+PONG\r\n"
+            return heard == right
     except OSError:
         return False
 

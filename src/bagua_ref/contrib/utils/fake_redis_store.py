@@ -14,7 +14,7 @@ class FakeRedisStore(RedisStore):
     Args:
         cluster_mode: True: keys are spread over all nodes (S8.1). False: each node uses only its own server.
         capacity_per_node: accepted, but not enforced.
-        timeout: seconds without an answer after which a server counts as down.
+        timeout: see `RedisStore`.
 
     Raises:
         BackendUnavailableError: fakeredis is not installed.

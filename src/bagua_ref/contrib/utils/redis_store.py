@@ -16,7 +16,7 @@ from bagua_ref.not_provided import explain_missing
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from bagua_ref.contrib.cache.protocol import TimeLimit
+    from bagua_ref.contrib.cache.protocol import Limit
 
 __all__ = [
     "RedisStore",
@@ -47,7 +47,8 @@ class RedisStore(ClusterStore):
             ``ssl_check_hostname``. None: the job starts a server on each of its nodes (S8.4).
         cluster_mode: True: keys are spread over all servers (S8.1). False: node k uses only server k mod m.
         capacity_per_node: bytes that each started server may use before it evicts keys at random.
-        timeout: seconds without an answer after which a server counts as down.
+        timeout: seconds after which a server without a complete answer counts as down; each MiB that is moved adds a second, up to
+            ten times ``timeout``.
 
     Raises:
         ValueError: an argument is out of range, or a host has an unknown option.
@@ -140,7 +141,7 @@ class _RedisStore(Store):
         """Return the value stored under each of ``keys``, or None."""
         if not keys:
             return []
-        with self._speaking() as client:
+        with self._speaking(len(keys)) as client:
             found: list[bytes | None] = self._checked("MGET", client.execute_command("MGET", *keys), _is_value, len(keys))
             return found
 
@@ -170,19 +171,19 @@ class _RedisStore(Store):
             client[0].close()
 
     def _forget(self) -> None:
-        self._client: tuple[Any, TimeLimit] | None = None
+        self._client: tuple[Any, Limit] | None = None
         self._pid = 0
 
     @contextmanager
-    def _speaking(self) -> Iterator[Any]:
-        """Yield this process's client for a request; convert its errors into `StoreError`."""
+    def _speaking(self, values: int = 0) -> Iterator[Any]:
+        """Yield this process's client for a request, answered with ``values``; convert its errors into `StoreError`."""
         import redis
 
         if (ours := self._client) is None or self._pid != os.getpid():
             ours = self._client = self._connect()
             self._pid = os.getpid()
         client, limit = ours
-        limit.start()
+        limit.start(values)
         try:
             yield client
         except (redis.RedisError, OSError) as error:
@@ -202,18 +203,18 @@ class _RedisStore(Store):
             return answer
         what = repr(answer[:40] if isinstance(answer, bytes) else answer)
         if isinstance(answer, list):
-            what = f"a list of {len(answer)} ({', '.join(sorted({type(one).__name__ for one in answer}))})"
+            what = f"a list of {', '.join(sorted({type(one).__name__ for one in answer})) or 'nothing'} ({len(answer)})"
         raise StoreError(f"{self} fails: it answers {command} with {what}{f' instead of {count} values' if count else ''}")
 
-    def _connect(self) -> tuple[Any, TimeLimit]:
+    def _connect(self) -> tuple[Any, Limit]:
         """Return a client, which connects at its first use, and the limit of its requests."""
         import redis
         from redis.backoff import NoBackoff
         from redis.retry import Retry
 
-        from bagua_ref.contrib.cache.protocol import AnswerReader, CommandPacker, TimeLimit
+        from bagua_ref.contrib.cache.protocol import AnswerReader, CommandPacker, Limit
 
-        limit = TimeLimit(self._timeout)
+        limit = Limit(self._timeout)
         client = redis.Redis(
             **self._options,
             protocol=2,  # the same replies from every release of redis-py, and no round trip to negotiate
