@@ -21,7 +21,7 @@ INTERNAL = re.compile(
             r"algorithms\.(?!base)\w+\.\w+\.reify",
             r"algorithms\.async_model_average\.(State|AsyncModelAverageAlgorithmImpl\.(?!abort$|resume$)\w+)",
             r"algorithms\.\w+\.QAdamOptimizer\.(ensure_state|__setstate__)",
-            r"communication\.BaguaProcessGroup\.(for_background|sibling|side_stream)",
+            r"communication\.BaguaProcessGroup\.(for_background|sibling|side_stream|refuse_in_child)",
             r"bucket\.BaguaBucket\.(running|kernels|stream|take_in|settle|copy_from_flat)",
             r"tensor\.(?!BaguaTensor)\w+",
             r"runtime\.(RealWorld|use_world|World\.(default_group|transport|observers|engines))",

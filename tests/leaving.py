@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import bagua_ref
 
-MANNERS = ("destroys", "forgets", "keeps references", "leaves early", "leaves a thread behind", "brings torch's group")
+MANNERS = ("destroys", "forgets", "keeps references", "leaves early", "leaves a thread behind", "forks", "brings torch's group")
 kept = []  # survives the script's last line
 
 
@@ -47,6 +47,12 @@ def script(manner: str) -> None:
     elif manner == "leaves a thread behind":
         threading.Thread(target=go_on, args=(groups[2].get_global_communicator(),), daemon=True).start()
         time.sleep(0.02)
+    elif manner == "forks":
+        if (child := os.fork()) == 0:
+            sys.exit()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        for group in groups:
+            bagua_ref.allreduce_inplace(torch.ones(10), comm=group.get_global_communicator())
     if manner in ("destroys", "brings torch's group"):
         bagua_ref.destroy_process_group()
         if manner == "brings torch's group":

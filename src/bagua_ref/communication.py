@@ -15,7 +15,6 @@ from bagua_ref.memory import by_dtype_and_device
 from bagua_ref.not_provided import explain_missing
 from bagua_ref.process_group import (
     BaguaProcessGroup,
-    BaguaProcessGroupPatch,
     MaybeCommunicator,
     _get_default_group,
     _rank_not_in_comm,
@@ -28,6 +27,7 @@ from bagua_ref.process_group import (
     new_group,
 )
 from bagua_ref.runtime import current_world
+from bagua_ref.torch_group_patch import BaguaProcessGroupPatch
 from bagua_ref.types import ReduceOp
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from bagua_ref import streams
 from bagua_ref.communicators.base import Communicator, NonMember
+from bagua_ref.communicators.forked import refuse_in_child
 from bagua_ref.communicators.job_store import job_store
 from bagua_ref.communicators.rendezvous import connecting
 from bagua_ref.communicators.topology import Topology
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BaguaProcessGroup",
-    "BaguaProcessGroupPatch",
     "MaybeCommunicator",
     "destroy_process_group",
     "from_torch_group",
@@ -53,6 +53,7 @@ class _Job:
     timeout: float
     owns_transport: bool = False
     owns_torch_group: bool = False
+    pid: int = field(default_factory=os.getpid)
     taken: set[str] = field(default_factory=set)
     groups: weakref.WeakValueDictionary[str, BaguaProcessGroup] = field(default_factory=weakref.WeakValueDictionary)
     counters: dict[str, Iterator[int]] = field(default_factory=dict)
@@ -82,6 +83,7 @@ class BaguaProcessGroup:
     Raises:
         ValueError: ranks are repeated or out of range, or the name is taken.
         NotInitializedError: ``init_process_group()`` has not been called.
+        CommunicationError: it was called in the process from which this one was forked.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class BaguaProcessGroup:
     ) -> None:
         if job is None:
             job = _get_default_group()._job
+        refuse_in_child(job.pid)
         size = len(job.transport.node_of)
         if len(set(ranks)) != len(ranks) or not all(isinstance(r, int) and 0 <= r < size for r in ranks):
             raise ValueError(f"ranks={list(ranks)} must be different ranks between 0 and {size - 1}")
@@ -152,6 +155,10 @@ class BaguaProcessGroup:
         siblings = [group for weak in self._siblings if (group := weak()) is not None]
         return sum(c.bytes_sent for c in list(self._communicators.values())) + sum(group.bytes_sent for group in siblings)
 
+    def refuse_in_child(self) -> None:
+        """Raise CommunicationError if this process was forked after ``init_process_group()``."""
+        refuse_in_child(self._job.pid)
+
     def close(self) -> None:
         """Close all connections; later use raises."""
         self._closed = True
@@ -164,6 +171,7 @@ class BaguaProcessGroup:
         return Topology(self.ranks, self._job.transport.node_of)
 
     def _connect(self, kind: str, name: str, ranks: tuple[int, ...]) -> MaybeCommunicator:
+        self.refuse_in_child()
         if self._closed:
             raise NotInitializedError(f"{self!r} was closed; call init_process_group() and make a new group")
         name = f"{self.group_name}/{name}"
@@ -209,6 +217,7 @@ def init_process_group(
     """
     world = current_world()
     if world.default_group is not None:
+        _get_default_group().refuse_in_child()
         raise RuntimeError("init_process_group() was called already; call destroy_process_group() first")
     if backend not in (None, "gloo", "nccl"):
         raise ValueError(f"backend={backend!r} must be 'gloo', 'nccl' or None (nccl if every rank has its own GPU)")
@@ -254,9 +263,10 @@ def _join(
         node_rank=node,
     )
     world.transport = transport
+    job = _Job(world, transport, timeout, owns_transport=True, owns_torch_group=owns_torch_group)
     # Connections that are open during the interpreter's shutdown can abort the process.
-    atexit.register(_destroy_at_exit, world, os.getpid())
-    return _Job(world, transport, timeout, owns_transport=True, owns_torch_group=owns_torch_group)
+    atexit.register(_destroy_at_exit, world, job.pid)
+    return job
 
 
 def destroy_process_group() -> None:
@@ -264,6 +274,9 @@ def destroy_process_group() -> None:
 
     It destroys torch's default group only if `init_process_group` made it. Ranks need not call it at the same time, but a rank
     that is still inside a collective raises CommunicationError.
+
+    Raises:
+        CommunicationError: this process was forked after ``init_process_group()``; only its parent can do this.
     """
     world = current_world()
     if world.default_group is not None:
@@ -272,6 +285,7 @@ def destroy_process_group() -> None:
 
 def _destroy(world: World) -> None:
     job = cast("BaguaProcessGroup", world.default_group)._job
+    refuse_in_child(job.pid)
     world.default_group = None
     for group in list(job.groups.values()):
         group.close()
@@ -353,42 +367,3 @@ def _rank_not_in_comm(comm: MaybeCommunicator | None = None) -> bool:
 
 def _rank_not_in_group(group: BaguaProcessGroup | None = None) -> bool:
     return group is not None and group._rank not in group.ranks
-
-
-# torch's groups accept no new attributes.
-_patched: weakref.WeakKeyDictionary[Any, BaguaProcessGroup] = weakref.WeakKeyDictionary()
-
-
-class BaguaProcessGroupPatch:
-    """The methods that importing bagua_ref adds to torch's ProcessGroup, for the Bagua group of the same ranks."""
-
-    def bagua_patch(self, stream: Any = None) -> Any:
-        """Make the Bagua group of these ranks, once, and return the torch group. All members call this in the same order."""
-        known = _patched.get(self)
-        if known is None or known._closed:
-            _patched[self] = from_torch_group(self, stream)
-        return self
-
-    @property
-    def bagua_pg(self) -> BaguaProcessGroup:
-        """The group that `bagua_patch` made."""
-        return _patched_group(self)
-
-    def bagua_get_global_communicator(self) -> Any:
-        """As `BaguaProcessGroup.get_global_communicator`."""
-        return _patched_group(self).get_global_communicator()
-
-    def bagua_get_inter_node_communicator(self) -> Any:
-        """As `BaguaProcessGroup.get_inter_node_communicator`."""
-        return _patched_group(self).get_inter_node_communicator()
-
-    def bagua_get_intra_node_communicator(self) -> Any:
-        """As `BaguaProcessGroup.get_intra_node_communicator`."""
-        return _patched_group(self).get_intra_node_communicator()
-
-
-def _patched_group(torch_group: Any) -> BaguaProcessGroup:
-    group = _patched.get(torch_group)
-    if group is None:
-        raise NotInitializedError("this torch process group has no Bagua group yet; call its bagua_patch() first")
-    return group

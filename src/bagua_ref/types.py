@@ -95,6 +95,10 @@ class Group(Protocol):
         """Return a background group of the same ranks with separate connections; all ranks call this in the same order."""
         ...
 
+    def refuse_in_child(self) -> None:
+        """Raise CommunicationError if this process was forked after the group was made."""
+        ...
+
     def close(self) -> None:
         """Close all connections."""
         ...

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from bagua_ref.communicators.base import Communicator
 from bagua_ref.communicators.collectives import combine
 from bagua_ref.communicators.connection import Connection
+from bagua_ref.communicators.forked import OfParent, leave_to_parent
 from bagua_ref.communicators.rendezvous import another_connection, meet, prefixed
 from bagua_ref.types import ReduceOp
 from bagua_ref.untrusted import NATURAL
@@ -79,6 +80,7 @@ class TorchDistributedTransport:
         )
         self.uses_nccl = False
         """Whether CUDA tensors use NCCL; otherwise they are copied to the host and use gloo."""
+        leave_to_parent(self)
 
     def connect(self, name: str, ranks: Sequence[int], timeout: float) -> TorchDistributedCommunicator:
         """Return this rank's communicator for the global ``ranks``; wait until all of them have called this.
@@ -103,6 +105,11 @@ class TorchDistributedTransport:
         for communicator in list(self._communicators):
             communicator.abort()
 
+    def leave_to_parent(self) -> None:
+        """Leave every communicator to the parent of this process, a forked child; using them raises CommunicationError."""
+        for communicator in list(self._communicators):
+            communicator._connection = OfParent(communicator._connection)
+
 
 class TorchDistributedCommunicator(Communicator):
     """A `Communicator` over gloo and, from the first CUDA tensor on, NCCL.
@@ -125,7 +132,9 @@ class TorchDistributedCommunicator(Communicator):
         super().__init__(list(ranks).index(global_rank), len(ranks), name)
         self.ranks, self._uses_nccl = tuple(ranks), uses_nccl
         self._sent_to, self._received_from = [0] * self._nranks, [0] * self._nranks
-        self._connection = Connection(store, self._rank, self._nranks, timeout, f"{self!r} of global ranks {list(ranks)}")
+        self._connection: Connection | OfParent = Connection(
+            store, self._rank, self._nranks, timeout, f"{self!r} of global ranks {list(ranks)}"
+        )
 
     def abort(self) -> None:
         """Abort the connection; operations in progress and later ones raise CommunicationError."""

@@ -175,6 +175,7 @@ class WrappedModule(NotCopied):
         # Activation checkpointing repeats forward passes; torch.export runs one with stand-ins for the parameters.
         if not module.training or _inside_backward() or torch.compiler.is_compiling():
             return
+        self.given_group.refuse_in_child()
         self._parameters.check()
         self._synchronizing = not self.skipping
         if self._in_backward:  # the last backward pass failed
@@ -200,6 +201,7 @@ class WrappedModule(NotCopied):
         return [buffer for name, buffer in self.module.named_buffers() if name not in self.parameters_to_ignore]
 
     def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.given_group.refuse_in_child()
         self._guard.before_step(optimizer)
 
     def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -208,6 +210,7 @@ class WrappedModule(NotCopied):
 
     def _begin_backward(self, name: str, parameter: Any) -> bool:
         """Return whether the backward pass that delivers its first gradient now is synchronized."""
+        self.given_group.refuse_in_child()
         bypassed = self._why_bypassed()
         # What counts is whether the forward pass ran under no_sync (S5), and the backward pass only if there was no forward pass.
         if bypassed is None and self._synchronizing and (self._guard.expects_backward or not self.skipping):

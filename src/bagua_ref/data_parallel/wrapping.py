@@ -59,6 +59,7 @@ def wrap(
         raise ValueError(
             f"process_group={group!r} does not hold this rank, {world.identity.rank}; only its ranks may wrap a module"
         )
+    group.refuse_in_child()
     before = context_of(module)
     if before is not None:
         before._bagua_backend.wait_pending_comm_ops()

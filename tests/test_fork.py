@@ -1,0 +1,190 @@
+"""Tests of processes forked after ``init_process_group``, over gloo: they cannot use the parent's groups, nor disturb them (S1)."""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import os
+import signal
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.launch import launch
+from tests.trainings import batch, network
+from torch.utils.data import DataLoader, Dataset
+
+import bagua_ref
+from bagua_ref.algorithms import Algorithm, GradientAllReduceAlgorithm
+
+REFUSED = "CommunicationError: this process was forked after init_process_group() and cannot use its parent's process groups; "
+
+
+def outcome(function: Callable[[], Any]) -> str:
+    """Return what ``function()`` returns or raises, as text."""
+    try:
+        return str(function())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def forked(function: Callable[[], Any]) -> str:
+    """Return the outcome of ``function()`` in a forked child, or how the child ended."""
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads
+        pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)
+        os.write(writer, outcome(function).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        text = pipe.read()
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return text if code == 0 else f"exit code {code}"
+
+
+class Training:
+    """A wrapped network and its steps."""
+
+    def __init__(self, algorithm: Algorithm) -> None:
+        self.module: Any = network()
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
+        self.module.with_bagua([self.optimizer], algorithm)
+
+    def step(self) -> None:
+        self.loss().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def loss(self) -> torch.Tensor:
+        loss: torch.Tensor = self.module(batch(bagua_ref.get_rank(), 0)).square().sum()
+        return loss
+
+
+def assert_undisturbed(training: Training) -> None:
+    """Use all connections once more."""
+    x = torch.full((100_000,), bagua_ref.get_rank() + 1.0)
+    bagua_ref.allreduce_inplace(x)
+    assert x[-1].item() == 3
+    training.step()
+    bagua_ref.new_group().get_global_communicator().barrier()
+
+
+def everything_refused() -> dict[str, str]:
+    training = Training(GradientAllReduceAlgorithm())
+    group, x = bagua_ref.new_group(), torch.ones(3)
+    communicator = group.get_global_communicator()
+    training.step()
+    loss = training.loss()
+    tries: dict[str, Callable[[], Any]] = {
+        "allreduce": lambda: bagua_ref.allreduce_inplace(x),
+        "send": lambda: bagua_ref.send(x, 1 - bagua_ref.get_rank()),
+        "barrier": communicator.barrier,
+        "broadcast_object": lambda: communicator.broadcast_object("o"),
+        "abort": communicator.abort,
+        "connect": group.get_intra_node_communicator,
+        "new_group": bagua_ref.new_group,
+        "destroy": bagua_ref.destroy_process_group,
+        "init": bagua_ref.init_process_group,
+        "forward": training.loss,
+        "backward": loss.backward,
+        "optimizer step": training.optimizer.step,
+        "wrap": lambda: Training(GradientAllReduceAlgorithm()),
+        "wrap again": lambda: training.module.with_bagua([], GradientAllReduceAlgorithm()),
+    }
+    said: dict[str, str] = json.loads(forked(lambda: json.dumps({name: outcome(function) for name, function in tries.items()})))
+    loss.backward()
+    training.optimizer.step()
+    assert_undisturbed(training)
+    return said
+
+
+def test_S1_everything_that_would_communicate_is_refused_in_a_forked_child() -> None:
+    for said in launch(everything_refused, 2):
+        assert {name: text[: len(REFUSED)] for name, text in said.items()} == dict.fromkeys(said, REFUSED)
+        assert "'spawn'" in said["allreduce"]
+
+
+def in_eval_mode(training: Training) -> str:
+    training.module.eval()
+    with torch.no_grad():
+        return str(training.module(batch(0, 0)).shape)
+
+
+def drops_everything(training: Training) -> int:
+    del training.module.__dict__["_bagua"]
+    training.__dict__.clear()
+    world = bagua_ref.runtime.current_world()
+    world.default_group = world.transport = None
+    return gc.collect() * 0
+
+
+def harmless_children() -> list[str]:
+    training = Training(GradientAllReduceAlgorithm())
+    training.step()
+    said = [
+        forked(lambda: (bagua_ref.get_rank(), bagua_ref.get_world_size(), bagua_ref.is_initialized())),
+        forked(lambda: in_eval_mode(training)),
+        forked(lambda: network()(batch(0, 0)).square().sum().backward()),  # a module that is not wrapped
+        forked(lambda: drops_everything(training)),
+        forked(lambda: forked(lambda: bagua_ref.barrier())[: len(REFUSED)]),
+    ]
+    assert_undisturbed(training)
+    return said
+
+
+def test_S1_a_forked_child_that_does_not_communicate_disturbs_nobody() -> None:
+    for rank, said in enumerate(launch(harmless_children, 2)):
+        assert said == [f"({rank}, 2, True)", "torch.Size([4, 3])", "None", "0", REFUSED]
+
+
+def starts_its_own() -> str:
+    """The parent has no group; its child starts one of a single rank."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
+        os.environ.pop(name, None)
+
+    def own() -> str:
+        bagua_ref.init_process_group()
+        training = Training(GradientAllReduceAlgorithm())
+        training.step()
+        bagua_ref.destroy_process_group()
+        return "trained"
+
+    return forked(own)
+
+
+def test_S1_a_child_may_start_a_group_of_its_own() -> None:
+    assert launch(starts_its_own, 1, init=False) == ["trained"]
+
+
+class Samples(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return batch(bagua_ref.get_rank(), index)[0]
+
+
+def trains_with_forked_workers(name: str) -> int:
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # daemons may not have children
+    training, steps = Training(Algorithm.init(name)), 0
+    for _ in range(2):
+        loader = DataLoader(Samples(), batch_size=3, num_workers=2, multiprocessing_context="fork")
+        for samples in loader:
+            training.module(samples).square().sum().backward()
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+            steps += 1
+    if name == "async":
+        training.module.bagua_algorithm.abort(training.module)
+    return steps
+
+
+@pytest.mark.parametrize("name", ["gradient_allreduce", "async"])
+def test_S1_training_with_forked_workers_of_a_data_loader(name: str) -> None:
+    assert launch(trains_with_forked_workers, 2, name) == [8, 8]
