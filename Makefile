@@ -102,6 +102,7 @@ docs: $(VENV)/.dev  ## build the documentation into site/, strictly
 lint: $(VENV)/.dev
 	$(bin)/ruff format --check .
 	$(bin)/ruff check .
+	$(bin)/bandit -q -c pyproject.toml -r src examples
 
 types: $(VENV)/.dev
 	$(bin)/mypy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import io
 import json
@@ -18,7 +19,7 @@ import pytest
 import safetensors.torch  # noqa: F401 - likewise
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from property_tests.strategies import COMPRESSIBLE, every_backend
 
@@ -30,13 +31,16 @@ from bagua_ref.communicators.rendezvous import meet
 from bagua_ref.conformance.run.xfails import read_xfails
 from bagua_ref.conformance.trace import Recorder
 from bagua_ref.conformance.vectors.safetensors_file import DamagedFileError, read_safetensors, write_safetensors
-from bagua_ref.contrib.cache import job_servers
+from bagua_ref.contrib.cache import fake_server, job_servers
 from bagua_ref.errors import CommunicationError
 from bagua_ref.launch_environment import read_launch
 from bagua_ref.simulation import SimulatedWorld
 
 TIMES, AND = 100, 2**20
 """Reading n bytes may take TIMES * n + AND bytes of Python's memory. Empty lists in JSON, 3 bytes each, take 24 times as much."""
+
+FEWER = settings.default.max_examples // 2
+"""For commands that take tens of milliseconds."""
 
 DEEP = "@deep@"
 """Stands for lists nested 100,000 deep, which json.dumps could not write."""
@@ -185,10 +189,13 @@ def test_S4_3_a_rank_that_sends_anything_harms_nothing_but_values(seed, elements
 EXAMPLE = {"a": torch.arange(4.0).reshape(2, 2), "b": torch.zeros(3, dtype=torch.uint8)}
 
 
-@pytest.fixture(scope="module")
-def samples(tmp_path_factory):
-    """Small valid files: a trace of two ranks, and golden vectors with outputs."""
-    folder = tmp_path_factory.mktemp("samples")
+SAMPLES = tempfile.TemporaryDirectory()
+
+
+@functools.cache
+def samples():
+    """Return a folder of small valid files: a trace of two ranks, and golden vectors with outputs."""
+    folder = Path(SAMPLES.name)
     write_safetensors(folder / "x.safetensors", EXAMPLE)
     for rank in range(2):
         with Recorder(
@@ -230,8 +237,8 @@ def changed_copy(data, folder, *names):
 
 
 @given(data=st.data())
-def test_a_hostile_safetensors_file_is_read_or_refused(samples, data):
-    path = samples / "x.safetensors"
+def test_a_hostile_safetensors_file_is_read_or_refused(data):
+    path = samples() / "x.safetensors"
     content = data.draw(st.binary(max_size=99) | changed_file(path))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "x.safetensors")
@@ -240,25 +247,28 @@ def test_a_hostile_safetensors_file_is_read_or_refused(samples, data):
             assert sum(x.nbytes for x in read_safetensors(path).values()) <= len(content)
 
 
+@settings(max_examples=FEWER)
 @given(data=st.data())
-def test_hostile_vectors_are_checked_or_refused_by_name(samples, data):
-    with changed_copy(data, samples / "vectors", "manifest.json") as (folder, path), bounded_memory(path.stat().st_size):
-        code, printed = run("vectors", "check", folder, "--outputs", samples / "outputs")
+def test_hostile_vectors_are_checked_or_refused_by_name(data):
+    with changed_copy(data, samples() / "vectors", "manifest.json") as (folder, path), bounded_memory(path.stat().st_size):
+        code, printed = run("vectors", "check", folder, "--outputs", samples() / "outputs")
     assert code in (0, 1) or str(folder) in printed
 
 
+@settings(max_examples=FEWER)
 @given(data=st.data())
-def test_hostile_outputs_are_a_problem_of_their_file(samples, data):
-    with changed_copy(data, samples / "outputs", "*.safetensors") as (folder, path), bounded_memory(path.stat().st_size):
-        code, printed = run("vectors", "check", samples / "vectors", "--outputs", folder)
+def test_hostile_outputs_are_a_problem_of_their_file(data):
+    with changed_copy(data, samples() / "outputs", "*.safetensors") as (folder, path), bounded_memory(path.stat().st_size):
+        code, printed = run("vectors", "check", samples() / "vectors", "--outputs", folder)
     assert code in (0, 1)
     assert code == 0 or "FAILED" in printed
 
 
+@settings(max_examples=FEWER)
 @given(data=st.data())
-def test_a_hostile_trace_is_checked_or_refused_by_name(samples, data):
+def test_a_hostile_trace_is_checked_or_refused_by_name(data):
     names = ("manifest.json", "steps.jsonl", "*0.safetensors")
-    with changed_copy(data, samples / "trace", *names) as (folder, path), bounded_memory(path.stat().st_size):
+    with changed_copy(data, samples() / "trace", *names) as (folder, path), bounded_memory(path.stat().st_size):
         results = run("trace", "check", folder), run("trace", "show", folder)
     assert all(code in (0, 1) or str(folder) in printed for code, printed in results)
 
@@ -327,6 +337,20 @@ def test_S8_4_a_hostile_announcement_of_a_server_is_read_or_refused_without_its_
     with may_refuse(CommunicationError, "node 3", hides="secret"):
         card = job_servers._card(heard, 3)
         assert "error" in card or {"host", "port", "password"} <= card["address"].keys()
+
+
+commands = st.sampled_from(
+    [b"*1\r\n$4\r\nPING\r\n", b"*999999999\r\n", b"*2\r\n$99999999999\r\nx", b"*1\r\n$500000000\r\nx", b"*-1\r\n"]
+)
+
+
+@given(sent=st.binary(max_size=50) | st.lists(commands | st.binary(max_size=9)).map(b"".join))
+def test_S8_4_a_client_of_our_fakeredis_without_the_password_costs_little(sent):
+    handler = object.__new__(fake_server._Handler)
+    handler.rfile = io.BufferedReader(io.BytesIO(sent))
+    with bounded_memory(len(sent)), contextlib.suppress(OSError):
+        while command := handler._read_command(trusted=False):
+            assert all(isinstance(text, bytes) for text in command)
 
 
 VARIABLES = {

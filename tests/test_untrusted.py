@@ -6,14 +6,20 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import tracemalloc
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from property_tests import fuzz, test_hostile_input
 
 from bagua_ref.cli import main
+from bagua_ref.conformance.run.xfails import read_xfails
 from bagua_ref.conformance.trace import Recorder, TraceError, check_trace, read_trace
 from bagua_ref.conformance.vectors import VectorsError, check_outputs, read_manifest
 from bagua_ref.conformance.vectors.safetensors_file import write_safetensors
@@ -209,3 +215,20 @@ def test_slurms_short_lists_are_not_written_out(tasks: str) -> None:
         read_launch({**names, "SLURM_STEP_TASKS_PER_NODE": tasks})
     assert tracemalloc.get_traced_memory()[1] < 2**20
     tracemalloc.stop()
+
+
+def test_the_fuzzer_runs_a_property(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "atheris", None)
+    with pytest.raises(SystemExit, match="pip install atheris"):
+        fuzz.main(["test_x"])
+    given: list[Any] = []
+    atheris = SimpleNamespace(instrument_imports=lambda include: nullcontext(), Setup=lambda *setup: given.extend(setup))
+    atheris.Fuzz = lambda: given[1](b"\x01" + bytes(100))
+    monkeypatch.setitem(sys.modules, "atheris", atheris)
+    with pytest.raises(SystemExit, match="must be one of\n  test_S4_3"):
+        fuzz.main(["test_x"])
+    read = mock.Mock(side_effect=read_xfails)
+    monkeypatch.setattr(test_hostile_input, "read_xfails", read)
+    fuzz.main(["test_a_hostile_list_of_known_failures_is_read_or_refused_by_name", "-runs=1"])
+    assert given[0][-1] == "-runs=1"
+    read.assert_called_once()

@@ -83,7 +83,7 @@ class PrintCompletion(argparse.Action):
         except ModuleNotFoundError:
             parser.exit(2, f"{parser.prog}: error: {option_string} needs shtab; install with: {install_command('completion')}\n")
         _complete_paths(parser, shtab)
-        print(shtab.complete(parser, shell=values))
+        print(shtab.complete(parser, values))
         parser.exit()
 
 

@@ -87,7 +87,7 @@ class Scheduler:
 
     def __init__(self, seed: int) -> None:
         self.time = 0.0
-        self._random = random.Random(seed)
+        self._random = random.Random(seed)  # nosec B311 # to repeat an order, not to hide one
         self._tasks: dict[Task, None] = {}
         self._threads: list[threading.Thread] = []
         self._ready: list[Task] = []

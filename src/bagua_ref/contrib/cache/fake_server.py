@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import re
 import secrets
 import socket
 import socketserver
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = ["FakeServer", "start_fake_server"]
+
+_LARGEST = 512 * 1024**2
+_BEFORE_PASSWORD = 10, 16 * 1024
+"""The most strings of a command, and bytes of a string, that Redis and this server read from a client without the password."""
 
 
 @dataclass
@@ -104,7 +109,7 @@ class _Handler(socketserver.StreamRequestHandler):
         self.server.connections.add(self.connection)
         trusted = False
         try:
-            while command := self._read_command():
+            while command := self._read_command(trusted):
                 name = command[0].upper()
                 if name == b"AUTH":
                     trusted = hmac.compare_digest(command[-1], self.server.password)
@@ -131,15 +136,23 @@ class _Handler(socketserver.StreamRequestHandler):
         except redis.RedisError as error:
             return error
 
-    def _read_command(self) -> list[bytes]:
-        head = self.rfile.readline()
-        if not head.startswith(b"*"):
-            return []
-        command = []
-        for _ in range(int(head[1:])):
-            length = int(self.rfile.readline()[1:])
+    def _read_command(self, trusted: bool) -> list[bytes]:
+        """Return the next command; none at the end, and where a client sends something else or, without the password, much."""
+        most, longest = (_LARGEST, _LARGEST) if trusted else _BEFORE_PASSWORD
+        command: list[bytes] = []
+        for _ in range(self._read_number(b"*", most)):
+            length = self._read_number(b"$", longest)
             command.append(self.rfile.read(length + 2)[:length])
+            if len(command[-1]) < length:
+                return []
         return command
+
+    def _read_number(self, mark: bytes, most: int) -> int:
+        """Return the number on a line that begins with ``mark``; raise OSError, which ends the connection, if there is none."""
+        found = re.fullmatch(rb"(.)([0-9]{1,9})\r\n", self.rfile.readline(16), re.DOTALL)
+        if found is None or found[1] != mark or int(found[2]) > most:
+            raise ConnectionAbortedError("not a command")
+        return int(found[2])
 
     def _answer(self, value: Any) -> None:
         self.wfile.write(b"".join(_encoded(value)))

@@ -125,7 +125,7 @@ def start_redis_daemon(port: int, capacity: int, *arguments: str) -> None:
     }  # fmt: skip
     command = [program, *(word for name, value in settings.items() for word in (f"--{name}", str(value))), *arguments]
     # The shell exits at once, which detaches the server; the server's own --daemonize would not report why it fails.
-    shell = subprocess.Popen(
+    shell = subprocess.Popen(  # nosec B603 # the script is constant, all else are its arguments
         ["/bin/sh", "-c", '"$@" &', "sh", *command],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -167,7 +167,7 @@ def _start(program: str, host: str, port: int, capacity: int, password: str, arg
         loglevel warning
         logfile ""
     """
-    watchdog = subprocess.Popen(
+    watchdog = subprocess.Popen(  # nosec B603 # this interpreter, our own file and the program found on PATH
         [sys.executable, "-I", "-S", str(Path(__file__).with_name("watchdog.py")), str(os.getpid()), program, "-", *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
