@@ -410,22 +410,23 @@ def test_a_folder_that_ranks_do_not_share_is_an_error_on_all_of_them(tmp_path: P
 def test_older_checkpoints_are_removed_and_nothing_else_is(tmp_path: Path) -> None:
     def rank(r: int) -> None:
         run = Run("bytegrad")
-        for step in range(1, 5):
+        for step in range(1, 6):
             run.train(step)
-            run.save(tmp_path, keep=2 if step > 2 else None)
+            run.save(tmp_path, keep=3 if step > 2 else None)
             if step == 2 and r == 0:
                 (tmp_path / "step_00000001" / "notes.txt").write_text("mine")
                 (tmp_path / "step_00000099").mkdir()
                 (tmp_path / "step_00000099" / "common-01234567.pt.tmp").write_text("left by a crash")
                 (tmp_path / "best").mkdir()
+        run.step = 3
+        run.save(tmp_path, keep=2)  # after step 5
         run.step = 2
-        run.train(3)
-        path = run.save(tmp_path, keep=1)  # after step 4
-        assert path == tmp_path / "step_00000003"
+        path = run.save(tmp_path, keep=1)
+        assert path == tmp_path / "step_00000002"
         run.save(tmp_path, keep=1)
 
     simulate(2, rank)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "step_00000001", "step_00000003", "step_00000004"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", *(f"step_0000000{step}" for step in range(1, 6))]
     assert [path.name for path in (tmp_path / "step_00000001").iterdir()] == ["notes.txt"]
     assert sorted(path.name.split("-")[0] for path in (tmp_path / "step_00000003").iterdir()) == [
         "common",
@@ -436,11 +437,6 @@ def test_older_checkpoints_are_removed_and_nothing_else_is(tmp_path: Path) -> No
 
 
 # Other numbers of ranks
-
-
-def plain_weights(state: torch.Tensor) -> torch.Tensor:
-    """Return the weights of a `Run.state`, without the buffers that are each rank's own."""
-    return state[:99]
 
 
 def test_what_is_equal_on_all_ranks_loads_at_another_number_of_ranks(tmp_path: Path) -> None:
@@ -522,10 +518,12 @@ def test_S3_5_a_ring_of_another_size_starts_with_equal_replicas(tmp_path: Path) 
     def rank(r: int) -> list[torch.Tensor]:
         run = Run("low_precision_decentralized")
         run.load(tmp_path, drop_rank_state=True)
+        (bucket,) = run.model.bagua_buckets
+        replicas = [bucket._weight, bucket._left_peer_weight, bucket._right_peer_weight]
+        assert all(torch.equal(replica, bucket.flattened_tensor()) for replica in replicas)
         run.epoch = 1
         run.train(7)
-        (bucket,) = run.model.bagua_buckets
-        return [bucket._weight, bucket._left_peer_weight, bucket._right_peer_weight]
+        return replicas
 
     replicas = simulate(3, rank)
     for r, (_, left, right) in enumerate(replicas):
@@ -540,6 +538,30 @@ def test_a_model_that_is_not_wrapped_gets_the_first_ranks_weights(tmp_path: Path
     ((step, state),) = loaded(tmp_path, 1, wrapped=False, drop_rank_state=True)
     assert step == 4
     assert torch.equal(state, states[0][1])
+
+
+def test_a_part_of_the_ranks_can_save_and_load(tmp_path: Path) -> None:
+    def rank(r: int) -> torch.Tensor | None:
+        group = bagua_ref.new_group([1, 2])
+        if r == 0:
+            return None
+        torch.manual_seed(r)
+        model = nn.Linear(6, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        algorithm = Algorithm.init("low_precision_decentralized", hierarchical=False)
+        model.with_bagua([optimizer], algorithm, process_group=group)
+        found = checkpoint.load(tmp_path, model, optimizer)
+        for step in range(found.step if found else 0, 2):
+            model(INPUTS[step : step + r]).square().mean().backward()
+            optimizer.step()
+        if found is None:
+            checkpoint.save(tmp_path, model, optimizer, step=2)
+        return weights(model)
+
+    _, *saved = simulate(3, rank)
+    _, *loaded = simulate(3, rank)
+    assert not torch.equal(saved[0], saved[1])
+    assert all(map(torch.equal, saved, loaded))
 
 
 # Loading is local
@@ -587,8 +609,15 @@ def test_async_stops_for_saving_and_keeps_whether_it_was_aborted(tmp_path: Path,
         algorithm.abort(run.model)
         return state
 
+    def alone(r: int) -> None:
+        if r == 1:
+            Run("async").load(tmp_path)
+        else:
+            Run("async")
+
     for saved, state in zip(simulate(2, whole), simulate(2, resumed), strict=True):
         assert torch.equal(saved, state)
+    simulate(2, alone)
 
 
 # Hostile files
@@ -652,21 +681,25 @@ def one_storage_many_times() -> Any:
     return [tensor[:] for _ in range(1000)]
 
 
-HOSTILE: dict[str, Callable[[], bytes]] = {
-    "executes": lambda: saved_by_torch(Hostile(os.mkdir, "executed")),
-    "executes through memory": lambda: with_pickle(b"\x80\x04\x8c\x02os\x8c\x05mkdir\x93\x8c\x08executed\x85R."),
-    "large bytearray": lambda: saved_by_torch(Hostile(bytearray, 10**12)),
-    "compressed zeros": lambda: compressed({"model": {"w": torch.zeros(10**6)}}),
-    "nested lists": lambda: saved_by_torch(nested_lists()),
-    "one storage many times": lambda: saved_by_torch(one_storage_many_times()),
-    "expanded": lambda: saved_by_torch(torch.zeros(1).expand(10**9)),
-    "a set": lambda: saved_by_torch({1, 2}),
-    "deep": lambda: with_pickle(b"\x80\x02" + b"]" * 10**5 + b"a" * (10**5 - 1) + b"."),
-    "no pickle": lambda: with_pickle(b"no pickle"),
-    "empty archive": lambda: b"PK\x05\x06" + bytes(18),
-    "text": lambda: b"hello",
-    "something else": lambda: saved_by_torch([1, 2]),
-    "no state": lambda: saved_by_torch({"model": {}}),
+HOSTILE: dict[str, tuple[str, Callable[[], bytes]]] = {
+    "executes": (r"it refers to 'posix mkdir'", lambda: saved_by_torch(Hostile(os.mkdir, "executed"))),
+    "executes through memory": (
+        r"it refers to 'STACK_GLOBAL'",
+        lambda: with_pickle(b"\x80\x04\x8c\x02os\x8c\x05mkdir\x93\x8c\x08executed\x85R."),
+    ),
+    "large bytearray": (r"it refers to '\w+ bytearray'", lambda: saved_by_torch(Hostile(bytearray, 10**12))),
+    "compressed zeros": ("its entries are compressed", lambda: compressed({"model": {"w": torch.zeros(10**6)}})),
+    "nested lists": ("its content is larger than the file", lambda: saved_by_torch(nested_lists())),
+    "one storage many times": ("its content is larger than the file", lambda: saved_by_torch(one_storage_many_times())),
+    "expanded": ("its content is larger than the file", lambda: saved_by_torch(torch.zeros(1).expand(10**9))),
+    "a window": ("a tensor is not of the size of its storage", lambda: saved_by_torch(torch.zeros(100)[:1])),
+    "a set": (r"it refers to '\w+ set'", lambda: saved_by_torch({1, 2})),
+    "deep": ("RecursionError", lambda: with_pickle(b"\x80\x02" + b"]" * 10**5 + b"a" * (10**5 - 1) + b".")),
+    "no pickle": ("opcode b'n' unknown", lambda: with_pickle(b"no pickle")),
+    "empty archive": ("it is not a file of torch.save", lambda: b"PK\x05\x06" + bytes(18)),
+    "text": ("not a zip file", lambda: b"hello"),
+    "something else": ("holds no state of a training", lambda: saved_by_torch([1, 2])),
+    "no state": (r"holds no state of a training, only \['model'\]", lambda: saved_by_torch({"model": {}})),
 }
 
 
@@ -675,11 +708,26 @@ def test_a_hostile_file_is_an_error_that_names_it_and_executes_nothing(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained(tmp_path, 1)
-    part = plant(tmp_path, HOSTILE[kind]())
+    message, make = HOSTILE[kind]
+    part = plant(tmp_path, make())
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError, match=re.escape(str(part.parent))):
+    with pytest.raises(CheckpointError, match=f"^{re.escape(str(part.parent))}.*{message}"):
         loaded(tmp_path, 1)
     assert not (tmp_path / "executed").exists()
+
+
+def test_files_are_loaded_as_weights_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained(tmp_path, 2)
+    calls = []
+
+    def load(*args: Any, **options: Any) -> Any:
+        calls.append(options)
+        return real(*args, **options)
+
+    real = torch.load
+    monkeypatch.setattr(torch, "load", load)
+    loaded(tmp_path, 2)
+    assert [options["weights_only"] for options in calls] == [True] * 4
 
 
 def test_a_part_with_any_bits_flipped_is_read_or_is_an_error(tmp_path: Path) -> None:
@@ -737,6 +785,7 @@ def test_every_kind_of_tensor_is_saved_with_a_storage_of_its_own(tmp_path: Path)
         *(base, base[1], base.t(), base[:0], base.expand(2, 3, 4), base.to(torch.complex64).conj()),
         *(base.bool(), base.bfloat16(), base.long(), torch.tensor(1.5)),
         torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        *[torch.randn(40, 1000)] * 2,  # as tied weights are
     ]
 
     def rank(r: int) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bagua_ref.errors import CheckpointError
+from bagua_ref.untrusted import NATURAL, check_form, load_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,8 +38,10 @@ __all__ = [
 
 _FORMAT = 1
 _MANIFEST = "manifest.json"
-_FOLDER_NAME = re.compile(r"step_(\d{8,18})")
-_FILE_NAME = re.compile(r"(common|rank\d{1,9})-[0-9a-f]{8}\.pt(\.tmp)?|manifest\.json(\.tmp)?")
+_FOLDER_NAME = re.compile(r"step_([0-9]{8,18})")
+_FILE_NAME = re.compile(r"(common|rank[0-9]{1,9})-[0-9a-f]{8}\.pt(\.tmp)?|manifest\.json(\.tmp)?")
+_PART_FORM = {"name": str, "size": NATURAL, "sha256": str}
+_FORM = {"step": NATURAL, "ranks": NATURAL, "algorithm": str, "token": str, "parts": [_PART_FORM]}
 _BLOCK = 1024**2
 
 
@@ -137,19 +140,21 @@ def read_manifest(place: Path) -> Manifest | None:
     except FileNotFoundError:
         return None
     try:
-        whole = json.loads(data)
+        whole = load_json(data)
+        check_form(whole, {"manifest": {"format": int}, "sha256": str}, "its content")
         content = whole["manifest"]
         if whole["sha256"] != _checksum(content):
             raise ValueError("it does not match its checksum")
         if content.pop("format") != _FORMAT:
             raise ValueError("it has another format, of another version of bagua_ref")
+        check_form(content, _FORM, "its content")
         manifest = Manifest(**content | {"parts": [Part(**part) for part in content["parts"]]})
         for part in manifest.parts:
             if not _FILE_NAME.fullmatch(part.name):
                 raise ValueError(f"{part.name!r} is not the name of a part")
         if step_folder(place.parent, manifest.step) != place:
             raise ValueError(f"it is that of step {manifest.step}")
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
     return manifest
 
