@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import chain
+from typing import Any, cast
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.launch import launch
 from tests.trainings import simulate
 from torch import nn
 
 import bagua_ref
 from bagua_ref.algorithms import GradientAllReduceAlgorithm
+from bagua_ref.communicators.scheduler import format_ranks
+from bagua_ref.data_parallel.state_broadcast import _check_alike
+from bagua_ref.simulation import SimulatedWorld
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "ASGD": [{"t0": 1}],
@@ -198,10 +205,10 @@ def test_S5_several_optimizers_and_an_ignored_parameter() -> None:
     assert_all_alike(simulate(2, rank))
 
 
-def bad_rank(r: int, what: str) -> None:
-    module = network(r)
-    arguments: dict[str, Any] = {}
-    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1)]
+def bad_rank(r: int, what: str) -> str:
+    """Return the error of wrapping on rank ``r`` of four, if rank 1 differs, and in "several" rank 3 as well."""
+    module: Any = network(r)
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(module.parameters(), lr=0.1)]
     algorithm: Any = GradientAllReduceAlgorithm()
     if r == 1:
         if what == "frozen":
@@ -212,16 +219,113 @@ def bad_rank(r: int, what: str) -> None:
             optimizers = [torch.optim.SGD([{"params": [p]} for p in module.parameters()], lr=0.1)]
         elif what == "optimizers":
             optimizers = []
-        elif what == "buffers":
-            module.register_buffer("extra", torch.zeros(1))
         elif what == "algorithm":
-            algorithm = bagua_ref.algorithms.ByteGradAlgorithm()
+            algorithm = bagua_ref.algorithms.ByteGradAlgorithm(hierarchical=False)
         elif what == "kind":
             optimizers = [torch.optim.Adam(module.parameters(), lr=0.1)]
-    with pytest.raises(ValueError, match="differ between ranks"):
-        module.with_bagua(optimizers, algorithm, **arguments)
+        elif what == "order":
+            module = nn.ModuleDict({"2": module[2], "0": module[0]})
+    if what == "buffers" and r != 1:
+        module.register_buffer("extra", torch.zeros(1))
+    elif what == "several" and r % 2:
+        module = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2), nn.Linear(2, 1 + r))
+        optimizers = [torch.optim.SGD(module.parameters(), lr=0.1)]
+    with pytest.raises(ValueError, match="differ between ranks") as raised:
+        module.with_bagua(optimizers, algorithm)
+    return str(raised.value)
 
 
-@pytest.mark.parametrize("what", ["frozen", "shape", "groups", "optimizers", "buffers", "algorithm", "kind"])
-def test_what_differs_between_ranks_is_an_error_on_all_of_them(what: str) -> None:
-    simulate(3, lambda r: bad_rank(r, what))
+SAID = {
+    "frozen": "parameter '0.weight': (3, 4) torch.float32 on ranks 0, 2-3, (3, 4) torch.float32, frozen on rank 1",
+    "shape": "parameter '0.weight': (3, 4) torch.float32 on ranks 0, 2-3, (3, 5) torch.float32 on rank 1",
+    "groups": "optimizer 0: SGD of [2] parameters on ranks 0, 2-3, SGD of [1, 1] parameters on rank 1",
+    "optimizers": "optimizer 0: SGD of [2] parameters on ranks 0, 2-3, none on rank 1",
+    "buffers": "buffer 'extra': (1,) torch.float32 on ranks 0, 2-3, none on rank 1",
+    "algorithm": "algorithm: GradientAllReduceAlgorithm{'hierarchical': False, 'average': True} on ranks 0, 2-3, "
+    "ByteGradAlgorithm{'hierarchical': False, 'average': True} on rank 1",
+    "kind": "optimizer 0: SGD of [2] parameters on ranks 0, 2-3, Adam of [2] parameters on rank 1",
+    "order": "order: that of the group's first rank on ranks 0, 2-3, parameter '2.weight' before parameter '0.weight' on rank 1",
+    "several": "optimizer 0: SGD of [2] parameters on ranks 0, 2, SGD of [6] parameters on ranks 1, 3; "
+    "parameter '0.bias': none on ranks 0, 2, (3,) torch.float32 on ranks 1, 3; "
+    "parameter '2.bias': none on ranks 0, 2, (2,) torch.float32 on ranks 1, 3; and more",
+}
+
+
+@pytest.mark.parametrize("what", SAID)
+def test_S5_what_differs_is_an_error_on_all_ranks_that_says_who_differs_in_what(what: str) -> None:
+    message = "module, optimizers or settings differ between ranks, so they cannot train together. " + SAID[what]
+    assert simulate(4, lambda r: bad_rank(r, what)) == [message] * 4
+
+
+def test_S5_ranks_are_named_by_their_global_numbers() -> None:
+    def rank(r: int) -> str:
+        group = bagua_ref.new_group([1, 3])
+        if r % 2 == 0:
+            return ""
+        with pytest.raises(ValueError, match="differ between ranks") as raised:
+            cast("Any", nn.Linear(r, 1)).with_bagua([], GradientAllReduceAlgorithm(), group)
+        return str(raised.value)
+
+    said = simulate(4, rank)
+    assert said[1] == said[3]
+    assert said[3].endswith("parameter 'weight': (1, 1) torch.float32 on rank 1, (1, 3) torch.float32 on rank 3")
+
+
+@given(st.lists(st.dictionaries(st.sampled_from("abcdefgh"), st.sampled_from("xyz")), min_size=2, max_size=5))
+def test_S5_the_first_three_differences_are_told_of_every_rank(entries: list[dict[str, str]]) -> None:
+    """Whatever the ranks have, each is listed with its own text, and names of which all have the same text are not listed."""
+
+    def rank(comm: Any) -> str:
+        try:
+            _check_alike(entries[comm.rank()], comm, range(len(entries)))
+        except ValueError as error:
+            return str(error).partition("together. ")[2]
+        return ""
+
+    (said,) = set(SimulatedWorld(len(entries)).run(rank))
+    names = [*entries[0], *sorted({*chain(*entries)} - entries[0].keys())]
+    expected = []
+    for name in names:
+        texts = [theirs.get(name, "none") for theirs in entries]
+        if len(set(texts)) > 1:
+            parts = [f"{text} on {format_ranks([r for r, t in enumerate(texts) if t == text])}" for text in dict.fromkeys(texts)]
+            expected.append(f"{name}: {', '.join(parts)}")
+    in_order = all(list(theirs) == list(entries[0]) for theirs in entries if theirs == entries[0])
+    if in_order:
+        assert said == "; ".join([*expected[:3], "and more"][: len(expected)])
+    else:
+        assert "order: that of the group's first rank on rank" in said or len(expected) >= 3
+
+
+def wraps_in_vain_first() -> Any:
+    """Rank 1 raises on its own, then both differ, then both train."""
+    rank, module = bagua_ref.get_rank(), network(0)
+    if rank == 1:
+        with pytest.raises(TypeError):
+            cast("Any", module).with_bagua([], "bytegrad")
+    with pytest.raises(ValueError, match="differ between ranks") as raised:
+        cast("Any", nn.Linear(3, 1 + rank)).with_bagua([], GradientAllReduceAlgorithm())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    cast("Any", module).with_bagua([optimizer], GradientAllReduceAlgorithm())
+    module(torch.full((1, 4), rank + 1.0)).sum().backward()
+    optimizer.step()
+    return str(raised.value), [p.detach() for p in module.parameters()]
+
+
+def test_S5_who_differs_over_gloo_and_then_trains() -> None:
+    (message, weights), (other, others) = launch(wraps_in_vain_first, 2)
+    assert message == other
+    assert "parameter 'weight': (1, 3) torch.float32 on rank 0, (2, 3) torch.float32 on rank 1; parameter 'bias'" in message
+    assert_all_alike([weights, others])
+
+
+def test_S5_comparing_ranks_that_agree_takes_one_small_collective() -> None:
+    def sent(parameters: int) -> int:
+        def rank(comm: Any) -> int:
+            before = comm.bytes_sent
+            _check_alike({f"parameter {k}": "(3, 4) torch.float32" for k in range(parameters)}, comm, range(4))
+            return int(comm.bytes_sent - before)
+
+        return max(SimulatedWorld(4).run(rank))
+
+    assert sent(1) == sent(10_000) < 1000

@@ -96,10 +96,10 @@ class WrappedModule(NotCopied):
         split_into_buckets([p for _, p in self.bagua_build_params()], 1)  # refuse what cannot be trained before anything is sent
         self.given_group, self.process_group = group, group.for_background()
         self._owns_group = self.process_group is not group
-        settings = [f"algorithm {type(algorithm).__name__}{_plain_options(algorithm)}", f"buckets of {self.bucket_bytes} bytes"]
-        settings += [f"broadcast_buffers={broadcast_buffers}"]
+        settings = {"algorithm": f"{type(algorithm).__name__}{_plain_options(algorithm)}", "buckets": f"{self.bucket_bytes} bytes"}
+        settings["broadcast_buffers"] = str(broadcast_buffers)
         comm = self.process_group.get_global_communicator()
-        broadcast_state(module, optimizers, comm, self.parameters_to_ignore, settings)
+        broadcast_state(module, optimizers, comm, self.parameters_to_ignore, settings, group.ranks)
         # The training thread must not use the worker's connections.
         self._buffer_group = group.sibling() if broadcast_buffers and self._buffers() and comm.nranks() > 1 else None
         if self._buffer_group is not None:
