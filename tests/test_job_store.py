@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +74,14 @@ def other_program(reply: bytes | None) -> Iterator[int]:
 
 def test_S1_nobody_listens_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     port = bagua_ref.env.find_free_network_port()
+    threads = set(threading.enumerate())
     error = init(monkeypatch, 1, "127.0.0.1", port, 0.5)
     assert isinstance(error, CommunicationTimeoutError)
     expected = f"rank 1 timed out after 0.5 s connecting to the job's store, which rank 0 serves at 127.0.0.1:{port} "
     assert str(error).startswith(expected)
     assert "Connection refused" in str(error)
+    time.sleep(0.3)
+    assert set(threading.enumerate()) <= threads
     assert "MASTER_ADDR" in str(error)
 
 
@@ -87,12 +91,12 @@ def test_S1_the_store_of_torchrun_has_gone(monkeypatch: pytest.MonkeyPatch) -> N
     assert "rank 0 timed out after 0.3 s connecting to the job's store, which torchrun serves at 127.0.0.1:" in str(error)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_S1_an_address_that_is_unknown(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    error = init(monkeypatch, rank, "no-such-host.invalid", bagua_ref.env.find_free_network_port(), 1)
+@pytest.mark.parametrize(("rank", "host"), [(0, "no-such-host.invalid"), (1, "no-such-host.invalid"), (1, "x" * 70)])
+def test_S1_an_address_that_is_unknown(rank: int, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = init(monkeypatch, rank, host, bagua_ref.env.find_free_network_port(), 0.7)
     assert isinstance(error, CommunicationTimeoutError)
-    assert f"rank {rank} timed out after 1 s connecting" in str(error)
-    assert "at no-such-host.invalid:" in str(error)
+    assert f"rank {rank} timed out after 0.7 s connecting" in str(error)
+    assert f"at {host}:" in str(error)
 
 
 @pytest.mark.parametrize("reply", [None, b"HTTP/1.1 400 Bad Request\r\n\r\n"], ids=["silent", "HTTP"])
@@ -128,6 +132,7 @@ def test_S1_ranks_wait_for_a_store_that_is_served_later(monkeypatch: pytest.Monk
     late.join()
     store.set("met", b"yes")
     assert (served[0].get("met"), rank, world_size) == (b"yes", 1, 2)
+    assert store.timeout == timedelta(seconds=20)  # not what is left of it
 
 
 def test_S1_the_store_ends_while_ranks_meet() -> None:

@@ -59,16 +59,15 @@ def _open_store(host: str, port: int, rank: int, timeout: float) -> Store:
     what = f"the job's store, which {'torchrun' if by_torchrun else 'rank 0'} serves at {host}:{port}"
     began, problem = time.monotonic(), "rank 0 cannot reach itself there" if serves else "no answer"
 
-    def left() -> float:
-        return max(began + timeout - time.monotonic(), 0.01)
-
     def open_store() -> Store:
         nonlocal problem
         while not serves:
             try:
-                socket.create_connection((host, port), left()).close()
-            except OSError as error:
+                socket.create_connection((host, port), timeout).close()
+            except (OSError, UnicodeError) as error:
                 problem = str(error)
+                if time.monotonic() > began + timeout:
+                    raise Unanswered from None
                 time.sleep(0.1)
             else:
                 problem = "a program listens there, but does not answer as a store"
@@ -77,7 +76,7 @@ def _open_store(host: str, port: int, rank: int, timeout: float) -> Store:
             host,
             port,
             is_master=serves,
-            timeout=timedelta(seconds=left()),
+            timeout=timedelta(seconds=timeout),
             wait_for_workers=False,  # the ranks meet in it, and then know who is missing
             multi_tenant=True,
             use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
