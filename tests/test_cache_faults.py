@@ -7,12 +7,14 @@ import time
 import warnings
 
 import pytest
+import redis
 from tests.cache_faults import DRIPS, FAULTS, FOREIGN, SLOW, endless, http, silent
 from tests.cache_jobs import Plain, epoch
 from tests.odd_servers import odd_server, redis_like
 from torch.utils.data import DataLoader
 
 from bagua_ref.contrib import CachedDataset
+from bagua_ref.contrib.cache.protocol import CommandPacker, Limit
 from bagua_ref.contrib.cache.server import _answers
 from bagua_ref.contrib.utils.redis_store import RedisStore
 from bagua_ref.contrib.utils.store import StoreError
@@ -92,17 +94,24 @@ def test_a_byte_now_and_then_keeps_no_limit_alive(commands):
         assert dataset.stats().errors >= 1
 
 
-def test_a_server_that_reads_a_byte_now_and_then_is_given_up():
+def test_a_server_that_stops_reading_is_given_up():
     def talk(connection: socket.socket) -> None:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        while connection.recv(4096):
-            time.sleep(0.05)
+        while b"MSET" not in connection.recv(50_000):
+            connection.sendall(b"+OK\r\n")
+        time.sleep(1)
 
     with odd_server(talk) as host:
         store, started = RedisStore(hosts=[host], timeout=0.4), time.monotonic()
-        with pytest.raises(StoreError, match="TimeoutError"):
+        with pytest.raises(StoreError, match="TimeoutError: Timeout writing"):
             store.mset({str(i): bytes(200_000) for i in range(100)})
         assert time.monotonic() - started < 2
+
+
+def test_a_server_that_reads_too_slowly_is_given_up():
+    pieces, sent = CommandPacker(Limit(0.3)).pack("MSET", *(50 * ["key", bytes(2**17)])), []
+    with pytest.raises(redis.TimeoutError, match="not complete"):
+        sent.extend(time.sleep(0.3) for _ in pieces)  # 0.4 MiB a second
+    assert len(sent) <= 4
 
 
 def test_an_answer_that_keeps_coming_for_ever_is_given_up():
@@ -123,9 +132,7 @@ def test_a_large_value_may_take_longer_than_the_timeout_if_it_keeps_coming():
         assert time.monotonic() - started > 0.6
 
 
-@pytest.mark.parametrize(
-    "talk", [endless(b"", b"a" * 9000), endless(b"+OK\r\n", b"+PONG "), http], ids=["garbage", "almost", "HTTP"]
-)
+@pytest.mark.parametrize("talk", [endless(b"", b"a" * 9000), endless(b"+OK\r\n", b"+PONG "), http], ids=["noise", "almost", "HTTP"])
 def test_what_listens_on_the_port_of_a_job_s_own_server_is_told_apart(talk):
     with odd_server(talk) as host:
         started = time.monotonic()
