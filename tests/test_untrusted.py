@@ -90,7 +90,7 @@ def test_text_is_printed_on_one_line_without_commands_to_the_terminal() -> None:
 
 def test_pipes_and_devices_are_not_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
+    for path in (tmp_path / "pipe", Path("/dev/null"), tmp_path):
         with pytest.raises(OSError, match="not a regular file"):
             read_file(path)
     with pytest.raises(FileNotFoundError):
@@ -112,7 +112,7 @@ def trace(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", ["manifest.json", "steps.jsonl", "00000000.safetensors"])
 def test_a_trace_may_not_refer_to_a_device(trace: Path, name: str) -> None:
     (trace / name).unlink()
-    (trace / name).symlink_to("/dev/zero")
+    (trace / name).symlink_to("/dev/null")
     with pytest.raises(TraceError, match=f"{name}' cannot be read: not a regular file"):
         check_trace(trace.parent)
 
@@ -202,7 +202,7 @@ def test_names_of_outputs_send_no_commands_to_the_terminal(vectors: Path, capsys
 
 def test_a_manifest_may_not_refer_to_a_device(vectors: Path) -> None:
     (vectors / "manifest.json").unlink()
-    (vectors / "manifest.json").symlink_to("/dev/zero")
+    (vectors / "manifest.json").symlink_to("/dev/null")
     with pytest.raises(VectorsError, match="cannot be read: not a regular file"):
         read_manifest(vectors)
 
