@@ -16,13 +16,17 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from property_tests import fuzz, test_hostile_input
 
 from bagua_ref.cli import main
+from bagua_ref.communicators.rendezvous import meet
+from bagua_ref.communicators.torch_distributed import TorchDistributedTransport
 from bagua_ref.conformance.run.xfails import read_xfails
 from bagua_ref.conformance.trace import Recorder, TraceError, check_trace, read_trace
 from bagua_ref.conformance.vectors import VectorsError, check_outputs, read_manifest
 from bagua_ref.conformance.vectors.safetensors_file import write_safetensors
+from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 from bagua_ref.launch_environment import read_launch
 from bagua_ref.untrusted import NATURAL, SCALAR, check_form, load_json, one_line, read_file
 
@@ -232,3 +236,41 @@ def test_the_fuzzer_runs_a_property(monkeypatch: pytest.MonkeyPatch) -> None:
     fuzz.main(["test_a_hostile_list_of_known_failures_is_read_or_refused_by_name", "-runs=1"])
     assert given[0][-1] == "-runs=1"
     read.assert_called_once()
+
+
+def test_errors_send_no_commands_to_the_terminal(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    manifest = json.loads((trace / "manifest.json").read_text())
+    manifest["buckets"]["\x1b[2J"] = {"dtype": "float32", "elements": 4, "tensors": []}
+    (trace / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(SystemExit):
+        main(["trace", "check", str(trace.parent), "--bucket", "7"])
+    header = json.dumps({"\x1b[2J": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}).encode()
+    (trace / "00000000.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    assert main(["trace", "check", str(trace.parent)]) == 2
+    printed = capsys.readouterr().err
+    assert "\x1b" not in printed
+    assert printed.count(r"\x1b[2J") == 2
+
+
+def test_a_momentum_factor_out_of_range_is_not_replayed(tmp_path: Path) -> None:
+    with Recorder(tmp_path, rank=0, world_size=1, algorithm="qadam", options={"warmup_steps": 0}) as recorder:
+        recorder.before_op("0", {"momentum": torch.ones(4), "grad": torch.ones(4)}, beta1=7)
+        recorder.after_op("0", torch.ones(4))
+        recorder.step()
+    with pytest.raises(TraceError, match=r"nothing could be replayed: .*beta1=7 must be a number from 0 to 1"):
+        check_trace(tmp_path)
+
+
+def test_ranks_of_another_version_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    store.set("bagua_ref/m/answer1", json.dumps(["mark", ["node", 1]]))
+    monkeypatch.setattr("uuid.uuid4", lambda: SimpleNamespace(hex="m"))
+    with pytest.raises(CommunicationError, match=r"what rank 1 wrote .*it\[1\] must have 3 items, not 2. All ranks must run one"):
+        TorchDistributedTransport(store, 0, 2, None, 0.2)
+
+
+def test_a_proposal_that_is_no_text_is_not_an_answer() -> None:
+    store = dist.HashStore()
+    store.set("proposed", b"\xff")
+    with pytest.raises(CommunicationTimeoutError, match="rank 1 timed out after"):
+        meet(store, 1, 2, None, 0.1)
