@@ -45,7 +45,8 @@ HOUSE = (
         (
             "backends", "backends.reference", "backends.reference.*", "backends.cuda", "backends.cuda.*",
             "communicators", "communicators.torch_distributed", "communicators.connection", "communicators.rendezvous",
-            "communicators.watch", "communicators.job_store", "communicators.forked",
+            "communicators.watch", "communicators.job_store", "communicators.forked", "communicators.last_words",
+            "communicators.waiting",
             "communicators.simulated", "communicators.scheduler",
         ),
         layers(range(3)),
@@ -53,6 +54,7 @@ HOUSE = (
     Floor(3, ("comm_ops", "comm_ops.*"), layers(range(2), 3)),
     Floor(4, ("tensor", "bucket", "flat_storage", "utils"), layers(range(5))),
     Floor(5, ("scheduling", "scheduling.*"), layers(0, 4, 5)),
+    Floor(5, ("agreement", "agreement.*"), layers(0, 1, 5)),
     Floor(6, ("communication", "process_group", "torch_group_patch"), layers(range(3), 6)),
     Floor(7, ("algorithms", "algorithms.*"), layers(range(2), range(3, 8))),
     Floor(8, ("data_parallel", "data_parallel.*", "distributed", "distributed.*"), layers(range(9))),

@@ -452,7 +452,7 @@ class Partly(nn.Module):
         return self.used(x) + (self.unused(x) if both else 0)
 
 
-def test_S2_5_an_unused_parameter_is_an_error_that_names_it_and_training_can_go_on() -> None:
+def test_S2_5_an_unused_parameter_is_an_error_that_names_it_and_training_can_go_on_together() -> None:
     def rank(r: int) -> None:
         module = Partly()
         module.with_bagua([], GradientAllReduceAlgorithm())
@@ -461,6 +461,9 @@ def test_S2_5_an_unused_parameter_is_an_error_that_names_it_and_training_can_go_
                 CommunicationError, match=r"bucket '0': 'unused\.bias', 'unused\.weight'.*find_unused_parameters=True"
             ):
                 module(batch(r, 0)).sum().backward()
+            with pytest.raises(CommunicationError, match=r"cannot train on: .*unused\.bias.*bagua_resynchronize"):
+                module(batch(r, 0), both=True)
+            module.bagua_resynchronize()
             module.zero_grad()
             module(batch(r, 0), both=True).sum().backward()
 
@@ -499,7 +502,8 @@ def test_a_backend_that_cannot_run_is_refused_before_weights_are_broadcast() -> 
     simulate(2, rank)
 
 
-def test_an_exception_in_backward_leaves_training_usable() -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_training_goes_on_after_an_exception_in_backward_alone_or_resynchronized(ranks: int) -> None:
     class Fails(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -529,9 +533,13 @@ def test_an_exception_in_backward_leaves_training_usable() -> None:
                 module(batch(r, 0)).sum().backward()
             module.fail = False
             module.zero_grad()
+            if ranks > 1:
+                with pytest.raises(CommunicationError, match=r"backward passes failed after .*bagua_resynchronize\(\)"):
+                    module(batch(r, 0))
+                module.bagua_resynchronize()
             module(batch(r, 0)).sum().backward()
 
-    simulate(2, rank)
+    simulate(ranks, rank)
 
 
 def test_an_error_in_an_operation_reaches_backward_with_its_bucket() -> None:

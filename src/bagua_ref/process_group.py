@@ -159,6 +159,12 @@ class BaguaProcessGroup:
         """Raise CommunicationError if this process was forked after ``init_process_group()``."""
         refuse_in_child(self._job.pid)
 
+    def abort(self, why: str) -> None:
+        """Give up all connections: operations under way and later ones raise CommunicationError, on other ranks with the reason."""
+        for communicator in self._communicators.values():
+            if isinstance(communicator, Communicator):
+                communicator.abort(why)
+
     def close(self) -> None:
         """Close all connections; later use raises."""
         self._closed = True

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,7 +24,18 @@ if TYPE_CHECKING:
 
     from bagua_ref.types import BucketObserver, Group, Transport
 
-__all__ = ["Event", "Identity", "Lock", "Queue", "RealWorld", "Thread", "World", "current_world", "use_world"]
+__all__ = [
+    "Event",
+    "Identity",
+    "Lock",
+    "Queue",
+    "RealWorld",
+    "Thread",
+    "World",
+    "current_world",
+    "is_background_thread",
+    "use_world",
+]
 
 
 class Event(Protocol):
@@ -96,6 +107,10 @@ class World(ABC):
     @abstractmethod
     def queue(self) -> Queue:
         """Return a new unbounded queue."""
+
+    def waiting_for_own_thread(self, interrupt: Callable[[str], None]) -> AbstractContextManager[None]:
+        """Return a context in which the calling thread waits for a thread of this rank; ``interrupt(reason)`` ends that wait."""
+        return nullcontext()
 
     @abstractmethod
     def sleep(self, seconds: float) -> None:
@@ -169,6 +184,7 @@ class RealWorld(World):
     def spawn(self, function: Callable[[], None], name: str) -> threading.Thread:
         """Run ``function()`` on a new daemon thread with a copy of the caller's context."""
         context = contextvars.copy_context()
+        context.run(_in_background.set, True)
         thread = threading.Thread(target=context.run, args=(function,), name=name, daemon=True)
         thread.start()
         return thread
@@ -185,6 +201,14 @@ class RealWorld(World):
         """Return a `queue.SimpleQueue`."""
         return _RealQueue()
 
+    def waiting_for_own_thread(self, interrupt: Callable[[str], None]) -> AbstractContextManager[None]:
+        """Register the wait where waits for other ranks are, if this process has joined a job."""
+        waits = getattr(self.transport, "waits", None)
+        if waits is None:
+            return nullcontext()
+        registered: AbstractContextManager[None] = waits.waiting("for its background thread", "", (), interrupt)
+        return registered
+
     def sleep(self, seconds: float) -> None:
         """Wait for ``seconds``."""
         time.sleep(seconds)
@@ -195,7 +219,13 @@ class RealWorld(World):
 
 
 _real_world = RealWorld()
+_in_background: contextvars.ContextVar[bool] = contextvars.ContextVar("bagua_ref_in_background", default=False)
 _current: contextvars.ContextVar[World] = contextvars.ContextVar("bagua_ref_world", default=_real_world)
+
+
+def is_background_thread() -> bool:
+    """Return whether `RealWorld.spawn` started the calling thread."""
+    return _in_background.get()
 
 
 def current_world() -> World:

@@ -99,6 +99,10 @@ class Group(Protocol):
         """Raise CommunicationError if this process was forked after the group was made."""
         ...
 
+    def abort(self, why: str) -> None:
+        """Give up all connections; operations on them raise, on other ranks with the reason."""
+        ...
+
     def close(self) -> None:
         """Close all connections."""
         ...

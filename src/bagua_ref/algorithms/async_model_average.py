@@ -190,6 +190,8 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         """Return True once, before the first step after warm-up."""
         if self._warming_up and self.step >= self.warmup_steps:
             self._warming_up = False
+            # A rank that is in the warm-up still would wait for this one.
+            self.process_group.abort(f"it has left the warm-up, of {self.warmup_steps} steps")
             return True
         return False
 

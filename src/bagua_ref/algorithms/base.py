@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from bagua_ref.agreement import Fact
     from bagua_ref.backends.base import KernelBackend
     from bagua_ref.runtime import World
     from bagua_ref.scheduling.engine import Engine
@@ -35,6 +36,7 @@ class TrainingContext(Protocol):
         bagua_buckets: the buckets in the order in which they are scheduled.
         bagua_optimizers: as passed when wrapping.
         bagua_train_step_counter: training forward passes begun so far; the current step is one less.
+        bagua_algorithm: the implementation in use.
         world: this rank's; starts threads.
         kernel_backend: the ``backend`` argument of wrapping.
         _bagua_backend: the engine: ``mark_ready(tensor)`` schedules, ``wait_pending_comm_ops()`` waits.
@@ -45,6 +47,7 @@ class TrainingContext(Protocol):
     bagua_buckets: list[BaguaBucket]
     bagua_optimizers: list[torch.optim.Optimizer]
     bagua_train_step_counter: int
+    bagua_algorithm: AlgorithmImpl
     world: World
     kernel_backend: str | KernelBackend | None
     _bagua_backend: Engine
@@ -52,6 +55,16 @@ class TrainingContext(Protocol):
     @property
     def module(self) -> torch.nn.Module:
         """The wrapped module."""
+        ...
+
+    @property
+    def steps_of_optimizers(self) -> list[int]:
+        """The steps that each optimizer has taken."""
+        ...
+
+    @property
+    def backward_passes(self) -> int:
+        """Backward passes begun outside `no_sync`."""
         ...
 
     @property
@@ -98,6 +111,20 @@ class AlgorithmImpl(NotCopied):
         return True
 
     @property
+    def steps_together(self) -> bool:
+        """Whether all ranks take the same optimizer steps, from the same weights if `replicas_are_equal`."""
+        return True
+
+    @property
+    def replicas_are_equal(self) -> bool:
+        """Whether weights and optimizer state are equal on all ranks."""
+        return True
+
+    def facts(self) -> list[Fact]:
+        """Return what else must be equal on all ranks when a round of communication begins; always as many facts."""
+        return []
+
+    @property
     def begins_in_forward(self) -> bool:
         """Whether the algorithm needs the module's training forward pass in each step; if not, a backward pass alone suffices."""
         return False
@@ -114,14 +141,28 @@ class AlgorithmImpl(NotCopied):
 
         Each rank saves its own. Subclasses add to it.
         """
-        return {"train_step_counter": self.context.bagua_train_step_counter}
+        return self.counters()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``; call it on every rank, after wrapping and after loading the state of model and optimizers.
 
         It does not communicate.
         """
-        self.context.bagua_train_step_counter = state["train_step_counter"]
+        self.load_counters(state)
+
+    def counters(self) -> dict[str, Any]:
+        """Return the numbers of `state_dict` that say how far training has come."""
+        context = self.context
+        return {
+            "train_step_counter": context.bagua_train_step_counter,
+            "steps_of_optimizers": list(context.steps_of_optimizers),
+        }
+
+    def load_counters(self, state: dict[str, Any]) -> None:
+        """Continue from the numbers that `counters` returned."""
+        context = self.context
+        context.bagua_train_step_counter = state["train_step_counter"]
+        context.steps_of_optimizers[:] = state.get("steps_of_optimizers", context.steps_of_optimizers)
 
     def need_reset(self) -> bool:
         """Return whether tensors, buckets and operations must be made again; called before each training forward pass."""

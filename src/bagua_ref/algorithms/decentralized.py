@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from bagua_ref.agreement import Fact
 from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl
 from bagua_ref.comm_ops.decentralized import PEER_SELECTION_MODES
 from bagua_ref.comm_ops.low_precision_decentralized import trade_with_neighbours
@@ -42,11 +43,31 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
         self.communication_interval = communication_interval
         self._averaging = False
         """Whether the last training forward pass marked the weights ready, and no backward pass has copied the result back yet."""
+        self._rounds = 0
+        """How often the weights were marked ready."""
+
+    @property
+    def steps_together(self) -> bool:
+        """False: a rank may skip optimizer steps."""
+        return False
+
+    @property
+    def replicas_are_equal(self) -> bool:
+        """False: each rank has its own weights."""
+        return False
 
     @property
     def begins_in_forward(self) -> bool:
         """True: the forward-pre hook marks the weights ready (S5.3)."""
         return True
+
+    def facts(self) -> list[Fact]:
+        """Return how often weights were averaged, and if not every step averages, the step."""
+        step = self.context.bagua_train_step_counter - 1 if self.communication_interval > 1 else 0
+        return [
+            Fact("{has} averaged weights {value} times", self._rounds),
+            Fact("{is} at training step {value}", step),
+        ]
 
     def init_tensors(self, bagua_ddp: TrainingContext) -> list[Tensor]:
         """Return the weights, last layer first."""
@@ -72,6 +93,7 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
             if self._averaging:
                 for tensor in self.tensors:
                     bagua_ddp._bagua_backend.mark_ready(tensor)
+                self._rounds += 1
 
         return hook
 
@@ -94,16 +116,20 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
     def state_dict(self) -> dict[str, Any]:
         """Return the step and how often each bucket was averaged, which determines the next peer of ``shift_one``."""
         self.context._bagua_backend.wait_pending_comm_ops()
-        steps = [bucket._decentralized_op.step for bucket in self.context.bagua_buckets]
-        return {**super().state_dict(), "averaging_steps": steps}
+        return super().state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``; call it on every rank after loading that rank's own weights."""
+    def counters(self) -> dict[str, Any]:
+        """Return the step and how often each bucket was averaged."""
+        steps = [bucket._decentralized_op.step for bucket in self.context.bagua_buckets]
+        return {**super().counters(), "averaging_steps": steps}
+
+    def load_counters(self, state: dict[str, Any]) -> None:
+        """Continue from the numbers that `counters` returned."""
         buckets = self.context.bagua_buckets
         _check_count("averaging_steps", state["averaging_steps"], buckets)
-        super().load_state_dict(state)
+        super().load_counters(state)
         for bucket, step in zip(buckets, state["averaging_steps"], strict=True):
-            bucket._decentralized_op.step = step
+            bucket._decentralized_op.step = self._rounds = step
 
 
 class DecentralizedAlgorithm(Algorithm):
@@ -148,6 +174,21 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
         self.hierarchical, self.communication_interval = hierarchical, communication_interval
         self._optimizer_steps = 0
         """Steps that the last optimizer has taken."""
+        self._passes_before = 0
+        """Backward passes begun before the last round."""
+
+    @property
+    def replicas_are_equal(self) -> bool:
+        """False: each rank has its own weights."""
+        return False
+
+    def facts(self) -> list[Fact]:
+        """Return the optimizer steps, on which the interval hangs, and the backward passes, which tell that a rank skips steps."""
+        passes = self.context.backward_passes - self._passes_before
+        return [
+            Fact("{has} taken {value} steps with the last optimizer", self._optimizer_steps),
+            Fact("{has} run {value} backward passes since the last round", passes),
+        ]
 
     def init_tensors(self, bagua_ddp: TrainingContext) -> list[Tensor]:
         """Return the weights, last layer first.
@@ -187,6 +228,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
             if step % self.communication_interval == 0:
                 for tensor in self.tensors:
                     bagua_ddp._bagua_backend.mark_ready(tensor)
+                self._passes_before = bagua_ddp.backward_passes
                 bagua_ddp._bagua_backend.wait_pending_comm_ops()
 
         return hook
@@ -196,7 +238,6 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
         replicas = [[replica.clone() for replica in _replicas(bucket)] for bucket in self.context.bagua_buckets]
         return {
             **super().state_dict(),
-            "optimizer_steps": self._optimizer_steps,
             "ring": self._place_on_ring(),
             "replicas": replicas,
         }
@@ -231,9 +272,17 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
                     f"{replica.dtype}; it was saved for other weights"
                 )
         super().load_state_dict(state)
-        self._optimizer_steps = state["optimizer_steps"]
         for replica, saved in pairs:
             replica.copy_(saved)
+
+    def counters(self) -> dict[str, Any]:
+        """Return the step and the number of optimizer steps."""
+        return {**super().counters(), "optimizer_steps": self._optimizer_steps}
+
+    def load_counters(self, state: dict[str, Any]) -> None:
+        """Continue from the numbers that `counters` returned."""
+        super().load_counters(state)
+        self._optimizer_steps = state["optimizer_steps"]
 
     def _ring(self) -> Any:
         group = self.process_group

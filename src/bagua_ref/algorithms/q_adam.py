@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from bagua_ref.agreement import Fact
 from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl
 from bagua_ref.algorithms.bytegrad import ByteGradAlgorithmImpl
 from bagua_ref.algorithms.momentum import MomentumBucket
@@ -61,6 +62,13 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
     def begins_in_forward(self) -> bool:
         """The change of phase does (S5.5)."""
         return True
+
+    def facts(self) -> list[Fact]:
+        """Return the phase, and the steps that decide it."""
+        return [
+            Fact("{is} in {value}", bool(self._compressing), ("the warm-up", "the compressed phase")),
+            Fact("{is} at step {value} of the QAdamOptimizer", self.optimizer_step_id),
+        ]
 
     def need_reset(self) -> bool:
         """Return whether the phase is another than that of the buckets: once after the warm-up, or after loading a checkpoint."""

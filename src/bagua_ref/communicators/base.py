@@ -79,8 +79,21 @@ class Communicator(ABC):
         return round(self._bytes_sent)
 
     @abstractmethod
-    def abort(self) -> None:
-        """Abort the connection; operations in progress and later ones raise CommunicationError."""
+    def abort(self, reason: str = "") -> None:
+        """Abort the connection; operations in progress and later ones raise CommunicationError, with the reason if one is given."""
+
+    def exchange_notes(self, note: Tensor) -> Tensor:
+        """Return the ``note`` of every rank: a few numbers in host memory, whose bytes do not count in `bytes_sent`.
+
+        Args:
+            note: of shape (m,), the same m on all ranks.
+
+        Returns:
+            Of shape (n, m).
+        """
+        notes = note.new_empty(self._nranks * note.numel())
+        self._allgather(note, notes)
+        return notes.view(self._nranks, -1)
 
     def close(self) -> None:
         """End this rank's use of it: later operations raise CommunicationError."""

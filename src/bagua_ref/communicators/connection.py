@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 import threading
+import time
 import weakref
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -14,11 +15,16 @@ import torch.distributed as dist
 from bagua_ref.communicators.rendezvous import another_connection, prefixed
 from bagua_ref.communicators.watch import Watch
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
+from bagua_ref.runtime import is_background_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection, Sequence
+    from contextlib import AbstractContextManager
 
     from torch._C._distributed_c10d import Store
+
+    from bagua_ref.communicators.last_words import LastWords
+    from bagua_ref.communicators.waiting import Waiting
 
 __all__ = ["Connection"]
 
@@ -33,28 +39,45 @@ class Connection:
 
     Args:
         store: a store for these ranks only, through which they find each other.
-        rank: the rank of this process.
-        nranks: the number of ranks.
+        name: the communicator's.
+        rank: the rank of this process in it.
+        ranks: the global ranks, in the group's order.
         timeout: seconds without progress after which a collective raises.
-        title: its name in error messages.
+        last_words: why other ranks gave it up.
+        waits: where waits for other ranks are registered.
     """
 
-    def __init__(self, store: Store, rank: int, nranks: int, timeout: float, title: str) -> None:
-        self._store, self._rank, self._nranks, self._title = store, rank, nranks, title
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        rank: int,
+        ranks: Sequence[int],
+        timeout: float,
+        last_words: LastWords,
+        waits: Waiting,
+    ) -> None:
+        self._last_words, self._waits = last_words, waits
+        self._store, self._name, self._rank, self._ranks = store, name, rank, ranks
+        self._title = f"TorchDistributedCommunicator({name!r}, rank {rank} of {len(ranks)}) of global ranks {list(ranks)}"
+        self._collectives = 0
         self._timeout = timedelta(seconds=timeout)
         self._turn = threading.Lock()
         self._closed = ""
         self._kind_of_end: type[CommunicationError] = CommunicationError
         self._gloo: Any = None
         self._nccl: Any = None
+        self._await_members()
         try:
-            self._gloo = dist.ProcessGroupGloo(prefixed("gloo", store), rank, nranks, timeout=self._timeout)
+            self._gloo = dist.ProcessGroupGloo(prefixed("gloo", store), rank, len(ranks), timeout=self._timeout)
         except RuntimeError as error:
             raise self._failure("connect", error) from None
         # The rank that serves the store must not exit before all are connected.
         self.run("connect", lambda group: [group.barrier()])
 
-    def run(self, collective: str, start: Callable[[Any], list[Any]], over_nccl: bool = False, interruptible: bool = True) -> None:
+    def run(
+        self, collective: str, start: Callable[[Any], list[Any]], over_nccl: bool = False, peers: Collection[int] | None = None
+    ) -> None:
         """Start ``collective`` on a process group and wait until it is done; with NCCL, the current stream waits, not the host.
 
         If NCCL does not finish within the timeout, the group is aborted, which ends its kernels, and the next call raises.
@@ -63,7 +86,7 @@ class Connection:
             collective: its name, for messages.
             start: takes the process group and returns the works to wait for.
             over_nccl: whether to use NCCL instead of gloo.
-            interruptible: whether the wait can be split into short ones; gloo cannot do that for send and recv.
+            peers: the ranks of this group that it sends to and receives from; None: it is a collective of all.
 
         Raises:
             CommunicationTimeoutError: no progress within the timeout.
@@ -85,10 +108,12 @@ class Connection:
                 if over_nccl:
                     work.wait()
                     _watch.add(work, self._timeout.total_seconds(), _late(self, collective))
-                elif interruptible:
-                    self._wait_for_gloo(work)
                 else:
-                    work.wait()
+                    with self._waiting(collective, peers):
+                        if peers is None:
+                            self._wait_for_gloo(work)
+                        else:  # gloo cannot split the wait of send and recv into short ones
+                            work.wait()
         except CommunicationError:
             _keep_forever(group)
             self._drop()
@@ -107,15 +132,54 @@ class Connection:
             # Freeing a work lets go of Python's lock for a moment; a thread that does so while the interpreter ends aborts the
             # process. So it is freed before abort(), which comes first then, can have the turn.
             group = works = work = None
+            if self._closed:  # while this was in progress
+                self._drop()
             self._turn.release()
 
-    def abort(self) -> None:
-        """Abort the connection; operations in progress and later ones raise CommunicationError."""
-        self._closed = self._closed or "it was aborted or its process group destroyed"
+    def abort(self, reason: str = "") -> None:
+        """Abort the connection; operations in progress and later ones raise CommunicationError, on other ranks with the reason."""
+        if reason and not self._closed:
+            self._last_words.tell(reason)
+        self._closed = self._closed or reason or "it was aborted or its process group destroyed"
         # A collective in progress notices this within a tick and drops the groups itself.
         if self._turn.acquire(timeout=5 * _TICK.total_seconds()):
             self._drop()
             self._turn.release()
+
+    def _await_members(self) -> None:
+        """Wait until every rank is about to connect, as gloo would, but so that the wait can be interrupted."""
+        keys = {rank: f"here/{place}" for place, rank in enumerate(self._ranks)}
+        limit = self._timeout.total_seconds()
+        deadline, pause = time.monotonic() + limit, 0.001
+        here = keys[self._ranks[self._rank]]
+        self._store.set(here, "")
+        try:
+            with self._waiting("connect", None):
+                while not self._store.check(list(keys.values())):
+                    if self._closed:
+                        raise CommunicationError(f"connect on {self._title}: {self._closed}")
+                    if time.monotonic() > deadline:
+                        missing = [rank for rank, key in keys.items() if not self._store.check([key])]
+                        who = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} have"
+                        raise CommunicationTimeoutError(f"connect on {self._title}: {who} not come within {limit:g} s")
+                    time.sleep(pause)
+                    pause = min(1.5 * pause, 0.1)
+        except BaseException:
+            self._store.delete_key(here)  # or a rank that comes later would wait for this one inside gloo
+            raise
+
+    def _waiting(self, collective: str, peers: Collection[int] | None) -> AbstractContextManager[None]:
+        if peers is None:
+            self._collectives += 1
+        members = self._ranks if peers is None else [self._ranks[place] for place in {self._rank, *peers}]
+        place = f"{self._name}/{'exchange' if peers else self._collectives}"
+        return self._waits.waiting(
+            f"in {collective} of group {self._name!r}", place, members, self._interrupt, is_background_thread()
+        )
+
+    def _interrupt(self, reason: str) -> None:
+        """Let the collective in progress raise, as far as gloo can."""
+        self._closed = self._closed or reason
 
     def _wait_for_gloo(self, work: Any) -> None:
         while True:
@@ -144,7 +208,7 @@ class Connection:
             options.is_high_priority_stream = True
             # Unlike gloo, NCCL uses the store again at its first collective, from its own threads.
             store = prefixed("nccl", another_connection(self._store))
-            self._nccl = dist.ProcessGroupNCCL(store, self._rank, self._nranks, options)
+            self._nccl = dist.ProcessGroupNCCL(store, self._rank, len(self._ranks), options)
         return self._nccl
 
     def _failure(self, collective: str, error: RuntimeError) -> CommunicationError:
@@ -155,7 +219,9 @@ class Connection:
         if re.search(r"time(d )?out", why, re.IGNORECASE):
             limit = self._timeout.total_seconds()
             return CommunicationTimeoutError(f"{collective} on {self._title}: a rank has not come within {limit:g} s ({why})")
-        return CommunicationError(f"{collective} on {self._title} failed; a rank has died or left ({why})")
+        return CommunicationError(
+            f"{collective} on {self._title} failed; {self._last_words.of_others() or 'a rank has died or left'} ({why})"
+        )
 
     def _drop(self) -> None:
         nccl, self._nccl, self._gloo = self._nccl, None, None

@@ -77,9 +77,10 @@ class SimulatedCommunicator(Communicator):
         self._group = group
         self._closed = False
 
-    def abort(self) -> None:
+    def abort(self, reason: str = "") -> None:
         """Abort the whole group: operations in progress and later ones raise CommunicationError on every rank."""
-        self._group.give_up(f"rank {self._group.ranks[self._rank]} aborted group {self.name!r}")
+        rank = self._group.ranks[self._rank]
+        self._group.give_up(f"rank {rank} gave up: {reason}" if reason else f"rank {rank} aborted group {self.name!r}")
 
     def close(self) -> None:
         """Make this rank's later operations raise; other ranks are not affected."""

@@ -19,7 +19,9 @@ from bagua_ref.communicators.base import Communicator
 from bagua_ref.communicators.collectives import combine
 from bagua_ref.communicators.connection import Connection
 from bagua_ref.communicators.forked import OfParent, leave_to_parent
+from bagua_ref.communicators.last_words import LastWords
 from bagua_ref.communicators.rendezvous import another_connection, meet, prefixed
+from bagua_ref.communicators.waiting import Waiting
 from bagua_ref.types import ReduceOp
 from bagua_ref.untrusted import NATURAL
 
@@ -78,6 +80,7 @@ class TorchDistributedTransport:
             for (name, gpus, _) in found
             for peers in [[other for other in found if other[0] == name]]
         )
+        self.waits = Waiting(prefixed("waiting", self.store), rank, world_size)
         self.uses_nccl = False
         """Whether CUDA tensors use NCCL; otherwise they are copied to the host and use gloo."""
         leave_to_parent(self)
@@ -94,7 +97,7 @@ class TorchDistributedTransport:
             connection = another_connection(self.store)
         try:
             store = prefixed(name, connection)
-            communicator = TorchDistributedCommunicator(store, name, ranks, self.rank, timeout, self.uses_nccl)
+            communicator = TorchDistributedCommunicator(store, name, ranks, self.rank, timeout, self.uses_nccl, self.waits)
         finally:
             self._idle.append(connection)
         self._communicators.add(communicator)
@@ -102,6 +105,7 @@ class TorchDistributedTransport:
 
     def close(self) -> None:
         """Abort every communicator."""
+        self.waits.close()
         for communicator in list(self._communicators):
             communicator.abort()
 
@@ -126,23 +130,32 @@ class TorchDistributedCommunicator(Communicator):
         global_rank: the global rank of this process.
         timeout: seconds without progress after which a collective raises.
         uses_nccl: whether CUDA tensors go through NCCL.
+        waits: where waits for other ranks are registered.
     """
 
-    def __init__(self, store: Store, name: str, ranks: Sequence[int], global_rank: int, timeout: float, uses_nccl: bool) -> None:
+    def __init__(
+        self, store: Store, name: str, ranks: Sequence[int], global_rank: int, timeout: float, uses_nccl: bool, waits: Waiting
+    ) -> None:
         super().__init__(list(ranks).index(global_rank), len(ranks), name)
         self.ranks, self._uses_nccl = tuple(ranks), uses_nccl
         self._sent_to, self._received_from = [0] * self._nranks, [0] * self._nranks
-        self._connection: Connection | OfParent = Connection(
-            store, self._rank, self._nranks, timeout, f"{self!r} of global ranks {list(ranks)}"
-        )
+        last_words = LastWords(prefixed("gave up", store), self.ranks, self._rank)
+        self._connection: Connection | OfParent = Connection(store, name, self._rank, self.ranks, timeout, last_words, waits)
 
-    def abort(self) -> None:
-        """Abort the connection; operations in progress and later ones raise CommunicationError."""
-        self._connection.abort()
+    def abort(self, reason: str = "") -> None:
+        """Abort the connection; operations in progress and later ones raise CommunicationError, with the reason if one is given."""
+        self._connection.abort(reason)
 
     def barrier(self) -> None:
         """Wait until every rank has called it."""
         self._connection.run("barrier", lambda group: [group.barrier()])
+
+    def exchange_notes(self, note: Tensor) -> Tensor:
+        """Return every rank's ``note``, over gloo."""
+        # An all-to-all, because it sends to all peers at once, where gloo's all-gather passes the notes around a ring.
+        copies, notes = note.repeat(self._nranks), note.new_empty(self._nranks * note.numel())
+        self._connection.run("agreement", lambda group: [group.alltoall_base(notes, copies, [], [])])
+        return notes.view(self._nranks, -1)
 
     # Movement.
 
@@ -162,7 +175,8 @@ class TorchDistributedCommunicator(Communicator):
             return
         over_nccl = self._over_nccl((sends or landings)[0][0])
         start = self._start_on_nccl if over_nccl else self._start_on_gloo
-        self._connection.run(collective, lambda group: start(group, sends, landings), over_nccl, interruptible=False)
+        peers = {peer for _, peer in (*sends, *recvs)}
+        self._connection.run(collective, lambda group: start(group, sends, landings), over_nccl, peers)
         for (tensor, _), (landing, _) in zip(recvs, landings, strict=True):
             _bring_back(tensor, landing)
 

@@ -12,6 +12,7 @@ import torch
 
 from bagua_ref.algorithms.base import GlobalAlgorithmRegistry
 from bagua_ref.communication import broadcast_coalesced
+from bagua_ref.data_parallel.agreed_rounds import AgreedRounds
 from bagua_ref.data_parallel.bucketing import split_into_buckets
 from bagua_ref.data_parallel.state_broadcast import broadcast_state
 from bagua_ref.data_parallel.step_guard import StepGuard
@@ -53,6 +54,10 @@ class WrappedModule(NotCopied):
         timeout: seconds without progress after which waiting raises.
         bucket_bytes: the size at which a bucket is closed; None: `bagua_ref.env.get_default_bucket_size`.
         broadcast_buffers: broadcast the first rank's buffers before each training forward pass, not only now.
+
+    Attributes:
+        options: the keyword arguments, from which `wrapping.resynchronize` makes the training anew.
+        rounds: what the ranks agree on before each round of communication.
     """
 
     def __init__(
@@ -70,6 +75,15 @@ class WrappedModule(NotCopied):
         bucket_bytes: int | None = None,
         broadcast_buffers: bool = False,
     ) -> None:
+        self.algorithm = algorithm
+        self.options: dict[str, Any] = {
+            "do_flatten": do_flatten,
+            "backend": backend,
+            "find_unused_parameters": find_unused_parameters,
+            "timeout": timeout,
+            "bucket_bytes": bucket_bytes,
+            "broadcast_buffers": broadcast_buffers,
+        }
         self._called = weakref.ref(module)  # hooks on the module inside a compiled one would be compiled
         module = uncompiled(module)
         self._module = weakref.ref(module)
@@ -107,13 +121,16 @@ class WrappedModule(NotCopied):
         self.bagua_algorithm = algorithm.reify(self.process_group)
         self.bagua_algorithm._context = weakref.ref(self)
         self._handles: list[Any] = []
+        self.rounds = AgreedRounds(self)
         self.reset()
+        self._handles.append(module.register_load_state_dict_post_hook(OwnHook(self.rounds.note_load)))
         self._handles.append(self.called_module.register_forward_pre_hook(OwnHook(self._begin_forward)))
         for name, parameter in self.bagua_build_params():
             self._handles.append(parameter.register_post_accumulate_grad_hook(GradientHook(self, name)))
         for optimizer in self.bagua_optimizers:
             self._handles.append(optimizer.register_step_pre_hook(OwnHook(self._begin_step)))
             self._handles.append(optimizer.register_step_post_hook(OwnHook(self._end_step)))
+            self._handles.append(optimizer.register_load_state_dict_post_hook(OwnHook(self.rounds.note_load)))
 
     def publish(self) -> None:
         """Set the attributes of `bagua_ref.distributed.BaguaModule` on the module; unwrapped modules have none of them."""
@@ -129,6 +146,16 @@ class WrappedModule(NotCopied):
     @bagua_train_step_counter.setter
     def bagua_train_step_counter(self, value: int) -> None:
         self._train_steps = self.module.__dict__["bagua_train_step_counter"] = value
+
+    @property
+    def steps_of_optimizers(self) -> list[int]:
+        """The steps that each optimizer has taken."""
+        return self.rounds.steps_of_optimizers
+
+    @property
+    def backward_passes(self) -> int:
+        """Backward passes begun outside `no_sync`."""
+        return self.rounds.backward_passes
 
     @property
     def module(self) -> torch.nn.Module:
@@ -164,6 +191,7 @@ class WrappedModule(NotCopied):
                 bucket.backend = bucket.backend or self.kernel_backend
                 algorithm.init_operations(self, bucket)
         self._bagua_backend.register_ordered_buckets(self.bagua_buckets)
+        self.rounds.plan()
         for parameter in without_gradient:  # else torch would not create the optimizer's state when it loads a checkpoint
             parameter.grad = None
         self._forward_pre_hook = algorithm.init_forward_pre_hook(self)
@@ -177,10 +205,13 @@ class WrappedModule(NotCopied):
             return
         self.given_group.refuse_in_child()
         self._parameters.check()
-        self._synchronizing = not self.skipping
         if self._in_backward:  # the last backward pass failed
             self._in_backward = False
             self._bagua_backend.abandon_round()
+            if self._bagua_backend.half_done:
+                self.rounds.give_up("one of its backward passes failed after communication had begun")
+        self.rounds.check_usable()
+        self._synchronizing = not self.skipping
         self.bagua_train_step_counter += 1
         if self.bagua_algorithm.need_reset():
             self.reset()
@@ -202,11 +233,16 @@ class WrappedModule(NotCopied):
 
     def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.given_group.refuse_in_child()
+        self.rounds.check_usable()
         self._guard.before_step(optimizer)
 
     def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._guard.after_step(optimizer) and self.module.training and self._synchronizing:
-            self._post_step_hook(optimizer)
+        if not self._guard.after_step(optimizer):
+            return
+        self.steps_of_optimizers[self.bagua_optimizers.index(optimizer)] += 1
+        if self.module.training and self._synchronizing:
+            with self.rounds.giving_up():
+                self._post_step_hook(optimizer)
 
     def _begin_backward(self, name: str, parameter: Any) -> bool:
         """Return whether the backward pass that delivers its first gradient now is synchronized."""
@@ -215,6 +251,7 @@ class WrappedModule(NotCopied):
         # What counts is whether the forward pass ran under no_sync (S5), and the backward pass only if there was no forward pass.
         if bypassed is None and self._synchronizing and (self._guard.expects_backward or not self.skipping):
             self._in_backward = True
+            self.rounds.backward_passes += 1
             self._bagua_backend.begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._graph_task_ended)
             return True
@@ -247,8 +284,9 @@ class WrappedModule(NotCopied):
 
     def _post_backward(self) -> None:
         self._in_backward = False
-        self._bagua_backend.end_backward(self._find_unused_parameters)
-        self._post_backward_hook()
+        with self.rounds.giving_up():
+            self._bagua_backend.end_backward(self._find_unused_parameters)
+            self._post_backward_hook()
         self._guard.synchronized()
 
     @contextmanager

@@ -88,6 +88,31 @@ def wrap(
         before.close()
 
 
+def resynchronize(module: torch.nn.Module) -> None:
+    """Make the training of ``module`` anew, with new connections, from the state and counters of the group's first rank.
+
+    Collective. Whatever was under way is forgotten.
+
+    Raises:
+        ValueError: the module is not wrapped, or modules differ between ranks.
+        CommunicationTimeoutError: a rank has not come.
+    """
+    before = context_of(module)
+    if before is None:
+        raise ValueError(
+            f"this {type(module).__name__} is not wrapped, so there is nothing to resynchronize; call with_bagua() first"
+        )
+    before.rounds.give_up("it resynchronizes")
+    before.bagua_algorithm.close()
+    group = before.given_group.sibling() if before.process_group is before.given_group else before.given_group
+    counters = before.bagua_algorithm.counters()
+    anew = WrappedModule(before.called_module, before.bagua_optimizers, before.algorithm, group, before.world, **before.options)
+    comm = anew.process_group.get_global_communicator()
+    anew.bagua_algorithm.load_counters(comm.broadcast_object(counters, 0) if comm.nranks() > 1 else counters)
+    anew.publish()
+    before.close()
+
+
 def context_of(module: torch.nn.Module) -> WrappedModule | None:
     """Return the training context of ``module``, None if it is not wrapped."""
     return cast("WrappedModule | None", uncompiled(module).__dict__.get("_bagua"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
-from bagua_ref.data_parallel.wrapping import context_of, wrap
+from bagua_ref.data_parallel.wrapping import context_of, resynchronize, wrap
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -97,6 +97,22 @@ class BaguaModule:
         """Skip communication of training forward passes that begin in this context (S5); no effect on an unwrapped module."""
         wrapped = context_of(_module(self))
         return nullcontext() if wrapped is None else wrapped.no_sync()
+
+    def bagua_resynchronize(self) -> None:
+        """Train on after a failed round: with new connections, from the state and counters of the group's first rank.
+
+        Collective: every rank of the group calls it, whatever state it is in. What was under way is forgotten.
+
+        Raises:
+            ValueError: this module is not wrapped, or modules differ between ranks.
+            CommunicationTimeoutError: a rank has not come within the timeout of ``init_process_group()``.
+
+        >>> try:  # doctest: +SKIP
+        ...     model(x).sum().backward()
+        ... except bagua_ref.errors.CommunicationError:
+        ...     model.bagua_resynchronize()
+        """
+        resynchronize(_module(self))
 
 
 def _module(mixin: object) -> torch.nn.Module:

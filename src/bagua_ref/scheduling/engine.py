@@ -17,7 +17,7 @@ from bagua_ref.tensor import registration
 from bagua_ref.utils import overlapping
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -36,11 +36,19 @@ class Engine:
         name: the module's name, for messages and the thread.
         timeout: seconds without progress after which waiting raises (S2.5).
         algorithm: the algorithm's name in profiles; "" uses ``name``.
+
+    Attributes:
+        before_round: called on the marking thread when a round begins; what it returns is called on the worker before the round's
+            first bucket. If that raises an error, no bucket runs any more. None: rounds begin without further ado.
+        half_done: whether a round has been abandoned after it had begun.
     """
 
     def __init__(self, world: World, name: str = "", timeout: float = 300.0, algorithm: str = "") -> None:
         self.name, self._algorithm = name, algorithm or name
-        self._worker: Worker[_BucketRun] = Worker(world, f"bagua_ref worker {name}", timeout)
+        self.before_round: Callable[[], Callable[[], None]] | None = None
+        self.half_done = False
+        self._fate = _Fate()
+        self._worker: Worker[_BucketRun | _Opening] = Worker(world, f"bagua_ref worker {name}", timeout)
         self._buckets: list[BaguaBucket] = []
         self._readiness: Readiness[Registration] = Readiness([])
         self._bucket_of: dict[Registration, BaguaBucket] = {}
@@ -93,7 +101,10 @@ class Engine:
             NotImplementedError: a tensor of the bucket is sparse.
         """
         known = registration(tensor)
+        begins = self._readiness.idle
         complete = self._readiness.mark(known)
+        if begins and self.before_round is not None:
+            self._worker.submit(_Opening(self.before_round(), self._fate))
         if known in self._large and (bucket := self._bucket_of[known]) not in self._under_way:
             bucket.take_in(self._large[known])
         if self._marked_on and (bucket := self._bucket_of[known]) in self._marked_on:
@@ -114,10 +125,12 @@ class Engine:
         try:
             flat = None if bucket in self._under_way else bucket.load()
         except Exception:
+            self.half_done = True
             self.abandon_round()
             raise
         self._under_way.add(bucket)
-        self._worker.submit(_BucketRun(bucket, flat, streams.record(here), f"bagua_ref::{self._algorithm}/bucket{bucket.name}"))
+        label = f"bagua_ref::{self._algorithm}/bucket{bucket.name}"
+        self._worker.submit(_BucketRun(bucket, flat, streams.record(here), label, self._fate))
 
     def wait_pending_comm_ops(self) -> None:
         """Wait until everything scheduled has finished (S2.5); on CUDA the current stream waits, not the host.
@@ -131,11 +144,14 @@ class Engine:
         with record_function(f"bagua_ref::{self._algorithm}/wait"):
             runs = self._worker.wait()
         self._under_way.clear()
+        if self._fate.error is not None:
+            raise self._fate.error
         for run in runs:
             if run.error is not None:
                 error = run.error
                 raise CommunicationError(f"{run.describe()}: {type(error).__name__}: {error}") from error
-            streams.order_after([run.done], run.bucket.device)
+            if isinstance(run, _BucketRun):
+                streams.order_after([run.done], run.bucket.device)
 
     def begin_backward(self) -> None:
         """Begin a round that lasts until `end_backward`; marking a tensor again after its bucket was scheduled is an error."""
@@ -145,6 +161,7 @@ class Engine:
 
     def abandon_round(self) -> None:
         """Clear the marks of a backward pass that failed."""
+        self.half_done = self.half_done or self._readiness.started
         self._readiness.hold = False
         self._readiness.reset()
         for marked_on in self._marked_on.values():
@@ -190,6 +207,31 @@ class Engine:
         self._worker.join()
 
 
+class _Fate:
+    """The error after which no bucket of an engine runs any more; the worker sets it."""
+
+    error: BaseException | None = None
+
+
+class _Opening:
+    """The first job of a round."""
+
+    error: BaseException | None = None
+
+    def __init__(self, check: Callable[[], None], fate: _Fate) -> None:
+        self._check, self._fate = check, fate
+
+    def __call__(self) -> None:
+        if self._fate.error is None:
+            try:
+                self._check()
+            except Exception as error:
+                self._fate.error = self.error = error
+
+    def describe(self) -> str:
+        return "agreement with the other ranks before a round"
+
+
 class _BucketRun:
     """One execution of a bucket's operations.
 
@@ -198,13 +240,14 @@ class _BucketRun:
         flat: the values of its tensors; None: it is loaded when it runs.
         ready: a CUDA event that marks when they are available.
         label: name of this execution in a profile, from its creation to the end of its operations.
+        fate: if it has an error, the operations do not run.
 
     Attributes:
         done: a CUDA event that marks the end; None on a CPU.
     """
 
-    def __init__(self, bucket: BaguaBucket, flat: Tensor | None, ready: Any, label: str) -> None:
-        self.bucket, self._flat, self._ready, self._label = bucket, flat, ready, label
+    def __init__(self, bucket: BaguaBucket, flat: Tensor | None, ready: Any, label: str, fate: _Fate) -> None:
+        self.bucket, self._flat, self._ready, self._label, self._fate = bucket, flat, ready, label, fate
         self._ended: torch.futures.Future[None] | None = None
         if torch.autograd.profiler._is_profiler_enabled:
             self._ended = torch.futures.Future()
@@ -215,10 +258,11 @@ class _BucketRun:
         self.error: BaseException | None = None
 
     def __call__(self) -> None:
-        try:
-            self.done = self.bucket.execute(self._flat, self._ready, self._label)
-        except Exception as error:
-            self.error = error
+        if self._fate.error is None:
+            try:
+                self.done = self.bucket.execute(self._flat, self._ready, self._label)
+            except Exception as error:
+                self.error = error
         if self._ended is not None:
             self._ended.set_result(None)
 

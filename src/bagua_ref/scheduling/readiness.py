@@ -47,6 +47,11 @@ class Readiness(Generic[Item]):
         return self._next == len(self._items)
 
     @property
+    def idle(self) -> bool:
+        """Whether the next mark, if it is allowed, begins a round."""
+        return not self._marked or (self.complete and not self.hold)
+
+    @property
     def started(self) -> bool:
         """Whether anything was marked in this round, and not every bucket scheduled."""
         return bool(self._marked) and not self.complete

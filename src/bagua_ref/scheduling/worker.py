@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from bagua_ref.errors import CommunicationTimeoutError
+from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 
 if TYPE_CHECKING:
     from bagua_ref.runtime import Thread, World
@@ -40,6 +40,8 @@ class Worker(Generic[AnyJob]):
         self._progress = world.event()
         self._finished = _Counter()
         self._submitted = 0
+        self._interrupted = ""
+        """Why waiting is no use."""
         self._jobs: list[AnyJob] = []
         self._thread: Thread | None = None
         self.close = weakref.finalize(self, self._queue.put, None)
@@ -68,18 +70,29 @@ class Worker(Generic[AnyJob]):
 
         Raises:
             CommunicationTimeoutError: none finished within the timeout; names the running job.
+            CommunicationError: the ranks wait for each other and none can go on.
         """
-        while (before := self._finished.count) < self._submitted:
-            self._progress.clear()
-            if self._finished.count == before and not self._progress.wait(self.timeout) and self._finished.count == before:
-                running = self._jobs[before - self._submitted]
-                raise CommunicationTimeoutError(f"no progress for {self.timeout:g} s: {running.describe()}")
+        with self._world.waiting_for_own_thread(self._interrupt):
+            self._wait()
         jobs, self._jobs = self._jobs, []
         return jobs
 
+    def _interrupt(self, reason: str) -> None:
+        self._interrupted = reason
+        self._progress.set()
+
+    def _wait(self) -> None:
+        while (before := self._finished.count) < self._submitted:
+            self._progress.clear()
+            if self._interrupted:
+                raise CommunicationError(self._interrupted)
+            if self._finished.count == before and not self._progress.wait(self.timeout) and self._finished.count == before:
+                running = self._jobs[before - self._submitted]
+                raise CommunicationTimeoutError(f"no progress for {self.timeout:g} s: {running.describe()}")
+
     def join(self) -> None:
         """Wait for the thread to end after `close`, at most the timeout."""
-        if self._thread is not None:
+        if self._thread is not None and not self._interrupted:
             self._thread.join(self.timeout)
 
 

@@ -41,7 +41,7 @@ class TorchGroup(Communicator):
         super().__init__(group.rank(), group.size(), type(group).__name__)
         self._group = group
 
-    def abort(self) -> None:
+    def abort(self, reason: str = "") -> None:
         """Release the group."""
         self._group = None
 

@@ -1,0 +1,185 @@
+"""Trainings over gloo in which one rank loses step with the others, and what each rank then sees."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import bagua_ref
+from bagua_ref.algorithms import (
+    Algorithm,
+    AsyncModelAverageAlgorithm,
+    ByteGradAlgorithm,
+    DecentralizedAlgorithm,
+    GradientAllReduceAlgorithm,
+    LowPrecisionDecentralizedAlgorithm,
+    QAdamAlgorithm,
+    QAdamOptimizer,
+)
+from bagua_ref.errors import CommunicationError
+
+WIDTH = 32
+
+
+@dataclass
+class Training:
+    """A module of equal layers, each in a bucket of its own, on one rank."""
+
+    rank: int
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    errors: list[str]
+    batches: int = 0
+
+    def backward(self) -> None:
+        """Run forward and backward passes on this rank's next batch."""
+        self.batches += 1
+        self.optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(1000 * self.rank + self.batches)
+        self.module(torch.randn(4, WIDTH, generator=generator)).square().mean().backward()
+
+    def step(self) -> None:
+        """Take a training step."""
+        self.backward()
+        self.optimizer.step()
+
+    def try_to(self, action: Callable[[], object]) -> None:
+        """Run ``action()`` as code that catches the errors of communication and goes on."""
+        try:
+            action()
+        except CommunicationError as error:
+            self.errors.append(str(error))
+
+    def state(self) -> list[Any]:
+        return copy.deepcopy([self.module.state_dict(), self.optimizer.state_dict(), self.module.bagua_algorithm.state_dict()])
+
+    def load(self, state: list[Any]) -> None:
+        for part, saved in zip((self.module, self.optimizer, self.module.bagua_algorithm), copy.deepcopy(state), strict=True):
+            part.load_state_dict(saved)
+
+
+def adam(module: nn.Module, warmup_steps: int) -> tuple[torch.optim.Optimizer, Algorithm]:
+    optimizer = QAdamOptimizer(module.parameters(), lr=0.01, warmup_steps=warmup_steps)
+    return optimizer, QAdamAlgorithm(optimizer, hierarchical=False)
+
+
+def sgd(algorithm: Algorithm) -> Callable[[nn.Module], tuple[torch.optim.Optimizer, Algorithm]]:
+    return lambda module: (torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9), algorithm)
+
+
+ALGORITHMS: dict[str, Callable[[nn.Module], tuple[torch.optim.Optimizer, Algorithm]]] = {
+    "gradient_allreduce": sgd(GradientAllReduceAlgorithm()),
+    "bytegrad": sgd(ByteGradAlgorithm(hierarchical=False)),
+    "decentralized": sgd(DecentralizedAlgorithm(hierarchical=False, peer_selection_mode="shift_one")),
+    "decentralized, interval 2": sgd(DecentralizedAlgorithm(hierarchical=False, communication_interval=2)),
+    "low_precision_decentralized": sgd(LowPrecisionDecentralizedAlgorithm(hierarchical=False)),
+    "qadam in warm-up": lambda module: adam(module, 100),
+    "qadam": lambda module: adam(module, 2),
+    "async in warm-up": sgd(AsyncModelAverageAlgorithm(sync_interval_ms=10, warmup_steps=100)),
+    "async at the end of its warm-up": sgd(AsyncModelAverageAlgorithm(sync_interval_ms=10, warmup_steps=5)),
+}
+
+
+def begin(algorithm: str, **options: Any) -> Training:
+    torch.manual_seed(0)
+    module = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+    optimizer, made = ALGORITHMS[algorithm](module)
+    module.with_bagua([optimizer], made, **options)
+    training = Training(bagua_ref.get_rank(), module, optimizer, [])
+    for _ in range(3):
+        training.step()
+    return training
+
+
+def abandons_a_backward(training: Training) -> None:
+    """Rank 1 catches its own exception in the middle of a backward pass and takes the next batch."""
+    if training.rank == 1:
+
+        def fail(grad: torch.Tensor) -> None:
+            raise ZeroDivisionError
+
+        handle = training.module[2].weight.register_hook(fail)
+        try:
+            training.backward()
+        except ZeroDivisionError:
+            handle.remove()
+    for _ in range(4 - training.rank):
+        training.try_to(training.step)
+
+
+def skips_an_optimizer_step(training: Training) -> None:
+    """Rank 1 does not call optimizer.step() once."""
+    training.try_to(training.backward if training.rank == 1 else training.step)
+    for _ in range(4):
+        training.try_to(training.step)
+
+
+def loads_another_checkpoint(training: Training) -> None:
+    """The ranks load checkpoints of different steps."""
+    earlier = training.state()
+    training.step()
+    training.step()
+    training.load(training.state() if training.rank == 1 else earlier)
+    for _ in range(4):
+        training.try_to(training.step)
+
+
+def loads_other_weights(training: Training) -> None:
+    """Rank 1 alone loads weights."""
+    if training.rank == 1:
+        training.module.load_state_dict({name: value + 1 for name, value in training.module.state_dict().items()})
+    for _ in range(4):
+        training.try_to(training.step)
+
+
+def comes_late(training: Training) -> None:
+    """Rank 1 comes later than the module's timeout."""
+    if training.rank == 1:
+        time.sleep(2)
+    for _ in range(4):
+        training.try_to(training.step)
+
+
+def forgets_a_batch(training: Training) -> None:
+    """Rank 1 skips a batch before its forward pass."""
+    training.batches += training.rank
+    for _ in range(4):
+        training.try_to(training.step)
+
+
+def looks_at_a_batch(training: Training) -> None:
+    """Rank 0 runs a forward pass in training mode, without backward."""
+    if training.rank == 0:
+        training.module(torch.ones(1, WIDTH))
+    for _ in range(4):
+        training.try_to(training.step)
+
+
+def ends_early(training: Training) -> None:
+    """Rank 1 takes one step less and waits in a barrier, to which rank 0 does not come when its step fails."""
+    for _ in range(4 - training.rank):
+        training.try_to(training.step)
+    if training.rank == 1:
+        training.try_to(bagua_ref.barrier)
+    else:
+        time.sleep(3)
+
+
+def run(
+    fault: Callable[[Training], None], algorithms: list[str], options: dict[str, Any]
+) -> dict[str, tuple[list[str], float, int]]:
+    """Return for each algorithm the errors of this rank, the seconds it took, and the optimizer steps taken."""
+    results = {}
+    for algorithm in algorithms:
+        training = begin(algorithm, **options)
+        start = time.monotonic()
+        fault(training)
+        results[algorithm] = training.errors, time.monotonic() - start, training.module._bagua.steps_of_optimizers[0]
+        bagua_ref.barrier()
+    return results

@@ -1,0 +1,105 @@
+"""Ranks that lose step with each other end in an error on every rank, which names who and what; harmless things stay allowed."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+from tests import faults
+from tests.launch import launch
+
+import bagua_ref
+
+GRADIENTS = ["gradient_allreduce", "bytegrad", "qadam in warm-up", "qadam", "async in warm-up"]
+WEIGHTS = ["decentralized", "decentralized, interval 2", "low_precision_decentralized"]
+
+
+def run(fault: Any, algorithms: list[str], options: dict[str, Any]) -> Any:
+    os.environ["BAGUA_DEFAULT_BUCKET_SIZE"] = "4096"
+    return faults.run(fault, algorithms, options)
+
+
+def texts(fault: Any, algorithms: list[str], **options: Any) -> dict[str, list[list[str]]]:
+    """Return the errors of both ranks for each algorithm, after checking that there was no long wait."""
+    ranks = launch(run, 2, fault, algorithms, options)
+    for results in ranks:
+        for algorithm, (_, seconds, _) in results.items():
+            assert seconds < 15, algorithm
+    return {algorithm: [results[algorithm][0] for results in ranks] for algorithm in algorithms}
+
+
+def test_a_backward_abandoned_half_way_is_an_error_on_all_ranks_at_once() -> None:
+    for algorithm, (innocent, guilty) in texts(faults.abandons_a_backward, GRADIENTS).items():
+        assert len(guilty) == 3, algorithm
+        assert all("cannot train on: one of its backward passes failed" in text for text in guilty), algorithm
+        assert len(innocent) == 4, algorithm
+        assert all("rank 1 gave up: one of its backward passes failed" in text for text in innocent), (algorithm, innocent)
+
+
+def test_abandoning_a_backward_is_harmless_where_it_communicates_nothing() -> None:
+    assert texts(faults.abandons_a_backward, WEIGHTS[:1]) == {"decentralized": [[], []]}
+
+
+def test_a_skipped_optimizer_step_is_an_error_in_the_next_round() -> None:
+    for algorithm, ranks in texts(faults.skips_an_optimizer_step, GRADIENTS).items():
+        for errors in ranks:
+            assert "rank 0 has taken 4 optimizer steps, rank 1 has taken 3 optimizer steps" in errors[0], algorithm
+
+
+@pytest.mark.parametrize("fault", [faults.skips_an_optimizer_step, faults.abandons_a_backward])
+def test_a_backward_without_a_step_is_an_error_where_steps_communicate(fault: Any) -> None:
+    for errors in texts(fault, ["low_precision_decentralized"])["low_precision_decentralized"]:
+        assert "rank 0 has run 1 backward passes since the last round, rank 1 has run 2 backward passes" in errors[0]
+
+
+def test_the_end_of_a_warm_up_after_a_skipped_step_does_not_make_ranks_wait() -> None:
+    for name in ("qadam", "async at the end of its warm-up"):
+        for errors in texts(faults.skips_an_optimizer_step, [name])[name]:
+            assert errors, name
+
+
+def test_checkpoints_of_different_steps_are_an_error_in_the_next_round() -> None:
+    for algorithm, ranks in texts(faults.loads_another_checkpoint, [*GRADIENTS, *WEIGHTS]).items():
+        for errors in ranks:
+            assert len(errors) >= 3, (algorithm, errors)
+            assert "disagree: " in errors[0], algorithm
+            assert "rank 0 has " in errors[0] or "rank 0 is " in errors[0], algorithm
+
+
+def test_weights_that_one_rank_loads_are_an_error_where_replicas_are_equal() -> None:
+    for algorithm, ranks in texts(faults.loads_other_weights, GRADIENTS).items():
+        for errors in ranks:
+            assert "rank 0 has weights and optimizer state of checksum" in errors[0], (algorithm, errors)
+
+
+def test_a_rank_that_comes_after_the_modules_timeout_is_an_error_on_all_ranks() -> None:
+    algorithms = ["gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized"]
+    for algorithm, (waiting, late) in texts(faults.comes_late, algorithms, timeout=1).items():
+        assert len(waiting) == 4, (algorithm, waiting)
+        assert len(late) >= 3, (algorithm, late)
+
+
+@pytest.mark.parametrize("fault", [faults.forgets_a_batch, faults.looks_at_a_batch])
+def test_what_mixes_nothing_stays_allowed(fault: Any) -> None:
+    for algorithm, ranks in texts(fault, GRADIENTS).items():
+        assert ranks == [[], []], algorithm
+
+
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad", "low_precision_decentralized"])
+def test_ranks_that_wait_for_each_other_learn_it_at_once(algorithm: str) -> None:
+    outcome = launch(run_until_stuck, 2, algorithm)
+    for errors, seconds in outcome:
+        assert seconds < 15
+        assert "none can go on: rank 0 waits in agreement of group 'default/background" in errors[0], errors
+        assert "rank 1 waits in connect of group 'default/global'" in errors[0], errors
+
+
+def run_until_stuck(algorithm: str) -> tuple[list[str], float]:
+    training = faults.begin(algorithm)
+    start = time.monotonic()
+    faults.ends_early(training)
+    seconds = time.monotonic() - start
+    bagua_ref.destroy_process_group()
+    return training.errors, seconds
