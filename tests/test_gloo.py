@@ -26,6 +26,7 @@ from bagua_ref.bucket import BaguaBucket
 from bagua_ref.communication import _get_default_group, from_torch_group
 from bagua_ref.communicators.collectives import combine
 from bagua_ref.communicators.connection import Connection
+from bagua_ref.communicators.waiting import Waiting
 from bagua_ref.communicators.torch_distributed import TorchDistributedCommunicator
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 
@@ -174,7 +175,7 @@ def test_large_tensors_do_not_wait_for_each_other(nranks):
 def through_the_host():
     group = _get_default_group()
     transport = group._job.transport
-    comm = ThroughTheHost(transport.store, "host", group.ranks, transport.rank, 30.0, uses_nccl=False)
+    comm = ThroughTheHost(transport.store, "host", group.ranks, transport.rank, 30.0, uses_nccl=False, waits=transport.waits)
     for case in (cases.broadcast, cases.reduce, cases.allreduce, cases.allreduce_large, cases.alltoall, cases.exchange):
         case(comm)
 
@@ -539,7 +540,7 @@ def test_ctrl_c_ends_a_collective_under_way():
 
 @pytest.mark.parametrize("given_up", [False, True])
 def test_works_are_freed_before_abort_can_have_the_turn(given_up):
-    connection, freed = Connection(dist.HashStore(), 0, 1, 30.0, "alone"), []
+    connection, freed = Connection(dist.HashStore(), "alone", 0, [0], 30.0, Waiting(dist.HashStore(), 0, 1)), []
 
     class Work:
         @staticmethod  # as with torch's, no Python frame refers to the work

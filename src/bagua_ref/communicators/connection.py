@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from bagua_ref.communicators.last_words import LastWords
 from bagua_ref.communicators.rendezvous import another_connection, prefixed
 from bagua_ref.communicators.watch import Watch
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
     from torch._C._distributed_c10d import Store
 
-    from bagua_ref.communicators.last_words import LastWords
     from bagua_ref.communicators.waiting import Waiting
 
 __all__ = ["Connection"]
@@ -43,7 +43,6 @@ class Connection:
         rank: the rank of this process in it.
         ranks: the global ranks, in the group's order.
         timeout: seconds without progress after which a collective raises.
-        last_words: why other ranks gave it up.
         waits: where waits for other ranks are registered.
     """
 
@@ -54,10 +53,9 @@ class Connection:
         rank: int,
         ranks: Sequence[int],
         timeout: float,
-        last_words: LastWords,
         waits: Waiting,
     ) -> None:
-        self._last_words, self._waits = last_words, waits
+        self._last_words, self._waits = LastWords(prefixed("gave up", store), ranks, rank), waits
         self._store, self._name, self._rank, self._ranks = store, name, rank, ranks
         self._title = f"TorchDistributedCommunicator({name!r}, rank {rank} of {len(ranks)}) of global ranks {list(ranks)}"
         self._collectives = 0

@@ -19,7 +19,6 @@ from bagua_ref.communicators.base import Communicator
 from bagua_ref.communicators.collectives import combine
 from bagua_ref.communicators.connection import Connection
 from bagua_ref.communicators.forked import OfParent, leave_to_parent
-from bagua_ref.communicators.last_words import LastWords
 from bagua_ref.communicators.rendezvous import another_connection, meet, prefixed
 from bagua_ref.communicators.waiting import Waiting
 from bagua_ref.types import ReduceOp
@@ -139,8 +138,7 @@ class TorchDistributedCommunicator(Communicator):
         super().__init__(list(ranks).index(global_rank), len(ranks), name)
         self.ranks, self._uses_nccl = tuple(ranks), uses_nccl
         self._sent_to, self._received_from = [0] * self._nranks, [0] * self._nranks
-        last_words = LastWords(prefixed("gave up", store), self.ranks, self._rank)
-        self._connection: Connection | OfParent = Connection(store, name, self._rank, self.ranks, timeout, last_words, waits)
+        self._connection: Connection | OfParent = Connection(store, name, self._rank, self.ranks, timeout, waits)
 
     def abort(self, reason: str = "") -> None:
         """Abort the connection; operations in progress and later ones raise CommunicationError, with the reason if one is given."""
