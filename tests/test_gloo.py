@@ -26,8 +26,8 @@ from bagua_ref.bucket import BaguaBucket
 from bagua_ref.communication import _get_default_group, from_torch_group
 from bagua_ref.communicators.collectives import combine
 from bagua_ref.communicators.connection import Connection
-from bagua_ref.communicators.waiting import Waiting
 from bagua_ref.communicators.torch_distributed import TorchDistributedCommunicator
+from bagua_ref.communicators.waiting import Waiting
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 
 

@@ -262,7 +262,8 @@ def test_S2_5_work_that_fails_is_given_up_and_a_watch_that_died_of_giving_up_is_
 
 @pytest.mark.usefixtures("watches_end")
 def test_S2_5_after_a_collective_that_does_not_end_the_next_one_raises_and_the_library_is_aborted(monkeypatch):
-    connection = Connection(dist.HashStore(), "a group", 0, [0], 0.3, Waiting(dist.HashStore(), 0, 1))
+    waits = Waiting(dist.HashStore(), 0, 1)
+    connection = Connection(dist.HashStore(), "a group", 0, [0], 0.3, waits)
     aborted = []
     group = type("Group", (), {"abort": lambda self: aborted.append(self)})()
 
@@ -276,3 +277,4 @@ def test_S2_5_after_a_collective_that_does_not_end_the_next_one_raises_and_the_l
     wait_until(lambda: aborted)
     with pytest.raises(CommunicationTimeoutError, match=r"broadcast on .*'a group'.*: allreduce was not done within 0.3 s"):
         connection.run("broadcast", lambda group: [Work(completed=True)], over_nccl=True)
+    waits.close()

@@ -99,6 +99,8 @@ class Waiting:
         self._stop.set()
         with suppress(RuntimeError):
             self._publish([[_LEFT, "", []]])
+        if self._thread is not None:
+            self._thread.join(_GLANCE)
 
     def _publish(self, waits: list[Any]) -> None:
         with self._lock:
