@@ -907,16 +907,18 @@ def check_restart(folder: Path, ranks: int, name: str, kill_step: int = 13) -> N
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
-    ("name", "kill_step"),
+    ("name", "ranks", "kill_step"),
     [
-        *(
-            (name, 13)
-            for name in ("gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "qadam", "async")
-        ),
-        ("qadam", 7),  # it resumes in its warm-up
+        ("gradient_allreduce", 2, 13),
+        ("gradient_allreduce", 4, 13),
+        ("bytegrad", 4, 13),
+        ("decentralized", 4, 13),
+        ("low_precision_decentralized", 4, 13),
+        ("qadam", 4, 13),
+        ("qadam", 2, 7),  # it resumes in its warm-up
+        ("async", 4, 13),
     ],
 )
-def test_torchrun_restarts_every_algorithm(tmp_path: Path, ranks: int, name: str, kill_step: int) -> None:
+def test_torchrun_restarts_every_algorithm(tmp_path: Path, name: str, ranks: int, kill_step: int) -> None:
     check_restart(tmp_path, ranks, name, kill_step)
