@@ -86,9 +86,13 @@ ALGORITHMS: dict[str, Callable[[nn.Module], tuple[torch.optim.Optimizer, Algorit
 }
 
 
+def network() -> nn.Sequential:
+    return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+
+
 def begin(algorithm: str, **options: Any) -> Training:
     torch.manual_seed(0)
-    module = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+    module = network()
     optimizer, made = ALGORITHMS[algorithm](module)
     module.with_bagua([optimizer], made, **options)
     training = Training(bagua_ref.get_rank(), module, optimizer, [])
