@@ -173,6 +173,28 @@ def test_S2_4_a_bucket_marked_again_before_the_wait_is_loaded_after_the_run_that
     assert not any(flat[size:].any() for flat in seen)
 
 
+def test_no_bucket_runs_in_a_round_that_was_refused_or_after_it() -> None:
+    ran: list[str] = []
+    engine, refuse = Engine(RealWorld()), [False]
+
+    def open_round() -> None:
+        if refuse[0]:
+            raise CommunicationError("the ranks disagree")
+
+    engine.before_round = lambda: open_round
+    buckets = [bucket_of(name, ran.append) for name in "ab"]
+    engine.register_ordered_buckets(buckets)
+    mark(*buckets)
+    engine.wait_pending_comm_ops()
+    for refused in (True, False):
+        refuse[0] = refused
+        mark(*buckets)
+        with pytest.raises(CommunicationError, match=r"^the ranks disagree$"):
+            engine.wait_pending_comm_ops()
+    assert ran == ["a", "b"]
+    engine.close()
+
+
 def test_an_item_belongs_to_one_bucket() -> None:
     for buckets in ([["a"], ["b", "a"]], [["a", "a"]]):
         with pytest.raises(ValueError, match="in two buckets, or twice in one"):

@@ -131,7 +131,7 @@ class Waiting:
         alive = {thread.ident for thread in threading.enumerate()}
         now = time.monotonic()
         long = {ident: wait for ident, wait in list(self._waits.items()) if now - wait.since > _PATIENCE}
-        if not self._foreground & alive <= long.keys():
+        if not self._foreground & alive <= long.keys() or all(wait.is_background for wait in long.values()):
             return []
         if not all(wait.place for wait in long.values()) and not any(wait.is_background for wait in long.values()):
             return []  # the background thread is not waiting
