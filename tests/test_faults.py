@@ -60,6 +60,13 @@ def test_the_end_of_a_warm_up_after_a_skipped_step_does_not_make_ranks_wait() ->
             assert errors, name
 
 
+def test_a_rank_that_leaves_the_warm_up_early_does_not_make_the_others_wait() -> None:
+    algorithm = "async at the end of its warm-up"
+    early, late = texts(faults.looks_at_a_batch, [algorithm])[algorithm]
+    assert not early
+    assert "rank 0 gave up: it has left the warm-up, of 5 steps" in late[0]
+
+
 def test_checkpoints_of_different_steps_are_an_error_in_the_next_round() -> None:
     for algorithm, ranks in texts(faults.loads_another_checkpoint, [*GRADIENTS, *WEIGHTS]).items():
         for errors in ranks:
