@@ -15,7 +15,7 @@ bin := $(VENV)/bin
 pip := $(bin)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
 pytest := $(bin)/python -m pytest
 
-.PHONY: help env demo test proof explore release-check bench gpu docs lint types format clean
+.PHONY: help env demo test proof explore faults release-check bench gpu docs lint types format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -68,12 +68,17 @@ proof: $(VENV)/.nvrtc  ## the slow proofs that CI adds: properties with 100 inpu
 explore: $(VENV)/.dev  ## search for failing inputs of all properties for MINUTES (20); replay with the SEED that it prints
 	$(bin)/python property_tests/explore.py --minutes $(MINUTES) --seed $(SEED) --workers $(WORKERS)
 
+faults: $(VENV)/.dev  ## run the faults of docs/faults.md for real, and write its tables
+	$(bin)/python benchmarks/faults_training.py
+	$(bin)/python benchmarks/faults_cache.py
+	$(bin)/python docs/_faults.py
+
 # Needs nothing of .venv: what it builds and installs is in folders of its own.
 release-check:  ## build what would be released and try it as a user would, outside of this folder
 	@$(PYTHON) tests/release_check.py
 
 bench: $(VENV)/.dev  ## every comparison with a peer; one table and one JSON file each
-	@missed=0; for script in $(shell grep -l '^if __name__' benchmarks/*.py); do \
+	@missed=0; for script in $(filter-out benchmarks/faults_%,$(shell grep -l '^if __name__' benchmarks/*.py)); do \
 		echo "== $$script"; $(bin)/python "$$script" || missed=1; \
 	done; exit $$missed
 

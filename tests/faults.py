@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
+import subprocess
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +26,7 @@ from bagua_ref.algorithms import (
     QAdamAlgorithm,
     QAdamOptimizer,
 )
+from bagua_ref.algorithms.decentralized import DecentralizedAlgorithmImpl
 from bagua_ref.errors import CommunicationError
 
 WIDTH = 32
@@ -36,6 +41,10 @@ class Training:
     optimizer: torch.optim.Optimizer
     errors: list[str]
     batches: int = 0
+
+    @property
+    def rounds_begin_in_forward(self) -> bool:
+        return isinstance(self.module.bagua_algorithm, DecentralizedAlgorithmImpl)
 
     def backward(self) -> None:
         """Run forward and backward passes on this rank's next batch."""
@@ -159,9 +168,11 @@ def forgets_a_batch(training: Training) -> None:
 
 def looks_at_a_batch(training: Training) -> None:
     """Rank 0 runs a forward pass in training mode, without backward."""
+    forwards = 0
     if training.rank == 0:
         training.module(torch.ones(1, WIDTH))
-    for _ in range(4):
+        forwards = training.rounds_begin_in_forward
+    for _ in range(4 - forwards):
         training.try_to(training.step)
 
 
@@ -173,6 +184,101 @@ def ends_early(training: Training) -> None:
         training.try_to(bagua_ref.barrier)
     else:
         time.sleep(3)
+
+
+def dies(training: Training) -> None:
+    """Rank 1 is killed between two steps."""
+    if training.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for _ in range(4):
+        training.try_to(training.step)
+
+
+def dies_in_backward(training: Training) -> None:
+    """Rank 1 is killed in the middle of a backward pass."""
+    if training.rank == 1:
+        training.module[2].weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
+    for _ in range(4):
+        training.try_to(training.step)
+
+
+def stops(training: Training, seconds: float) -> None:
+    """Rank 1 is stopped for some seconds."""
+    if training.rank == 1:
+        awake = subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+        awake.wait()
+    for _ in range(4):
+        training.try_to(training.step)
+
+
+def raises_before_backward(training: Training) -> None:
+    """Rank 1 catches its own exception between forward and backward and takes the next batch."""
+    forwards = 0
+    if training.rank == 1:
+        training.optimizer.zero_grad()
+        training.module(torch.ones(4, WIDTH))
+        forwards = training.rounds_begin_in_forward
+    for _ in range(4 - forwards):
+        training.try_to(training.step)
+
+
+def ends_by_an_exception(training: Training) -> None:
+    """Rank 1 ends with an exception that nobody catches."""
+    if training.rank == 1:
+        raise ValueError("a batch is empty")
+    for _ in range(4):
+        training.try_to(training.step)
+
+
+def leaves(training: Training) -> None:
+    """Rank 1 ends after fewer steps, without abort or destroy_process_group()."""
+    if training.rank == 1:
+        raise SystemExit(0)
+    for _ in range(4):
+        training.try_to(training.step)
+
+
+def destroys(training: Training) -> None:
+    """Rank 1 calls destroy_process_group() in the middle."""
+    if training.rank == 1:
+        bagua_ref.destroy_process_group()
+    for _ in range(4):
+        training.try_to(training.step)
+
+
+def is_interrupted(training: Training) -> None:
+    """Rank 1 gets Ctrl-C while it waits for rank 0, and goes on."""
+    if training.rank == 0:
+        time.sleep(2)
+    else:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    for _ in range(4):
+        try:
+            training.try_to(training.step)
+        except KeyboardInterrupt:
+            training.errors.append("KeyboardInterrupt")
+
+
+def leaves_a_parameter_unused(training: Training) -> None:
+    """Rank 1's loss does not depend on the last layer once."""
+    if training.rank == 1:
+        training.optimizer.zero_grad()
+        training.try_to(lambda: training.module(torch.ones(4, WIDTH)))
+        training.try_to(lambda: training.module[:4](torch.ones(4, WIDTH)).sum().backward())
+        training.try_to(training.optimizer.step)
+    for _ in range(4 - training.rank):
+        training.try_to(training.step)
+
+
+def has_a_nan(training: Training) -> None:
+    """Rank 1's gradients are NaN once."""
+    if training.rank == 1:
+        handle = training.module[2].weight.register_hook(lambda grad: grad * float("nan"))
+        training.try_to(training.step)
+        handle.remove()
+    for _ in range(4 - training.rank):
+        training.try_to(training.step)
 
 
 def run(
