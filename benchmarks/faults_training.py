@@ -21,7 +21,6 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from tests import faults
 from tests.launch import Outcome, outcomes
-from tqdm import tqdm
 
 TIMEOUT, LIMIT = 12.0, 45.0
 ALGORITHMS = (
@@ -90,9 +89,10 @@ def main() -> int:
     cells = [(algorithm, fault) for fault in FAULTS for algorithm in ALGORITHMS]
     if args.quick:
         cells = [(algorithm, fault) for algorithm, fault in cells if fault in QUICK and algorithm == "gradient_allreduce"]
-    found = [row(*cell) for cell in tqdm(cells, disable=None)]
-    for each in found:
-        print(f"{each['fault']:42} {each['algorithm']:34} {each['seconds']:5.1f} s  {', '.join(each['outcome'])}")
+    found = []
+    for cell in cells:
+        found.append(each := row(*cell))
+        print(f"{each['fault']:42} {each['algorithm']:28} {each['seconds']:5.1f} s  {', '.join(each['outcome'])}", flush=True)
     path = args.json or (None if args.quick else common.path_of("faults_training"))
     if path is not None:
         path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
