@@ -184,7 +184,7 @@ def record(
             number, begun = (0 if name == "async" else step), world.now()  # rounds of async belong to no step
             recorder.phase[rank] = (number, "forward")
             loss = model(torch.ones(1, model.in_features)).sum()
-            world.sleep(seconds[rank])
+            world.sleep(seconds[rank] if any(seconds) else rank)  # ranks that are not in step show what overlaps with what
             recorder.phase[rank] = (number, "backward")
             loss.backward()
             recorder.phase[rank] = (number, "optimizer step")

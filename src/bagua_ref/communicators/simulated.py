@@ -90,6 +90,12 @@ class SimulatedCommunicator(Communicator):
         """Wait until every rank has called it."""
         self._meet("barrier()", None, None, lambda sends, recvs: None)
 
+    def exchange_notes(self, note: Tensor) -> Tensor:
+        """Return every rank's ``note``."""
+        notes = note.new_empty(self._nranks * note.numel())
+        self._meet("exchange_notes()", note, notes, collectives.allgather)
+        return notes.view(self._nranks, -1)
+
     def _broadcast(self, tensor: Tensor, src: int) -> None:
         self._meet(f"broadcast(src={src})", tensor, tensor, lambda sends, recvs: collectives.broadcast(recvs, src))
 

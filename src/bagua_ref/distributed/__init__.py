@@ -107,10 +107,14 @@ class BaguaModule:
             ValueError: this module is not wrapped, or modules differ between ranks.
             CommunicationTimeoutError: a rank has not come within the timeout of ``init_process_group()``.
 
-        >>> try:  # doctest: +SKIP
-        ...     model(x).sum().backward()
+        >>> import bagua_ref
+        >>> bagua_ref.init_process_group()
+        >>> model = torch.nn.Linear(4, 2).with_bagua([], bagua_ref.algorithms.GradientAllReduceAlgorithm())
+        >>> try:
+        ...     model(torch.ones(1, 4)).sum().backward()
         ... except bagua_ref.errors.CommunicationError:
         ...     model.bagua_resynchronize()
+        >>> bagua_ref.destroy_process_group()
         """
         resynchronize(_module(self))
 
