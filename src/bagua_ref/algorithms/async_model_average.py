@@ -182,6 +182,11 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         return self._warming_up
 
     @property
+    def replicas_are_equal(self) -> bool:
+        """Whether this is still the warm-up."""
+        return self._warming_up
+
+    @property
     def begins_in_forward(self) -> bool:
         """Whether the warm-up is over: from then on the forward-pre hook starts rounds and holds the weights (S5.6)."""
         return not self._warming_up

@@ -112,13 +112,13 @@ class AlgorithmImpl(NotCopied):
 
     @property
     def steps_together(self) -> bool:
-        """Whether all ranks take the same optimizer steps, from the same weights if `replicas_are_equal`."""
+        """Whether all ranks take the same optimizer steps."""
         return True
 
     @property
     def replicas_are_equal(self) -> bool:
-        """Whether weights and optimizer state are equal on all ranks."""
-        return True
+        """Whether weights and optimizer state are equal on all ranks; if so, they are compared after a state was loaded."""
+        return False
 
     def facts(self) -> list[Fact]:
         """Return what else must be equal on all ranks when a round of communication begins; always as many facts."""

@@ -26,6 +26,11 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
         super().__init__(process_group)
         self.hierarchical, self.average = hierarchical, average
 
+    @property
+    def replicas_are_equal(self) -> bool:
+        """True: all ranks step with the same gradients."""
+        return True
+
     def tensors_to_buckets(self, tensors: Sequence[Sequence[Tensor]], do_flatten: bool) -> list[BaguaBucket]:
         """Pad each bucket so that it divides by the number of ranks, and of leaders if hierarchical (S5.2)."""
         alignment = len(self.process_group.ranks)

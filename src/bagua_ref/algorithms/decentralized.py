@@ -52,11 +52,6 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
         return False
 
     @property
-    def replicas_are_equal(self) -> bool:
-        """False: each rank has its own weights."""
-        return False
-
-    @property
     def begins_in_forward(self) -> bool:
         """True: the forward-pre hook marks the weights ready (S5.3)."""
         return True
@@ -176,11 +171,6 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
         """Steps that the last optimizer has taken."""
         self._passes_before = 0
         """Backward passes begun before the last round."""
-
-    @property
-    def replicas_are_equal(self) -> bool:
-        """False: each rank has its own weights."""
-        return False
 
     def facts(self) -> list[Fact]:
         """Return the optimizer steps, on which the interval hangs, and the backward passes, which tell that a rank skips steps."""

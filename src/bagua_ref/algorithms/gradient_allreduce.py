@@ -21,6 +21,11 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
         super().__init__(process_group)
         self.hierarchical, self.average = hierarchical, average
 
+    @property
+    def replicas_are_equal(self) -> bool:
+        """True: all ranks step with the same gradients."""
+        return True
+
     def init_operations(self, _: TrainingContext, bucket: BaguaBucket) -> None:
         """Append S3.1."""
         bucket.append_centralized_synchronous_op(hierarchical=self.hierarchical, average=self.average, group=self.process_group)

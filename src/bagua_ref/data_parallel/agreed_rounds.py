@@ -78,8 +78,10 @@ class AgreedRounds:
         checksum = 0
         for _, parameter in training.bagua_build_params():
             states = [optimizer.state[parameter] for optimizer in training.bagua_optimizers if parameter in optimizer.state]
-            tensors = [value for state in states for _, value in sorted(state.items()) if isinstance(value, torch.Tensor)]
-            for tensor in (parameter, *tensors):
+            tensors = [parameter, *(value for state in states for _, value in sorted(state.items(), key=lambda item: str(item[0])))]
+            for tensor in tensors:
+                if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+                    continue  # a number, or a tensor whose bytes only its library knows
                 data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
                 checksum = zlib.crc32(data.data, checksum)
         return Fact("{has} weights and optimizer state of checksum {value} after a state was loaded", checksum)
