@@ -252,6 +252,7 @@ def is_interrupted(training: Training) -> None:
     if training.rank == 0:
         time.sleep(2)
     else:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # the shell's background jobs ignore it
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     for _ in range(4):
         try:
