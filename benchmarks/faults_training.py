@@ -28,7 +28,7 @@ ALGORITHMS = (
 )  # fmt: skip
 FAULTS = {
     "skips a batch before its forward pass": faults.forgets_a_batch,
-    "runs a forward pass without backward": faults.looks_at_a_batch,
+    "runs a forward pass without backward (rank 0)": faults.looks_at_a_batch,
     "has NaN in its gradients": faults.has_a_nan,
     "is stopped for 2 s": partial(faults.stops, seconds=2),
     "raises before backward, and goes on": faults.raises_before_backward,

@@ -90,6 +90,11 @@ def test_the_pictures_of_messages_are_current() -> None:
         assert path.read_text() == svg, "run: python docs/_patterns.py"
 
 
+def test_the_tables_of_faults_are_current() -> None:
+    script = load_script("docs/_faults.py")
+    assert script.PAGE.read_text() == script.page(), "run: python docs/_faults.py"
+
+
 def registered() -> set[str]:
     """Return the algorithms that the package registers; the registry here may hold those of other tests, too."""
     return set(re.findall(r'Registry\.register\("(\w+)"', (ROOT / "src/bagua_ref/algorithms/__init__.py").read_text()))
