@@ -15,7 +15,7 @@ bin := $(VENV)/bin
 pip := $(bin)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
 pytest := $(bin)/python -m pytest
 
-.PHONY: help env demo test proof explore faults release-check bench gpu docs lint types format clean
+.PHONY: help env demo test proof explore faults soak release-check bench gpu docs lint types format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -73,12 +73,16 @@ faults: $(VENV)/.dev  ## run the faults of docs/faults.md for real, and write it
 	$(bin)/python benchmarks/faults_cache.py
 	$(bin)/python docs/_faults.py
 
+soak: $(VENV)/.dev  ## train for MINUTES (20), 20,000 steps per algorithm at least, and launch 200 times; what leaks fails
+	$(bin)/python benchmarks/soak.py --minutes $(MINUTES)
+	$(bin)/python docs/_faults.py
+
 # Needs nothing of .venv: what it builds and installs is in folders of its own.
 release-check:  ## build what would be released and try it as a user would, outside of this folder
 	@$(PYTHON) tests/release_check.py
 
 bench: $(VENV)/.dev  ## every comparison with a peer; one table and one JSON file each
-	@missed=0; for script in $(filter-out benchmarks/faults_%,$(shell grep -l '^if __name__' benchmarks/*.py)); do \
+	@missed=0; for script in $(filter-out benchmarks/faults_% benchmarks/soak.py,$(shell grep -l '^if __name__' benchmarks/*.py)); do \
 		echo "== $$script"; $(bin)/python "$$script" || missed=1; \
 	done; exit $$missed
 

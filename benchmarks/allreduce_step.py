@@ -3,32 +3,44 @@
 All of them train the same model in turns in the same two processes: torch's wrapper with its defaults, and with
 gradient_as_bucket_view and static_graph, which is what gradient_allreduce is compared with. Beside them bytegrad, and what no
 wrapper can beat: the training alone, without communication, and one all-reduce of the gradients alone. Multilayer perceptrons show
-a whole training; models that hardly compute anything show what each parameter costs. The last row is memory, in fresh processes.
+a whole training; models that hardly compute anything show what each parameter costs. Two models with the shapes of real ones are
+also trained with other algorithms and bucket sizes. Further rows show memory, in fresh processes, and what it costs that the ranks
+compare in each step what they are about to do.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import common
 import torch
 import torch.distributed as dist
 import workers
+from shapes import gpt2, mixture, resnet50
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bagua_ref.algorithms import ByteGradAlgorithm, GradientAllReduceAlgorithm
+from bagua_ref.algorithms import (
+    ByteGradAlgorithm,
+    DecentralizedAlgorithm,
+    GradientAllReduceAlgorithm,
+    LowPrecisionDecentralizedAlgorithm,
+    QAdamAlgorithm,
+    QAdamOptimizer,
+)
 
 BATCH = 32
 Loss = Callable[[nn.Module], Tensor]
 
 
-def perceptron(*sizes: int) -> tuple[nn.Module, Loss]:
+def perceptron(*sizes: int) -> tuple[nn.Sequential, Loss]:
     """Return linear layers, and their loss on one random batch."""
     layers: list[nn.Module] = []
     for inputs, outputs in itertools.pairwise(sizes):
@@ -52,37 +64,6 @@ def squares(*shapes: tuple[int, ...]) -> tuple[nn.Module, Loss]:
     return Squares(*shapes), lambda module: module()
 
 
-def resnet50() -> list[tuple[int, ...]]:
-    """The shapes of the parameters of ResNet-50 on ImageNet."""
-
-    def convolution(inputs: int, outputs: int, kernel: int) -> list[tuple[int, ...]]:
-        return [(outputs, inputs, kernel, kernel), (outputs,), (outputs,)]  # and its batch norm
-
-    shapes, channels = convolution(3, 64, 7), 64
-    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for block in range(blocks):
-            shapes += convolution(channels, width, 1) + convolution(width, width, 3) + convolution(width, 4 * width, 1)
-            if not block:
-                shapes += convolution(channels, 4 * width, 1)
-            channels = 4 * width
-    return [*shapes, (1000, channels), (1000,)]
-
-
-def gpt2(width: int = 768, layers: int = 12) -> list[tuple[int, ...]]:
-    """The shapes of the parameters of the smallest GPT-2."""
-    norm: list[tuple[int, ...]] = [(width,), (width,)]
-    attention = [(width, 3 * width), (3 * width,), (width, width), (width,)]
-    perceptron = [(width, 4 * width), (4 * width,), (4 * width, width), (width,)]
-    return [(50257, width), (1024, width), *layers * [*norm, *attention, *norm, *perceptron], *norm]
-
-
-def mixture(width: int = 64, layers: int = 10, experts: int = 64) -> list[tuple[int, ...]]:
-    """The shapes of the parameters of a small transformer with a mixture of gated experts."""
-    shared = [(width,), (width,), (3 * width, width), (3 * width,), (width, width), (width,), (width,), (experts, width)]
-    expert = [(2 * width, width), (2 * width, width), (width, 2 * width)]
-    return layers * [*shared, *experts * expert]
-
-
 MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, Loss]], float, int, int]] = {
     "perceptron, 991,072 elements in 14": (lambda: perceptron(64, *[432] * 6, 64), 1.0, 40, 21),
     "perceptron, 25e6 elements in 8": (lambda: perceptron(1024, *[3072] * 3, 1000), 1.0, 4, 15),
@@ -94,6 +75,15 @@ MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, Loss]], float, int, int]] 
     "mixture of experts, 15.9e6 elements in 2,000": (lambda: squares(*mixture()), 0.97, 4, 15),
 }
 """A model and its loss, the least ratio to DDP at its best, steps in a turn and turns."""
+
+REAL: dict[str, tuple[Callable[[], tuple[nn.Module, Loss]], int, int]] = {
+    "GPT-2, 2.7e6 elements in 148": (lambda: squares(*gpt2(128, vocabulary=1500)), 10, 21),
+    "ResNet-50, 25.6e6 elements in 161": (lambda: squares(*resnet50()), 2, 15),
+}
+"""The models of the rows about other algorithms and bucket sizes, steps in a turn and turns."""
+
+BUCKET_SIZES = (1.0, 2.5, 10.0, 25.0)
+"""In MiB."""
 
 Wrap = Callable[[nn.Module, torch.optim.Optimizer], nn.Module]
 WRAPPERS: dict[str, Wrap] = {
@@ -107,10 +97,64 @@ WRAPPERS: dict[str, Wrap] = {
 }
 
 
-def stepper(model: str, wrap: Wrap) -> Callable[[], None]:
+Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-6, foreach=True)
+
+
+def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=1e-6, foreach=True)
+
+
+def with_qadam(module: nn.Module, optimizer: QAdamOptimizer) -> nn.Module:
+    return module.with_bagua([optimizer], QAdamAlgorithm(optimizer, hierarchical=False))
+
+
+ALGORITHMS: dict[str, tuple[Optimizer, Wrap, str, common.Limit]] = {
+    "bytegrad": (sgd, WRAPPERS["bytegrad"], "DDP, SGD", common.at_least(0.8)),
+    "low_precision_decentralized": (
+        sgd,
+        lambda module, optimizer: module.with_bagua([optimizer], LowPrecisionDecentralizedAlgorithm(hierarchical=False)),
+        "DDP, SGD",
+        common.at_least(0.6),
+    ),
+    "decentralized": (
+        sgd,
+        lambda module, optimizer: module.with_bagua([optimizer], DecentralizedAlgorithm(hierarchical=False)),
+        "DDP, SGD",
+        common.NO_LIMIT,
+    ),
+    "qadam, warm-up": (
+        lambda parameters: QAdamOptimizer(parameters, lr=1e-6, warmup_steps=10**9),
+        with_qadam,
+        "DDP, Adam",
+        common.at_least(0.95),
+    ),
+    "qadam, compressed": (
+        lambda parameters: QAdamOptimizer(parameters, lr=1e-6, warmup_steps=2),
+        with_qadam,
+        "DDP, Adam",
+        common.at_least(0.75),
+    ),
+}
+"""For each algorithm, its optimizer, the peer and the least ratio to it."""
+
+
+def without_agreement(module: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+    module.with_bagua([optimizer], GradientAllReduceAlgorithm())
+    module._bagua._bagua_backend.before_round = None
+    return module
+
+
+AGREEMENT: dict[str, Wrap] = {"ours": WRAPPERS["ours"], "without agreement": without_agreement}
+
+
+def stepper(model: str, wrap: Wrap, optimizer_of: Optimizer = sgd) -> Callable[[], None]:
     torch.manual_seed(0)
-    module, loss = MODELS[model][0]()
-    optimizer = torch.optim.SGD(module.parameters(), lr=1e-6, foreach=True)
+    module, loss = {**MODELS, **REAL}[model][0]()
+    optimizer = optimizer_of(module.parameters())
     wrapped = wrap(module, optimizer)
 
     def step() -> None:
@@ -121,11 +165,44 @@ def stepper(model: str, wrap: Wrap) -> Callable[[], None]:
     return step
 
 
-def measure(model: str, steps: int, rounds: int) -> dict[str, float]:
+def against_ddp(model: str, steps: int, rounds: int) -> dict[str, float]:
     """Return each contender's median seconds per step on this rank."""
     contenders = {name: stepper(model, wrap) for name, wrap in WRAPPERS.items()}
     flat = torch.zeros(sum(p.numel() for p in MODELS[model][0]()[0].parameters()))
     contenders["all-reduce alone"] = lambda: dist.all_reduce(flat)
+    return measure(contenders, steps, rounds)
+
+
+def agreement(model: str, steps: int, rounds: int) -> dict[str, float]:
+    """Return the median seconds per step on this rank with and without agreement."""
+    return measure({name: stepper(model, wrap) for name, wrap in AGREEMENT.items()}, steps, rounds)
+
+
+def algorithms(model: str, steps: int, rounds: int) -> dict[str, float]:
+    """Return the median seconds per step on this rank of each algorithm and its peers."""
+    ddp = WRAPPERS["DDP, best settings"]
+    contenders = {"DDP, SGD": stepper(model, ddp), "DDP, Adam": stepper(model, ddp, adam)}
+    contenders.update({name: stepper(model, wrap, optimizer_of) for name, (optimizer_of, wrap, _, _) in ALGORITHMS.items()})
+    return measure(contenders, steps, rounds)
+
+
+def bucket_sizes(model: str, steps: int, rounds: int) -> dict[str, float]:
+    """Return the median seconds per step on this rank of gradient_allreduce and DDP with each size of buckets."""
+    contenders = {}
+    for size in BUCKET_SIZES:
+        os.environ["BAGUA_DEFAULT_BUCKET_SIZE"] = str(round(size * 2**20))
+        contenders[f"ours, {size:g} MiB"] = stepper(model, WRAPPERS["ours"])
+        for name, options in (("DDP", {}), ("DDP, best settings", {"gradient_as_bucket_view": True, "static_graph": True})):
+            contenders[f"{name}, {size:g} MiB"] = stepper(model, partial(_ddp, size, options))
+    del os.environ["BAGUA_DEFAULT_BUCKET_SIZE"]
+    return measure(contenders, steps, rounds)
+
+
+def _ddp(size: float, options: dict[str, bool], module: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+    return DistributedDataParallel(module, bucket_cap_mb=size, **options)
+
+
+def measure(contenders: dict[str, Callable[[], None]], steps: int, rounds: int) -> dict[str, float]:
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(rounds + 1):
         for name, contender in contenders.items():
@@ -148,6 +225,28 @@ def memory(model: str, wrapper: str) -> float:
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
 
 
+def rates_of(per_rank: list[dict[str, float]]) -> dict[str, float]:
+    """Return each contender's steps per second on its slowest rank."""
+    return {contender: 1 / max(seconds[contender] for seconds in per_rank) for contender in per_rank[0]}
+
+
+def rows_of_real_model(name: str, quick: bool) -> list[common.Row]:
+    """Return the rows about bucket sizes and other algorithms."""
+    steps, rounds = (1, 2) if quick else REAL[name][1:]
+    rates = rates_of(workers.launch(bucket_sizes, 2, name, steps, rounds))
+    rows = []
+    for sizes, which in ((BUCKET_SIZES, "each at its best bucket size"), ((10.0,), "buckets of 10 MiB")):
+        ours = max(rates[f"ours, {size:g} MiB"] for size in sizes)
+        peers = {peer: max(rates[f"{peer}, {size:g} MiB"] for size in sizes) for peer in ("DDP", "DDP, best settings")}
+        rows.append(
+            common.Row(f"{which}, {name}", "steps/s", ours, peers, max(peers, key=peers.__getitem__), common.at_least(0.97))
+        )
+    rates = rates_of(workers.launch(algorithms, 2, name, steps, rounds))
+    for algorithm, (_, _, peer, limit) in ALGORITHMS.items():
+        rows.append(common.Row(f"{algorithm}, {name}", "steps/s", rates[algorithm], {peer: rates[peer]}, peer, limit))
+    return rows
+
+
 def main() -> int:
     args = common.arguments(__doc__.partition("\n")[0], only={"default": "", "help": "only models whose name contains this"})
     models = {name: model for name, model in MODELS.items() if args.only in name}
@@ -155,12 +254,17 @@ def main() -> int:
     for name, (_, limit, steps, rounds) in models.items():
         if args.quick:
             steps, rounds = 1, 2
-        per_rank = workers.launch(measure, 2, name, steps, rounds)
-        rates = {contender: 1 / max(seconds[contender] for seconds in per_rank) for contender in per_rank[0]}
+        rates = rates_of(workers.launch(against_ddp, 2, name, steps, rounds))
         peers = {contender: rate for contender, rate in rates.items() if contender != "ours"}
         better = max(("DDP", "DDP, best settings"), key=rates.__getitem__)
         rows.append(common.Row(name, "steps/s", rates["ours"], peers, better, common.at_least(limit)))
-    name = next(iter(models)) if args.quick else "perceptron, 25e6 elements in 8"
+    for name in [name for name in REAL if args.only in name]:
+        rows += rows_of_real_model(name, args.quick)
+    for name in [name for name in models if "perceptron" in name]:
+        rates = rates_of(workers.launch(agreement, 2, name, *((1, 2) if args.quick else (models[name][2], 15))))
+        off = {"without agreement": rates["without agreement"]}
+        rows.append(common.Row(f"agreement, {name}", "steps/s", rates["ours"], off, "without agreement", common.at_least(0.98)))
+    name = next(iter(MODELS)) if args.quick else "perceptron, 25e6 elements in 8"
     if name in models:
         grown = {wrapper: max(workers.launch(memory, 2, name, wrapper)) for wrapper in WRAPPERS}
         peers = {wrapper: size for wrapper, size in grown.items() if wrapper != "ours"}

@@ -19,12 +19,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import bagua_ref
 
-PACKAGES = ("torch", "numpy", "redis", "hiredis", "cupy-cuda12x", "cupy-cuda13x")
+PACKAGES = ("torch", "numpy", "ml_dtypes", "redis", "hiredis", "cupy-cuda12x", "cupy-cuda13x", "torchft-nightly", "decent-dp")
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,12 @@ class Row:
     limit: Limit = NO_LIMIT
     extra: dict[str, object] = field(default_factory=dict)
     """Goes into the JSON only."""
+    paired: float | None = None
+    """The median of the ratios of each round, if they were taken; less of a busy machine is in it than in medians' ratio."""
 
     @property
     def ratio(self) -> float:
-        return self.ours / self.peers[self.against]
+        return self.ours / self.peers[self.against] if self.paired is None else self.paired
 
 
 def arguments(description: str, **options: dict) -> argparse.Namespace:
@@ -126,13 +129,18 @@ def versions() -> dict[str, str]:
     return found
 
 
+def circumstances() -> dict[str, object]:
+    """Return when and where something was measured."""
+    return {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "machine": machine(), "versions": versions()}
+
+
 def path_of(name: str) -> Path:
     """Return where full runs of the benchmark ``name`` write their JSON."""
     return Path(__file__).parent / "results" / f"{name}.json"
 
 
-def report(name: str, rows: Sequence[Row], args: argparse.Namespace) -> int:
-    """Print the table, write the JSON, and return the exit status: 1 if a limit was missed in a full run."""
+def show(rows: Sequence[Row]) -> None:
+    """Print the table."""
     peers = list(dict.fromkeys(peer for row in rows for peer in row.peers))
     lines = [["work", "unit", "ours", *peers, "limit", "ratio"]]
     for row in rows:
@@ -143,22 +151,47 @@ def report(name: str, rows: Sequence[Row], args: argparse.Namespace) -> int:
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     for line in lines:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def as_json(row: Row) -> dict[str, Any]:
+    return {
+        "work": row.work, "unit": row.unit, "ours": row.ours, "peers": row.peers, "against": row.against,
+        "limit": str(row.limit), "ratio": row.ratio, "kept": row.limit.holds(row.ratio), **row.extra,
+    }  # fmt: skip
+
+
+def report(name: str, rows: Sequence[Row], args: argparse.Namespace) -> int:
+    """Print the table, write the JSON, and return the exit status: 1 if a limit was missed in a full run."""
+    show(rows)
     path = args.json or (None if args.quick else path_of(name))
     if path is not None:
-        result = {
-            "benchmark": name,
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "quick": args.quick,
-            "machine": machine(),
-            "versions": versions(),
-            "rows": [
-                {
-                    "work": row.work, "unit": row.unit, "ours": row.ours, "peers": row.peers, "against": row.against,
-                    "limit": str(row.limit), "ratio": row.ratio, "kept": row.limit.holds(row.ratio), **row.extra,
-                }
-                for row in rows
-            ],
-        }  # fmt: skip
+        result = {"benchmark": name, "quick": args.quick, **circumstances(), "rows": list(map(as_json, rows))}
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return 0 if args.quick else int(any(not row.limit.holds(row.ratio) for row in rows))
+
+
+def merge(path: Path, name: str, rows: Sequence[dict[str, Any]], key: Sequence[str], order: Sequence[tuple[str, ...]]) -> None:
+    """Write ``rows``; others that the file has stay as they are, with the run that they come from.
+
+    Args:
+        path: of the JSON file.
+        name: the benchmark's.
+        rows: what was measured now.
+        key: the entries that tell rows apart.
+        order: their values for each row that there may be.
+    """
+    runs, known = [], {}
+    if path.exists():
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+        runs = earlier["runs"]
+        known = {tuple(row[part] for part in key): row for row in earlier["rows"]}
+    runs.append(circumstances())
+    known.update({tuple(row[part] for part in key): {**row, "run": len(runs) - 1} for row in rows})
+    kept = [known[place] for place in order if place in known]
+    used = sorted({row["run"] for row in kept})
+    for row in kept:
+        row["run"] = used.index(row["run"])
+    result = {"benchmark": name, "runs": [runs[number] for number in used], "rows": []}
+    lines = ",\n".join(f"    {json.dumps(row)}" for row in kept)  # a curve has hundreds of numbers
+    path.write_text(json.dumps(result, indent=2).replace('"rows": []', f'"rows": [\n{lines}\n  ]') + "\n", encoding="utf-8")

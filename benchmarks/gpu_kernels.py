@@ -5,9 +5,11 @@
 UNTRIED: no GPU was available when this was written. It has never run on a card, and there are no figures.
 
 It needs a CUDA device. Bytes are those that must move (each tensor read once, each result written once, a compressed one with a
-byte per element), so a kernel with two passes cannot reach the copy's bandwidth. Times are medians of CUDA events around one call;
-buffers rotate, and before each call a write larger than the second-level cache evicts its contents. Each dtype's codec is compared
-with torch's and the reference's before it is timed: a level may differ by one where torch fuses operations.
+byte per element or the codec's share of one), so a kernel with two passes cannot reach the copy's bandwidth. Times are medians
+of CUDA events around one call; buffers rotate, and before each call a write larger than the second-level cache evicts its
+contents. Each dtype's codec is compared with torch's and the reference's before it is timed: a level may differ by one where
+torch fuses operations. Of MXFP4, torch has no operation to compare with; its casts to the other formats pack nothing, and
+OneBit's scale is in float32.
 """
 
 from __future__ import annotations
@@ -23,12 +25,17 @@ import common  # beside this file
 import torch
 from torch import Tensor
 
-from bagua_ref.backends import get_backend, payload_bytes
+from bagua_ref.backends import get_backend, get_codec
 
 DEVICE = BACKEND = "cuda"
 MIB = 2**20
 SECONDS = 420  # of the eight minutes that the whole may take; what does not fit is left out and listed
-AIM = {"compress": 0.85, "decompress": 0.85}
+CODECS = {"MXFP8": 33 / 32, "MXFP4": 17 / 32, "MXINT8": 33 / 32, "OneBit": 1 / 8}  # bytes per element
+EMAX = {"MXFP8": 8, "MXINT8": 0}
+AIM = {
+    "compress": 0.85, "decompress": 0.85, "compress OneBit": 0.45,  # which reads twice
+    **{f"{way} {name}": 0.85 for way in ("compress", "decompress") for name in ("MXFP8", "MXFP4", "MXINT8")},
+}  # fmt: skip
 CHUNKS = 8
 
 
@@ -86,6 +93,53 @@ def torch_decompress(ends: Tensor, levels: Tensor, dtype: torch.dtype) -> Tensor
     return ((levels.float() + (upper - 255)) / scale).clamp(-largest, largest).to(dtype)
 
 
+def torch_blocks(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """Return the exponents and the elements of MXFP8 or MXINT8."""
+    blocks = x.view(-1, 32).float()
+    exponent = torch.frexp(blocks.abs().amax(1, keepdim=True)).exponent - 1 - EMAX[name]
+    values = torch.ldexp(blocks, -exponent)
+    if name == "MXFP8":
+        return exponent, values.clamp(-448, 448).to(torch.float8_e4m3fn)
+    return exponent, (values * 64).round().clamp(-127, 127).to(torch.int8)
+
+
+def torch_values(exponent: Tensor, elements: Tensor, dtype: torch.dtype) -> Tensor:
+    units = 64 if elements.dtype is torch.int8 else 1
+    return torch.ldexp(elements.float() / units, exponent).to(dtype)
+
+
+def torch_signs(x: Tensor) -> tuple[Tensor, Tensor]:
+    rows = x.view(CHUNKS, -1)
+    bits = (rows >= 0).view(CHUNKS, -1, 8).to(torch.uint8)
+    weights = 1 << torch.arange(7, -1, -1, dtype=torch.uint8, device=x.device)
+    return rows.float().square().mean(1, keepdim=True).sqrt(), (bits * weights).sum(2, dtype=torch.uint8)
+
+
+def torch_unpacked(scale: Tensor, bits: Tensor, dtype: torch.dtype) -> Tensor:
+    shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=bits.device)
+    signs = (bits.unsqueeze(2) >> shifts & 1).view(CHUNKS, -1).bool()
+    return torch.where(signs, scale, -scale).to(dtype)
+
+
+def codec_works(name: str, x: list[Tensor], out: list[Tensor], sets: int) -> dict[str, Work]:
+    """Return both ways of a codec of `CODECS`, with torch's where it has one."""
+    codec, dtype = get_codec(name, BACKEND), x[0].dtype
+    payloads = [codec.compress(t, CHUNKS) for t in x]
+    there: dict[str, Callable[[int], object]] = {}
+    back: dict[str, Callable[[int], object]] = {}
+    if name != "MXFP4":
+        plain = torch_signs if name == "OneBit" else (lambda t: torch_blocks(t, name))
+        restore = torch_unpacked if name == "OneBit" else torch_values
+        fast, fast_restore, parts = compiled(plain), compiled(restore), [plain(t) for t in x]
+        there = {"torch": lambda i: plain(x[i]), "torch.compile": lambda i: fast(x[i])}
+        back = {"torch": lambda i: restore(*parts[i], dtype), "torch.compile": lambda i: fast_restore(*parts[i], dtype)}
+    moved = int(x[0].numel() * (x[0].element_size() + CODECS[name]))
+    return {
+        f"compress {name}": Work(moved, lambda i: codec.compress(x[i], CHUNKS, out=payloads[i]), there, sets),
+        f"decompress {name}": Work(moved, lambda i: codec.decompress(payloads[i], CHUNKS, out[i]), back, sets),
+    }
+
+
 def cupy_compress() -> Callable[[Tensor], object] | None:
     """Return S4.2 in CuPy operations, for the dtypes that CuPy supports."""
     if importlib.util.find_spec("cupy") is None:
@@ -114,8 +168,8 @@ def works(dtype: torch.dtype, size: int) -> dict[str, Work]:
     sets = max(2, min(4, 256 * MIB // (size * item)))
     make = lambda kind=dtype: [torch.randn(size, device=DEVICE).to(kind) for _ in range(sets)]  # noqa: E731
     x, y, z, w, wide = make(), make(), make(), make(), make(torch.float32)
-    payloads = [kernels.compress_minmax_uint8(t, CHUNKS) for t in y]
-    block = payload_bytes(size, CHUNKS) // CHUNKS
+    payloads = [get_codec("MinMaxUInt8", kernels).compress(t, CHUNKS) for t in y]
+    block = get_codec("MinMaxUInt8", kernels).payload_bytes(size // CHUNKS, y[0].dtype)
     levels = [p.view(CHUNKS, block)[:, 32 : 32 + size // CHUNKS].contiguous() for p in payloads]
     ends = [p.view(CHUNKS, block)[:, : 2 * item].contiguous().view(dtype) for p in payloads]
     fast_compress, fast_decompress = compiled(torch_compress), compiled(torch_decompress)
@@ -164,29 +218,40 @@ def works(dtype: torch.dtype, size: int) -> dict[str, Work]:
         "gather_flat": (
             2 * item, lambda i: kernels.gather_flat(parts[i], x[i]), {"torch": lambda i: torch.cat(parts[i], out=x[i])}
         ),
-        "compress": (item + 1, lambda i: kernels.compress_minmax_uint8(y[i], CHUNKS, out=payloads[i]), compress_peers),
+        "compress": (item + 1, lambda i: get_codec("MinMaxUInt8", kernels).compress(y[i], CHUNKS, out=payloads[i]), compress_peers),
         "decompress": (
             item + 1,
-            lambda i: kernels.decompress_minmax_uint8(payloads[i], CHUNKS, z[i]),
+            lambda i: get_codec("MinMaxUInt8", kernels).decompress(payloads[i], CHUNKS, z[i]),
             {
                 "torch": lambda i: torch_decompress(ends[i], levels[i], dtype),
                 "torch.compile": lambda i: fast_decompress(ends[i], levels[i], dtype),
             },
         ),
     }  # fmt: skip
-    return {name: Work(int(size * moved), ours, others, sets) for name, (moved, ours, others) in made.items()}
+    found = {name: Work(int(size * moved), ours, others, sets) for name, (moved, ours, others) in made.items()}
+    for name in CODECS:
+        found |= codec_works(name, y, z, sets)
+    return found
 
 
 def agree(dtype: torch.dtype) -> None:
     """Compare our levels and values with torch's on a small input before anything is timed."""
     kernels, x = get_backend(BACKEND), torch.randn(CHUNKS * 4096, device=DEVICE).to(dtype)
-    payload, restored = kernels.compress_minmax_uint8(x, CHUNKS), torch.empty_like(x)
-    kernels.decompress_minmax_uint8(payload, CHUNKS, restored)
+    payload, restored = get_codec("MinMaxUInt8", kernels).compress(x, CHUNKS), torch.empty_like(x)
+    get_codec("MinMaxUInt8", kernels).decompress(payload, CHUNKS, restored)
     ends, levels = torch_compress(x)
     ours = payload.view(CHUNKS, -1)[:, 32:]
     assert (ours.int() - levels.int()).abs().max() <= 1
     torch.testing.assert_close(torch_decompress(ends, ours, dtype).view(-1), restored, rtol=1e-2, atol=1e-2)
-    assert torch.equal(payload, get_backend("reference").compress_minmax_uint8(x, CHUNKS))
+    assert torch.equal(payload, get_codec("MinMaxUInt8", get_backend("reference")).compress(x, CHUNKS))
+    for name in CODECS:
+        ours, theirs = (get_codec(name, backend).compress(x, CHUNKS).view(CHUNKS, -1) for backend in (BACKEND, "reference"))
+        first = 32 if name == "OneBit" else 0  # whose scale may differ in its last bit
+        assert torch.equal(ours[:, first:], theirs[:, first:])
+        get_codec(name, BACKEND).decompress(ours.reshape(-1), CHUNKS, restored)
+        if name != "MXFP4":
+            plain = torch_unpacked(*torch_signs(x), dtype) if name == "OneBit" else torch_values(*torch_blocks(x, name), dtype)
+            torch.testing.assert_close(plain.view(-1), restored, rtol=1e-2, atol=1e-6)
 
 
 def optimizer_row(clock: Clock, rounds: int) -> common.Row:
@@ -212,14 +277,14 @@ def optimizer_row(clock: Clock, rounds: int) -> common.Row:
 def bytegrad_row(clock: Clock, size: int, rounds: int, copy: float) -> common.Row:
     """Bytegrad's operation for one of 8 ranks, without communication, against the same with torch operations."""
     kernels, x = get_backend(BACKEND), torch.randn(size, device=DEVICE)
-    payload = kernels.compress_minmax_uint8(x, CHUNKS)
+    payload = get_codec("MinMaxUInt8", kernels).compress(x, CHUNKS)
 
     def ours(_: int) -> None:
-        kernels.compress_minmax_uint8(x, CHUNKS, out=payload)
-        kernels.decompress_minmax_uint8(payload, CHUNKS, x)
+        get_codec("MinMaxUInt8", kernels).compress(x, CHUNKS, out=payload)
+        get_codec("MinMaxUInt8", kernels).decompress(payload, CHUNKS, x)
         kernels.reduce_chunks_(x, CHUNKS, 0, True)
-        kernels.compress_minmax_uint8(x, CHUNKS, target_chunk=0, out=payload)
-        kernels.decompress_minmax_uint8(payload, CHUNKS, x)
+        get_codec("MinMaxUInt8", kernels).compress(x, CHUNKS, target_chunk=0, out=payload)
+        get_codec("MinMaxUInt8", kernels).decompress(payload, CHUNKS, x)
 
     def plain(_: int) -> None:
         y = torch_decompress(*torch_compress(x), torch.float32)

@@ -1,205 +1,140 @@
-"""Time per training step of every algorithm over a slow link: two processes in two network namespaces, joined by veth and tbf.
+"""Time per training step of every algorithm over a slow link: two processes in network namespaces, joined by veth and tbf.
 
-Peers in the same run: torch's DistributedDataParallel with its defaults, with its best settings, and with its fp16 and
-PowerSGD hooks; Decent-DP (pip install decent-dp), a maintained decentralized trainer. Each is shown with its limit: the bytes that
-a rank sends divided by the link's bandwidth. It needs Linux with iproute2 and permission to create network namespaces.
+Peers in the same run: torch's DistributedDataParallel with its defaults, with its best settings, with Adam, and with its fp16 and
+PowerSGD hooks; torch's PeriodicModelAverager; torchft's DiLoCo (pip install torchft-nightly); Decent-DP (pip install decent-dp).
+Each is shown with its limit: the bytes that a rank sends divided by the link's bandwidth. The last link is as fast as the machine.
+It needs Linux with iproute2 and permission to create network namespaces.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
+import argparse
+import math
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import common
+import contenders
+import links
+import namespaces
 import torch
 import torch.distributed as dist
-from allreduce_step import network
+from allreduce_step import perceptron
+from contenders import Outer, Training
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel
-
-import bagua_ref
-from bagua_ref.algorithms import Algorithm, QAdamOptimizer
 
 SIZES = [1024, *[1448] * 3, 576]  # 6.5e6 parameters
 BATCH = 8
-LINKS = {"1 Gbit/s": ("1gbit", 1e9), "100 Mbit/s": ("100mbit", 1e8)}
-ADDRESSES = ("10.200.77.1", "10.200.77.2")
-BARS = {"1 Gbit/s": 2.0, "100 Mbit/s": 3.3}
-Step = Callable[[], None]
-
-
-def trainer(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Step:
-    x, y = torch.randn(BATCH, SIZES[0]), torch.randint(SIZES[-1], (BATCH,))
-
-    def step() -> None:
-        if optimizer is not None:
-            optimizer.zero_grad()
-        nn.functional.cross_entropy(module(x), y).backward()
-        if optimizer is not None:
-            optimizer.step()
-
-    return step
-
-
-def ours(name: str) -> tuple[Step, Callable[[], None]]:
-    module = network(SIZES)
-    optimizer = (
-        QAdamOptimizer(module.parameters(), warmup_steps=2) if name == "qadam" else torch.optim.SGD(module.parameters(), lr=0.01)
-    )
-    arguments = {"q_adam_optimizer": optimizer} if name == "qadam" else {}
-    if name != "async":
-        arguments["hierarchical"] = False
-    module.with_bagua([optimizer], Algorithm.init(name, **arguments))
-    stop = (lambda: module.bagua_algorithm.abort(module)) if name == "async" else (lambda: None)
-    return trainer(module, optimizer), stop
-
-
-def ddp(hook: str = "", **settings: Any) -> tuple[Step, Callable[[], None]]:
-    inner = network(SIZES)
-    module = DistributedDataParallel(inner, **settings)
-    if hook == "fp16":
-        module.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    elif hook == "PowerSGD":
-        module.register_comm_hook(PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2), powerSGD_hook)
-    return trainer(module, torch.optim.SGD(inner.parameters(), lr=0.01)), lambda: None
-
-
-def decent() -> tuple[Step, Callable[[], None]]:
-    from decent_dp.ddp import DecentralizedDataParallel
-    from loguru import logger
-
-    logger.remove()
-    wrapped = DecentralizedDataParallel(network(SIZES), lambda named: torch.optim.SGD([p for _, p in named], lr=0.01))
-    return trainer(wrapped, None), lambda: None
-
-
-CONTENDERS: dict[str, Callable[[], tuple[Step, Callable[[], None]]]] = {
-    "DDP": ddp,
-    "DDP, best settings": lambda: ddp(gradient_as_bucket_view=True, static_graph=True),
-    "DDP, fp16 hook": lambda: ddp("fp16"),
-    # One bucket: with several, this hook's callbacks reorder collectives on gloo.
-    "DDP, PowerSGD hook": lambda: ddp("PowerSGD", bucket_cap_mb=1000),
-    "Decent-DP": decent,
-    **{name: (lambda name=name: ours(name)) for name in (
-        "gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "qadam", "async",
-    )},
+PERIOD = 32
+LINKS = {**links.RATES, "not slowed": (None, math.inf)}
+DDP, BEST, ADAM = "DDP", "DDP, best settings", "DDP, Adam"
+HOOK, BEST_HOOK = "DDP, PowerSGD hook", "DDP, PowerSGD hook, best settings"
+_POWERSGD = (0.97, (HOOK, BEST_HOOK))
+FASTER = {
+    "10 Mbit/s": {"powersgd": _POWERSGD},
+    "100 Mbit/s": {
+        "bytegrad": (3.85, (DDP, BEST)), "bytegrad, OneBit": (3.5, ("bytegrad",)), "qadam": (3.5, (ADAM,)), "powersgd": _POWERSGD,
+    },
+    "1 Gbit/s": {"bytegrad": (2.5, (DDP, BEST)), "qadam": (2.0, (ADAM,)), "powersgd": _POWERSGD},
+    "not slowed": {"powersgd": _POWERSGD},
 }  # fmt: skip
+"""For each link, how many times as fast as the better of which peers a contender is to be."""
+
+_FLAT = {"hierarchical": False}
+OURS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "qadam"), _FLAT),
+    "async": {},
+    "local_sgd": {"period": PERIOD},
+    **{f"bytegrad, {codec}": {**_FLAT, "compression": codec, "error_feedback": True} for codec in ("MXFP8", "MXFP4", "OneBit")},
+    "powersgd": {"matrix_approximation_rank": 1, "warmup_steps": 2},  # as torch's hook
+    "powersgd, rank 4": {"matrix_approximation_rank": 4, "warmup_steps": 2},
+    "topk, 1 %": {"ratio": 0.01, "warmup_steps": 2},
+}
+"""The arguments of `Algorithm.init`; the algorithm's name is what comes before the comma."""
 
 
-def sent() -> int:
-    """Return the bytes sent through this namespace's link."""
-    line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("slow:"))
-    return int(line.split(":")[1].split()[8])
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01)
 
 
-def work(rank: int, port: int, steps: int, output: str) -> None:
-    """Run as one rank: time each contender's steps and count the bytes that it sends, one contender after the other."""
-    torch.set_num_threads(1)
-    os.environ.update(
-        {"GLOO_SOCKET_IFNAME": "slow", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "RANK": str(rank), "WORLD_SIZE": "2"}
-    )
-    os.environ["GROUP_RANK"] = str(rank)
-    store = dist.TCPStore(ADDRESSES[0], port, 2, is_master=rank == 0)
-    bagua_ref.init_process_group(store, rank, 2)
-    result = {}
-    for name, make in CONTENDERS.items():
+def make(name: str, network: nn.Module, rank: links.Rank) -> Training:
+    """Return the contender ``name``."""
+    streaming = Outer(PERIOD, fragments=4, delay=PERIOD // 4 - 1, mix=0.5)
+
+    def torchft(outer: Outer) -> Training:
+        return contenders.TorchFT(rank.address, rank.rank, rank.ranks, rank.store).diloco(network, _sgd, outer)
+
+    best = {"gradient_as_bucket_view": True, "static_graph": True}
+    makes: dict[str, Callable[[], Training]] = {
+        DDP: lambda: contenders.ddp(network, _sgd),
+        BEST: lambda: contenders.ddp(network, _sgd, **best),
+        ADAM: lambda: contenders.ddp(network, torch.optim.Adam, **best),
+        "DDP, fp16 hook": lambda: contenders.ddp(network, _sgd, "fp16"),
+        # One bucket: with several, this hook's callbacks reorder collectives on gloo.
+        HOOK: lambda: contenders.ddp(network, _sgd, "PowerSGD", bucket_cap_mb=1000),
+        BEST_HOOK: lambda: contenders.ddp(network, _sgd, "PowerSGD", bucket_cap_mb=1000, **best),
+        "Decent-DP": lambda: contenders.decent(network, _sgd),
+        "PeriodicModelAverager": lambda: contenders.averager(network, _sgd, PERIOD),
+        "torchft DiLoCo": lambda: torchft(Outer(PERIOD)),
+        "torchft DiLoCo, streaming": lambda: torchft(streaming),
+        "diloco": lambda: contenders.our_diloco(network, _sgd, Outer(PERIOD)),
+        "diloco, streaming": lambda: contenders.our_diloco(network, _sgd, streaming),
+    }
+    if name in makes:
+        return makes[name]()
+    return contenders.ours(name.partition(",")[0], network, _sgd, **OURS[name])
+
+
+EVERY_STEP = (DDP, BEST, ADAM, "DDP, fp16 hook", HOOK, BEST_HOOK, "Decent-DP", *(name for name in OURS if name != "local_sgd"))
+AT_INTERVALS = ("PeriodicModelAverager", "torchft DiLoCo", "torchft DiLoCo, streaming", "local_sgd", "diloco", "diloco, streaming")
+
+
+def measure(rank: links.Rank, request: tuple[str, int, int]) -> dict[str, dict[str, float] | str]:
+    """Time each contender's steps and count the bytes that it sends, one contender after the other."""
+    rate, steps, periods = request
+    x, y = torch.randn(BATCH, SIZES[0]), torch.randint(SIZES[-1], (BATCH,))
+    result: dict[str, dict[str, float] | str] = {}
+    for name in (*EVERY_STEP, *AT_INTERVALS):
         try:
-            step, stop = make()
+            training = make(name, perceptron(*SIZES)[0], rank)
         except ImportError as error:
             result[name] = str(error)
             continue
-        for _ in range(3):  # the first steps build buckets and are the warm-up of QAdam and PowerSGD
-            step()
-        dist.barrier()
-        before, start, times = sent(), time.perf_counter(), []
-        for _ in range(steps):
+        whole = PERIOD if name in AT_INTERVALS else 1
+        for _ in range(whole if whole > 1 else 3):  # builds buckets; the warm-up of QAdam and PowerSGD
+            training.step(x, y)
+        rank.slow_down(rate)
+        before, start, times = namespaces.bytes_sent(), time.perf_counter(), []
+        count = periods * whole if whole > 1 else steps
+        for _ in range(count):
             begin = time.perf_counter()
-            step()
+            training.step(x, y)
             times.append(time.perf_counter() - begin)
-        total = time.perf_counter() - start
-        result[name] = {"seconds": statistics.median(times), "mean": total / steps, "bytes": (sent() - before) / steps}
-        stop()
+        mean = (time.perf_counter() - start) / count
+        sent = (namespaces.bytes_sent() - before) / count
+        result[name] = {"seconds": mean if whole > 1 else statistics.median(times), "mean": mean, "bytes": sent}
+        rank.slow_down(None)
+        training.stop()
         dist.barrier()
-    if rank == 0:
-        Path(output).write_text(json.dumps(result))
-    bagua_ref.barrier()
-    bagua_ref.destroy_process_group()
+    return result
 
 
-def run(*command: str) -> None:
-    subprocess.run(command, check=True)
-
-
-def link(rate: str, steps: int) -> dict[str, dict[str, float] | str]:
-    """Connect this namespace to a second one by a link of ``rate``, train over it and return rank 0's figures."""
-    other = subprocess.Popen(["unshare", "-n", "sleep", "infinity"])
-    try:
-        while os.readlink(f"/proc/{other.pid}/ns/net") == os.readlink("/proc/self/ns/net"):
-            time.sleep(0.01)
-        there = ("nsenter", "-t", str(other.pid), "-n")
-        run("ip", "link", "add", "slow", "type", "veth", "peer", "name", "slow", "netns", str(other.pid))
-        for rank, inside in enumerate(((), there)):
-            run(*inside, "ip", "address", "add", f"{ADDRESSES[rank]}/24", "dev", "slow")
-            run(*inside, "ip", "link", "set", "slow", "up")
-            run(*inside, "ip", "link", "set", "lo", "up")
-            run(*inside, "tc", "qdisc", "add", "dev", "slow", "root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
-        with tempfile.TemporaryDirectory() as folder:
-            output = os.path.join(folder, "result.json")
-            # Only this run uses the namespaces, so any port is free.
-            ranks = [
-                subprocess.Popen([*inside, sys.executable, __file__, "--work", f"{rank},29500,{steps},{output}"])
-                for rank, inside in enumerate(((), there))
-            ]
-            codes = [process.wait(timeout=900) for process in ranks]
-            if any(codes):
-                raise SystemExit("a rank failed; see above")
-            result: dict[str, dict[str, float] | str] = json.loads(Path(output).read_text())
-            return result
-    finally:
-        # The link would be removed with the namespace, but not at once.
-        subprocess.run(["ip", "link", "delete", "slow"], capture_output=True)
-        other.kill()
-        other.wait()
-
-
-def main() -> int:
-    args = common.arguments(__doc__.partition("\n")[0], work={"default": "", "help": "used by the benchmark itself: one rank"})
-    if args.work:
-        rank, port, steps, output = args.work.split(",")
-        work(int(rank), int(port), int(steps), output)
-        return 0
-    if "BAGUA_REF_SLOW_LINK" not in os.environ:  # run again, in a network namespace of its own
-        if not all(map(shutil.which, ("unshare", "nsenter", "ip", "tc"))):
-            print("slow_link needs Linux with iproute2 and util-linux (ip, tc, unshare, nsenter); nothing was measured")
-            return 0
-        for flags in ("-Urn", "-n"):  # in a user namespace if that is allowed, else as root
-            if subprocess.run(["unshare", flags, "true"], capture_output=True).returncode == 0:
-                environment = {**os.environ, "BAGUA_REF_SLOW_LINK": "1", "OMP_NUM_THREADS": "1"}
-                return subprocess.run(["unshare", flags, sys.executable, *sys.argv], env=environment).returncode
-        print("slow_link may not create network namespaces; run it as root or allow user namespaces; nothing was measured")
-        return 0
+def report(args: argparse.Namespace) -> int:
     rows = []
-    for link_name, (rate, bits) in LINKS.items():
-        figures = link(rate, 2 if args.quick else 10 if bits > 5e8 else 5)
+    for link_name, (rate, bits) in list(LINKS.items())[-1 if args.quick else 0 :]:
+        figures = links.launch(2, (rate, *((2, 1) if args.quick else (2, 2) if bits < 5e7 else (5, 4) if bits < 5e8 else (20, 4))))
         measured = {name: figure for name, figure in figures.items() if isinstance(figure, dict)}
         for name, reason in figures.items():
             if isinstance(reason, str):
                 print(f"{name} was not measured: {reason}")
-        peers = {name: 1e3 * figure["seconds"] for name, figure in measured.items() if name.startswith(("DDP", "Decent"))}
-        better = min(("DDP", "DDP, best settings"), key=peers.__getitem__)
         for name, figure in measured.items():
-            bar = common.at_most(1 / BARS[link_name]) if name == "bytegrad" else common.NO_LIMIT
+            times, candidates = FASTER[link_name].get(name, (None, (DDP, BEST)))
+            peers = {peer: 1e3 * measured[peer]["seconds"] for peer in candidates}
+            better = min(peers, key=peers.__getitem__)
+            bar = common.NO_LIMIT if times is None else common.at_most(1 / times)
             limit = 1e3 * 8 * figure["bytes"] / bits
             extra = {"limit_ms": limit, "bytes_per_step": figure["bytes"], "mean_ms": 1e3 * figure["mean"]}
             work_name = f"{name}, {link_name} (bytes/bandwidth {limit:.0f} ms)"
@@ -208,4 +143,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(links.main(__doc__, measure, report))

@@ -11,7 +11,12 @@ from mkdocs.structure.files import File
 API = {
     "Training": {
         "distributed": ["bagua_ref.distributed"],
-        "data_parallel": ["bagua_ref.data_parallel.distributed", "bagua_ref.data_parallel.functional"],
+        "data_parallel": [
+            "bagua_ref.data_parallel.distributed",
+            "bagua_ref.data_parallel.functional",
+            "bagua_ref.data_parallel.joining",
+            "bagua_ref.data_parallel.grad_scaler",
+        ],
         "algorithms": [
             "bagua_ref.algorithms.base",
             "bagua_ref.algorithms.gradient_allreduce",
@@ -19,7 +24,14 @@ API = {
             "bagua_ref.algorithms.decentralized",
             "bagua_ref.algorithms.q_adam",
             "bagua_ref.algorithms.async_model_average",
+            "bagua_ref.algorithms.local_sgd",
+            "bagua_ref.algorithms.diloco",
+            "bagua_ref.algorithms.diloco_impl",
+            "bagua_ref.algorithms.power_sgd",
+            "bagua_ref.algorithms.topk",
         ],
+        "integrations": ["bagua_ref.integrations"],
+        "graphs": ["bagua_ref.graphs", "bagua_ref.mixing"],
         "communication": ["bagua_ref.communication"],
         "checkpoint": ["bagua_ref.checkpoint"],
         "env": ["bagua_ref.env"],

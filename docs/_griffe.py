@@ -17,8 +17,10 @@ INTERNAL = re.compile(
         rf"bagua_ref\.{name}"
         for name in (
             # What one algorithm overrides is described in the base class.
-            r"algorithms\.(?!base)\w+\.(?!Async)\w+Impl",
-            r"algorithms\.(?!base)\w+\.\w+\.reify",
+            r"algorithms\.(?!base)\w+\.(?!Async|DiLoCo)\w+Impl",
+            r"algorithms\.(?!base)\w+\.\w+\.(reify|check)",
+            r"algorithms\.diloco_impl\.DiLoCoAlgorithmImpl\.(?!global_weights$|fragments$|outer_optimizers$)\w+",
+            r"integrations\.ddp_hooks\.DDPHookState\.(?!state_dict$|load_state_dict$|reductions$|buckets$)\w+",
             r"algorithms\.async_model_average\.(State|AsyncModelAverageAlgorithmImpl\.(?!abort$|resume$)\w+)",
             r"algorithms\.\w+\.QAdamOptimizer\.(ensure_state|__setstate__)",
             r"communication\.BaguaProcessGroup\.(for_background|sibling|side_stream|refuse_in_child)",
@@ -29,8 +31,9 @@ INTERNAL = re.compile(
             r"contrib\.utils\.redis_store\.checked_capacity",
             r"conformance\.trace\.\w+\.Recorder\.(begin|end|forget|describe_own)",
             r"conformance\.vectors\.\w+\.(Case|all_cases)",
+            r"data_parallel\.joining\.Joining",
             # Methods that only say what to use instead; docs/porting.md lists them.
-            r"data_parallel\.distributed\.\w+\.(scatter|to_kwargs|gather|join|register_comm_hook)",
+            r"data_parallel\.distributed\.\w+\.(scatter|to_kwargs|gather|register_comm_hook)",
         )
     )
 )

@@ -6,6 +6,7 @@ docs/images/pattern-NAME.svg. Tests fail if the files are out of date, or if `by
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,7 +20,10 @@ import torch
 
 import bagua_ref
 from bagua_ref.algorithms import Algorithm, QAdamOptimizer
+from bagua_ref.comm_ops.top_k import count_of
 from bagua_ref.communicators.simulated import SimulatedCommunicator
+from bagua_ref.graphs import MODES
+from bagua_ref.low_rank import matrix_shape
 from bagua_ref.runtime import current_world
 from bagua_ref.simulation import SimulatedWorld
 
@@ -27,6 +31,24 @@ IMAGES = Path(__file__).with_name("images")
 RANKS, PARAMETERS = 4, 25_600
 RESNET50 = 25_557_032
 """Parameters of the model whose figures the pages give."""
+
+
+def shapes_of(parameters: int) -> list[tuple[int, ...]]:
+    """Return the shapes of the model's parameters: that of the pictures, or ResNet-50."""
+    if parameters == PARAMETERS:
+        return [(100, PARAMETERS // 100 - 1), (100,)]
+    convolutions: list[tuple[int, ...]] = [(64, 3, 7, 7)]
+    width = 64
+    for planes, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            convolutions += [(planes, width, 1, 1), (planes, planes, 3, 3), (4 * planes, planes, 1, 1)]
+            convolutions += [(4 * planes, width, 1, 1)] if block == 0 else []
+            width = 4 * planes
+    normalizations = [(shape[0],) for shape in convolutions for _ in range(2)]
+    shapes = [*convolutions, *normalizations, (1000, width), (1000,)]
+    assert sum(map(math.prod, shapes)) == parameters
+    return shapes
+
 
 Sends = dict[tuple[int, int], int]
 """(from, to) -> bytes."""
@@ -59,18 +81,26 @@ class Recording:
 
 
 def bytes_per_step(name: str, parameters: int, ranks: int, **options: Any) -> int:
-    """Return what each rank sends per step (async: per round), all parameters being float32 and in one bucket.
+    """Return what each rank sends per step (or per round of averaging), all parameters being float32 and in one bucket.
 
     This is the formula of the pages: 4 bytes per element in full precision, and blocks of 32 + c bytes for chunks of c elements,
     rounded up to multiples of 32 (S4.1), where elements travel as one byte.
     """
     full = 2 * (ranks - 1) / ranks * 4 * parameters
     compressed = 2 * (ranks - 1) * _block(-(-parameters // ranks))
-    if name == "decentralized" and options.get("peer_selection_mode") == "shift_one":
-        return 4 * parameters
+    if name == "decentralized" and (mode := options.get("peer_selection_mode", "all")) != "all":
+        return 4 * parameters * (len(MODES[mode].graph(0, ranks)[0]) - 1)
     if name == "low_precision_decentralized":
         return 2 * _block(parameters)
-    return compressed if name in ("bytegrad", "qadam") else round(full)
+    if name == "topk":
+        return 8 * count_of(parameters, options.get("ratio", 0.01)) * (ranks - 1)
+    if name == "powersgd":
+        elements = 0
+        for shape in shapes_of(parameters):
+            matrix = matrix_shape(shape, options.get("matrix_approximation_rank", 1), 2.0)
+            elements += math.prod(shape) if matrix is None else (matrix[0] + matrix[1]) * matrix[2]
+        return 8 * (ranks - 1) * elements // ranks
+    return compressed if name in ("bytegrad", "qadam") or options.get("compression") else round(full)
 
 
 def _block(elements: int) -> int:
@@ -218,12 +248,12 @@ STYLE = """
 
 
 class Picture:
-    """An SVG image that grows downwards, with a column for each rank."""
+    """An SVG image that grows downwards, with a column for each rank, or for each of as many other things."""
 
-    def __init__(self, title: str, left: float = 58) -> None:
+    def __init__(self, title: str, left: float = 58, heads: str = "rank") -> None:
         self.title, self.y = title, 42.0
         self.x = [left + rank * (WIDTH - 58 - left) / (RANKS - 1) for rank in range(RANKS)]
-        self.parts = [_text(x, 24, f"rank {rank}", f"bold r{rank}", "middle", "stroke:none") for rank, x in enumerate(self.x)]
+        self.parts = [_text(x, 24, f"{heads} {rank}", f"bold r{rank}", "middle", "stroke:none") for rank, x in enumerate(self.x)]
 
     def phase(self, title: str, messages: list[Message]) -> None:
         """Draw a box for what the training thread does, with what is sent meanwhile."""
@@ -290,7 +320,8 @@ def caption(message: Message) -> str:
         return f"{message.kind}: {size} {'to the leader' if message.kind == 'gather' else 'to each rank of the node'}"
     if len(senders) < RANKS:
         return f"{message.kind} between leaders: {size}"
-    whom = {1: "to one peer", 2: "to each neighbour", 3: "to each other rank"}[receivers]
+    on_ring = all((src - dst) % RANKS in (1, RANKS - 1) for src, dst in message.sends)
+    whom = {1: "to one peer", 2: "to each neighbour" if on_ring else "to two ranks", 3: "to each other rank"}[receivers]
     return f"{message.kind}: {size} {whom}"
 
 
@@ -335,6 +366,53 @@ def asynchronous(title: str, recording: Recording, latency: float) -> Picture:
     return picture
 
 
+TWO_STEPS = {0: "step 1 of a period of 2", 1: "step 2"}
+STREAM: dict[str, Any] = {"period": 12, "fragments": RANKS, "delay": 2}
+
+
+def observed_schedule(steps: int) -> list[tuple[int | None, int | None]]:
+    """Return the fragment that a training with diloco sends after each step, and the one that it applies."""
+
+    def train(comm: Any) -> list[tuple[int | None, int | None]]:
+        bagua_ref.init_process_group()
+        model = torch.nn.Sequential(*(torch.nn.Linear(2, 2, bias=False) for _ in range(RANKS)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        model.with_bagua([optimizer], Algorithm.init("diloco", **STREAM))
+        seen, before = [], None
+        for _ in range(steps):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            flight = model.bagua_algorithm.state_dict()["in_flight"]
+            now = None if flight is None else flight["fragment"]
+            seen.append((now if now != before else None, before if now != before else None))
+            before = now
+        return seen
+
+    return SimulatedWorld(2).run(train)[0]
+
+
+def schedule(title: str, seen: list[tuple[int | None, int | None]]) -> Picture:
+    """Draw steps downwards, and for each fragment when it is sent and when its mean is applied."""
+    picture, height = Picture(title, left=98, heads="p ="), 30
+    top, sent_at = picture.y, {}
+    for step, (sent, applied) in enumerate(seen, 1):
+        y = top + step * height
+        picture.parts.append(f'<path class="lane" d="M58 {y}L{WIDTH - 16} {y}"/>')
+        picture.parts.append(_text(14, y - 10, f"step {step}", "soft"))
+        if applied is not None:
+            x, begun = picture.x[applied], sent_at.pop(applied)
+            picture.parts.append(
+                f'<rect class="r{applied}" x="{x - 7:.1f}" y="{begun}" width="14" height="{y - begun}" rx="4" opacity="0.45"/>'
+            )
+            picture.parts.append(_text(x + 11, y - 4, "apply", "bold"))
+        if sent is not None:
+            sent_at[sent] = y
+            picture.parts.append(f'<circle class="r{sent}" cx="{picture.x[sent]:.1f}" cy="{y}" r="5"/>')
+            picture.parts.append(_text(picture.x[sent] + 11, y - 4, "send", "soft"))
+    picture.y = top + len(seen) * height + 14
+    return picture
+
+
 def pictures() -> dict[Path, str]:
     """Train with every algorithm and return every image."""
     flat: dict[str, Any] = {"hierarchical": False}
@@ -348,12 +426,31 @@ def pictures() -> dict[Path, str]:
             record("decentralized", peer_selection_mode="shift_one", **flat),
             {0: "step 1", 1: "step 2: the next peers"},
         ),
+        "decentralized-one_peer_exponential": synchronous(
+            "decentralized, one_peer_exponential",
+            record("decentralized", peer_selection_mode="one_peer_exponential", **flat),
+            {0: "step 1: distance 1", 1: "step 2: distance 2"},
+        ),
+        "decentralized-hypercube": synchronous(
+            "decentralized, hypercube",
+            record("decentralized", peer_selection_mode="hypercube", **flat),
+            {0: "step 1: r xor 1", 1: "step 2: r xor 2"},
+        ),
+        "decentralized-ring": synchronous("decentralized, ring", record("decentralized", peer_selection_mode="ring", **flat)),
+        "decentralized-exponential": synchronous(
+            "decentralized, exponential", record("decentralized", peer_selection_mode="exponential", **flat)
+        ),
         "low_precision_decentralized": synchronous("low_precision_decentralized", record("low_precision_decentralized", **flat)),
         "qadam": synchronous("qadam", record("qadam", **flat), {0: "a step of the warm-up", 1: "a step after it"}),
         "hierarchical": synchronous("bytegrad, hierarchical, on two nodes", record("bytegrad", nodes=(2, 2))),
         "async": asynchronous(
             "async", record("async", seconds=(0.04, 0.03, 0.02, 0.015), latency=latency, sync_interval_ms=30), latency
         ),
+        "local_sgd": synchronous("local_sgd", record("local_sgd", period=2), TWO_STEPS),
+        "diloco": synchronous("diloco", record("diloco", period=2), TWO_STEPS),
+        "powersgd": synchronous("powersgd", record("powersgd", matrix_approximation_rank=4, warmup_steps=0)),
+        "topk": synchronous("topk", record("topk")),
+        "diloco-schedule": schedule("diloco: four fragments, period 12, delay 2", observed_schedule(15)),
     }
     return {IMAGES / f"pattern-{name}.svg": picture.svg() for name, picture in found.items()}
 

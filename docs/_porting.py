@@ -79,7 +79,6 @@ UNSUPPORTED = {
         "scatter": "start a process for each device",
         "gather": "start a process for each device",
         "to_kwargs": "`forward` moves inputs",
-        "join": "give all ranks the same number of batches, or use async",
         "register_comm_hook": "pass `algorithm=`",
     }.items()
 }

@@ -13,17 +13,22 @@ from torch import nn
 import bagua_ref
 from bagua_ref.algorithms import Algorithm
 from bagua_ref.backends.reference import ReferenceBackend
+from bagua_ref.backends.reference.codecs.minmax_uint8 import MinMaxUInt8
 from bagua_ref.conformance.trace import Recorder, TraceReport, check_trace
 from bagua_ref.simulation import SimulatedWorld
 
 
-class OffByOneChunk(ReferenceBackend):
+class NextChunk(MinMaxUInt8):
     """On rank 2, sends back the chunk after the one that was reduced."""
 
-    def compress_minmax_uint8(self, x, num_chunks, target_chunk=None, out=None):
+    def compress(self, x, num_chunks, target_chunk=None, out=None):
         if target_chunk is not None and bagua_ref.get_rank() == 2:
             x = x.roll(-x.numel() // num_chunks)
-        return super().compress_minmax_uint8(x, num_chunks, target_chunk, out)
+        return super().compress(x, num_chunks, target_chunk, out)
+
+
+class OffByOneChunk(ReferenceBackend):
+    codecs = {"MinMaxUInt8": NextChunk}
 
 
 def train(comm: object, directory: str, backend: ReferenceBackend) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from sklearn.datasets import load_digits
@@ -25,7 +26,14 @@ def make_algorithm(name: str, model: nn.Module) -> tuple[torch.optim.Optimizer, 
         adam = QAdamOptimizer(model.parameters(), lr=2e-3, warmup_steps=20)
         return adam, Algorithm.init(name, q_adam_optimizer=adam, hierarchical=False)
     sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    return sgd, Algorithm.init(name, **({} if name == "async" else {"hierarchical": False}))
+    options = {
+        "async": {},
+        "local_sgd": {"period": 8},
+        "diloco": {"period": 8, "fragments": 4, "delay": 1, "mix": 0.5},
+        "powersgd": {"matrix_approximation_rank": 4, "warmup_steps": 10},
+        "topk": {"ratio": 0.05, "warmup_steps": 10},
+    }
+    return sgd, Algorithm.init(name, **options.get(name, {"hierarchical": False}))
 
 
 def main(argv: Sequence[str] | None = None) -> float:
@@ -63,7 +71,9 @@ def main(argv: Sequence[str] | None = None) -> float:
     if arguments.algorithm == "async":
         model.bagua_algorithm.abort(model)  # ends averaging in the background
     model.eval()
-    with torch.no_grad():
+    # With diloco, the weights that count are those that all ranks share.
+    shared = model.bagua_algorithm.global_weights() if arguments.algorithm == "diloco" else nullcontext()
+    with torch.no_grad(), shared:
         accuracy = (model(images[1440:]).argmax(1) == labels[1440:]).float().mean().reshape(1)
     bagua_ref.allreduce_inplace(accuracy, bagua_ref.ReduceOp.AVG)
     if rank == 0:

@@ -1,4 +1,4 @@
-"""Properties of MinMaxUInt8 (S4) on every backend, as shipped in the conformance suite."""
+"""Properties of the codecs (S4, S12) on every backend, as shipped in the conformance suite."""
 
 from __future__ import annotations
 

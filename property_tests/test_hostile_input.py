@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from property_tests.strategies import COMPRESSIBLE, every_backend
 
-from bagua_ref.backends import get_backend, payload_bytes
+from bagua_ref.backends import get_backend, get_codec
 from bagua_ref.cli import main
 from bagua_ref.cli.balance import read_lengths
 from bagua_ref.comm_ops import CentralizedLowPrecision, LowPrecisionDecentralized
@@ -154,28 +154,32 @@ def changed_file(draw, path):
 @given(data=st.data(), dtype=st.sampled_from(COMPRESSIBLE), chunks=st.integers(1, 3), size=st.integers(0, 9))
 def test_S4_3_any_payload_gives_numbers_or_nan_and_nothing_else_is_written(backend, data, dtype, chunks, size):
     elements = chunks * size
-    raw = bytearray(data.draw(st.binary(min_size=(n := payload_bytes(elements, chunks)), max_size=n)))
+    raw = bytearray(data.draw(st.binary(min_size=(n := chunks * get_codec("MinMaxUInt8").payload_bytes(size, dtype)), max_size=n)))
     payload, around = torch.frombuffer(raw, dtype=torch.uint8), torch.full((elements + 2,), 7, dtype=dtype)
-    get_backend(backend).decompress_minmax_uint8(payload, chunks, around[1:-1])
+    get_codec("MinMaxUInt8", get_backend(backend)).decompress(payload, chunks, around[1:-1])
     assert not around.isinf().any()
     assert around[0] == around[-1] == 7
     wrong = payload[: data.draw(st.integers(0, n - 1))]
     with pytest.raises(ValueError, match="payload has"):
-        get_backend(backend).decompress_minmax_uint8(wrong, chunks, around[1:-1])
+        get_codec("MinMaxUInt8", get_backend(backend)).decompress(wrong, chunks, around[1:-1])
 
 
 @given(seed=st.integers(0, 2**32), elements=st.integers(1, 9).map(lambda n: 3 * n), ring=st.booleans())
 def test_S4_3_a_rank_that_sends_anything_harms_nothing_but_values(seed, elements, ring):
+    codec = get_codec("MinMaxUInt8", "reference")
+
     def lie(x, num_chunks, target_chunk=None, out=None):
-        payload = torch.empty(payload_bytes(len(x), num_chunks), dtype=torch.uint8) if out is None else out
+        size = num_chunks * codec.payload_bytes(len(x) // num_chunks, x.dtype)
+        payload = torch.empty(size, dtype=torch.uint8) if out is None else out
         return payload.random_(generator=torch.Generator().manual_seed(seed))
 
     def rank(comm):
         kernels, (x, *replicas) = get_backend("reference"), torch.zeros(4, elements)
-        if comm.rank() == 1:
-            kernels = mock.Mock(wraps=kernels, compress_minmax_uint8=lie)
-        op = LowPrecisionDecentralized(comm, kernels, *replicas) if ring else CentralizedLowPrecision(comm, kernels, True)
-        op(x)
+        mine = mock.Mock(wraps=codec, compress=lie) if comm.rank() == 1 else codec
+        if ring:
+            LowPrecisionDecentralized(comm, kernels, mine, *replicas)(x)
+        else:
+            CentralizedLowPrecision(comm, kernels, mine, True)(x)
         return x
 
     for x in SimulatedWorld(3).run(rank):

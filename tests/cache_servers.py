@@ -33,7 +33,7 @@ def need(backend: str = "redis") -> None:
         pytest.skip(reason)
 
 
-def eventually(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
+def eventually(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
     """Return the first true result of ``condition()``, or the last one."""
     deadline = time.monotonic() + seconds
     while not (found := condition()) and time.monotonic() < deadline:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import os
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from bagua_ref.algorithms import (
 )
 from bagua_ref.algorithms.decentralized import DecentralizedAlgorithmImpl
 from bagua_ref.errors import CommunicationError
+from bagua_ref.runtime import current_world
 
 WIDTH = 32
 
@@ -39,8 +41,10 @@ class Training:
     rank: int
     module: nn.Module
     optimizer: torch.optim.Optimizer
-    errors: list[str]
+    steps: int = 4
+    """How many follow the fault."""
     batches: int = 0
+    errors: list[str] = field(default_factory=list)
 
     @property
     def rounds_begin_in_forward(self) -> bool:
@@ -64,6 +68,11 @@ class Training:
             action()
         except CommunicationError as error:
             self.errors.append(str(error))
+
+    def go_on(self, fewer: int = 0) -> None:
+        """Take the steps that follow the fault."""
+        for _ in range(self.steps - fewer):
+            self.try_to(self.step)
 
     def state(self) -> list[Any]:
         return copy.deepcopy([self.module.state_dict(), self.optimizer.state_dict(), self.module.bagua_algorithm.state_dict()])
@@ -92,20 +101,22 @@ ALGORITHMS: dict[str, Callable[[nn.Module], tuple[torch.optim.Optimizer, Algorit
     "qadam": lambda module: adam(module, 2),
     "async in warm-up": sgd(AsyncModelAverageAlgorithm(sync_interval_ms=10, warmup_steps=100)),
     "async at the end of its warm-up": sgd(AsyncModelAverageAlgorithm(sync_interval_ms=10, warmup_steps=5)),
+    "async": sgd(AsyncModelAverageAlgorithm(sync_interval_ms=10)),
 }
 
 
-def network() -> nn.Sequential:
-    return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+def network(layers: int = 4) -> nn.Sequential:
+    return nn.Sequential(*(layer for _ in range(layers) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
 
 
-def begin(algorithm: str, **options: Any) -> Training:
+def begin(algorithm: str, steps: int = 3, **options: Any) -> Training:
+    """Wrap a module and take ``steps``."""
     torch.manual_seed(0)
     module = network()
     optimizer, made = ALGORITHMS[algorithm](module)
     module.with_bagua([optimizer], made, **options)
-    training = Training(bagua_ref.get_rank(), module, optimizer, [])
-    for _ in range(3):
+    training = Training(bagua_ref.get_rank(), module, optimizer)
+    for _ in range(steps):
         training.step()
     return training
 
@@ -122,15 +133,20 @@ def abandons_a_backward(training: Training) -> None:
             training.backward()
         except ZeroDivisionError:
             handle.remove()
-    for _ in range(4 - training.rank):
-        training.try_to(training.step)
+    training.go_on(fewer=training.rank)
+
+
+def raises_after_backward(training: Training) -> None:
+    """Rank 1 catches its own exception between backward and optimizer.step() and takes the next batch."""
+    if training.rank == 1:
+        training.try_to(training.backward)
+    training.go_on(fewer=training.rank)
 
 
 def skips_an_optimizer_step(training: Training) -> None:
     """Rank 1 does not call optimizer.step() once."""
     training.try_to(training.backward if training.rank == 1 else training.step)
-    for _ in range(4):
-        training.try_to(training.step)
+    training.go_on()
 
 
 def loads_another_checkpoint(training: Training) -> None:
@@ -139,14 +155,21 @@ def loads_another_checkpoint(training: Training) -> None:
     training.step()
     training.step()
     training.load(training.state() if training.rank == 1 else earlier)
-    for _ in range(4):
-        training.try_to(training.step)
+    training.go_on()
 
 
 def loads_other_weights(training: Training) -> None:
     """Rank 1 alone loads weights."""
     if training.rank == 1:
         training.module.load_state_dict({name: value + 1 for name, value in training.module.state_dict().items()})
+    training.go_on()
+
+
+def makes_other_buckets(training: Training) -> None:
+    """Rank 1 alone puts its parameters into buckets of another size."""
+    if training.rank == 1:
+        training.module._bagua._bucket_bytes = 2**20
+        training.module._bagua.reset()
     for _ in range(4):
         training.try_to(training.step)
 
@@ -154,16 +177,14 @@ def loads_other_weights(training: Training) -> None:
 def comes_late(training: Training) -> None:
     """Rank 1 comes later than the module's timeout."""
     if training.rank == 1:
-        time.sleep(2)
-    for _ in range(4):
-        training.try_to(training.step)
+        current_world().sleep(2)
+    training.go_on()
 
 
 def forgets_a_batch(training: Training) -> None:
     """Rank 1 skips a batch before its forward pass."""
     training.batches += training.rank
-    for _ in range(4):
-        training.try_to(training.step)
+    training.go_on()
 
 
 def looks_at_a_batch(training: Training) -> None:
@@ -172,34 +193,30 @@ def looks_at_a_batch(training: Training) -> None:
     if training.rank == 0:
         training.module(torch.ones(1, WIDTH))
         forwards = training.rounds_begin_in_forward
-    for _ in range(4 - forwards):
-        training.try_to(training.step)
+    training.go_on(fewer=forwards)
 
 
 def ends_early(training: Training) -> None:
     """Rank 1 takes one step less and waits in a barrier, to which rank 0 does not come when its step fails."""
-    for _ in range(4 - training.rank):
-        training.try_to(training.step)
+    training.go_on(fewer=training.rank)
     if training.rank == 1:
         training.try_to(bagua_ref.barrier)
     else:
-        time.sleep(3)
+        current_world().sleep(3)
 
 
 def dies(training: Training) -> None:
     """Rank 1 is killed between two steps."""
     if training.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    for _ in range(4):
-        training.try_to(training.step)
+    training.go_on()
 
 
 def dies_in_backward(training: Training) -> None:
     """Rank 1 is killed in the middle of a backward pass."""
     if training.rank == 1:
         training.module[2].weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
-    for _ in range(4):
-        training.try_to(training.step)
+    training.go_on()
 
 
 def stops(training: Training, seconds: float) -> None:
@@ -208,8 +225,7 @@ def stops(training: Training, seconds: float) -> None:
         awake = subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
         os.kill(os.getpid(), signal.SIGSTOP)
         awake.wait()
-    for _ in range(4):
-        training.try_to(training.step)
+    training.go_on()
 
 
 def raises_before_backward(training: Training) -> None:
@@ -219,38 +235,34 @@ def raises_before_backward(training: Training) -> None:
         training.optimizer.zero_grad()
         training.module(torch.ones(4, WIDTH))
         forwards = training.rounds_begin_in_forward
-    for _ in range(4 - forwards):
-        training.try_to(training.step)
+    training.go_on(fewer=forwards)
 
 
 def ends_by_an_exception(training: Training) -> None:
     """Rank 1 ends with an exception that nobody catches."""
     if training.rank == 1:
         raise ValueError("a batch is empty")
-    for _ in range(4):
-        training.try_to(training.step)
+    training.go_on()
 
 
 def leaves(training: Training) -> None:
-    """Rank 1 ends after fewer steps, without abort or destroy_process_group()."""
+    """Rank 1's interpreter ends after fewer steps, without abort or destroy_process_group()."""
     if training.rank == 1:
-        raise SystemExit(0)
-    for _ in range(4):
-        training.try_to(training.step)
+        ctypes.pythonapi.Py_Exit(0)  # SystemExit would be caught, and the worker end without the interpreter's own work
+    training.go_on()
 
 
 def destroys(training: Training) -> None:
     """Rank 1 calls destroy_process_group() in the middle."""
     if training.rank == 1:
         bagua_ref.destroy_process_group()
-    for _ in range(4):
-        training.try_to(training.step)
+    training.go_on()
 
 
 def is_interrupted(training: Training) -> None:
     """Rank 1 gets Ctrl-C while it waits for rank 0, and goes on."""
     if training.rank == 0:
-        time.sleep(2)
+        current_world().sleep(2)
     else:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # the shell's background jobs ignore it
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -266,20 +278,34 @@ def leaves_a_parameter_unused(training: Training) -> None:
     if training.rank == 1:
         training.optimizer.zero_grad()
         training.try_to(lambda: training.module(torch.ones(4, WIDTH)))
-        training.try_to(lambda: training.module[:4](torch.ones(4, WIDTH)).sum().backward())
+        training.try_to(lambda: training.module[:-2](torch.ones(4, WIDTH)).sum().backward())
         training.try_to(training.optimizer.step)
-    for _ in range(4 - training.rank):
-        training.try_to(training.step)
+    training.go_on(fewer=training.rank)
 
 
-def has_a_nan(training: Training) -> None:
-    """Rank 1's gradients are NaN once."""
+def freezes_a_parameter(training: Training) -> None:
+    """Rank 1 freezes a parameter after wrapping."""
     if training.rank == 1:
-        handle = training.module[2].weight.register_hook(lambda grad: grad * float("nan"))
+        training.module[2].weight.requires_grad_(False)
+    training.go_on()
+
+
+def has_no_number(training: Training, value: float) -> None:
+    """Rank 1's gradients are NaN or infinite once."""
+    if training.rank == 1:
+        handle = training.module[2].weight.register_hook(lambda grad: torch.full_like(grad, value))
         training.try_to(training.step)
         handle.remove()
-    for _ in range(4 - training.rank):
-        training.try_to(training.step)
+    training.go_on(fewer=training.rank)
+
+
+def loses_its_link(training: Training, device: str, seconds: float | None) -> None:
+    """Rank 1's network device goes down, for some seconds or for ever."""
+    if training.rank == 1:
+        subprocess.run(["ip", "link", "set", device, "down"], check=True)
+        if seconds is not None:
+            subprocess.Popen(["sh", "-c", f"sleep {seconds}; ip link set {device} up"])
+    training.go_on()
 
 
 def run(

@@ -9,6 +9,7 @@ import time
 import torch
 
 from bagua_ref.backends.reference import ReferenceBackend
+from bagua_ref.backends.reference.codecs.minmax_uint8 import MinMaxUInt8
 
 
 class Raises(ReferenceBackend):
@@ -63,15 +64,19 @@ class WritesBeforeTheStart(ReferenceBackend):
         x.as_strided((1,), (1,), x.storage_offset() - 1)[0] = 0
 
 
-class ReadsBeyondTheEnd(ReferenceBackend):
-    def _compress_minmax_uint8(self, x, num_chunks, target_chunk, out):
+class LongMinMaxUInt8(MinMaxUInt8):
+    def _compress(self, x, num_chunks, target_chunk, out):
         if num_chunks == 1 and target_chunk is None and x.numel():
             longer = x.as_strided((x.numel() + 1,), (1,))
             low, high = longer.min(), longer.max()
-            super()._compress_minmax_uint8(x.clamp(low, high), num_chunks, target_chunk, out)
+            super()._compress(x.clamp(low, high), num_chunks, target_chunk, out)
             out[: x.element_size() * 2] = torch.stack([low, high]).view(torch.uint8)
         else:
-            super()._compress_minmax_uint8(x, num_chunks, target_chunk, out)
+            super()._compress(x, num_chunks, target_chunk, out)
+
+
+class ReadsBeyondTheEnd(ReferenceBackend):
+    codecs = {"MinMaxUInt8": LongMinMaxUInt8}
 
 
 class ChangesItsInput(ReferenceBackend):
@@ -85,9 +90,13 @@ class UsesTheStoragesStart(ReferenceBackend):
         super()._add_(x.as_strided(x.shape, (1,), 0), y)
 
 
+class ShortMinMaxUInt8(MinMaxUInt8):
+    def compress(self, x, num_chunks, target_chunk=None, out=None):
+        return super().compress(x, num_chunks, target_chunk, out)[:-1]
+
+
 class ReturnsWrongShapes(ReferenceBackend):
-    def compress_minmax_uint8(self, x, num_chunks, target_chunk=None, out=None):
-        return super().compress_minmax_uint8(x, num_chunks, target_chunk, out)[:-1]
+    codecs = {"MinMaxUInt8": ShortMinMaxUInt8}
 
 
 class ReturnsNothing(ReferenceBackend):

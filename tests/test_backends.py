@@ -12,7 +12,7 @@ import torch
 from tests.threads import assert_right_on_threads
 
 import bagua_ref.backends as registry
-from bagua_ref.backends import KernelBackend, available_backends, get_backend, register_backend, use_backend
+from bagua_ref.backends import KernelBackend, available_backends, get_backend, get_codec, register_backend, use_backend
 from bagua_ref.backends.reference import ReferenceBackend, blocks
 from bagua_ref.backends.reference.blocks import BLOCK
 from bagua_ref.conformance import EXACT, SUM, ULP, assert_equal
@@ -194,7 +194,7 @@ def test_importing_the_registry_imports_no_backend():
     script = "import sys, bagua_ref.backends; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
     loaded = {name for name in run.stdout.split() if name.startswith(("bagua_ref.backends.", "cupy"))}
-    assert loaded == {"bagua_ref.backends.base", "bagua_ref.backends.checks"}
+    assert loaded == {"bagua_ref.backends.base", "bagua_ref.backends.checks", "bagua_ref.backends.codec"}
 
 
 SMALL = torch.zeros(4)
@@ -317,9 +317,9 @@ def run_every_kernel(device: str, dtype: torch.dtype) -> list[torch.Tensor]:
     kernels.reduce_chunks_(x, 2, 1, average=True)
     results = [x, kernels.order_by_complexity(x)]
     if dtype is not torch.float64:
-        payload = kernels.compress_minmax_uint8(x, 2)
-        kernels.compress_minmax_uint8(y, 2, target_chunk=1, out=payload)
-        kernels.decompress_minmax_uint8(payload, 2, y)
+        payload = get_codec("MinMaxUInt8", kernels).compress(x, 2)
+        get_codec("MinMaxUInt8", kernels).compress(y, 2, target_chunk=1, out=payload)
+        get_codec("MinMaxUInt8", kernels).decompress(payload, 2, y)
         results += [payload, y]
     flat = torch.empty_like(x)
     kernels.gather_flat([left[5:], right[:5]], flat)
@@ -348,7 +348,7 @@ def test_autograd_does_not_see_the_kernels():
     kernels.reduce_chunks_(parameter, 2, 0, False)
     assert parameter.tolist() == [4.0] * 3 + [2.0] * 3
     kernels.scatter_flat(parameter, [torch.nn.Parameter(torch.zeros(2, 3))])
-    kernels.decompress_minmax_uint8(kernels.compress_minmax_uint8(parameter, 2), 2, parameter)
+    get_codec("MinMaxUInt8", kernels).decompress(get_codec("MinMaxUInt8", kernels).compress(parameter, 2), 2, parameter)
     assert parameter.requires_grad
     assert parameter.is_leaf
 
@@ -357,7 +357,7 @@ def test_infinities_are_results_and_warn_nobody(recwarn):
     x = torch.full((4,), 3e38)
     kernels.add_(x, torch.full((4,), 3e38))
     kernels.subtract_(x, torch.full((4,), float("inf")))
-    kernels.compress_minmax_uint8(x, 2)
+    get_codec("MinMaxUInt8", kernels).compress(x, 2)
     assert x.isnan().all()
     assert not recwarn.list
 
@@ -366,8 +366,8 @@ def test_kernels_on_many_threads_do_not_share_buffers():
     """16-bit kernels use the shared scratch buffers, so sharing between threads would show."""
     generator = torch.Generator().manual_seed(3)
     inputs = [torch.randn(3 * BLOCK, generator=generator).to(torch.bfloat16) for _ in range(4)]
-    expected = [kernels.compress_minmax_uint8(x, 3) for x in inputs]
-    assert_right_on_threads(lambda index: kernels.compress_minmax_uint8(inputs[index], 3), expected, rounds=10)
+    expected = [get_codec("MinMaxUInt8", kernels).compress(x, 3) for x in inputs]
+    assert_right_on_threads(lambda index: get_codec("MinMaxUInt8", kernels).compress(inputs[index], 3), expected, rounds=10)
 
 
 def test_every_kernel_is_abstract_behind_its_checks():

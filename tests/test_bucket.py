@@ -135,6 +135,20 @@ def test_S3_8_a_python_op_may_put_other_tensors_in_place() -> None:
     assert names == ["b"]
 
 
+def test_a_shadow_is_zeros_and_changes_nothing() -> None:
+    def rank(comm: Any) -> list[Any]:
+        bagua_ref.init_process_group()
+        (tensor,) = made = named(torch.full((2,), 1.0 + comm.rank()))
+        bucket = BaguaBucket(made, "b", flatten=True)
+        called: list[str] = []
+        bucket.append_python_op(called.append)
+        bucket.append_centralized_synchronous_op(average=False)
+        (bucket.shadow if comm.rank() == 0 else bucket.execute)()
+        return [tensor.tolist(), called]
+
+    assert SimulatedWorld(3).run(rank) == [[[1, 1], []], [[5, 5], ["b"]], [[5, 5], ["b"]]]
+
+
 def bad_buckets() -> list[Any]:
     flat = torch.zeros(4)
     return [
@@ -170,7 +184,12 @@ def test_bad_alignment_is_refused(alignment: Any) -> None:
 
 BAD_OPERATIONS = [
     ({"compression": "MinMaxUInt8"}, torch.float32, ValueError, "compression='MinMaxUInt8' needs scattergather=True"),
-    ({"compression": "zip", "scattergather": True}, torch.float32, ValueError, "compression='zip' must be None or 'MinMaxUInt8'"),
+    (
+        {"compression": "zip", "scattergather": True},
+        torch.float32,
+        ValueError,
+        "compression='zip' is not a known codec; it must be one of 'MXFP4'",
+    ),
     ({"scattergather": True}, torch.float32, ValueError, "5 elements.*2 equal chunks.*alignment=2"),
     ({"compression": "MinMaxUInt8", "scattergather": True}, torch.float64, TypeError, "not bucket '0''s torch.float64"),
     ({"average": True}, torch.int64, TypeError, "torch.int64"),

@@ -14,7 +14,18 @@ import bagua_ref
 from bagua_ref.algorithms import Algorithm, DecentralizedAlgorithm, GradientAllReduceAlgorithm, QAdamOptimizer
 from bagua_ref.data_parallel import DistributedDataParallel
 
-ALGORITHMS = ("gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "qadam", "async")
+ALGORITHMS = (
+    "gradient_allreduce",
+    "bytegrad",
+    "decentralized",
+    "low_precision_decentralized",
+    "qadam",
+    "async",
+    "local_sgd",
+    "diloco",
+    "powersgd",
+    "topk",
+)
 
 
 class Net(nn.Module):
@@ -32,6 +43,8 @@ class Net(nn.Module):
 
 def wrapped(algorithm: str = "gradient_allreduce", **options: Any) -> tuple[Net, torch.optim.Optimizer]:
     module = Net()
+    if algorithm in ("local_sgd", "diloco"):
+        options.setdefault("period", 2)
     if algorithm == "qadam":
         optimizer: torch.optim.Optimizer = QAdamOptimizer(module.parameters(), lr=0.01, warmup_steps=2)
         options["q_adam_optimizer"] = optimizer

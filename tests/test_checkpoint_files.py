@@ -40,11 +40,16 @@ INPUTS = torch.randn(48, 6, generator=torch.Generator().manual_seed(6))
 ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
     "gradient_allreduce": ("gradient_allreduce", {}),
     "bytegrad": ("bytegrad", {"hierarchical": False}),
+    "bytegrad with memory": ("bytegrad", {"hierarchical": False, "error_feedback": True}),
     "decentralized_all": ("decentralized", {"hierarchical": False, "communication_interval": 2}),
     "decentralized_shift_one": ("decentralized", {"hierarchical": False, "peer_selection_mode": "shift_one"}),
     "low_precision_decentralized": ("low_precision_decentralized", {"hierarchical": False, "communication_interval": 2}),
     "qadam": ("qadam", {"hierarchical": False}),
     "async": ("async", {"sync_interval_ms": 1}),
+    "local_sgd": ("local_sgd", {"period": 3, "warmup_steps": 1}),
+    "diloco": ("diloco", {"period": 6, "fragments": 2, "delay": 2, "mix": 0.5}),
+    "powersgd": ("powersgd", {"warmup_steps": 2, "min_compression_rate": 0.5}),
+    "topk": ("topk", {"ratio": 0.2, "warmup_steps": 1}),
 }
 DETERMINISTIC = [name for name in ALGORITHMS if name != "async"]
 
@@ -471,6 +476,11 @@ def test_what_is_equal_on_all_ranks_loads_at_another_number_of_ranks(tmp_path: P
         ("decentralized_shift_one", r"model \(0.weight, 0.bias, 1.weight and 5 more\), optimizers \(0\), rng \(torch\)"),
         ("low_precision_decentralized", r"algorithm \(\w+, \w+\)"),
         ("async", r"model \(0.weight, .*\), optimizers \(0\)"),
+        ("local_sgd", r"model \(1.running_mean, 1.running_var\), optimizers \(0\), rng \(torch\)\. "),  # step 4 averages
+        ("diloco", r"model \(0.weight, .*\), optimizers \(0\), rng \(torch\)\. "),
+        ("powersgd", r"algorithm \(memories\)"),
+        ("topk", r"algorithm \(memories\)"),
+        ("bytegrad with memory", r"algorithm \(memories\)"),
     ],
 )
 def test_what_belongs_to_a_rank_is_refused_by_name_or_dropped(tmp_path: Path, name: str, belongs: str) -> None:

@@ -59,7 +59,7 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Any, Re
 # The command line
 
 
-COMMANDS = ["demo", "doctor", "balance", "verify", "vectors export", "vectors check", "trace check", "trace show"]
+COMMANDS = ["demo", "doctor", "balance", "graph", "verify", "vectors export", "vectors check", "trace check", "trace show"]
 
 
 @pytest.mark.parametrize("command", ["", "vectors", "trace", *COMMANDS])
@@ -80,6 +80,7 @@ def test_help_fits_80_columns(command: str, capsys: pytest.CaptureFixture[str], 
 def test_an_error_prints_the_usage_of_its_subcommand(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     required = {
         "balance": ["--lengths", "x", "--replicas", "2"],
+        "graph": ["ring", "--ranks", "4"],
         "vectors export": ["x"],
         "vectors check": ["x", "--outputs", "x"],
         "trace check": ["x"],
@@ -261,6 +262,7 @@ def test_progress_has_colours_unless_no_color_says_otherwise(
         "demo --workers 0",
         "doctor",
         "balance --lengths {folder}/lengths --replicas 2 --output {folder}/work.png",
+        "graph ring --ranks 4",
         "verify --backend tests.hostile_backends:Raises --check kernels.S1.add",
         "vectors check --help",
         "trace show {folder}",

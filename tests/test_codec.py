@@ -12,24 +12,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from bagua_ref.backends import get_backend, payload_bytes
+from bagua_ref.backends import get_codec
 from bagua_ref.backends.reference.blocks import BLOCK
 from bagua_ref.conformance import EXACT, assert_equal
 from bagua_ref.conformance.expected import codec_scalar
 from bagua_ref.conformance.expected.rounding import float32_of_bits
 
 COMPRESSIBLE = (torch.float16, torch.bfloat16, torch.float32)
-kernels = get_backend("reference")
+codec = get_codec("MinMaxUInt8", "reference")
 
 
 def round_trip(x: torch.Tensor, num_chunks: int = 1) -> torch.Tensor:
     out = torch.full_like(x, 5)
-    kernels.decompress_minmax_uint8(kernels.compress_minmax_uint8(x, num_chunks), num_chunks, out)
+    codec.decompress(codec.compress(x, num_chunks), num_chunks, out)
     return out
 
 
 def block(header: str, levels: list[int]) -> bytes:
-    return (bytes.fromhex(header).ljust(32, b"\0") + bytes(levels)).ljust(payload_bytes(len(levels), 1), b"\0")
+    return (bytes.fromhex(header).ljust(32, b"\0") + bytes(levels)).ljust(codec.payload_bytes(len(levels), torch.float32), b"\0")
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def block(header: str, levels: list[int]) -> bytes:
 )
 def test_S4_pinned_vectors(values, dtype, header, levels):
     x = torch.tensor(values, dtype=dtype)
-    assert bytes(kernels.compress_minmax_uint8(x, 1).tolist()) == block(header, levels)
+    assert bytes(codec.compress(x, 1).tolist()) == block(header, levels)
     assert codec_scalar.compress_chunk(x.tolist(), str(dtype).removeprefix("torch.")) == block(header, levels)
 
 
@@ -70,7 +70,7 @@ def test_S4_3_what_lies_beyond_float32_is_its_largest_number():
     payload[:8] = torch.tensor([-largest, largest]).view(torch.uint8)  # no compressor writes this: the difference overflows
     payload[32:34] = torch.tensor([0, 200])
     out = torch.zeros(2)
-    kernels.decompress_minmax_uint8(payload, 1, out)
+    codec.decompress(payload, 1, out)
     assert_equal(out, torch.tensor([-largest, -largest]), EXACT)
 
 
@@ -90,7 +90,7 @@ def test_S4_6_the_pinned_vector_needs_one_and_a_half_steps():
 def test_sizes_that_cross_a_block(num_chunks, size, dtype):
     x = torch.randn(num_chunks * size, generator=torch.Generator().manual_seed(0)).mul_(3).to(dtype)
     chunks = x.view(num_chunks, size).double()
-    payload = kernels.compress_minmax_uint8(x, num_chunks)
+    payload = codec.compress(x, num_chunks)
     blocks, restored = payload.view(num_chunks, -1), round_trip(x, num_chunks).view(num_chunks, size)
     headers = blocks[:, : 2 * x.element_size()].contiguous().view(dtype)
     assert_equal(headers, torch.stack([chunks.amin(1), chunks.amax(1)], 1).to(dtype), EXACT)
@@ -104,19 +104,16 @@ def test_sizes_that_cross_a_block(num_chunks, size, dtype):
 
 
 def test_payload_bytes_grows_in_steps_of_32():
-    assert [payload_bytes(count, 1) for count in (0, 1, 32, 33)] == [32, 64, 64, 96]
-    assert payload_bytes(99, 3) == 3 * 96
-    with pytest.raises(ValueError, match="num_chunks=2 must divide the number of elements, which is 5"):
-        payload_bytes(5, 2)
+    assert [codec.payload_bytes(count, torch.float16) for count in (0, 1, 32, 33)] == [32, 64, 64, 96]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.uint8], ids=str)
 def test_S4_5_other_dtypes_are_refused_by_name(dtype):
     x, payload = torch.zeros(4, dtype=dtype), torch.zeros(64, dtype=torch.uint8)
     with pytest.raises(TypeError, match=rf"x is {dtype}; it must be one of torch.float16, torch.bfloat16, torch.float32"):
-        kernels.compress_minmax_uint8(x, 1)
+        codec.compress(x, 1)
     with pytest.raises(TypeError, match=f"out is {dtype}"):
-        kernels.decompress_minmax_uint8(payload, 1, x)
+        codec.decompress(payload, 1, x)
 
 
 @pytest.mark.parametrize(
@@ -137,13 +134,13 @@ def test_S4_5_other_dtypes_are_refused_by_name(dtype):
 )
 def test_compress_refuses(arguments, error, message):
     with pytest.raises(error, match=message):
-        kernels.compress_minmax_uint8(torch.zeros(4), **arguments)
+        codec.compress(torch.zeros(4), **arguments)
 
 
 def test_decompress_refuses_a_payload_of_the_wrong_size_and_leaves_out_alone():
     out = torch.ones(4)
     with pytest.raises(ValueError, match="payload has 64 elements; with out of 4 it must have 128"):
-        kernels.decompress_minmax_uint8(torch.zeros(64, dtype=torch.uint8), 2, out)
+        codec.decompress(torch.zeros(64, dtype=torch.uint8), 2, out)
     assert_equal(out, torch.ones(4), EXACT)
 
 
@@ -152,7 +149,17 @@ def test_the_benchmark_runs_and_its_three_forms_of_S4_agree(tmp_path):
     script, table = Path(__file__).parents[1] / "benchmarks" / "codec.py", tmp_path / "codec.json"
     subprocess.run([sys.executable, script, "--quick", "--json", table], check=True, capture_output=True, timeout=200)
     result = json.loads(table.read_text())
-    assert [row["limit"] for row in result["rows"]] == ["at most 5", "-", "-", "-", "-", "-"]
+    assert [row["limit"] for row in result["rows"]] == [
+        "at most 5",
+        "-",
+        "-",
+        "-",
+        "-",
+        "-",
+        *["at most 5"] * 2,
+        *["at most 8"] * 2,
+        *["at most 5"] * 4,
+    ]
     assert all(row["ratio"] > 0 for row in result["rows"])
     assert {"machine", "versions", "date"} <= set(result)
 
@@ -160,13 +167,13 @@ def test_the_benchmark_runs_and_its_three_forms_of_S4_agree(tmp_path):
 @pytest.mark.parametrize("dtype", COMPRESSIBLE, ids=str)
 def test_a_payload_may_begin_at_any_byte(dtype):
     x, memory, out = torch.tensor([1.0, 5.0, 2.0], dtype=dtype), torch.zeros(67, dtype=torch.uint8), torch.zeros(3, dtype=dtype)
-    payload = kernels.compress_minmax_uint8(x, 1, out=memory[3:])
-    assert_equal(payload, kernels.compress_minmax_uint8(x, 1), EXACT)
-    kernels.decompress_minmax_uint8(payload, 1, out)
+    payload = codec.compress(x, 1, out=memory[3:])
+    assert_equal(payload, codec.compress(x, 1), EXACT)
+    codec.decompress(payload, 1, out)
     assert_equal(out, round_trip(x), EXACT)
 
 
 def test_payload_and_tensor_must_lie_apart():
     memory = torch.zeros(128, dtype=torch.uint8)
     with pytest.raises(ValueError, match="out overlaps x in memory"):
-        kernels.compress_minmax_uint8(memory[:64].view(torch.float32)[:8], 1, out=memory[16:80])
+        codec.compress(memory[:64].view(torch.float32)[:8], 1, out=memory[16:80])

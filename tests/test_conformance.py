@@ -153,6 +153,7 @@ def test_a_target_may_be_any_object_with_some_kernels():
     assert by_id["kernels.S1.subtract[float32]"].message == "the target's kernels has no subtract_"
 
 
+@pytest.mark.proof
 def test_known_failures_are_strict():
     class HalfWrong(ReferenceBackend):
         def _add_(self, x, y):
@@ -175,7 +176,7 @@ def test_known_failures_are_strict():
         ({"xfail": ["kernels.S1.ad"]}, "xfail: 'kernels.S1.ad' is unknown; closest are 'kernels.S1.add'"),
         ({"suites": ["kernel"]}, "suites: 'kernel' is unknown; closest are 'kernels'"),
         ({"profile": "fast"}, "profile"),
-        ({"checks": ["S9"]}, "checks"),
+        ({"checks": ["S99"]}, "checks"),
         ({"jobs": -1}, "jobs=-1"),
     ],
 )
@@ -340,7 +341,7 @@ class TestMine(KernelSuite):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("target", "xfail", "code", "words"),
     [

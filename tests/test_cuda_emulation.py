@@ -9,7 +9,7 @@ import torch
 from tests.cuda_emulation import build
 from tests.cuda_emulation.backend import EmulatedBackend, Emulator
 
-from bagua_ref.backends import get_backend
+from bagua_ref.backends import get_backend, get_codec
 from bagua_ref.backends.cuda.launch import Launch
 from bagua_ref.conformance import EXACT, assert_equal
 
@@ -202,4 +202,6 @@ def test_the_kernels_are_the_same_with_ucontext():
                 emulated.run(launch, workspace.data_ptr())
 
     x = torch.randn(3 * 9001, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(Slow().compress_minmax_uint8(x, 3), get_backend("reference").compress_minmax_uint8(x, 3))
+    assert torch.equal(
+        get_codec("MinMaxUInt8", Slow()).compress(x, 3), get_codec("MinMaxUInt8", get_backend("reference")).compress(x, 3)
+    )

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.cuda_emulation.inputs import assert_payload
 from tests.threads import assert_right_on_threads
 from torch import Tensor, nn
 
 import bagua_ref
 from bagua_ref.algorithms import Algorithm
-from bagua_ref.backends import available_backends, get_backend, payload_bytes
+from bagua_ref.backends import available_backends, get_backend, get_codec
 from bagua_ref.conformance import EXACT, assert_equal
 from bagua_ref.simulation import SimulatedWorld
 
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.gpu
 
 COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
 every_float = pytest.mark.parametrize("dtype", [*COMPRESSIBLE, torch.float64], ids=str)
+every_codec = pytest.mark.parametrize("name", ["MinMaxUInt8", "MXFP8", "MXFP4", "MXINT8", "OneBit"])
 every_compressible = pytest.mark.parametrize("dtype", COMPRESSIBLE, ids=str)
 sizes = pytest.mark.parametrize(("num_chunks", "size"), [(1, 1), (3, 33), (2, 8191), (70, 5), (3, 20_001), (1, 3_000_017)])
 
@@ -55,20 +57,34 @@ def test_arithmetic_is_the_reference_s(dtype, num_chunks, size, skip):
     assert_equal(work(get_backend("cuda")), work(get_backend("reference")), EXACT)
 
 
+@every_codec
 @every_compressible
 @sizes
 @pytest.mark.parametrize("skip", [0, 1])
-def test_bytes_are_the_reference_s(dtype, num_chunks, size, skip):
-    cuda, reference = get_backend("cuda"), get_backend("reference")
+def test_bytes_are_the_reference_s(name, dtype, num_chunks, size, skip):
+    cuda, reference = get_codec(name, "cuda"), get_codec(name, "reference")
     x = numbers(num_chunks * size, dtype, skip)
-    room = torch.full((payload_bytes(x.numel(), num_chunks) + skip,), 255, dtype=torch.uint8, device="cuda")
-    payload = cuda.compress_minmax_uint8(x, num_chunks, out=room[skip:])
-    assert torch.equal(payload, reference.compress_minmax_uint8(x, num_chunks))
+    room = torch.full((num_chunks * cuda.payload_bytes(size, dtype) + skip,), 255, dtype=torch.uint8, device="cuda")
+    payload = cuda.compress(x, num_chunks, out=room[skip:])
+    assert_payload(name, payload, reference.compress(x, num_chunks), num_chunks)
     x[x.numel() // 2] = float("nan")
-    assert torch.equal(cuda.compress_minmax_uint8(x, num_chunks), reference.compress_minmax_uint8(x, num_chunks))
+    assert_payload(name, cuda.compress(x, num_chunks), reference.compress(x, num_chunks), num_chunks)
     mine, theirs = torch.empty_like(x), torch.empty_like(x)
-    cuda.decompress_minmax_uint8(payload, num_chunks, mine)
-    reference.decompress_minmax_uint8(payload, num_chunks, theirs)
+    cuda.decompress(payload, num_chunks, mine)
+    reference.decompress(payload, num_chunks, theirs)
+    assert_equal(mine, theirs, EXACT)
+
+
+@every_codec
+@every_compressible
+def test_every_16_bit_pattern_and_no_subnormal_is_flushed(name, dtype):
+    order = torch.arange(65536, dtype=torch.int32)
+    x = ((order << 16 | order).view(torch.float32) if dtype is torch.float32 else order.to(torch.int16).view(dtype)).cuda()
+    expected = get_codec(name, "reference").compress(x, 64)
+    assert_payload(name, get_codec(name, "cuda").compress(x, 64), expected, 64)
+    mine, theirs = torch.empty_like(x), torch.empty_like(x)
+    get_codec(name, "cuda").decompress(expected, 64, mine)
+    get_codec(name, "reference").decompress(expected, 64, theirs)
     assert_equal(mine, theirs, EXACT)
 
 
@@ -99,23 +115,23 @@ def test_movement_and_order_are_the_reference_s(dtype):
 def test_two_threads_on_two_streams_and_two_on_one():
     cuda, reference = get_backend("cuda"), get_backend("reference")
     inputs = [numbers(200_000, torch.float32, seed=seed) * 10**seed for seed in range(4)]
-    expected = [reference.compress_minmax_uint8(x, 2) for x in inputs]
+    expected = [get_codec("MinMaxUInt8", reference).compress(x, 2) for x in inputs]
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in range(2)]
 
     def compress(index: int) -> Tensor:
         with torch.cuda.stream(streams[index // 2]):
-            return cuda.compress_minmax_uint8(inputs[index], 2)
+            return get_codec("MinMaxUInt8", cuda).compress(inputs[index], 2)
 
     assert_right_on_threads(compress, expected, rounds=50)
 
 
 def test_kernels_do_not_wait_for_the_device():
     cuda, x = get_backend("cuda"), numbers(1000, torch.float32)
-    cuda.compress_minmax_uint8(x, 1)  # compile and load it
+    get_codec("MinMaxUInt8", cuda).compress(x, 1)  # compile and load it
     torch.cuda.synchronize()
     torch.cuda._sleep(500_000_000)  # keeps the stream busy for some tenths of a second
-    cuda.compress_minmax_uint8(x, 1)
+    get_codec("MinMaxUInt8", cuda).compress(x, 1)
     cuda.add_(x, x.clone())
     assert not torch.cuda.current_stream().query()
     torch.cuda.synchronize()

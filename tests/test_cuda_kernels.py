@@ -5,43 +5,25 @@ Results must equal the reference's to the bit; properties test the reference.
 
 from __future__ import annotations
 
-import ctypes
-import dataclasses
-import mmap
-
 import pytest
 import torch
 from tests.cuda_emulation import build
-from tests.cuda_emulation.backend import EmulatedBackend, emulator
+from tests.cuda_emulation.backend import EmulatedBackend
 from tests.cuda_emulation.copies import CudaOnCopies
+from tests.cuda_emulation.inputs import FAR, numbers, placed, run_ends, sparse
 from torch import Tensor
 
-from bagua_ref.backends import get_backend, payload_bytes
+from bagua_ref.backends import get_backend, get_codec
 from bagua_ref.backends.cuda import movement, plan
-from bagua_ref.backends.cuda.launch import BLOCK, Card, Launch
+from bagua_ref.backends.cuda.launch import BLOCK, Card
 from bagua_ref.conformance import EXACT, assert_equal
 
 if build.compiler() is None:
     pytest.skip("there is no g++", allow_module_level=True)
 
-COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
-FLOATS = (*COMPRESSIBLE, torch.float64)
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 reference, emulated = get_backend("reference"), EmulatedBackend()
 every_float = pytest.mark.parametrize("dtype", FLOATS, ids=str)
-every_compressible = pytest.mark.parametrize("dtype", COMPRESSIBLE, ids=str)
-
-
-def placed(x: Tensor, skip: int) -> Tensor:
-    """Return a copy of x that begins ``skip`` elements after a boundary of 16 (and 64) bytes."""
-    room = torch.zeros(x.numel() + skip + 64, dtype=x.dtype)
-    copy = room[skip : skip + x.numel()]
-    copy.copy_(x)
-    assert copy.data_ptr() % 64 == skip * x.element_size() % 64
-    return copy
-
-
-def numbers(size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def element_wise(kernels, x: Tensor, y: Tensor, z: Tensor, w: Tensor, wide: Tensor) -> list[Tensor]:
@@ -86,54 +68,6 @@ def test_what_lies_around_a_tensor_is_left_alone():
         assert_equal(torch.cat([touched[:start], touched[end:]]), torch.cat([room[:start], room[end:]]), EXACT)
 
 
-SHAPES = [
-    (1, 1), (1, 31), (5, 33), (3, 1000), (2, 8187), (2, 8188), (2, 8189), (1, 16376), (1, 16377), (3, 20_001), (1, 200_003),
-    (70, 3), (300, 1), (0, 4),
-]  # fmt: skip
-
-
-@every_compressible
-@pytest.mark.parametrize(("num_chunks", "size"), [shape for shape in SHAPES if shape[0]], ids=str)
-def test_codec_on_and_off_chip_at_every_alignment(dtype, num_chunks, size):
-    lanes = 128 // torch.finfo(dtype).bits
-    for skip, payload_skip in [(0, 0), (1, 0), (lanes - 1, 1), (2, 4), (0, 15)][: 2 if size > 10_000 else 5]:
-        x = placed(numbers(num_chunks * size, dtype), skip)
-        expected = reference.compress_minmax_uint8(x, num_chunks)
-        payload = placed(torch.full_like(expected, 255), payload_skip)
-        emulated.compress_minmax_uint8(x, num_chunks, out=payload)
-        assert torch.equal(payload, expected)
-        restored, wanted = placed(torch.full_like(x, 7), skip), torch.empty_like(x)
-        emulated.decompress_minmax_uint8(payload, num_chunks, restored)
-        reference.decompress_minmax_uint8(expected, num_chunks, wanted)
-        assert_equal(restored, wanted, EXACT)
-
-
-@every_compressible
-@pytest.mark.parametrize("size", [100, 20_000])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=str)
-def test_one_bad_value_anywhere_poisons_its_chunk_alone(dtype, size, value):
-    for position in (0, size - 1, size, size + size // 2, 2 * size - 1):
-        x = numbers(3 * size, dtype)
-        x[position] = value
-        payload = emulated.compress_minmax_uint8(x, 3)
-        assert torch.equal(payload, reference.compress_minmax_uint8(x, 3))
-        restored, wanted = torch.empty_like(x), torch.empty_like(x)
-        emulated.decompress_minmax_uint8(payload, 3, restored)
-        reference.decompress_minmax_uint8(payload, 3, wanted)
-        assert_equal(restored, wanted, EXACT)
-
-
-@every_compressible
-@pytest.mark.parametrize("size", [100, 9000, 20_000])
-def test_a_target_chunk_is_written_alone(dtype, size):
-    x = placed(numbers(3 * size, dtype), 1)
-    for target in range(3):
-        payload, expected = (torch.full((payload_bytes(3 * size, 3),), 255, dtype=torch.uint8) for _ in range(2))
-        emulated.compress_minmax_uint8(x, 3, target, payload)
-        reference.compress_minmax_uint8(x, 3, target, expected)
-        assert torch.equal(payload, expected)
-
-
 @every_float
 @pytest.mark.parametrize(("num_chunks", "size"), [(1, 5), (2, 9), (3, 4096), (4, 8191), (9, 1), (513, 3), (7, 10_001)])
 def test_chunks_are_added_in_order_at_every_alignment(dtype, num_chunks, size):
@@ -150,18 +84,10 @@ def test_chunks_are_added_in_order_at_every_alignment(dtype, num_chunks, size):
 def test_neither_the_card_nor_the_order_of_threads_changes_a_bit(multiprocessors, order):
     kernels = EmulatedBackend(multiprocessors, order)
     for num_chunks, size in [(3, 20_001), (5, 999), (2, 70_000)]:
-        x = numbers(num_chunks * size, torch.float32)
-        payload = reference.compress_minmax_uint8(x, num_chunks)
-        assert torch.equal(kernels.compress_minmax_uint8(x, num_chunks), payload)
-        restored, wanted = torch.empty_like(x), torch.empty_like(x)
-        kernels.decompress_minmax_uint8(payload, num_chunks, restored)
-        reference.decompress_minmax_uint8(payload, num_chunks, wanted)
-        assert_equal(restored, wanted, EXACT)
-        kernels.reduce_chunks_(x, num_chunks, 1, True)
-        kernels.add_(x, restored)
-        total = numbers(num_chunks * size, torch.float32)
-        reference.reduce_chunks_(total, num_chunks, 1, True)
-        reference.add_(total, restored)
+        x, total, y = (numbers(num_chunks * size, torch.float32, seed) for seed in (0, 0, 1))
+        for backend, changed in ((kernels, x), (reference, total)):
+            backend.reduce_chunks_(changed, num_chunks, 1, True)
+            backend.add_(changed, y)
         assert_equal(x, total, EXACT)
 
 
@@ -231,25 +157,6 @@ def test_order_puts_zeros_together_and_every_nan_last(dtype):
 
 # Sizes beyond 2**31: reserved memory that is mostly never touched; only the last blocks of a grid are run.
 
-FAR = 2**31 + 12_345
-
-
-def sparse(size: int, dtype: torch.dtype) -> Tensor:
-    item = torch.empty(0, dtype=dtype).element_size()
-    no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's constant; Python names it from 3.13 on
-    room = mmap.mmap(-1, size * item, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
-    return torch.frombuffer(room, dtype=dtype)
-
-
-def run_ends(launch: Launch, grid: int, workspace: int = 0) -> None:
-    """Run the first block and the last three, on a grid large enough that no block loops.
-
-    The first block also handles the elements that do not fill a pack.
-    """
-    launch = dataclasses.replace(launch, grid=grid)
-    emulator().run(launch, workspace, blocks=range(grid - 3, grid))
-    emulator().run(launch, workspace, blocks=range(1))
-
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_indices_beyond_2_to_the_31(dtype):
@@ -259,23 +166,6 @@ def test_indices_beyond_2_to_the_31(dtype):
     (launch,) = plan.element_wise(Card(2), "add", x, y).launches
     run_ends(launch, -(-FAR // per_block))
     assert x[-10:].tolist() == [0.0] + [7.0] * 9
-    payload = sparse(payload_bytes(FAR, 1), torch.uint8)
-    ends, levels = plan.compress(Card(2), x, 1, None, payload).launches
-    # The last part of each pass, in parts of 2**20 elements, of which only four are run.
-    parts = -(-FAR // 2**20)
-    workspace = sparse(parts * 8, torch.uint8)
-    cut = (ctypes.c_longlong(parts), ctypes.c_longlong(2**20))
-    ends = dataclasses.replace(ends, args=(*ends.args[:3], *cut, ends.args[5]))
-    run_ends(ends, parts, workspace.data_ptr())
-    levels = dataclasses.replace(
-        levels, args=(*levels.args[:3], cut[0], levels.args[4], *cut, levels.args[7])
-    )  # fmt: skip
-    run_ends(levels, parts, workspace.data_ptr())
-    assert payload[32 + FAR - 10 : 32 + FAR + 1].tolist() == [0] + [255] * 9 + [0]
-    assert payload[: 2 * x.element_size()].view(dtype).tolist() == [0.0, 7.0]
-    (back,) = plan.decompress(Card(2), payload, 1, y).launches
-    run_ends(dataclasses.replace(back, args=(*back.args[:3], *cut, back.args[5])), parts)
-    assert y[-10:].tolist() == [0.0] + [pytest.approx(7.0)] * 9
 
 
 def test_chunks_and_copies_beyond_2_to_the_31():
@@ -316,10 +206,10 @@ def test_the_way_properties_reach_a_card_changes_nothing(dtype):
     kernels.reduce_chunks_(x, 3, 1, average=True)
     assert_equal(kernels.order_by_complexity(x), reference.order_by_complexity(x), EXACT)
     if dtype is not torch.float64:
-        payload = kernels.compress_minmax_uint8(x, 3, target_chunk=1)
-        assert torch.equal(payload, reference.compress_minmax_uint8(x, 3, target_chunk=1))
-        kernels.decompress_minmax_uint8(payload, 3, y)
-        reference.decompress_minmax_uint8(payload, 3, z)
+        payload = get_codec("MinMaxUInt8", kernels).compress(x, 3, target_chunk=1)
+        assert torch.equal(payload, get_codec("MinMaxUInt8", reference).compress(x, 3, target_chunk=1))
+        get_codec("MinMaxUInt8", kernels).decompress(payload, 3, y)
+        get_codec("MinMaxUInt8", reference).decompress(payload, 3, z)
         assert_equal(y, z, EXACT)
     tensors = pieces(dtype)
     flat = torch.zeros(sum(tensor.numel() for tensor in tensors), dtype=dtype)

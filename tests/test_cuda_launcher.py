@@ -13,7 +13,7 @@ from tests.cuda_emulation.backend import emulator
 from tests.threads import assert_right_on_threads
 
 import bagua_ref.backends as registry
-from bagua_ref.backends import available_backends, get_backend
+from bagua_ref.backends import available_backends, get_backend, get_codec
 from bagua_ref.backends.cuda import launcher
 from bagua_ref.backends.cuda.disk_cache import cached
 from bagua_ref.backends.cuda.launch import KERNELS, source_of
@@ -131,8 +131,8 @@ class OnCpu(launcher.CudaBackend):
 @needs_compiler
 def test_launches_go_to_torch_s_stream_on_the_tensor_s_device_and_the_device_is_given_back(cuda):
     kernels, x = OnCpu(), torch.randn(50_000)
-    payload = kernels.compress_minmax_uint8(x, 1)
-    assert torch.equal(payload, get_backend("reference").compress_minmax_uint8(x, 1))
+    payload = get_codec("MinMaxUInt8", kernels).compress(x, 1)
+    assert torch.equal(payload, get_codec("MinMaxUInt8", get_backend("reference")).compress(x, 1))
     assert cuda.launched == [("find_ends_float32", 1, 7001), ("quantise_float32", 1, 7001)]
     assert cuda.device == 0
     kernels.add_(x, torch.ones(50_000))
@@ -154,6 +154,7 @@ def test_a_source_is_compiled_once_and_kept_on_disk_until_something_changes(cuda
     options = cuda.compiled[0][1]
     assert "--gpu-architecture=sm_90" in options
     assert "--fmad=false" in options
+    assert not any("ftz" in option or "fast" in option for option in options)  # S1, S12.1: subnormals are kept
     assert f"-I{tmp_path / 'toolkit' / 'include'}" in options
     assert cuda.loaded == [b"cubin of elementwise.cu"]
     use()  # as in another process
@@ -184,13 +185,13 @@ def test_every_thread_takes_up_the_device_once(cuda):
 def test_a_stream_keeps_its_workspace_until_it_is_too_small(cuda, monkeypatch):
     kernels = OnCpu()
     for _ in range(3):
-        kernels.compress_minmax_uint8(torch.randn(50_000), 1)
+        get_codec("MinMaxUInt8", kernels).compress(torch.randn(50_000), 1)
     assert [(key, value.numel()) for key, value in kernels._workspaces.items()] == [((1, 7001), 65536)]
     first = kernels._workspaces[1, 7001]
     kernels._workspace(65537, 1, 7001)
     assert kernels._workspaces[1, 7001].numel() == 131072
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=5))
-    kernels.compress_minmax_uint8(torch.randn(50_000), 1)
+    get_codec("MinMaxUInt8", kernels).compress(torch.randn(50_000), 1)
     assert len(kernels._workspaces) == 2
     assert first.numel() == 65536
 
@@ -199,8 +200,8 @@ def test_a_stream_keeps_its_workspace_until_it_is_too_small(cuda, monkeypatch):
 def test_threads_on_one_stream_do_not_take_each_other_s_workspace(cuda):
     kernels, reference = OnCpu(), get_backend("reference")
     inputs = [torch.randn(60_000, generator=torch.Generator().manual_seed(seed)) * 10**seed for seed in range(4)]
-    expected = [reference.compress_minmax_uint8(x, 2) for x in inputs]
-    assert_right_on_threads(lambda index: kernels.compress_minmax_uint8(inputs[index], 2), expected, rounds=5)
+    expected = [get_codec("MinMaxUInt8", reference).compress(x, 2) for x in inputs]
+    assert_right_on_threads(lambda index: get_codec("MinMaxUInt8", kernels).compress(inputs[index], 2), expected, rounds=5)
 
 
 def test_what_cuda_refuses_is_an_error_with_its_words(cuda):

@@ -32,6 +32,10 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "low_precision_decentralized": {"hierarchical": True},
     "qadam": {"hierarchical": True},
     "async": {"sync_interval_ms": 20, "warmup_steps": 2},
+    "local_sgd": {"period": 2, "hierarchical": True},
+    "diloco": {"period": 4, "fragments": 2, "delay": 1, "compression": "MinMaxUInt8"},
+    "powersgd": {"warmup_steps": 1, "min_compression_rate": 0.5},
+    "topk": {"ratio": 0.2, "warmup_steps": 1},
 }
 
 
@@ -75,6 +79,6 @@ def test_every_algorithm_leaves_the_same_weights_to_the_bit(name, dtype, flatten
     for mine, wanted in zip(actual, expected, strict=True):
         assert_equal(mine, wanted, EXACT)
     needed = {"bytegrad": "compress_on_chip", "low_precision_decentralized": "combine_ring", "decentralized": "average",
-              "qadam": "update_momentum", "async": "async_average"}  # fmt: skip
+              "qadam": "update_momentum", "async": "async_average", "diloco": "compress_on_chip"}  # fmt: skip
     if name in needed:  # otherwise this would compare the reference with itself
         assert any(call.startswith(needed[name]) for call in calls), set(calls)

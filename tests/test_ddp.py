@@ -488,7 +488,7 @@ def test_what_is_not_supported_is_named(arguments: dict[str, Any], error: type[E
     simulate(2, rank)
 
 
-@pytest.mark.parametrize("method", ["scatter", "to_kwargs", "gather", "join", "register_comm_hook"])
+@pytest.mark.parametrize("method", ["scatter", "to_kwargs", "gather", "register_comm_hook"])
 def test_a_method_of_torchs_that_is_not_supported_names_itself(method: str) -> None:
     def rank(r: int) -> None:
         model = DistributedDataParallel(nn.Linear(2, 2))

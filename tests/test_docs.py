@@ -12,6 +12,7 @@ import pytest
 from tests.launch import run_script
 from tests.scripts import load_script
 
+from bagua_ref.graphs import MODES
 from bagua_ref.not_provided import REPLACEMENTS
 
 ROOT = Path(__file__).parents[1]
@@ -52,10 +53,16 @@ TRAFFIC = [
     ("gradient_allreduce", {}),
     ("bytegrad", {"hierarchical": False}),
     ("decentralized", {"hierarchical": False}),
-    ("decentralized", {"hierarchical": False, "peer_selection_mode": "shift_one"}),
+    *(("decentralized", {"hierarchical": False, "peer_selection_mode": mode}) for mode in MODES if mode != "all"),
     ("low_precision_decentralized", {"hierarchical": False}),
     ("qadam", {"hierarchical": False}),
     ("async", {"sync_interval_ms": 30}),
+    ("local_sgd", {"period": 2}),
+    ("diloco", {"period": 2}),
+    ("diloco", {"period": 2, "compression": "MinMaxUInt8"}),
+    ("powersgd", {"warmup_steps": 0}),
+    ("powersgd", {"warmup_steps": 0, "matrix_approximation_rank": 4}),
+    ("topk", {}),
 ]
 
 
@@ -66,7 +73,9 @@ def test_every_algorithm_has_the_same_sections_and_a_picture_of_its_messages(nam
     assert f"](../images/pattern-{name}" in page.split("## Message pattern")[1].split("\n## ")[0]
 
 
-@pytest.mark.parametrize(("name", "options"), TRAFFIC, ids=[f"{name}-{len(options)}" for name, options in TRAFFIC])
+@pytest.mark.parametrize(
+    ("name", "options"), TRAFFIC, ids=[f"{name}-{options.get('peer_selection_mode', len(options))}" for name, options in TRAFFIC]
+)
 def test_a_page_says_how_much_is_sent(name: str, options: dict[str, Any]) -> None:
     patterns = load_script("docs/_patterns.py")
     seconds = {"seconds": (0.04,) * patterns.RANKS} if name == "async" else {}  # asynchronous rounds take time
@@ -78,7 +87,7 @@ def test_a_page_says_how_much_is_sent(name: str, options: dict[str, Any]) -> Non
             assert rounds > 0
             assert recording.sent(rank, 0) == rounds * sent
         else:
-            assert recording.sent(rank, 1) == sent  # after qadam's warm-up
+            assert recording.sent(rank, 1) == sent  # after qadam's warm-up, and at the end of a period
     megabytes = f"{patterns.bytes_per_step(name, patterns.RESNET50, patterns.RANKS, **options) / 1e6:.1f} MB"
     assert f"**{megabytes}**" in (ROOT / f"docs/algorithms/{name}.md").read_text()
     rows = re.findall(rf"^\| \[`{name}`\].*$", (ROOT / "docs/algorithms/index.md").read_text(), re.MULTILINE)
@@ -90,9 +99,10 @@ def test_the_pictures_of_messages_are_current() -> None:
         assert path.read_text() == svg, "run: python docs/_patterns.py"
 
 
-def test_the_tables_of_faults_are_current() -> None:
-    script = load_script("docs/_faults.py")
-    assert script.PAGE.read_text() == script.page(), "run: python docs/_faults.py"
+@pytest.mark.parametrize("name", ["choosing", "faults", "mixing", "time_to_quality"])
+def test_a_page_that_a_script_makes_is_current(name: str) -> None:
+    script = load_script(f"docs/_{name}.py")
+    assert script.PAGE.read_text() == script.page(), f"run: python docs/_{name}.py"
 
 
 def registered() -> set[str]:
@@ -158,7 +168,8 @@ def test_the_api_pages_leave_out_what_users_do_not_call() -> None:
     package = griffe.load("bagua_ref", search_paths=[ROOT / "src"], extensions=extensions)
     assert {"AlgorithmImpl", "Algorithm"} <= package["algorithms.base"].members.keys()
     assert package["algorithms.bytegrad"].members.keys() & {"ByteGradAlgorithm", "ByteGradAlgorithmImpl"} == {"ByteGradAlgorithm"}
-    assert "join" not in package["data_parallel.distributed.DistributedDataParallel"].members
+    assert "scatter" not in package["data_parallel.distributed.DistributedDataParallel"].members
+    assert package["data_parallel.joining"].members.keys() & {"Joining", "join"} == {"join"}
     assert "all_cases" not in package["conformance.vectors"].members
 
 

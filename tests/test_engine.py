@@ -56,6 +56,29 @@ def test_S2_4_operations_of_a_bucket_run_in_the_order_appended() -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("is_open", [False, True])
+def test_functions_and_rounds_of_other_buckets_run_after_the_round_under_way(is_open: bool) -> None:
+    ran: list[str] = []
+
+    def begin() -> Any:
+        ran.append("begin")
+        return lambda: ran.append("end")
+
+    engine = Engine(RealWorld())
+    engine.before_round = lambda: begin
+    bucket, other = bucket_of("a", ran.append), bucket_of("b", ran.append)
+    engine.register_ordered_buckets([bucket])
+    mark(bucket)
+    assert engine.run(lambda: ran.append("run") or 3) == 3
+    engine.run_round([other], is_open)
+    engine.wait_pending_comm_ops()
+    mark(bucket)
+    engine.wait_pending_comm_ops()
+    opened = ["b"] if is_open else ["begin", "b", "end"]
+    assert ran == ["begin", "a", "end", "run", *opened, "begin", "a", "end"]
+    engine.close()
+
+
 def test_S2_5_an_error_is_raised_on_the_waiting_thread_and_the_worker_stays_usable() -> None:
     engine = Engine(RealWorld())
     fail = [True]
@@ -192,6 +215,52 @@ def test_no_bucket_runs_in_a_round_that_was_refused_or_after_it() -> None:
         with pytest.raises(CommunicationError, match=r"^the ranks disagree$"):
             engine.wait_pending_comm_ops()
     assert ran == ["a", "b"]
+    engine.close()
+
+
+def test_a_round_is_closed_after_its_last_bucket_and_waiting_raises_what_that_raises() -> None:
+    ran: list[str] = []
+    engine, refuse = Engine(RealWorld()), [False]
+
+    def close() -> None:
+        ran.append("closed")
+        if refuse[0]:
+            raise CommunicationError("the ranks disagree")
+
+    engine.before_round = lambda: lambda: close
+    buckets = [bucket_of(name, ran.append) for name in "ab"]
+    engine.register_ordered_buckets(buckets)
+    mark(*buckets)
+    mark(*buckets)  # another round, without a wait between them
+    engine.wait_pending_comm_ops()
+    assert ran == ["a", "b", "closed"] * 2
+    refuse[0] = True
+    for _ in range(2):
+        mark(*buckets)
+        with pytest.raises(CommunicationError, match=r"^the ranks disagree$"):
+            engine.wait_pending_comm_ops()
+    assert ran == ["a", "b", "closed"] * 3
+    engine.close()
+
+
+def test_a_round_in_which_a_bucket_fails_is_not_closed() -> None:
+    ran: list[str] = []
+
+    def fail(flat: torch.Tensor) -> None:
+        raise ValueError("a test")
+
+    engine, failing = Engine(RealWorld()), bucket_of("a", ran.append)
+    good, failing._ops = failing._ops, [fail]
+    engine.before_round = lambda: lambda: lambda: ran.append("closed")
+    engine.register_ordered_buckets([failing])
+    mark(failing)
+    with pytest.raises(CommunicationError, match="a test"):
+        engine.wait_pending_comm_ops()
+    assert ran == []
+    failing._ops = good
+    mark(failing)
+    engine.wait_pending_comm_ops()
+    assert ran == ["a", "closed"]
     engine.close()
 
 

@@ -11,6 +11,7 @@ from tests import faults
 from tests.launch import launch
 
 import bagua_ref
+from bagua_ref.communicators import waiting
 
 GRADIENTS = ["gradient_allreduce", "bytegrad", "qadam in warm-up", "qadam", "async in warm-up"]
 WEIGHTS = ["decentralized", "decentralized, interval 2", "low_precision_decentralized"]
@@ -81,10 +82,16 @@ def test_weights_that_one_rank_loads_are_an_error_where_replicas_are_equal() -> 
             assert "rank 0 has weights and optimizer state of checksum" in errors[0], (algorithm, errors)
 
 
+def test_other_buckets_than_before_are_an_error_before_any_is_sent() -> None:
+    for algorithm, ranks in texts(faults.makes_other_buckets, ["gradient_allreduce", "bytegrad"]).items():
+        for errors in ranks:
+            assert "disagree: rank 0 has buckets of plan" in errors[0], (algorithm, errors)
+
+
 def test_a_rank_that_comes_after_the_modules_timeout_is_an_error_on_all_ranks() -> None:
     algorithms = ["gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized"]
-    for algorithm, (waiting, late) in texts(faults.comes_late, algorithms, timeout=1).items():
-        assert len(waiting) == 4, (algorithm, waiting)
+    for algorithm, (early, late) in texts(faults.comes_late, algorithms, timeout=1).items():
+        assert len(early) == 4, (algorithm, early)
         assert len(late) >= 3, (algorithm, late)
 
 
@@ -94,16 +101,20 @@ def test_what_mixes_nothing_stays_allowed(fault: Any) -> None:
         assert ranks == [[], []], algorithm
 
 
-@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad", "low_precision_decentralized"])
-def test_ranks_that_wait_for_each_other_learn_it_at_once(algorithm: str) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "collective"),
+    [("gradient_allreduce", "allreduce"), ("bytegrad", "alltoall"), ("low_precision_decentralized", "agreement")],
+)
+def test_ranks_that_wait_for_each_other_learn_it_at_once(algorithm: str, collective: str) -> None:
     outcome = launch(run_until_stuck, 2, algorithm)
     for errors, seconds in outcome:
         assert seconds < 15
-        assert "none can go on: rank 0 waits in agreement of group 'default/background" in errors[0], errors
+        assert f"none can go on: rank 0 waits in {collective} of group 'default/background" in errors[0], errors
         assert "rank 1 waits in connect of group 'default/global'" in errors[0], errors
 
 
 def run_until_stuck(algorithm: str) -> tuple[list[str], float]:
+    waiting._PATIENCE, waiting._GLANCE = 1.0, 0.2
     training = faults.begin(algorithm)
     start = time.monotonic()
     faults.ends_early(training)

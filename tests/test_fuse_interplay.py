@@ -54,6 +54,10 @@ def wrapped(
         algorithm = QAdamAlgorithm(optimizer, hierarchical=False)
     elif name == "async":
         algorithm = Algorithm.init("async", warmup_steps=100)
+    elif name in ("local_sgd", "diloco"):
+        algorithm = Algorithm.init(name, period=4)
+    elif name in ("powersgd", "topk"):
+        algorithm = Algorithm.init(name, warmup_steps=2)
     else:
         algorithm = Algorithm.init(name, hierarchical=False)
     if fuse and fuse_first:
@@ -79,6 +83,10 @@ def wrapped(
             for do_flatten in (False, True)
         ),
         ("async", True),
+        ("local_sgd", True),
+        ("diloco", True),
+        ("powersgd", True),
+        ("topk", True),
     ],
 )
 def test_S6_a_wrapped_module_trains_as_with_the_unfused_optimizer(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,105 @@ def test_a_class_that_treats_a_few_shapes_otherwise_is_refused(special: Any) -> 
 
     with pytest.raises(ValueError, match=r"optimizer=Special cannot be fused: .*depends on shapes or order"):
         fuse_optimizer(Special(parameters()))
+
+
+class Shampoo(Base):
+    """Multiplies by a root of a matrix for each dimension, as Shampoo does; of a vector of n elements, that has n x n."""
+
+    keeps = True
+
+    def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
+        for dim, size in enumerate(grad.shape):
+            matrix = (state if self.keeps else {}).setdefault(dim, torch.eye(size) * 1e-4)
+            rows = grad.transpose(0, dim).reshape(size, -1)
+            matrix += rows @ rows.t()
+            values, vectors = torch.linalg.eigh(matrix)
+            rows = vectors @ (values.clamp_min(1e-6).pow(-1 / grad.ndim).unsqueeze(1) * (vectors.t() @ rows))
+            grad = rows.view(grad.transpose(0, dim).shape).transpose(0, dim)
+        p.sub_(grad, alpha=group["lr"])
+
+
+class Slow(Base):
+    """Takes a while for each parameter."""
+
+    seconds = 0.05
+
+    def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
+        time.sleep(self.seconds)
+        p.sub_(grad, alpha=group["lr"])
+
+
+class Hoarding(Base):
+    """Keeps all its gradients, or a matrix of all pairs of elements."""
+
+    def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
+        state["pairs"] = torch.outer(grad.flatten(), grad.flatten())
+        p.sub_(grad, alpha=group["lr"])
+
+
+@pytest.mark.parametrize(("keeps", "why"), [(True, "it keeps 4096 numbers"), (False, "step 1 of a small copy of it")])
+def test_a_trial_takes_no_roots_of_matrices_with_a_row_for_each_element_of_large_parameters(keeps: bool, why: str) -> None:
+    optimizer = Shampoo(parameters())
+    optimizer.keeps = keeps
+    with pytest.raises(ValueError, match=f"optimizer=Shampoo cannot be fused: {why}"):
+        fuse_optimizer(optimizer)
+
+
+def test_a_trial_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bagua_ref.contrib.fuse.verify.MOST_SECONDS", 0.1)
+    calls: list[int] = []
+    monkeypatch.setattr(time, "sleep", lambda seconds, sleep=time.sleep: (calls.append(1), sleep(seconds)))
+    optimizer = Slow(parameters())
+    with pytest.raises(ValueError, match=r"optimizer=Slow cannot be fused: .* more than 0.1 s\. .* pass verify=False"):
+        fuse_optimizer(optimizer)
+    assert len(calls) <= 9  # one step of a clone, of 16 and more
+    assert not is_fused_optimizer(optimizer)
+    assert is_fused_optimizer(fuse_optimizer(optimizer, verify=False))
+
+
+def test_a_trial_ends_where_state_grows_out_of_proportion() -> None:
+    with pytest.raises(ValueError, match=r"Hoarding cannot be fused: it keeps 576 numbers for a parameter of shape \(2, 3, 4\)"):
+        fuse_optimizer(Hoarding(parameters()))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda params: torch.optim.AdamW(params), True),
+        (lambda params: torch.optim.SGD(params, lr=0.1), True),
+        (lambda params: torch.optim.AdamW(params, fused=True), False),
+        (lambda params: torch.optim.RMSprop(params), False),
+        (lambda params: Signs(params), False),
+        (lambda params: torch.optim.SGD([{"params": []}], lr=0.1), False),
+    ],
+)
+def test_the_log_says_once_where_torch_has_a_fused_step(make: Any, said: bool, caplog: pytest.LogCaptureFixture) -> None:
+    try:
+        torch.optim.SGD(parameters(), lr=0.1, fused=True)
+    except RuntimeError:
+        pytest.skip("this torch has no fused steps on a CPU")
+    with caplog.at_level("INFO", logger="bagua_ref"):
+        ps = parameters()
+        fused: Any = fuse_optimizer(make(ps))
+        for p in ps:
+            p.grad = torch.ones_like(p)
+        fused.fuse_step()
+        fused.fuse_step()
+    entries = [record for record in caplog.records if "fused=True" in record.getMessage()]
+    assert [record.levelname for record in entries] == ["INFO"] * said
+
+
+class Wholes(Base):
+    """Element-wise up to 10,000 elements, and beyond, too, but not in parts."""
+
+    def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
+        state["m"] = 0.9 * state.get("m", torch.zeros_like(p)) + grad
+        p.sub_(state["m"].sign() if 1000 < p.numel() < 10_000 else state["m"], alpha=group["lr"])
+
+
+def test_a_class_that_is_element_wise_only_in_whole_parameters_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"optimizer=Wholes cannot be fused: .*\(130, 129\)"):
+        fuse_optimizer(Wholes(parameters()))
 
 
 def test_every_groups_options_are_tried() -> None:

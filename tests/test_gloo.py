@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import signal
@@ -464,7 +465,7 @@ def test_S2_5_a_rank_that_stays_away_makes_the_others_raise_in_time():
     assert set(raised) == set(WAITING)
     for name, message in raised.items():
         assert message.startswith(name.split()[-1])
-        assert "has not come within 5 s" in message
+        assert "timed out after 5 s; rank 1 has not come" in message
 
 
 def never_connect():
@@ -536,6 +537,57 @@ def interrupt():
 def test_ctrl_c_ends_a_collective_under_way():
     ended = outcomes(interrupt, 2)
     assert ended[0].exitcode == 0, ended[0].traceback
+
+
+def wait_for_two():
+    rank = bagua_ref.get_rank()
+    bagua_ref.barrier()
+    pair = bagua_ref.new_group([1, 2])
+    if rank == 2:
+        with pytest.raises(CommunicationTimeoutError):
+            pair.get_global_communicator()
+    elif rank == 1:
+        time.sleep(6)
+    else:
+        with pytest.raises(CommunicationTimeoutError) as raised:
+            bagua_ref.allreduce_inplace(torch.ones(10))
+    bagua_ref.destroy_process_group()
+    return "" if rank else str(raised.value)
+
+
+def test_S2_5_a_timeout_names_the_ranks_that_have_not_come_and_what_they_wait_for():
+    message = launch(wait_for_two, 3, collective_timeout=5)[0]
+    assert message.startswith("allreduce on ")
+    assert "timed out after 5 s; " in message
+    assert "rank 1 has not come" in message
+    assert "rank 2 has not come, waiting in connect of group 'group0/global'" in message
+
+
+def end_with_an_exception():
+    default_comm().barrier()
+    if bagua_ref.get_rank() == 1:  # as the interpreter ends
+        sys.last_value = ValueError("no batch 7")
+        atexit._run_exitfuncs()
+        os._exit(1)
+    with pytest.raises(CommunicationError, match=r"failed; rank 1 ended with ValueError: no batch 7 \("):
+        bagua_ref.allreduce_inplace(torch.ones(10))
+    bagua_ref.destroy_process_group()
+
+
+def test_the_error_of_the_others_carries_the_exception_that_ended_a_rank():
+    ended = outcomes(end_with_an_exception, 2)
+    assert ended[0].exitcode == 0, ended[0].traceback
+
+
+def test_S2_5_a_store_that_is_gone_is_our_error():
+    class Gone(dist.HashStore):
+        def set(self, *_):
+            raise RuntimeError("Connection reset by peer")
+
+    waits = Waiting(dist.HashStore(), 0, 1)
+    with pytest.raises(CommunicationError, match=r"connect on .*'alone'.* failed; .*Connection reset by peer"):
+        Connection(Gone(), "alone", 0, [0], 30.0, waits)
+    waits.close()
 
 
 @pytest.mark.parametrize("given_up", [False, True])

@@ -20,10 +20,14 @@ from bagua_ref.algorithms import (
     AsyncModelAverageAlgorithm,
     ByteGradAlgorithm,
     DecentralizedAlgorithm,
+    DiLoCoAlgorithm,
     GradientAllReduceAlgorithm,
+    LocalSGDAlgorithm,
     LowPrecisionDecentralizedAlgorithm,
+    PowerSGDAlgorithm,
     QAdamAlgorithm,
     QAdamOptimizer,
+    TopKAlgorithm,
 )
 from bagua_ref.bucket import BaguaBucket
 from bagua_ref.conformance import EXACT, SUM, assert_equal
@@ -86,12 +90,18 @@ def hierarchical_qadam(module: nn.Module) -> tuple[torch.optim.Optimizer, Algori
     return optimizer, QAdamAlgorithm(optimizer)
 
 
+def one_bit_adam(module: nn.Module) -> tuple[torch.optim.Optimizer, Algorithm]:
+    optimizer, _ = qadam(module)
+    return optimizer, QAdamAlgorithm(optimizer, hierarchical=False, compression="OneBit", error_feedback=True)
+
+
 EXACT_ANYWHERE: list[Make] = [
     lambda module: (sgd(module), ByteGradAlgorithm(hierarchical=True)),
     lambda module: (sgd(module), ByteGradAlgorithm(hierarchical=False)),
     lambda module: (sgd(module), DecentralizedAlgorithm(hierarchical=False, peer_selection_mode="shift_one")),
     lambda module: (sgd(module), LowPrecisionDecentralizedAlgorithm(hierarchical=False)),
     lambda module: (sgd(module), LowPrecisionDecentralizedAlgorithm(communication_interval=2)),
+    lambda module: (sgd(module), TopKAlgorithm(0.1)),
 ]
 """Sums are in an order that is fixed."""
 
@@ -102,8 +112,19 @@ EXACT_IN_PAIRS: list[Make] = [
     qadam,
     hierarchical_qadam,
     lambda module: (sgd(module), AsyncModelAverageAlgorithm(sync_interval_ms=10, warmup_steps=100)),
+    lambda module: (sgd(module), LocalSGDAlgorithm(period=2, warmup_steps=1)),
+    lambda module: (sgd(module), DiLoCoAlgorithm(period=4, fragments=2, delay=1, mix=0.5)),
+    lambda module: (sgd(module), PowerSGDAlgorithm(2, warmup_steps=1, min_compression_rate=1.0)),
 ]
 """gloo chooses the order of a sum, which matters from three ranks on."""
+
+EXACT_WITH_CODECS: list[Make] = [
+    lambda module: (sgd(module), ByteGradAlgorithm(compression="MXFP8")),
+    lambda module: (sgd(module), ByteGradAlgorithm(hierarchical=False, compression="OneBit", error_feedback=True)),
+    one_bit_adam,
+    lambda module: (sgd(module), LowPrecisionDecentralizedAlgorithm(hierarchical=False, compression="MXINT8")),
+    lambda module: (sgd(module), DiLoCoAlgorithm(period=2, compression="MXFP4", error_feedback=True)),
+]
 
 
 def train_each(algorithms: str, do_flatten: bool) -> list[torch.Tensor]:
@@ -121,7 +142,14 @@ def train_each(algorithms: str, do_flatten: bool) -> list[torch.Tensor]:
 @pytest.mark.parametrize("do_flatten", [True, False])
 @pytest.mark.parametrize(
     ("algorithms", "nodes"),
-    [("EXACT_ANYWHERE", (2,)), ("EXACT_ANYWHERE", (2, 2)), ("EXACT_IN_PAIRS", (2,)), ("EXACT_IN_PAIRS", (1, 1))],
+    [
+        ("EXACT_ANYWHERE", (2,)),
+        ("EXACT_ANYWHERE", (2, 2)),
+        ("EXACT_IN_PAIRS", (2,)),
+        ("EXACT_IN_PAIRS", (1, 1)),
+        ("EXACT_WITH_CODECS", (2,)),
+        ("EXACT_WITH_CODECS", (1, 1)),
+    ],
 )
 def test_S5_each_algorithm_trains_over_gloo_as_in_the_simulation_to_the_bit(
     algorithms: str, nodes: tuple[int, ...], do_flatten: bool

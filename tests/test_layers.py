@@ -37,7 +37,8 @@ HOUSE = (
     Floor(0, ("model_parallel", "moe", "service"), layers(0)),  # they only raise, saying that they are left out
     Floor(
         1,
-        ("backends.base", "backends.checks", "communicators.base", "communicators.collectives", "communicators.topology"),
+        ("backends.base", "backends.checks", "backends.codec", "backends.formats", "communicators.base",
+          "communicators.collectives", "communicators.overlap", "communicators.topology", "graphs", "low_rank", "mixing"),
         layers(range(2)),
     ),
     Floor(
@@ -46,19 +47,20 @@ HOUSE = (
             "backends", "backends.reference", "backends.reference.*", "backends.cuda", "backends.cuda.*",
             "communicators", "communicators.torch_distributed", "communicators.connection", "communicators.rendezvous",
             "communicators.watch", "communicators.job_store", "communicators.forked", "communicators.last_words",
-            "communicators.waiting",
+            "communicators.waiting", "communicators.pieces",
             "communicators.simulated", "communicators.scheduler",
         ),
         layers(range(3)),
     ),
     Floor(3, ("comm_ops", "comm_ops.*"), layers(range(2), 3)),
-    Floor(4, ("tensor", "bucket", "flat_storage", "utils"), layers(range(5))),
+    Floor(4, ("tensor", "bucket", "compression", "flat_storage", "optimizer_state", "utils"), layers(range(5))),
     Floor(5, ("scheduling", "scheduling.*"), layers(0, 4, 5)),
     Floor(5, ("agreement", "agreement.*"), layers(0, 1, 5)),
     Floor(6, ("communication", "process_group", "torch_group_patch"), layers(range(3), 6)),
     Floor(7, ("algorithms", "algorithms.*"), layers(range(2), range(3, 8))),
     Floor(8, ("data_parallel", "data_parallel.*", "distributed", "distributed.*"), layers(range(9))),
     Floor(9, ("contrib", "contrib.*"), layers(range(10))),
+    Floor(9, ("integrations", "integrations.*"), layers(range(10))),
     Floor(9, ("checkpoint", "checkpoint.*"), layers(range(10))),
     Floor(9, ("simulation", "simulation.*"), layers(range(3), 9)),
     Floor(10, ("",), layers(range(11))),  # the public names
@@ -74,6 +76,7 @@ HOUSE = (
 
 LONG_FILES = {
     "communicators/base.py": "one contract: each collective in both forms with its validation, which transports must not repeat",
+    "bucket.py": "one class of the public API, each method with its contract; storage and operations are elsewhere",
 }
 """Files over 400 lines, and why each remains a single file."""
 

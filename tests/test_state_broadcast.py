@@ -242,7 +242,7 @@ SAID = {
     "optimizers": "optimizer 0: SGD of [2] parameters on ranks 0, 2-3, none on rank 1",
     "buffers": "buffer 'extra': (1,) torch.float32 on ranks 0, 2-3, none on rank 1",
     "algorithm": "algorithm: GradientAllReduceAlgorithm{'hierarchical': False, 'average': True} on ranks 0, 2-3, "
-    "ByteGradAlgorithm{'hierarchical': False, 'average': True} on rank 1",
+    "ByteGradAlgorithm{'hierarchical': False, 'average': True, 'compression': 'MinMaxUInt8', 'error_feedback': False} on rank 1",
     "kind": "optimizer 0: SGD of [2] parameters on ranks 0, 2-3, Adam of [2] parameters on rank 1",
     "order": "order: that of the group's first rank on ranks 0, 2-3, parameter '2.weight' before parameter '0.weight' on rank 1",
     "several": "optimizer 0: SGD of [2] parameters on ranks 0, 2, SGD of [6] parameters on ranks 1, 3; "

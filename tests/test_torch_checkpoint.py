@@ -17,7 +17,16 @@ import bagua_ref
 from bagua_ref.algorithms import Algorithm, QAdamOptimizer
 from bagua_ref.data_parallel import DistributedDataParallel
 
-ALGORITHMS = ("gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "qadam", "async")
+ALGORITHMS = (
+    "gradient_allreduce",
+    "bytegrad",
+    "decentralized",
+    "low_precision_decentralized",
+    "qadam",
+    "async",
+    "local_sgd",
+    "qadam with memory",
+)
 
 
 class Training:
@@ -25,16 +34,18 @@ class Training:
 
     def __init__(self, algorithm: str, optimizer: str) -> None:
         torch.manual_seed(bagua_ref.get_rank())
-        self.algorithm, self.wrapped = algorithm, False
+        self.algorithm, self.memory, self.wrapped = algorithm.split()[0], algorithm.endswith("memory"), False
         self.module: nn.Module = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
-        made: Any = QAdamOptimizer if algorithm == "qadam" else getattr(torch.optim, optimizer)
-        options = {"warmup_steps": 2} if algorithm == "qadam" else {}
+        made: Any = QAdamOptimizer if self.algorithm == "qadam" else getattr(torch.optim, optimizer)
+        options = {"warmup_steps": 2} if self.algorithm == "qadam" else {}
         self.optimizer = made(self.module.parameters(), lr=0.05, **options)
 
     def wrap(self, wrapper: bool) -> None:
-        options: dict[str, Any] = {"qadam": {"q_adam_optimizer": self.optimizer}, "async": {"warmup_steps": 100}}.get(
-            self.algorithm, {}
-        )
+        options: dict[str, Any] = {
+            "qadam": {"q_adam_optimizer": self.optimizer, "error_feedback": self.memory},
+            "async": {"warmup_steps": 100},
+            "local_sgd": {"period": 3},
+        }.get(self.algorithm, {})
         algorithm = Algorithm.init(self.algorithm, **options)
         self.wrapped = True
         if wrapper:
@@ -129,7 +140,9 @@ def _look_at_no_state(algorithm: str, optimizer: str) -> tuple[torch.Tensor, int
     return training.weights(), training.module.bagua_algorithm.state_dict().get("optimizer_steps", 3)
 
 
-@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "low_precision_decentralized", "qadam"])
+@pytest.mark.parametrize(
+    "algorithm", ["gradient_allreduce", "low_precision_decentralized", "qadam", "local_sgd", "diloco", "powersgd", "topk"]
+)
 def test_a_step_that_only_makes_state_on_one_rank_counts_and_communicates_nothing(algorithm: str) -> None:
     looked = launch(_look_at_state_on_one_rank, 2, algorithm, "SGD")
     for (weights, steps), (expected, expected_steps) in zip(looked, launch(_look_at_no_state, 2, algorithm, "SGD"), strict=True):

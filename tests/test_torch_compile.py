@@ -27,6 +27,10 @@ ALGORITHMS = {
     "low_precision_decentralized": {},
     "qadam": {},
     "async": {"sync_interval_ms": 1, "warmup_steps": 3},
+    "local_sgd": {"period": 2, "warmup_steps": 1},
+    "diloco": {"period": 4, "fragments": 2, "delay": 1, "mix": 0.5},
+    "powersgd": {"warmup_steps": 1, "min_compression_rate": 0.5},
+    "topk": {"ratio": 0.2},
 }
 
 

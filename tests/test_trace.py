@@ -21,7 +21,9 @@ from torch import Tensor
 
 import bagua_ref
 from bagua_ref.algorithms import Algorithm
+from bagua_ref.backends import get_codec
 from bagua_ref.backends.reference import ReferenceBackend
+from bagua_ref.backends.reference.codecs.minmax_uint8 import MinMaxUInt8
 from bagua_ref.bucket import BaguaBucket
 from bagua_ref.cli import main
 from bagua_ref.comm_ops import LowPrecisionDecentralized, shift_one_peer
@@ -102,18 +104,20 @@ def test_torchs_ddp_without_it_is_gradient_allreduce(tmp_path: Path) -> None:
     assert report.steps == [0, 1, 2, 3]
 
 
-class OffByOneChunk(ReferenceBackend):
+class NextChunk(MinMaxUInt8):
     """Compresses the chunk after the one that was reduced."""
 
-    def compress_minmax_uint8(
-        self, x: Tensor, num_chunks: int, target_chunk: int | None = None, out: Tensor | None = None
-    ) -> Tensor:
+    def compress(self, x: Tensor, num_chunks: int, target_chunk: int | None = None, out: Tensor | None = None) -> Tensor:
         if target_chunk is None:
-            return super().compress_minmax_uint8(x, num_chunks, out=out)
+            return super().compress(x, num_chunks, out=out)
         size = x.numel() // num_chunks
         moved = x.clone()
         moved[target_chunk * size :][:size] = x[(target_chunk + 1) % num_chunks * size :][:size]
-        return super().compress_minmax_uint8(moved, num_chunks, target_chunk, out)
+        return super().compress(moved, num_chunks, target_chunk, out)
+
+
+class OffByOneChunk(ReferenceBackend):
+    codecs = {"MinMaxUInt8": NextChunk}
 
 
 def test_bytegrad_with_a_planted_off_by_one_chunk_is_located(tmp_path: Path) -> None:
@@ -161,7 +165,7 @@ def peer_off_by_one_at_odd_steps(rank: int, nranks: int, step: int) -> int:
 
 def test_a_peer_formula_that_is_off_by_one_at_odd_steps_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as planted:
-        planted.setattr("bagua_ref.comm_ops.decentralized.shift_one_peer", peer_off_by_one_at_odd_steps)
+        planted.setattr("bagua_ref.graphs.shift_one_peer", peer_off_by_one_at_odd_steps)
         simulate(tmp_path, "decentralized", SHIFT_ONE, (6,), steps=3)
     report = check_trace(tmp_path)
     assert report.first is not None
@@ -303,6 +307,17 @@ def test_a_mean_taken_for_bytegrad_is_named(tmp_path: Path) -> None:
     assert check_trace(tmp_path, "bytegrad", FLAT).kinds == {"as if it had been communicated in full precision, not compressed": 4}
 
 
+@pytest.mark.parametrize("name", ["bytegrad", "qadam"])
+def test_operations_with_error_memory_are_not_checked(tmp_path: Path, name: str) -> None:
+    simulate(tmp_path, name, {**FLAT, "error_feedback": True}, (2,))
+    why = "error memories, which the result depends on, are not recorded"
+    if name == "bytegrad":
+        with pytest.raises(TraceError, match=f"nothing could be replayed: step 0, bucket '0': {why}"):
+            check_trace(tmp_path)
+    else:  # its warm-up is checked
+        assert {reason for _, _, reason in check_trace(tmp_path).not_checked} == {why}
+
+
 def test_an_asynchronous_round_is_checked_whole_where_x_is_recorded(tmp_path: Path) -> None:
     def rank(comm: Any) -> None:
         with Recorder(tmp_path, rank=comm.rank(), world_size=3, nodes=(3,)) as recorder:
@@ -332,7 +347,7 @@ def test_qadams_update_of_the_momentum_is_checked_where_it_is_recorded(tmp_path:
             x = momentum.clone()
             kernels.update_momentum_(x, grad, 0.9 if wrong else 0.5)
             for _ in range(2):  # on the way to the rank that reduces, and back
-                kernels.decompress_minmax_uint8(kernels.compress_minmax_uint8(x, 1), 1, out=x)
+                get_codec("MinMaxUInt8", kernels).decompress(get_codec("MinMaxUInt8", kernels).compress(x, 1), 1, out=x)
             recorder.after_op("m", x)
             recorder.step()
     report = check_trace(tmp_path, "qadam", {"hierarchical": False, "warmup_steps": 0})
@@ -685,7 +700,7 @@ def test_traces_that_cannot_be_used_say_why(tmp_path: Path) -> None:
         check_trace(tmp_path, "bytegrad", {"hierarchical": "no"})
     with pytest.raises(ValueError, match="buckets: '7' is not in the trace, which has 0"):
         check_trace(tmp_path, buckets=["7"])
-    with pytest.raises(TraceError, match="shift_one pairs ranks, and there are 3"):
+    with pytest.raises(TraceError, match="shift_one needs an even number of ranks, and there are 3"):
         check_trace(tmp_path, "decentralized", SHIFT_ONE)
 
 

@@ -22,6 +22,7 @@ from bagua_ref.algorithms.q_adam import QAdamOptimizer
 from bagua_ref.backends.base import COMPRESSIBLE, FLOATS
 from bagua_ref.cli import main
 from bagua_ref.conformance import EXACT, ULP, assert_equal
+from bagua_ref.conformance.clauses import VECTORS_VERSIONS
 from bagua_ref.conformance.vectors import VECTORS_VERSION, VectorsError, check_outputs, export_vectors, read_manifest
 from bagua_ref.conformance.vectors.case import canonical, name_of
 from bagua_ref.conformance.vectors.check import tolerance_named
@@ -33,7 +34,9 @@ from bagua_ref.contrib.utils.store import ClusterStore
 from bagua_ref.extras import install_command
 
 LIMIT = 5 * 2**20
+LATEST = VECTORS.parent / f"v{VECTORS_VERSION}"
 SUITES = ("cache", "codec", "comm_ops", "kernels", "peers", "qadam", "samplers")
+LATEST_SUITES = (*SUITES, "graphs", "local_updates", "compressed_gradients")
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +47,16 @@ def manifest() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def tensors(manifest: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
     return read_vectors(VECTORS, manifest)
+
+
+@pytest.fixture(scope="module")
+def latest() -> dict[str, Any]:
+    return read_manifest(LATEST)
+
+
+@pytest.fixture(scope="module")
+def latest_tensors(latest: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
+    return read_vectors(LATEST, latest)
 
 
 def inputs_of(case: dict[str, Any], tensors: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -60,17 +73,25 @@ def cases_of(manifest: dict[str, Any], operation: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_fresh_export_is_what_is_committed(tmp_path: Path) -> None:
-    count = export_vectors(tmp_path / "fresh")
-    names = sorted(path.name for path in VECTORS.iterdir())
+@pytest.mark.parametrize("version", [pytest.param("1", marks=pytest.mark.proof), VECTORS_VERSION])
+def test_a_fresh_export_is_what_is_committed(version: str, tmp_path: Path) -> None:
+    count, committed = export_vectors(tmp_path / "fresh", version), VECTORS.parent / f"v{version}"
+    names = sorted(path.name for path in committed.iterdir())
     assert names == sorted(path.name for path in (tmp_path / "fresh").iterdir())
-    changed = [name for name in names if (VECTORS / name).read_bytes() != (tmp_path / "fresh" / name).read_bytes()]
-    assert not changed, "vectors/v1 must never change: what gives other results is a new version"
-    assert count == len(read_manifest(VECTORS)["cases"])
+    changed = [name for name in names if (committed / name).read_bytes() != (tmp_path / "fresh" / name).read_bytes()]
+    assert not changed, "released vectors must never change: what gives other results is a new version"
+    assert count == len(read_manifest(committed)["cases"])
+
+
+def test_a_later_version_has_every_case_of_an_earlier_one(manifest: dict[str, Any], latest: dict[str, Any]) -> None:
+    later = {case["id"]: case for case in latest["cases"]}
+    assert all(later[case["id"]] == case for case in manifest["cases"])
+    for entry in manifest["files"]:
+        assert (LATEST / entry["name"]).read_bytes() == (VECTORS / entry["name"]).read_bytes()
 
 
 def test_they_are_small_and_complete(manifest: dict[str, Any]) -> None:
-    assert sum(path.stat().st_size for path in VECTORS.iterdir()) <= LIMIT
+    assert sum(path.stat().st_size for path in LATEST.iterdir()) <= LIMIT
     files = {f"{suite}.{kind}.safetensors" for suite in SUITES for kind in ("inputs", "expected")}
     assert {path.name for path in VECTORS.iterdir()} == {*files, "manifest.json", "manifest.schema.json"}
     assert {entry["name"] for entry in manifest["files"]} == files
@@ -89,23 +110,26 @@ def test_they_are_small_and_complete(manifest: dict[str, Any]) -> None:
         assert any(len(set(nodes)) > 1 for nodes in worlds)
 
 
-def test_the_schema_is_one_and_is_committed() -> None:
-    Draft202012Validator.check_schema(json.loads(schema_text()))
-    assert (VECTORS / "manifest.schema.json").read_text("utf-8") == schema_text()
+@pytest.mark.parametrize("version", VECTORS_VERSIONS)
+def test_the_schema_is_one_and_is_committed(version: str) -> None:
+    Draft202012Validator.check_schema(json.loads(schema_text(version)))
+    assert (VECTORS.parent / f"v{version}" / "manifest.schema.json").read_text("utf-8") == schema_text(version)
 
 
-@pytest.mark.parametrize("suite", SUITES)
-def test_the_page_lists_every_operation(suite: str, manifest: dict[str, Any]) -> None:
+@pytest.mark.parametrize("suite", LATEST_SUITES)
+def test_the_page_lists_every_operation(suite: str, latest: dict[str, Any]) -> None:
     page = (oracle_c.ROOT / "docs" / "vectors.md").read_text()
-    for case in (case for case in manifest["cases"] if case["suite"] == suite):
+    for case in (case for case in latest["cases"] if case["suite"] == suite):
         assert f"`{case['operation']}`" in page
         for name in case["parameters"]:
             assert f"`{name}`" in page
 
 
-@pytest.mark.parametrize("suite", SUITES)
-def test_the_files_alone_are_enough_to_compute_every_case(suite: str, manifest: dict[str, Any], tensors: Any) -> None:
-    for case in (case for case in manifest["cases"] if case["suite"] == suite):
+@pytest.mark.parametrize("suite", LATEST_SUITES)
+def test_the_files_alone_are_enough_to_compute_every_case(suite: str, latest: dict[str, Any], latest_tensors: Any) -> None:
+    tensors, cases = latest_tensors, [case for case in latest["cases"] if case["suite"] == suite]
+    assert cases
+    for case in cases:
         found = solve(suite, case["operation"], case["dtype"], case["parameters"], inputs_of(case, tensors))
         for output in case["outputs"]:
             expected = tensors[f"{suite}.expected.safetensors"][output["tensor"]]
@@ -113,16 +137,16 @@ def test_the_files_alone_are_enough_to_compute_every_case(suite: str, manifest: 
             assert_equal(found[output["name"]], expected, tolerance_named(case["tolerance"]), magnitude=magnitude)
 
 
-@pytest.mark.parametrize("name", [f"{suite}.{kind}" for suite in SUITES for kind in ("inputs", "expected")])
-def test_the_safetensors_library_reads_the_same(name: str, tensors: Any) -> None:
-    found, ours = load_file(VECTORS / f"{name}.safetensors"), tensors[f"{name}.safetensors"]
+@pytest.mark.parametrize("name", [f"{suite}.{kind}" for suite in LATEST_SUITES for kind in ("inputs", "expected")])
+def test_the_safetensors_library_reads_the_same(name: str, latest_tensors: Any) -> None:
+    found, ours = load_file(LATEST / f"{name}.safetensors"), latest_tensors[f"{name}.safetensors"]
     assert found.keys() == ours.keys()
     for key, x in found.items():
         assert_equal(ours[key], x, EXACT)
 
 
-def test_no_nan_has_bits_of_its_own(tensors: Any) -> None:
-    for file in tensors.values():
+def test_no_nan_has_bits_of_its_own(latest_tensors: Any) -> None:
+    for file in latest_tensors.values():
         for name, x in file.items():
             if x.dtype.is_floating_point and x.numel():
                 assert torch.equal(x.reshape(-1).view(torch.uint8), canonical(x).reshape(-1).view(torch.uint8)), name
@@ -387,7 +411,7 @@ def edit_manifest(edit: Callable[[dict[str, Any]], object]) -> Callable[[Path], 
         (lambda v: (v / "manifest.json").unlink(), "is this a directory of vectors?"),
         (lambda v: (v / "manifest.json").write_text("{"), "is not valid JSON"),
         (lambda v: (v / "manifest.json").write_text("[]"), "does not match the schema at the top"),
-        (edit_manifest(lambda m: m.update(vectors_version="2")), "has vectors_version '2'"),
+        (edit_manifest(lambda m: m.update(vectors_version="3")), "has vectors_version '3'; this bagua_ref checks '1', '2'"),
         (edit_manifest(lambda m: m["cases"][0].update(tolerance="5 %")), "does not match the schema at cases/0/tolerance"),
         (edit_manifest(lambda m: m["cases"][0]["outputs"][0].update(shape=[7])), "as the manifest describes it"),
         (edit_manifest(lambda m: m["cases"].append(m["cases"][0])), "has a case twice"),
@@ -427,7 +451,7 @@ def test_without_jsonschema_wrong_arguments_are_named_first(
 
 
 def test_export_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("bagua_ref.conformance.vectors.export._write", lambda directory: 7)
+    monkeypatch.setattr("bagua_ref.conformance.vectors.export._write", lambda directory, version: 7)
     monkeypatch.setattr("bagua_ref.conformance.vectors.export.read_manifest", lambda directory: {})
     assert main(["vectors", "export", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"directory": str(tmp_path), "vectors_version": VECTORS_VERSION, "cases": 7}
@@ -546,10 +570,12 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return oracle_c.build(tmp_path_factory.mktemp("oracle_c"))
 
 
-def test_the_client_in_c_passes(client: Path, tmp_path: Path, manifest: dict[str, Any]) -> None:
-    ended = oracle_c.run(client, VECTORS, tmp_path / "outputs")
+@pytest.mark.parametrize("version", VECTORS_VERSIONS)
+def test_the_client_in_c_passes(client: Path, tmp_path: Path, manifest: dict[str, Any], version: str) -> None:
+    vectors = VECTORS.parent / f"v{version}"
+    ended = oracle_c.run(client, vectors, tmp_path / "outputs")
     assert ended.returncode == 0, ended.stderr
-    report = check_outputs(VECTORS, tmp_path / "outputs", operations=OPERATIONS)
+    report = check_outputs(vectors, tmp_path / "outputs", operations=OPERATIONS)
     assert report.passed, [verdict for verdict in report.verdicts if verdict.status != "passed"][:5]
     assert report.count("passed") == sum(case["operation"] in OPERATIONS for case in manifest["cases"])
     assert ended.stdout.startswith(f"{report.count('passed')} cases answered")

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -112,6 +113,97 @@ def test_a_wait_that_ends_is_taken_back_at_once(enter: Enter, store: dist.Store)
     until(lambda: store.check(["waits/0"]))
     assert json.loads(store.get("waits/0")) == [["in gradients/3", "gradients/3", [0, 1]]]
     wait.end()
+    assert json.loads(store.get("waits/0")) == []
+
+
+def test_a_store_that_does_not_answer_keeps_no_wait_from_ending(monkeypatch: pytest.MonkeyPatch, no_thread_is_left: None) -> None:
+    monkeypatch.setattr(waiting, "_PATIENCE", 0.1)
+    monkeypatch.setattr(waiting, "_GLANCE", 0.05)
+    monkeypatch.setattr(waiting, "_LIMIT", 0.1)
+    asked, answer = threading.Event(), threading.Event()
+
+    class Hangs(dist.HashStore):
+        def clone(self) -> dist.Store:
+            return self
+
+        def check(self, keys: list[str]) -> bool:
+            asked.set()
+            answer.wait(60)
+            return False
+
+    waits = Waiting(Hangs(), 0, 2)
+    with waits.waiting("in barrier", "barrier/7", (0, 1), print):
+        assert asked.wait(10)
+    waits.tell_why(ValueError("no data"))
+    waits.close()
+    answer.set()
+    assert waits._thread is not None
+    waits._thread.join(10)
+
+
+def test_who_is_missing_from_a_collective_is_known_with_what_it_waits_for(ranks: list[Waiting], enter: Enter) -> None:
+    missing = lambda rank, place: ranks[rank].who_is_missing(place, (0, 1))  # noqa: E731
+    assert missing(0, "gradients/3") == "rank 1 has not come"
+    elsewhere = enter(1, "barrier/7")
+    until(lambda: "," in missing(0, "gradients/3"))
+    assert missing(0, "gradients/3") == "rank 1 has not come, waiting in barrier/7"
+    assert missing(0, "barrier/7") == ""
+    elsewhere.end()
+    until(lambda: missing(0, "barrier/7"))
+    assert missing(0, "barrier/7") == "rank 1 has not come"
+
+
+def test_a_wait_that_has_just_timed_out_is_still_known(ranks: list[Waiting], store: dist.Store) -> None:
+    with pytest.raises(RuntimeError), ranks[1].waiting("in gradients/3", "gradients/3", (0, 1), print, timeout=0.1):
+        raise RuntimeError
+    until(lambda: store.check(["seen/1"]))
+    time.sleep(0.2)
+    assert ranks[0].who_is_missing("gradients/3", (0, 1)) == ""
+
+
+def test_a_wait_with_a_short_timeout_is_published_before_it_ends(
+    ranks: list[Waiting], store: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "_PATIENCE", 60)
+    with ranks[1].waiting("in gradients/3", "gradients/3", (0, 1), print, timeout=2):
+        until(lambda: store.check(["seen/1"]))
+    assert ranks[0].who_is_missing("gradients/3", (0, 1)) == ""
+
+
+def test_the_exception_that_ends_a_rank_is_told(ranks: list[Waiting]) -> None:
+    assert ranks[0].why_gone((0, 1)) == ""
+    ranks[1].tell_why(ValueError("no data"))
+    assert ranks[0].why_gone((0, 1)) == "rank 1 ended with ValueError: no data"
+    assert ranks[1].why_gone((0, 1)) == ""
+
+
+def test_a_connection_that_closes_because_none_could_go_on_is_known_for_that(enter: Enter, ranks: list[Waiting]) -> None:
+    ours, theirs = enter(0, "gradients/3"), enter(1, "barrier/7")
+    until(lambda: theirs.reasons)
+    ours.end()  # before this rank's own watch has seen the verdict, or after it
+    assert ranks[0].why_gone((0, 1)) == theirs.reasons[0]
+
+
+def test_a_wait_that_ends_while_it_is_being_published_is_taken_back(
+    enter: Enter, store: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked, ending = Waiting._blocked, []
+
+    def blocked_and_ends(waits: Waiting) -> list[Any]:
+        found = blocked(waits)
+        if found and not ending:
+            monkeypatch.setattr(waiting, "_GLANCE", 60)
+            thread = threading.Thread(target=wait.end)
+            thread.start()
+            ending.append(thread)
+            time.sleep(0.2)
+        return found
+
+    monkeypatch.setattr(Waiting, "_blocked", blocked_and_ends)
+    wait = enter(0, "gradients/3")
+    until(lambda: ending)
+    ending[0].join()
+    time.sleep(0.2)
     assert json.loads(store.get("waits/0")) == []
 
 

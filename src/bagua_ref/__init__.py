@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 import torch as _torch
 
 from bagua_ref import algorithms, checkpoint, communication, data_parallel
-from bagua_ref.backends import available_backends, get_backend, register_backend, use_backend
+from bagua_ref.backends import (
+    available_backends,
+    get_backend,
+    get_codec,
+    list_codecs,
+    register_backend,
+    register_codec,
+    use_backend,
+)
 from bagua_ref.communication import (
     BaguaProcessGroupPatch,
     ReduceOp,
@@ -41,13 +49,16 @@ from bagua_ref.communication import (
     scatter_inplace,
     send,
 )
+from bagua_ref.data_parallel import GradScaler, join
 from bagua_ref.distributed import BaguaModule
 from bagua_ref.env import get_local_rank, get_local_size, get_rank, get_world_size
+from bagua_ref.integrations import ddp_comm_hook
 from bagua_ref.tensor import BaguaTensor
 
 __all__ = [
     "BaguaModule",
     "BaguaTensor",
+    "GradScaler",
     "ReduceOp",
     "algorithms",
     "allgather",
@@ -68,16 +79,20 @@ __all__ = [
     "communication",
     "contrib",
     "data_parallel",
+    "ddp_comm_hook",
     "destroy_process_group",
     "gather",
     "gather_inplace",
     "get_backend",
+    "get_codec",
     "get_local_rank",
     "get_local_size",
     "get_rank",
     "get_world_size",
     "init_process_group",
     "is_initialized",
+    "join",
+    "list_codecs",
     "new_group",
     "recv",
     "reduce",
@@ -85,6 +100,7 @@ __all__ = [
     "reduce_scatter",
     "reduce_scatter_inplace",
     "register_backend",
+    "register_codec",
     "scatter",
     "scatter_inplace",
     "send",

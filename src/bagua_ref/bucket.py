@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.profiler import record_function
 
 from bagua_ref import streams
 from bagua_ref.backends import get_backend
-from bagua_ref.backends.base import COMPRESSIBLE, FLOATS
+from bagua_ref.backends.base import FLOATS
 from bagua_ref.comm_ops import (
     AsynchronousModelAverage,
+    CentralizedErrorFeedback,
     CentralizedFullPrecision,
     CentralizedLowPrecision,
     CentralizedScatterGather,
@@ -21,10 +21,12 @@ from bagua_ref.comm_ops import (
     LowPrecisionDecentralized,
     PythonOp,
 )
+from bagua_ref.compression import codec_named
 from bagua_ref.errors import NotInitializedError
 from bagua_ref.flat_storage import FlatStorage
 from bagua_ref.runtime import current_world
 from bagua_ref.tensor import check_apart, check_shared, effective_tensor, effective_tensors
+from bagua_ref.utils import profiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,7 +34,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bagua_ref.backends.base import KernelBackend
+    from bagua_ref.comm_ops import ErrorMemory
     from bagua_ref.communicators.base import Communicator
+    from bagua_ref.graphs import PeerSelection
     from bagua_ref.types import Group
 
 __all__ = ["BaguaBucket"]
@@ -86,6 +90,8 @@ class BaguaBucket:
         self.dtype, self.device = effective[0].dtype, effective[0].device
         self.running: object = None
         """The current or last operation."""
+        self.about: dict[str, Any] = {}
+        """What its rounds are, for observers: JSON values by name."""
         self._ops: list[Callable[[Tensor], Any]] = []
         self._background_groups: dict[Group, Group] = {}
         self._storage = FlatStorage(name, tensors, effective, flatten, alignment)
@@ -178,23 +184,31 @@ class BaguaBucket:
             return streams.record(streams.current_stream(self.device))
 
     def _run_operations(self, flat: Tensor, label: str) -> None:
-        observers = current_world().observers
         for place, op in enumerate(self._ops):
-            self.running = op
-            if place:
-                flat = self.load()
-            for observer in observers:
-                observer.before_op(self, op, flat)
-            with record_function(f"{label}/{type(op).__name__}"):
-                op(flat)
-            for observer in observers:
-                observer.after_op(self, op, flat)
+            flat = self.load() if place else flat
+            self._run(op, flat, label)
             # A Python function writes to the tensors itself. A decentralized operation changes nothing before copy-back: the
             # forward and backward pass use the tensors meanwhile, and to autograd even a write of equal values is a change.
             if not self.flatten and not isinstance(op, (PythonOp, Decentralized)):
                 self.copy_from_flat(flat)
         if self.flatten and any(isinstance(op, PythonOp) for op in self._ops):
             self.load()  # a Python function may have replaced tensors
+
+    def _run(self, op: Callable[[Tensor], Any], flat: Tensor, label: str) -> None:
+        self.running, observers = op, current_world().observers
+        for observer in observers:
+            observer.before_op(self, op, flat)
+        with profiled(f"{label}/{type(op).__name__}"):
+            op(flat)
+        for observer in observers:
+            observer.after_op(self, op, flat)
+
+    def shadow(self) -> None:
+        """Run the operations on zeros instead of the tensors, which stay as they are; Python functions do not run."""
+        with streams.use_stream(self.stream, self.device):
+            flat = torch.zeros(self._numel, dtype=self.dtype, device=self.device)
+            for op in [op for op in self._ops if not isinstance(op, PythonOp)]:
+                self._run(op, flat, f"bagua_ref::bucket{self.name}")
 
     def clear_ops(self) -> BaguaBucket:
         """Remove all operations; return the bucket."""
@@ -213,6 +227,12 @@ class BaguaBucket:
         self._ops.append(PythonOp(python_function, self.name))
         return self
 
+    def append_op(self, op: CommOp, group: Group) -> BaguaBucket:
+        """Append ``op``, whose communicators belong to the background group ``group``; return the bucket."""
+        self._background_group(group)
+        self._ops.append(op)
+        return self
+
     def append_centralized_synchronous_op(
         self,
         hierarchical: bool = False,
@@ -220,6 +240,8 @@ class BaguaBucket:
         scattergather: bool = False,
         compression: str | None = None,
         group: Group | None = None,
+        *,
+        error_memory: ErrorMemory | None = None,
     ) -> BaguaBucket:
         """Append a sum or mean over all ranks (S3.1 to S3.3); return the bucket. Collective over the group.
 
@@ -228,16 +250,27 @@ class BaguaBucket:
             average: the mean instead of the sum.
             scattergather: use all-to-all and all-gather instead of all-reduce; the number of elements, including padding, must
                 be divisible by the number of ranks (hierarchical: of leaders). See ``alignment``.
-            compression: None or "MinMaxUInt8", which needs scattergather.
+            compression: None or the name of a codec (S4, S12), which needs scattergather.
             group: the ranks; None is the default group.
+            error_memory: None, or what compression has left out of this bucket on this rank, which is added to what it
+                contributes next (S11.1).
 
         Raises:
-            ValueError: compression without scattergather, unknown compression, or a size that is not divisible.
+            ValueError: compression without scattergather, unknown compression, a size that is not divisible, or an error memory
+                without compression or of another size.
+            BackendUnavailableError: the backend does not have the codec.
             TypeError: a dtype that cannot be averaged or compressed.
             NotInitializedError: no group is given and there is no default group.
         """
-        self._check_centralized(average, scattergather, compression)
-        kernels = self.kernels
+        kernels, codec = self.kernels, None
+        if error_memory is not None and compression is None:
+            raise ValueError("error_memory needs compression, which is None")
+        if compression is not None:
+            codec = codec_named(compression, kernels, self.name, self.dtype, has_memory=error_memory is not None)
+            if not scattergather:
+                raise ValueError(f"compression={compression!r} needs scattergather=True, not {scattergather!r}")
+        if average or scattergather:
+            self._check_float()
         num_ranks, comm, intra = self._connect(group, hierarchical)
         leaders = comm.nranks()
         if scattergather and self._numel % leaders:
@@ -245,9 +278,16 @@ class BaguaBucket:
                 f"bucket {self.name!r} has {self._numel} elements, which cannot be split into the {leaders} equal chunks "
                 f"that scattergather=True needs; create the bucket with alignment={leaders}"
             )
+        if error_memory is not None and (error_memory.numel, error_memory.chunks) != (self._numel, leaders):
+            raise ValueError(
+                f"error_memory is for {error_memory.numel} elements in {error_memory.chunks} chunks; bucket {self.name!r} has "
+                f"{self._numel} in {leaders}"
+            )
         op: CommOp
-        if compression is not None:
-            op = CentralizedLowPrecision(comm, kernels, average)
+        if codec is not None and error_memory is not None:
+            op = CentralizedErrorFeedback(comm, kernels, codec, average, error_memory)
+        elif codec is not None:
+            op = CentralizedLowPrecision(comm, kernels, codec, average)
         elif scattergather:
             op = CentralizedScatterGather(comm, kernels, average)
         else:
@@ -258,32 +298,35 @@ class BaguaBucket:
                 kernels,
                 op if intra.rank() == 0 else None,
                 divisor=num_ranks / leaders if average else None,
-                in_rank_order=compression is not None,
+                in_rank_order=codec is not None,
             )
         self._ops.append(op)
         return self
 
     def append_decentralized_synchronous_op(
-        self, peer_weight: Tensor, hierarchical: bool = True, peer_selection_mode: str = "all", group: Group | None = None
+        self, peer_weight: Tensor, hierarchical: bool = True, peer_selection_mode: PeerSelection = "all", group: Group | None = None
     ) -> Decentralized:
-        """Append decentralized averaging (S3.4); return the operation. Collective over the group.
+        """Append decentralized averaging (S3.4, S13); return the operation. Collective over the group.
 
         The result stays in ``peer_weight`` until ``op.copy_back_peer_weight(bucket)`` copies it into the tensors.
 
         Args:
             peer_weight: a bagua tensor of the bucket's size: ``bucket.flattened_tensor().ensure_bagua_tensor()``.
             hierarchical: communicate between node leaders only.
-            peer_selection_mode: "all": average over all ranks; "shift_one": average with one rank, a different one each time.
+            peer_selection_mode: the ranks (hierarchical: leaders) that average with each other, see `Decentralized`: "all",
+                "shift_one", "one_peer_exponential", "hypercube", "ring", "exponential", or a function ``(t, n) -> graph``.
             group: the ranks; None is the default group.
 
         Raises:
-            ValueError: another mode, "shift_one" with an odd number of ranks, or a ``peer_weight`` that does not fit.
+            ValueError: another mode, a mode that does not take so many ranks, a function whose graph is not doubly stochastic or
+                differs between ranks, or a ``peer_weight`` that does not fit.
             TypeError: a dtype that is not floating-point, or not the bucket's.
         """
-        self._check_centralized(average=True, scattergather=False, compression=None)
+        self._check_float()
         (peer,) = check_apart(self.load(), self.name, peer_weight=peer_weight)
         num_ranks, comm, intra = self._connect(group, hierarchical)
-        self._decentralized_op = Decentralized(comm, self.kernels, peer, peer_selection_mode, intra, num_ranks)
+        everyone = self._connect(group, hierarchical=False)[1] if callable(peer_selection_mode) else None
+        self._decentralized_op = Decentralized(comm, self.kernels, peer, peer_selection_mode, intra, num_ranks, everyone)
         self._peer_weight = peer_weight
         self._ops.append(self._decentralized_op)
         return self._decentralized_op
@@ -297,23 +340,21 @@ class BaguaBucket:
         compression: str | None = "MinMaxUInt8",
         group: Group | None = None,
     ) -> BaguaBucket:
-        """Append averaging on a ring with one byte per element on the wire (S3.5); return the bucket. Collective over the group.
+        """Append averaging on a ring with compressed changes on the wire (S3.5); return the bucket. Collective over the group.
 
         Args:
             weight: a bagua tensor with the bucket's values: ``bucket.flattened_tensor().ensure_bagua_tensor()``.
             left_peer_weight: likewise, with the values of the left neighbour's ``weight``.
             right_peer_weight: likewise, with the right neighbour's.
             hierarchical: average node means, between node leaders.
-            compression: "MinMaxUInt8".
+            compression: the name of a codec (S4, S12).
             group: the ranks; None is the default group.
 
         Raises:
             ValueError: another compression, or replicas that do not fit.
             TypeError: a dtype that cannot be compressed, or is not the bucket's.
         """
-        if compression != "MinMaxUInt8":
-            raise ValueError(f"compression={compression!r} must be 'MinMaxUInt8'")
-        self._check_centralized(average=True, scattergather=True, compression=compression)
+        codec = codec_named(compression, self.kernels, self.name, self.dtype)
         replicas = check_apart(
             self.load(),
             self.name,
@@ -322,7 +363,7 @@ class BaguaBucket:
             right_peer_weight=right_peer_weight,
         )
         _, comm, intra = self._connect(group, hierarchical)
-        op: CommOp = LowPrecisionDecentralized(comm, self.kernels, *replicas)
+        op: CommOp = LowPrecisionDecentralized(comm, self.kernels, codec, *replicas)
         if intra is not None:
             ring = op if intra.rank() == 0 else None
             op = Hierarchical(intra, self.kernels, ring, divisor=intra.nranks(), in_rank_order=True)
@@ -349,22 +390,14 @@ class BaguaBucket:
             raise ValueError(
                 f"bucket {self.name!r} is not flat; an asynchronous average changes tensors in place and needs flatten=True"
             )
-        self._check_centralized(average=True, scattergather=False, compression=None)
+        self._check_float()
         _, comm, _ = self._connect(group, hierarchical=False)
         self._async_op = AsynchronousModelAverage(comm, self.kernels, current_world(), self.device)
         self._ops.append(self._async_op)
         return self._async_op
 
-    def _check_centralized(self, average: bool, scattergather: bool, compression: str | None) -> None:
-        if compression not in (None, "MinMaxUInt8"):
-            raise ValueError(f"compression={compression!r} must be None or 'MinMaxUInt8'")
-        if compression is not None and not scattergather:
-            raise ValueError(f"compression={compression!r} needs scattergather=True, not {scattergather!r}")
-        if compression is not None and self.dtype not in COMPRESSIBLE:
-            raise TypeError(
-                f"compression={compression!r} takes float16, bfloat16 or float32, not bucket {self.name!r}'s {self.dtype}"
-            )
-        if (average or scattergather) and self.dtype not in FLOATS:
+    def _check_float(self) -> None:
+        if self.dtype not in FLOATS:
             raise TypeError(
                 f"bucket {self.name!r} is {self.dtype}; a mean or scattergather=True needs one of {', '.join(map(str, FLOATS))}"
             )

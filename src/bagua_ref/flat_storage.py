@@ -103,7 +103,7 @@ class FlatStorage:
         if tensor is None or not self._fits(tensor, place) or tensor.data_ptr() in self._memory:
             return
         if _position(view) == self._positions[place]:
-            self._replace(place, view.copy_(tensor.detach()))
+            self._replace(place, view.copy_(tensor.detach() if tensor.requires_grad else tensor))
 
     @torch.no_grad()  # gradients of backward(create_graph=True) require gradients
     def load(self, kernels: KernelBackend) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
+import sys
 import weakref
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from bagua_ref.communicators.waiting import Waiting
     from bagua_ref.runtime import RealWorld, World
     from bagua_ref.types import Transport
 
@@ -271,7 +273,7 @@ def _join(
     world.transport = transport
     job = _Job(world, transport, timeout, owns_transport=True, owns_torch_group=owns_torch_group)
     # Connections that are open during the interpreter's shutdown can abort the process.
-    atexit.register(_destroy_at_exit, world, job.pid)
+    atexit.register(_destroy_at_exit, world, job.pid, transport.waits)
     return job
 
 
@@ -305,9 +307,12 @@ def _destroy(world: World) -> None:
         dist.destroy_process_group()
 
 
-def _destroy_at_exit(world: World, pid: int) -> None:
+def _destroy_at_exit(world: World, pid: int, waits: Waiting) -> None:
     # A forked child shares the connections, which only its parent may close.
     if world.default_group is not None and os.getpid() == pid:
+        error = getattr(sys, "last_value", None)
+        if error is not None and not hasattr(sys, "ps1"):  # at a prompt, the program went on after the error
+            waits.tell_why(error)
         _destroy(world)
 
 

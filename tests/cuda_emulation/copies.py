@@ -8,8 +8,21 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from bagua_ref.backends import get_backend
+from bagua_ref.backends import Codec, formats, get_backend, get_codec
 from bagua_ref.backends.base import KernelBackend
+from bagua_ref.backends.cuda.backend import PlannedBackend
+
+
+class CodecOnCopies(Codec):
+    """Mixin for a format: the inner backend's codec on copies."""
+
+    def _compress(self, x, num_chunks, target_chunk, out):
+        with self.kernels._moved(out, read=[x]) as (kernels, payload, copy):
+            get_codec(self.name, kernels).compress(copy, num_chunks, target_chunk, payload)
+
+    def _decompress(self, payload, num_chunks, out):
+        with self.kernels._moved(out, read=[payload]) as (kernels, copy, there):
+            get_codec(self.name, kernels).decompress(there, num_chunks, copy)
 
 
 class CudaOnCopies(KernelBackend):
@@ -17,6 +30,7 @@ class CudaOnCopies(KernelBackend):
 
     name = "cuda-on-copies"
     device_types = ("cpu",)
+    codecs = {name: type(f"{name}OnCopies", (CodecOnCopies, getattr(formats, name)), {}) for name in PlannedBackend.codecs}
     inner = "cuda"
     device = "cuda"
 
@@ -63,14 +77,6 @@ class CudaOnCopies(KernelBackend):
     def _reduce_chunks_(self, x, num_chunks, target_chunk, average):
         with self._moved(x) as (kernels, copy):
             kernels.reduce_chunks_(copy, num_chunks, target_chunk, average)
-
-    def _compress_minmax_uint8(self, x, num_chunks, target_chunk, out):
-        with self._moved(out, read=[x]) as (kernels, payload, copy):
-            kernels.compress_minmax_uint8(copy, num_chunks, target_chunk, payload)
-
-    def _decompress_minmax_uint8(self, payload, num_chunks, out):
-        with self._moved(out, read=[payload]) as (kernels, copy, there):
-            kernels.decompress_minmax_uint8(there, num_chunks, copy)
 
     def _gather_flat(self, tensors, out):
         with self._moved(out, read=tensors) as (kernels, flat, *copies):

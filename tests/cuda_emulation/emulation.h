@@ -122,6 +122,9 @@ inline double __dadd_rn(double a, double b) { return a + b; }
 inline double __dsub_rn(double a, double b) { return a - b; }
 inline double __dmul_rn(double a, double b) { return a * b; }
 inline double __ddiv_rn(double a, double b) { return a / b; }
+inline double __fma_rn(double a, double b, double c) { return fma(a, b, c); }
+inline double __dsqrt_rn(double x) { return sqrt(x); }
+inline float __double2float_rn(double x) { return static_cast<float>(x); }
 inline float __uint_as_float(unsigned x) { return emulation::bits_as<float>(x); }
 inline unsigned __float_as_uint(float x) { return emulation::bits_as<unsigned>(x); }
 

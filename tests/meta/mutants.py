@@ -25,7 +25,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from mutants_algorithms import ALGORITHMS  # noqa: E402
 from mutants_cache import CACHES  # noqa: E402
+from mutants_codecs import OF_CODEC  # noqa: E402
 from mutants_fused_optimizer import FUSED_OPTIMIZERS  # noqa: E402
+from mutants_graphs import OF_ALGORITHMS, OF_COMM_OPS  # noqa: E402
+from mutants_local_updates import LOCAL_UPDATES  # noqa: E402
+from mutants_low_rank import LOW_RANK  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -148,11 +152,23 @@ def main() -> int:
     return bool(alive)
 
 
-BACKEND, CODEC, BLOCKS, BASE = (
-    f"backends/{name}.py" for name in ("reference/backend", "reference/codec", "reference/blocks", "base")
+BACKEND, CODEC, ROWS, BLOCKS, BASE, CONTRACT = (
+    f"backends/{name}.py"
+    for name in ("reference/backend", "reference/codecs/minmax_uint8", "reference/codecs/rows", "reference/blocks", "base", "codec")
 )
 ADD = "                np.add(a, b, out=a)\n\n"
-RING = "        self.add_scaled_(x, left, 1 / 3)\n        self.add_scaled_(x, right, 1 / 3)\n        self.add_scaled_(x, weight, -5 / 3)\n"
+RING = (
+    "        terms = ((left, 1 / 3), (right, 1 / 3), (weight, -5 / 3))\n"
+    "        if x.element_size() == 2:  # then each sum is rounded to 16 bits\n"
+    "            for y, factor in terms:\n"
+    "                self.add_scaled_(x, y, factor)\n"
+    "            return\n"
+    "        with scratch() as buffers:\n"
+    "            for a, *others in blocks(buffers, x, *(y for y, _ in terms)):\n"
+    "                for b, (_, factor) in zip(others, terms, strict=True):\n"
+    "                    product = np.multiply(b, a.dtype.type(factor), out=buffers.like(4, b))\n"
+    "                    np.add(a, product, out=a)\n"
+)
 
 KERNELS = [
     ("sums below the normal numbers are flushed to zero", "S1", BACKEND, ADD, ADD[:-1] + "                a[np.abs(a) < np.finfo(a.dtype).tiny] = 0\n\n"),
@@ -169,7 +185,7 @@ KERNELS = [
     ("the divisor is an integer", "S3.3", BACKEND, "np.divide(a, a.dtype.type(divisor), out=a)", "np.divide(a, a.dtype.type(int(divisor) or divisor), out=a)"),
     ("left and right are added first, then both scaled", "S3.5", BACKEND, RING, "        both = left.clone(); self.add_(both, right)\n        self.add_scaled_(x, both, 1 / 3)\n        self.add_scaled_(x, weight, -5 / 3)\n"),
     ("x is stored once, at the end", "S3.5", BACKEND, RING, "        wide = x if x.dtype is torch.float64 else x.float()\n        for y, f in ((left, 1 / 3), (right, 1 / 3), (weight, -5 / 3)):\n            self.add_scaled_(wide, y.to(wide.dtype), f)\n        x.copy_(wide)\n"),
-    ("the replica of the right neighbour comes first", "S3.5", BACKEND, RING, RING.replace("x, left", "x, l").replace("x, right", "x, left").replace("x, l,", "x, right,")),
+    ("the replica of the right neighbour comes first", "S3.5", BACKEND, RING, RING.replace("(left, 1 / 3), (right, 1 / 3)", "(right, 1 / 3), (left, 1 / 3)")),
     ("4/3 of the weight is taken off instead of 5/3", "S3.5", BACKEND, "-5 / 3", "-4 / 3"),
     ("x + mean is formed first, then the snapshot taken off", "S3.6", BACKEND, "                np.subtract(change, old, out=change)\n                np.add(a, change, out=a)", "                np.add(a, change, out=a)\n                np.subtract(a, old, out=a)"),
     ("the mean is rounded to x's dtype", "S3.6", BACKEND, "np.subtract(change, old, out=change)", "np.subtract(torch.from_numpy(change).to(x.dtype).to(reduced.dtype).numpy(), old, out=change)"),
@@ -223,13 +239,13 @@ CODECS = [
     ("the ends times scale may overflow", "S4.4", CODEC, "np.hstack([low, high, high - low, high * scale, low * scale])).all", "np.hstack([low, high, high - low])).all"),
     ("the range may overflow", "S4.4", CODEC, "np.hstack([low, high, high - low, high * scale, low * scale])).all", "np.hstack([low, high, high / 2 - low / 2, high * scale, low * scale])).all"),
     ("one chunk poisons all", "S4.4", CODEC, ".all(axis=1, keepdims=True)\n    payload_rows", ".all(axis=1, keepdims=True)\n    poisoned = np.broadcast_to(poisoned.any(), poisoned.shape)\n    payload_rows"),
-    ("a poisoned chunk keeps its levels", "S4.4", CODEC, "    levels[poisoned[:, 0]] = 0\n", "    levels[poisoned[:, 0]] = 1\n"),
+    ("a poisoned chunk keeps its levels", "S4.4", CODEC, "[poisoned[rows, 0]] = 0\n", "[poisoned[rows, 0]] = 1\n"),
     ("the NaN of the header is another one", "S4.4", CODEC, 'bytes.fromhex("0000c07f0000c07f")', 'bytes.fromhex("0000c0ff0000c0ff")'),
     ("a poisoned chunk is zero again", "S4.4", CODEC, "        write((rows, columns), value)", "        write((rows, columns), np.nan_to_num(value, copy=False, posinf=np.inf, neginf=-np.inf))"),
-    ("a target chunk clears the others", "S4.5", BACKEND, "        if target_chunk is not None:\n            chunks, payload", "        if target_chunk is not None:\n            payload.zero_()\n            chunks, payload"),
-    ("a target chunk is written, and all others too", "S4.5", BACKEND, "        if target_chunk is not None:\n            chunks, payload", "        if target_chunk is not None and num_chunks < 3:\n            chunks, payload"),
-    ("the block of the target chunk is always the first", "S4.5", BACKEND, "payload[target_chunk : target_chunk + 1]", "payload[:1]"),
-    ("float64 is compressed", "S4.5", BASE, '        self._check_target("x", x, COMPRESSIBLE)\n', "        x = x.float() if x.dtype is torch.float64 else x\n        self._check_target(\"x\", x, COMPRESSIBLE)\n"),
+    ("a target chunk clears the others", "S4.5", ROWS, "        if target_chunk is not None:\n            chunks, payload", "        if target_chunk is not None:\n            payload.zero_()\n            chunks, payload"),
+    ("a target chunk is written, and all others too", "S4.5", ROWS, "        if target_chunk is not None:\n            chunks, payload", "        if target_chunk is not None and num_chunks < 3:\n            chunks, payload"),
+    ("the block of the target chunk is always the first", "S4.5", ROWS, "payload[target_chunk : target_chunk + 1]", "payload[:1]"),
+    ("float64 is compressed", "S4.5", CONTRACT, "        out = self._payload_for(x,", "        x = x.float() if x.dtype is torch.float64 else x\n        out = self._payload_for(x,"),
     ("levels are rounded down", "S4.6", CODEC, LEVEL, "        np.floor(level, out=level)\n"),
     ("values come back half a level too high", "S4.6", CODEC, "        np.add(value, lower[rows], out=value)\n        np.divide", "        np.add(value, lower[rows] + np.float32(0.25), out=value)\n        np.divide"),
 ]  # fmt: skip
@@ -274,27 +290,28 @@ LOW, CENTRAL, HIER, DEC, RINGOP, BUCKET = (
     "comm_ops/low_precision_decentralized.py",
     "bucket.py",
 )
-LAST = "        self.comm.allgather_inplace(payload)\n        self.kernels.decompress_minmax_uint8(payload, n, out=x)\n"
+FIRST = "        self.comm.alltoall(sent, payload, Overlap(compress, decompress))\n"
+LAST = "        self.comm.allgather_inplace(payload, Overlap(compress, codec.decompress_in_steps(payload, n, out=x)))\n"
 COMM_OPS = [
     ("the next rank's chunk is reduced", "S3.1", CENTRAL, "target_chunk=rank, average=self.average", "target_chunk=(rank + 1) % n, average=self.average"),
     ("the sum is rounded before it is divided", "S3.1", CENTRAL, "self.kernels.reduce_chunks_(x, n, target_chunk=rank, average=self.average)\n        self.comm.allgather_inplace(x)\n", "self.kernels.reduce_chunks_(x, n, target_chunk=rank, average=False)\n        self.comm.allgather_inplace(x)\n        if self.average:\n            self.kernels.divide_(x, n)\n"),
     ("scatter-gather adds by all-reduce, from the first chunk on", "S3.1", CENTRAL, "        self.comm.alltoall_inplace(x)\n", "        self.comm.allreduce_inplace(x, ReduceOp.AVG if self.average else ReduceOp.SUM)\n        return\n"),
     ("full precision sums where it should average", "S3.1", CENTRAL, "ReduceOp.AVG if self.average else ReduceOp.SUM", "ReduceOp.SUM"),
-    ("the reduced chunk is not compressed where it is reduced", "S3.2", LOW, LAST, LAST.replace("        self.comm", "        own = x.view(n, -1)[rank].clone()\n        self.comm") + "        x.view(n, -1)[rank] = own\n"),
+    ("the reduced chunk is not compressed where it is reduced", "S3.2", LOW, LAST, "        own = x.view(n, -1)[rank].clone()\n" + LAST + "        x.view(n, -1)[rank] = own\n"),
     ("always the mean", "S3.2", LOW, "average=self.average)", "average=True)"),
-    ("the own chunk is not quantised on its way in", "S3.2", LOW, "        payload = self.kernels.compress_minmax_uint8(x, n)\n        self.comm.alltoall_inplace(payload)\n        self.kernels.decompress_minmax_uint8(payload, n, out=x)\n", "        own = x.view(n, -1)[rank].clone()\n        payload = self.kernels.compress_minmax_uint8(x, n)\n        self.comm.alltoall_inplace(payload)\n        self.kernels.decompress_minmax_uint8(payload, n, out=x)\n        x.view(n, -1)[rank] = own\n"),
+    ("the own chunk is not quantised on its way in", "S3.2", LOW, FIRST, "        own = x.view(n, -1)[rank].clone()\n" + FIRST + "        x.view(n, -1)[rank] = own\n"),
     ("the mean of node means", "S3.3", BUCKET, "divisor=num_ranks / leaders if average else None", "divisor=intra.nranks() if average else None"),
     ("node sums are kept in 16 bits", "S3.3", HIER, "wide = inputs if x.dtype == torch.float64 else inputs.float()", "wide = inputs"),
     ("only leaders get the result", "S3.3", HIER, "        self.comm.broadcast(x, 0)\n", ""),
     ("one leader alone does not quantise", "S3.3", HIER, "if self.leaders_op is not None:", "if self.leaders_op is not None and self.leaders_op.comm.nranks() > 1:"),
-    ("the peer is off by one at odd steps", "S3.4", DEC, "return (step + rank) % half + half if", "return (step + step % 2 + rank) % half + half if"),
-    ("the peer is always the first one", "S3.4", DEC, "step, self.step = self.step, self.step + 1", "step = self.step"),
+    ("the peer is off by one at odd steps", "S3.4", "graphs.py", "return (step + rank) % half + half if", "return (step + step % 2 + rank) % half + half if"),
+    ("the peer is always the first one", "S3.4", DEC, "        self.step += 1\n", ""),
     ("the sum with the peer is rounded before it is halved", "S3.4", DEC, "self.kernels.average_(self.peer_weight, mine)", "self.peer_weight.add_(mine).mul_(0.5)"),
     ("shift_one between leaders takes sums over n/L", "S3.4", DEC, "self.num_ranks / self.comm.nranks() if all_ranks else intra.nranks()", "self.num_ranks / self.comm.nranks()"),
     ("the mean over nodes, not over ranks", "S3.4", DEC, "self.num_ranks / self.comm.nranks() if all_ranks else intra.nranks()", "intra.nranks()"),
     ("weights are summed", "S3.4", DEC, "self.comm.allreduce_inplace(self.peer_weight, ReduceOp.AVG)", "self.comm.allreduce_inplace(self.peer_weight, ReduceOp.SUM)"),
     ("left and right are swapped", "S3.5", RINGOP, "((L, q_left), (R, q_right))", "((L, q_right), (R, q_left))"),
-    ("the own weights skip the wire", "S3.5", RINGOP, "q_left, q_right = trade_with_neighbours(q, self.comm)", "q_left, q_right = trade_with_neighbours(q, self.comm); W += x; W -= kernels.decompress_minmax_uint8(q, 1, out=x) or x"),
+    ("the own weights skip the wire", "S3.5", RINGOP, "q_left, q_right = trade_with_neighbours(q, self.comm)", "q_left, q_right = trade_with_neighbours(q, self.comm); W += x; W -= codec.decompress(q, 1, out=x) or x"),
     ("W is forgotten", "S3.5", RINGOP, "        W.copy_(x)\n", ""),
     ("the ring between leaders takes node sums", "S3.5", BUCKET, "divisor=intra.nranks(), in_rank_order=True", "divisor=None, in_rank_order=True"),
     ("the right neighbour's replica is not updated", "S3.5", RINGOP, "((L, q_left), (R, q_right))", "((L, q_left),)"),
@@ -329,11 +346,11 @@ MUTANTS = [
     Mutant(name, suite, *rest)
     for suite, rows in (
         ("kernels", KERNELS),
-        ("codec", CODECS),
+        ("codec", CODECS + OF_CODEC),
         ("collectives", COLLECTIVES),
-        ("comm_ops", COMM_OPS),
+        ("comm_ops", COMM_OPS + OF_COMM_OPS),
         ("samplers", SAMPLERS),
-        ("algorithms", ALGORITHMS),
+        ("algorithms", ALGORITHMS + OF_ALGORITHMS + LOCAL_UPDATES + LOW_RANK),
         ("cache", CACHES),
         ("fused_optimizer", FUSED_OPTIMIZERS),
     )

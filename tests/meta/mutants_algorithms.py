@@ -23,15 +23,14 @@ FLAT, READY, ROUND, RINGOP = (
     "comm_ops/asynchronous.py",
     "comm_ops/low_precision_decentralized.py",
 )
-BROADCAST = "tensors.values()], 0, comm)"
 OPEN = "            filled = bucket_bytes  # nothing is open at a change of dtype or device\n            for tensor in tensors:\n                if (tensor.dtype, tensor.device) == (dtype, device):\n                    if filled >= bucket_bytes:\n"
 IN_ORDER = "        if self._missing[place] or place > self._next:\n            return []\n        while self._next < len(self._items) and self._missing[self._next] == 0:\n            self._next += 1\n        return list(range(place, self._next))\n"
 MARKED = '        if place < self._next:\n            if self.hold or not self.complete:\n                raise ValueError(f"{item} was marked again in a round in which its bucket had already been scheduled")\n            self.reset()\n        if item in self._marked:\n            return []\n        self._marked.add(item)\n        self._missing[place] -= 1\n'
 DIVIDED = '(v.sqrt() / correction).add_(group["eps"])'
 
 ALGORITHMS: list[tuple[str, str, str, str, str]] = [
-    ("each rank starts from its own weights", "S5", STATE, "    broadcast_coalesced([tensor.detach() for " + "tensor in " + BROADCAST, "    comm.barrier()"),
-    ("weights are the last rank's", "S5", STATE, BROADCAST, "tensors.values()], comm.nranks() - 1, comm)"),
+    ("each rank starts from its own weights", "S5", STATE, "    broadcast_coalesced([tensor.detach() for tensor in tensors], source, comm)", "    comm.barrier()"),
+    ("weights are the last rank's", "S5", STATE, "for tensor in tensors], source, comm)", "for tensor in tensors], comm.nranks() - 1, comm)"),
     ("parameters enter buckets from the first to the last", "S2.1", BASE, "for name, parameter in reversed(bagua_ddp.bagua_build_params())", "for name, parameter in bagua_ddp.bagua_build_params()"),
     ("a bucket is closed before it would be too large", "S2.1", BUCKETS, "if filled >= bucket_bytes:", "if filled >= bucket_bytes or 0 < filled < filled + tensor.numel() * tensor.element_size() > bucket_bytes:"),
     ("a bucket that is just full takes one more", "S2.1", BUCKETS, OPEN, OPEN.replace("bucket_bytes  #", "bucket_bytes + 1  #").replace("filled >= bucket_bytes", "filled > bucket_bytes")),
@@ -50,19 +49,19 @@ ALGORITHMS: list[tuple[str, str, str, str, str]] = [
     ("steps before the first are skipped", "S5.1", WRAPPED, "self._synchronizing = not self.skipping", "self._synchronizing = not self.skipping and self.bagua_train_step_counter > 0"),
     ("bytegrad never is hierarchical", "S5.2", BYTES, "            hierarchical=self.hierarchical,\n", "            hierarchical=False,\n"),
     ("bytegrad always averages", "S5.2", BYTES, "            average=self.average,\n", "            average=True,\n"),
-    ("bytegrad does not compress", "S5.2", BYTES, "compression=\"MinMaxUInt8\"", "compression=None"),
+    ("bytegrad does not compress", "S5.2", BYTES, "            compression=self.compression,\n            group=", "            compression=None,\n            group="),
     ("hierarchical, buckets are aligned for leaders only", "S5.2", BYTES, "math.lcm(alignment, self.process_group.get_inter_node_communicator().nranks())", "math.lcm(self.process_group.get_inter_node_communicator().nranks())"),
     ("weights are averaged one step late", "S5.3", DEC, "self._averaging = step % self.communication_interval == 0", "self._averaging = (step + 1) % self.communication_interval == 0"),
     ("the interval has no say", "S5.3", DEC, "self._averaging = step % self.communication_interval == 0", "self._averaging = True"),
-    ("the average is not copied back", "S5.3", DEC, "                    bucket._decentralized_op.copy_back_peer_weight(bucket)\n", "                    del bucket\n"),
-    ("the average is copied back before it is there", "S5.3", DEC, "                bagua_ddp._bagua_backend.wait_pending_comm_ops()\n                for bucket in", "                for bucket in"),
+    ("the average is not copied back", "S5.3", DEC, "            bucket._decentralized_op.copy_back_peer_weight(bucket)\n", "            del bucket\n"),
+    ("the average is copied back before it is there", "S5.3", DEC, "                bagua_ddp._bagua_backend.wait_pending_comm_ops()\n                self._copy_back()", "                self._copy_back()"),
     ("steps without averaging change the peer, too", "S5.3", DEC, "            self._averaging = step % self.communication_interval == 0\n", "            self._averaging = step % self.communication_interval == 0\n            for bucket in bagua_ddp.bagua_buckets:\n                bucket._decentralized_op.step = step\n"),
     ("the peer is the same at every step", "S5.3", DEC, "            self._averaging = step % self.communication_interval == 0\n", "            self._averaging = step % self.communication_interval == 0\n            for bucket in bagua_ddp.bagua_buckets:\n                bucket._decentralized_op.step = 0\n"),
-    ("decentralized never is hierarchical", "S5.3", DEC, "_bagua_tensor(bucket.flattened_tensor()), self.hierarchical, self", "_bagua_tensor(bucket.flattened_tensor()), False, self"),
+    ("decentralized never is hierarchical", "S5.3", DEC, "bagua_tensor(bucket.flattened_tensor()), self.hierarchical, self", "bagua_tensor(bucket.flattened_tensor()), False, self"),
     ("a step on the ring comes one optimizer step late", "S5.4", DEC, "            if step % self.communication_interval == 0:", "            if (step + 1) % self.communication_interval == 0:"),
     ("neighbours' replicas start at zero", "S5.4", DEC, "(weight.clone(), weight.clone()) if ring.rank() < 0 else trade_with_neighbours(weight, ring)", "(weight * 0, weight * 0)"),
-    ("the ring never is hierarchical", "S5.4", DEC, "_bagua_tensor(right), self.hierarchical, group", "_bagua_tensor(right), False, group"),
-    ("a replica is updated before the change is decoded", "S5.4", RINGOP, "            kernels.decompress_minmax_uint8(change, 1, out=x)  # x can be scratch until it gets its own change\n            kernels.add_(replica, x)\n", "            kernels.add_(replica, x)\n            kernels.decompress_minmax_uint8(change, 1, out=x)\n"),
+    ("the ring never is hierarchical", "S5.4", DEC, "            self.hierarchical,\n            self.compression,\n", "            False,\n            self.compression,\n"),
+    ("a replica is updated before the change is decoded", "S5.4", RINGOP, "            codec.decompress(change, 1, out=x)  # x can be scratch until it gets its own change\n            kernels.add_(replica, x)\n", "            kernels.add_(replica, x)\n            codec.decompress(change, 1, out=x)\n"),
     ("replicas are made anew after every step", "S5.4", RINGOP, "        W.copy_(x)\n", "        W.copy_(x); L.copy_(x); R.copy_(x)\n"),
     ("the warm-up is one step longer", "S5.5", QADAM, "return self.optimizer_step_id >= self.warmup_steps", "return self.optimizer_step_id > self.warmup_steps"),
     ("compression begins one step early", "S5.5", QADAM, "return self.optimizer_step_id >= self.warmup_steps", "return self.optimizer_step_id >= self.warmup_steps - 1"),
@@ -74,8 +73,8 @@ ALGORITHMS: list[tuple[str, str, str, str, str]] = [
     ("v is corrected as of the end of the warm-up", "S5.5", OPTIMIZER, "(1 - beta2**s) ** 0.5", "(1 - beta2 ** group[\"warmup_steps\"]) ** 0.5"),
     ("v goes on", "S5.5", OPTIMIZER, "        v = state[\"exp_avg_sq\"]\n", "        v = state[\"exp_avg_sq\"]\n        v.mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)\n"),
     ("weight decay goes on", "S5.5", OPTIMIZER, "        state[\"step\"] += 1\n", "        state[\"step\"] += 1\n        parameter.mul_(1 - group[\"lr\"] * group[\"weight_decay\"])\n"),
-    ("beta1 is group 0's", "S5.5", MOMENTUM, "beta1[parameter])", "self._optimizer.param_groups[0][\"betas\"][0])"),
-    ("what is left of momenta is added twice", "S5.5", MOMENTUM, "            self._kernels.update_momentum_(flat, gradient, beta1[parameter])\n", "            self._kernels.update_momentum_(flat, gradient, beta1[parameter])\n            self._kernels.update_momentum_(flat, gradient, beta1[parameter])\n"),
+    ("beta1 is group 0's", "S5.5", MOMENTUM, "gradients, beta1[run[0]])", "gradients, self._optimizer.param_groups[0][\"betas\"][0])"),
+    ("what is left of momenta is added twice", "S5.5", MOMENTUM, "            self._kernels.update_momentum_(momenta[start : start + len(gradients)], gradients, beta1[run[0]])\n", "            self._kernels.update_momentum_(momenta[start : start + len(gradients)], gradients, beta1[run[0]])\n            self._kernels.update_momentum_(momenta[start : start + len(gradients)], gradients, beta1[run[0]])\n"),
     ("the averaged warm-up is one step longer", "S5.6", ASYNC, "if self._warming_up and self.step >= self.warmup_steps:", "if self._warming_up and self.step > self.warmup_steps:"),
     ("rounds begin at the first forward after the warm-up", "S5.6", ASYNC, "self.step > self.warmup_steps:", "self.step >= self.warmup_steps:"),
     ("rounds begin in the warm-up", "S5.6", ASYNC, "self.step > self.warmup_steps:", "self.step > 0:"),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.meta.mutate import copy_of_checkout, run_pytest
+from tests.meta.warm_pytest import WarmPytest
 
 PROTOCOL, ARRAYS, SERVER, REDIS = (
     f"src/bagua_ref/contrib/{name}.py" for name in ("cache/protocol", "cache/arrays", "cache/server", "utils/redis_store")
@@ -48,18 +49,215 @@ AGREEMENT = [
     ("giving up a half-done round", WRAPPED, "            if self._bagua_backend.half_done:\n", "            if False:\n", "tests/test_training.py::test_training_goes_on_after_an_exception_in_backward_alone_or_resynchronized[2]"),
     ("telling the others", ROUNDS, "            self._group.abort(why)\n", "", f"{LOST}::test_a_backward_abandoned_half_way_is_an_error_on_all_ranks_at_once"),
     ("noting that a state was loaded", ROUNDS, "        self._loaded = True\n", "        pass\n", f"{LOST}::test_weights_that_one_rank_loads_are_an_error_where_replicas_are_equal"),
-    ("comparing weights that were loaded", COMPARISON, "any(note[0] for note in notes)", "False", f"{LOST}::test_weights_that_one_rank_loads_are_an_error_where_replicas_are_equal"),
+    ("comparing weights that were loaded", COMPARISON, "any(note[0] for note in self.check_facts())", "self.check_facts() is None", f"{LOST}::test_weights_that_one_rank_loads_are_an_error_where_replicas_are_equal"),
     ("running no bucket", ENGINE, "        if self._fate.error is None:\n            try:\n                self.done", "        if True:\n            try:\n                self.done", "tests/test_engine.py::test_no_bucket_runs_in_a_round_that_was_refused_or_after_it"),
     ("backward passes without a step", DECENTRALIZED, '            Fact("{has} run {value} backward passes since the last round", passes),\n', "", f"{LOST}::test_a_backward_without_a_step_is_an_error_where_steps_communicate"),
     ("the number of averages", DECENTRALIZED, '            Fact("{has} averaged weights {value} times", self._rounds),\n', "", f"{LOST}::test_checkpoints_of_different_steps_are_an_error_in_the_next_round"),
     ("leaving the warm-up", ASYNC, '            self.process_group.abort(f"it has', '            str(f"it has', f"{LOST}::test_a_rank_that_leaves_the_warm_up_early_does_not_make_the_others_wait"),
-    ("ending waits of which none can end", WAITING, "                    verdict = nobody_can_go_on(said)\n", "                    pass\n", f"{WAITS}::test_ranks_that_wait_in_different_collectives_are_all_interrupted_with_the_same_words"),
+    ("ending waits of which none can end", WAITING, "            verdict = nobody_can_go_on(said)\n", "            pass\n", f"{WAITS}::test_ranks_that_wait_in_different_collectives_are_all_interrupted_with_the_same_words"),
     ("a collective that all have reached", WAITING, "if place and all(place in where[member] for member in members):", "if False:", f"{WAITS}::test_a_collective_that_all_have_reached_may_take_its_time"),
     ("a rank that trains on", WAITING, " or all(wait.is_background for wait in long.values())", "", f"{WAITS}::test_a_rank_whose_training_goes_on_beside_a_background_collective_does_not_count_as_waiting"),
     ("taking back a wait", WAITING, "                    self._publish([])\n", "                    pass\n", f"{WAITS}::test_a_wait_that_ends_is_taken_back_at_once"),
-    ("who has left", WAITING, '            self._publish([[_LEFT, "", []]])\n', "            pass\n", f"{WAITS}::test_a_rank_that_has_left_never_comes"),
+    ("comparing at the end of a round", ROUNDS, "            return check\n", "            return None\n", f"{AGREE}::test_each_rank_says_the_same_and_names_who_differs_in_what"),
+    ("comparing at the end of a round, the engine's part", ENGINE, "        self._close_round()\n        with profiled", "        with profiled", f"{AGREE}::test_each_rank_says_the_same_and_names_who_differs_in_what"),
+    ("other buckets than in the last round", ROUNDS, "            if not same_plan:", "            if False:", f"{LOST}::test_other_buckets_than_before_are_an_error_before_any_is_sent"),
+    ("a wait that has timed out", WAITING, "            self._failed.append([what, place])\n", "", f"{WAITS}::test_a_wait_that_has_just_timed_out_is_still_known"),
+    ("a wait shorter than five seconds", WAITING, ", timeout / 2)", ")", f"{WAITS}::test_a_wait_with_a_short_timeout_is_published_before_it_ends"),
+    ("a verdict that has not been read yet", WAITING, "            said.append(self._verdict(store, self._published))\n", "", f"{WAITS}::test_a_connection_that_closes_because_none_could_go_on_is_known_for_that"),
+    ("a store that does not answer", WAITING, "self._lock.acquire(timeout=_LIMIT)", "self._lock.acquire()", f"{WAITS}::test_a_store_that_does_not_answer_keeps_no_wait_from_ending"),
+    ("who has left", WAITING, '                self._publish([[_LEFT, "", []]])\n', "                pass\n", f"{WAITS}::test_a_rank_that_has_left_never_comes"),
 ]  # fmt: skip
-GUARDS = CACHE + AGREEMENT
+OP, DIFFERS = (
+    "src/bagua_ref/comm_ops/decentralized.py",
+    "tests/test_graphs.py::test_S13_4_a_function_that_differs_between_ranks_is_an_error_on_every_rank",
+)
+GRAPHS = [
+    ("comparing graphs", OP, "        if differing:\n", "        if False:\n", f"{DIFFERS}[0-False-has other weights]"),
+    ("comparing the order of sources", OP, "zlib.crc32(repr(graph).encode())", "zlib.crc32(repr(graph and [sorted(row) for row in graph]).encode())", f"{DIFFERS}[0-False-has another order]"),
+    ("telling that a function failed", OP, "        except Exception as raised:\n", "        except MemoryError as raised:\n", f"{DIFFERS}[0-False-fails]"),
+    ("comparing graphs on ranks that lead no node", "src/bagua_ref/bucket.py", "[1] if callable(peer_selection_mode) else None", "[1] if False else None", f"{DIFFERS}[3-True-has other weights]"),
+]  # fmt: skip
+
+FACTS, JOINING, SCALER = (
+    f"src/bagua_ref/{name}.py" for name in ("agreement/facts", "data_parallel/joining", "data_parallel/grad_scaler")
+)
+UNEVEN, SKIPPING = "tests/test_uneven.py", "tests/test_grad_scaler.py"
+JOIN = [
+    ("saying nothing where there is no batch", FACTS, "            if note[place] != UNSAID:\n", "            if True:\n", f"{UNEVEN}::test_several_modules_may_train_at_different_rates"),
+    ("saying whether a rank is inside join", ROUNDS, "0 if self.joining is None else self.joining.number", "0", f"{UNEVEN}::test_a_rank_outside_and_options_that_differ_are_errors_on_all_ranks"),
+    ("comparing loaded weights with a joined rank's", ROUNDS, "        return Fact(_DIGEST, UNSAID) if", "        return self._digest() if", f"{UNEVEN}::test_weights_that_a_rank_loads_are_compared_with_those_of_ranks_that_have_batches"),
+    ("telling the others of an exception", JOINING, '            joining.give_up(f"an', '            str(f"an', f"{UNEVEN}::test_an_exception_inside_ends_the_training_of_all_ranks"),
+    ("a module in two contexts", JOINING, "        if training.rounds.joining is not None:\n            raise", "        if False:\n            raise", f"{UNEVEN}::test_a_module_is_in_one_context_at_a_time_and_in_none_after_an_error"),
+    ("wrapping again inside join", JOINING, "        if context_of(training.module) is not training:\n", "        if False:\n", f"{UNEVEN}::test_wrapping_again_inside_is_an_error_on_leaving"),
+    ("layers that communicate", JOINING, "            if isinstance(layer, torch.nn.SyncBatchNorm):\n", "            if False:\n", f"{UNEVEN}::test_layers_that_communicate_are_refused"),
+    ("taking over counters", JOINING, "            algorithm.load_counters(counters)\n", "            pass\n", f"{UNEVEN}::test_it_equals_training_in_which_ranks_without_batches_have_a_loss_of_zero"),
+    ("ending a warm-up together", ASYNC, "            self.context.end_join()\n", "", f"{UNEVEN}::test_async_ranks_finish_their_warm_up_together_and_then_train_alone"),
+    ("a scaler that would be left behind", SCALER, "            if rounds.joining is not None and self not in rounds.joining.others:\n", "            if False:\n", f"{SKIPPING}::test_inside_join_a_scaler_must_be_listed"),
+    ("skipping together", SCALER, "                    found.fill_(1)\n", "                    pass\n", f"{SKIPPING}::test_all_ranks_skip_a_step_in_which_one_overflows"),
+]  # fmt: skip
+
+LOCAL, VERSIONED, DILOCO, STATE = (
+    f"src/bagua_ref/algorithms/{name}.py" for name in ("local_updates", "versioned_state", "diloco_impl", "diloco_state")
+)
+UPDATES = "tests/test_local_updates.py"
+LOCAL_UPDATES = [
+    ("steps that no backward preceded", LOCAL, "    steps_follow_backward = True\n", "", f"{UPDATES}::test_a_step_without_a_backward_counts_as_none"),
+    ("backward passes without a local step", LOCAL, '            Fact("{has} run {value} backward passes since the last round", passes),\n', "", f"{UPDATES}::test_a_rank_that_skips_a_step_is_named"),
+    ("comparing global weights when they are taken", DILOCO, "            self.context.note_load()  # g", "            pass  # g", f"{UPDATES}::test_weights_of_one_rank_that_change_before_the_local_phase_are_an_error_in_the_first_round"),
+    ("comparing global weights that were loaded", VERSIONED, "        self.context.note_load()\n", "", f"{UPDATES}::test_global_state_that_differs_after_loading_is_an_error_in_the_next_round"),
+    ("comparing outer optimizers that were loaded", DILOCO, "(g, [fragment.optimizer])", "(g, [])", f"{UPDATES}::test_global_state_that_differs_after_loading_is_an_error_in_the_next_round"),
+    ("settings of outer optimizers", DILOCO, "            settings = fragment.settings(settings)\n", "            pass\n", f"{UPDATES}::test_outer_settings_that_differ_between_ranks_are_an_error_on_every_rank"),
+    ("means that are not finite", DILOCO, "        if overflowed:\n", "        if False:\n", f"{UPDATES}::test_S9_5_a_mean_that_is_not_finite_is_an_error_on_every_rank_and_changes_nothing"),
+    ("means that were lost", STATE, "        if self._missing:\n", "        if False:\n", f"{UPDATES}::test_a_mean_that_was_lost_is_not_applied_later"),
+    ("training inside global_weights()", DILOCO, '        self._refuse_while_showing("an optimizer step")\n', "", f"{UPDATES}::test_training_inside_global_weights_is_refused"),
+    ("comparing inside nodes first", ROUNDS, "                self._in_node.begin(facts, loaded, ahead=False).check(self._digest)\n", "", f"{UPDATES}::test_a_step_that_a_rank_of_a_node_skips_is_an_error_on_every_rank_of_every_node"),
+]  # fmt: skip
+FUSER, PLAN, RUN, SIZES, VERIFY = (f"src/bagua_ref/contrib/fuse/{name}.py" for name in ("fuser", "plan", "run", "sizes", "verify"))
+BLOCKS = "tests/test_fuse_blocks.py"
+IN_BLOCKS = f"{BLOCKS}::test_S6_steps_in_blocks_have_the_bits_of_step[Adam-False]"
+FUSED = [
+    ("the last, short block", RUN, "for part in flat.split(block)]", "for part in flat[: len(flat) // block * block or None].split(block)]", IN_BLOCKS),
+    ("gradients of each block", RUN, "        for block, grad in zip(self.blocks, flat.split(self._block), strict=True):\n", "        for block, grad in zip(self.blocks, flat.split(self._block)[::-1], strict=False):\n", IN_BLOCKS),
+    ("a step count of each block's own", RUN, "self.values = list(self._of_blocks.unbind())", "self.values = [self._of_blocks[0]] * num_blocks", f"{BLOCKS}::test_each_step_is_counted_once_however_many_blocks_there_are"),
+    ("step counts that were changed between steps", RUN, "        self._of_blocks[:] = self._vector[0]\n", "        self._of_blocks[0] = self._vector[0]\n", f"{BLOCKS}::test_state_that_is_loaded_or_changed_counts"),
+    ("step counts that differ between blocks", RUN, "        if len(self.values) > 1 and not torch.equal(", "        if not self.values and not torch.equal(", f"{BLOCKS}::test_counts_that_differ_between_blocks_are_an_error"),
+    ("numbers that differ between blocks", RUN, "values.count(values[0]) == len(values)", "len(values) > 0", f"{BLOCKS}::test_blocks_that_disagree_are_an_error[float-1]"),
+    ("tensors that differ between blocks", RUN, "            if not all(torch.equal(value, tensors[0]) for value in tensors):\n", "            if False:\n", f"{BLOCKS}::test_blocks_that_disagree_are_an_error[clone-2]"),
+    ("entries that only some blocks have", RUN, "        if len(states) < len(found) or any(state.keys() != keys for state in states):\n", "        if False:\n", f"{BLOCKS}::test_blocks_with_different_entries_are_an_error"),
+    ("state that appears in all blocks", RUN, "torch.cat(tensors) if len(tensors) > 1 else tensors[0]", "tensors[0]", f"{BLOCKS}::test_state_that_appears_in_blocks_is_put_together"),
+    ("numbers of all blocks, read again", RUN, "            for state in self.block_states or ():\n", "            for state in (self.block_states or ())[:1]:\n", f"{BLOCKS}::test_numbers_that_were_changed_between_steps_reach_all_blocks"),
+    ("large parameters staying where they are", FUSER, "flatten_weights(candidates, self._sizes(group).small)", "flatten_weights(candidates, 2**62)", f"{BLOCKS}::test_large_parameters_and_gradients_stay_where_they_are"),
+    ("blocks of each group's own size", PLAN, "            chosen = sizes(group)\n", "            chosen = sizes(optimizer.param_groups[0])\n", f"{BLOCKS}::test_each_group_has_its_own_sizes"),
+    ("gradients that are no longer row-major", PLAN, " or not all(map(_can_stay, self.runs))", "", f"{BLOCKS}::test_sparse_and_transposed_gradients_are_not_cut"),
+    ("large parameters that get state", FUSER, "all(lasting) and not plan.may_be_extended()", "all(lasting)", f"{BLOCKS}::test_each_step_is_counted_once_however_many_blocks_there_are"),
+    ("large parameters, which count", PLAN, "or (large and len(joinable) > 1)", "", f"{BLOCKS}::test_large_parameters_count_as_if_they_were_joined"),
+    ("foreach stepped whole", SIZES, '    if group.get("foreach"):\n', "    if False:\n", f"{BLOCKS}::test_foreach_and_fused_steps_are_not_cut"),
+    ("blocks for each thread", SIZES, " * torch.get_num_threads()", "", f"{BLOCKS}::test_threads_and_caches_decide_on_blocks"),
+    ("the share of a core", SIZES, " // int(sharing.replace(\",\", \"\"), 16).bit_count()", "", f"{BLOCKS}::test_the_cache_of_a_core_is_what_linux_says"),
+    ("looking into state after a step", FUSER, "        self._plan.state.__class__ = ObservedState\n", "", f"{BLOCKS}::test_state_that_is_loaded_or_changed_counts"),
+    ("the time of a trial", VERIFY, "    if time.monotonic() > deadline:\n", "    if False:\n", "tests/test_fuse_verdicts.py::test_a_trial_ends_in_time"),
+    ("the state of a trial", VERIFY, "        if kept > MOST_STATE", "        if False and kept > MOST_STATE", "tests/test_fuse_verdicts.py::test_a_trial_ends_where_state_grows_out_of_proportion"),
+    ("blocks in a trial", VERIFY, ", (SHAPES, CUT))", ")", "tests/test_fuse_verdicts.py::test_a_class_that_is_element_wise_only_in_whole_parameters_is_refused"),
+]  # fmt: skip
+LOW_RANK, LOW_RANK_OP, TOP_K_OP, COMPRESSED, TENSORS, HOOKS = (
+    f"src/bagua_ref/{name}.py"
+    for name in (
+        "low_rank", "comm_ops/low_rank", "comm_ops/top_k", "algorithms/compressed_gradients", "algorithms/named_tensors",
+        "integrations/ddp_hooks",
+    )
+)  # fmt: skip
+SPARSE, ROUND_OF, PROPERTY, SPARSE_PROPERTY, HOOKED = (
+    "tests/test_low_rank.py", "tests/test_low_rank.py::test_S10_4_what_overflows_is_nan_on_every_rank_and_leaves_no_trace",
+    "property_tests/test_low_rank.py", "property_tests/test_topk.py", "tests/test_ddp_hooks.py",
+)  # fmt: skip
+BESIDE_TORCH = f"{SPARSE}::test_S10_3_each_round_gives_what_torchs_hook_gives_from_equal_memories_and_factors[2-4]"
+DIFFERENT, SAME = (
+    f"{HOOKED}::test_ranks_that_differ_are_an_error_on_every_rank_for_good",
+    f"{HOOKED}::test_a_hook_gives_what_with_bagua_gives_for_the_same_buckets_to_the_bit",
+)
+COMPRESSING = [
+    ("columns that have become 0", LOW_RANK, "            columns[:, empty] = fresh.to(columns)[:, empty]\n", "            pass\n", f"{PROPERTY}::test_S10_2_a_gradient_of_zero_gives_zero_and_later_ones_are_exact_again[True-None]"),
+    ("columns that depend on others", LOW_RANK, "norm > THRESHOLD * before[:, place : place + 1]", "norm > 0", f"{PROPERTY}::test_S10_3_columns_are_orthonormal_or_zero_and_span_what_they_did"),
+    ("squares that overflow", LOW_RANK, "    columns /= torch.where(largest > 0, largest, 1)", "    columns /= 1", f"{SPARSE}::test_S10_3_columns_of_the_largest_numbers_are_orthonormalized"),
+    ("adding the memory", LOW_RANK_OP, "            torch._foreach_add_(gradients, [self._errors[a.name] for a in self.matrices])\n", "            pass\n", BESIDE_TORCH),
+    ("a first message that overflows", LOW_RANK_OP, "        return left, _are_finite(summed, left)\n", "        return left, [True] * len(left)\n", f"{ROUND_OF}[in the first message]"),
+    ("a second message that overflows", LOW_RANK_OP, "_are_finite(right_flat, right)", "[True] * len(right)", f"{ROUND_OF}[in the second message]"),
+    ("gradients that overflow on one rank", LOW_RANK_OP, "                gradient.fill_(torch.nan)\n", "                pass\n", f"{ROUND_OF}[on one rank]"),
+    ("the mean of what is not compressed", LOW_RANK_OP, "        self.kernels.divide_(plain, self.comm.nranks())\n", "", BESIDE_TORCH),
+    ("the own approximation's error", LOW_RANK_OP, '[q.clone() for q in right] if self._memory == "local" else right', "right", f"{SPARSE}::test_S10_2_a_local_memory_has_nothing_of_what_the_factors_span"),
+    ("compressed rounds", COMPRESSED, '            Fact("{has} finished {value} compressed rounds", self.rounds),\n', "", f"{SPARSE}::test_states_that_differ_between_ranks_are_an_error_on_every_rank[algorithm1-rounds]"),
+    ("comparing factors that were loaded", COMPRESSED, "[*super().replicas(), *((factor, []) for factor in self.factors.written())]", "super().replicas()", f"{SPARSE}::test_states_that_differ_between_ranks_are_an_error_on_every_rank[algorithm2-factors]"),
+    ("memories of another rank", COMPRESSED, "            check_saved_here(state, self.process_group)\n", "            pass\n", f"{SPARSE}::test_memories_of_another_rank_are_refused_by_name_unless_they_are_dropped[powersgd]"),
+    ("memories that do not fit", COMPRESSED, "            self.memories.check(memories)\n", "            pass\n", f"{SPARSE}::test_a_state_that_does_not_fit_is_refused_and_nothing_is_loaded"),
+    ("dividing by ranks that have batches", COMPRESSED, "        if self.has_memory:\n", "        if False:\n", "tests/test_uneven.py::test_what_has_no_meaning_is_refused_on_entering[divide_by_initial_world_size=False: powe]"),
+    ("the phase of a rank without batches", COMPRESSED, "        self._shadowed, self.rounds = bool(facts[0]), facts[1]\n", "        self.rounds = facts[1]\n", "tests/test_uneven.py::test_it_equals_training_in_which_ranks_without_batches_have_a_loss_of_zero[nodes0-powersgd]"),
+    ("steps that no backward preceded, when compressing", COMPRESSED, "    steps_follow_backward = True\n", "", f"{SPARSE}::test_a_step_that_no_backward_preceded_counts_as_none"),
+    ("ties", TOP_K_OP, "    chosen[tied[: k - int(chosen.sum())]] = True\n", "    chosen[tied[int(chosen.sum()) - k :]] = True\n", f"{SPARSE_PROPERTY}::test_S11_2_the_largest_are_chosen_ties_go_to_the_lower_index_and_nan_is_the_largest"),
+    ("candidates that are too few", TOP_K_OP, "        if candidates.numel() >= k:\n", "        if True:\n", f"{SPARSE_PROPERTY}::test_S11_2_the_largest_of_many_are_those_of_a_stable_sort"),
+    ("forgetting what was sent", TOP_K_OP, "            error[own] = 0\n", "            pass\n", f"{SPARSE_PROPERTY}::test_S11_2_what_was_applied_and_the_mean_of_the_memories_is_the_sum_of_the_means"),
+    ("float64 where it cannot be sent", TOP_K_OP, "        if dtype is torch.float64:\n", "        if False:\n", f"{SPARSE}::test_S11_2_float64_is_refused_by_name_when_wrapping_and_when_an_operation_is_made"),
+    ("memories in one flat tensor after loading", TENSORS, "        self._flats = {}\n        self._values = {\n", "        self._values = {\n", f"{PROPERTY}::test_a_restart_at_any_step_equals_an_undisturbed_run_to_the_bit[topk]"),
+    ("comparing options of hooks", HOOKS, "            self._agreement.begin([options], flag=False, ahead=False).check_facts()\n", "            pass\n", f"{DIFFERENT}[options]"),
+    ("comparing before a hook's round", HOOKS, "                self._worker.submit(_Begin(self, self._compare()))\n", "                pass\n", f"{DIFFERENT}[reductions]"),
+    ("telling the others that a hook has failed", HOOKS, "        self.process_group.abort(self._broken)\n", "", f"{DIFFERENT}[failure]"),
+    ("results in a padded bucket", HOOKS, "        if flat.data_ptr() != gradients[0].data_ptr():\n", "        if False:\n", f"{SAME}[bytegrad]"),
+    ("counting reductions", HOOKS, "        self.steps_of_optimizers[0] += 1\n", "", f"{SAME}[topk]"),
+    ("the order of parameters in DDP's buckets", HOOKS, "        for parameter in reversed(parameters):\n", "        for parameter in parameters:\n", f"{SAME}[powersgd]"),
+]  # fmt: skip
+ERROR_OP, ERROR_MEMORIES, CHECKED_STATE, TO_CODEC, REPLAY, QADAM = (
+    f"src/bagua_ref/{name}.py"
+    for name in (
+        "comm_ops/error_feedback", "algorithms/error_memories", "algorithms/versioned_state", "compression",
+        "conformance/trace/replay", "algorithms/q_adam",
+    )
+)  # fmt: skip
+MEMORY, KEPT = "tests/test_error_feedback.py", "property_tests/test_error_feedback.py"
+NOTHING_LOST = f"{KEPT}::test_S11_1_what_was_applied_and_what_was_kept_is_the_sum_of_the_means[OneBit]"
+POISONED = f"{MEMORY}::test_S11_1_elements_whose_result_is_nan_leave_the_memories_of_every_rank[nan]"
+PADDED, ANEW, UNFIT = (
+    f"{MEMORY}::test_S11_1_padding_is_never_remembered",
+    f"{MEMORY}::test_memories_survive_new_buckets_of_the_same_tensors_and_start_at_zero_in_others[bytegrad]",
+    f"{MEMORY}::test_a_state_that_does_not_fit_is_refused_and_nothing_is_loaded",
+)
+OTHER_BUCKETS = f"{MEMORY}::test_memories_of_other_buckets_are_dropped_with_a_warning"
+OTHER_RANK = f"{MEMORY}::test_memories_of_another_rank_are_refused_by_name_unless_they_are_dropped[bytegrad]"
+REMEMBERING = [
+    ("adding the worker memory", ERROR_OP, "decoded + self.memory.worker", "decoded.clone()", NOTHING_LOST),
+    ("adding the server memory", ERROR_OP, "        own += self.memory.server\n", "", NOTHING_LOST),
+    ("remembering what the own payload left out", ERROR_OP, "        worker -= decoded\n", "        worker.zero_()\n", NOTHING_LOST),
+    ("remembering what the result left out", ERROR_OP, "        server -= own\n", "        server.zero_()\n", NOTHING_LOST),
+    ("worker memories in a NaN round", ERROR_OP, "            worker = torch.where(poisoned, self.worker, worker)\n", "", POISONED),
+    ("server memories in a NaN round", ERROR_OP, "torch.where(poisoned[place * size : (place + 1) * size], self.server, server)", "server", POISONED),
+    ("padding of worker memories", ERROR_OP, "        worker[self.filled :] = 0\n", "", PADDED),
+    ("padding of server memories", ERROR_OP, "        server[max(self.filled - place * size, 0) :] = 0\n", "", PADDED),
+    ("payloads in float32", ERROR_OP, "x.float()  # x itself, if it is float32", "x", f"{MEMORY}::test_S11_1_what_16_bit_dtypes_round_away_is_not_remembered_and_payloads_are_float32"),
+    ("memories of buckets that were made anew", ERROR_MEMORIES, "        if known is None:\n            for other", "        if True:\n            for other", ANEW),
+    ("memories of buckets that are gone", ERROR_MEMORIES, "                del self._memories[other]\n", "                pass\n", ANEW),
+    ("error memories of another rank", ERROR_MEMORIES, "        check_saved_here(saved, self._group)\n", "", OTHER_RANK),
+    ("error memories of another version", CHECKED_STATE, '    if state["version"] != _VERSION:\n', "    if False:\n", UNFIT),
+    ("error memories of another model", ERROR_MEMORIES, "        if here and here != there:\n", "        if False:\n", UNFIT),
+    ("error memories of another size", ERROR_MEMORIES, "                if (bucket[name].dtype, tuple(bucket[name].shape)) != (torch.float32, (size,)):\n", "                if False:\n", UNFIT),
+    ("saying that memories are dropped", ERROR_MEMORIES, "        if lost:\n", "        if False:\n", OTHER_BUCKETS),
+    ("memories that were not saved", ERROR_MEMORIES, "            memory.restore(None)\n", "            pass\n", OTHER_BUCKETS),
+    ("memories of a fragment that is not applied", STATE, "                memory.restore(kept)\n", "                pass\n", f"{MEMORY}::test_S9_5_a_mean_that_is_not_finite_leaves_all_memories_of_its_fragment[0]"),
+    ("memories of fragments in states", DILOCO, "        self.error_memories.load(memories)\n", "", f"{MEMORY}::test_a_restart_at_any_step_equals_an_undisturbed_run_to_the_bit[all ranks-diloco]"),
+    ("codecs that need a memory", TO_CODEC, "codec.biased and not has_memory", "codec.biased", f"{MEMORY}::test_one_bit_warns_without_error_memory_only[bytegrad]"),
+    ("momenta with memory in join", QADAM, "        if self.error_memories.error_feedback:\n", "        if False:\n", "tests/test_uneven.py::test_what_has_no_meaning_is_refused_on_entering[qadam with error_feedback=True cannot tr]"),
+    ("replaying what depends on memories", REPLAY, "        if any(record.info", "        if False and any(record.info", "tests/test_trace.py::test_operations_with_error_memory_are_not_checked[bytegrad]"),
+]  # fmt: skip
+OVERLAP, PIECES, GLOO, CONNECTION, ENCODER, TILES = (
+    f"src/bagua_ref/{name}.py"
+    for name in (
+        "communicators/overlap", "communicators/pieces", "communicators/torch_distributed", "communicators/connection",
+        "backends/reference/codecs/minmax_uint8", "backends/reference/blocks",
+    )
+)  # fmt: skip
+ON_GLOO, MOVING = "tests/test_overlap_gloo.py", "property_tests/test_overlap.py"
+SAME_BITS = f"{MOVING}::test_S3_2_every_bucket_has_the_bits_of_the_plain_operation_however_its_bytes_move"
+SAME_BITS_ON_GLOO = f"{ON_GLOO}::test_S3_2_S11_1_gloo_gives_the_bits_of_the_simulation_however_many_pieces_there_are[2]"
+BROKEN = f"{ON_GLOO}::test_S2_5_a_codec_that_fails_in_the_middle_of_a_payload_is_an_error_on_every_rank_at_once[2]"
+STEPS = (
+    f"{MOVING}::test_S4_S12_bytes_that_are_final_stay_and_bytes_beyond_those_needed_do_not_matter[2-1-torch.float32-MinMaxUInt8]"
+)
+ADVANCE = f"{MOVING}::test_long_chunks_take_several_steps_and_all_chunks_advance_together"
+OVERLAPPING = [
+    ("filling before bytes move", OVERLAP, "while self._filled < size:", "while self._filled < 0:", SAME_BITS),
+    ("reading after bytes have come", OVERLAP, "while self._needed <= size:", "while self._needed < math.inf:", SAME_BITS),
+    ("reading up to the last byte", OVERLAP, "while self._needed <= size:", "while self._needed < size:", f"{MOVING}::test_a_step_is_taken_as_soon_as_its_last_byte_has_come"),
+    ("the first step of a codec that is done with no byte", OVERLAP, "self._filled = self._needed = -1.0", "self._filled = self._needed = 32.0", SAME_BITS),
+    ("steps that are left in the end", OVERLAP, "        self.read(sys.maxsize)\n", "        pass\n", f"{MOVING}::test_steps_that_ask_for_more_bytes_than_there_are_run_when_all_have_come[alltoall]"),
+    ("filling a piece before it is sent", PIECES, "            _compute(before, place)\n", "", SAME_BITS_ON_GLOO),
+    ("reading a piece that has come", PIECES, "            _compute(after, ended)\n", "", f"{ON_GLOO}::test_gloo_reads_pieces_while_later_ones_are_still_to_be_filled"),
+    ("pieces that are waited for", PIECES, "            yield from works.pop(ended)\n", "            works.pop(ended)\n", SAME_BITS_ON_GLOO),
+    ("the own chunk, which does not travel", GLOO, "            incoming[self._rank][piece].copy_(outgoing[self._rank][piece])\n", "", SAME_BITS_ON_GLOO),
+    ("telling the others that computing has failed", CONNECTION, '            self._last_words.tell(f"{type(own).__name__}: {own}")\n', "", BROKEN),
+    ("letting go of connections when computing has failed", CONNECTION, "                traceback.clear_frames(known.__traceback__)\n", "                pass\n", BROKEN),
+    ("bytes that are final", ENCODER, "            yield HEADER_BYTES + columns.stop\n", "            yield payload.shape[1]\n", ADVANCE),
+    ("the header that is needed", ENCODER, "    yield HEADER_BYTES\n    item", "    yield 0\n    item", STEPS),
+    ("the levels that are needed", ENCODER, "        yield HEADER_BYTES + columns.stop\n        value", "        yield HEADER_BYTES\n        value", STEPS),
+    ("all chunks at the same time", TILES, "    for column in range(0, num_columns, columns):\n        for row in range(0, num_rows, rows):\n", "    for row in range(0, num_rows, rows):\n        for column in range(0, num_columns, columns):\n", ADVANCE),
+]  # fmt: skip
+GUARDS = CACHE + AGREEMENT + GRAPHS + JOIN + LOCAL_UPDATES + FUSED + COMPRESSING + REMEMBERING + OVERLAPPING
 
 
 @pytest.fixture(scope="module")
@@ -68,18 +266,24 @@ def copy() -> Iterator[Path]:
         yield folder
 
 
+@pytest.fixture(scope="module")
+def warm_pytest() -> Iterator[WarmPytest]:
+    with WarmPytest() as runs:
+        yield runs
+
+
 def test_the_tests_pass_without_a_mutant(copy: Path) -> None:
     code, output = run_pytest(copy, [guard[-1] for guard in GUARDS], limit=200)
     assert code == 0, output
 
 
 @pytest.mark.parametrize(("file", "old", "new", "test"), [guard[1:] for guard in GUARDS], ids=[guard[0] for guard in GUARDS])
-def test_without_the_guard_a_test_fails(copy: Path, file: str, old: str, new: str, test: str) -> None:
+def test_without_the_guard_a_test_fails(copy: Path, warm_pytest: WarmPytest, file: str, old: str, new: str, test: str) -> None:
     original = (copy / file).read_text()
     assert original.count(old) == 1
     try:
         (copy / file).write_text(original.replace(old, new))
-        code, output = run_pytest(copy, ["--timeout=15", test], limit=60)
+        code, output = warm_pytest.run(copy, ["--timeout=15", test], limit=60)
     finally:
         (copy / file).write_text(original)
     assert code in (1, None), output  # None: not even pytest's own time limit ended it

@@ -11,7 +11,7 @@ from tests.cuda_emulation import build
 from tests.cuda_emulation.replay import Recorder, program, replay
 from torch import Tensor
 
-from bagua_ref.backends import payload_bytes
+from bagua_ref.backends import get_codec
 from bagua_ref.backends.cuda import plan
 from bagua_ref.backends.cuda.launch import KERNELS, Card, Launch
 
@@ -20,6 +20,7 @@ if build.compiler() is None:
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 CODEC = (torch.float32, torch.float16, torch.bfloat16)
+S12 = ("MXFP8", "MXFP4", "MXINT8", "OneBit")
 
 
 def numbers(size: int, dtype: torch.dtype, skip: int = 0) -> Tensor:
@@ -55,14 +56,18 @@ def chunks(dtype: torch.dtype, num_chunks: int, size: int, skip: int) -> tuple[C
     return work, [x]
 
 
-def codec(dtype: torch.dtype, num_chunks: int, size: int, skip: int = 0, payload_skip: int = 0) -> tuple[Callable, list[Tensor]]:
+def codec(
+    dtype: torch.dtype, num_chunks: int, size: int, skip: int = 0, payload_skip: int = 0, name: str = "MinMaxUInt8"
+) -> tuple[Callable, list[Tensor]]:
     x, restored = numbers(num_chunks * size, dtype, skip), torch.zeros(num_chunks * size, dtype=dtype)
-    payload = torch.full((payload_bytes(num_chunks * size, num_chunks) + payload_skip,), 255, dtype=torch.uint8)[payload_skip:]
+    room = num_chunks * get_codec(name).payload_bytes(size, dtype) + payload_skip
+    payload = torch.full((room,), 255, dtype=torch.uint8)[payload_skip:]
 
     def work(kernels) -> None:
-        kernels.compress_minmax_uint8(x, num_chunks, out=payload)
-        kernels.decompress_minmax_uint8(payload, num_chunks, restored)
-        kernels.compress_minmax_uint8(restored, num_chunks, target_chunk=num_chunks - 1, out=payload)
+        its = get_codec(name, kernels)
+        its.compress(x, num_chunks, out=payload)
+        its.decompress(payload, num_chunks, restored)
+        its.compress(restored, num_chunks, target_chunk=num_chunks - 1, out=payload)
 
     return work, [x, restored, payload]
 
@@ -87,6 +92,11 @@ CASES = {
     **{f"chunks {dtype}": [chunks(dtype, 3, 1030, 0), chunks(dtype, 9, 7, 1)] for dtype in FLOATS},
     **{f"codec on chip {dtype}": [codec(dtype, 35, 33, 1, 3), codec(dtype, 2, 5001), codec(dtype, 3, 0)] for dtype in CODEC},
     **{f"codec in parts {dtype}": [codec(dtype, 2, 17_001, 1, 1)] for dtype in CODEC},
+    **{
+        f"{name} {dtype}": [codec(dtype, 35, 33, 1, 3, name), codec(dtype, 2, 9001, 0, 1, name), codec(dtype, 3, 0, name=name)]
+        for name in S12
+        for dtype in CODEC
+    },
     **{f"movement {dtype}": [movement(dtype)] for dtype in (torch.uint8, torch.float16, torch.float32, torch.int64)},
     "movement of complex128": [movement(torch.complex128)],
 }
@@ -125,6 +135,9 @@ def test_keys_to_sort_by_are_written_within_their_bounds(dtype, sanitizer, tmp_p
 ON_CHIP = lambda: codec(torch.float32, 35, 33)  # noqa: E731 - more chunks than blocks
 IN_PARTS = lambda: codec(torch.float32, 3, 9001)  # noqa: E731
 ELEMENTS = lambda: element_wise(torch.float32, 4099, (0, 0, 0, 0))  # noqa: E731
+BLOCKS = lambda: codec(torch.float32, 3, 9001, name="MXFP8")  # noqa: E731
+SIGNS = lambda: codec(torch.float32, 3, 9001, name="OneBit")  # noqa: E731
+MANY_SIGNS = lambda: codec(torch.float32, 35, 33, name="OneBit")  # noqa: E731
 RACE, HEAP, SHARED, DIVERGENT = "data race", "heap-buffer-overflow", "global-buffer-overflow", "divergent block"
 
 PLANTED = {
@@ -140,6 +153,15 @@ PLANTED = {
         ("chunks", "    spread<N, 1>(sums, size, thread_of_grid(), threads_of_grid(), whole, single);",
          "    spread<N, 1>(sums, size, thread_of_grid(), threads_of_grid() / 2, whole, single);",
          lambda: chunks(torch.float32, 3, 4100, 0), RACE),
+        ("microscaling", "if (part.number == 0) write_padding", "write_padding", BLOCKS, RACE),
+        ("microscaling", "if (left > 0 && i % SHARING == 0)", "if (left > 0)", BLOCKS, RACE),
+        ("microscaling", "threadIdx.x / 32 * 32 * N", "threadIdx.x / 64 * 64 * N", BLOCKS, RACE),
+        ("microscaling", "size - part.begin < part_size ? size - part.begin : part_size", "size - part.begin", BLOCKS, RACE),
+        ("one_bit", "    __syncthreads();\n    double all = 0;\n", "    double all = 0;\n", MANY_SIGNS, RACE),
+        ("one_bit", "    __syncthreads();  // before the next round writes sums\n", "", MANY_SIGNS, RACE),
+        ("one_bit", "if (threadIdx.x == 0) sums[unit]", "sums[unit]", SIGNS, RACE),
+        ("one_bit", "if (part.number == 0) {", "{", SIGNS, RACE),
+        ("one_bit", "signs[i / 8] = poisoned", "signs[i / 16] = poisoned", SIGNS, RACE),
         ("movement", "(piece - segments.first_piece[low]) * segments.piece", "0", lambda: movement(torch.float64), RACE),
     ],
     "address": [
@@ -152,6 +174,19 @@ PLANTED = {
         ("codec", "all.merge(lows[warp], highs[warp])", "all.merge(lows[warp], highs[warp + 1])", ON_CHIP, SHARED),
         ("codec", "room + (address(from) & 15)", "room + (address(from) & 15) + 16", lambda: codec(torch.float32, 2, 36, 1), HEAP),
         ("chunks", "chunk + AHEAD <= num_chunks", "chunk < num_chunks", lambda: chunks(torch.float32, 3, 4100, 0), HEAP),
+        ("microscaling", "if (left >= N)", "if (left > 0)", BLOCKS, HEAP),
+        ("microscaling", "if (8 * b < F::bits * left)", "if (8 * b <= F::bits * left)",
+         lambda: codec(torch.float32, 2, 31, name="MXFP8"), HEAP),
+        ("microscaling", "if (skipped + N * BITS > 8 * BYTES)", "if (N > 1)",
+         lambda: codec(torch.float32, 2, 60, name="MXFP4"), HEAP),
+        ("microscaling", "first < part.count;", "first + threadIdx.x % 32 * N < part.count;", BLOCKS, DIVERGENT),
+        ("one_bit", "if (count >= 8)", "if (count > 0)", SIGNS, HEAP),
+        ("one_bit", "(i + decltype(lanes)::value - 1) / 8", "i / 8 + 1",
+         lambda: codec(torch.float32, 2, 256, name="OneBit"), HEAP),
+        ("one_bit", "sums[threadIdx.x / 32] =", "sums[threadIdx.x / 32 + 1] =", SIGNS, SHARED),
+        ("one_bit", "i < sums_per_chunk", "i <= sums_per_chunk", MANY_SIGNS, HEAP),
+        ("one_bit", "        sum = sum_of_block(sum);\n        const bool",
+         "        if (threadIdx.x < 64) sum = sum_of_block(sum);\n        const bool", SIGNS, DIVERGENT),
         ("movement", "left < segments.piece ? left : segments.piece", "segments.piece", lambda: movement(torch.float32), HEAP),
         ("codec", "if (size == 0) range.low", "if (threadIdx.x < 9) __syncthreads();\nif (size == 0) range.low",
          ON_CHIP, DIVERGENT),

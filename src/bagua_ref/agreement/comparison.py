@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from bagua_ref.agreement.facts import describe_differences
 from bagua_ref.errors import CommunicationError
 
@@ -15,7 +13,7 @@ if TYPE_CHECKING:
     from bagua_ref.agreement.facts import Fact
     from bagua_ref.communicators.base import Communicator
 
-__all__ = ["Agreement"]
+__all__ = ["Agreement", "Comparison"]
 
 
 class Agreement:
@@ -28,26 +26,56 @@ class Agreement:
     """
 
     def __init__(self, comm: Communicator, ranks: Sequence[int], module_name: str) -> None:
-        self._comm, self._ranks, self._module_name = comm, ranks, module_name
+        self.comm, self._ranks, self._module_name = comm, ranks, module_name
 
-    def check(self, facts: Sequence[Fact], loaded: bool, digest: Callable[[], Fact | None]) -> None:
-        """Compare ``facts`` with the other ranks'. Collective: every rank brings as many, in the same order.
+    def begin(self, facts: Sequence[Fact], flag: bool, ahead: bool) -> Comparison:
+        """Send ``facts`` to the other ranks. Collective: every rank brings as many, in the same order.
 
         Args:
             facts: what must be equal.
-            loaded: whether this rank has loaded a state since the last round.
-            digest: returns a fact about all weights, None if they may differ; called if some rank has loaded a state.
+            flag: of a round, whether this rank has loaded a state since the last one.
+            ahead: whether collectives run before the comparison; the same on all ranks.
+        """
+        return Comparison(self, facts, self.comm.exchange_notes([int(flag), *(fact.value for fact in facts)], ahead))
+
+    def _check(self, facts: Sequence[Fact], notes: Sequence[Sequence[int]]) -> None:
+        if differences := describe_differences(facts, notes, self._ranks):
+            raise CommunicationError(f"the ranks that train module {self._module_name!r} disagree: {differences}")
+
+
+class Comparison:
+    """One round's comparison, under way.
+
+    Args:
+        agreement: what it is part of.
+        facts: this rank's.
+        notes: waits for those of all ranks.
+    """
+
+    def __init__(self, agreement: Agreement, facts: Sequence[Fact], notes: Callable[[], list[list[int]]]) -> None:
+        self._agreement, self._facts, self._notes = agreement, facts, notes
+        self._received: list[list[int]] | None = None
+
+    def check_facts(self) -> list[list[int]]:
+        """Wait for the facts of all ranks and compare them, once; return each rank's flag and facts.
 
         Raises:
             CommunicationError: ranks differ; the message, equal on all of them, says which ranks in what.
         """
-        notes = self._exchange([int(loaded), *(fact.value for fact in facts)])
-        differences = describe_differences(facts, [note[1:] for note in notes], self._ranks)
-        if not differences and any(note[0] for note in notes) and (weights := digest()) is not None:
-            differences = describe_differences([weights], self._exchange([weights.value]), self._ranks)
-        if differences:
-            raise CommunicationError(f"the ranks that train module {self._module_name!r} disagree: {differences}")
+        if self._received is None:
+            notes = self._notes()
+            self._agreement._check(self._facts, [note[1:] for note in notes])
+            self._received = notes
+        return self._received
 
-    def _exchange(self, note: list[int]) -> list[list[int]]:
-        notes: list[list[int]] = self._comm.exchange_notes(torch.tensor(note, dtype=torch.int64)).tolist()
-        return notes
+    def check(self, digest: Callable[[], Fact | None]) -> None:
+        """Compare the facts, and the weights if some rank has loaded a state. Collective: all ranks call it, at the same place.
+
+        Args:
+            digest: returns a fact about all weights, None if they may differ.
+
+        Raises:
+            CommunicationError: ranks differ; the message, equal on all of them, says which ranks in what.
+        """
+        if any(note[0] for note in self.check_facts()) and (weights := digest()) is not None:
+            self._agreement._check([weights], self._agreement.comm.exchange_notes([weights.value])())

@@ -1,4 +1,4 @@
-"""What ranks must agree on, as numbers that are compared and sentences that name the difference."""
+"""Facts on which ranks must agree: numbers that are compared, and sentences that name a difference."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Fact", "describe_differences"]
+__all__ = ["UNSAID", "Fact", "describe_differences"]
+
+UNSAID = -(2**63)
+"""The value of a fact about which a rank says nothing, so that it differs from no other."""
 
 
 class Fact(NamedTuple):
@@ -46,11 +49,14 @@ def describe_differences(facts: Sequence[Fact], notes: Sequence[Sequence[int]], 
     >>> describe_differences(facts, [[12], [11], [12]], [0, 1, 2])
     'rank 1 has taken 11 optimizer steps, ranks 0, 2 have taken 12 optimizer steps'
     """
+    if all(note == notes[0] for note in notes):
+        return ""
     sentences = []
     for place, fact in enumerate(facts):
         ranks_of: dict[int, list[int]] = {}
         for rank, note in zip(ranks, notes, strict=True):
-            ranks_of.setdefault(note[place], []).append(rank)
+            if note[place] != UNSAID:
+                ranks_of.setdefault(note[place], []).append(rank)
         if len(ranks_of) > 1:  # those who differ from most come first
             rarest = sorted(ranks_of.items(), key=lambda item: len(item[1]))
             sentences.append(", ".join(fact.about(some, value) for value, some in rarest))

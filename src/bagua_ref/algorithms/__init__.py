@@ -1,12 +1,26 @@
 """Training algorithms, one file each, and the registry of their names (S5)."""
 
-from bagua_ref.algorithms import async_model_average, bytegrad, decentralized, gradient_allreduce, q_adam
+from bagua_ref.algorithms import (
+    async_model_average,
+    bytegrad,
+    decentralized,
+    diloco,
+    gradient_allreduce,
+    local_sgd,
+    power_sgd,
+    q_adam,
+    topk,
+)
 from bagua_ref.algorithms.async_model_average import AsyncModelAverageAlgorithm
 from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry, TrainingContext
 from bagua_ref.algorithms.bytegrad import ByteGradAlgorithm
 from bagua_ref.algorithms.decentralized import DecentralizedAlgorithm, LowPrecisionDecentralizedAlgorithm
+from bagua_ref.algorithms.diloco import DiLoCoAlgorithm
 from bagua_ref.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
+from bagua_ref.algorithms.local_sgd import LocalSGDAlgorithm
+from bagua_ref.algorithms.power_sgd import PowerSGDAlgorithm
 from bagua_ref.algorithms.q_adam import QAdamAlgorithm, QAdamOptimizer
+from bagua_ref.algorithms.topk import TopKAlgorithm
 
 __all__ = [
     "Algorithm",
@@ -14,17 +28,25 @@ __all__ = [
     "AsyncModelAverageAlgorithm",
     "ByteGradAlgorithm",
     "DecentralizedAlgorithm",
+    "DiLoCoAlgorithm",
     "GlobalAlgorithmRegistry",
     "GradientAllReduceAlgorithm",
+    "LocalSGDAlgorithm",
     "LowPrecisionDecentralizedAlgorithm",
+    "PowerSGDAlgorithm",
     "QAdamAlgorithm",
     "QAdamOptimizer",
+    "TopKAlgorithm",
     "TrainingContext",
     "async_model_average",
     "bytegrad",
     "decentralized",
+    "diloco",
     "gradient_allreduce",
+    "local_sgd",
+    "power_sgd",
     "q_adam",
+    "topk",
 ]
 
 GlobalAlgorithmRegistry.register("gradient_allreduce", GradientAllReduceAlgorithm)
@@ -33,3 +55,7 @@ GlobalAlgorithmRegistry.register("decentralized", DecentralizedAlgorithm)
 GlobalAlgorithmRegistry.register("low_precision_decentralized", LowPrecisionDecentralizedAlgorithm)
 GlobalAlgorithmRegistry.register("qadam", QAdamAlgorithm)
 GlobalAlgorithmRegistry.register("async", AsyncModelAverageAlgorithm)
+GlobalAlgorithmRegistry.register("local_sgd", LocalSGDAlgorithm)
+GlobalAlgorithmRegistry.register("diloco", DiLoCoAlgorithm)
+GlobalAlgorithmRegistry.register("powersgd", PowerSGDAlgorithm)
+GlobalAlgorithmRegistry.register("topk", TopKAlgorithm)

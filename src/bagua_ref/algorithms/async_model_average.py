@@ -187,6 +187,15 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         return self._warming_up
 
     @property
+    def steps_together(self) -> bool:
+        """Whether this is still the warm-up."""
+        return self._warming_up
+
+    def check_join(self, divide_by_initial_world_size: bool) -> bool:
+        """Return whether steps of the warm-up are to come, to which ranks without batches contribute zero gradients."""
+        return self.context.bagua_train_step_counter < self.warmup_steps
+
+    @property
     def begins_in_forward(self) -> bool:
         """Whether the warm-up is over: from then on the forward-pre hook starts rounds and holds the weights (S5.6)."""
         return not self._warming_up
@@ -194,6 +203,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     def need_reset(self) -> bool:
         """Return True once, before the first step after warm-up."""
         if self._warming_up and self.step >= self.warmup_steps:
+            self.context.end_join()
             self._warming_up = False
             # A rank that is in the warm-up still would wait for this one.
             self.process_group.abort(f"it has left the warm-up, of {self.warmup_steps} steps")

@@ -72,6 +72,18 @@ class TrainingContext(Protocol):
         """What training calls."""
         ...
 
+    def reset(self) -> None:
+        """Get tensors, buckets, operations and hooks from the algorithm."""
+        ...
+
+    def end_join(self) -> None:
+        """Inside `bagua_ref.join`: let this rank have no more batches, and wait until this is so for all; elsewhere, do nothing."""
+        ...
+
+    def note_load(self) -> None:
+        """Have what is equal on all ranks compared in the next round."""
+        ...
+
     def bagua_build_params(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Return the parameters that take part, in the order of ``named_parameters()`` (S2.1)."""
         ...
@@ -115,10 +127,35 @@ class AlgorithmImpl(NotCopied):
         """Whether all ranks take the same optimizer steps."""
         return True
 
+    steps_follow_backward = False
+    """Whether an optimizer step that no backward pass of the module preceded counts as none of the training's."""
+
     @property
     def replicas_are_equal(self) -> bool:
         """Whether weights and optimizer state are equal on all ranks; if so, they are compared after a state was loaded."""
         return False
+
+    @property
+    def rounds_are_alike(self) -> bool:
+        """Whether every round sends the same messages and changes nothing but gradients.
+
+        If so, buckets run while the ranks still compare what they are about to do, and waiting for the round raises if they differ;
+        otherwise the first bucket waits for the comparison.
+        """
+        return False
+
+    agrees_in_nodes = False
+    """Whether ranks compare what they are about to do inside their node first, as some rounds stay there."""
+
+    @property
+    def round_stays_in_node(self) -> bool:
+        """Whether the round that begins communicates inside nodes only, so that nodes need not compare."""
+        return False
+
+    def replicas(self) -> list[tuple[Tensor, list[torch.optim.Optimizer]]]:
+        """Return the tensors that are equal on all ranks and compared after a state was loaded, each with its optimizers."""
+        context = self.context
+        return [(p, context.bagua_optimizers) for _, p in context.bagua_build_params()] if self.replicas_are_equal else []
 
     def facts(self) -> list[Fact]:
         """Return what else must be equal on all ranks when a round of communication begins; always as many facts."""
@@ -128,6 +165,35 @@ class AlgorithmImpl(NotCopied):
     def begins_in_forward(self) -> bool:
         """Whether the algorithm needs the module's training forward pass in each step; if not, a backward pass alone suffices."""
         return False
+
+    average = True
+    """Whether the buckets' result is the mean over all ranks of what they contribute."""
+
+    def check_join(self, divide_by_initial_world_size: bool) -> bool:
+        """Return whether ranks wait for each other, so that ranks without batches have to `shadow` rounds in `bagua_ref.join`.
+
+        Raises:
+            NotImplementedError: they cannot; says why, and what to use instead.
+            ValueError: ``divide_by_initial_world_size`` must be the other value.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot train inside join(): it does not say what a rank without batches contributes. Define "
+            "check_join() and shadow(), or use gradient_allreduce, bytegrad, decentralized or low_precision_decentralized"
+        )
+
+    def shadow(self, facts: Sequence[int]) -> None:
+        """Take part, without a batch, in a round that other ranks have begun; this one contributes zeros to every bucket.
+
+        Args:
+            facts: the values of `facts` on those ranks.
+        """
+        context = self.context
+
+        def shadow() -> None:
+            for bucket in context.bagua_buckets:
+                bucket.shadow()
+
+        context._bagua_backend.run(shadow)
 
     def suspend(self) -> Callable[[], None]:
         """Stop background communication, collectively, because the module is wrapped again; return a function that resumes it."""
@@ -163,6 +229,15 @@ class AlgorithmImpl(NotCopied):
         context = self.context
         context.bagua_train_step_counter = state["train_step_counter"]
         context.steps_of_optimizers[:] = state.get("steps_of_optimizers", context.steps_of_optimizers)
+
+    def begin_forward(self) -> None:
+        """Note the start of a training forward pass, also under `no_sync`; called before `need_reset`."""
+
+    def end_unsynchronized_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note the end of an optimizer step that must not communicate, as after a forward pass under `no_sync`.
+
+        After the other steps, the post-optimizer-step hook is called.
+        """
 
     def need_reset(self) -> bool:
         """Return whether tensors, buckets and operations must be made again; called before each training forward pass."""
@@ -212,6 +287,14 @@ class Algorithm:
     >>> Algorithm.init("gradient_allreduce")
     GradientAllReduceAlgorithm(hierarchical=False, average=True)
     """
+
+    def check(self, parameters: list[tuple[str, torch.nn.Parameter]], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Refuse what this algorithm cannot train, before anything is sent or changed; called when a module is wrapped.
+
+        Args:
+            parameters: those that take part, by name, in the order of ``named_parameters()``.
+            optimizers: as passed when wrapping.
+        """
 
     def reify(self, process_group: Group) -> AlgorithmImpl:
         """Return an implementation that communicates in ``process_group``."""

@@ -1,12 +1,14 @@
-"""ByteGrad: gradient averaging with one byte per element on the wire (S5.2)."""
+"""ByteGrad: gradient averaging with compressed chunks on the wire, one byte per element by default (S5.2)."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl
+from bagua_ref.algorithms.error_memories import ErrorMemories, check_error_feedback, check_join_with_memory
 from bagua_ref.bucket import BaguaBucket
+from bagua_ref.compression import check_compression
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,15 +22,42 @@ __all__ = ["ByteGradAlgorithm", "ByteGradAlgorithmImpl"]
 
 
 class ByteGradAlgorithmImpl(AlgorithmImpl):
-    """`ByteGradAlgorithm` at work on one module."""
+    """`ByteGradAlgorithm` at work on one module; ``error_memories`` are what compression has left out on this rank."""
 
-    def __init__(self, process_group: Group, hierarchical: bool = True, average: bool = True) -> None:
+    name = "bytegrad"
+
+    def __init__(
+        self,
+        process_group: Group,
+        hierarchical: bool = True,
+        average: bool = True,
+        *,
+        compression: str = "MinMaxUInt8",
+        error_feedback: bool = False,
+    ) -> None:
         super().__init__(process_group)
-        self.hierarchical, self.average = hierarchical, average
+        self.hierarchical, self.average, self.compression = hierarchical, average, compression
+        self.error_memories = ErrorMemories(self.name, process_group, error_feedback)
+        self.rank_state = self.error_memories.rank_state
 
     @property
     def replicas_are_equal(self) -> bool:
         """True: all ranks step with the same gradients."""
+        return True
+
+    @property
+    def rounds_are_alike(self) -> bool:
+        """Whether every round only averages all buckets: not with error memory, which a round changes, too."""
+        return not self.error_memories.error_feedback
+
+    def check_join(self, divide_by_initial_world_size: bool) -> bool:
+        """Return True: ranks without batches contribute zero gradients, and what compression left out before.
+
+        Raises:
+            ValueError: there is error memory, and a mean with divide_by_initial_world_size=False.
+        """
+        if self.error_memories.error_feedback and self.average:
+            check_join_with_memory(self.name, divide_by_initial_world_size)
         return True
 
     def tensors_to_buckets(self, tensors: Sequence[Sequence[Tensor]], do_flatten: bool) -> list[BaguaBucket]:
@@ -39,29 +68,77 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
         return [BaguaBucket(bucket, str(place), flatten=do_flatten, alignment=alignment) for place, bucket in enumerate(tensors)]
 
     def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
-        """Append S3.2, or S3.3 with it between leaders."""
+        """Append S3.2, S11.1 with error memory, or S3.3 with it between leaders."""
         bucket.append_centralized_synchronous_op(
             hierarchical=self.hierarchical,
             average=self.average,
             scattergather=True,
-            compression="MinMaxUInt8",
+            compression=self.compression,
             group=self.process_group,
+            error_memory=self.error_memories.of_bucket(bucket, self.hierarchical),
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counters, and this rank's error memories if there are any."""
+        return {**super().state_dict(), **self.error_memories.state()}
+
+    def load_state_dict(self, state: dict[str, Any], drop_local: bool = False) -> None:
+        """Continue from ``state``; call it on every rank, after wrapping and after loading the state of model and optimizers.
+
+        It does not communicate.
+
+        Args:
+            state: what `state_dict` returned, with error memories on the same rank of as many ranks.
+            drop_local: take the state of any rank of any number of ranks, and start with error memories of zero.
+
+        Raises:
+            ValueError: it has error memories of another rank, version or model; nothing has been loaded.
+        """
+        memories = self.error_memories.check(state, drop_local)
+        super().load_state_dict(state)
+        self.error_memories.load(memories)
 
 
 class ByteGradAlgorithm(Algorithm):
-    """Gradients are summed or averaged over all ranks as 8-bit levels between each chunk's minimum and maximum (S5.2, S3.2).
+    """Gradients are summed or averaged over all ranks in compressed chunks (S5.2, S3.2).
+
+    By default an element is one byte, a level between its chunk's minimum and maximum (S4).
 
     Args:
         hierarchical: full precision inside nodes, compressed between their leaders (S3.3).
         average: the mean instead of the sum.
+        compression: the name of a codec, one of `bagua_ref.list_codecs` (S4, S12).
+        error_feedback: keep what compression leaves out, in float32, and add it to the next round's gradients (S11.1).
+
+    Raises:
+        ValueError: there is no such codec.
+        TypeError: error_feedback is no bool.
+
+    >>> ByteGradAlgorithm(compression="OneBit", error_feedback=True).error_feedback
+    True
 
     Source: ByteGrad in Gan et al., "BAGUA", VLDB 2022 (arXiv:2107.01499).
     """
 
-    def __init__(self, hierarchical: bool = True, average: bool = True) -> None:
-        self.hierarchical, self.average = hierarchical, average
+    def __init__(
+        self,
+        hierarchical: bool = True,
+        average: bool = True,
+        *,
+        compression: str = "MinMaxUInt8",
+        error_feedback: bool = False,
+    ) -> None:
+        check_compression(compression)
+        check_error_feedback(error_feedback)
+        self.hierarchical, self.average, self.compression = hierarchical, average, compression
+        self.error_feedback = error_feedback
 
     def reify(self, process_group: Group) -> ByteGradAlgorithmImpl:
         """Return the implementation for one module."""
-        return ByteGradAlgorithmImpl(process_group, self.hierarchical, self.average)
+        return ByteGradAlgorithmImpl(
+            process_group,
+            self.hierarchical,
+            self.average,
+            compression=self.compression,
+            error_feedback=self.error_feedback,
+        )

@@ -1,4 +1,4 @@
-"""Decentralized algorithms: weights are averaged with all ranks, with one peer (S5.3), or on a ring in 8 bits (S5.4)."""
+"""Decentralized algorithms: weights are averaged with all ranks, along a graph (S5.3, S13), or on a ring in 8 bits (S5.4)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from bagua_ref.agreement import Fact
-from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl
-from bagua_ref.comm_ops.decentralized import PEER_SELECTION_MODES
+from bagua_ref.algorithms.base import Algorithm
+from bagua_ref.algorithms.weight_averaging import WeightAveragingImpl, bagua_tensor, check_interval, register_weights
 from bagua_ref.comm_ops.low_precision_decentralized import trade_with_neighbours
+from bagua_ref.compression import check_compression
+from bagua_ref.graphs import check_mode
 from bagua_ref.memory import by_dtype_and_device
-from bagua_ref.tensor import BaguaTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from bagua_ref.algorithms.base import TrainingContext
     from bagua_ref.bucket import BaguaBucket
+    from bagua_ref.graphs import PeerSelection
     from bagua_ref.types import Group
 
 __all__ = [
@@ -30,15 +32,19 @@ __all__ = [
 ]
 
 
-class DecentralizedAlgorithmImpl(AlgorithmImpl):
+class DecentralizedAlgorithmImpl(WeightAveragingImpl):
     """`DecentralizedAlgorithm` at work on one module."""
 
     def __init__(
-        self, process_group: Group, hierarchical: bool = True, peer_selection_mode: str = "all", communication_interval: int = 1
+        self,
+        process_group: Group,
+        hierarchical: bool = True,
+        peer_selection_mode: PeerSelection = "all",
+        communication_interval: int = 1,
     ) -> None:
         super().__init__(process_group)
-        _check_mode(peer_selection_mode)
-        _check_interval(communication_interval)
+        check_mode(peer_selection_mode)
+        check_interval(communication_interval)
         self.hierarchical, self.peer_selection_mode = hierarchical, peer_selection_mode
         self.communication_interval = communication_interval
         self._averaging = False
@@ -64,9 +70,14 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
             Fact("{is} at training step {value}", step),
         ]
 
+    def shadow(self, facts: Sequence[int]) -> None:
+        """Average this rank's weights with the others'."""
+        super().shadow(facts)
+        self._copy_back()
+
     def init_tensors(self, bagua_ddp: TrainingContext) -> list[Tensor]:
         """Return the weights, last layer first."""
-        self.tensors = _register_weights(bagua_ddp)
+        self.tensors = register_weights(bagua_ddp)
         return self.tensors
 
     def tensors_to_buckets(self, tensors: Sequence[Sequence[Tensor]], do_flatten: bool) -> list[BaguaBucket]:
@@ -75,9 +86,10 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
 
     def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
         """Append S3.4; the operation is ``bucket._decentralized_op``, its result ``bucket._peer_weight``."""
-        bucket.append_decentralized_synchronous_op(
-            _bagua_tensor(bucket.flattened_tensor()), self.hierarchical, self.peer_selection_mode, self.process_group
+        op = bucket.append_decentralized_synchronous_op(
+            bagua_tensor(bucket.flattened_tensor()), self.hierarchical, self.peer_selection_mode, self.process_group
         )
+        op.step = self._rounds  # more than 0 where a failed attempt to wrap again repeats this during training
 
     def init_forward_pre_hook(self, bagua_ddp: TrainingContext) -> Callable[[Any], object]:
         """Mark the weights ready at steps divisible by the interval."""
@@ -92,10 +104,6 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
 
         return hook
 
-    def init_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[str, torch.nn.Parameter], object]:
-        """Return a hook that does nothing; gradients stay local."""
-        return lambda name, parameter: None
-
     def init_post_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[], object]:
         """Copy the averaged weights back, once for each forward pass that marked them."""
 
@@ -103,13 +111,16 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
             averaging, self._averaging = self._averaging, False
             if averaging:
                 bagua_ddp._bagua_backend.wait_pending_comm_ops()
-                for bucket in bagua_ddp.bagua_buckets:
-                    bucket._decentralized_op.copy_back_peer_weight(bucket)
+                self._copy_back()
 
         return hook
 
+    def _copy_back(self) -> None:
+        for bucket in self.context.bagua_buckets:
+            bucket._decentralized_op.copy_back_peer_weight(bucket)
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the step and how often each bucket was averaged, which determines the next peer of ``shift_one``."""
+        """Return the step and how often each bucket was averaged, which determines the next graph."""
         self.context._bagua_backend.wait_pending_comm_ops()
         return super().state_dict()
 
@@ -128,28 +139,46 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
 
 
 class DecentralizedAlgorithm(Algorithm):
-    """Each rank trains on its own gradients, and averages its weights with all ranks or with a changing peer (S5.3, S3.4).
+    """Each rank trains on its own gradients, and averages its weights with all ranks or along a graph (S5.3, S3.4, S13).
 
     Averaging runs during the forward and backward pass. Its result replaces the weights at the end of the backward pass; the
     optimizer then applies this rank's gradients, which were computed with the weights before averaging.
 
     Args:
-        hierarchical: average inside nodes, communicate between their leaders.
-        peer_selection_mode: "all": the mean over all ranks; "shift_one": with one rank of the other half, the next one each
-            time, which needs an even number of ranks (hierarchical: of nodes).
+        hierarchical: average inside nodes, communicate between their leaders. In what follows, ranks are then leaders.
+        peer_selection_mode: what each rank averages; t counts averagings from 0, n is the number of ranks.
+
+            - "all": all ranks;
+            - "shift_one": itself and one rank of the other half, the next one each time; n must be even;
+            - "one_peer_exponential": itself and rank (r - 2^k) mod n, k = t mod ceil(log2 n);
+            - "hypercube": itself and rank r xor 2^k, k = t mod log2 n; n must be a power of two;
+            - "ring": itself and both neighbours;
+            - "exponential": itself and ranks (r - 2^k) mod n for all k;
+            - a function ``(t, n) -> graph``, the same on all ranks. A graph is a list that has for each receiving rank a list of
+              (source rank, weight) pairs, itself among them. The weights of each rank, and those with which it is received, sum
+              to 1.
         communication_interval: number of training forward passes from one averaging to the next; the first one averages.
 
     Raises:
-        ValueError: an unknown mode, an interval below 1; on wrapping: "shift_one" with an odd number.
+        ValueError: an unknown mode, an interval below 1; on wrapping: a mode that does not take so many ranks, a function whose
+            first graph is not doubly stochastic, or differs between ranks.
         TypeError: an interval that is no int.
 
+    >>> def lazy_ring(t, n):
+    ...     return [[(r, 0.75), ((r - 1) % n, 0.25)] for r in range(n)]
+    >>> DecentralizedAlgorithm(hierarchical=False, peer_selection_mode=lazy_ring).communication_interval
+    1
+
     Source: decentralized full precision in Gan et al., "BAGUA", VLDB 2022 (arXiv:2107.01499); Lian et al., "Can Decentralized
-    Algorithms Outperform Centralized Algorithms?", NeurIPS 2017 (arXiv:1705.09056).
+    Algorithms Outperform Centralized Algorithms?", NeurIPS 2017 (arXiv:1705.09056); graphs: Ying et al., NeurIPS 2021
+    (arXiv:2110.13363).
     """
 
-    def __init__(self, hierarchical: bool = True, peer_selection_mode: str = "all", communication_interval: int = 1) -> None:
-        _check_mode(peer_selection_mode)
-        _check_interval(communication_interval)
+    def __init__(
+        self, hierarchical: bool = True, peer_selection_mode: PeerSelection = "all", communication_interval: int = 1
+    ) -> None:
+        check_mode(peer_selection_mode)
+        check_interval(communication_interval)
         self.hierarchical, self.peer_selection_mode = hierarchical, peer_selection_mode
         self.communication_interval = communication_interval
 
@@ -158,15 +187,23 @@ class DecentralizedAlgorithm(Algorithm):
         return DecentralizedAlgorithmImpl(process_group, self.hierarchical, self.peer_selection_mode, self.communication_interval)
 
 
-class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
+class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
     """`LowPrecisionDecentralizedAlgorithm` at work on one module."""
 
     rank_state = frozenset({"ring", "replicas"})
 
-    def __init__(self, process_group: Group, hierarchical: bool = True, communication_interval: int = 1) -> None:
+    def __init__(
+        self,
+        process_group: Group,
+        hierarchical: bool = True,
+        communication_interval: int = 1,
+        *,
+        compression: str = "MinMaxUInt8",
+    ) -> None:
         super().__init__(process_group)
-        _check_interval(communication_interval)
+        check_interval(communication_interval)
         self.hierarchical, self.communication_interval = hierarchical, communication_interval
+        self.compression = compression
         self._optimizer_steps = 0
         """Steps that the last optimizer has taken."""
         self._passes_before = 0
@@ -187,7 +224,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
             ValueError: no optimizer holds one of them, or an optimizer is fused.
         """
         _check_optimizers(bagua_ddp)
-        self.tensors = _register_weights(bagua_ddp)
+        self.tensors = register_weights(bagua_ddp)
         return self.tensors
 
     def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
@@ -197,12 +234,13 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
         ring = self._ring()
         left, right = (weight.clone(), weight.clone()) if ring.rank() < 0 else trade_with_neighbours(weight, ring)
         bucket.append_low_precision_decentralized_synchronous_op(
-            _bagua_tensor(weight), _bagua_tensor(left), _bagua_tensor(right), self.hierarchical, group=self.process_group
+            bagua_tensor(weight),
+            bagua_tensor(left),
+            bagua_tensor(right),
+            self.hierarchical,
+            self.compression,
+            group=self.process_group,
         )
-
-    def init_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[str, torch.nn.Parameter], object]:
-        """Return a hook that does nothing; gradients stay local."""
-        return lambda name, parameter: None
 
     def init_post_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[], object]:
         """Return a hook that does nothing; communication follows the optimizer step."""
@@ -266,13 +304,15 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
             replica.copy_(saved)
 
     def counters(self) -> dict[str, Any]:
-        """Return the step and the number of optimizer steps."""
-        return {**super().counters(), "optimizer_steps": self._optimizer_steps}
+        """Return the step, the number of optimizer steps, and that of backward passes since the last round."""
+        passes = self.context.backward_passes - self._passes_before
+        return {**super().counters(), "optimizer_steps": self._optimizer_steps, "passes": passes}
 
     def load_counters(self, state: dict[str, Any]) -> None:
         """Continue from the numbers that `counters` returned."""
         super().load_counters(state)
         self._optimizer_steps = state["optimizer_steps"]
+        self._passes_before = self.context.backward_passes - state.get("passes", 0)
 
     def _ring(self) -> Any:
         group = self.process_group
@@ -283,7 +323,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
 
 
 class LowPrecisionDecentralizedAlgorithm(Algorithm):
-    """Averages weights with the two ring neighbours after each optimizer step, and sends changes as one byte per element (S5.4).
+    """Averages weights with the two ring neighbours after each optimizer step, and sends changes compressed (S5.4).
 
     Every rank keeps replicas of its own and its neighbours' weights, bitwise equal to those that the neighbours keep, and sends
     only the difference between its weights and its own replica (S3.5).
@@ -291,46 +331,31 @@ class LowPrecisionDecentralizedAlgorithm(Algorithm):
     Args:
         hierarchical: average inside nodes, the ring between their leaders.
         communication_interval: number of optimizer steps from one averaging to the next; the first one averages.
+        compression: the name of a codec, one of `bagua_ref.list_codecs` (S4, S12).
 
     Raises:
-        ValueError: an interval below 1; on wrapping: a parameter that no optimizer holds, a fused optimizer.
+        ValueError: an interval below 1, no such codec; on wrapping: a parameter that no optimizer holds, a fused optimizer.
         TypeError: an interval that is no int; on wrapping: float64 parameters.
 
     Source: decentralized low precision in Gan et al., "BAGUA", VLDB 2022 (arXiv:2107.01499); difference compression in Tang et
     al., "Communication Compression for Decentralized Training", NeurIPS 2018 (arXiv:1803.06443).
     """
 
-    def __init__(self, hierarchical: bool = True, communication_interval: int = 1) -> None:
-        _check_interval(communication_interval)
+    def __init__(self, hierarchical: bool = True, communication_interval: int = 1, *, compression: str = "MinMaxUInt8") -> None:
+        check_interval(communication_interval)
+        check_compression(compression)
         self.hierarchical, self.communication_interval = hierarchical, communication_interval
+        self.compression = compression
 
     def reify(self, process_group: Group) -> LowPrecisionDecentralizedAlgorithmImpl:
         """Return the implementation for one module."""
-        return LowPrecisionDecentralizedAlgorithmImpl(process_group, self.hierarchical, self.communication_interval)
-
-
-def _bagua_tensor(tensor: Tensor, name: str | None = None, module_name: str | None = None) -> Tensor:
-    return BaguaTensor.ensure_bagua_tensor(tensor, name, module_name)  # type: ignore[arg-type]
-
-
-def _register_weights(context: TrainingContext) -> list[Tensor]:
-    return [_bagua_tensor(p, name, context.bagua_module_name) for name, p in reversed(context.bagua_build_params())]
+        return LowPrecisionDecentralizedAlgorithmImpl(
+            process_group, self.hierarchical, self.communication_interval, compression=self.compression
+        )
 
 
 def _replicas(bucket: BaguaBucket) -> list[Tensor]:
     return [bucket._weight, bucket._left_peer_weight, bucket._right_peer_weight]
-
-
-def _check_mode(mode: str) -> None:
-    if mode not in PEER_SELECTION_MODES:
-        raise ValueError(f"peer_selection_mode={mode!r} must be 'all' or 'shift_one'")
-
-
-def _check_interval(interval: int) -> None:
-    if not isinstance(interval, int) or isinstance(interval, bool):
-        raise TypeError(f"communication_interval={interval!r} must be an int, 1 or more")
-    if interval < 1:
-        raise ValueError(f"communication_interval={interval} must be 1 or more")
 
 
 def _check_count(what: str, entries: Sequence[Any], buckets: Sequence[BaguaBucket]) -> None:

@@ -26,6 +26,15 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
         """True: all ranks step with the same gradients."""
         return True
 
+    @property
+    def rounds_are_alike(self) -> bool:
+        """True: every round all-reduces all buckets."""
+        return True
+
+    def check_join(self, divide_by_initial_world_size: bool) -> bool:
+        """Return True: ranks without batches contribute zero gradients."""
+        return True
+
     def init_operations(self, _: TrainingContext, bucket: BaguaBucket) -> None:
         """Append S3.1."""
         bucket.append_centralized_synchronous_op(hierarchical=self.hierarchical, average=self.average, group=self.process_group)

@@ -7,14 +7,20 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from bagua_ref.tensor import BaguaTensor
+from bagua_ref.utils import get_flattened_tensor
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
     from torch import Tensor
 
     from bagua_ref.algorithms.q_adam_optimizer import QAdamOptimizer
     from bagua_ref.bucket import BaguaBucket
 
 __all__ = ["MomentumBucket"]
+
+_BLOCK = 65536
+"""Elements that are copied at a time: the system takes longer to provide fresh memory of a bucket's size than to copy it."""
 
 
 class MomentumBucket:
@@ -40,25 +46,28 @@ class MomentumBucket:
 
     def update(self, bucket_name: str) -> None:
         """``m <- beta1*m + (1-beta1)*g`` on the local gradient (S5.5)."""
-        momenta = self._bucket.effective_tensors()
+        momenta = self._bucket.load()[: self._bucket.bytes() // self._bucket.dtype.itemsize]
         if self._before and self._undo_at == self._optimizer.step_id:
-            torch._foreach_copy_(momenta, self._before)
-        self._before, self._undo_at = [m.clone() for m in momenta], None
+            torch.cat(self._before, out=momenta)
+        self._before, self._undo_at = [block.clone() for block in momenta.split(_BLOCK)], None
         beta1 = {p: group["betas"][0] for group in self._optimizer.param_groups for p in group["params"]}
         scale = 1.0 if self._scaler is None else self._scaler.get_scale()
-        for parameter, momentum in zip(self._bucket.tensors, momenta, strict=True):
-            gradient = _gradient(parameter).reshape(-1)
+        start = 0
+        for run in _runs(self._bucket.tensors, beta1):
+            gradients = get_flattened_tensor([_gradient(parameter) for parameter in run])
             if scale != 1:
-                gradient = gradient.clone()
-                self._kernels.divide_(gradient, scale)
-            flat = momentum.reshape(-1)
-            self._kernels.update_momentum_(flat, gradient, beta1[parameter])
-            if not momentum.is_contiguous():  # then flat is a copy
-                momentum.copy_(flat.view(momentum.shape))
+                self._kernels.divide_(gradients, scale)
+            self._kernels.update_momentum_(momenta[start : start + len(gradients)], gradients, beta1[run[0]])
+            start += len(gradients)
+        assert start == len(momenta), "a gradient has as many elements as its momentum"
+        if not self._bucket.flatten:
+            self._kernels.scatter_flat(momenta, self._bucket.effective_tensors())
 
     def spread_overflow(self, bucket_name: str) -> None:
         """Let every rank's GradScaler see an overflow on any rank, which S4.4 has made a NaN in every rank's momenta."""
-        self.overflowed = not all(m.isfinite().all() for m in self._bucket.effective_tensors())
+        momenta = self._bucket.load()
+        # A sum is finite only if all its terms are, and takes a single pass; but it may overflow.
+        self.overflowed = not (momenta.sum().isfinite() or momenta.isfinite().all())
         if self.overflowed:
             for parameter in self._bucket.tensors:
                 _gradient(parameter).fill_(torch.nan)
@@ -71,6 +80,19 @@ class MomentumBucket:
             self._undo_at = self._optimizer.step_id
         else:
             self._before = []
+
+
+def _runs(parameters: Sequence[Tensor], beta1: Mapping[Tensor, float]) -> Iterator[list[Tensor]]:
+    """Cut ``parameters`` into runs of equal beta1, which end when they have as many elements as a block."""
+    run: list[Tensor] = []
+    size = 0
+    for parameter in parameters:
+        if run and (beta1[parameter] != beta1[run[0]] or size >= _BLOCK):
+            yield run
+            run, size = [], 0
+        run.append(parameter)
+        size += parameter.numel()
+    yield run
 
 
 def _gradient(parameter: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The algorithm QAdam: exact gradients in the warm-up, then momenta in one byte per element (S5.5)."""
+"""The algorithm QAdam: exact gradients in the warm-up, then compressed momenta (S5.5)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import torch
 from bagua_ref.agreement import Fact
 from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl
 from bagua_ref.algorithms.bytegrad import ByteGradAlgorithmImpl
+from bagua_ref.algorithms.error_memories import check_error_feedback
 from bagua_ref.algorithms.momentum import MomentumBucket
 from bagua_ref.algorithms.q_adam_optimizer import QAdamOptimizer
+from bagua_ref.compression import check_compression
 from bagua_ref.tensor import BaguaTensor
 from bagua_ref.types import ReduceOp
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -29,6 +31,8 @@ __all__ = ["QAdamAlgorithm", "QAdamAlgorithmImpl", "QAdamOptimizer"]
 class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
     """`QAdamAlgorithm` at work on one module: first with buckets of gradients, after a reset with buckets of momenta."""
 
+    name = "qadam"
+
     def __init__(
         self,
         process_group: Group,
@@ -36,8 +40,10 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
         hierarchical: bool = True,
         *,
         grad_scaler: torch.amp.GradScaler | None = None,
+        compression: str = "MinMaxUInt8",
+        error_feedback: bool = False,
     ) -> None:
-        super().__init__(process_group, hierarchical, average=True)
+        super().__init__(process_group, hierarchical, average=True, compression=compression, error_feedback=error_feedback)
         self.q_adam_optimizer, self.grad_scaler = q_adam_optimizer, grad_scaler
         self._compressing: bool | None = None
         """Whether the buckets hold momenta; None before there are any."""
@@ -59,6 +65,11 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
         return self.optimizer_step_id >= self.warmup_steps
 
     @property
+    def rounds_are_alike(self) -> bool:
+        """False: the phases send different messages, and the second one changes the momenta."""
+        return False
+
+    @property
     def begins_in_forward(self) -> bool:
         """The change of phase does (S5.5)."""
         return True
@@ -69,6 +80,42 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
             Fact("{is} in {value}", bool(self._compressing), ("the warm-up", "the compressed phase")),
             Fact("{is} at step {value} of the QAdamOptimizer", self.optimizer_step_id),
         ]
+
+    def check_join(self, divide_by_initial_world_size: bool) -> bool:
+        """Return True: ranks without batches contribute zero gradients and momenta, which the mean over the others leaves out.
+
+        Raises:
+            NotImplementedError: there is a GradScaler or error memory, or the optimizer was not passed when wrapping.
+            ValueError: divide_by_initial_world_size=True.
+        """
+        if self.error_memories.error_feedback:
+            raise NotImplementedError(
+                "qadam with error_feedback=True cannot train inside join(): ranks without batches would have to add what they have "
+                "left out to a mean that does not count them. Use error_feedback=False"
+            )
+        if self.grad_scaler is not None:
+            raise NotImplementedError(
+                "qadam with grad_scaler= cannot train inside join(): an overflow is undone in the next round, in which a rank "
+                "without batches has no momenta. Train without a GradScaler, in bfloat16 for example"
+            )
+        if all(optimizer is not self.q_adam_optimizer for optimizer in self.context.bagua_optimizers):
+            raise NotImplementedError(
+                "qadam can train inside join() only if its optimizer was passed to with_bagua(), so that ranks that run out of "
+                "batches can take over its state"
+            )
+        if divide_by_initial_world_size:
+            raise ValueError(
+                "divide_by_initial_world_size=True: qadam averages momenta after its warm-up, and a rank without batches has none; "
+                "use join(divide_by_initial_world_size=False), which divides by the number of ranks that have batches"
+            )
+        return True
+
+    def shadow(self, facts: Sequence[int]) -> None:
+        """Contribute zeros in the phase in which the other ranks are."""
+        self.q_adam_optimizer.step_id = facts[1]
+        if self.need_reset():
+            self.context.reset()
+        super().shadow(facts)
 
     def need_reset(self) -> bool:
         """Return whether the phase is another than that of the buckets: once after the warm-up, or after loading a checkpoint."""
@@ -102,8 +149,9 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
         ]
 
     def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
-        """Append S3.1 in warm-up, after it the update of the momenta and S3.2, or S3.3 with it between leaders."""
+        """Append S3.1 in warm-up, after it the update of the momenta and S3.2 (S11.1), or S3.3 with it between leaders."""
         if not self._compressing:
+            self.error_memories.of_bucket(bucket, self.hierarchical)  # so that states of both phases have the same entries
             bucket.append_centralized_synchronous_op(hierarchical=False, average=True, group=self.process_group)
             return
         momentum = MomentumBucket(self.q_adam_optimizer, self.grad_scaler, bucket)
@@ -160,29 +208,48 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
 
 
 class QAdamAlgorithm(Algorithm):
-    """Adam with exact gradients in warm-up, then with momenta averaged as 8-bit levels, v frozen (S5.5, S3.2).
+    """Adam with exact gradients in warm-up, then with momenta averaged in compressed chunks, v frozen (S5.5, S3.2).
 
     Args:
         q_adam_optimizer: holds every parameter that the module trains; pass it to ``with_bagua``, too.
         hierarchical: full precision inside nodes, compressed between their leaders (S3.3); not in warm-up.
         grad_scaler: the GradScaler in use, if there is one: after the warm-up gradients enter the momentum during backward,
             before the scaler can divide them by its scale, so the algorithm has to.
+        compression: the name of a codec, one of `bagua_ref.list_codecs` (S4, S12); used after the warm-up.
+        error_feedback: keep what compression leaves out, in float32, and add it to the next round's momenta (S11.1).
 
     Raises:
-        TypeError: q_adam_optimizer is another optimizer, or grad_scaler something else.
+        TypeError: q_adam_optimizer is another optimizer, grad_scaler something else, or error_feedback no bool.
+        ValueError: there is no such codec.
 
     Source: Tang et al., "1-bit Adam", ICML 2021 (arXiv:2102.02888); QAdam in Gan et al., "BAGUA", VLDB 2022 (arXiv:2107.01499).
     """
 
     def __init__(
-        self, q_adam_optimizer: QAdamOptimizer, hierarchical: bool = True, *, grad_scaler: torch.amp.GradScaler | None = None
+        self,
+        q_adam_optimizer: QAdamOptimizer,
+        hierarchical: bool = True,
+        *,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        compression: str = "MinMaxUInt8",
+        error_feedback: bool = False,
     ) -> None:
+        check_compression(compression)
+        check_error_feedback(error_feedback)
         if not isinstance(q_adam_optimizer, QAdamOptimizer):
             raise TypeError(f"q_adam_optimizer must be a QAdamOptimizer, not {type(q_adam_optimizer).__name__}")
         if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
             raise TypeError(f"grad_scaler={grad_scaler!r} must be a torch.amp.GradScaler or None")
         self.q_adam_optimizer, self.hierarchical, self.grad_scaler = q_adam_optimizer, hierarchical, grad_scaler
+        self.compression, self.error_feedback = compression, error_feedback
 
     def reify(self, process_group: Group) -> AlgorithmImpl:
         """Return the implementation for one module."""
-        return QAdamAlgorithmImpl(process_group, self.q_adam_optimizer, self.hierarchical, grad_scaler=self.grad_scaler)
+        return QAdamAlgorithmImpl(
+            process_group,
+            self.q_adam_optimizer,
+            self.hierarchical,
+            grad_scaler=self.grad_scaler,
+            compression=self.compression,
+            error_feedback=self.error_feedback,
+        )

@@ -1,9 +1,10 @@
-"""The registry of kernel backends, and the choice of one.
+"""The registries of kernel backends and of codecs, and the choice of a backend.
 
 The choice follows this order: the argument ``backend=``; `use_backend`; the environment variable BAGUA_REF_BACKEND; ``"cuda"``
 for CUDA tensors if it can run; else ``"reference"``. If a backend that was asked for cannot run, that is an error; no other one
 takes its place. Backends are registered as "module:Class" and imported only when needed. Other packages add theirs with
-`register_backend` or with the entry point group ``bagua_ref.backends``.
+`register_backend` or with the entry point group ``bagua_ref.backends``. Each backend has codecs of its own; codecs that work for
+any backend are added with `register_codec` or with the entry point group ``bagua_ref.codecs``.
 """
 
 from __future__ import annotations
@@ -17,13 +18,25 @@ from importlib.metadata import entry_points
 
 import torch
 
-from bagua_ref.backends.base import KernelBackend, payload_bytes
+from bagua_ref.backends.base import KernelBackend
+from bagua_ref.backends.codec import Codec
 from bagua_ref.errors import BackendUnavailableError
 from bagua_ref.runtime import current_world
 
-__all__ = ["KernelBackend", "available_backends", "get_backend", "payload_bytes", "register_backend", "use_backend"]
+__all__ = [
+    "Codec",
+    "KernelBackend",
+    "available_backends",
+    "get_backend",
+    "get_codec",
+    "list_codecs",
+    "register_backend",
+    "register_codec",
+    "use_backend",
+]
 
 _ENTRY_POINTS = "bagua_ref.backends"
+_CODEC_ENTRY_POINTS = "bagua_ref.codecs"
 _VARIABLE = "BAGUA_REF_BACKEND"
 
 
@@ -34,6 +47,7 @@ class _Registration:
 
 
 _registered: dict[str, _Registration] = {}
+_registered_codecs: dict[str, _Registration] = {}
 _instances: dict[str, KernelBackend] = {}
 _lock = threading.RLock()
 _process_wide: list[use_backend] = []
@@ -52,6 +66,27 @@ def register_backend(name: str, target: str, *, hint: str = "") -> None:
         ValueError: target is not of this form, or name is registered for another target.
         TypeError: name or target is not a string.
     """
+    _register(_registered, name, target, hint)
+
+
+def register_codec(name: str, target: str, *, hint: str = "") -> None:
+    """Register a codec for all backends under a name; it is not imported until it is needed.
+
+    A codec of one backend belongs into that backend's `KernelBackend.codecs` instead, and takes precedence there.
+
+    Args:
+        name: its name for `get_codec` and ``compression=``.
+        target: ``"module:Class"``; the class is a `Codec`, instantiated with the backend for which it is to work.
+        hint: what to install if it cannot be imported, such as ``"pip install my-codecs"``.
+
+    Raises:
+        ValueError: target is not of this form, or name is registered for another target.
+        TypeError: name or target is not a string.
+    """
+    _register(_registered_codecs, name, target, hint)
+
+
+def _register(table: dict[str, _Registration], name: str, target: str, hint: str) -> None:
     for argument, value in (("name", name), ("target", target)):
         if not isinstance(value, str):
             raise TypeError(f"{argument}={value!r} must be a string")
@@ -59,10 +94,55 @@ def register_backend(name: str, target: str, *, hint: str = "") -> None:
     if not (module and colon and attribute):
         raise ValueError(f"target={target!r} must be of the form 'module:Class'")
     with _lock:
-        known = _registered.get(name)
+        known = table.get(name)
         if known is not None and known.target != target:
             raise ValueError(f"name={name!r} is already registered for {known.target!r}; choose another name for {target!r}")
-        _registered[name] = _Registration(target, hint)
+        table[name] = _Registration(target, hint)
+
+
+def get_codec(name: str, backend: str | KernelBackend | None = None) -> Codec:
+    """Return a codec.
+
+    Args:
+        name: one of `list_codecs`.
+        backend: the backend for which it is to work, as for `get_backend`.
+
+    Raises:
+        ValueError: no codec has this name; the message lists those that exist.
+        BackendUnavailableError: the backend has no such codec, or it cannot be imported; the message says why.
+
+    >>> get_codec("OneBit").payload_bytes(1000, torch.float32)
+    160
+    """
+    kernels = get_backend(backend)
+    own = kernels.codecs.get(name) if isinstance(name, str) else None
+    if own is not None:
+        return own(kernels)
+    if name not in list_codecs():
+        raise ValueError(f"name={name!r} is not a known codec; there are {', '.join(map(repr, list_codecs()))}")
+    asked = f"codec {name!r}"
+    registration = {**_installed(_CODEC_ENTRY_POINTS), **_registered_codecs}.get(name)
+    if registration is None:
+        names = ", ".join(map(repr, list_codecs(kernels)))
+        raise BackendUnavailableError(f"{asked} cannot run: backend {kernels.name!r} does not have it; it has {names}")
+    codec_class = _import_class(registration, asked)
+    if not (isinstance(codec_class, type) and issubclass(codec_class, Codec)):
+        raise BackendUnavailableError(f"{asked} cannot run: {registration.target} is not a Codec class")
+    return codec_class(kernels)
+
+
+def list_codecs(backend: str | KernelBackend | None = None) -> list[str]:
+    """Return the names of a backend's codecs and of those registered for all backends.
+
+    Args:
+        backend: a name or a backend; None: all backends that have been used, and the reference.
+
+    >>> {"MXFP4", "MXFP8", "MXINT8", "MinMaxUInt8", "OneBit"} <= set(list_codecs("reference"))
+    True
+    """
+    used = [get_backend("reference"), *_instances.values()] if backend is None else [get_backend(backend)]
+    own = {name for kernels in used for name in kernels.codecs}
+    return sorted({*own, *_registered_codecs, *_installed(_CODEC_ENTRY_POINTS)})
 
 
 def get_backend(backend: str | KernelBackend | None = None, device: torch.device | str | None = None) -> KernelBackend:
@@ -147,7 +227,7 @@ def available_backends() -> dict[str, str | None]:
     True
     """
     reasons: dict[str, str | None] = {}
-    for name in sorted({*_registered, *_installed()}):
+    for name in sorted({*_registered, *_installed(_ENTRY_POINTS)}):
         try:
             _load(name, f"backend={name!r}")
             reasons[name] = None
@@ -156,11 +236,11 @@ def available_backends() -> dict[str, str | None]:
     return reasons
 
 
-def _installed() -> dict[str, _Registration]:
-    """Return the backends that other packages register as entry points."""
+def _installed(group: str) -> dict[str, _Registration]:
+    """Return the backends or codecs that other packages register as entry points."""
     return {
         point.name: _Registration(point.value, f"it comes from {point.dist.name if point.dist else 'an installed package'}")
-        for point in entry_points(group=_ENTRY_POINTS)
+        for point in entry_points(group=group)
     }
 
 
@@ -169,9 +249,9 @@ def _load(name: str, asked: str) -> KernelBackend:
     instance = _instances.get(name)
     if instance is not None:
         return instance
-    registration = _registered.get(name) or _installed().get(name)
+    registration = _registered.get(name) or _installed(_ENTRY_POINTS).get(name)
     if registration is None:
-        names = ", ".join(map(repr, sorted({*_registered, *_installed()})))
+        names = ", ".join(map(repr, sorted({*_registered, *_installed(_ENTRY_POINTS)})))
         advice = ""
         if name in current_world().engines:
             advice = f"; the engine of the wrapped module {name!r} is bagua_ref.communication.get_backend({name!r})"
@@ -183,22 +263,27 @@ def _load(name: str, asked: str) -> KernelBackend:
 
 
 def _backend_class(registration: _Registration, asked: str) -> type[KernelBackend]:
+    backend_class = _import_class(registration, asked)
+    if not (isinstance(backend_class, type) and issubclass(backend_class, KernelBackend)):
+        raise BackendUnavailableError(f"{asked} cannot run: {registration.target} is not a KernelBackend class")
+    reason = backend_class.unavailable_reason()
+    if reason is not None:
+        advice = f"; {registration.hint}" if registration.hint else ""
+        raise BackendUnavailableError(f"{asked} cannot run: {reason}{advice}")
+    return backend_class
+
+
+def _import_class(registration: _Registration, asked: str) -> object:
     module, _, attribute = registration.target.partition(":")
     advice = f"; {registration.hint}" if registration.hint else ""
     try:
-        backend_class = getattr(importlib.import_module(module), attribute)
+        return getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module}.".startswith(f"{error.name}."):
             raise BackendUnavailableError(f"{asked} cannot run: {module} is not installed") from error
         raise BackendUnavailableError(f"{asked} cannot run: {error}{advice}") from error
     except Exception as error:  # a foreign module's import may fail in any way
         raise BackendUnavailableError(f"{asked} cannot run: importing {module}: {type(error).__name__}: {error}{advice}") from error
-    if not (isinstance(backend_class, type) and issubclass(backend_class, KernelBackend)):
-        raise BackendUnavailableError(f"{asked} cannot run: {registration.target} is not a KernelBackend class")
-    reason = backend_class.unavailable_reason()
-    if reason is not None:
-        raise BackendUnavailableError(f"{asked} cannot run: {reason}{advice}")
-    return backend_class
 
 
 register_backend("reference", "bagua_ref.backends.reference:ReferenceBackend")

@@ -1,4 +1,4 @@
-"""The contract of a kernel backend: about a dozen kernels on flat tensors, each with its exact rounding (S1, S3, S4, S5.5).
+"""The contract of a kernel backend: a dozen kernels on flat tensors, each with its exact rounding (S1, S3, S5.5), and its codecs.
 
 The public methods check arguments (with `bagua_ref.backends.checks`), so that all backends raise the same errors. A backend
 implements the methods with a leading underscore, which get valid arguments and rounded numbers. `bagua_ref.backends.get_backend`
@@ -15,45 +15,28 @@ import torch
 from bagua_ref.backends.checks import (
     at_least_one,
     check_beside,
+    check_device,
     check_flat,
     check_parts,
     check_target_chunk,
     chunk_size_of,
     rounded,
 )
+from bagua_ref.backends.codec import COMPRESSIBLE
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
-__all__ = ["COMPRESSIBLE", "FLOATS", "HEADER_BYTES", "KernelBackend", "payload_bytes"]
+    from bagua_ref.backends.codec import Codec
 
-COMPRESSIBLE = (torch.float16, torch.bfloat16, torch.float32)
-"""The dtypes of MinMaxUInt8 (S4.5)."""
+__all__ = ["FLOATS", "KernelBackend"]
 
 FLOATS = (*COMPRESSIBLE, torch.float64)
 """The dtypes of all other arithmetic (S1)."""
 
-HEADER_BYTES = 32
-"""Length of a payload block's header, and the alignment of blocks, in bytes (S4.1)."""
-
 _SORTABLE = (*FLOATS, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-
-
-def payload_bytes(num_elements: int, num_chunks: int) -> int:
-    """Return the size of the payload that `KernelBackend.compress_minmax_uint8` makes of ``num_elements`` elements (S4.1).
-
-    It has one block of ``32 + ceil(c/32)*32`` bytes for each of the ``num_chunks`` chunks of c elements, for any dtype.
-
-    Raises:
-        ValueError: num_chunks is not positive or does not divide num_elements.
-
-    >>> payload_bytes(100, num_chunks=2)
-    192
-    """
-    chunk_size = chunk_size_of(num_elements, num_chunks)
-    return num_chunks * (HEADER_BYTES + -(-chunk_size // HEADER_BYTES) * HEADER_BYTES)
 
 
 class KernelBackend(ABC):
@@ -64,7 +47,7 @@ class KernelBackend(ABC):
     - Tensors are 1-D and contiguous, all on one device; they may be empty. Autograd does not record the kernels.
     - float16 and bfloat16 are computed in float32 and rounded once, when stored; float32 is computed in float32, float64 in
       float64. Each operation rounds to nearest-even: no fused multiply-add (S1).
-    - Overflow gives an infinity and infinities may give NaN, silently, except where a clause says otherwise (S4.3, S4.4).
+    - Overflow gives an infinity and infinities may give NaN, silently.
     - Outputs must not overlap inputs.
 
     Raises, from every kernel:
@@ -75,10 +58,12 @@ class KernelBackend(ABC):
     Attributes:
         name: the name by which `bagua_ref.backends.get_backend` finds it.
         device_types: the types of device that it supports, such as ``("cuda",)``; None: any.
+        codecs: its codecs by name; `bagua_ref.backends.get_codec` makes them.
     """
 
     name: ClassVar[str]
     device_types: ClassVar[tuple[str, ...] | None] = None
+    codecs: ClassVar[Mapping[str, type[Codec]]] = {}
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
@@ -220,63 +205,6 @@ class KernelBackend(ABC):
         check_target_chunk(target_chunk, num_chunks)
         self._reduce_chunks_(x, num_chunks, target_chunk, average)
 
-    def compress_minmax_uint8(
-        self, x: Tensor, num_chunks: int, target_chunk: int | None = None, out: Tensor | None = None
-    ) -> Tensor:
-        """Quantise x to one byte per element, between the minimum and the maximum of each chunk (S4).
-
-        The payload consists of one block for each chunk of c elements (S4.1)::
-
-            byte 0            min, in x's dtype, little-endian; a zero is +0
-            byte 2 or 4       max, likewise
-            up to byte 32     zeros
-            byte 32           c levels
-            up to the next    zeros
-            multiple of 32
-
-        In float32, each operation rounded: ``scale = 255 / ((max - min) + 1e-7)``; ``upper = rint(max*scale)``;
-        ``lower = upper - 255``; ``level = clamp(min(rint(x*scale), upper) - lower, 0, 255)`` (S4.2). A chunk with a value
-        that is not finite, or whose max - min, max*scale or min*scale overflows, is poisoned: its header is NaN, NaN and its
-        levels are 0 (S4.4). An empty chunk has the header 0, 0.
-
-        Args:
-            x: num_chunks equal chunks, float16, bfloat16 or float32; unchanged.
-            num_chunks: the number of chunks, at least 1.
-            target_chunk: write only the block of this chunk and leave the others unchanged (S4.5).
-            out: the payload to write, ``payload_bytes(x.numel(), num_chunks)`` of uint8; None: a new one, with zeros in the
-                blocks that target_chunk excludes.
-
-        >>> from bagua_ref.backends import get_backend
-        >>> get_backend("reference").compress_minmax_uint8(torch.tensor([0.0, 1.0, 2.0]), num_chunks=1)[32:35].tolist()
-        [0, 128, 255]
-        """
-        self._check_target("x", x, COMPRESSIBLE)
-        size = payload_bytes(x.numel(), num_chunks)
-        if target_chunk is not None:
-            check_target_chunk(target_chunk, num_chunks)
-        if out is None:
-            make = torch.empty if target_chunk is None else torch.zeros
-            out = make(size, dtype=torch.uint8, device=x.device)
-        else:
-            check_beside("x", x, "out", out, torch.uint8, size)
-        self._compress_minmax_uint8(x, num_chunks, target_chunk, out)
-        return out
-
-    def decompress_minmax_uint8(self, payload: Tensor, num_chunks: int, out: Tensor) -> None:
-        """out <- (level + lower) / scale, with scale and lower computed again from each block's header (S4.3).
-
-        Values beyond the range of out's dtype become its largest finite value, with their sign; a poisoned block gives NaN for
-        all elements (S4.4).
-
-        Args:
-            payload: the result of `compress_minmax_uint8` for the same number of elements, dtype and chunks; unchanged.
-            num_chunks: the number of chunks, at least 1.
-            out: the elements, float16, bfloat16 or float32; written.
-        """
-        self._check_target("out", out, COMPRESSIBLE)
-        check_beside("out", out, "payload", payload, torch.uint8, payload_bytes(out.numel(), num_chunks))
-        self._decompress_minmax_uint8(payload, num_chunks, out)
-
     # Movement and order.
 
     def gather_flat(self, tensors: Sequence[Tensor], out: Tensor) -> None:
@@ -344,12 +272,6 @@ class KernelBackend(ABC):
     def _reduce_chunks_(self, x: Tensor, num_chunks: int, target_chunk: int, average: bool) -> None: ...
 
     @abstractmethod
-    def _compress_minmax_uint8(self, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor) -> None: ...
-
-    @abstractmethod
-    def _decompress_minmax_uint8(self, payload: Tensor, num_chunks: int, out: Tensor) -> None: ...
-
-    @abstractmethod
     def _gather_flat(self, tensors: Sequence[Tensor], out: Tensor) -> None: ...
 
     @abstractmethod
@@ -360,5 +282,4 @@ class KernelBackend(ABC):
 
     def _check_target(self, name: str, x: Tensor, dtypes: tuple[torch.dtype, ...] | None = None) -> None:
         check_flat(name, x, dtypes)
-        if self.device_types is not None and x.device.type not in self.device_types:
-            raise ValueError(f"{name} is on {x.device}; backend {self.name!r} works on {', '.join(self.device_types)} tensors")
+        check_device(name, x, self.name, self.device_types)

@@ -14,7 +14,16 @@ from bagua_ref.memory import memory_span
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["at_least_one", "check_beside", "check_flat", "check_parts", "check_target_chunk", "chunk_size_of", "rounded"]
+__all__ = [
+    "at_least_one",
+    "check_beside",
+    "check_device",
+    "check_flat",
+    "check_parts",
+    "check_target_chunk",
+    "chunk_size_of",
+    "rounded",
+]
 
 
 def check_flat(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...] | None = None) -> None:
@@ -28,6 +37,12 @@ def check_flat(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...] | None = No
             f"{name} of shape {tuple(x.shape)} and strides {x.stride() if x.layout is torch.strided else x.layout} must be 1-D "
             f"and contiguous; pass {name}.view(-1) where its elements are contiguous"
         )
+
+
+def check_device(name: str, x: Tensor, backend: str, device_types: tuple[str, ...] | None) -> None:
+    """Raise unless x is on a device of one of the types that a backend supports (None: any)."""
+    if device_types is not None and x.device.type not in device_types:
+        raise ValueError(f"{name} is on {x.device}; backend {backend!r} works on {', '.join(device_types)} tensors")
 
 
 def check_beside(

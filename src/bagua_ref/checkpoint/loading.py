@@ -135,6 +135,7 @@ def _to_load(training: Training, place: Path, manifest: Manifest, drop: bool) ->
     _check_fit(training, place, manifest, state, drop)
     if resized:
         bound = {**own, "algorithm": {**own.get("algorithm", {}), **dict.fromkeys(rank_state & state["algorithm"].keys())}}
+        bound["algorithm"].pop("rank", None)  # it says who saved this, for whoever reads it
         if not drop and any(bound.values()):
             raise ValueError(
                 f"{place} was saved by {manifest.ranks} ranks and this training has {ranks}, but part of it belongs to single "

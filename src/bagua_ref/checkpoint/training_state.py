@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from bagua_ref.checkpoint.plain import plain
-from bagua_ref.data_parallel.state_broadcast import take_over
 from bagua_ref.data_parallel.wrapping import context_of
+from bagua_ref.optimizer_state import take_over
 from bagua_ref.runtime import current_world
 from bagua_ref.utils import uncompiled
 

@@ -1,8 +1,9 @@
 """The command line ``bagua-ref``, with these commands.
 
 ``demo`` trains with every algorithm; ``doctor`` reports what can run on this machine; ``balance`` shows the effect of the balanced
-sampler on given lengths; ``vectors`` writes golden vectors and checks another implementation's outputs; ``trace`` checks a
-recorded training run; and ``verify`` checks an implementation against the specification.
+sampler on given lengths; ``graph`` shows who averages with whom in decentralized training; ``vectors`` writes golden vectors and
+checks another implementation's outputs; ``trace`` checks a recorded training run; and ``verify`` checks an implementation against
+the specification.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import bagua_ref
-from bagua_ref.cli import trace, vectors
+from bagua_ref.cli import graph, trace, vectors
 from bagua_ref.cli.command import CommandError, Commands, PrintCompletion, add_command, add_json_options, write_json
 from bagua_ref.cli.recipes import RECIPES, Settings
 from bagua_ref.conformance.clauses import SUITES
@@ -150,6 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_json_options(doctor)
     _add_balance(commands)
+    graph.add_parser(commands)
     vectors.add_parser(commands)
     trace.add_parser(commands)
     _add_verify(commands)

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +54,8 @@ def train(name: str, settings: Settings, digits: Digits, report: Callable[..., N
     if not alone and hasattr(model.bagua_algorithm, "abort"):
         model.bagua_algorithm.abort(model)  # it averages in the background until it is stopped
     model.eval()
-    with torch.no_grad():
+    shared = nullcontext if alone else getattr(model.bagua_algorithm, "global_weights", nullcontext)
+    with torch.no_grad(), shared():
         accuracy = (model(digits.test_images).argmax(1) == digits.test_labels).double().mean().item()
     report(result={"accuracy": accuracy, "seconds": seconds, "weight_difference": 0.0 if alone else _weight_difference(model)})
 

@@ -64,6 +64,10 @@ RECIPES: dict[str, Recipe] = {
     "low_precision_decentralized": Recipe({"hierarchical": False}),
     "qadam": Recipe({"hierarchical": False}, _qadam, "q_adam_optimizer"),
     "async": Recipe({"sync_interval_ms": 50}),
+    "local_sgd": Recipe({"period": 8}),
+    "diloco": Recipe({"period": 16, "fragments": 4, "delay": 2, "mix": 0.5}),
+    "powersgd": Recipe({"matrix_approximation_rank": 4, "warmup_steps": 10}),
+    "topk": Recipe({"ratio": 0.05, "warmup_steps": 10}),
 }
 
 

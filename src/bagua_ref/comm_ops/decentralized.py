@@ -1,11 +1,15 @@
-"""Decentralized averaging of weights with all ranks or with one changing peer, into a separate tensor (S3.4)."""
+"""Decentralized averaging of weights with all ranks, or with some as a graph says, into a separate tensor (S3.4, S13)."""
 
 from __future__ import annotations
 
+import zlib
 from typing import TYPE_CHECKING, Protocol
+
+import torch
 
 from bagua_ref.comm_ops.base import CommOp
 from bagua_ref.comm_ops.hierarchical import reduce_to_leader
+from bagua_ref.graphs import MODES, check_mode, checked_graph
 from bagua_ref.types import ReduceOp
 
 if TYPE_CHECKING:
@@ -13,35 +17,9 @@ if TYPE_CHECKING:
 
     from bagua_ref.backends.base import KernelBackend
     from bagua_ref.communicators.base import Communicator
+    from bagua_ref.graphs import Graph, GraphFunction, PeerSelection
 
-__all__ = ["PEER_SELECTION_MODES", "Decentralized", "shift_one_peer"]
-
-PEER_SELECTION_MODES = ("all", "shift_one")
-
-
-def shift_one_peer(rank: int, nranks: int, step: int) -> int:
-    """Return the rank with which ``rank`` averages at ``step``: one of the other half, the next one at each step (S3.4).
-
-    With h = nranks/2, it is ``(step + rank) mod h + h`` for the first half and ``(rank - h - step) mod h`` for the second. This is
-    an involution, and in h steps each rank meets every rank of the other half.
-
-    Args:
-        rank: from 0 to nranks - 1.
-        nranks: the number of ranks, even.
-        step: the number of earlier averages.
-
-    Raises:
-        ValueError: nranks is odd or less than 2, or rank is not one of them.
-
-    >>> [shift_one_peer(rank, 4, 0) for rank in range(4)], [shift_one_peer(rank, 4, 1) for rank in range(4)]
-    ([2, 3, 0, 1], [3, 2, 1, 0])
-    """
-    if nranks < 2 or nranks % 2:
-        raise ValueError(f"nranks={nranks} must be even and at least 2, as each rank averages with one other")
-    if not 0 <= rank < nranks:
-        raise ValueError(f"rank={rank} must be from 0 to {nranks - 1}")
-    half = nranks // 2
-    return (step + rank) % half + half if rank < half else (rank - half - step) % half
+__all__ = ["Decentralized"]
 
 
 class FlatTarget(Protocol):
@@ -53,33 +31,47 @@ class FlatTarget(Protocol):
 
 
 class Decentralized(CommOp):
-    """``peer_weight <- mean over ranks of x``, or ``(peer's x + x) / 2`` with one peer; x is unchanged (S3.4).
+    """``peer_weight <- mean over ranks of x``, or of some ranks, or their weighted sum; x is unchanged (S3.4, S13).
 
-    x changes only at `copy_back_peer_weight`, so that a forward and backward can use it meanwhile. The k-th execution pairs
-    ranks as `shift_one_peer` does for step k, counted from 0.
+    x changes only at `copy_back_peer_weight`, so that a forward and backward can use it meanwhile. Step t is the number of earlier
+    executions. A mode that is not "all" is a graph: rank r averages its own x and those that it receives from the other sources
+    of row r of the graph of step t; messages in both directions travel at once (`bagua_ref.graphs`).
+
+    - "shift_one", "one_peer_exponential", "hypercube": ``(x + received) / 2``;
+    - "ring": ``((x + left) + right) / 3``; on two ranks ``(x + left) / 2``;
+    - "exponential": ``(((+0 + x) + received 0) + received 1 + ...) / number of sources``, as S3.7;
+    - a function ``(t, n) -> graph``: ``((+0 + w*x) + w*x) + ...`` in the order of the row, each product rounded.
+
+    All in float32 (float64 for float64), rounded once. A single rank keeps x in every mode.
 
     Hierarchical: the leader of each node computes the node's mean, the leaders operate, and copy-back broadcasts inside the
     node. For "all", leaders use node sums divided by n/L, so that ranks on uneven nodes have equal weight (S3.3); for
-    "shift_one", they use plain node means.
+    graphs, they use plain node means.
 
-    Each rank sends 2 (n-1)/n of x for "all" and x once for "shift_one". It needs no memory but ``peer_weight``.
+    Each rank sends 2 (n-1)/n of x for "all", and x once for each rank that it is a source of. Memory: ``peer_weight``, and while it
+    runs one copy of x for each source but the first; for 16-bit dtypes with more than two sources, also two in float32.
 
     Args:
         comm: the communicator of all ranks; hierarchical: of the leaders.
         kernels: the kernel backend.
         peer_weight: a tensor of x's size, separate from x, that receives the result.
-        peer_selection_mode: "all" or "shift_one".
+        peer_selection_mode: a name in `bagua_ref.graphs.MODES`, or a function ``(t, n) -> graph``, the same on all ranks.
         intra: hierarchical: the communicator of this node's ranks, of which rank 0 is the leader; else None.
         num_ranks: the number of all ranks; None: those of ``comm``.
+        everyone: the communicator of all ranks, in which they compare what a function gives; None: ``comm``.
 
     Attributes:
         step: the number of executions.
+        graph: the graph of the last execution; empty for "all".
 
     Raises:
-        ValueError: an unknown mode, or "shift_one" with an odd number of ranks.
+        ValueError: an unknown mode; "shift_one" with an odd number of ranks, "hypercube" with one that is not a power of two; a
+            function whose graph, of step 0 or later that of the execution, is not doubly stochastic or differs between ranks.
+            Raised on every rank.
 
     Source: decentralized full precision in Gan et al., "BAGUA", VLDB 2022 (arXiv:2107.01499); Lian et al., "Can Decentralized
-    Algorithms Outperform Centralized Algorithms?", NeurIPS 2017 (arXiv:1705.09056).
+    Algorithms Outperform Centralized Algorithms?", NeurIPS 2017 (arXiv:1705.09056); graphs: Ying et al., NeurIPS 2021
+    (arXiv:2110.13363).
     """
 
     def __init__(
@@ -87,32 +79,27 @@ class Decentralized(CommOp):
         comm: Communicator,
         kernels: KernelBackend,
         peer_weight: Tensor,
-        peer_selection_mode: str = "all",
+        peer_selection_mode: PeerSelection = "all",
         intra: Communicator | None = None,
         num_ranks: int | None = None,
+        everyone: Communicator | None = None,
     ) -> None:
         super().__init__(comm, kernels)
         self.peer_weight, self.peer_selection_mode, self.intra = peer_weight, peer_selection_mode, intra
         self.num_ranks = comm.nranks() if num_ranks is None else num_ranks
+        self._everyone = comm if everyone is None else everyone
         self.step = 0
-        if peer_selection_mode not in PEER_SELECTION_MODES:
-            raise ValueError(f"peer_selection_mode={peer_selection_mode!r} must be 'all' or 'shift_one'")
-        n = comm.nranks()
-        if peer_selection_mode == "shift_one" and n % 2:
-            what = "ranks" if intra is None else f"leaders of {self.num_ranks} ranks"
-            if intra is not None and self.num_ranks % 2 == 0:
-                what += "; hierarchical=False pairs ranks instead"
-            raise ValueError(
-                f"peer_selection_mode='shift_one' pairs ranks, so it needs an even number of them; this group has {n} ({what}). "
-                "Use peer_selection_mode='all' or an even group."
-            )
+        check_mode(peer_selection_mode)
+        self._check_size()
+        self.graph = self._graph(0)  # fails now rather than during training if a function cannot be used
 
     def __repr__(self) -> str:
         return f"Decentralized({self.peer_selection_mode!r}, {self.comm!r})"
 
     def __call__(self, x: Tensor) -> None:
         """Average ``x`` into ``peer_weight``; hierarchical: on leaders only, until copy-back."""
-        step, self.step = self.step, self.step + 1
+        self.graph = self._graph(self.step)
+        self.step += 1
         mine = x if self.intra is None else self._node_mean(x, self.intra)
         if self.intra is not None and self.intra.rank() != 0:
             return
@@ -120,9 +107,7 @@ class Decentralized(CommOp):
             self.peer_weight.copy_(mine)
             self.comm.allreduce_inplace(self.peer_weight, ReduceOp.AVG)
         else:
-            peer = shift_one_peer(self.comm.rank(), self.comm.nranks(), step)
-            self.comm.exchange([(mine, peer)], [(self.peer_weight, peer)])
-            self.kernels.average_(self.peer_weight, mine)
+            self._average(mine, self.graph)
 
     def copy_back_peer_weight(self, bucket: FlatTarget) -> None:
         """Copy the result into the bucket's tensors; hierarchical: a collective inside the node.
@@ -138,9 +123,81 @@ class Decentralized(CommOp):
             self.intra.broadcast(self.peer_weight, 0)
         bucket.copy_from_flat(self.peer_weight)
 
+    def _average(self, mine: Tensor, graph: Graph) -> None:
+        """``peer_weight <- average of mine and what arrives``, as this rank's row of the graph says."""
+        if len(graph) == 1:
+            self.peer_weight.copy_(mine)
+            return
+        rank = self.comm.rank()
+        sources = [source for source, _ in graph[rank]]
+        others = [source for source in sources if source != rank]
+        sends = [(mine, receiver) for receiver, row in enumerate(graph) if receiver != rank and rank in dict(row)]
+        weighted = callable(self.peer_selection_mode)
+        from_zero = weighted or self.peer_selection_mode == "exponential"
+        if len(sources) == 2 and not from_zero:  # needs no scratch memory
+            self.comm.exchange(sends, [(self.peer_weight, source) for source in others])
+            self.kernels.average_(self.peer_weight, mine)
+            return
+        received = mine.new_empty(len(others), mine.numel())
+        self.comm.exchange(sends, list(zip(received, others, strict=True)))
+        part_of = {rank: mine, **dict(zip(others, received, strict=True))}
+        wide = torch.float64 if mine.dtype is torch.float64 else torch.float32
+        total = self.peer_weight if mine.dtype is wide else torch.empty_like(mine, dtype=wide)
+        total.fill_(0.0 if from_zero else -0.0)  # -0 + x is x, whatever x is
+        for source, weight in graph[rank]:
+            self.kernels.add_scaled_(total, part_of[source].to(wide), weight if weighted else 1.0)
+        if not weighted:
+            self.kernels.divide_(total, len(sources))
+        self.peer_weight.copy_(total)
+
     def _node_mean(self, x: Tensor, intra: Communicator) -> Tensor:
         all_ranks = self.peer_selection_mode == "all"
         mean = x.clone()
         divisor = self.num_ranks / self.comm.nranks() if all_ranks else intra.nranks()
         reduce_to_leader(mean, intra, self.kernels, divisor, in_rank_order=not all_ranks)
         return mean
+
+    def _graph(self, t: int) -> Graph:
+        """Return the graph of step t; of "all", which is an all-reduce, an empty one."""
+        mode, n = self.peer_selection_mode, self.comm.nranks()
+        if mode == "all":
+            return []
+        return MODES[mode].graph(t, n) if isinstance(mode, str) else self._agreed(mode, t, n)
+
+    def _agreed(self, function: GraphFunction, t: int, n: int) -> Graph:
+        """Return the graph that a user's function gives. Collective over all ranks.
+
+        The function may fail on one rank only, or differ. No rank may then go on alone: it would wait, or mix.
+        """
+        graph, error = None, None
+        try:
+            graph = checked_graph(function(t, n), n)
+        except Exception as raised:
+            error = raised
+        checksum = zlib.crc32(repr(graph).encode())
+        notes = self._everyone.exchange_notes([int(error is None), checksum])()
+        differing = [rank for rank, note in enumerate(notes) if note != notes[0]]
+        if differing:
+            outcomes = [f"a graph of checksum {checksum}" if good else "no valid graph" for good, checksum in notes]
+            raise ValueError(
+                f"peer_selection_mode must give the same graph on every rank; at step t={t} it gave {outcomes[0]} on rank 0 and "
+                f"{outcomes[differing[0]]} on rank {differing[0]}"
+            ) from error
+        if graph is None:
+            assert error is not None
+            raise error
+        return graph
+
+    def _check_size(self) -> None:
+        """Refuse a mode that does not take so many ranks, on every rank."""
+        n = self.comm.nranks()
+        mode = MODES.get(self.peer_selection_mode) if isinstance(self.peer_selection_mode, str) else None
+        if mode is None or mode.takes(n):
+            return
+        what = "ranks" if self.intra is None else f"leaders of {self.num_ranks} ranks"
+        if self.intra is not None and mode.takes(self.num_ranks):
+            what += "; hierarchical=False pairs ranks instead"
+        raise ValueError(
+            f"peer_selection_mode={self.peer_selection_mode!r} pairs ranks, so it needs {mode.sizes} of them; this group has {n} "
+            f"({what}). Use another peer_selection_mode or a group of another size."
+        )

@@ -1,4 +1,4 @@
-"""Decentralized averaging on a ring that sends changes of weights with one byte per element (S3.5)."""
+"""Decentralized averaging on a ring that sends compressed changes of weights (S3.5)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bagua_ref.backends.base import KernelBackend
+    from bagua_ref.backends.codec import Codec
     from bagua_ref.communicators.base import Communicator
 
 __all__ = ["LowPrecisionDecentralized", "trade_with_neighbours"]
@@ -32,7 +33,7 @@ def trade_with_neighbours(mine: Tensor, comm: Communicator) -> tuple[Tensor, Ten
 
 
 class LowPrecisionDecentralized(CommOp):
-    """Averages weights with both ring neighbours and sends the changes as one byte per element (S3.5).
+    """Averages weights with both ring neighbours and sends the changes compressed (S3.5).
 
     x += 1/3 L + 1/3 R - 5/3 W -> q = compress(x) -> send q both ways -> L += dq(q_left), R += dq(q_right), x <- dq(q) + W, W <- x
 
@@ -41,12 +42,12 @@ class LowPrecisionDecentralized(CommOp):
     decompressed change to its replica as this rank adds to W, so W stays bit-identical to the right neighbour's L and to the
     left neighbour's R.
 
-    Each rank sends 2 (m + 32) bytes for m elements, for any number of ranks. Memory: three replicas, and three payloads of about
-    m bytes as scratch.
+    Each rank sends two payloads of m elements, for any number of ranks. Memory: three replicas, and three payloads as scratch.
 
     Args:
         comm: the communicator of the ring, with any number of ranks.
         kernels: the kernel backend.
+        codec: compresses the changes.
         weight: W, of x's size, separate from all other tensors.
         left_peer_weight: L, likewise.
         right_peer_weight: R, likewise.
@@ -56,20 +57,27 @@ class LowPrecisionDecentralized(CommOp):
     """
 
     def __init__(
-        self, comm: Communicator, kernels: KernelBackend, weight: Tensor, left_peer_weight: Tensor, right_peer_weight: Tensor
+        self,
+        comm: Communicator,
+        kernels: KernelBackend,
+        codec: Codec,
+        weight: Tensor,
+        left_peer_weight: Tensor,
+        right_peer_weight: Tensor,
     ) -> None:
         super().__init__(comm, kernels)
+        self.codec = codec
         self.weight, self.left_peer_weight, self.right_peer_weight = weight, left_peer_weight, right_peer_weight
 
     def __call__(self, x: Tensor) -> None:
         """Take one step on ``x`` in place."""
-        kernels, W, L, R = self.kernels, self.weight, self.left_peer_weight, self.right_peer_weight
+        kernels, codec, W, L, R = self.kernels, self.codec, self.weight, self.left_peer_weight, self.right_peer_weight
         kernels.combine_ring_(x, L, R, W)
-        q = kernels.compress_minmax_uint8(x, 1)
+        q = codec.compress(x, 1)
         q_left, q_right = trade_with_neighbours(q, self.comm)
         for replica, change in ((L, q_left), (R, q_right)):
-            kernels.decompress_minmax_uint8(change, 1, out=x)  # x can be scratch until it gets its own change
+            codec.decompress(change, 1, out=x)  # x can be scratch until it gets its own change
             kernels.add_(replica, x)
-        kernels.decompress_minmax_uint8(q, 1, out=x)
+        codec.decompress(q, 1, out=x)
         kernels.add_(x, W)
         W.copy_(x)

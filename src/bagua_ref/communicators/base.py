@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from bagua_ref.communicators.overlap import Overlap
+
 __all__ = ["Communicator", "NonMember"]
 
 REDUCIBLE = (
@@ -82,18 +84,24 @@ class Communicator(ABC):
     def abort(self, reason: str = "") -> None:
         """Abort the connection; operations in progress and later ones raise CommunicationError, with the reason if one is given."""
 
-    def exchange_notes(self, note: Tensor) -> Tensor:
-        """Return the ``note`` of every rank: a few numbers in host memory, whose bytes do not count in `bytes_sent`.
+    def exchange_notes(self, note: Sequence[int], ahead: bool = False) -> Callable[[], list[list[int]]]:
+        """Send ``note``, a few int64, to every rank; its bytes do not count in `bytes_sent`.
 
         Args:
-            note: of shape (m,), the same m on all ranks.
+            note: equally many numbers on all ranks.
+            ahead: whether collectives of all ranks follow before the result is asked for; the same on all ranks.
 
         Returns:
-            Of shape (n, m).
+            A function that waits for every rank's note and returns them.
         """
-        notes = note.new_empty(self._nranks * note.numel())
-        self._allgather(note, notes)
-        return notes.view(self._nranks, -1)
+
+        def receive() -> list[list[int]]:
+            notes = torch.empty(self._nranks, len(note), dtype=torch.int64)
+            self._allgather(torch.tensor(note, dtype=torch.int64), notes)
+            received: list[list[int]] = notes.tolist()
+            return received
+
+        return receive
 
     def close(self) -> None:
         """End this rank's use of it: later operations raise CommunicationError."""
@@ -251,11 +259,15 @@ class Communicator(ABC):
         self._allgather(send_tensor, recv_tensor)
 
     @_collective
-    def allgather_inplace(self, tensor: Tensor) -> None:
-        """As `allgather`; this rank sends chunk ``rank()`` of its tensor."""
+    def allgather_inplace(self, tensor: Tensor, overlap: Overlap | None = None) -> None:
+        """As `allgather`; this rank sends chunk ``rank()`` of its tensor, which ``overlap`` fills, and whose chunks it reads."""
         own = self._own_chunk(tensor)
         self._bytes_sent += _nbytes(tensor) * self._others
-        self._allgather(own.clone(), tensor)
+        if overlap is not None:
+            self._allgather_overlapping(own, tensor, overlap)
+            overlap.finish()
+        else:
+            self._allgather(own.clone(), tensor)
 
     @_collective
     def reduce_scatter(self, send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
@@ -275,12 +287,22 @@ class Communicator(ABC):
         own.copy_(result)
 
     @_collective
-    def alltoall(self, send_tensor: Tensor, recv_tensor: Tensor) -> None:
-        """Send chunk d of n to rank d; chunk s of ``recv_tensor`` comes from rank s."""
+    def alltoall(self, send_tensor: Tensor, recv_tensor: Tensor, overlap: Overlap | None = None) -> None:
+        """Send chunk d of n to rank d; chunk s of ``recv_tensor`` comes from rank s.
+
+        Args:
+            send_tensor: n chunks.
+            recv_tensor: as large; it must not overlap the other.
+            overlap: fills the chunks to send and reads those received, if this is not done before and after.
+        """
         self._check_pair(send_tensor, recv_tensor, 1, 1)
         self._own_chunk(send_tensor)
         self._bytes_sent += _nbytes(send_tensor) * self._others
-        self._alltoall(send_tensor, recv_tensor)
+        if overlap is not None:
+            self._alltoall_overlapping(send_tensor, recv_tensor, overlap)
+            overlap.finish()
+        else:
+            self._alltoall(send_tensor, recv_tensor)
 
     @_collective
     def alltoall_inplace(self, tensor: Tensor) -> None:
@@ -359,6 +381,21 @@ class Communicator(ABC):
 
     @abstractmethod
     def _alltoall(self, send_tensor: Tensor, recv_tensor: Tensor) -> None: ...
+
+    # A transport that can overlaps computing with them.
+
+    def _allgather_overlapping(self, send_tensor: Tensor, recv_tensor: Tensor, overlap: Overlap) -> None:
+        """As `_allgather`, where ``send_tensor`` is this rank's chunk of ``recv_tensor``."""
+        size = _nbytes(send_tensor)
+        overlap.fill(size)
+        self._allgather(send_tensor.clone(), recv_tensor)
+        overlap.read(size)
+
+    def _alltoall_overlapping(self, send_tensor: Tensor, recv_tensor: Tensor, overlap: Overlap) -> None:
+        size = _nbytes(send_tensor) // self._nranks
+        overlap.fill(size)
+        self._alltoall(send_tensor, recv_tensor)
+        overlap.read(size)
 
     # Validation.
 

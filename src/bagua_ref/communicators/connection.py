@@ -6,6 +6,7 @@ import ctypes
 import re
 import threading
 import time
+import traceback
 import weakref
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -13,23 +14,35 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from bagua_ref.communicators.last_words import LastWords
-from bagua_ref.communicators.rendezvous import another_connection, prefixed
+from bagua_ref.communicators.rendezvous import another_connection, ask, prefixed
 from bagua_ref.communicators.watch import Watch
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 from bagua_ref.runtime import is_background_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
     from contextlib import AbstractContextManager
 
     from torch._C._distributed_c10d import Store
 
     from bagua_ref.communicators.waiting import Waiting
 
-__all__ = ["Connection"]
+__all__ = ["ComputingError", "Connection"]
 
 _TICK = timedelta(milliseconds=200)  # seconds until a waiting collective notices abort() or Ctrl-C
 _watch = Watch()
+
+
+class ComputingError(Exception):
+    """What this rank computes during a collective has failed.
+
+    Args:
+        error: with which it failed.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
 
 
 class Connection:
@@ -58,23 +71,48 @@ class Connection:
         self._last_words, self._waits = LastWords(prefixed("gave up", store), ranks, rank), waits
         self._store, self._name, self._rank, self._ranks = store, name, rank, ranks
         self._title = f"TorchDistributedCommunicator({name!r}, rank {rank} of {len(ranks)}) of global ranks {list(ranks)}"
-        self._collectives = 0
+        self._collectives = self._exchanged_notes = 0
+        self._begun: list[Any] = []
+        """The works of the operation that `begin` has started."""
         self._timeout = timedelta(seconds=timeout)
         self._turn = threading.Lock()
         self._closed = ""
         self._kind_of_end: type[CommunicationError] = CommunicationError
         self._gloo: Any = None
         self._nccl: Any = None
-        self._await_members()
+        self._place = ""
+        """The collective waited in last, among the waits."""
         try:
+            self._await_members()
             self._gloo = dist.ProcessGroupGloo(prefixed("gloo", store), rank, len(ranks), timeout=self._timeout)
+        except CommunicationError:
+            raise
         except RuntimeError as error:
             raise self._failure("connect", error) from None
         # The rank that serves the store must not exit before all are connected.
         self.run("connect", lambda group: [group.barrier()])
 
+    def begin(
+        self, collective: str, start: Callable[[Any], Iterable[Any]], peers: Collection[int] | None = None
+    ) -> Callable[[], None]:
+        """Start ``collective`` over gloo, and return a function that waits until it is done; arguments and errors as `run`.
+
+        Other collectives may run in between. One can be under way at a time.
+        """
+        self._exchanged_notes += 1
+        place = f"{collective} {self._exchanged_notes}"
+        self.run(collective, start, waits=False)
+        return lambda: self.run(collective, lambda _: self._begun, peers=peers, place=place)
+
     def run(
-        self, collective: str, start: Callable[[Any], list[Any]], over_nccl: bool = False, peers: Collection[int] | None = None
+        self,
+        collective: str,
+        start: Callable[[Any], Iterable[Any]],
+        over_nccl: bool = False,
+        peers: Collection[int] | None = None,
+        *,
+        waits: bool = True,
+        place: str = "",
     ) -> None:
         """Start ``collective`` on a process group and wait until it is done; with NCCL, the current stream waits, not the host.
 
@@ -82,13 +120,16 @@ class Connection:
 
         Args:
             collective: its name, for messages.
-            start: takes the process group and returns the works to wait for.
+            start: takes the process group and returns the works to wait for, or yields each when the last one has ended.
             over_nccl: whether to use NCCL instead of gloo.
             peers: the ranks of this group that it sends to and receives from; None: it is a collective of all.
+            waits: whether to wait, rather than to keep the works for later.
+            place: its name among the waits of this connection; "": the number of collectives waited for.
 
         Raises:
             CommunicationTimeoutError: no progress within the timeout.
             CommunicationError: it failed otherwise, `abort` was called, or another thread is using it. It cannot be retried.
+            Exception: what ``start`` computes between works has failed, which the other ranks are told. It cannot be retried.
         """
         if not self._turn.acquire(blocking=False):
             why = self._closed or (
@@ -102,20 +143,33 @@ class Connection:
                 raise self._kind_of_end(f"{collective} on {self._title}: {self._closed}")
             group = self._nccl_group() if over_nccl else self._gloo
             works = start(group)
-            for work in works:
-                if over_nccl:
+            if not waits:
+                self._begun = list(works)
+                return
+            if over_nccl:
+                for work in works:
                     work.wait()
                     _watch.add(work, self._timeout.total_seconds(), _late(self, collective))
-                else:
-                    with self._waiting(collective, peers):
-                        if peers is None:
-                            self._wait_for_gloo(work)
-                        else:  # gloo cannot split the wait of send and recv into short ones
-                            work.wait()
+                return
+            with self._waiting(collective, peers, place):
+                for work in works:
+                    if peers is None:
+                        self._wait_for_gloo(work)
+                    else:  # gloo cannot split the wait of send and recv into short ones
+                        work.wait()
         except CommunicationError:
             _keep_forever(group)
             self._drop()
             raise
+        except ComputingError as failed:
+            own = failed.error
+            self._closed = self._closed or f"it failed earlier, in {collective}"
+            self._last_words.tell(f"{type(own).__name__}: {own}")
+            del group, works, work
+            for known in (failed, own):  # their tracebacks would keep the connections, and so the other ranks waiting
+                traceback.clear_frames(known.__traceback__)
+            self._drop()
+            raise own from None
         except RuntimeError as error:
             # Nothing may keep the connections alive: the other ranks notice the failure when they close.
             del group, works, work
@@ -147,33 +201,50 @@ class Connection:
     def _await_members(self) -> None:
         """Wait until every rank is about to connect, as gloo would, but so that the wait can be interrupted."""
         keys = {rank: f"here/{place}" for place, rank in enumerate(self._ranks)}
-        limit = self._timeout.total_seconds()
-        deadline, pause = time.monotonic() + limit, 0.001
         here = keys[self._ranks[self._rank]]
-        self._store.set(here, "")
+        done, errors = threading.Event(), list[RuntimeError]()
+
+        def watch() -> None:  # on a thread of its own, as the store may not answer
+            pause = 0.001
+            try:
+                self._store.set(here, "")
+                while not self._store.check(list(keys.values())) and not done.wait(pause):
+                    pause = min(1.5 * pause, 0.1)
+            except RuntimeError as error:
+                errors.append(error)
+            done.set()
+
         try:
-            with self._waiting("connect", None):
-                while not self._store.check(list(keys.values())):
+            with self._waiting("connect", None, ""):
+                threading.Thread(target=watch, name="bagua_ref connect", daemon=True).start()
+                deadline = time.monotonic() + self._timeout.total_seconds()
+                while not done.wait(max(0.0, min(_TICK.total_seconds(), deadline - time.monotonic()))):
                     if self._closed:
                         raise CommunicationError(f"connect on {self._title}: {self._closed}")
-                    if time.monotonic() > deadline:
-                        missing = [rank for rank, key in keys.items() if not self._store.check([key])]
-                        who = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} have"
-                        raise CommunicationTimeoutError(f"connect on {self._title}: {who} not come within {limit:g} s")
-                    time.sleep(pause)
-                    pause = min(1.5 * pause, 0.1)
+                    if time.monotonic() >= deadline:
+                        raise self._nobody_came(keys)
+                if errors:
+                    raise errors[0]
         except BaseException:
-            self._store.delete_key(here)  # or a rank that comes later would wait for this one inside gloo
+            done.set()
+            # Or a rank that comes later would wait for this one inside gloo.
+            ask(self._store, lambda store: store.delete_key(here))
             raise
 
-    def _waiting(self, collective: str, peers: Collection[int] | None) -> AbstractContextManager[None]:
-        if peers is None:
+    def _nobody_came(self, keys: dict[int, str]) -> CommunicationTimeoutError:
+        missing: list[int] = []
+        ask(self._store, lambda store: missing.extend(rank for rank, key in keys.items() if not store.check([key])))
+        who = self._waits.who_is_missing(self._place, missing) if missing else "the job's store does not answer"
+        limit = self._timeout.total_seconds()
+        return CommunicationTimeoutError(f"connect on {self._title}: timed out after {limit:g} s; {who}")
+
+    def _waiting(self, collective: str, peers: Collection[int] | None, place: str) -> AbstractContextManager[None]:
+        if peers is None and not place:
             self._collectives += 1
-        members = self._ranks if peers is None else [self._ranks[place] for place in {self._rank, *peers}]
-        place = f"{self._name}/{'exchange' if peers else self._collectives}"
-        return self._waits.waiting(
-            f"in {collective} of group {self._name!r}", place, members, self._interrupt, is_background_thread()
-        )
+        members = self._ranks if peers is None else [self._ranks[peer] for peer in {self._rank, *peers}]
+        self._place = f"{self._name}/{place or ('exchange' if peers else self._collectives)}"
+        what, timeout = f"in {collective} of group {self._name!r}", self._timeout.total_seconds()
+        return self._waits.waiting(what, self._place, members, self._interrupt, is_background_thread(), timeout)
 
     def _interrupt(self, reason: str) -> None:
         """Let the collective in progress raise, as far as gloo can."""
@@ -215,14 +286,15 @@ class Connection:
         self._drop()
         why = _reason(error)
         if re.search(r"time(d )?out", why, re.IGNORECASE):
-            limit = self._timeout.total_seconds()
-            return CommunicationTimeoutError(f"{collective} on {self._title}: a rank has not come within {limit:g} s ({why})")
-        return CommunicationError(
-            f"{collective} on {self._title} failed; {self._last_words.of_others() or 'a rank has died or left'} ({why})"
-        )
+            who = self._waits.who_is_missing(self._place, self._ranks) or "all ranks wait in it, but not all data arrive"
+            return CommunicationTimeoutError(
+                f"{collective} on {self._title}: timed out after {self._timeout.total_seconds():g} s; {who} ({why})"
+            )
+        who = self._last_words.of_others() or self._waits.why_gone(self._ranks) or "a rank has died or left"
+        return CommunicationError(f"{collective} on {self._title} failed; {who} ({why})")
 
     def _drop(self) -> None:
-        nccl, self._nccl, self._gloo = self._nccl, None, None
+        nccl, self._nccl, self._gloo, self._begun = self._nccl, None, None, []
         if nccl is not None:
             nccl.abort()
 

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import threading
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from bagua_ref.communicators.rendezvous import another_connection
+from bagua_ref.communicators.rendezvous import ask
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch._C._distributed_c10d import Store
 
 __all__ = ["LastWords"]
-
-_LIMIT = 5.0
-"""Seconds to wait for the store, whose server may have died with its rank."""
 
 
 class LastWords:
@@ -33,7 +28,7 @@ class LastWords:
 
     def tell(self, why: str) -> None:
         """Tell the other ranks why this one gives up."""
-        self._with_store(lambda store: store.set(f"last words/{self._rank}", why))
+        ask(self._store, lambda store: store.set(f"last words/{self._rank}", why))
 
     def of_others(self) -> str:
         """Return what the other ranks told, "" if they told nothing, or the store cannot be reached."""
@@ -44,15 +39,6 @@ class LastWords:
                 if place != self._rank and store.check([f"last words/{place}"]):
                     told[rank] = store.get(f"last words/{place}").decode()
 
-        self._with_store(read)
+        ask(self._store, read)
         first = {rank: why for rank, why in told.items() if "gave up" not in why}  # the others followed
         return "; ".join(f"rank {rank} gave up: {why}" for rank, why in (first or told).items())
-
-    def _with_store(self, use: Callable[[Store], object]) -> None:
-        def run() -> None:
-            with suppress(RuntimeError):  # without the store the reason stays unknown; the failure itself is reported all the same
-                use(another_connection(self._store))
-
-        thread = threading.Thread(target=run, name="bagua_ref last words", daemon=True)
-        thread.start()
-        thread.join(_LIMIT)

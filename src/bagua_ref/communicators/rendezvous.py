@@ -69,6 +69,24 @@ def another_connection(store: Store) -> Store:
         raise CommunicationError(f"the store through which the ranks find each other cannot be reached: {error}") from error
 
 
+def ask(store: Store, use: Callable[[Store], object], limit: float = 5.0) -> None:
+    """Call ``use`` with a connection of its own to ``store``, whose server may have died.
+
+    Args:
+        store: a torch store, or a `prefixed` view of one.
+        use: reads or writes it; an error of the store ends it without effect for the caller.
+        limit: seconds after which this returns in any case.
+    """
+
+    def run() -> None:
+        with suppress(RuntimeError):
+            use(another_connection(store))
+
+    thread = threading.Thread(target=run, name="bagua_ref question to the store", daemon=True)
+    thread.start()
+    thread.join(limit)
+
+
 def address_of(store: Store) -> str:
     """Return where ``store`` is, for messages."""
     store = getattr(store, "_underlying_non_prefix_store", store)

@@ -75,19 +75,22 @@ class Task:
 class Scheduler:
     """Runs one main function per rank and the threads that they spawn, exactly one at a time.
 
-    A thread runs until it waits or yields. The next one is drawn from ``random.Random(seed)``, so a program and a seed determine
-    the interleaving. When no thread can run, the clock advances to the earliest deadline. When that cannot help, because ranks
-    wait for each other, the run ends with a SimulationError that says who waits for what. Time may pass for a sleep and for a
-    spawned thread's wait with a timeout. A main thread's timeout is a watchdog: it fires only while no rank is in a collective,
-    as otherwise the SimulationError reports the same earlier and in more detail.
+    A thread runs until it waits or yields. When no thread can run, the clock advances to the earliest deadline. When that cannot
+    help, because ranks wait for each other, the run ends with a SimulationError that says who waits for what. Time may pass for a
+    sleep and for a spawned thread's wait with a timeout. A main thread's timeout is a watchdog: it fires only while no rank is in a
+    collective, as otherwise the SimulationError reports the same earlier and in more detail.
 
     Each rank has its own state of torch's CPU generator and of Python's `random`, as a process would; other globals of the
     process, NumPy's legacy generator among them, are shared.
+
+    Args:
+        choose: returns which of so many ready threads runs next; they are in the order in which they became ready. A program and
+            ``choose`` determine the interleaving.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, choose: Callable[[int], int]) -> None:
         self.time = 0.0
-        self._random = random.Random(seed)  # nosec B311 # to repeat an order, not to hide one
+        self._choose = choose
         self._tasks: dict[Task, None] = {}
         self._threads: list[threading.Thread] = []
         self._ready: list[Task] = []
@@ -184,17 +187,20 @@ class Scheduler:
         self.yield_()
         self.wait(self.ticket("to sleep"), seconds, passes=True)
 
-    def yield_(self, ends: bool = True) -> None:
+    def yield_(self, ends: bool = True, last: bool = False) -> None:
         """Let any thread that can run go first. Outside of the run, this does nothing.
 
         Args:
             ends: whether the thread may be ended here once the run is over; False in calls by finalizers, which cannot raise.
+            last: whether the thread counts as the one that has been ready for longest.
         """
         if self._switching or not self._is_calling():
             return
         task = self._calling()
         if not task.unwinding:
             self._make_ready(task)
+            if last:
+                self._ready.insert(0, self._ready.pop())
             self._switch(task, ends)
 
     def poll(self) -> None:
@@ -204,7 +210,7 @@ class Scheduler:
             passing = [t.ticket for t in self._tasks if t.ticket and t.ticket.passes and not t.ready]
             if passing:
                 self._advance(min(ticket.deadline for ticket in passing))
-        self.yield_()
+        self.yield_(last=True)  # a schedule that prefers the newest would let it poll for ever
 
     def _is_calling(self) -> bool:
         return self._current is not None and self._current.ident == threading.get_ident()
@@ -290,9 +296,11 @@ class Scheduler:
             self._let_time_pass()
         if self._ending:
             return next(iter(self._tasks), None)
-        index = int(self._random.random() * len(self._ready))
-        self._ready[index], self._ready[-1] = self._ready[-1], self._ready[index]
-        task = self._ready.pop()
+        try:
+            task = self._ready.pop(self._choose(len(self._ready)))
+        except SimulationError as error:
+            self._fail(error)
+            return next(iter(self._tasks))
         task.ready = False
         if task.is_main:
             self._wake_ups = 0

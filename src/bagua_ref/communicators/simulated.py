@@ -33,22 +33,33 @@ class _Call:
         return self.what if self.alike is None else f"{self.what} of {_describe(self.alike)}"
 
 
+class _Board:
+    """The notes of one exchange, and the ranks that wait for the others'."""
+
+    def __init__(self) -> None:
+        self.notes: dict[int, list[int]] = {}
+        self.waiting: list[Ticket] = []
+
+
 class _Group:
     """State shared by the communicators of one group: arrivals at the next collective, and messages in flight."""
 
-    def __init__(self, scheduler: Scheduler, name: str, ranks: tuple[int, ...], timeout: float) -> None:
-        self.scheduler, self.name, self.ranks, self.timeout = scheduler, name, ranks, timeout
+    def __init__(self, network: SimulatedNetwork, name: str, ranks: tuple[int, ...], timeout: float) -> None:
+        self.scheduler, self.name, self.ranks, self.timeout = network.scheduler, name, ranks, timeout
+        self.messages_sent = network.messages_sent
         self.calls: dict[int, _Call] = {}
         self.messages: dict[tuple[int, int], deque[Tensor]] = {}
         self.receiving: dict[tuple[int, int], Ticket] = {}
+        self.boards: dict[int, _Board] = {}
         self.broken: str | None = None
 
     def give_up(self, reason: str) -> None:
         """Make all operations raise, including those in progress."""
         self.broken = self.broken or reason
-        for ticket in [call.ticket for call in self.calls.values()] + list(self.receiving.values()):
+        tickets = [ticket for board in self.boards.values() for ticket in board.waiting]
+        for ticket in [*(call.ticket for call in self.calls.values()), *self.receiving.values(), *tickets]:
             self.scheduler.grant(ticket, self.broken)
-        self.calls, self.receiving = {}, {}
+        self.calls, self.receiving, self.boards = {}, {}, {}
 
     def check(self) -> None:
         """Raise if the group has been given up."""
@@ -75,6 +86,7 @@ class SimulatedCommunicator(Communicator):
     def __init__(self, group: _Group, rank: int) -> None:
         super().__init__(rank, len(group.ranks), group.name)
         self._group = group
+        self._exchanges = 0
         self._closed = False
 
     def abort(self, reason: str = "") -> None:
@@ -90,11 +102,26 @@ class SimulatedCommunicator(Communicator):
         """Wait until every rank has called it."""
         self._meet("barrier()", None, None, lambda sends, recvs: None)
 
-    def exchange_notes(self, note: Tensor) -> Tensor:
-        """Return every rank's ``note``."""
-        notes = note.new_empty(self._nranks * note.numel())
-        self._meet("exchange_notes()", note, notes, collectives.allgather)
-        return notes.view(self._nranks, -1)
+    def exchange_notes(self, note: Sequence[int], ahead: bool = False) -> Callable[[], list[list[int]]]:
+        """Send ``note`` to every rank; return a function that waits for all of them."""
+        self._check_open()
+        group, self._exchanges = self._group, self._exchanges + 1
+        serial, board = self._exchanges, group.boards.setdefault(self._exchanges, _Board())
+        board.notes[self._rank] = list(note)
+        if len(board.notes) == self._nranks:
+            for ticket in board.waiting:
+                group.scheduler.grant(ticket)
+        group.scheduler.yield_()
+
+        def receive() -> list[list[int]]:
+            if len(board.notes) < self._nranks:
+                group.check()
+                board.waiting.append(group.scheduler.ticket(f"in agreement of group {self.name!r}", collective=True))
+                group.wait(board.waiting[-1], self._rank)
+            group.boards.pop(serial, None)
+            return [board.notes[rank] for rank in range(self._nranks)]
+
+        return receive
 
     def _broadcast(self, tensor: Tensor, src: int) -> None:
         self._meet(f"broadcast(src={src})", tensor, tensor, lambda sends, recvs: collectives.broadcast(recvs, src))
@@ -163,6 +190,8 @@ class SimulatedCommunicator(Communicator):
             group.calls = {}
             error = self._disagreement(calls)
             if error is None:
+                if group.messages_sent is not None and sent is not None:
+                    group.messages_sent.append((what, [c.send.clone() for c in calls if c.send is not None]))
                 function([c.send for c in calls], [c.recv for c in calls])
             for other in calls:
                 other.error = copy.copy(error)
@@ -236,11 +265,19 @@ class SimulatedCommunicator(Communicator):
 
 
 class SimulatedNetwork:
-    """State shared by the ranks of one run: their nodes, the group of all ranks, and groups that are being connected."""
+    """State shared by the ranks of one run: their nodes, the group of all ranks, and groups that are being connected.
 
-    def __init__(self, scheduler: Scheduler, node_of: tuple[int, ...]) -> None:
-        self.scheduler, self.node_of = scheduler, node_of
-        self.everyone = _Group(scheduler, "simulated", tuple(range(len(node_of))), math.inf)
+    Args:
+        scheduler: of the ranks' threads.
+        node_of: each rank's node.
+        messages_sent: each collective is appended to it: its name, and what each rank of the group sends.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, node_of: tuple[int, ...], messages_sent: list[tuple[str, list[Tensor]]] | None = None
+    ) -> None:
+        self.scheduler, self.node_of, self.messages_sent = scheduler, node_of, messages_sent
+        self.everyone = _Group(self, "simulated", tuple(range(len(node_of))), math.inf)
         self.connecting: dict[str, tuple[_Group, dict[int, Ticket]]] = {}
 
 
@@ -279,7 +316,7 @@ class SimulatedTransport:
         if self._rank not in ranks:
             raise ValueError(f"ranks={ranks} must contain the calling rank {self._rank}")
         scheduler.yield_()
-        group, waiting = self._network.connecting.setdefault(name, (_Group(scheduler, name, ranks, timeout), {}))
+        group, waiting = self._network.connecting.setdefault(name, (_Group(self._network, name, ranks, timeout), {}))
         if group.ranks != ranks:
             raise SimulationError(
                 f"group {name!r} is being connected by {format_ranks(sorted(waiting))} for ranks {group.ranks}, "

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import socket
 import weakref
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +18,7 @@ from bagua_ref.communicators.base import Communicator
 from bagua_ref.communicators.collectives import combine
 from bagua_ref.communicators.connection import Connection
 from bagua_ref.communicators.forked import OfParent, leave_to_parent
+from bagua_ref.communicators.pieces import move_in_pieces, next_tag
 from bagua_ref.communicators.rendezvous import another_connection, meet, prefixed
 from bagua_ref.communicators.waiting import Waiting
 from bagua_ref.types import ReduceOp
@@ -30,16 +30,12 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch._C._distributed_c10d import Store
 
+    from bagua_ref.communicators.overlap import Overlap
+
 __all__ = ["TorchDistributedCommunicator", "TorchDistributedTransport"]
 
 _CARD = [str, NATURAL, (str, type(None))]
 """What ranks tell each other: node, number of GPUs, CUDA_VISIBLE_DEVICES."""
-
-_PIECE = 2**18
-"""Bytes per message over gloo."""
-
-_PIECES_UNDER_WAY = 4
-"""Messages in flight to and from each peer."""
 
 
 class TorchDistributedTransport:
@@ -138,6 +134,7 @@ class TorchDistributedCommunicator(Communicator):
         super().__init__(list(ranks).index(global_rank), len(ranks), name)
         self.ranks, self._uses_nccl = tuple(ranks), uses_nccl
         self._sent_to, self._received_from = [0] * self._nranks, [0] * self._nranks
+        self._notes: dict[int, _Notes] = {}
         self._connection: Connection | OfParent = Connection(store, name, self._rank, self.ranks, timeout, waits)
 
     def abort(self, reason: str = "") -> None:
@@ -148,12 +145,34 @@ class TorchDistributedCommunicator(Communicator):
         """Wait until every rank has called it."""
         self._connection.run("barrier", lambda group: [group.barrier()])
 
-    def exchange_notes(self, note: Tensor) -> Tensor:
-        """Return every rank's ``note``, over gloo."""
-        # An all-to-all, because it sends to all peers at once, where gloo's all-gather passes the notes around a ring.
-        copies, notes = note.repeat(self._nranks), note.new_empty(self._nranks * note.numel())
-        self._connection.run("agreement", lambda group: [group.alltoall_base(notes, copies, [], [])])
-        return notes.view(self._nranks, -1)
+    def exchange_notes(self, note: Sequence[int], ahead: bool = False) -> Callable[[], list[list[int]]]:
+        """Send ``note`` to every rank, over gloo; return a function that waits for all of them."""
+        if len(note) not in self._notes:
+            self._notes[len(note)] = _Notes(self._nranks, len(note))
+        notes = self._notes[len(note)]
+        notes.values[:] = note
+        if ahead:  # it wakes no thread, and when one of the next collectives has ended, the notes have come
+
+            def start(group: Any) -> list[Any]:
+                works = []
+                for peer, row in enumerate(notes.received):
+                    if peer != self._rank:
+                        works.append(group.recv(row, peer, next_tag(self._received_from, peer)))
+                        works.append(group.send(notes.sent, peer, next_tag(self._sent_to, peer)))
+                return works
+
+            finish = self._connection.begin("agreement", start, range(self._nranks))
+        else:  # an all-to-all can be interrupted; unlike an all-gather, it does not pass the notes around a ring
+            copies = notes.sent[0].repeat(self._nranks)
+            finish = self._connection.begin("agreement", lambda group: [group.alltoall_base(notes.flat, copies, [], [])])
+
+        def receive() -> list[list[int]]:
+            finish()
+            received: list[list[int]] = notes.flat.view(self._nranks, -1).tolist()
+            received[self._rank] = list(note)
+            return received
+
+        return receive
 
     # Movement.
 
@@ -164,37 +183,28 @@ class TorchDistributedCommunicator(Communicator):
         self._exchange([], [(tensor, src)], "recv")
 
     def _exchange(
-        self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]], collective: str = "exchange"
+        self,
+        sends: Sequence[tuple[Tensor, int]],
+        recvs: Sequence[tuple[Tensor, int]],
+        collective: str = "exchange",
+        before: Callable[[slice], object] | None = None,
+        after: Callable[[slice], object] | None = None,
     ) -> None:
+        """Send and receive; over gloo, call ``before`` and ``after`` for each piece of bytes to be sent, and received."""
         sends = [(self._reachable(tensor), peer) for tensor, peer in sends if tensor.numel()]
         recvs = [(tensor, peer) for tensor, peer in recvs if tensor.numel()]
         landings = [(self._reachable(tensor), peer) for tensor, peer in recvs]
         if not sends and not recvs:
             return
-        over_nccl = self._over_nccl((sends or landings)[0][0])
-        start = self._start_on_nccl if over_nccl else self._start_on_gloo
         peers = {peer for _, peer in (*sends, *recvs)}
-        self._connection.run(collective, lambda group: start(group, sends, landings), over_nccl, peers)
+        if self._over_nccl((sends or landings)[0][0]):
+            self._connection.run(collective, lambda group: self._start_on_nccl(group, sends, landings), True, peers)
+        else:
+            tags = self._sent_to, self._received_from
+            move = lambda group: move_in_pieces(group, sends, landings, tags, before, after)  # noqa: E731
+            self._connection.run(collective, move, peers=peers)
         for (tensor, _), (landing, _) in zip(recvs, landings, strict=True):
             _bring_back(tensor, landing)
-
-    def _start_on_gloo(self, group: Any, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]) -> list[Any]:
-        # Send piece by piece, in step with the peers. On a slow link, acknowledgements wait behind the data that their sender has
-        # queued. If one side queued all of its data at once, the other could send little until then: it would take twice the time.
-        receive = [(group.recv, peer, self._received_from, _bytes(tensor).split(_PIECE)) for tensor, peer in recvs]
-        send = [(group.send, peer, self._sent_to, _bytes(tensor).split(_PIECE)) for tensor, peer in sends]
-        under_way: deque[list[Any]] = deque()
-        for place in range(max(len(pieces) for *_, pieces in receive + send)):
-            if len(under_way) == _PIECES_UNDER_WAY:
-                for work in under_way.popleft():
-                    work.wait()
-            works = []
-            for start, peer, count, pieces in receive + send:
-                if place < len(pieces):  # the k-th piece to a peer has tag k, which keeps the order whichever thread handles it
-                    works.append(start([pieces[place]], peer, count[peer] % 2**30))
-                    count[peer] += 1
-            under_way.append(works)
-        return [work for works in under_way for work in works]
 
     def _start_on_nccl(self, group: Any, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]) -> list[Any]:
         group._start_coalescing()
@@ -226,6 +236,33 @@ class TorchDistributedCommunicator(Communicator):
         self._exchange([(chunk, peer) for peer, chunk in enumerate(chunks) if peer != src], [], "scatter")
         _bytes(recv_tensor).copy_(chunks[src])
 
+    def _allgather_overlapping(self, send_tensor: Tensor, recv_tensor: Tensor, overlap: Overlap) -> None:
+        if not self._comes_in_pieces(recv_tensor):
+            super()._allgather_overlapping(send_tensor, recv_tensor, overlap)
+            return
+        fill, read = (lambda piece: overlap.fill(piece.stop)), (lambda piece: overlap.read(piece.stop))
+        self._trade([send_tensor] * self._nranks, self._chunks(recv_tensor), "allgather", fill, read)
+
+    def _alltoall_overlapping(self, send_tensor: Tensor, recv_tensor: Tensor, overlap: Overlap) -> None:
+        if not self._comes_in_pieces(recv_tensor):
+            super()._alltoall_overlapping(send_tensor, recv_tensor, overlap)
+            return
+        outgoing, incoming = self._chunks(send_tensor), self._chunks(recv_tensor)
+
+        def fill(piece: slice) -> None:
+            overlap.fill(piece.stop)
+            incoming[self._rank][piece].copy_(outgoing[self._rank][piece])
+
+        self._trade(outgoing, incoming, "alltoall", fill, lambda piece: overlap.read(piece.stop))
+
+    def _comes_in_pieces(self, tensor: Tensor) -> bool:
+        return tensor.device.type == "cpu" and self._nranks > 1 and tensor.numel() > 0
+
+    def _trade(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], *how: Any) -> None:
+        """Exchange a tensor with every other rank, both lists in rank order; ``how`` as for `_exchange`."""
+        peers = [peer for peer in range(self._nranks) if peer != self._rank]
+        self._exchange([(outgoing[peer], peer) for peer in peers], [(incoming[peer], peer) for peer in peers], *how)
+
     def _allgather(self, send_tensor: Tensor, recv_tensor: Tensor, collective: str = "allgather") -> None:
         if self._over_nccl(send_tensor):
             self._run(collective, send_tensor, lambda group: [group._allgather_base(_bytes(recv_tensor), _bytes(send_tensor))])
@@ -233,8 +270,7 @@ class TorchDistributedCommunicator(Communicator):
         # Receive in place: gloo's all-gather uses a buffer and takes twice the time.
         chunks = self._chunks(recv_tensor)
         chunks[self._rank].copy_(_bytes(send_tensor))
-        peers = [peer for peer in range(self._nranks) if peer != self._rank]
-        self._exchange([(send_tensor, peer) for peer in peers], [(chunks[peer], peer) for peer in peers], collective)
+        self._trade([send_tensor] * self._nranks, chunks, collective)
 
     def _alltoall(self, send_tensor: Tensor, recv_tensor: Tensor, collective: str = "alltoall") -> None:
         if self._over_nccl(send_tensor):
@@ -244,8 +280,7 @@ class TorchDistributedCommunicator(Communicator):
             return
         outgoing, incoming = self._chunks(send_tensor), self._chunks(recv_tensor)
         incoming[self._rank].copy_(outgoing[self._rank])
-        peers = [peer for peer in range(self._nranks) if peer != self._rank]
-        self._exchange([(outgoing[peer], peer) for peer in peers], [(incoming[peer], peer) for peer in peers], collective)
+        self._trade(outgoing, incoming, collective)
 
     # Reduction: the library's where possible; otherwise chunks are exchanged and `combine` reduces them.
 
@@ -311,7 +346,11 @@ class TorchDistributedCommunicator(Communicator):
         return getattr(dist.ReduceOp, "SUM" if sums else op.name)
 
     def _finish(self, tensor: Tensor, op: ReduceOp) -> None:
-        if op is ReduceOp.AVG and not self._over_nccl(tensor):
+        if op is not ReduceOp.AVG or self._over_nccl(tensor):
+            return
+        if self._nranks & (self._nranks - 1) == 0:
+            tensor.mul_(1 / self._nranks)  # the same bits as a division by a power of two, in half the time
+        else:
             tensor.div_(torch.tensor(self._nranks, dtype=tensor.dtype))
 
     def _over_nccl(self, tensor: Tensor) -> bool:
@@ -341,3 +380,12 @@ def _bytes(tensor: Tensor) -> Tensor:
 def _bring_back(tensor: Tensor, here: Tensor) -> None:
     if here.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(here)
+
+
+class _Notes:
+    """What a rank sends and receives in an exchange of notes; kept, because making tensors takes longer than the exchange."""
+
+    def __init__(self, nranks: int, size: int) -> None:
+        self.sent, self.flat = [torch.zeros(size, dtype=torch.int64)], torch.zeros(nranks * size, dtype=torch.int64)
+        self.values = self.sent[0].numpy()
+        self.received = [[row] for row in self.flat.view(nranks, size)]

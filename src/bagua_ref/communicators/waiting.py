@@ -1,15 +1,17 @@
-"""What the ranks of a job wait for, so that ranks that wait for each other learn at once that none can go on."""
+"""Waits of a job's ranks, published so that errors can name who is missing, and ranks that wait for each other learn it at once."""
 
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from bagua_ref.communicators.rendezvous import another_connection
+from bagua_ref.communicators.rendezvous import another_connection, ask
+from bagua_ref.communicators.scheduler import format_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -19,9 +21,15 @@ if TYPE_CHECKING:
 __all__ = ["Waiting", "nobody_can_go_on"]
 
 _PATIENCE = 5.0
-"""Seconds after which a wait is published."""
+"""Seconds after which a wait is published, or half of its timeout if that is less."""
 
 _LEFT = "has left"
+
+_LONGEST = 1000
+"""Characters of an exception's text that the other ranks are told."""
+
+_LIMIT = 2.0
+"""Seconds to wait for the thread that asks the store; more mean that the store cannot be reached."""
 
 _GLANCE = 1.0
 """Seconds between two looks at the waits."""
@@ -36,6 +44,7 @@ class _Wait:
     interrupt: Callable[[str], None]
     is_background: bool
     since: float
+    patience: float
 
 
 class Waiting:
@@ -56,14 +65,27 @@ class Waiting:
         self._foreground: set[int] = set()
         """Threads that have waited on behalf of the user's program."""
         self._lock = threading.Lock()
-        self._published = False
+        self._published: list[Any] = []
+        """The waits for which this rank was last said to be blocked."""
+        self._is_blocked = False
+        """Whether the other ranks believe that it still is."""
+        self._seen: list[list[str]] = []
+        """The long waits that the other ranks know of."""
+        self._failed: list[list[str]] = []
+        """The waits that ended with an error; the other ranks may look for them a little later."""
         self._store: Store | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     @contextmanager
     def waiting(
-        self, what: str, place: str, members: Sequence[int], interrupt: Callable[[str], None], is_background: bool = False
+        self,
+        what: str,
+        place: str,
+        members: Sequence[int],
+        interrupt: Callable[[str], None],
+        is_background: bool = False,
+        timeout: float = math.inf,
     ) -> Iterator[None]:
         """Register a wait of the calling thread for as long as this context lasts.
 
@@ -73,10 +95,11 @@ class Waiting:
             members: the ranks of the collective.
             interrupt: ends the wait, with the reason; called on another thread.
             is_background: whether the calling thread only does what other threads of this rank submit.
+            timeout: seconds after which the wait ends by itself.
         """
         me = threading.get_ident()
         outer = self._waits.get(me)
-        self._waits[me] = _Wait(what, place, members, interrupt, is_background, time.monotonic())
+        self._waits[me] = _Wait(what, place, members, interrupt, is_background, time.monotonic(), min(_PATIENCE, timeout / 2))
         if not is_background:
             self._foreground.add(me)
         if self._thread is None and not self._stop.is_set():
@@ -84,53 +107,119 @@ class Waiting:
             self._thread.start()
         try:
             yield
+        except BaseException:
+            self._failed.append([what, place])
+            raise
         finally:
-            if outer is None:
-                del self._waits[me]
-            else:
-                self._waits[me] = outer
-            if self._published and not self._stop.is_set():
-                # By this thread and now: the other one may not run for long, and meanwhile other ranks would believe what it said.
-                with suppress(RuntimeError):
+            with self._with_store() as reached:
+                if outer is None:
+                    del self._waits[me]
+                else:
+                    self._waits[me] = outer
+                if reached and self._is_blocked and not self._stop.is_set():
+                    # By this thread and now: the other one may not run for long, and other ranks would believe what it said.
                     self._publish([])
+
+    def who_is_missing(self, place: str, members: Sequence[int]) -> str:
+        """Return which of ``members`` do not wait in the collective ``place``, and what they wait for instead."""
+        missing: dict[str, list[int]] = {}
+
+        def read(store: Store) -> None:
+            for rank in members:
+                if rank != self._rank:
+                    seen = json.loads(store.get(f"seen/{rank}")) if store.check([f"seen/{rank}"]) else []
+                    if place not in [its for _, its in seen]:
+                        missing.setdefault(" and ".join(what for what, _ in seen), []).append(rank)
+
+        ask(self._job_store, read)
+        return "; ".join(
+            f"{format_ranks(ranks)} {'have' if len(ranks) > 1 else 'has'} not come{f', waiting {what}' * bool(what)}"
+            for what, ranks in missing.items()
+        )
+
+    def why_gone(self, members: Sequence[int]) -> str:
+        """Return why ``members`` have ended, or why nobody can go on; "" if nobody has said so."""
+        said: list[str] = []
+
+        def read(store: Store) -> None:
+            keys = [(rank, f"left/{rank}") for rank in members if rank != self._rank]
+            said.extend(f"rank {rank} ended with {store.get(key).decode()}" for rank, key in keys if store.check([key]))
+            said.append(self._verdict(store, self._published))
+
+        ask(self._job_store, read)
+        return "; ".join(filter(None, said))
+
+    def tell_why(self, error: BaseException) -> None:
+        """Tell the other ranks which exception ends this process; it may be called while the interpreter ends."""
+        with self._with_store() as reached:  # `ask` would start a thread, which newer Pythons refuse by then
+            if reached:
+                (self._store or self._job_store).set(f"left/{self._rank}", f"{type(error).__name__}: {error}"[:_LONGEST])
 
     def close(self) -> None:
         """Let the other ranks know that this one has left, and end the thread."""
         self._stop.set()
-        with suppress(RuntimeError):
-            self._publish([[_LEFT, "", []]])
+        with self._with_store() as reached:
+            if reached:
+                self._publish([[_LEFT, "", []]])
         if self._thread is not None:
             self._thread.join(_GLANCE)
 
+    @contextmanager
+    def _with_store(self) -> Iterator[bool]:
+        """Hold the lock, if the store can be reached: the watch, which holds it while it asks the store, may hang there."""
+        reached = self._lock.acquire(timeout=_LIMIT)
+        try:
+            with suppress(RuntimeError):  # the store is gone
+                yield reached
+        finally:
+            if reached:
+                self._lock.release()
+
     def _publish(self, waits: list[Any]) -> None:
-        with self._lock:
-            if self._store is not None and (waits or self._published):
-                self._store.set(f"waits/{self._rank}", json.dumps(waits))
-                self._published = bool(waits)
+        """Tell the other ranks; the caller holds the lock, so that no wait ends between being seen and being published."""
+        if self._store is not None and (waits or self._is_blocked):
+            self._store.set(f"waits/{self._rank}", json.dumps(waits))
+            self._published, self._is_blocked = waits or self._published, bool(waits)
 
     def _watch(self) -> None:
-        seen = None
+        said_before = None
         with suppress(RuntimeError):  # the store is gone with the rank that served it, which the collectives notice
             self._store = another_connection(self._job_store)
-            while not self._stop.wait(_GLANCE):
-                mine = self._blocked()
-                self._publish(mine)
-                said = self._said() if mine else []
-                verdict = self._verdict(mine) if mine else ""
-                if said and said == seen and not verdict:
-                    verdict = nobody_can_go_on(said)
-                    for rank in range(self._world_size) if verdict else ():
-                        self._store.set(f"verdict/{rank}", json.dumps([said[rank], verdict]))
+            while not self._stop.wait(min([_GLANCE, *(wait.patience / 4 for wait in list(self._waits.values()))])):
+                with self._lock:
+                    said_before, verdict = self._look(said_before)
                 if verdict:
                     for wait in list(self._waits.values()):
                         wait.interrupt(verdict)
-                seen = said
+
+    def _look(self, said_before: list[Any] | None) -> tuple[list[Any], str]:
+        """Publish this rank's waits, and return those of all ranks, and why none of them can go on if they have not changed."""
+        assert self._store is not None
+        mine = self._blocked()
+        self._publish(mine)
+        if (seen := self._failed + self._long_waits()) != self._seen:
+            self._store.set(f"seen/{self._rank}", json.dumps(seen))
+            self._seen = seen
+        said = self._said() if mine else []
+        verdict = self._verdict(self._store, mine) if mine else ""
+        if said and said == said_before and not verdict:
+            verdict = nobody_can_go_on(said)
+            for rank in range(self._world_size) if verdict else ():
+                self._store.set(f"verdict/{rank}", json.dumps([said[rank], verdict]))
+        return said, verdict
+
+    def _long(self) -> dict[int, _Wait]:
+        now = time.monotonic()
+        return {ident: wait for ident, wait in list(self._waits.items()) if now - wait.since > wait.patience}
+
+    def _long_waits(self) -> list[list[str]]:
+        """Return the collectives in which threads of this rank have been waiting for long."""
+        return [[wait.what, wait.place] for wait in self._long().values() if wait.place]
 
     def _blocked(self) -> list[Any]:
         """Return what this rank waits for, as lists that JSON can hold; none if one of its threads may still go on."""
         alive = {thread.ident for thread in threading.enumerate()}
-        now = time.monotonic()
-        long = {ident: wait for ident, wait in list(self._waits.items()) if now - wait.since > _PATIENCE}
+        long = self._long()
         if not self._foreground & alive <= long.keys() or all(wait.is_background for wait in long.values()):
             return []
         if not all(wait.place for wait in long.values()) and not any(wait.is_background for wait in long.values()):
@@ -140,21 +229,15 @@ class Waiting:
     def _said(self) -> list[Any]:
         """Return every rank's waits; none if a rank waits for nothing."""
         assert self._store is not None
-        said = []
-        for rank in range(self._world_size):
-            if not self._store.check([f"waits/{rank}"]):
-                return []
-            said.append(json.loads(self._store.get(f"waits/{rank}")))
-            if not said[-1]:
-                return []
-        return said
+        keys = [f"waits/{rank}" for rank in range(self._world_size)]
+        said = [json.loads(waits) for waits in self._store.multi_get(keys)] if self._store.check(keys) else []
+        return said if all(said) else []
 
-    def _verdict(self, mine: list[Any]) -> str:
+    def _verdict(self, store: Store, mine: list[Any]) -> str:
         """Return what another rank has found about these waits of mine."""
-        assert self._store is not None
-        if not self._store.check([f"verdict/{self._rank}"]):
+        if not store.check([f"verdict/{self._rank}"]):
             return ""
-        waits, verdict = json.loads(self._store.get(f"verdict/{self._rank}"))
+        waits, verdict = json.loads(store.get(f"verdict/{self._rank}"))
         return str(verdict) if waits == mine else ""
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-__all__ = ["CLAUSES", "SPEC_VERSION", "SUITES", "VECTORS_VERSION"]
+__all__ = ["CLAUSES", "SPEC_VERSION", "SUITES", "VECTORS_VERSION", "VECTORS_VERSIONS"]
 
-SPEC_VERSION = "1.0"
+SPEC_VERSION = "1.1"
 """Of the clauses that the checks cite; every report carries it."""
 
-VECTORS_VERSION = "1"
-"""Of the cases of golden vectors and their format: what ``vectors/v1`` holds."""
+VECTORS_VERSIONS = {"1": "1.0", "2": "1.1"}
+"""Versions of the cases of golden vectors, as in ``vectors/v1``, ... -> the specification that they are of."""
+
+VECTORS_VERSION = "2"
+"""The latest of them."""
 
 SUITES = ("kernels", "codec", "collectives", "comm_ops", "algorithms", "samplers", "cache", "fused_optimizer")
 """Each is run against one part of a target."""
@@ -54,5 +57,27 @@ CLAUSES = {
     "S8.3": "servers that fail",
     "S8.4": "the server of a job",
     "S8.5": "how values are stored",
+    "S9": "warm-up, counting of steps, and states of local updates",
+    "S9.1": "local_sgd",
+    "S9.2": "diloco: global weights and optimizers",
+    "S9.3": "fragments",
+    "S9.4": "when fragments are sent and applied, and how",
+    "S9.5": "the mean of a fragment",
+    "S9.6": "identities, and evaluation of the global weights",
+    "S10.1": "powersgd: warm-up, and what is compressed",
+    "S10.2": "rounds of powersgd, and what they leave",
+    "S10.3": "orthonormal columns",
+    "S10.4": "gradients that are not finite",
+    "S10.5": "messages, conservation and exactness of powersgd",
+    "S11.2": "topk",
+    "S12.1": "MXFP8, MXFP4 and MXINT8",
+    "S12.2": "OneBit",
+    "S12.3": "poisoned blocks and bounds of the codecs of S12",
+    "S13": "graphs for decentralized averaging",
+    "S13.1": "one_peer_exponential",
+    "S13.2": "hypercube",
+    "S13.3": "ring and exponential",
+    "S13.4": "graphs of a user's function",
+    "S13.5": "conservation of the mean, intervals",
 }
 """Number -> what it is about."""

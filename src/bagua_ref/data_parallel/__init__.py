@@ -2,5 +2,7 @@
 
 from bagua_ref.data_parallel import functional
 from bagua_ref.data_parallel.distributed import DistributedDataParallel, to_bagua_process_group
+from bagua_ref.data_parallel.grad_scaler import GradScaler
+from bagua_ref.data_parallel.joining import join
 
-__all__ = ["DistributedDataParallel", "functional", "to_bagua_process_group"]
+__all__ = ["DistributedDataParallel", "GradScaler", "functional", "join", "to_bagua_process_group"]

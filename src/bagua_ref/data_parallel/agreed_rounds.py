@@ -5,20 +5,67 @@ from __future__ import annotations
 import weakref
 import zlib
 from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from bagua_ref.agreement import Agreement, Fact
+from bagua_ref.agreement import UNSAID, Agreement, Fact
 from bagua_ref.errors import CommunicationError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
+    from bagua_ref.agreement import Comparison
     from bagua_ref.algorithms.base import TrainingContext
 
-__all__ = ["AgreedRounds"]
+__all__ = ["BUFFERS", "JOINED", "ROUND", "STEP", "AgreedRounds", "Told"]
+
+JOINED, ROUND, BUFFERS, STEP = UNSAID, 0, 1, 2
+_ACTS = ("exchange buckets", "broadcast buffers", "decide whether to skip an optimizer step")
+_JOINS = tuple(
+    f"inside join(divide_by_initial_world_size={divide}, throw_on_early_termination={throw})"
+    for divide in (False, True)
+    for throw in (False, True)
+)
+_DIGEST = "{has} weights and optimizer state of checksum {value} after a state was loaded"
+
+
+class Told(NamedTuple):
+    """What the ranks of a training have told each other.
+
+    Attributes:
+        act: what those with batches are about to do: `ROUND`, `BUFFERS` or `STEP`; `JOINED` if all have run out of them.
+        active: the ranks that have batches, as numbers within the group.
+        joined: those that have run out of them, inside `bagua_ref.join`.
+        flag: whether an active rank has set its flag.
+        facts: if they begin a round, the values of the algorithm's facts on them, and of what else is compared.
+    """
+
+    act: int
+    active: list[int]
+    joined: list[int]
+    flag: bool
+    facts: list[int]
+
+
+class JoinContext(Protocol):
+    """The `bagua_ref.join` that a module is in."""
+
+    others: Sequence[Any]
+    """The joinables that are no modules."""
+
+    @property
+    def number(self) -> int:
+        """The options as a number from 1 on, which must be equal on all ranks."""
+        ...
+
+    def round_ended(self, told: Told) -> None:
+        """Complete a round in which this rank had a batch."""
+        ...
+
+    def follow(self) -> None:
+        """Take part in the rounds of ranks that have batches until none has."""
+        ...
 
 
 class AgreedRounds:
@@ -31,7 +78,10 @@ class AgreedRounds:
         broken: why no round can begin; "" while all is well.
         steps_of_optimizers: the steps that each optimizer has taken.
         backward_passes: those begun outside `no_sync`.
+        joining: the `bagua_ref.join` that the module is in.
     """
+
+    joining: JoinContext | None = None
 
     def __init__(self, training: TrainingContext) -> None:
         self._training, self._group = weakref.ref(training), training.process_group
@@ -41,50 +91,141 @@ class AgreedRounds:
         self.steps_of_optimizers = [0] * len(training.bagua_optimizers)
         self.backward_passes = 0
         self._plan = 0
+        self._plan_of_last_round: int | None = None
+        self._told: Told | None = None
+        """What came of the last round's comparison, if `end_round` has not been called since."""
         comm = self._group.get_global_communicator()
         self._agreement = Agreement(comm, self._group.ranks, training.bagua_module_name)
+        self._in_node: Agreement | None = None
+        """If ranks compare inside their node first."""
         self._alone = comm.nranks() == 1
         if not self._alone:
             training._bagua_backend.before_round = self._open
+            if training.bagua_algorithm.agrees_in_nodes:
+                node = self._group.get_intra_node_communicator()
+                ranks = [rank for (rank,) in node.exchange_notes([self._group.ranks[comm.rank()]])()]
+                self._in_node = Agreement(node, ranks, training.bagua_module_name)
 
     def plan(self) -> None:
         """Note the buckets, which must be equal on all ranks."""
         buckets = self._trained.bagua_buckets
         described = [(b.name, str(b.dtype), [list(t.shape) for t in b.tensors]) for b in buckets]
         self._plan = zlib.crc32(repr(described).encode())
+        if self._plan_of_last_round is None:  # what the first one depends on was compared when wrapping
+            self._plan_of_last_round = self._plan
 
-    def _open(self) -> Callable[[], None]:
-        """Return the comparison for the round that begins now."""
+    def _open(self) -> Callable[[], Callable[[], None] | None]:
+        """Return what the worker runs when a round begins, and this returns what it runs when the round ends."""
+        loaded, self._loaded = self._loaded, False
+        alike, facts = self._trained.bagua_algorithm.rounds_are_alike, self._facts(ROUND)
+        same_plan, self._plan_of_last_round = self._plan == self._plan_of_last_round, self._plan
+        stays_in_node = self._trained.bagua_algorithm.round_stays_in_node
+
+        def begin() -> Callable[[], None] | None:
+            if self._in_node is not None:
+                self._in_node.begin(facts, loaded, ahead=False).check(self._digest)
+                if stays_in_node:
+                    return None
+            comparison = self._agreement.begin(facts, loaded, ahead=alike)
+
+            def check() -> None:
+                comparison.check(self._digest)
+                self._told = _read(comparison)
+
+            if not alike:
+                check()
+                return None
+            if not same_plan:  # messages of another size than the receiver's would end its process inside gloo
+                comparison.check_facts()
+            return check
+
+        return begin
+
+    def tell(self, act: int, flag: bool = False) -> Told:
+        """Tell the other ranks that this one is about to do ``act``, `BUFFERS` or `STEP`; return what all have told. Collective.
+
+        Args:
+            act: what is not a round.
+            flag: a flag for the others.
+        """
+        facts, alike = self._facts(act), self._trained.bagua_algorithm.rounds_are_alike
+
+        def tell() -> Told:
+            if self._in_node is not None:
+                self._in_node.begin(facts, flag, ahead=False).check_facts()
+            return _read(self._agreement.begin(facts, flag, ahead=alike))
+
+        with self.giving_up():
+            return self._trained._bagua_backend.run(tell)
+
+    def shadow(self) -> Told:
+        """Tell the other ranks that this one has no more batches, and take part in the round that they begin, if they do."""
+        training = self._trained
+        algorithm, facts = training.bagua_algorithm, self._facts(JOINED)
+        alike = algorithm.rounds_are_alike
+
+        def begin() -> Comparison:
+            comparison = self._agreement.begin(facts, False, ahead=alike)
+            if _read(comparison).act == ROUND and not alike:
+                comparison.check(self._no_digest)
+            return comparison
+
+        with self.giving_up():
+            comparison = training._bagua_backend.run(begin)
+            told = _read(comparison)
+            if told.act == ROUND:
+                algorithm.shadow(told.facts[: len(algorithm.facts())])
+                if alike:
+                    training._bagua_backend.run(lambda: comparison.check(self._no_digest))
+        return told
+
+    def end_round(self) -> None:
+        """Do what remains to be done after a round inside `bagua_ref.join`."""
+        told, self._told = self._told, None
+        if self.joining is not None and told is not None:
+            self.joining.round_ended(told)
+
+    def _facts(self, act: int) -> list[Fact]:
+        """Return what this rank says before ``act``: everything if it begins a round, else as many facts, but only the first."""
         training = self._trained
         algorithm, optimizers = training.bagua_algorithm, training.bagua_optimizers
-        facts = [Fact("{has} buckets of plan {value}", self._plan), *algorithm.facts()]
+        facts = [
+            Fact("{is} about to {value}", act, _ACTS),
+            Fact("{is} {value}", 0 if self.joining is None else self.joining.number, ("outside join()", *_JOINS)),
+            Fact("{has} buckets of plan {value}", self._plan),
+        ]
+        common = len(facts)
+        facts += algorithm.facts()
         if algorithm.steps_together:
             several = len(optimizers) > 1
             for place, (optimizer, steps) in enumerate(zip(optimizers, self.steps_of_optimizers, strict=True)):
                 which = f" of optimizer {place}, {type(optimizer).__name__}" if several else ""
                 facts.append(Fact(f"{{has}} taken {{value}} optimizer steps{which}", steps))
-        loaded, self._loaded = self._loaded, False
-        return partial(self._agreement.check, facts, loaded, self._digest)
+        return facts if act == ROUND else [*facts[:common], *(fact._replace(value=UNSAID) for fact in facts[common:])]
 
     def note_load(self, *_: Any) -> None:
         """Note that a state was loaded: a hook of the module and its optimizers."""
         self._loaded = True
 
+    def _no_digest(self) -> Fact | None:
+        """As `_digest`, but say nothing."""
+        return Fact(_DIGEST, UNSAID) if self._trained.bagua_algorithm.replicas_are_equal else None
+
     def _digest(self) -> Fact | None:
         """Return a checksum of weights and optimizer state, if they are equal on all ranks."""
-        training = self._trained
-        if not training.bagua_algorithm.replicas_are_equal:
+        replicas = self._trained.bagua_algorithm.replicas()
+        if not replicas:
             return None
         checksum = 0
-        for _, parameter in training.bagua_build_params():
-            states = [optimizer.state[parameter] for optimizer in training.bagua_optimizers if parameter in optimizer.state]
+        for parameter, optimizers in replicas:
+            states = [optimizer.state[parameter] for optimizer in optimizers if parameter in optimizer.state]
             tensors = [parameter, *(value for state in states for _, value in sorted(state.items(), key=lambda item: str(item[0])))]
             for tensor in tensors:
                 if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
                     continue  # a number, or a tensor whose bytes only its library knows
                 data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
                 checksum = zlib.crc32(data.data, checksum)
-        return Fact("{has} weights and optimizer state of checksum {value} after a state was loaded", checksum)
+        return Fact(_DIGEST, checksum)
 
     def give_up(self, why: str) -> None:
         """Let no round begin any more, here and on the other ranks; a training alone can go on."""
@@ -118,3 +259,12 @@ class AgreedRounds:
         training = self._training()
         assert training is not None, "it is under way"
         return training
+
+
+def _read(comparison: Comparison) -> Told:
+    """Return what the ranks have told, when all have."""
+    notes = comparison.check_facts()
+    active = [rank for rank, note in enumerate(notes) if note[1] != JOINED]
+    joined = [rank for rank, note in enumerate(notes) if note[1] == JOINED]
+    _, act, _, _, *rest = notes[active[0] if active else 0]
+    return Told(act, active, joined, any(note[0] for note in notes), rest)

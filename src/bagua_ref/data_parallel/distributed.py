@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map
 
 from bagua_ref.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
+from bagua_ref.data_parallel.joining import join
 from bagua_ref.data_parallel.wrapping import context_of, wrap
 from bagua_ref.errors import NotInitializedError
 from bagua_ref.process_group import BaguaProcessGroup, _get_default_group
@@ -257,12 +258,9 @@ class DistributedDataParallel(torch.nn.Module):
 
     def join(
         self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
-    ) -> NoReturn:
-        """Raise NotImplementedError: all ranks take the same number of steps."""
-        raise NotImplementedError(
-            "join() is not supported; give all ranks the same number of batches (DistributedSampler does), or use "
-            "AsyncModelAverageAlgorithm, whose ranks need not take the same number of steps"
-        )
+    ) -> AbstractContextManager[None]:
+        """Return a context in which ranks may have different numbers of batches: `bagua_ref.join` of this module."""
+        return join([self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size)
 
     def register_comm_hook(self, state: Any, hook: Any) -> NoReturn:
         """Raise NotImplementedError: algorithms take the place of hooks."""

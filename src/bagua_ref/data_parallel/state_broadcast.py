@@ -10,16 +10,17 @@ from torch.utils._pytree import tree_map_only
 
 from bagua_ref.communication import broadcast_coalesced
 from bagua_ref.communicators.scheduler import format_ranks
+from bagua_ref.optimizer_state import take_over
 from bagua_ref.types import ReduceOp
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from torch import Tensor
 
     from bagua_ref.communicators.base import Communicator
 
-__all__ = ["broadcast_state", "take_over"]
+__all__ = ["broadcast_state", "share_object", "share_state"]
 
 _SHOWN = 3  # differences in a message
 _ABSENT, _ORDER = "none", "order"
@@ -51,58 +52,22 @@ def broadcast_state(
     named = dict(module.named_parameters()) | dict(module.named_buffers())
     tensors = {name: tensor for name, tensor in named.items() if name not in ignored}
     _check_alike({**_described(tensors, optimizers), **settings}, comm, ranks)
-    broadcast_coalesced([tensor.detach() for tensor in tensors.values()], 0, comm)
+    share_state(tensors.values(), optimizers, comm, 0)
+
+
+def share_state(tensors: Iterable[Tensor], optimizers: Iterable[torch.optim.Optimizer], comm: Communicator, source: int) -> None:
+    """Give every rank the ``tensors`` of rank ``source``, and the state and options of its optimizers."""
+    broadcast_coalesced([tensor.detach() for tensor in tensors], source, comm)
     for optimizer in optimizers:
-        mine = comm.rank() == 0
-        found = comm.broadcast_object(_on_cpu((optimizer.state_dict(), optimizer.defaults)) if mine else None, 0)
-        if not mine:
+        found = share_object((optimizer.state_dict(), optimizer.defaults), comm, source)
+        if comm.rank() != source:
             take_over(optimizer, *found)
 
 
-def take_over(optimizer: torch.optim.Optimizer, state: dict[str, Any], defaults: dict[str, Any]) -> None:
-    """Load ``state`` and ``defaults``, which later parameter groups inherit, into ``optimizer``.
-
-    Unlike ``load_state_dict`` alone, this keeps the dtype of the state, and writes into tensors that a user may hold, such as a
-    learning rate, instead of replacing them.
-    """
-    options = [dict(group) for group in optimizer.param_groups]
-    optimizer.load_state_dict(state)
-    if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
-        numbers = [number for group in state["param_groups"] for number in group["params"]]
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for number, parameter in zip(numbers, parameters, strict=True):
-            if number in state["state"]:
-                optimizer.state[parameter] = _uncast(optimizer.state[parameter], state["state"][number])
-    for before, group in zip(options, optimizer.param_groups, strict=True):
-        group.update({name: _in_place(before.get(name), value) for name, value in group.items() if name != "params"})
-    optimizer.defaults.update({name: _in_place(optimizer.defaults.get(name), value) for name, value in defaults.items()})
-
-
-def _uncast(loaded: Any, sent: Any) -> Any:
-    """Return what was ``sent``, on the device to which it was ``loaded``."""
-    if isinstance(sent, torch.Tensor):
-        return sent.to(loaded.device)
-    if type(sent) is dict:
-        return {name: _uncast(loaded[name], value) for name, value in sent.items()}
-    if type(sent) in (list, tuple):
-        return type(sent)(map(_uncast, loaded, sent))
-    return sent if isinstance(sent, (str, bytes)) else loaded
-
-
-def _in_place(mine: Any, theirs: Any) -> Any:
-    """Return ``theirs``, in my own tensors where they can take it."""
-    if isinstance(theirs, torch.Tensor) and isinstance(mine, torch.Tensor):
-        if (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype):
-            mine.data.copy_(theirs)
-            return mine
-    elif type(theirs) in (list, tuple) and type(mine) is type(theirs) and len(mine) == len(theirs):
-        return type(theirs)(map(_in_place, mine, theirs))
-    return theirs
-
-
-def _on_cpu(value: Any) -> Any:
-    """Return ``value`` with its tensors in the host's memory: the receivers may not have the sender's devices."""
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), value)
+def share_object(mine: Any, comm: Communicator, source: int) -> Any:
+    """Return what rank ``source`` passed as ``mine``, its tensors on the CPU: receivers may not have the sender's devices."""
+    on_cpu = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), mine) if comm.rank() == source else None
+    return comm.broadcast_object(on_cpu, source)
 
 
 def _described(tensors: dict[str, Tensor], optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:

@@ -25,6 +25,8 @@ class StepGuard:
         self._since = {optimizer: _Since() for optimizer in optimizers}
         self._unstepped: set[torch.optim.Optimizer] = set()
         self._communicates = False
+        self.followed_backward = False
+        """Whether gradients had arrived for the last step, be it from the step's own closure."""
         self.expects_backward = False
         """Whether the steps of all optimizers, or a backward pass if none is known, have yet to follow a training forward pass."""
         self._reached: tuple[torch.Tensor, int] | None = None
@@ -74,11 +76,14 @@ class StepGuard:
             if parameter.grad is gradient:  # else zero_grad() has dropped it
                 raise RuntimeError(self._message(type(optimizer).__name__, reason))
         self._since[optimizer] = _Since()
+        self.followed_backward = since.gradients
         # Without gradients and with lr=0: torch.distributed.checkpoint lets an optimizer make its state by such a step.
         self._communicates = since.gradients or any(group.get("lr") != 0 for group in optimizer.param_groups)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Note the end of a step; return whether it counts as one of the training's."""
+        since = self._since[optimizer]
+        self.followed_backward, since.gradients = self.followed_backward or since.gradients, False
         self._unstepped.discard(optimizer)
         self.expects_backward = self.expects_backward and bool(self._unstepped)
         return self._communicates

@@ -12,7 +12,7 @@ import torch
 
 from bagua_ref.algorithms.base import GlobalAlgorithmRegistry
 from bagua_ref.communication import broadcast_coalesced
-from bagua_ref.data_parallel.agreed_rounds import AgreedRounds
+from bagua_ref.data_parallel.agreed_rounds import BUFFERS, AgreedRounds
 from bagua_ref.data_parallel.bucketing import split_into_buckets
 from bagua_ref.data_parallel.state_broadcast import broadcast_state
 from bagua_ref.data_parallel.step_guard import StepGuard
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from bagua_ref.runtime import World
     from bagua_ref.types import Group
 
-__all__ = ["WrappedModule"]
+__all__ = ["WrappedModule", "trainings_of"]
 
 _counter = itertools.count()
 
@@ -108,6 +108,7 @@ class WrappedModule(NotCopied):
         self._bagua_backend = Engine(world, self.bagua_module_name, timeout, GlobalAlgorithmRegistry.name_of(algorithm))
         self._parameters = TrainedParameters(module, self.parameters_to_ignore)
         split_into_buckets([p for _, p in self.bagua_build_params()], 1)  # refuse what cannot be trained before anything is sent
+        algorithm.check(self.bagua_build_params(), self.bagua_optimizers)
         self.given_group, self.process_group = group, group.for_background()
         self._owns_group = self.process_group is not group
         settings = {"algorithm": f"{type(algorithm).__name__}{_plain_options(algorithm)}", "buckets": f"{self.bucket_bytes} bytes"}
@@ -156,6 +157,10 @@ class WrappedModule(NotCopied):
     def backward_passes(self) -> int:
         """Backward passes begun outside `no_sync`."""
         return self.rounds.backward_passes
+
+    def note_load(self) -> None:
+        """Have what is equal on all ranks compared in the next round."""
+        self.rounds.note_load()
 
     @property
     def module(self) -> torch.nn.Module:
@@ -213,15 +218,21 @@ class WrappedModule(NotCopied):
         self.rounds.check_usable()
         self._synchronizing = not self.skipping
         self.bagua_train_step_counter += 1
+        self.bagua_algorithm.begin_forward()
         if self.bagua_algorithm.need_reset():
             self.reset()
         self._guard.forward_begins()
         if self._synchronizing:
             if self._buffer_group is not None and self.bagua_algorithm.ranks_in_step:
-                # Autograd must not take this for a change by the user to a saved buffer: data has no version.
-                buffers = [buffer.data for buffer in self._buffers()]
-                broadcast_coalesced(buffers, 0, self._buffer_group.get_global_communicator())
+                self.broadcast_buffers(0 if self.rounds.joining is None else self.rounds.tell(BUFFERS).active[0])
             self._forward_pre_hook(input)
+
+    def broadcast_buffers(self, source: int) -> None:
+        """Give every rank the buffers of rank ``source`` of the group. Collective."""
+        assert self._buffer_group is not None, "will_broadcast_buffers() is True, and there are other ranks"
+        # Autograd must not take this for a change by the user to a saved buffer: data has no version.
+        buffers = [buffer.data for buffer in self._buffers()]
+        broadcast_coalesced(buffers, source, self._buffer_group.get_global_communicator())
 
     def will_broadcast_buffers(self) -> bool:
         """Return whether training forward passes outside `no_sync` begin with a broadcast of buffers."""
@@ -237,12 +248,15 @@ class WrappedModule(NotCopied):
         self._guard.before_step(optimizer)
 
     def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._guard.after_step(optimizer):
+        counts = self._guard.after_step(optimizer)
+        if not (self._guard.followed_backward if self.bagua_algorithm.steps_follow_backward else counts):
             return
         self.steps_of_optimizers[self.bagua_optimizers.index(optimizer)] += 1
-        if self.module.training and self._synchronizing:
-            with self.rounds.giving_up():
-                self._post_step_hook(optimizer)
+        synchronizing = self.module.training and self._synchronizing
+        with self.rounds.giving_up():
+            (self._post_step_hook if synchronizing else self.bagua_algorithm.end_unsynchronized_step)(optimizer)
+        if synchronizing:
+            self.rounds.end_round()
 
     def _begin_backward(self, name: str, parameter: Any) -> bool:
         """Return whether the backward pass that delivers its first gradient now is synchronized."""
@@ -288,6 +302,12 @@ class WrappedModule(NotCopied):
             self._bagua_backend.end_backward(self._find_unused_parameters)
             self._post_backward_hook()
         self._guard.synchronized()
+        self.rounds.end_round()
+
+    def end_join(self) -> None:
+        """Inside `bagua_ref.join`: let this rank have no more batches, and wait until this is so for all; elsewhere, do nothing."""
+        if self.rounds.joining is not None:
+            self.rounds.joining.follow()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -331,6 +351,13 @@ class GradientHook(NotCopied):
             wrapped._backward_hook(self._name, parameter)
 
 
+def trainings_of(parameter: torch.nn.Parameter) -> list[WrappedModule]:
+    """Return the trainings that ``parameter`` takes part in."""
+    hooks = (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
+    found = (hook.training() for hook in hooks if isinstance(hook, GradientHook))
+    return [training for training in found if training is not None]
+
+
 class _OwnList(NotCopied, list):  # type: ignore[type-arg]
     """A list that is not copied with the module that has it."""
 
@@ -344,6 +371,6 @@ def _inside_backward() -> bool:
 
 
 def _plain_options(algorithm: Algorithm) -> dict[str, Any]:
-    """Return the numbers and strings among the options of ``algorithm``, which must be equal on all ranks."""
+    """Return the numbers, strings and lists among the options of ``algorithm``, which must be equal on all ranks."""
     options = {name: getattr(algorithm, name, None) for name in inspect.signature(type(algorithm)).parameters}
-    return {name: value for name, value in options.items() if isinstance(value, (int, float, str))}
+    return {name: value for name, value in options.items() if isinstance(value, (int, float, str, list))}

@@ -9,7 +9,7 @@ import torch
 from bagua_ref.algorithms.base import Algorithm
 from bagua_ref.backends import get_backend
 from bagua_ref.data_parallel.trained_parameters import refuse_what_cannot_be_flat
-from bagua_ref.data_parallel.wrapped_module import GradientHook, WrappedModule
+from bagua_ref.data_parallel.wrapped_module import WrappedModule, trainings_of
 from bagua_ref.env import checked_timeout
 from bagua_ref.errors import NotInitializedError
 from bagua_ref.runtime import current_world
@@ -138,9 +138,8 @@ def _check(
             raise ValueError(f"module.{name} is wrapped already; wrap the whole module once, or only its parts")
     refuse_what_cannot_be_flat(module)
     for name, parameter in module.named_parameters():
-        for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
-            other = hook.training() if isinstance(hook, GradientHook) else None
-            if other is not None and other.module is not module:
+        for other in trainings_of(parameter):
+            if other.module is not module:
                 raise ValueError(
                     f"parameter {name!r} takes part in the training of {type(other.module).__name__} "
                     f"({other.bagua_module_name!r}) already; wrap the whole module once, or only its parts"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.profiler import record_function
@@ -14,7 +14,7 @@ from bagua_ref.errors import CommunicationError
 from bagua_ref.scheduling.readiness import Readiness
 from bagua_ref.scheduling.worker import Worker
 from bagua_ref.tensor import registration
-from bagua_ref.utils import overlapping
+from bagua_ref.utils import overlapping, profiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine"]
 
+T = TypeVar("T")
+
 
 class Engine:
     """Runs a module's buckets on one background worker, every rank in the same order.
@@ -38,17 +40,21 @@ class Engine:
         algorithm: the algorithm's name in profiles; "" uses ``name``.
 
     Attributes:
-        before_round: called on the marking thread when a round begins; what it returns is called on the worker before the round's
-            first bucket. If that raises an error, no bucket runs any more. None: rounds begin without further ado.
+        before_round: called on the marking thread when a round's first bucket is complete; what it returns is called on the
+            worker before that bucket; and what that returns, if not None, after the last one. If one of these raises an error, no
+            bucket runs any more, and waiting raises it. None: rounds begin and end without further ado.
         half_done: whether a round has been abandoned after it had begun.
     """
 
     def __init__(self, world: World, name: str = "", timeout: float = 300.0, algorithm: str = "") -> None:
         self.name, self._algorithm = name, algorithm or name
-        self.before_round: Callable[[], Callable[[], None]] | None = None
+        self.before_round: Callable[[], Callable[[], Callable[[], None] | None]] | None = None
         self.half_done = False
         self._fate = _Fate()
-        self._worker: Worker[_BucketRun | _Opening] = Worker(world, f"bagua_ref worker {name}", timeout)
+        self._opening: _Opening | None = None
+        """The beginning of the round that has not been closed."""
+        self._is_open = False
+        self._worker: Worker[_BucketRun | _Opening | _Closing] = Worker(world, f"bagua_ref worker {name}", timeout)
         self._buckets: list[BaguaBucket] = []
         self._readiness: Readiness[Registration] = Readiness([])
         self._bucket_of: dict[Registration, BaguaBucket] = {}
@@ -103,8 +109,9 @@ class Engine:
         known = registration(tensor)
         begins = self._readiness.idle
         complete = self._readiness.mark(known)
-        if begins and self.before_round is not None:
-            self._worker.submit(_Opening(self.before_round(), self._fate))
+        if begins:
+            self._close_round()
+            self._is_open = False
         if known in self._large and (bucket := self._bucket_of[known]) not in self._under_way:
             bucket.take_in(self._large[known])
         if self._marked_on and (bucket := self._bucket_of[known]) in self._marked_on:
@@ -112,11 +119,40 @@ class Engine:
         for place in complete:
             self._schedule(self._buckets[place])
 
+    def _open_round(self) -> None:
+        self._is_open = True
+        if self.before_round is not None:
+            self._opening = _Opening(self.before_round(), self._fate)
+            self._worker.submit(self._opening)
+
+    def _close_round(self) -> None:
+        if self._opening is not None:
+            self._worker.submit(_Closing(self._opening, self._fate))
+            self._opening = None
+
+    def run_round(self, buckets: Sequence[BaguaBucket], is_open: bool = False) -> None:
+        """Run ``buckets``, registered or not, now and in a round of their own; `wait_pending_comm_ops` waits for them, too.
+
+        No round of registered buckets may be under way.
+
+        Args:
+            buckets: in the order in which all ranks run them.
+            is_open: whether what `before_round` would do has been done.
+        """
+        assert not self._readiness.started
+        self._close_round()
+        self._is_open = is_open
+        for bucket in buckets:
+            self._schedule(bucket)
+        self._close_round()
+
     def _schedule(self, bucket: BaguaBucket) -> None:
         """Load ``bucket`` on the current stream, after everything that its tensors wait for, and submit it to the worker.
 
         If the worker may still be running it, scheduled in an earlier round, the worker loads it.
         """
+        if not self._is_open:
+            self._open_round()
         here = streams.current_stream(bucket.device)
         if bucket in self._marked_on:
             elsewhere = self._marked_on[bucket] - {here}
@@ -141,7 +177,8 @@ class Engine:
             CommunicationError: an operation failed; names the bucket and operation, with the first error as its cause.
             CommunicationTimeoutError: no progress within the timeout; names the bucket and operation.
         """
-        with record_function(f"bagua_ref::{self._algorithm}/wait"):
+        self._close_round()
+        with profiled(f"bagua_ref::{self._algorithm}/wait"):
             runs = self._worker.wait()
         self._under_way.clear()
         if self._fate.error is not None:
@@ -152,6 +189,17 @@ class Engine:
                 raise CommunicationError(f"{run.describe()}: {type(error).__name__}: {error}") from error
             if isinstance(run, _BucketRun):
                 streams.order_after([run.done], run.bucket.device)
+
+    def run(self, function: Callable[[], T]) -> T:
+        """Return the result of ``function()``, called on the worker after everything scheduled; this waits for it.
+
+        If it raises an error, no bucket runs any more.
+        """
+        self._close_round()
+        results: list[T] = []
+        self._worker.submit(_Opening(lambda: results.append(function()), self._fate))
+        self.wait_pending_comm_ops()
+        return results[0]
 
     def begin_backward(self) -> None:
         """Begin a round that lasts until `end_backward`; marking a tensor again after its bucket was scheduled is an error."""
@@ -208,28 +256,56 @@ class Engine:
 
 
 class _Fate:
-    """The error after which no bucket of an engine runs any more; the worker sets it."""
+    """What the worker has learnt of rounds.
+
+    Attributes:
+        error: after it, no bucket of the engine runs any more.
+        bucket_failed: whether a bucket of this round has failed.
+    """
 
     error: BaseException | None = None
+    bucket_failed = False
 
 
 class _Opening:
     """The first job of a round."""
 
     error: BaseException | None = None
+    close: Callable[[], None] | None = None
 
-    def __init__(self, check: Callable[[], None], fate: _Fate) -> None:
-        self._check, self._fate = check, fate
+    def __init__(self, begin: Callable[[], Callable[[], None] | None], fate: _Fate) -> None:
+        self._begin, self._fate = begin, fate
 
     def __call__(self) -> None:
+        self._fate.bucket_failed = False
         if self._fate.error is None:
             try:
-                self._check()
+                self.close = self._begin()
             except Exception as error:
                 self._fate.error = self.error = error
 
     def describe(self) -> str:
-        return "agreement with the other ranks before a round"
+        return "agreement with the other ranks at the beginning of a round"
+
+
+class _Closing:
+    """The last job of a round; without effect if a bucket has failed, whose error says more."""
+
+    error: BaseException | None = None
+
+    def __init__(self, opening: _Opening, fate: _Fate) -> None:
+        self._opening, self._fate = opening, fate
+
+    def __call__(self) -> None:
+        close, self._opening.close = self._opening.close, None
+        if close is not None and self._fate.error is None and not self._fate.bucket_failed:
+            try:
+                close()
+            except Exception as error:
+                self._fate.error = self.error = error
+
+    def describe(self) -> str:
+        return "agreement with the other ranks at the end of a round"
 
 
 class _BucketRun:
@@ -263,6 +339,7 @@ class _BucketRun:
                 self.done = self.bucket.execute(self._flat, self._ready, self._label)
             except Exception as error:
                 self.error = error
+                self._fate.bucket_failed = True
         if self._ended is not None:
             self._ended.set_result(None)
 

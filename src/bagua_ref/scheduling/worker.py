@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
@@ -37,9 +38,8 @@ class Worker(Generic[AnyJob]):
     def __init__(self, world: World, name: str, timeout: float) -> None:
         self._world, self._name, self.timeout = world, name, timeout
         self._queue = world.queue()
-        self._progress = world.event()
-        self._finished = _Counter()
-        self._submitted = 0
+        self._idle = world.event()
+        self._jobs_so_far = _Count()
         self._interrupted = ""
         """Why waiting is no use."""
         self._jobs: list[AnyJob] = []
@@ -51,17 +51,19 @@ class Worker(Generic[AnyJob]):
     def submit(self, job: AnyJob) -> None:
         """Run ``job()`` after all earlier jobs."""
         if self._thread is None:
-            queue, progress, finished = self._queue, self._progress, self._finished
+            queue, idle, jobs, now = self._queue, self._idle, self._jobs_so_far, self._world.now
 
             def loop() -> None:  # must not refer to the worker, or it would never be collected
                 while (run := queue.get()) is not None:
                     run()
                     del run  # a job holds its bucket
-                    finished.count += 1
-                    progress.set()
+                    jobs.last_end = now()
+                    jobs.finished += 1
+                    if jobs.finished == jobs.submitted:  # else the waiting thread would wake only to wait on
+                        idle.set()
 
             self._thread = self._world.spawn(loop, self._name)
-        self._submitted += 1
+        self._jobs_so_far.submitted += 1
         self._jobs.append(job)
         self._queue.put(job)
 
@@ -79,15 +81,18 @@ class Worker(Generic[AnyJob]):
 
     def _interrupt(self, reason: str) -> None:
         self._interrupted = reason
-        self._progress.set()
+        self._idle.set()
 
     def _wait(self) -> None:
-        while (before := self._finished.count) < self._submitted:
-            self._progress.clear()
+        jobs, now = self._jobs_so_far, self._world.now
+        begin = now()
+        while (before := jobs.finished) < jobs.submitted:
+            self._idle.clear()
             if self._interrupted:
                 raise CommunicationError(self._interrupted)
-            if self._finished.count == before and not self._progress.wait(self.timeout) and self._finished.count == before:
-                running = self._jobs[before - self._submitted]
+            left = max(0.0, max(begin, jobs.last_end) + self.timeout - now())
+            if jobs.finished == before and not self._idle.wait(left) and jobs.finished == before:
+                running = self._jobs[before - jobs.submitted]
                 raise CommunicationTimeoutError(f"no progress for {self.timeout:g} s: {running.describe()}")
 
     def join(self) -> None:
@@ -96,7 +101,12 @@ class Worker(Generic[AnyJob]):
             self._thread.join(self.timeout)
 
 
-class _Counter:
-    """How many jobs the thread has finished; only the thread writes it."""
+class _Count:
+    """How many jobs there have been."""
 
-    count = 0
+    submitted = 0
+    """Only the submitting thread writes it."""
+    finished = 0
+    """Only the worker's thread writes this one and the next."""
+    last_end = -math.inf
+    """The time at which the last one finished."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,11 +12,14 @@ from bagua_ref.communicators.scheduler import Scheduler
 from bagua_ref.communicators.simulated import SimulatedNetwork, SimulatedTransport
 from bagua_ref.runtime import Identity, use_world
 from bagua_ref.simulation.rank_world import SimulatedRankWorld
+from bagua_ref.simulation.schedules import Schedule, Schedules
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["SimulatedWorld"]
+    from torch import Tensor
+
+__all__ = ["Schedule", "Schedules", "SimulatedWorld"]
 
 T = TypeVar("T")
 
@@ -34,6 +38,7 @@ class SimulatedWorld:
         world_size: the number of ranks, at least 1.
         nodes: the number of ranks on each node, in rank order; None: all ranks are on one node.
         seed: the seed of the interleaving. The same program and seed give the same interleaving and results.
+        schedule: the interleaving of a single run, instead of a seed's.
 
     Raises:
         ValueError: ``nodes`` are not positive numbers that sum to ``world_size``.
@@ -46,21 +51,39 @@ class SimulatedWorld:
     [6.0, 6.0, 6.0, 6.0]
     """
 
-    def __init__(self, world_size: int, nodes: Sequence[int] | None = None, seed: int = 0) -> None:
+    def __init__(
+        self, world_size: int, nodes: Sequence[int] | None = None, seed: int = 0, schedule: Schedule | None = None
+    ) -> None:
         for name, value in (("world_size", world_size), ("seed", seed)):
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(f"{name}={value!r} must be an int")
+        if schedule is not None and not isinstance(schedule, Schedule):
+            raise TypeError(f"schedule={schedule!r} must be a Schedule, or None to draw one from the seed")
         if world_size < 1:
             raise ValueError(f"world_size={world_size} must be at least 1")
         sizes = (world_size,) if nodes is None else tuple(nodes)
         if any(not isinstance(size, int) or size < 1 for size in sizes) or sum(sizes) != world_size:
             raise ValueError(f"nodes={sizes} must be numbers of ranks, each at least 1, that sum to world_size={world_size}")
-        self.world_size, self.nodes, self.seed = world_size, sizes, seed
+        self.world_size, self.nodes, self.seed, self.schedule = world_size, sizes, seed, schedule
         self.virtual_time = 0.0
         """The duration of the last `run` in virtual seconds."""
+        self._messages: list[tuple[str, list[Tensor]]] | None = None
 
     def __repr__(self) -> str:
-        return f"SimulatedWorld({self.world_size}, nodes={self.nodes}, seed={self.seed})"
+        order = f"seed={self.seed}" if self.schedule is None else f"schedule={self.schedule!r}"
+        return f"SimulatedWorld({self.world_size}, nodes={self.nodes}, {order})"
+
+    def record(self) -> list[tuple[str, list[Tensor]]]:
+        """Return a list to which later runs append each collective: its name, and a copy of what each rank of the group sends.
+
+        >>> world = SimulatedWorld(2)
+        >>> messages = world.record()
+        >>> _ = world.run(lambda comm: comm.allreduce_inplace(torch.ones(1), ReduceOp.SUM))
+        >>> messages
+        [('allreduce(op=SUM)', [tensor([1.]), tensor([1.])])]
+        """
+        self._messages = [] if self._messages is None else self._messages
+        return self._messages
 
     def run(self, function: Callable[..., T], *args: Any) -> list[T]:
         """Call ``function(comm, *args)`` on every rank, with its communicator of all ranks; return the results by rank.
@@ -72,9 +95,9 @@ class SimulatedWorld:
             SimulationError: the ranks wait for each other and none can continue; the message says who waits for what.
             BaseException: the exception of the first rank to fail, unchanged; the other ranks are ended.
         """
-        scheduler = Scheduler(self.seed)
+        scheduler = Scheduler(self._choices())
         node_of = tuple(node for node, size in enumerate(self.nodes) for _ in range(size))
-        network = SimulatedNetwork(scheduler, node_of)
+        network = SimulatedNetwork(scheduler, node_of, self._messages)
         results: dict[int, T] = {}
 
         def main(rank: int) -> None:
@@ -90,6 +113,14 @@ class SimulatedWorld:
             torch.set_num_threads(threads)
             self.virtual_time = scheduler.time
         return [results[rank] for rank in range(self.world_size)]
+
+    def _choices(self) -> Callable[[int], int]:
+        """Return what `Scheduler` asks which of several threads is next."""
+        if self.schedule is not None:
+            self.schedule.restart()
+            return self.schedule.choose
+        drawn = random.Random(self.seed)  # nosec B311 # to repeat an order, not to hide one
+        return lambda ready: int(drawn.random() * ready)
 
     def _identity(self, rank: int, node: int) -> Identity:
         first = sum(self.nodes[:node])

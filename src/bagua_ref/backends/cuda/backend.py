@@ -3,27 +3,81 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from bagua_ref.backends import formats
 from bagua_ref.backends.base import KernelBackend
-from bagua_ref.backends.cuda import movement, plan
+from bagua_ref.backends.codec import Codec
+from bagua_ref.backends.cuda import codec_plans, movement, plan
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
     from bagua_ref.backends.cuda.launch import Card, Plan
 
-__all__ = ["PlannedBackend"]
+__all__ = ["PlannedBackend", "PlannedCodec"]
 
 _KEYS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
 
 
+class PlannedCodec(Codec):
+    """A codec in terms of plans."""
+
+    kernels: PlannedBackend
+    plan_compress: Callable[[Card, Tensor, int, int | None, Tensor], Plan]
+    plan_decompress: Callable[[Card, Tensor, int, Tensor], Plan]
+
+    def _compress(self, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor) -> None:
+        self.kernels._submit(self.plan_compress(self.kernels._card(x.device), x, num_chunks, target_chunk, out), x.device)
+
+    def _decompress(self, payload: Tensor, num_chunks: int, out: Tensor) -> None:
+        self.kernels._submit(self.plan_decompress(self.kernels._card(out.device), payload, num_chunks, out), out.device)
+
+
+class MinMaxUInt8(PlannedCodec, formats.MinMaxUInt8):
+    """S4 in ``codec.cu``."""
+
+    plan_compress = staticmethod(codec_plans.compress_minmax)
+    plan_decompress = staticmethod(partial(codec_plans.decompress, "codec", "decompress"))
+
+
+class MXFP8(PlannedCodec, formats.MXFP8):
+    """S12.1 in ``microscaling.cu``."""
+
+    plan_compress = staticmethod(partial(codec_plans.compress_blocks, "MXFP8"))
+    plan_decompress = staticmethod(partial(codec_plans.decompress, "microscaling", "decompress_MXFP8"))
+
+
+class MXFP4(PlannedCodec, formats.MXFP4):
+    """S12.1 in ``microscaling.cu``."""
+
+    plan_compress = staticmethod(partial(codec_plans.compress_blocks, "MXFP4"))
+    plan_decompress = staticmethod(partial(codec_plans.decompress, "microscaling", "decompress_MXFP4"))
+
+
+class MXINT8(PlannedCodec, formats.MXINT8):
+    """S12.1 in ``microscaling.cu``."""
+
+    plan_compress = staticmethod(partial(codec_plans.compress_blocks, "MXINT8"))
+    plan_decompress = staticmethod(partial(codec_plans.decompress, "microscaling", "decompress_MXINT8"))
+
+
+class OneBit(PlannedCodec, formats.OneBit):
+    """S12.2 in ``one_bit.cu``."""
+
+    plan_compress = staticmethod(codec_plans.compress_signs)
+    plan_decompress = staticmethod(partial(codec_plans.decompress, "one_bit", "restore_signs"))
+
+
 class PlannedBackend(KernelBackend):
     """The CUDA kernels with their grids and arguments; a subclass knows the card and runs the launches."""
+
+    codecs: ClassVar = {codec.name: codec for codec in (MinMaxUInt8, MXFP8, MXFP4, MXINT8, OneBit)}
 
     @abstractmethod
     def _card(self, device: torch.device) -> Card:
@@ -60,12 +114,6 @@ class PlannedBackend(KernelBackend):
 
     def _reduce_chunks_(self, x: Tensor, num_chunks: int, target_chunk: int, average: bool) -> None:
         self._submit(plan.reduce_chunks(self._card(x.device), x, num_chunks, target_chunk, average), x.device)
-
-    def _compress_minmax_uint8(self, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor) -> None:
-        self._submit(plan.compress(self._card(x.device), x, num_chunks, target_chunk, out), x.device)
-
-    def _decompress_minmax_uint8(self, payload: Tensor, num_chunks: int, out: Tensor) -> None:
-        self._submit(plan.decompress(self._card(out.device), payload, num_chunks, out), out.device)
 
     def _gather_flat(self, tensors: Sequence[Tensor], out: Tensor) -> None:
         self._copy(out, tensors, gather=True)

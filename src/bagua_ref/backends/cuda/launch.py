@@ -17,12 +17,19 @@ _FLOATS = ("float32", "float64", "float16", "bfloat16")
 _ELEMENTWISE = (
     "add", "subtract", "add_scaled", "average", "divide", "combine_ring", "async_average", "update_momentum",
 )  # fmt: skip
-_CODEC = ("find_ends", "quantise", "compress_on_chip", "decompress")
+_CODECS = {
+    "codec": ("find_ends", "quantise", "compress_on_chip", "decompress"),
+    "microscaling": tuple(f"{way}_{codec}" for way in ("compress", "decompress") for codec in ("MXFP8", "MXFP4", "MXINT8")),
+    "one_bit": ("sum_squares", "write_signs", "restore_signs"),
+}
 
 KERNELS: dict[str, tuple[str, ...]] = {
     "elementwise": tuple(f"{name}_{dtype}" for name in _ELEMENTWISE for dtype in _FLOATS),
     "chunks": tuple(f"reduce_chunks_{dtype}" for dtype in _FLOATS),
-    "codec": tuple(f"{name}_{dtype}" for name in _CODEC for dtype in _FLOATS if dtype != "float64"),
+    **{
+        source: tuple(f"{name}_{dtype}" for name in names for dtype in _FLOATS if dtype != "float64")
+        for source, names in _CODECS.items()
+    },
     "movement": (
         "gather_segments",
         "scatter_segments",
@@ -101,7 +108,9 @@ def pack(launch: Launch, workspace: int) -> tuple[ctypes.Array[ctypes.c_void_p],
 
 
 def source_of(name: str) -> str:
-    """Return the text of ``kernels/<name>.cu`` with our header inlined, so that the text alone determines what is compiled."""
-    header = (_FOLDER / "vector.cuh").read_text(encoding="utf-8").replace("#pragma once\n", "")
+    """Return the text of ``kernels/<name>.cu`` with our headers inlined, so that the text alone determines what is compiled."""
     text = (_FOLDER / f"{name}.cu").read_text(encoding="utf-8")
-    return text.replace('#include "vector.cuh"\n', header)
+    for header in ("codec.cuh", "vector.cuh"):  # which the first one includes
+        content = (_FOLDER / header).read_text(encoding="utf-8").replace("#pragma once\n", "")
+        text = text.replace(f'#include "{header}"\n', content)
+    return text

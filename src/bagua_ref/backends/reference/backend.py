@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from bagua_ref.backends.base import KernelBackend
-from bagua_ref.backends.reference import codec
-from bagua_ref.backends.reference.blocks import BLOCK, Array, blocks, reader, scratch
+from bagua_ref.backends.reference.blocks import BLOCK, Array, blocks, reader, rows_of, scratch
+from bagua_ref.backends.reference.codecs import CODECS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,6 +38,7 @@ class ReferenceBackend(KernelBackend):
     """SPEC's kernels in executable form. NumPy has no fused multiply-add, so each operation below rounds (S1)."""
 
     name = "reference"
+    codecs = CODECS
 
     @_silent
     def _add_(self, x: Tensor, y: Tensor) -> None:
@@ -71,10 +72,18 @@ class ReferenceBackend(KernelBackend):
             for (a,) in blocks(buffers, x):
                 np.divide(a, a.dtype.type(divisor), out=a)
 
+    @_silent
     def _combine_ring_(self, x: Tensor, left: Tensor, right: Tensor, weight: Tensor) -> None:
-        self.add_scaled_(x, left, 1 / 3)
-        self.add_scaled_(x, right, 1 / 3)
-        self.add_scaled_(x, weight, -5 / 3)
+        terms = ((left, 1 / 3), (right, 1 / 3), (weight, -5 / 3))
+        if x.element_size() == 2:  # then each sum is rounded to 16 bits
+            for y, factor in terms:
+                self.add_scaled_(x, y, factor)
+            return
+        with scratch() as buffers:
+            for a, *others in blocks(buffers, x, *(y for y, _ in terms)):
+                for b, (_, factor) in zip(others, terms, strict=True):
+                    product = np.multiply(b, a.dtype.type(factor), out=buffers.like(4, b))
+                    np.add(a, product, out=a)
 
     @_silent
     def _async_average_(self, x: Tensor, reduced: Tensor, snapshot: Tensor, nranks: int) -> None:
@@ -94,7 +103,7 @@ class ReferenceBackend(KernelBackend):
 
     @_silent
     def _reduce_chunks_(self, x: Tensor, num_chunks: int, target_chunk: int, average: bool) -> None:
-        chunks = _rows(x, num_chunks)
+        chunks = rows_of(x, num_chunks)
         width = max(1, BLOCK // num_chunks)
         with scratch() as buffers:
             read = reader(chunks, buffers, 0)
@@ -104,22 +113,6 @@ class ReferenceBackend(KernelBackend):
                 if average:
                     total /= total.dtype.type(num_chunks)
                 chunks[target_chunk, columns].copy_(torch.from_numpy(total))
-
-    @_silent
-    def _compress_minmax_uint8(self, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor) -> None:
-        chunks, payload = _rows(x, num_chunks), _rows(out, num_chunks)
-        if target_chunk is not None:
-            chunks, payload = chunks[target_chunk : target_chunk + 1], payload[target_chunk : target_chunk + 1]
-        on_cpu = payload if payload.device.type == "cpu" else torch.empty_like(payload, device="cpu")
-        with scratch() as buffers:
-            codec.compress(chunks, on_cpu, buffers)
-        if on_cpu is not payload:
-            payload.copy_(on_cpu)
-
-    @_silent
-    def _decompress_minmax_uint8(self, payload: Tensor, num_chunks: int, out: Tensor) -> None:
-        with scratch() as buffers:
-            codec.decompress(_rows(payload, num_chunks).cpu(), _rows(out, num_chunks), buffers)
 
     def _gather_flat(self, tensors: Sequence[Tensor], out: Tensor) -> None:
         start = 0
@@ -138,10 +131,6 @@ class ReferenceBackend(KernelBackend):
         if values.dtype is torch.bfloat16:
             values = values.float()
         return torch.from_numpy(np.argsort(values.numpy(), kind="stable")).to(keys.device)
-
-
-def _rows(flat: Tensor, num_rows: int) -> Tensor:
-    return flat.detach().view(num_rows, flat.numel() // num_rows)
 
 
 def _sum_in_order(rows: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Training of n ranks on averaged weights (S3.4, S3.5, S5.3, S5.4), in one loop over all ranks.
+"""Training of n ranks on averaged weights (S3.4, S3.5, S5.3, S5.4, S13), in one loop over all ranks.
 
 Gradients go in, weights come out. Weights and gradients are NumPy arrays of numbers of the dtype, held as float32 (float64 for
 float64), of which every operation rounds to nearest-even; ``stored`` then rounds to the dtype. ``nodes`` holds how many ranks
@@ -8,14 +8,20 @@ each node has, in rank order.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from bagua_ref.conformance.expected.codec_scalar import compress_chunk, decompress_chunk
+from bagua_ref.conformance.expected.graphs_numpy import Weights, averaged
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 Array: TypeAlias = npt.NDArray[Any]
+Mode: TypeAlias = "str | Sequence[Weights]"
+"""How ranks choose whom they average with: a name, or graphs that follow each other in a cycle."""
 
 
 def stored(values: Array, dtype: str) -> Array:
@@ -78,14 +84,21 @@ def mean_of_pairs(ranks: list[Array], dtype: str, step: int) -> list[Array]:
     return [stored((ranks[peers[r]] + ranks[r]) / ranks[r].dtype.type(2), dtype) for r in range(len(ranks))]
 
 
-def average(ranks: list[Array], dtype: str, mode: str, hierarchical: bool, nodes: list[int], step: int) -> list[Array]:
-    """Average the weights for the ``step``-th time (S3.4)."""
+def mean_of_some(ranks: list[Array], dtype: str, mode: Mode, step: int) -> list[Array]:
+    """Return the average of each rank and those that it hears of at ``step`` (S3.4, S13)."""
+    if mode == "shift_one":
+        return mean_of_pairs(ranks, dtype, step)
+    return [stored(x, dtype) for x in averaged(np.stack(ranks), mode, step)]
+
+
+def average(ranks: list[Array], dtype: str, mode: Mode, hierarchical: bool, nodes: list[int], step: int) -> list[Array]:
+    """Average the weights for the ``step``-th time (S3.4, S13)."""
     if mode == "all":
         return mean_of_all(ranks, dtype)
     if not hierarchical:
-        return mean_of_pairs(ranks, dtype, step)
+        return mean_of_some(ranks, dtype, mode, step)
     leaders = [node_mean(node, dtype) for node in split(ranks, nodes)]
-    return on_every_rank(mean_of_pairs(leaders, dtype, step), nodes)
+    return on_every_rank(mean_of_some(leaders, dtype, mode, step), nodes)
 
 
 @dataclass
@@ -125,7 +138,7 @@ def train_decentralized(
     lr: float,
     dtype: str,
     nodes: list[int],
-    mode: str,
+    mode: Mode,
     hierarchical: bool,
     interval: int,
 ) -> list[list[Array]]:

@@ -60,7 +60,7 @@ class Lab:
         """Call a kernel with copies of the arguments; raise `Violation` if it writes anything that it must not.
 
         Args:
-            method: the kernel's name.
+            method: the kernel's name, or ``"CODEC.compress"`` or ``"CODEC.decompress"``.
             arguments: arguments in order; target_chunk, average and out are passed by keyword.
             writes: the arguments, tensors or lists of tensors, that the kernel may write.
         """
@@ -79,7 +79,9 @@ class Lab:
         call = KernelCall(method, arguments, {})
         try:
             with self.journal.call((method, arguments)):
-                result = getattr(self.target.kernels, method)(*passed.values(), **keywords)
+                codec, _, verb = method.rpartition(".")
+                owner = self.target.codec(codec) if codec else self.target.kernels
+                result = getattr(owner, verb)(*passed.values(), **keywords)
                 for name in writes:
                     found = [canary.tensor.detach().cpu().clone() for canary in canaries[name]]
                     call.results[name] = found if isinstance(arguments[name], list) else found[0]
@@ -177,12 +179,13 @@ def script_of_call(
 
     Args:
         setup: lines that make ``kernels``.
-        method: the kernel.
+        method: the kernel, as for `Lab.call`.
         arguments: arguments by name, in order.
         comment: comment on the line of the call.
         canaries: if given, tensors are put between canaries, and those not named here must not change.
     """
-    script = Script([*setup, ""])
+    codec, _, verb = method.rpartition(".")
+    script = Script([*setup, *([f"codec = kernels.codecs[{codec!r}](kernels)"] if codec else []), ""])
     checks: list[str] = []
     passed: list[str] = []
     for name, value in arguments.items():
@@ -203,6 +206,9 @@ def script_of_call(
         passed.append(f"{name}={source}" if name in _KEYWORDS else source)
     if canaries is not None:
         script.setup.insert(0, "from bagua_ref.conformance.lab.canary import Canary")
-    script.body.append(f"result = kernels.{method}({', '.join(passed)})" + (f"  # {comment}".splitlines()[0] if comment else ""))
+    script.body.append(
+        f"result = {'codec' if codec else 'kernels'}.{verb}({', '.join(passed)})"
+        + (f"  # {comment}".splitlines()[0] if comment else "")
+    )
     script.body += checks
     return script

@@ -13,6 +13,8 @@ from bagua_ref.conformance.targets.world import RankWorld
 from bagua_ref.simulation import SimulatedWorld
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from bagua_ref.conformance.lab.lab import Lab
 
 __all__ = ["Training", "check_form"]
@@ -53,9 +55,12 @@ class Training:
         inputs: each rank's gradients by step, or its program.
         seed: seed of the interleaving.
         options: keyword arguments.
+        form: raises AssertionError unless ``form(results, weights, inputs)`` are results of the right form.
+        record: whether to note what is sent.
 
     Attributes:
         results: by rank, by step, by parameter.
+        messages: of each collective its name, and what each rank sent, if asked for.
 
     Raises:
         Violation: the target raised an exception, or its results have the wrong form.
@@ -70,22 +75,29 @@ class Training:
         inputs: list[list[Any]],
         seed: int,
         options: dict[str, Any],
+        form: Callable[[list[Any], list[list[Tensor]], list[list[Any]]], None] = check_form,
+        record: bool = False,
     ) -> None:
         own = lab.target.parts.get("algorithms")
         self._algorithms = ReferenceAlgorithms(lab.target.kernels, lab.target.device) if own is None else own
         self._nodes, self._weights, self._inputs, self._seed = nodes, weights, inputs, seed
         self._method, self._options = method, options
         self.what = f"{method}({', '.join(f'{name}={value}' for name, value in options.items())}) on nodes {nodes}"
-        self._script = self._write(lab, own is None)
+        self._script = self._write(lab, own is None, record)
+        self.messages: list[tuple[str, list[Tensor]]] = []
         try:
             with lab.journal.call((self.what, str(self._script))):
-                self.results = SimulatedWorld(sum(nodes), nodes=nodes, seed=seed).run(self._run)
+                world = SimulatedWorld(sum(nodes), nodes=nodes, seed=seed)
+                if record:
+                    self.messages = world.record()
+                self.results = world.run(self._run)
         except BaseException as error:  # whatever an implementation does, there is a verdict
             raise Violation(f"{self.what} raised {type(error).__name__}: {error}", str(self._script)) from error
         try:
-            check_form(self.results, weights, inputs)
+            form(self.results, weights, inputs)
         except AssertionError as error:
-            raise self._violation(str(error), "check_form(results, weights, inputs)") from None
+            imports = f"from {form.__module__} import {form.__name__}"
+            raise self._violation(str(error), f"{form.__name__}(results, weights, inputs)", imports=imports) from None
 
     def _run(self, comm: Any) -> Any:
         rank = comm.rank()
@@ -93,7 +105,7 @@ class Training:
         mine = [w.clone() for w in self._weights[rank]]
         return getattr(self._algorithms, self._method)(world, mine, _copy(self._inputs[rank]), **_copy(self._options))
 
-    def _write(self, lab: Lab, is_reference: bool) -> Script:
+    def _write(self, lab: Lab, is_reference: bool, record: bool) -> Script:
         if is_reference:
             device = "" if lab.target.device.type == "cpu" else f", {str(lab.target.device)!r}"
             setup = ["from bagua_ref.conformance.targets.reference_algorithms import ReferenceAlgorithms", *lab.target.setup]
@@ -114,14 +126,15 @@ class Training:
             f"    return algorithms.{self._method}(world, weights[comm.rank()], inputs[comm.rank()], **options)",
             "",
             "",
-            f"results = SimulatedWorld({sum(self._nodes)}, nodes=nodes, seed={self._seed}).run(program)",
+            f"world = SimulatedWorld({sum(self._nodes)}, nodes=nodes, seed={self._seed})",
+            *(["messages = world.record()"] if record else []),
+            "results = world.run(program)",
         ]
         return Script(setup, body)
 
-    def _violation(self, message: str, *lines: str) -> Violation:
-        imports = "from bagua_ref.conformance.lab.training import check_form"
-        if any("assert_equal(" in line for line in lines):
-            imports = "from bagua_ref.conformance import EXACT, SUM, assert_equal"
+    def _violation(
+        self, message: str, *lines: str, imports: str = "from bagua_ref.conformance import EXACT, SUM, assert_equal"
+    ) -> Violation:
         script = Script([imports, *self._script.setup], [*self._script.body, *lines])
         return Violation(f"{self.what}: {message}", str(script))
 
@@ -138,6 +151,11 @@ class Training:
         """Raise `Violation` unless a rank's parameter after a step equals ``want``."""
         where = f"rank {rank}, {why or f'step {step}'}, parameter {place}"
         self.expect_that(f"results[{rank}][{step}][{place}]", self.results[rank][step][place], want, where, tolerance, magnitude)
+
+    def expect_true(self, source: str, holds: bool, message: str) -> None:
+        """Raise `Violation` unless ``holds``, which a script computes by ``source``."""
+        if not holds:
+            raise self._violation(message, f"assert {source}")
 
     def expect_that(
         self, source: str, found: Tensor, want: Tensor, where: str, tolerance: Tolerance = EXACT, magnitude: Tensor | None = None

@@ -90,7 +90,7 @@ class KernelSuite(ConformanceSuite):
 
 
 class CodecSuite(ConformanceSuite):
-    """MinMaxUInt8 (S4)."""
+    """Codecs (S4, S12)."""
 
     test_codec = ConformanceSuite._judge
 
@@ -108,7 +108,7 @@ class CommOpSuite(ConformanceSuite):
 
 
 class AlgorithmSuite(ConformanceSuite):
-    """Whole trainings with the six algorithms (S2, S5)."""
+    """Whole trainings with the algorithms (S2, S5, S9, S10, S11.2, S13)."""
 
     test_algorithms = ConformanceSuite._judge
 

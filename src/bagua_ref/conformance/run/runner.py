@@ -121,7 +121,8 @@ def reason_to_skip(target: Target, check: Check, dtype: str | None) -> str:
         return f"the target has no {part}"
     if reason := reason_to_skip_suite(check.suite):
         return reason
-    missing = [name for name in check.needs if not is_ours and not hasattr(target.parts[part], name)]
+    codecs = getattr(target.kernels, "codecs", {})
+    missing = [name for name in check.needs if not (is_ours or name in codecs or hasattr(target.parts[part], name))]
     if missing:
         return f"the target's {part} has no {', '.join(missing)}"
     if dtype is not None and target.dtypes is not None and dtype not in target.dtypes:

@@ -1,4 +1,8 @@
-"""Whole trainings compared with plain loops over all ranks (S2, S5.1 to S5.5); `algorithms_async` has S5.6."""
+"""Whole trainings compared with plain loops over all ranks (S2, S5.1 to S5.5, S13).
+
+`algorithms_async` has S5.6, `algorithms_local_sgd` and `algorithms_diloco` S9, `algorithms_powersgd` S10,
+and `algorithms_topk` S11.2.
+"""
 
 from __future__ import annotations
 
@@ -12,74 +16,49 @@ from torch import Tensor
 from bagua_ref.conformance.expected import algorithms_plain as plain
 from bagua_ref.conformance.expected import decentralized_numpy, qadam_numpy
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM, Tolerance
+from bagua_ref.conformance.inputs.graph_cases import graph_cases
 from bagua_ref.conformance.inputs.strategies import (
     COMPRESSIBLE,
     FLOATS,
     Draw,
-    bulk,
     dtype_named,
     name_of,
     paired_worlds,
     seeds,
     worlds,
 )
-from bagua_ref.conformance.inputs.training_cases import ONE_BUCKET, copies, lists, on_a_grid, shapes, tensor
+from bagua_ref.conformance.inputs.training_cases import (
+    ONE_BUCKET,
+    ByRank,
+    any_gradients,
+    array,
+    copies,
+    exact_gradients,
+    grid_weights,
+    lists,
+    tensor,
+)
 from bagua_ref.conformance.lab.training import Training
 from bagua_ref.conformance.suites.checks import check
 
 if TYPE_CHECKING:
     from bagua_ref.conformance.lab.lab import Lab
-    from bagua_ref.conformance.targets.reference_algorithms import Gradients
 
 _bucket_bytes = st.sampled_from([1, 40, ONE_BUCKET])
-_kinds = st.sampled_from(["tame", "tame", "ties", "near", "grid", "halfway", "narrow", "constant", "zeros"])
-ByRank = list[list["Gradients"]]
-
-
-def _any_gradients(draw: Draw, like: list[Tensor], ranks: int, steps: int) -> ByRank:
-    """Gradients of a kind for each parameter, by rank and step."""
-    kinds, seed = [draw(_kinds) for _ in like], draw(seeds)
-
-    def gradient(place: int, w: Tensor, number: int) -> Tensor:
-        return bulk(w.dtype, kinds[place], seed + 997 * number + place, w.numel(), finite=True).view(w.shape)
-
-    return [
-        [{place: gradient(place, w, rank * steps + step) for place, w in reversed([*enumerate(like)])} for step in range(steps)]
-        for rank in range(ranks)
-    ]
-
-
-def _exact_gradients(draw: Draw, like: list[Tensor], ranks: int, steps: int) -> ByRank:
-    """Gradients whose sum and mean over ranks are exact in any order of operations."""
-    seed = draw(seeds)
-    return [
-        [
-            {place: on_a_grid(seed + 997 * (rank * steps + step) + place, w, 4, ranks) for place, w in reversed([*enumerate(like)])}
-            for step in range(steps)
-        ]
-        for rank in range(ranks)
-    ]
-
-
-def _weights(draw: Draw, dtypes: list[torch.dtype], forms: list[tuple[int, ...]] | None = None) -> list[Tensor]:
-    forms = [draw(shapes) for _ in dtypes] if forms is None else forms
-    seed = draw(seeds)
-    like = [torch.empty(form, dtype=dtype) for dtype, form in zip(dtypes, forms, strict=True)]
-    return [on_a_grid(seed + place, w, 32) for place, w in enumerate(like)]
 
 
 def _of_one_dtype(lab: Lab, draw: Draw) -> list[Tensor]:
-    return _weights(draw, [lab.dtype] * draw(st.integers(1, 4)))
+    return grid_weights(draw, [lab.dtype] * draw(st.integers(1, 4)))
 
 
 def _compare_all(
-    training: Training, history: list[list[list[float]]], tolerance: Tolerance = EXACT, magnitude: list[Tensor] | None = None
+    training: Training, history: list[list[list[float]]], tolerance: Tolerance = EXACT, magnitudes: list[list[Tensor]] | None = None
 ) -> None:
-    """Compare every rank's weights after each step with ``history``, which is the same for all ranks."""
+    """Compare every rank's weights after each step with ``history``, which is the same for all ranks, as ``magnitudes`` are."""
     for step, wanted in enumerate(history):
         for rank, found in enumerate(training.results):
             for place, numbers in enumerate(wanted):
-                mass = None if magnitude is None else magnitude[place]
+                mass = None if magnitudes is None else magnitudes[step][place]
                 training.expect(rank, step, place, tensor(numbers, found[step][place]), tolerance, mass)
 
 
@@ -110,7 +89,7 @@ def _train_on_gradients(
     else:  # n/L may not be a float32 number; then the leaders' inputs are not exact
         taken = [step for rank in gradients for step in rank]
         mass = [torch.stack([w.abs(), *[step[place].abs() for step in taken]]).double().sum(0) for place, w in enumerate(weights)]
-        _compare_all(training, history, SUM((sum(nodes) + 2) * len(history)), mass)
+        _compare_all(training, history, SUM((sum(nodes) + 2) * len(history)), [mass] * len(history))
 
 
 def _by_step(gradients: ByRank, weights: list[Tensor]) -> list[list[list[list[float] | None]]]:
@@ -141,8 +120,8 @@ def first_rank(lab: Lab, draw: Draw) -> None:
     method = draw(st.sampled_from([name for name in methods if own is None or hasattr(own, name)]))
     nodes = draw(worlds(4).filter(lambda nodes: sum(nodes) > 1))
     n, count = sum(nodes), draw(st.integers(1, 3))
-    starts = [_weights(draw, [torch.float32] * count, [(3,)] * count) for _ in range(n)]
-    gradients = _exact_gradients(draw, starts[0], n, 1)
+    starts = [grid_weights(draw, [torch.float32] * count, [(3,)] * count) for _ in range(n)]
+    gradients = exact_gradients(draw, starts[0], n, 1)
     if method in ("gradient_allreduce", "bytegrad"):
         sums = {"hierarchical": False, "average": draw(st.booleans())}
         _train_on_gradients(lab, draw, method, nodes, starts[0], gradients, draw(_bucket_bytes), sums, starts)
@@ -166,8 +145,8 @@ def buckets(lab: Lab, draw: Draw) -> None:
     used = draw(st.lists(st.sampled_from(names), min_size=1, max_size=2))
     dtypes = [dtype_named(draw(st.sampled_from(used))) for _ in range(draw(st.integers(3, 6)))]
     nodes = draw(worlds(3))
-    weights = _weights(draw, dtypes)
-    gradients = _any_gradients(draw, weights, sum(nodes), 2)
+    weights = grid_weights(draw, dtypes)
+    gradients = any_gradients(draw, weights, sum(nodes), 2)
     of_one = [w.nbytes for w in reversed(weights) if w.dtype is weights[-1].dtype]
     filled = sum(of_one[: draw(st.integers(1, len(of_one)))])  # a bucket of so many parameters is just full
     bucket_bytes = max(1, draw(st.sampled_from([filled, filled, filled + 1, filled - 1, filled - 1, 40, ONE_BUCKET])))
@@ -181,8 +160,8 @@ def padding(lab: Lab, draw: Draw) -> None:
     nodes = draw(worlds(5).filter(lambda nodes: sum(nodes) > 1))
     n, between = sum(nodes), draw(st.booleans())
     size = draw(st.integers(1, 30).filter(lambda size: size % n != 0))
-    weights = _weights(draw, [lab.dtype] * 2, [(size - size // 2,), (size // 2,)])
-    gradients = _any_gradients(draw, weights, n, 2)
+    weights = grid_weights(draw, [lab.dtype] * 2, [(size - size // 2,), (size // 2,)])
+    gradients = any_gradients(draw, weights, n, 2)
     for rank in gradients:  # far from zero, so that zeros beside them matter
         for given in rank:
             given.update({place: g.abs() / 8 + 1 for place, g in given.items()})
@@ -195,8 +174,8 @@ def any_order(lab: Lab, draw: Draw) -> None:
     """Ranks whose gradients become ready in different orders exchange the same buckets at every step."""
     nodes = draw(worlds(4).filter(lambda nodes: sum(nodes) > 1))
     n, count, steps = sum(nodes), draw(st.integers(2, 5)), draw(st.integers(2, 3))
-    weights = _weights(draw, [torch.float32] * count, [(2,)] * count)
-    gradients = _exact_gradients(draw, weights, n, steps)
+    weights = grid_weights(draw, [torch.float32] * count, [(2,)] * count)
+    gradients = exact_gradients(draw, weights, n, steps)
     orders = st.permutations(range(count))
     shuffled = [[{place: given[place] for place in draw(orders)} for given in rank] for rank in gradients]
     bucket_bytes = draw(st.sampled_from([1, 1, 16]))
@@ -209,8 +188,8 @@ def unused_parameters(lab: Lab, draw: Draw) -> None:
     """A parameter that a rank does not use in a step contributes a zero gradient."""
     nodes = draw(worlds(4))
     n, count, steps = sum(nodes), draw(st.integers(2, 4)), draw(st.integers(1, 3))
-    weights = _weights(draw, [torch.float32] * count)
-    gradients = _exact_gradients(draw, weights, n, steps)
+    weights = grid_weights(draw, [torch.float32] * count)
+    gradients = exact_gradients(draw, weights, n, steps)
     for rank in gradients:
         for given in rank:
             for place in draw(st.sets(st.integers(0, count - 1), max_size=count - 1)):
@@ -226,7 +205,7 @@ def unused_parameters(lab: Lab, draw: Draw) -> None:
 def gradient_allreduce(lab: Lab, draw: Draw) -> None:
     """Every rank updates its weights with the sum or mean of all ranks' gradients."""
     nodes, weights = draw(worlds(5)), _of_one_dtype(lab, draw)
-    gradients = _exact_gradients(draw, weights, sum(nodes), draw(st.integers(1, 3)))
+    gradients = exact_gradients(draw, weights, sum(nodes), draw(st.integers(1, 3)))
     _train_on_gradients(lab, draw, "gradient_allreduce", nodes, weights, gradients, draw(_bucket_bytes), _either_sum(draw))
 
 
@@ -234,7 +213,7 @@ def gradient_allreduce(lab: Lab, draw: Draw) -> None:
 def bytegrad(lab: Lab, draw: Draw) -> None:
     """Every rank updates its weights with gradients sent as one byte per element, bit for bit."""
     nodes, weights = draw(worlds(5) | st.sampled_from([(2, 1), (1, 3), (2, 2), (2, 1, 2)])), _of_one_dtype(lab, draw)
-    gradients = _any_gradients(draw, weights, sum(nodes), draw(st.integers(1, 3)))
+    gradients = any_gradients(draw, weights, sum(nodes), draw(st.integers(1, 3)))
     options = {"hierarchical": draw(st.sampled_from([True, True, False])), "average": draw(st.booleans())}
     _train_on_gradients(lab, draw, "bytegrad", nodes, weights, gradients, draw(_bucket_bytes), options)
 
@@ -242,12 +221,8 @@ def bytegrad(lab: Lab, draw: Draw) -> None:
 # Weights.
 
 
-def _array(x: Tensor) -> decentralized_numpy.Array:
-    return x.reshape(-1).double().numpy() if x.dtype is torch.float64 else x.reshape(-1).float().numpy()
-
-
 def _joined(tensors: list[Tensor]) -> decentralized_numpy.Array:
-    return np.concatenate([_array(x) for x in tensors])
+    return np.concatenate([array(x) for x in tensors])
 
 
 def _two_pairs(between: bool) -> st.SearchStrategy[tuple[int, ...]]:
@@ -255,15 +230,14 @@ def _two_pairs(between: bool) -> st.SearchStrategy[tuple[int, ...]]:
     return st.sampled_from([(1, 1, 1, 1), (2, 1, 1, 1)] if between else [(4,), (3, 1)])
 
 
-def _decentralized(lab: Lab, draw: Draw, mode: str) -> None:
-    between = draw(st.booleans())
-    nodes = draw((_two_pairs(between) | paired_worlds(between, 6)) if mode == "shift_one" else worlds(5))
-    n, steps, interval = sum(nodes), draw(st.integers(1, 6)), draw(st.integers(1, 3))
+def _decentralized(lab: Lab, draw: Draw, mode: Any, nodes: tuple[int, ...], between: bool, restart: int | None = None) -> None:
+    n, steps, interval = sum(nodes), draw(st.integers((restart or 0) + 1, 6)), draw(st.integers(1, 3))
     weights = _of_one_dtype(lab, draw)
-    gradients = _any_gradients(draw, weights, n, steps)
-    options = {"hierarchical": between, "peer_selection_mode": mode, "communication_interval": interval}
-    given = {"lr": 1.0, "bucket_bytes": draw(_bucket_bytes), **options}
-    training = Training(lab, "decentralized", nodes, copies(weights, n), gradients, draw(seeds), given)
+    gradients = any_gradients(draw, weights, n, steps)
+    given = {"lr": 1.0, "bucket_bytes": draw(_bucket_bytes), "hierarchical": between, "communication_interval": interval}
+    given |= {"peer_selection_mode": mode} if restart is None else {"graph": mode, "restart": restart}
+    method = "decentralized" if restart is None else _GRAPHS[0]
+    training = Training(lab, method, nodes, copies(weights, n), gradients, draw(seeds), given)
     by_step = [[_joined([rank[step][place] for place in range(len(weights))]) for rank in gradients] for step in range(steps)]
     with np.errstate(all="ignore"):
         history = decentralized_numpy.train_decentralized(
@@ -272,10 +246,10 @@ def _decentralized(lab: Lab, draw: Draw, mode: str) -> None:
     mass = np.abs(_joined(weights)) + np.abs(np.stack([np.stack(ranks) for ranks in by_step])).max(1).sum(0)
     for step, ranks in enumerate(history):
         # Each mean may be rounded in another order, and the difference stays in the weights.
-        tolerance = EXACT if mode == "shift_one" else SUM((step + 1) * (n + 2))
+        tolerance = SUM((step + 1) * (n + 2)) if mode == "all" else EXACT
         for rank, flat in enumerate(ranks):
             for place, (want, bound) in enumerate(zip(_split(flat, weights), _split(mass, weights), strict=True)):
-                training.expect(rank, step, place, want, tolerance, None if mode == "shift_one" else bound.double())
+                training.expect(rank, step, place, want, tolerance, bound.double() if mode == "all" else None)
 
 
 def _split(flat: decentralized_numpy.Array, like: list[Tensor]) -> list[Tensor]:
@@ -287,13 +261,31 @@ def _split(flat: decentralized_numpy.Array, like: list[Tensor]) -> list[Tensor]:
 @check("algorithms", "S5.3", "shift_one", dtypes=FLOATS, needs=("decentralized",), effort=0.2)
 def shift_one(lab: Lab, draw: Draw) -> None:
     """At steps divisible by the interval, weights are averaged with the next peer; then each rank applies its own gradient."""
-    _decentralized(lab, draw, "shift_one")
+    between = draw(st.booleans())
+    _decentralized(lab, draw, "shift_one", draw(_two_pairs(between) | paired_worlds(between, 6)), between)
 
 
 @check("algorithms", "S5.3", "all", dtypes=FLOATS, needs=("decentralized",), effort=0.2)
 def all_ranks(lab: Lab, draw: Draw) -> None:
     """At steps divisible by the interval, weights are averaged over all ranks; then each rank applies its own gradient."""
-    _decentralized(lab, draw, "all")
+    _decentralized(lab, draw, "all", draw(worlds(5)), draw(st.booleans()))
+
+
+_GRAPHS = ("decentralized_on_graph",)
+
+
+@check("algorithms", "S13.5", "interval", dtypes=FLOATS, needs=_GRAPHS, effort=0.2)
+def along_graphs(lab: Lab, draw: Draw) -> None:
+    """At steps divisible by the interval, weights are averaged along the next graph; then each rank applies its own gradient."""
+    graph, nodes, between = draw(graph_cases(6, changing=draw(st.booleans())))
+    _decentralized(lab, draw, graph, nodes, between, restart=0)
+
+
+@check("algorithms", "S13", "restart", needs=_GRAPHS, effort=0.5)
+def restart(lab: Lab, draw: Draw) -> None:
+    """Training that continues from a saved state goes on with the next graph, as if it had never stopped."""
+    graph, nodes, between = draw(graph_cases(6, changing=True))
+    _decentralized(lab, draw, graph, nodes, between, restart=draw(st.integers(1, 5)))
 
 
 def _follow_ring(
@@ -320,7 +312,7 @@ def _follow_ring(
 def ring(lab: Lab, draw: Draw) -> None:
     """After optimizer steps divisible by the interval, weights are averaged on the ring, bucket by bucket, bit for bit."""
     nodes, weights = draw(worlds(5)), _of_one_dtype(lab, draw)
-    gradients = _any_gradients(draw, weights, sum(nodes), draw(st.integers(1, 5)))
+    gradients = any_gradients(draw, weights, sum(nodes), draw(st.integers(1, 5)))
     options = {"lr": 1.0, "bucket_bytes": draw(_bucket_bytes), "hierarchical": draw(st.booleans())}
     options["communication_interval"] = draw(st.integers(1, 3))
     _follow_ring(lab, draw, nodes, copies(weights, sum(nodes)), gradients, options)
@@ -340,19 +332,25 @@ _groups = st.fixed_dictionaries(
 
 @check("algorithms", "S5.5", "steps", dtypes=COMPRESSIBLE, needs=("qadam",), effort=0.25)
 def qadam(lab: Lab, draw: Draw) -> None:
-    """Steps are Adam's up to warmup_steps; later ones use momenta sent as one byte per element and a frozen v, bit for bit."""
+    """Steps are Adam's up to warmup_steps; later ones use momenta sent as one byte per element, bit for bit, and a frozen v."""
     nodes, weights, steps = draw(worlds(4)), _of_one_dtype(lab, draw), 6
     n, warmup_steps = sum(nodes), draw(st.integers(1, 5))
-    exact = _exact_gradients(draw, weights, n, steps)
-    own = _any_gradients(draw, weights, n, steps)
+    exact = exact_gradients(draw, weights, n, steps)
+    own = any_gradients(draw, weights, n, steps)
     gradients = [mine[:warmup_steps] + others[warmup_steps:] for mine, others in zip(exact, own, strict=True)]
     groups, between, bucket_bytes = [draw(_groups) for _ in weights], draw(st.booleans()), draw(_bucket_bytes)
     given = {"groups": groups, "warmup_steps": warmup_steps, "hierarchical": between, "bucket_bytes": bucket_bytes}
     training = Training(lab, "qadam", nodes, copies(weights, n), gradients, draw(seeds), given)
     layout = plain.buckets([w.numel() for w in weights], [lab.dtype_name] * len(weights), bucket_bytes)
     model = qadam_numpy.QAdam(lists(weights), groups, warmup_steps, list(nodes), layout, between, lab.dtype_name)
-    history = []
-    for ranks in zip(*gradients, strict=True):
+    history = [lists(weights)]
+    # S1 leaves it to optimizers how they round, in Adam's steps all take torch's. Weights have no say in the momenta.
+    rounded, magnitudes = [torch.zeros(w.numel(), dtype=torch.float64) for w in weights], []
+    for s, ranks in enumerate(zip(*gradients, strict=True), 1):
         model.step([[rank[place].reshape(-1).tolist() for place in range(len(weights))] for rank in ranks])
         history.append([list(numbers) for numbers in model.weights])
-    _compare_all(training, history)
+        if s >= warmup_steps:
+            before, after = ([torch.tensor(numbers, dtype=torch.float64) for numbers in history[at]] for at in (-2, -1))
+            rounded = [mass + old.abs() + (new - old).abs() for mass, old, new in zip(rounded, before, after, strict=True)]
+        magnitudes.append([mass.view_as(w) for mass, w in zip(rounded, weights, strict=True)])
+    _compare_all(training, history[1:], SUM(4), magnitudes)

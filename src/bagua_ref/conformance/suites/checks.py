@@ -19,8 +19,16 @@ if TYPE_CHECKING:
 __all__ = ["Check", "all_checks", "check", "checks_of", "prepare", "reason_to_skip_suite", "require_hypothesis", "variants"]
 
 _MODULES = {suite: (suite,) for suite in SUITES} | {
+    "codec": ("codec_minmax", "codec"),
     "collectives": ("collectives_messages", "collectives_series", "collectives"),
-    "algorithms": ("algorithms_async", "algorithms"),
+    "algorithms": (
+        "algorithms_async",
+        "algorithms_local_sgd",
+        "algorithms_diloco",
+        "algorithms_powersgd",
+        "algorithms_topk",
+        "algorithms",
+    ),
     "cache": ("cache_values", "cache"),
 }
 """The modules of each suite, in the order in which their checks are listed."""
@@ -39,7 +47,7 @@ class Check:
         sentence: the property, which every correct implementation has for all inputs.
         function: draws an input and raises `Violation` if the property does not hold for it.
         dtypes: names of dtypes; the check runs separately for each of them. Empty: once.
-        needs: attributes that the target's part must have.
+        needs: attributes that the target's part must have, or codecs of the target's kernels.
         effort: factor of the number of inputs.
     """
 

@@ -1,7 +1,8 @@
-"""Bucket operations compared with plain loops over all ranks (S3.1 to S3.5)."""
+"""Bucket operations compared with plain loops over all ranks (S3.1 to S3.5, S13)."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from bagua_ref.conformance.expected import comm_ops_scalar, decentralized_numpy
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM, Tolerance, assert_equal
+from bagua_ref.conformance.inputs.graph_cases import doubly_stochastic, flawed, graph_cases, sized_worlds, sizes_of
 from bagua_ref.conformance.inputs.strategies import COMPRESSIBLE, FLOATS, Draw, bulk, mixed, paired_worlds, seeds, tensors, worlds
 from bagua_ref.conformance.lab.ranks import run_ranks
 from bagua_ref.conformance.lab.violation import Script, Violation, literal
@@ -33,9 +35,12 @@ def _inputs(lab: Lab, draw: Draw, ranks: int, multiple: int, finite: bool = Fals
 
 
 def _run(
-    lab: Lab, draw: Draw, nodes: tuple[int, ...], method: str, inputs: list[Any], *more: Any, **options: Any
+    lab: Lab, draw: Draw, nodes: tuple[int, ...], method: str, inputs: list[Any], *, refused: bool = False, **options: Any
 ) -> tuple[list[Any], str]:
-    """Call ``comm_ops.method(world, inputs[rank], ...)`` on every rank; return the results and a script that does the same."""
+    """Call ``comm_ops.method(world, inputs[rank], ...)`` on every rank; return the results and a script that does the same.
+
+    With ``refused``, the result of a rank that raises ValueError is None.
+    """
     own = lab.target.parts.get("comm_ops")
     ops = ReferenceCommOps(lab.target.kernels) if own is None else own
     seed = draw(seeds)
@@ -46,9 +51,7 @@ def _run(
     else:
         setup = [*lab.target.origin, "comm_ops = target.comm_ops"]
     setup = ["from bagua_ref.conformance.targets.world import RankWorld", "from bagua_ref.simulation import SimulatedWorld", *setup]
-    passed = "".join(f", {literal(value)}" for value in more) + "".join(
-        f", {name}={literal(value)}" for name, value in options.items()
-    )
+    call = f"comm_ops.{method}(world, inputs[comm.rank()]{''.join(f', {k}={literal(v)}' for k, v in options.items())})"
     body = [
         "",
         f"nodes = {nodes!r}",
@@ -57,7 +60,11 @@ def _run(
         "",
         "def program(comm):",
         f"    world = RankWorld(comm.rank(), {sum(nodes)}, nodes, comm)",
-        f"    return comm_ops.{method}(world, inputs[comm.rank()]{passed})",
+        *(
+            ["    try:", f"        return {call}", "    except ValueError:", "        return None"]
+            if refused
+            else [f"    return {call}"]
+        ),
         "",
         "",
         f"results = SimulatedWorld({sum(nodes)}, nodes=nodes, seed={seed}).run(program)",
@@ -68,7 +75,8 @@ def _run(
         world = RankWorld(comm.rank(), sum(nodes), nodes, comm)
         mine = inputs[comm.rank()]
         mine = mine.clone() if isinstance(mine, Tensor) else [x.clone() for x in mine]
-        return getattr(ops, method)(world, mine, *more, **options)
+        with suppress(ValueError) if refused else nullcontext():
+            return getattr(ops, method)(world, mine, **options)
 
     try:
         return run_ranks(
@@ -139,7 +147,7 @@ def full_precision(lab: Lab, draw: Draw) -> None:
     n = sum(nodes)
     multiple = (len(nodes) if between else n) if scattergather else 1
     inputs = [x / 64 for x in _inputs(lab, draw, n, multiple, finite=True)]  # room for the sum
-    options = {"average": mean, "hierarchical": between, "scattergather": scattergather}
+    options = {"average": mean, "scattergather": scattergather, "compression": None, "hierarchical": between}
     found, script = _run(lab, draw, nodes, "centralized", inputs, **options)
     divisor = n if mean else 1
     exact = torch.stack([x.double() for x in inputs])
@@ -154,22 +162,30 @@ def _arrays(ranks: list[Tensor]) -> list[decentralized_numpy.Array]:
     return [x.double().numpy() if x.dtype is torch.float64 else x.float().numpy() for x in ranks]
 
 
+def _decentralized(
+    lab: Lab, draw: Draw, mode: Any, nodes: tuple[int, ...], between: bool
+) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+    """Compare rounds of averaging with a few ranks; return the inputs and results, by round."""
+    method, name = ("decentralized", "mode") if mode == "shift_one" else (_GRAPHS[0], "graph")
+    first = _inputs(lab, draw, sum(nodes), 1)
+    rounds = [first] + [[bulk(lab.dtype, "tame", draw(seeds), x.numel()) for x in first] for _ in range(draw(st.integers(0, 4)))]
+    by_rank = [list(ranks) for ranks in zip(*rounds, strict=True)]
+    found, script = _run(lab, draw, nodes, method, by_rank, **{name: mode}, hierarchical=between)
+    for step, ranks in enumerate(rounds):
+        with np.errstate(all="ignore"):
+            wanted = decentralized_numpy.average(_arrays(ranks), lab.dtype_name, mode, between, list(nodes), step)
+        for rank, want in enumerate(wanted):
+            what = f"{method}({literal(mode)}, hierarchical={between}) on nodes {nodes}, step {step}, rank {rank}"
+            tensor = torch.from_numpy(np.ascontiguousarray(want)).to(lab.dtype)
+            _compare(found[rank][step], tensor, what, script, f"results[{rank}][{step}]")
+    return rounds, [list(ranks) for ranks in zip(*found, strict=True)]
+
+
 @check("comm_ops", "S3.4", "shift_one", dtypes=FLOATS)
 def shift_one(lab: Lab, draw: Draw) -> None:
     """Each rank is averaged with its peer of the step; with hierarchical, node means are, between leaders."""
     between = draw(st.booleans())
-    nodes, count = draw(paired_worlds(between)), draw(st.integers(1, 5))
-    rounds = [_inputs(lab, draw, sum(nodes), 1) for _ in range(1)]
-    rounds += [[bulk(lab.dtype, "tame", draw(seeds), x.numel()) for x in rounds[0]] for _ in range(count - 1)]
-    by_rank = [list(ranks) for ranks in zip(*rounds, strict=True)]
-    found, script = _run(lab, draw, nodes, "decentralized", by_rank, mode="shift_one", hierarchical=between)
-    for step, ranks in enumerate(rounds):
-        with np.errstate(all="ignore"):
-            wanted = decentralized_numpy.average(_arrays(ranks), lab.dtype_name, "shift_one", between, list(nodes), step)
-        for rank, want in enumerate(wanted):
-            what = f"decentralized(shift_one, hierarchical={between}) on nodes {nodes}, step {step}, rank {rank}"
-            tensor = torch.from_numpy(np.ascontiguousarray(want)).to(lab.dtype)
-            _compare(found[rank][step], tensor, what, script, f"results[{rank}][{step}]")
+    _decentralized(lab, draw, "shift_one", draw(paired_worlds(between)), between)
 
 
 @check("comm_ops", "S3.4", "all", dtypes=FLOATS)
@@ -184,6 +200,78 @@ def all_ranks(lab: Lab, draw: Draw) -> None:
         what = f"decentralized(all, hierarchical={between}) on nodes {nodes}, rank {rank}"
         place, magnitude = f"results[{rank}][0]", exact.abs().mean(0)
         _compare(found[rank][0], exact.mean(0).to(lab.dtype), what, script, place, SUM(n + 1), magnitude)
+
+
+_GRAPHS = ("decentralized_on_graph",)
+
+
+def _on_graph(lab: Lab, draw: Draw, name: str) -> None:
+    between = draw(st.booleans())
+    _decentralized(lab, draw, name, draw(sized_worlds(between, sizes_of(name, 9))), between)
+
+
+@check("comm_ops", "S13.1", "one_peer_exponential", dtypes=FLOATS, needs=_GRAPHS, effort=0.5)
+def one_peer_exponential(lab: Lab, draw: Draw) -> None:
+    """Each rank is averaged with the rank 2^(t mod K) before it."""
+    _on_graph(lab, draw, "one_peer_exponential")
+
+
+@check("comm_ops", "S13.2", "hypercube", dtypes=FLOATS, needs=_GRAPHS, effort=0.5)
+def hypercube(lab: Lab, draw: Draw) -> None:
+    """Ranks whose numbers differ in bit t mod K are averaged."""
+    _on_graph(lab, draw, "hypercube")
+
+
+@check("comm_ops", "S13.3", "neighbours", dtypes=FLOATS, needs=_GRAPHS, effort=0.5)
+def neighbours(lab: Lab, draw: Draw) -> None:
+    """On the ring, each rank is averaged with both neighbours, added in the order own, left, right."""
+    _on_graph(lab, draw, "ring")
+
+
+@check("comm_ops", "S13.3", "exponential", dtypes=FLOATS, needs=_GRAPHS, effort=0.5)
+def exponential(lab: Lab, draw: Draw) -> None:
+    """Each rank is averaged with the ranks 1, 2, 4, ... before it, added in this order."""
+    _on_graph(lab, draw, "exponential")
+
+
+@check("comm_ops", "S13.4", "weights", dtypes=FLOATS, needs=_GRAPHS, effort=0.5)
+def weighted(lab: Lab, draw: Draw) -> None:
+    """Weighted sums are formed in the order of the row, each product rounded."""
+    between = draw(st.booleans())
+    nodes = draw(sized_worlds(between, st.integers(1, 9)))
+    n = len(nodes) if between else sum(nodes)
+    graphs = [doubly_stochastic(n, draw(seeds)) for _ in range(draw(st.integers(1, 3)))]
+    _decentralized(lab, draw, graphs, nodes, between)
+
+
+@check("comm_ops", "S13.4", "refuses", needs=_GRAPHS, effort=0.2)
+def refuses_graphs(lab: Lab, draw: Draw) -> None:
+    """A graph that is not doubly stochastic is a ValueError on every rank, before its first use."""
+    nodes = draw(worlds(5))
+    n, between = sum(nodes), draw(st.booleans())
+    talking = len(nodes) if between else n
+    good = [doubly_stochastic(talking, draw(seeds)) for _ in range(draw(st.integers(0, 2)))]
+    for graph in flawed(talking, draw(st.integers(0, talking - 1))):
+        graphs = [*good, graph]
+        rounds = [torch.ones(3)] * len(graphs)
+        found, script = _run(lab, draw, nodes, _GRAPHS[0], [rounds] * n, refused=True, graph=graphs, hierarchical=between)
+        if took := [rank for rank, result in enumerate(found) if result is not None]:
+            raise Violation(f"rank {took[0]} of nodes {nodes} took the graph {graph}; it must raise ValueError", script)
+
+
+@check("comm_ops", "S13.5", "mean", needs=_GRAPHS, effort=0.5)
+def mean_is_kept(lab: Lab, draw: Draw) -> None:
+    """No averaging changes the mean of those that talk, up to rounding."""
+    graph, nodes, _ = draw(graph_cases(9).filter(lambda case: not case[2]))
+    rounds, results = _decentralized(lab, draw, graph, nodes, between=False)
+    n = sum(nodes)
+    for step, (before, after) in enumerate(zip(rounds, results, strict=True)):
+        was, now = (torch.stack(ranks).double() for ranks in (before, after))
+        # Weights of float32 may sum to 1 +- 1e-6; beyond that, each rank rounds twice for each of n sources.
+        allowed = (1e-6 + 2 * n * torch.finfo(lab.dtype).eps) * was.abs().mean(0) + torch.finfo(lab.dtype).tiny
+        wrong = ((was.mean(0) - now.mean(0)).abs() > allowed) & now.isfinite().all(0)
+        if wrong.any():
+            raise Violation(f"{literal(graph)} on nodes {nodes} changed the mean at step {step}: {was.mean(0)} to {now.mean(0)}")
 
 
 @check("comm_ops", "S3.5", "ring", dtypes=COMPRESSIBLE)

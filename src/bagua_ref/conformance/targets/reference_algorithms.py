@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from bagua_ref.algorithms import Algorithm, AsyncModelAverageAlgorithm, QAdamAlgorithm, QAdamOptimizer
+from bagua_ref.conformance.targets.reference_compressed import CompressedTrainings
 from bagua_ref.data_parallel.wrapping import wrap
+from bagua_ref.errors import CommunicationError
+from bagua_ref.graphs import in_turn
 from bagua_ref.process_group import init_process_group
 from bagua_ref.runtime import current_world
 
@@ -26,10 +30,11 @@ Gradients = dict[int, "Tensor"]
 that the rank does not use in this step are missing."""
 
 Action = tuple[Any, ...]
-"""``("step", gradients)``, ``("sleep", seconds)``, ``("abort",)`` or ``("resume",)``."""
+"""``("step", gradients)``, ``("sleep", seconds)``, ``("abort",)`` or ``("resume",)``; of local updates ``("step", gradients)``,
+``("failing step", gradients)``, ``("gradients",)``, ``("global weights",)`` or ``("restart",)``; those of `CompressedTrainings`."""
 
 
-class ReferenceAlgorithms:
+class ReferenceAlgorithms(CompressedTrainings):
     """The interface of a target's ``algorithms``: each method runs on every rank of a simulated world and trains.
 
     All take this rank's ``weights`` in the order in which they were registered, and return the weights after each step: a list,
@@ -64,6 +69,42 @@ class ReferenceAlgorithms:
     ) -> list[list[Tensor]]:
         """Train as S5.3 says; ``options`` are ``hierarchical``, ``peer_selection_mode`` and ``communication_interval``."""
         return self._train("decentralized", weights, gradients, lr, bucket_bytes, options)
+
+    def decentralized_on_graph(
+        self,
+        world: RankWorld,
+        weights: list[Tensor],
+        gradients: list[Gradients],
+        *,
+        lr: float,
+        bucket_bytes: int,
+        graph: str | list[Any],
+        restart: int,
+        **options: Any,
+    ) -> list[list[Tensor]]:
+        """Train as S13 says.
+
+        Args:
+            world: world of this rank.
+            weights: its parameters.
+            gradients: gradients by step.
+            lr: learning rate of plain SGD.
+            bucket_bytes: bucket size.
+            graph: a name, or graphs that follow each other in a cycle: for each receiving rank a list of (source, weight) pairs.
+            restart: after so many steps, save weights and state, and continue with a new training that has loaded them; 0: never.
+            options: ``hierarchical`` and ``communication_interval``.
+        """
+        options["peer_selection_mode"] = graph if isinstance(graph, str) else in_turn(graph)
+        module, optimizer = self._begin("decentralized", weights, lr, bucket_bytes, options)
+        seen = self._steps(module, optimizer, gradients[:restart])
+        if restart:
+            saved, state = _copies(module.weights), cast("Any", module).bagua_algorithm.state_dict()
+            module, optimizer = self._begin("decentralized", weights, lr, bucket_bytes, options)
+            with torch.no_grad():
+                for weight, value in zip(module.weights, saved, strict=True):
+                    weight.copy_(value)
+            cast("Any", module).bagua_algorithm.load_state_dict(state)
+        return seen + self._steps(module, optimizer, gradients[restart:])
 
     def low_precision_decentralized(
         self, world: RankWorld, weights: list[Tensor], gradients: list[Gradients], *, lr: float, bucket_bytes: int, **options: Any
@@ -140,6 +181,92 @@ class ReferenceAlgorithms:
             seen.append(_copies(module.weights))
         return seen
 
+    def local_sgd(
+        self, world: RankWorld, weights: list[Tensor], program: list[Action], *, lr: float, momentum: float, bucket_bytes: int,
+        **options: Any,
+    ) -> list[list[Tensor]]:  # fmt: skip
+        """Train as S9.1 says; return the weights, or what is asked for, after each action; see `diloco`.
+
+        ``options`` are ``period``, ``warmup_steps``, ``offset`` and ``hierarchical``.
+        """
+        return self._play("local_sgd", weights, program, lr, momentum, bucket_bytes, options)
+
+    def diloco(
+        self,
+        world: RankWorld,
+        weights: list[Tensor],
+        program: list[Action],
+        *,
+        lr: float,
+        momentum: float,
+        bucket_bytes: int,
+        fragments: int | list[list[int]],
+        outer_optimizer: dict[str, Any] | None,
+        **options: Any,
+    ) -> list[list[Tensor]]:
+        """Train as S9.2 to S9.5 say; return tensors like the weights after each action.
+
+        Args:
+            world: world of this rank.
+            weights: its parameters, named by their places.
+            program: actions in order. ``("step", gradients)``: take a step; return the weights. ``("failing step", gradients)``:
+                likewise, but the step must raise an error. ``("gradients",)``: return the gradients, zero where there is none.
+                ``("global weights",)``: return g as an evaluation sees it. ``("restart",)``: save weights and states, and continue
+                with a new training that has loaded them; return the weights.
+            lr: of the inner optimizer, ``SGD(lr=lr, momentum=momentum)``.
+            momentum: likewise.
+            bucket_bytes: bucket size of the gradients in the warm-up.
+            fragments: their number, or the places in each.
+            outer_optimizer: ``class`` is the name of one of torch's optimizers, the others are its options; None: S9.2's default.
+            options: ``period``, ``delay``, ``mix``, ``warmup_steps`` and ``compression``.
+        """
+        if not isinstance(fragments, int):
+            options["fragments"] = [[f"weights.{place}" for place in places] for places in fragments]
+        else:
+            options["fragments"] = fragments
+        if outer_optimizer is not None:
+            name, outer = outer_optimizer.pop("class"), outer_optimizer
+            options["outer_optimizer"] = lambda tensors: getattr(torch.optim, name)(tensors, **outer)
+        return self._play("diloco", weights, program, lr, momentum, bucket_bytes, options)
+
+    def _play(
+        self,
+        name: str,
+        weights: list[Tensor],
+        program: list[Action],
+        lr: float,
+        momentum: float,
+        bucket_bytes: int,
+        options: dict[str, Any],
+    ) -> list[list[Tensor]]:
+        """Run the actions of a training with local updates."""
+        module, optimizer = self._begin(name, weights, lr, bucket_bytes, options, momentum)
+        seen = []
+        for action, *arguments in program:
+            if action == "step":
+                self._step(module, optimizer, *arguments)
+            elif action == "failing step":
+                try:
+                    self._step(module, optimizer, *arguments)
+                except CommunicationError:
+                    pass
+                else:
+                    raise AssertionError("the step raised no error")
+            elif action == "restart":
+                parts = (module, optimizer, cast("Any", module).bagua_algorithm)
+                states = copy.deepcopy([part.state_dict() for part in parts])
+                module, optimizer = self._begin(name, weights, lr, bucket_bytes, options, momentum)
+                for part, state in zip((module, optimizer, cast("Any", module).bagua_algorithm), states, strict=True):
+                    part.load_state_dict(state)
+            if action == "gradients":
+                seen.append(_copies([torch.zeros_like(w) if w.grad is None else w.grad for w in module.weights]))
+            elif action == "global weights":
+                with cast("Any", module).bagua_algorithm.global_weights():
+                    seen.append(_copies(module.weights))
+            else:
+                seen.append(_copies(module.weights))
+        return seen
+
     def _train(
         self,
         name: str,
@@ -149,13 +276,19 @@ class ReferenceAlgorithms:
         bucket_bytes: int,
         options: dict[str, Any],
     ) -> list[list[Tensor]]:
+        return self._steps(*self._begin(name, weights, lr, bucket_bytes, options), gradients)
+
+    def _begin(
+        self, name: str, weights: list[Tensor], lr: float, bucket_bytes: int, options: dict[str, Any], momentum: float = 0.0
+    ) -> tuple[_GivenGradients, torch.optim.Optimizer]:
         module = self._module(weights)
-        optimizer = torch.optim.SGD(module.parameters(), lr=lr)
+        optimizer = torch.optim.SGD(module.parameters(), lr=lr, momentum=momentum)
         self._wrap(module, optimizer, Algorithm.init(name, **options), bucket_bytes)
-        return self._steps(module, optimizer, gradients)
+        return module, optimizer
 
     def _module(self, weights: list[Tensor]) -> _GivenGradients:
-        init_process_group()
+        if current_world().default_group is None:
+            init_process_group()
         return _GivenGradients([w.to(self.device, copy=True) for w in weights])
 
     def _wrap(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, algorithm: Algorithm, bucket_bytes: int) -> None:

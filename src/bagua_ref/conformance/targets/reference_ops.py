@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bagua_ref.bucket import BaguaBucket
+from bagua_ref.graphs import in_turn
 from bagua_ref.process_group import init_process_group
 
 if TYPE_CHECKING:
@@ -28,20 +29,27 @@ class ReferenceCommOps:
     def __init__(self, kernels: Any, flatten: bool = True) -> None:
         self.kernels, self.flatten = kernels, flatten
 
-    def centralized(self, world: RankWorld, x: Tensor, **options: Any) -> Tensor:
+    def centralized(
+        self, world: RankWorld, x: Tensor, *, average: bool, scattergather: bool, compression: str | None, hierarchical: bool
+    ) -> Tensor:
         """Return the sum or mean over all ranks (S3.1 to S3.3).
 
         Args:
             world: world of this rank.
             x: this rank's elements.
-            options: ``hierarchical``, ``average``, ``scattergather`` and ``compression``.
+            average: the mean instead of the sum.
+            scattergather: each rank reduces one chunk.
+            compression: name of the codec, or None.
+            hierarchical: communicate between node leaders.
         """
         bucket = self._bucket(x)
-        bucket.append_centralized_synchronous_op(**options)
+        bucket.append_centralized_synchronous_op(
+            hierarchical=hierarchical, average=average, scattergather=scattergather, compression=compression
+        )
         bucket.execute()
         return _joined(bucket)
 
-    def decentralized(self, world: RankWorld, rounds: list[Any], mode: str, hierarchical: bool) -> list[Tensor]:
+    def decentralized(self, world: RankWorld, rounds: list[Any], *, mode: Any, hierarchical: bool) -> list[Tensor]:
         """Return this rank's elements after each round of one operation and its copy-back (S3.4).
 
         Args:
@@ -55,7 +63,24 @@ class ReferenceCommOps:
         op = bucket.append_decentralized_synchronous_op(peer_weight, hierarchical, mode)
         return self._each(bucket, rounds, lambda: op.copy_back_peer_weight(bucket))
 
-    def low_precision_decentralized(self, world: RankWorld, rounds: list[Any], hierarchical: bool) -> list[Tensor]:
+    def decentralized_on_graph(
+        self, world: RankWorld, rounds: list[Any], *, graph: str | list[Any], hierarchical: bool
+    ) -> list[Tensor]:
+        """Return this rank's elements after each round of one operation and its copy-back (S13).
+
+        Args:
+            world: world of this rank.
+            rounds: this rank's elements before each round; None: as the last round left them.
+            graph: a name, or graphs that follow each other in a cycle: for each receiving rank a list of (source, weight) pairs.
+            hierarchical: average between node leaders.
+
+        Raises:
+            ValueError: a graph is not doubly stochastic; on every rank.
+        """
+        mode = graph if isinstance(graph, str) else in_turn(graph)
+        return self.decentralized(world, rounds, mode=mode, hierarchical=hierarchical)
+
+    def low_precision_decentralized(self, world: RankWorld, rounds: list[Any], *, hierarchical: bool) -> list[Tensor]:
         """Return this rank's elements after each step on the ring (S3.5).
 
         Args:

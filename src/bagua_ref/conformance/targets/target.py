@@ -47,6 +47,10 @@ class Target:
         """The kernels; None if the target has none."""
         return self.parts.get("kernels")
 
+    def codec(self, name: str) -> Any:
+        """Return a codec of its kernels, which have a mapping ``codecs``: name -> a class that is called with the kernels."""
+        return self.kernels.codecs[name](self.kernels)
+
 
 def resolve(target: Any) -> Target:
     """Return the parts of a target.

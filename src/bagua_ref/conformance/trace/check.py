@@ -161,9 +161,9 @@ def _compare(
         x, w = got[rank][element], expected.values[rank][element]
         execution.first = Divergence(
             step, rank, bucket, name, index, element, _number(w), _number(x), _ulps(x, w), expected.tolerance.name,
-            _chunks(torch.stack([~same for same in equal]).any(0), replay),
+            _chunks(torch.stack([~same for same in equal]).any(0), replay) if expected.name == "x" else None,
         )  # fmt: skip
-        inputs = [record.inputs["x"] for record in records if "x" in record.inputs]
+        inputs = [record.inputs["x"] for record in records if expected.name == "x" and "x" in record.inputs]
         execution.kind = recognise(expected, got, inputs if len(inputs) == len(records) else None, replay)
     return execution
 
@@ -198,10 +198,12 @@ def _tensor_at(role: str, element: int, described: Mapping[str, Any]) -> tuple[s
 
 def _chunks(wrong: Tensor, replay: Replay) -> str | None:
     """Name the chunks of a scattered operation that hold wrong elements."""
-    if replay.algorithm not in ("bytegrad", "qadam") and not replay.options.get("scattergather"):
+    if replay.algorithm not in ("bytegrad", "qadam") and not {"scattergather", "compression"} & {
+        name for name, value in replay.options.items() if value
+    }:
         return None
     starts = [sum(replay.nodes[:node]) for node in range(len(replay.nodes))]
-    reducers = starts if replay.options["hierarchical"] else list(range(sum(replay.nodes)))
+    reducers = starts if replay.options.get("hierarchical") else list(range(sum(replay.nodes)))
     count = len(reducers)
     if count == 1:
         return None

@@ -191,7 +191,8 @@ _MANIFEST = {
     "stopped?": {"reason": str},
 }
 
-_INFO = {str: SCALAR, "execution?": NATURAL, "ranks?": NATURAL, "divided_by?": (int, float), "beta1?": (int, float)}
+_INFO = {str: SCALAR, "execution?": NATURAL, "ranks?": NATURAL, "divided_by?": (int, float), "beta1?": (int, float), "graph?": str}
+_INFO |= {"t?": NATURAL, "fragment?": NATURAL, "averages?": str, "k?": NATURAL, "matrices?": str, "elements?": NATURAL}
 
 _STEP = {
     "step": NATURAL,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
 from bagua_ref.comm_ops import (
     AsynchronousModelAverage,
+    CentralizedErrorFeedback,
     CentralizedFullPrecision,
     CentralizedLowPrecision,
     CentralizedScatterGather,
@@ -13,12 +16,14 @@ from bagua_ref.comm_ops import (
     Decentralized,
     Hierarchical,
     LowPrecisionDecentralized,
+    LowRank,
     PythonOp,
+    TopK,
 )
 from bagua_ref.tensor import registration
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, MutableMapping
 
     from torch import Tensor
 
@@ -30,11 +35,18 @@ _ALGORITHMS: dict[type, str] = {
     CentralizedFullPrecision: "gradient_allreduce",
     CentralizedScatterGather: "gradient_allreduce",
     CentralizedLowPrecision: "bytegrad",
+    CentralizedErrorFeedback: "bytegrad",
     Decentralized: "decentralized",
     LowPrecisionDecentralized: "low_precision_decentralized",
     AsynchronousModelAverage: "async",
+    LowRank: "powersgd",
+    TopK: "topk",
 }
 _QADAM = "MomentumBucket"
+_LASTING = ("qadam", "async", "local_sgd", "diloco")
+"""Once recognised, they remain the algorithm, whatever other operations they use."""
+_ABOUT_ROUNDS = ("t", "fragment", "averages")
+"""Of a bucket's ``about``, what changes from round to round; the others are options."""
 
 
 class Notebook(Protocol):
@@ -43,7 +55,7 @@ class Notebook(Protocol):
     @property
     def recording(self) -> bool: ...  # noqa: D102 - each as in Recorder
     def begin(self, bucket: str, inputs: Any, info: Mapping[str, Any]) -> None: ...  # noqa: D102
-    def end(self, bucket: str, outputs: Any, inputs: Any = None) -> None: ...  # noqa: D102
+    def end(self, bucket: str, outputs: Any, inputs: Any = None, info: Any = None) -> None: ...  # noqa: D102
     def forget(self, bucket: str) -> None: ...  # noqa: D102
     def describe_own(  # noqa: D102
         self, bucket: str, entry: dict[str, Any], algorithm: str | None, options: Mapping[str, Any]
@@ -65,7 +77,7 @@ class OwnBuckets:
         self._modules: list[str] = []
         self._algorithm: str | None = None
         self._described: dict[str, tuple[BaguaBucket, Any]] = {}
-        self._ops: dict[BaguaBucket, list[Any]] = {}
+        self._ops: MutableMapping[BaguaBucket, list[Any]] = weakref.WeakKeyDictionary()  # some live for one round
 
     def before_op(self, bucket: BaguaBucket, op: Any, flat: Tensor) -> None:
         """Record the input: the flat tensor and, for a ring, its replicas unless they are the outputs of the previous step."""
@@ -88,8 +100,12 @@ class OwnBuckets:
             info["ranks"] = op.comm.nranks()
         if isinstance(op, Decentralized):
             info["execution"] = op.step
-        if self._algorithm not in ("qadam", "async"):
-            self._algorithm = _ALGORITHMS.get(type(inner)) or self._algorithm
+        if isinstance(op, LowRank | TopK):
+            info |= op.about_round()
+        info.update({name: bucket.about[name] for name in _ABOUT_ROUNDS if name in bucket.about})
+        options.update({name: value for name, value in bucket.about.items() if name not in ("algorithm", *_ABOUT_ROUNDS)})
+        if self._algorithm not in _LASTING:
+            self._algorithm = bucket.about.get("algorithm") or _ALGORITHMS.get(type(inner)) or self._algorithm
         name = self._name(bucket, op)
 
         def inputs(follows: bool) -> dict[str, Tensor]:
@@ -97,6 +113,8 @@ class OwnBuckets:
             if isinstance(inner, LowPrecisionDecentralized) and not follows:
                 replicas = {"weight": inner.weight, "left": inner.left_peer_weight, "right": inner.right_peer_weight}
                 found.update({role: _copy(replica) for role, replica in replicas.items()})
+            if isinstance(op, LowRank | TopK):
+                found |= {role: _copy(kept) for role, kept in op.kept().items()}
             return found
 
         self._recorder.begin(name, inputs, info)
@@ -108,7 +126,8 @@ class OwnBuckets:
             return
         name = self._name(bucket, op)
         if not isinstance(op, AsynchronousModelAverage):
-            self._recorder.end(name, lambda: {"x": _copy(flat)})
+            kept = op.kept() if isinstance(op, LowRank | TopK) else {}
+            self._recorder.end(name, lambda: {"x": _copy(flat), **{role: _copy(x) for role, x in kept.items()}})
         elif op.get_status() == "stopped":
             self._recorder.forget(name)
         else:
@@ -118,9 +137,11 @@ class OwnBuckets:
             self._describe(name, bucket, op, flat, {})
 
     def after_copy(self, bucket: BaguaBucket, flat: Tensor) -> None:
-        """Record a decentralized operation's result."""
-        if self._recorder.recording and isinstance(bucket.running, Decentralized):
-            self._recorder.end(self._name(bucket, bucket.running), lambda: {"x": _copy(flat)})
+        """Record a decentralized operation's result, and its graph if it came from a function."""
+        op = bucket.running
+        if self._recorder.recording and isinstance(op, Decentralized):
+            info = {"graph": json.dumps(op.graph)} if callable(op.peer_selection_mode) else None
+            self._recorder.end(self._name(bucket, op), lambda: {"x": _copy(flat)}, info=info)
 
     def _describe(self, name: str, bucket: BaguaBucket, op: Any, flat: Tensor, options: dict[str, Any]) -> None:
         if self._described.get(name) != (bucket, op):
@@ -143,10 +164,15 @@ def _options_of(op: Any) -> dict[str, Any]:
     """Return the options of the algorithm that can be read off an operation."""
     inner = op.leaders_op if isinstance(op, Hierarchical) else op
     if isinstance(op, Decentralized):
-        return {"hierarchical": op.intra is not None, "peer_selection_mode": op.peer_selection_mode}
+        mode = "function" if callable(op.peer_selection_mode) else op.peer_selection_mode
+        return {"hierarchical": op.intra is not None, "peer_selection_mode": mode}
+    if isinstance(op, LowRank | TopK):
+        return op.options
     options: dict[str, Any] = {"hierarchical": isinstance(op, Hierarchical)}
-    if isinstance(inner, CentralizedFullPrecision | CentralizedScatterGather | CentralizedLowPrecision):
+    if isinstance(inner, CentralizedFullPrecision | CentralizedScatterGather | CentralizedLowPrecision | CentralizedErrorFeedback):
         options["average"] = inner.average
+    if isinstance(inner, CentralizedLowPrecision | CentralizedErrorFeedback | LowPrecisionDecentralized):
+        options["compression"] = inner.codec.name
     if isinstance(inner, CentralizedScatterGather):
         options["scattergather"] = True
     return options

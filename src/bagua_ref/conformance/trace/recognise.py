@@ -1,4 +1,4 @@
-"""Likely causes of divergences: rounding to 16 bits, a sum instead of a mean, another peer, nothing received."""
+"""Likely causes of divergences: rounding to 16 bits, a sum instead of a mean, another peer, a source left out, nothing received."""
 
 from __future__ import annotations
 
@@ -8,13 +8,23 @@ import torch
 
 from bagua_ref.backends import get_backend
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM, where_equal
+from bagua_ref.graphs import MODES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from bagua_ref.conformance.trace.replay import Expected, Replay
+    from bagua_ref.graphs import Graph
 
 __all__ = ["recognise"]
+
+_PAIRS = ("shift_one", "one_peer_exponential", "hypercube")
+"""Modes in which each rank averages with one other."""
+
+_SCHEDULES = {
+    "averages": "as if weights had been averaged after another step than the period and the offset say",
+    "fragment": "as if another fragment had been sent after that step than is due (-1: none)",
+}
 
 _ROUGHLY = 1e-3  # of the largest value: smaller than the distance between a codec's levels
 
@@ -28,6 +38,8 @@ def recognise(expected: Expected, got: list[Tensor], inputs: list[Tensor] | None
         inputs: the recorded inputs, by rank.
         replay: the operation.
     """
+    if expected.name in _SCHEDULES:
+        return _SCHEDULES[expected.name]
     wanted = torch.stack(expected.values)
     found = torch.stack(got)
     if not found.dtype.is_floating_point:
@@ -38,21 +50,25 @@ def recognise(expected: Expected, got: list[Tensor], inputs: list[Tensor] | None
     for factor, what in ((n, "summed, where a mean was expected"), (1 / n, "averaged, where a sum was expected")):
         if n > 1 and _roughly(found, wanted, factor):
             return f"as if {what}"
-    if inputs is not None and replay.algorithm in ("bytegrad", "qadam") and _uncompressed(found, inputs, replay):
+    if inputs is not None and _compresses(replay) and _uncompressed(found, inputs, replay):
         return "as if it had been communicated in full precision, not compressed"
     if (narrow := _narrower(found, expected, wanted)) is not None:
         return narrow
-    if (
-        inputs is not None
-        and replay.options.get("peer_selection_mode") == "shift_one"
-        and (peer := _other_peer(found, wanted, inputs))
-    ):
-        return peer
+    if inputs is not None and replay.algorithm == "decentralized" and not replay.options["hierarchical"]:
+        mode = replay.options["peer_selection_mode"]
+        if mode in _PAIRS and (peer := _other_peer(found, wanted, inputs)):
+            return peer
+        if mode in ("ring", "exponential") and (missing := _left_out(found, wanted, inputs, MODES[mode].graph(0, n))):
+            return missing
     if mixed := _mixed_up(found, wanted):
         return mixed
     if all(_same(row, wanted[0]) for row in wanted) and not all(_same(row, found[0]) for row in found):
         return "as if ranks had ended with different values, where all must have the same"
     return None
+
+
+def _compresses(replay: Replay) -> bool:
+    return replay.algorithm in ("bytegrad", "qadam") or replay.options.get("compression") is not None
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -106,6 +122,22 @@ def _other_peer(found: Tensor, wanted: Tensor, inputs: list[Tensor]) -> str | No
             kernels.average_(mean, inputs[rank])
             if other != rank and _same(mean, row):
                 return f"as if rank {rank} had averaged with rank {other}, which is not its peer now"
+    return None
+
+
+def _left_out(found: Tensor, wanted: Tensor, inputs: list[Tensor], graph: Graph) -> str | None:
+    """Return which rank left out one of its sources, or None."""
+    for rank, row in enumerate(found):
+        sources = [source for source, _ in graph[rank]]
+        if _same(row, wanted[rank]):
+            continue
+        for left_out in sources:
+            rest = torch.stack([inputs[source].double() for source in sources if source != left_out])
+            for divisor in {len(rest), len(sources)}:
+                result, magnitude = (rest.sum(0) / divisor).to(row.dtype), rest.abs().sum(0) / divisor
+                if len(rest) and where_equal(row, result, SUM(len(sources)), magnitude=magnitude).all():
+                    whose = "its own values" if left_out == rank else f"those of rank {left_out}"
+                    return f"as if rank {rank} had left out {whose}"
     return None
 
 

@@ -205,11 +205,11 @@ class Recorder:
             if self.recording:
                 self._steps.begin(bucket, inputs, info)
 
-    def end(self, bucket: str, outputs: Any, inputs: Any = None) -> None:
+    def end(self, bucket: str, outputs: Any, inputs: Any = None, info: Mapping[str, Any] | None = None) -> None:
         """As `Steps.end`, if the operation has begun."""
         with self._lock:
             if self.recording and self._steps.is_open(bucket):
-                self._steps.end(bucket, outputs, inputs)
+                self._steps.end(bucket, outputs, inputs, info)
 
     def forget(self, bucket: str) -> None:
         """As `Steps.forget`."""

@@ -8,13 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bagua_ref.algorithms.fragments import Fragment, Schedule
 from bagua_ref.backends import get_backend
-from bagua_ref.backends.base import COMPRESSIBLE, FLOATS
+from bagua_ref.backends.base import FLOATS
+from bagua_ref.backends.codec import COMPRESSIBLE
 from bagua_ref.bucket import BaguaBucket
-from bagua_ref.conformance.expected.tolerances import EXACT, SUM, Tolerance
+from bagua_ref.conformance.expected.tolerances import SUM
+from bagua_ref.conformance.trace.compressed import expected_of_powersgd, expected_of_topk
+from bagua_ref.conformance.trace.expectation import Expected, NotReplayable
+from bagua_ref.graphs import MODES, checked_graph, in_turn
 from bagua_ref.process_group import init_process_group
 from bagua_ref.simulation import SimulatedWorld
 from bagua_ref.tensor import BaguaTensor
+from bagua_ref.untrusted import load_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,29 +28,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bagua_ref.conformance.trace.files import Record
+    from bagua_ref.graphs import Graph
 
 __all__ = ["Expected", "NotReplayable", "Replay"]
-
-
-class NotReplayable(Exception):  # noqa: N818 - not a failure: this execution cannot be checked
-    """An execution cannot be replayed from its records; the message says why."""
-
-
-@dataclass(frozen=True)
-class Expected:
-    """An expected output.
-
-    Attributes:
-        name: name of the output.
-        values: expected values, by rank.
-        tolerance: the tolerance of the comparison.
-        magnitude: for sums, the sum (or mean) of the absolute values.
-    """
-
-    name: str
-    values: list[Tensor]
-    tolerance: Tolerance = EXACT
-    magnitude: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -75,13 +61,24 @@ class Replay:
         first = records[0]
         if len({record.info.get("execution", record.execution) for record in records}) > 1:
             raise NotReplayable("ranks count their executions differently: they did not begin to record at the same step")
-        if (members := first.info.get("ranks", len(records))) != len(records):
+        inside_nodes = self._is_inside_nodes(records)
+        if not inside_nodes and (members := first.info.get("ranks", len(records))) != len(records):
             raise NotReplayable(
                 f"the operation ran on a group of {members} ranks, but the trace has {len(records)}: pass the rank, world_size and "
                 "nodes of the group to Recorder"
             )
         if self.algorithm == "async":
             return self._async(records) if "snapshot" in first.inputs else self._full_precision(records, False, True)
+        if self.algorithm == "local_sgd":
+            return [*self._means(records, inside_nodes), *self._averages(records)]
+        if self.algorithm == "diloco":
+            return self._full_precision(records, False, True) if _warming_up(first) else self._diloco(records)
+        if self.algorithm in ("powersgd", "topk"):
+            if _warming_up(first):
+                return self._full_precision(records, False, True)
+            self._refuse_divided(records)
+            find = expected_of_powersgd if self.algorithm == "powersgd" else expected_of_topk
+            return find(records, self._inputs(records, "x", FLOATS if find is expected_of_powersgd else COMPRESSIBLE), self.options)
         if self.algorithm == "decentralized":
             return self._decentralized(records)
         if self.algorithm == "low_precision_decentralized":
@@ -95,7 +92,7 @@ class Replay:
                 return self._full_precision(records, False, True)
             if "momentum" in first.inputs:
                 self._update_momenta(records)
-        compression = None if self.algorithm == "gradient_allreduce" else "MinMaxUInt8"
+        compression = None if self.algorithm == "gradient_allreduce" else self.options["compression"]
         return self._low_precision(records, hierarchical, average, compression)
 
     def _full_precision(self, records: list[Record], hierarchical: bool, average: bool) -> list[Expected]:
@@ -116,6 +113,8 @@ class Replay:
 
     def _low_precision(self, records: list[Record], hierarchical: bool, average: bool, compression: str | None) -> list[Expected]:
         """S3.2, S3.3; S3.1 by scatter-gather. The input is padded with zeros to a multiple of the chunks (S2.2)."""
+        if any(record.info.get("operation") == "CentralizedErrorFeedback" for record in records):
+            raise NotReplayable("error memories, which the result depends on, are not recorded")
         self._refuse_divided(records)
         xs = self._inputs(records, "x", COMPRESSIBLE if compression else FLOATS)
         size = xs[0].numel()
@@ -125,13 +124,15 @@ class Replay:
         return [Expected("x", [result[:size] for result in results])]
 
     def _decentralized(self, records: list[Record]) -> list[Expected]:
-        """S3.4."""
+        """S3.4, S13."""
         self._refuse_divided(records)
         hierarchical, mode = self.options["hierarchical"], self.options["peer_selection_mode"]
         xs, t = self._inputs(records, "x", FLOATS), records[0].info.get("execution", records[0].execution)
-        members = len(self.nodes) if hierarchical else len(xs)
-        if mode == "shift_one" and members % 2:
-            raise NotReplayable(f"shift_one pairs {'nodes' if hierarchical else 'ranks'}, and there are {members}")
+        members, what = (len(self.nodes), "nodes") if hierarchical else (len(xs), "ranks")
+        if mode == "function":
+            mode = in_turn([self._recorded_graph(records, members)])
+        elif not MODES[mode].takes(members):
+            raise NotReplayable(f"{mode} needs {MODES[mode].sizes} of {what}, and there are {members}")
 
         def rank(bucket: BaguaBucket, number: int) -> Tensor:
             peer_weight = _bagua_tensor(bucket.flattened_tensor(), "peer_weight")
@@ -142,10 +143,109 @@ class Replay:
             return bucket.flattened_tensor()
 
         results = self._on_buckets(xs, rank)
-        if mode == "shift_one":
+        if mode != "all":
             return [Expected("x", results)]
         magnitude = torch.stack(xs).double().abs().sum(0) / len(xs)
         return [Expected("x", results, SUM(len(xs) + hierarchical), magnitude)]
+
+    def _recorded_graph(self, records: list[Record], members: int) -> Graph:
+        """Return the graph of a function, which is JSON of a list for each receiver with [source, weight] lists."""
+        graphs = [record.info.get("graph") or "" for record in records]
+        if "" in graphs:
+            raise NotReplayable(f"the graph of the function was not recorded on rank {graphs.index('')}")
+        if differing := [rank for rank, graph in enumerate(graphs) if graph != graphs[0]]:
+            raise NotReplayable(f"rank {differing[0]} used another graph than rank 0")
+        try:
+            return checked_graph(load_json(graphs[0].encode()), members)
+        except (TypeError, ValueError) as error:
+            raise NotReplayable(f"the recorded graph cannot be used: {error}") from None
+
+    def _is_inside_nodes(self, records: list[Record]) -> bool:
+        """Return whether the operation ran among the ranks of each node, as gradients of post-local SGD do (S9.1)."""
+        members = [record.info.get("ranks", len(records)) for record in records]
+        hierarchical = self.algorithm == "local_sgd" and self.options["hierarchical"]
+        return hierarchical and members == [size for size in self.nodes for _ in range(size)]
+
+    def _means(self, records: list[Record], inside_nodes: bool) -> list[Expected]:
+        """S3.1, over all ranks or inside each node."""
+        if not inside_nodes:
+            return self._full_precision(records, False, True)
+        self._inputs(records, "x", FLOATS)
+        found, first = [], 0
+        for size in self.nodes:
+            found += Replay(self.algorithm, self.options, (size,))._full_precision(records[first : first + size], False, True)
+            first += size
+        magnitudes = torch.stack([expected.magnitude for expected in found if expected.magnitude is not None])
+        return [Expected("x", [x for expected in found for x in expected.values], SUM(max(self.nodes)), magnitudes.amax(0))]
+
+    def _averages(self, records: list[Record]) -> list[Expected]:
+        """S9.1: whether weights are averaged after step t; the record says that they were."""
+        period, first = self.options["period"], (self.options["warmup_steps"] or 0) + self.options["offset"]
+        known = all("t" in record.info and record.info.get("averages") == "weights" for record in records)
+        if period is None or not known:
+            return []
+        due = [
+            record.info["t"] > (self.options["warmup_steps"] or 0) and (record.info["t"] - first) % period == 0
+            for record in records
+        ]
+        return self._told(records, "averages", [1] * len(records), [int(is_due) for is_due in due])
+
+    def _diloco(self, records: list[Record]) -> list[Expected]:
+        """S9.5: the mean of what was sent; and of S9.4 the difference, the mix and the schedule, where these were recorded."""
+        compression = self.options["compression"]
+        if compression or self.options["scattergather"]:
+            found = self._low_precision(records, False, True, compression)
+        else:
+            found = self._full_precision(records, False, True)
+        if all({"g", "weights"} <= record.inputs.keys() for record in records):
+            found += self._differences(records)
+        if all({"g", "before", "weights"} <= record.outputs.keys() for record in records):
+            found += self._applied(records)
+        if self.options["period"] is not None and all({"t", "fragment"} <= record.info.keys() for record in records):
+            try:
+                schedule = Schedule(self.options["period"], self.options["fragments"], self.options["delay"])
+            except ValueError as error:
+                raise NotReplayable(str(error)) from None
+            steps = [record.info["t"] - (self.options["warmup_steps"] or 0) for record in records]
+            due = [schedule.sent_after(t) if t > 0 else None for t in steps]
+            sent = [record.info["fragment"] for record in records]
+            found += self._told(records, "fragment", sent, [-1 if place is None else place for place in due])
+        return found
+
+    def _differences(self, records: list[Record]) -> list[Expected]:
+        """S9.4: g - x in g's dtype; what is padded is zero."""
+        sent, gs, weights = (self._inputs(records, role, FLOATS) for role in ("x", "g", "weights"))
+        padding = sent[0].numel() - gs[0].numel()
+        if gs[0].shape != weights[0].shape or padding < 0:
+            raise NotReplayable(
+                f"inputs g and weights have {gs[0].numel()} and {weights[0].numel()} elements, and x has {sent[0].numel()}"
+            )
+        for record, x in zip(records, sent, strict=True):
+            record.outputs["difference"] = x
+        values = [torch.nn.functional.pad(g - w, (0, padding)) for g, w in zip(gs, weights, strict=True)]
+        return [Expected("difference", values)]
+
+    def _applied(self, records: list[Record]) -> list[Expected]:
+        """S9.4: g is the same on all ranks, and the weights are mixed with it."""
+        gs, mix = [record.outputs["g"] for record in records], self.options["mix"]
+        found, values = [Expected("g", [gs[0]] * len(gs))], []
+        for rank, (record, g) in enumerate(zip(records, gs, strict=True)):
+            x = torch.nn.Parameter(record.outputs["before"].clone(), requires_grad=False)
+            fragment = Fragment(["x"], [x], lambda tensors: torch.optim.SGD(tensors, lr=1.0))
+            if fragment.copies[0].dtype != g.dtype or x.shape != g.shape:
+                raise NotReplayable(
+                    f"output g of rank {rank} has {g.numel()} elements of {g.dtype}, before {x.numel()} of {x.dtype}"
+                )
+            fragment.copies[0].detach().copy_(g)
+            fragment.mix(0.0 if mix is None else mix)
+            values.append(x.detach())
+        return [*found, Expected("weights", values)]
+
+    def _told(self, records: list[Record], name: str, told: list[int], due: list[int]) -> list[Expected]:
+        """Compare numbers that the records tell with those that are due."""
+        for record, value in zip(records, told, strict=True):
+            record.outputs[name] = torch.tensor([value])
+        return [Expected(name, [torch.tensor([value]) for value in due])]
 
     def _ring(self, records: list[Record], before: list[Record] | None) -> list[Expected]:
         """S3.5. Replicas are recorded or are the results of the previous execution: W this rank's, L and R its neighbours'."""
@@ -168,7 +268,7 @@ class Replay:
         def rank(bucket: BaguaBucket, number: int) -> Tensor:
             mine = replicas.get(number, [xs[number]] * 3)  # replicas are not used on ranks that lead no node
             weight, left, right = (_bagua_tensor(replica, name) for replica, name in zip(mine, roles, strict=True))
-            bucket.append_low_precision_decentralized_synchronous_op(weight, left, right, hierarchical)
+            bucket.append_low_precision_decentralized_synchronous_op(weight, left, right, hierarchical, self.options["compression"])
             bucket.execute()
             return bucket.flattened_tensor()
 

@@ -116,14 +116,19 @@ class Steps:
         return recorded
 
     def end(
-        self, bucket: str, outputs: Callable[[], Mapping[str, Tensor]], inputs: Callable[[], Mapping[str, Tensor]] | None = None
+        self,
+        bucket: str,
+        outputs: Callable[[], Mapping[str, Tensor]],
+        inputs: Callable[[], Mapping[str, Tensor]] | None = None,
+        info: Mapping[str, Any] | None = None,
     ) -> None:
         """Note that the bucket's operation, which has begun, has ended; both functions return copies.
 
-        ``inputs`` returns inputs that are known only now.
+        ``inputs`` returns inputs, and ``info`` holds information, that are known only now.
         """
         record = self._open.pop(bucket)
         if record is not None:
+            record.info.update(info or {})
             if inputs is not None:
                 record.inputs.update(inputs())
             record.outputs = dict(outputs())

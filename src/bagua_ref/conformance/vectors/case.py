@@ -40,6 +40,7 @@ class Case:
         flags: some of `FLAGS`.
         tolerance: the name of a row of `bagua_ref.conformance.expected.tolerances`.
         magnitudes: for ``SUM(n)``: per output, the sum or mean of the absolute values that were added.
+        since: the first version of the vectors that has it.
     """
 
     suite: str
@@ -53,6 +54,7 @@ class Case:
     flags: tuple[str, ...] = ("valid",)
     tolerance: str = "EXACT"
     magnitudes: dict[str, Tensor] = field(default_factory=dict)
+    since: str = "1"
 
     @property
     def id(self) -> str:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from bagua_ref.backends import get_backend
-from bagua_ref.backends.base import COMPRESSIBLE, payload_bytes
+from bagua_ref.backends import get_codec
+from bagua_ref.backends.codec import COMPRESSIBLE
 from bagua_ref.conformance.vectors.case import Case, canonical, case_id, name_of, seed_of
 from bagua_ref.conformance.vectors.numbers import KINDS, Numbers, tensor_of
 
@@ -30,7 +30,7 @@ def codec_cases() -> Iterator[Case]:
     for dtype in COMPRESSIBLE:
         for name, flag, x, num_chunks in _inputs(dtype):
             x = canonical(x)
-            payload = get_backend("reference").compress_minmax_uint8(x, num_chunks)
+            payload = get_codec("MinMaxUInt8", "reference").compress(x, num_chunks)
             flags = (_flag_of(payload, dtype, num_chunks, flag),)
             restored = _restored(payload, num_chunks, x)
             parameters = {"num_chunks": num_chunks}
@@ -150,8 +150,9 @@ def _single_chunks(dtype: torch.dtype) -> Iterator[Case]:
         name = f"target-{target}-of-{num_chunks}"
         numbers = Numbers(seed_of(case_id("codec", "compress_minmax_uint8", name_of(dtype), name)))
         x = numbers.uniform(num_chunks * 37, dtype)
-        before = torch.tensor([numbers.below(256) for _ in range(payload_bytes(x.numel(), num_chunks))], dtype=torch.uint8)
-        after = get_backend("reference").compress_minmax_uint8(x, num_chunks, target, before.clone())
+        size = num_chunks * get_codec("MinMaxUInt8", "reference").payload_bytes(x.numel() // num_chunks, dtype)
+        before = torch.tensor([numbers.below(256) for _ in range(size)], dtype=torch.uint8)
+        after = get_codec("MinMaxUInt8", "reference").compress(x, num_chunks, target, before.clone())
         parameters = {"num_chunks": num_chunks, "target_chunk": target}
         yield Case(
             "codec", "compress_minmax_uint8", "S4.5", name_of(dtype), name,
@@ -167,7 +168,7 @@ def _any_levels(dtype: torch.dtype) -> Iterator[Case]:
     for place, (low, high) in enumerate(ends):
         if max(abs(low), abs(high)) >= torch.finfo(dtype).max:
             continue
-        payload = get_backend("reference").compress_minmax_uint8(tensor_of([low, high] * 128, dtype), 1)
+        payload = get_codec("MinMaxUInt8", "reference").compress(tensor_of([low, high] * 128, dtype), 1)
         payload[32:288] = torch.arange(256, dtype=torch.uint8)
         restored = _restored(payload, 1, torch.empty(256, dtype=dtype))
         parameters = {"num_chunks": 1, "num_elements": 256}
@@ -179,7 +180,7 @@ def _any_levels(dtype: torch.dtype) -> Iterator[Case]:
 
 def _restored(payload: Tensor, num_chunks: int, like: Tensor) -> Tensor:
     restored = torch.empty_like(like)
-    get_backend("reference").decompress_minmax_uint8(payload, num_chunks, restored)
+    get_codec("MinMaxUInt8", "reference").decompress(payload, num_chunks, restored)
     return canonical(restored)
 
 

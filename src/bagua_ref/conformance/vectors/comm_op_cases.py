@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from bagua_ref.backends import get_backend
-from bagua_ref.backends.base import COMPRESSIBLE, FLOATS
+from bagua_ref.backends.base import FLOATS
+from bagua_ref.backends.codec import COMPRESSIBLE
 from bagua_ref.conformance.vectors.case import Case, canonical, case_id, name_of, seed_of
 from bagua_ref.conformance.vectors.numbers import KINDS, Numbers
 from bagua_ref.conformance.vectors.world import averaged_async, averaged_decentralized, combined_on_ring, reduced

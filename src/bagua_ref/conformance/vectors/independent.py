@@ -12,7 +12,17 @@ import numpy as np
 import torch
 import xxhash
 
-from bagua_ref.conformance.expected import codec_scalar, comm_ops_scalar, decentralized_numpy, kernels_scalar, samplers_plain
+from bagua_ref.conformance.expected import (
+    codec_scalar,
+    codecs_scalar,
+    comm_ops_scalar,
+    decentralized_numpy,
+    graphs_numpy,
+    kernels_scalar,
+    local_updates_numpy,
+    samplers_plain,
+)
+from bagua_ref.conformance.vectors.independent_compressed import OF_COMPRESSED_GRADIENTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -96,6 +106,25 @@ def _roundtrip(dtype: str, inputs: Tensors, num_chunks: int) -> Tensors:
     return {**payload, **_decompress(dtype, payload, num_chunks, inputs["x"].numel())}
 
 
+def _codec_compress(dtype: str, inputs: Tensors, codec: str, num_chunks: int, target_chunk: int | None = None) -> Tensors:
+    blocks = [codecs_scalar.compress_chunk(codec, chunk) for chunk in _chunks(inputs["x"], num_chunks)]
+    if target_chunk is not None:
+        before = inputs["payload"].view(num_chunks, -1).tolist()
+        blocks = [block if place == target_chunk else bytes(before[place]) for place, block in enumerate(blocks)]
+    return {"payload": torch.tensor(list(b"".join(blocks)), dtype=torch.uint8)}
+
+
+def _codec_decompress(dtype: str, inputs: Tensors, codec: str, num_chunks: int, num_elements: int) -> Tensors:
+    blocks, size = _chunks(inputs["payload"], num_chunks), num_elements // num_chunks
+    values = [value for block in blocks for value in codecs_scalar.decompress_chunk(codec, bytes(block), size, dtype)]
+    return {"x": _tensor(values, dtype)}
+
+
+def _chunks(x: Tensor, num_chunks: int) -> list[list[Any]]:
+    rows: list[list[Any]] = x.view(num_chunks, x.numel() // num_chunks).tolist()
+    return rows
+
+
 def _centralized(operation: Callable[..., list[list[float]]]) -> Callable[..., Tensors]:
     def solver(dtype: str, inputs: Tensors, nodes: list[int], hierarchical: bool, average: bool) -> Tensors:
         xs = inputs["x"].tolist()
@@ -120,13 +149,23 @@ def _rows(arrays: list[Any], dtype: str) -> Tensor:
     return torch.from_numpy(np.stack(arrays)).to(getattr(torch, dtype))
 
 
-def _shift_one(dtype: str, inputs: Tensors, nodes: list[int], hierarchical: bool) -> Tensors:
+def _decentralized(dtype: str, inputs: Tensors, nodes: list[int], hierarchical: bool, graph: Any = "shift_one") -> Tensors:
     ranks, after = _arrays(inputs["x"]), []
     for step, update in enumerate(inputs["updates"]):
         ranks = [decentralized_numpy.stored(x + u, dtype) for x, u in zip(ranks, _arrays(update), strict=True)]
-        ranks = decentralized_numpy.average(ranks, dtype, "shift_one", hierarchical, nodes, step)
+        ranks = decentralized_numpy.average(ranks, dtype, graph, hierarchical, nodes, step)
         after.append(_rows(ranks, dtype))
     return {"x": torch.stack(after)}
+
+
+def _graph_sources(dtype: str, inputs: Tensors, graph: str, nranks: int) -> Tensors:
+    """Average unit vectors: the sources of a rank are those that leave something in its row."""
+    units, averages, sources = np.eye(nranks), dict[int, Any](), []
+    for rank, step in zip(inputs["rank"].tolist(), inputs["step"].tolist(), strict=True):
+        if step not in averages:
+            averages[step] = graphs_numpy.averaged(units, graph, step)
+        sources.append(np.flatnonzero(averages[step][rank]).tolist())
+    return {"sources": torch.tensor(sources)}
 
 
 def _decentralized_all(dtype: str, inputs: Tensors, nodes: list[int], hierarchical: bool) -> Tensors:
@@ -239,6 +278,73 @@ def _qadam_step(dtype: str, inputs: Tensors, s: int, lr: float, beta1: float, be
     return {"p": (p - lr / (1 - beta1**s) * m / (v.sqrt() / math.sqrt(1 - beta2**s) + eps)).to(inputs["p"].dtype)}
 
 
+def _fragment_of_parameter(dtype: str, inputs: Tensors, fragments: int) -> Tensors:
+    return {"fragment": torch.tensor(local_updates_numpy.fragment_of(inputs["bytes"].tolist(), fragments))}
+
+
+def _local_sgd_schedule(dtype: str, inputs: Tensors, period: int, offset: int, warmup_steps: int) -> Tensors:
+    """Count from the first averaging on, period by period."""
+    first = warmup_steps + (offset or period)
+    return {"averages": ((inputs["step"] >= first) & ((inputs["step"] - first) % period == 0)).long()}
+
+
+def _diloco_schedule(dtype: str, inputs: Tensors, period: int, fragments: int, delay: int, warmup_steps: int) -> Tensors:
+    """Try every fragment for every step."""
+    gap, outputs = period // fragments, {}
+    for name, early in (("sent", delay), ("applied", 0)):
+        found = torch.full_like(inputs["step"], -1)
+        for p in range(fragments):
+            due = (inputs["step"] - warmup_steps - ((p + 1) * gap - early)) % period == 0
+            found[due & (inputs["step"] > warmup_steps)] = p
+        outputs[name] = found
+    return outputs
+
+
+def _mix(dtype: str, inputs: Tensors, mix: float) -> Tensors:
+    (x,), (g,) = _arrays(inputs["x"][None]), _arrays(inputs["g"][None])
+    return {"x": _rows([local_updates_numpy.mixed(x, g, mix, dtype)], dtype)[0]}
+
+
+def _parameters(flat: Tensor, sizes: list[int]) -> list[Any]:
+    return np.split(_arrays(flat[None])[0], np.cumsum(sizes)[:-1])
+
+
+def _local_training(inputs: Tensors, sizes: list[int]) -> tuple[list[Any], list[list[list[Any]]]]:
+    """Return the weights, and the gradients by step, rank and parameter."""
+    return _parameters(inputs["x"], sizes), [[_parameters(g, sizes) for g in ranks] for ranks in inputs["gradients"]]
+
+
+def _joined_ranks(ranks: list[list[Any]], dtype: str) -> Tensor:
+    return _rows([np.concatenate(weights) for weights in ranks], dtype)
+
+
+def _local_sgd(dtype: str, inputs: Tensors, nodes: list[int], sizes: list[int], lr: float, **options: Any) -> Tensors:
+    start, gradients = _local_training(inputs, sizes)
+    history = local_updates_numpy.local_sgd(start, gradients, lr, [dtype] * len(sizes), nodes, **options)
+    return {"x": torch.stack([_joined_ranks(ranks, dtype) for ranks in history])}
+
+
+def _diloco(
+    dtype: str, inputs: Tensors, nodes: list[int], sizes: list[int], lr: float, fragments: Any,
+    outer_lr: float, outer_momentum: float, outer_nesterov: bool, **options: Any,
+) -> Tensors:  # fmt: skip
+    start, gradients = _local_training(inputs, sizes)
+    if isinstance(fragments, int):
+        fragments = local_updates_numpy.places_of([size * inputs["x"].element_size() for size in sizes], fragments)
+
+    def outer(tensors: list[Tensor]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(tensors, lr=outer_lr, momentum=outer_momentum, nesterov=outer_nesterov)
+
+    model = local_updates_numpy.DiLoCo(start, sum(nodes), lr, [dtype] * len(sizes), fragments, outer, **options)
+    xs, gs = [], []
+    for of_ranks in gradients:
+        model.step(of_ranks)
+        xs.append(_joined_ranks(model.ranks, dtype))
+        shown = model.ranks if model.g is None else [[decentralized_numpy.stored(g, dtype) for g in model.g]] * sum(nodes)
+        gs.append(_joined_ranks(shown, dtype))
+    return {"x": torch.stack(xs), "g": torch.stack(gs)}
+
+
 _SOLVERS: dict[str, Callable[..., Tensors]] = {
     "reduce_chunks": _reduce_chunks,
     "gather_flat": _gather_flat,
@@ -247,10 +353,20 @@ _SOLVERS: dict[str, Callable[..., Tensors]] = {
     "compress_minmax_uint8": _compress,
     "decompress_minmax_uint8": _decompress,
     "roundtrip_minmax_uint8": _roundtrip,
+    "codec_compress": _codec_compress,
+    "codec_decompress": _codec_decompress,
     "centralized_scatter_gather": _centralized(comm_ops_scalar.scatter_gather),
     "centralized_low_precision": _centralized(comm_ops_scalar.low_precision),
     "centralized_full_precision": _full_precision,
-    "decentralized_shift_one": _shift_one,
+    "decentralized_shift_one": _decentralized,
+    "decentralized_on_graph": _decentralized,
+    "graph_sources": _graph_sources,
+    "fragment_of_parameter": _fragment_of_parameter,
+    "local_sgd_schedule": _local_sgd_schedule,
+    "diloco_schedule": _diloco_schedule,
+    "mix": _mix,
+    "local_sgd": _local_sgd,
+    "diloco": _diloco,
     "decentralized_all": _decentralized_all,
     "low_precision_decentralized": _ring,
     "async_average": _async,
@@ -260,4 +376,5 @@ _SOLVERS: dict[str, Callable[..., Tensors]] = {
     "sampler_batches": _sampler_batches,
     "cache_store": _cache_store,
     "qadam_step": _qadam_step,
+    **OF_COMPRESSED_GRADIENTS,
 }

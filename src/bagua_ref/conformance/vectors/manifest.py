@@ -8,7 +8,7 @@ from collections import Counter
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from bagua_ref.conformance.clauses import SPEC_VERSION, VECTORS_VERSION
+from bagua_ref.conformance.clauses import VECTORS_VERSION, VECTORS_VERSIONS
 from bagua_ref.conformance.vectors.case import name_of
 from bagua_ref.conformance.vectors.safetensors_file import DamagedFileError, read_safetensors
 from bagua_ref.extras import install_command
@@ -33,9 +33,13 @@ class VectorsError(Exception):
     """The vectors cannot be used: the manifest is missing or invalid, or a file is missing or changed."""
 
 
-def schema_text() -> str:
+_CLAUSES = {"1": r"^S[1-8](\\.[0-9]+)?$", "2": r"^S([1-9]|1[0-3])(\\.[0-9]+)?$"}
+
+
+def schema_text(version: str = VECTORS_VERSION) -> str:
     """Return the JSON schema of a manifest."""
-    return resources.files("bagua_ref.conformance.vectors").joinpath(SCHEMA).read_text("utf-8")
+    template = resources.files("bagua_ref.conformance.vectors").joinpath(SCHEMA).read_text("utf-8")
+    return template.replace("@VERSION@", version).replace("@CLAUSES@", _CLAUSES[version])
 
 
 def entry_of(case: Case) -> dict[str, Any]:
@@ -66,12 +70,12 @@ def _described(case: Case, tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
     ]
 
 
-def manifest_text(entries: list[dict[str, Any]], files: dict[str, bytes]) -> str:
+def manifest_text(entries: list[dict[str, Any]], files: dict[str, bytes], version: str = VECTORS_VERSION) -> str:
     """Return the manifest with a line for each file and case, so that changes are readable."""
     head = {
         "format": "bagua_ref golden vectors",
-        "vectors_version": VECTORS_VERSION,
-        "spec_version": SPEC_VERSION,
+        "vectors_version": version,
+        "spec_version": VECTORS_VERSIONS[version],
         "nan": "any NaN equals any other, but in payloads, where its bits are fixed (S4.4)",
     }
     listed = [{"name": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()]
@@ -93,18 +97,19 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         raise VectorsError(f"{str(path)!r} cannot be read: {error.strerror}; is this a directory of vectors?") from None
     except ValueError as error:
         raise VectorsError(f"{str(path)!r}: {error}") from None
-    if isinstance(manifest, dict) and manifest.get("vectors_version", VECTORS_VERSION) != VECTORS_VERSION:
+    version = manifest.get("vectors_version", VECTORS_VERSION) if isinstance(manifest, dict) else VECTORS_VERSION
+    if version not in tuple(VECTORS_VERSIONS):
         raise VectorsError(
-            f"{str(path)!r} has vectors_version {manifest['vectors_version']!r}; this bagua_ref checks {VECTORS_VERSION!r}"
+            f"{str(path)!r} has vectors_version {version!r}; this bagua_ref checks {', '.join(map(repr, VECTORS_VERSIONS))}"
         )
-    misfit = next(iter(schema_validator().iter_errors(manifest)), None)
+    misfit = next(iter(schema_validator(version).iter_errors(manifest)), None)
     if misfit is not None:
         place = "/".join(map(str, misfit.absolute_path)) or "the top"
         raise VectorsError(f"{str(path)!r} does not match the schema at {place}: {misfit.message[:200]}")
     return manifest
 
 
-def schema_validator() -> Any:
+def schema_validator(version: str = VECTORS_VERSION) -> Any:
     """Return a validator of manifests.
 
     Raises:
@@ -114,7 +119,7 @@ def schema_validator() -> Any:
         from jsonschema import Draft202012Validator
     except ModuleNotFoundError:
         raise VectorsError(f"golden vectors need jsonschema; install with: {install_command('conformance')}") from None
-    return Draft202012Validator(json.loads(schema_text()))
+    return Draft202012Validator(json.loads(schema_text(version)))
 
 
 def read_vectors(directory: Path, manifest: dict[str, Any]) -> dict[str, dict[str, Tensor]]:

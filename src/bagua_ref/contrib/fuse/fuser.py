@@ -1,4 +1,4 @@
-"""The object that steps a fused optimizer, with flat parameters in its groups while ``step`` runs (S6)."""
+"""The object that steps a fused optimizer, with blocks of parameters in its groups while ``step`` runs (S6)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 
 from bagua_ref.contrib.fuse.layout import chains, flatten_weights, held_by_bucket, is_plain, owns_storage
 from bagua_ref.contrib.fuse.plan import FusePlan, can_fuse, options
+from bagua_ref.contrib.fuse.sizes import sizes_for
+from bagua_ref.contrib.fuse.state import ObservedState, QuietState
 from bagua_ref.utils import NotCopied
 
 if TYPE_CHECKING:
@@ -19,13 +21,15 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from bagua_ref.contrib.fuse.sizes import Sizes
+
 __all__ = ["Fuser"]
 
 _HOOK: Any = "bagua_ref.fuse_step"
 
 
 class Fuser(NotCopied):
-    """Steps one optimizer with flat parameters in place of runs of its parameters.
+    """Steps one optimizer with blocks in place of runs of its parameters.
 
     It calls the optimizer's own ``step``, so that hooks, schedulers and locks around it work. The groups are exchanged after the
     last pre-step hook, and restored before the first post-step hook.
@@ -35,17 +39,23 @@ class Fuser(NotCopied):
         check_flatten: warn when weights have left that storage.
         allow_inexact: also fuse parameters whose last bits may then differ.
         check: raises if fusing would change an optimizer's steps; called first, and again when groups or options have changed.
+        sizes: gives a group's sizes.
     """
 
     def __init__(
-        self, do_flatten: bool, check_flatten: bool, allow_inexact: bool, check: Callable[[torch.optim.Optimizer], object]
+        self,
+        do_flatten: bool,
+        check_flatten: bool,
+        allow_inexact: bool,
+        check: Callable[[torch.optim.Optimizer], object],
+        sizes: Callable[[dict[str, Any]], Sizes] = sizes_for,
     ) -> None:
         self._do_flatten, self._check_flatten, self._allow_inexact = do_flatten, check_flatten, allow_inexact
         self._plan: FusePlan | None = None
         self._groups: list[tuple[dict[str, Any], list[Tensor]]] | None = None
         """While they are exchanged: the groups and their parameters."""
         self._loss: Any = None
-        self._check = check
+        self._check, self._sizes = check, sizes
         self._checked: list[tuple[Any, ...]] | None = None
         """The options of all groups at the last check."""
         self._flattened: list[tuple[weakref.ref[Tensor], int]] = []
@@ -58,7 +68,7 @@ class Fuser(NotCopied):
             self._checked = found
 
     def flatten(self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
-        """If asked to, move the weights of each of ``groups`` into one storage, with existing gradients and state."""
+        """If asked to, move the small weights of each of ``groups`` into one storage, with existing gradients and state."""
         # The C library keeps freed memory of up to twice the largest block ever freed, and returns the rest to the system.
         # Allocating a step's temporary tensors from the system would take longer than the step. This block is never written.
         np.empty(2**24, dtype=np.uint8)
@@ -67,12 +77,13 @@ class Fuser(NotCopied):
         with torch.no_grad():
             for group in groups:
                 candidates = [p for p in group["params"] if can_fuse(group, p.dtype, p.device, self._allow_inexact)]
-                self._flattened += [(weakref.ref(p), p.data_ptr()) for p in flatten_weights(candidates)]
-            for run in FusePlan(optimizer, self._allow_inexact).runs:
+                moved = flatten_weights(candidates, self._sizes(group).small)
+                self._flattened += [(weakref.ref(p), p.data_ptr()) for p in moved]
+            for run in self._new_plan(optimizer).runs:
                 run.move_gradients(_is_movable)
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> Any:
-        """Step ``optimizer`` with flat parameters; return the result of ``closure``."""
+        """Step ``optimizer`` with blocks; return the result of ``closure``."""
         before, after = optimizer._optimizer_step_pre_hooks, cast("OrderedDict[Any, Any]", optimizer._optimizer_step_post_hooks)
         before[_HOOK] = self._exchange
         after[_HOOK] = self._put_back
@@ -98,14 +109,18 @@ class Fuser(NotCopied):
             args = (*args[:1], *(None for _ in args[1:2]), *args[2:])
             kwargs = {name: value for name, value in kwargs.items() if name != "closure"}
         plan = self._plan_with_gradients(optimizer)
+        plan.state.__class__ = QuietState  # type: ignore[assignment]
         self._groups = []
         for group, planned in zip(optimizer.param_groups, plan.groups, strict=True):
             self._groups.append((group, group["params"]))
             group["params"] = planned.stepped
         for run in plan.runs:
-            if run.state is not None:
-                plan.state[run.weight] = run.state
+            if run.block_states is not None:
+                plan.state.update(zip(run.blocks, run.block_states, strict=True))
         return args, kwargs
+
+    def _new_plan(self, optimizer: torch.optim.Optimizer) -> FusePlan:
+        return FusePlan(optimizer, self._allow_inexact, self._sizes, self._do_flatten)
 
     def _plan_with_gradients(self, optimizer: torch.optim.Optimizer) -> FusePlan:
         """Return the plan, or a new one if it is out of date, after setting the gradients of its runs."""
@@ -113,7 +128,7 @@ class Fuser(NotCopied):
             self._look_after_weights()
             self.check(optimizer)
             with torch.no_grad():
-                self._plan = FusePlan(optimizer, self._allow_inexact)
+                self._plan = self._new_plan(optimizer)
             current = self._plan.take_gradients(optimizer)
             assert current, "a new plan is out of date"
         if self._do_flatten:
@@ -121,15 +136,16 @@ class Fuser(NotCopied):
                 run.keep_gradients(_is_movable)
         return self._plan
 
-    def _restore(self, optimizer: torch.optim.Optimizer) -> list[dict[Any, Any] | None]:
-        """Restore the groups; return the states of the runs."""
+    def _restore(self, optimizer: torch.optim.Optimizer) -> list[list[dict[Any, Any] | None]]:
+        """Restore the groups; return the states of the blocks of each run."""
         assert self._plan is not None
         for group, parameters in self._groups or ():
             group["params"] = parameters
         self._groups = None
+        self._plan.state.__class__ = ObservedState
         for run in self._plan.runs:
             run.give_gradient_back()
-        return [optimizer.state.pop(run.weight, None) for run in self._plan.runs]
+        return [[optimizer.state.pop(block, None) for block in run.blocks] for run in self._plan.runs]
 
     def _put_back(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Restore the groups, as the first post-step hook, and copy the runs' state to the parameters."""
@@ -143,7 +159,7 @@ class Fuser(NotCopied):
             # Tell autograd that weights have changed, as a graph may have saved them.
             torch.autograd.graph.increment_version(plan.parameters)
         optimizer._bagua_fused_count += plan.num_fused_groups  # type: ignore[attr-defined]
-        if all(lasting):
+        if all(lasting) and not plan.may_be_extended():
             plan.stepped()
             self._plan = plan
 

@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["find_runs", "long_run"]
+    from bagua_ref.contrib.fuse.sizes import Sizes
 
-LONG, LONG_ON_CPU = 2**24, 2**19
-"""The length of a run in elements. The temporary tensors of a step have this length, and should fit into a CPU's cache."""
+__all__ = ["find_runs", "is_cut"]
 
 
-def find_runs(parameters: Sequence[Tensor], store: dict[Any, Any], long: int) -> Iterator[Run]:
-    """Yield the runs among ``parameters`` of one group, with state in ``store``, each of about ``long`` elements at most."""
+def find_runs(parameters: Sequence[Tensor], store: dict[Any, Any], sizes: Sizes) -> Iterator[Run]:
+    """Yield the runs among ``parameters`` of one group, which have gradients, and maybe state in ``store``: small ones first."""
     kinds = _kinds(parameters, store)
-    for chain in chains(parameters):
-        links = [parameters[place] for place in chain]
+    small = [parameter for parameter in parameters if parameter.numel() <= sizes.small]
+    for chain in chains(small):
+        links = [small[place] for place in chain]
         if len(links) == 1:
             continue
         signatures = [_signature(parameter, store.get(parameter), kinds) for parameter in links]
@@ -34,13 +34,20 @@ def find_runs(parameters: Sequence[Tensor], store: dict[Any, Any], long: int) ->
         for start, end in itertools.pairwise([0, *cuts, len(links)]):
             signature = signatures[start]
             if signature is not None and end - start > 1:
-                for parts in _of_good_length(links[start:end], long):
-                    yield _make_run(parts, store, signature)
+                for parts in _of_good_length(links[start:end], sizes.run):
+                    yield _make_run(parts, store, signature, sizes.block)
+    for parameter in parameters:
+        # The first step creates state of the parameter itself, so that it need not be put together from that of blocks.
+        if is_cut(parameter, sizes) and store.get(parameter):
+            signature = _signature(parameter, store[parameter], kinds)
+            if signature is not None:
+                yield _make_run([parameter], store, signature, sizes.block)
 
 
-def long_run(group: dict[str, Any]) -> int:
-    """Return the number of elements beyond which a longer run is not faster."""
-    return LONG if group.get("fused") or any(p.device.type != "cpu" for p in group["params"]) else LONG_ON_CPU
+def is_cut(parameter: Tensor, sizes: Sizes) -> bool:
+    """Return whether to step a parameter in blocks, without moving it or its gradient, once it has state."""
+    grad = parameter.grad
+    return parameter.numel() > max(sizes.small, sizes.block) and grad is not None and grad.is_contiguous()
 
 
 def _of_good_length(parameters: list[Tensor], long: int) -> Iterator[list[Tensor]]:
@@ -62,12 +69,12 @@ def _of_good_length(parameters: list[Tensor], long: int) -> Iterator[list[Tensor
             yield part
 
 
-def _make_run(parameters: list[Tensor], store: dict[Any, Any], signature: Any) -> Run:
+def _make_run(parameters: list[Tensor], store: dict[Any, Any], signature: Any, block: int) -> Run:
     if store.get(parameters[0]) is None:
-        return Run(parameters, None)
+        return Run(parameters, None, block=block)
     per_element = [key for key, kind, *_ in signature[-1] if kind == ELEMENTS]
     role, _ = _held(parameters[0], store)
-    return Run(parameters, [store[p] for p in parameters], per_element, role if role in per_element else None)
+    return Run(parameters, [store[p] for p in parameters], per_element, role if role in per_element else None, block)
 
 
 ELEMENTS, ONE, NUMBER = "a number per element", "a tensor of one number", "a number"

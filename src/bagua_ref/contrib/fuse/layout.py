@@ -120,8 +120,10 @@ def lay_out(tensors: Sequence[Tensor]) -> Tensor:
     return flat.detach()
 
 
-def flatten_weights(parameters: Sequence[Tensor]) -> list[Tensor]:
+def flatten_weights(parameters: Sequence[Tensor], most: int) -> list[Tensor]:
     """Move the weights of one group into one storage per dtype and device, last first; return those that moved.
+
+    Weights of more than ``most`` elements stay where they are.
 
     The order is that of buckets (S2.1), so that gradients and weights match. Weights are not moved if a bucket holds them, if they
     are not row-major, overlap, are shared between processes, or already have a neighbour.
@@ -133,7 +135,7 @@ def flatten_weights(parameters: Sequence[Tensor]) -> list[Tensor]:
         if id(parameter) not in overlap
         and is_plain(parameter)
         and parameter.is_leaf
-        and parameter.numel()
+        and 0 < parameter.numel() <= most
         and held_by_bucket(parameter) is not parameter
         and not (parameter.device.type == "cpu" and parameter.is_shared())
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bagua_ref.contrib.fuse.fuser import Fuser
-from bagua_ref.contrib.fuse.verify import check_elementwise
+from bagua_ref.contrib.fuse.verify import check_elementwise, has_fused_kernel
 from bagua_ref.not_provided import explain_missing
 from bagua_ref.utils import NotCopied
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = ["fuse_optimizer", "fuse_step", "is_fused_optimizer"]
+
+_logger = logging.getLogger(__name__)
 
 
 def fuse_optimizer(
@@ -34,22 +37,25 @@ def fuse_optimizer(
 
     Fuse after moving the model to its device: ``.to()`` moves parameters out of the common storage. Weights are moved here, and
     those of later groups in ``add_param_group``, so views and ``.data`` taken afterwards stay valid; steps never move weights.
+    Large parameters stay where they are, as moving each new gradient would take longer than is gained; on a CPU they are stepped in
+    blocks that fit the cache. If torch's ``fused=True`` is available for the parameters, a log entry at INFO says so.
 
     Args:
         optimizer: an optimizer that updates each element independently. torch's own are known; other classes are tried on small
             clones.
-        do_flatten: move the weights of each group, and gradients that are kept between steps, into one storage; False: update
+        do_flatten: move the small weights of each group, and their gradients if kept between steps, into one storage; False: update
             only parameters as one that are already adjacent. Memory of a Bagua bucket is never moved.
         check_flatten: warn when weights have left the storage to which ``do_flatten`` moved them.
         verify: False: do not try classes that are not torch's, at your own risk. True: try them now, and again when groups or
-            options have changed.
+            options have changed. A trial that takes more than a minute, or much state, ends in a ValueError.
         allow_inexact: also fuse 16-bit parameters on a CPU and groups with ``fused=True``, for which the last bit of an element
             depends on its place in memory. Otherwise they are stepped one by one.
 
     Raises:
         TypeError: optimizer is not a torch optimizer.
         RuntimeError: it is already fused.
-        ValueError: its elements affect each other, it depends on shapes, or it cannot be tried; the message says which.
+        ValueError: its elements affect each other, it depends on shapes, or it cannot be tried or not in time; the message says
+            which.
 
     >>> model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(20)])
     >>> optimizer = bagua_ref.contrib.fuse_optimizer(torch.optim.Adam(model.parameters()))
@@ -67,6 +73,12 @@ def fuse_optimizer(
     fuser = Fuser(do_flatten, check_flatten, allow_inexact, partial(check_elementwise, allow_inexact=allow_inexact, verify=verify))
     fuser.check(optimizer)
     fuser.flatten(optimizer, optimizer.param_groups)
+    if has_fused_kernel(optimizer):
+        _logger.info(
+            "%s has fused=True for these parameters, which is faster than fuse_step() unless most of them are small; "
+            "last bits differ from those of its for-loop",
+            type(optimizer).__name__,
+        )
     optimizer._bagua_fused_optimizer = fuser  # type: ignore[attr-defined]
     optimizer._bagua_fused_count = 0  # type: ignore[attr-defined]
     optimizer.fuse_step = _Method(optimizer, fuse_step)  # type: ignore[attr-defined]

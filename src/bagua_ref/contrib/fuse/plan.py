@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bagua_ref.contrib.fuse.grouping import find_runs, long_run
+from bagua_ref.contrib.fuse.grouping import find_runs, is_cut
 from bagua_ref.contrib.fuse.layout import PLAIN_TYPES, find_overlapping, is_plain
 from bagua_ref.contrib.fuse.run import NUMBERS, Run, getter_of
 from bagua_ref.contrib.fuse.state import held_elsewhere, observe
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
+
+    from bagua_ref.contrib.fuse.sizes import Sizes
 
 __all__ = ["FusePlan", "can_fuse", "options"]
 
@@ -48,7 +50,10 @@ class PlannedGroup:
     parameters: list[Tensor]
     options: tuple[Any, ...]
     runs: list[Run] = field(default_factory=list)
+    single: list[Tensor] = field(default_factory=list)
+    """Those outside of runs."""
     stepped: list[Tensor] = field(default_factory=list)
+    is_fused: bool = False
 
 
 class FusePlan:
@@ -57,13 +62,19 @@ class FusePlan:
     Args:
         optimizer: the optimizer; the state of a run's parameters is moved into one storage.
         allow_inexact: see `bagua_ref.contrib.fuse.optimizer.fuse_optimizer`.
+        sizes: gives a group's sizes.
+        do_flatten: whether small weights are moved together.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, allow_inexact: bool) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, allow_inexact: bool, sizes: Callable[[dict[str, Any]], Sizes], do_flatten: bool
+    ) -> None:
         self.state = observe(optimizer)
         self.groups: list[PlannedGroup] = []
         self._idle: list[Tensor] = []
         """Parameters without gradient: if one gets a gradient, the plan is out of date."""
+        self._waiting: list[Tensor] = []
+        """Large parameters without state: once they have state, they are stepped in blocks."""
         overlapping = find_overlapping(p for group in optimizer.param_groups for p in group["params"])
         for group in optimizer.param_groups:
             planned = PlannedGroup(list(group["params"]), options(group))
@@ -85,13 +96,18 @@ class FusePlan:
                     and _is_dense(grad, parameter)
                 ):
                     joinable.append(parameter)
-            planned.runs = list(find_runs(joinable, self.state, long_run(group)))
+            chosen = sizes(group)
+            planned.runs = list(find_runs(joinable, self.state, chosen))
+            self._waiting += [p for p in joinable if is_cut(p, chosen) and not self.state.get(p)]
+            # Large parameters count as members of a run, though nothing is gained by moving them together.
+            large = do_flatten and any(parameter.numel() > chosen.small for parameter in joinable)
+            planned.is_fused = any(len(run.parameters) > 1 for run in planned.runs) or (large and len(joinable) > 1)
             in_runs = {id(parameter) for run in planned.runs for parameter in run.parameters}
-            planned.stepped = [run.weight for run in planned.runs]
-            planned.stepped += [parameter for parameter in planned.parameters if id(parameter) not in in_runs]
+            planned.single = [parameter for parameter in planned.parameters if id(parameter) not in in_runs]
+            planned.stepped = [*itertools.chain.from_iterable(run.blocks for run in planned.runs), *planned.single]
             self.groups.append(planned)
         self.runs = [run for planned in self.groups for run in planned.runs]
-        self.num_fused_groups = sum(bool(planned.runs) for planned in self.groups)
+        self.num_fused_groups = sum(planned.is_fused for planned in self.groups)
         self.parameters = [parameter for run in self.runs for parameter in run.parameters]
         """The parameters of all runs, in order."""
         self._pointers = list(map(data_ptr, self.parameters))
@@ -101,7 +117,7 @@ class FusePlan:
         # Only these can change their dtype in place without changing their size: the others are floats that need gradients.
         self._convertible = [p for p in self.parameters if p.dtype in SHORT or not p.requires_grad]
         self._dtypes = list(map(get_dtype, self._convertible))
-        single = itertools.chain.from_iterable(planned.stepped[len(planned.runs) :] for planned in self.groups)
+        single = itertools.chain.from_iterable(planned.single for planned in self.groups)
         self._single = [p for p in single if type(p) in PLAIN_TYPES and p.grad is not None]
         """Parameters outside of runs. If one is moved, it may overlap a run, and then the order of updates matters."""
         self._single_pointers = list(map(data_ptr, self._single))
@@ -120,7 +136,7 @@ class FusePlan:
         self._can_watch = False
 
     def take_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Set the flat gradient of each run; return False, with the optimizer unchanged, if the plan is out of date.
+        """Set the gradients of each run's blocks; return False, with the optimizer unchanged, if the plan is out of date.
 
         This is the cost of a step beyond the update itself, so nothing here loops in Python over single parameters: such a loop was
         measured, and is slower when other work competes for the cache.
@@ -133,7 +149,7 @@ class FusePlan:
         except (TypeError, RuntimeError):  # a gradient is None, or not dense
             return False
         row_major = all(map(is_contiguous, grads))
-        if not row_major and any(map(_is_expanded, grads)):
+        if not row_major and (any(map(_is_expanded, grads)) or not all(map(_can_stay, self.runs))):
             return False
         if pointers != self._pointers:
             count = len(self.parameters)
@@ -203,6 +219,10 @@ class FusePlan:
             self._expect_state()
         self.state.untouched = self._can_watch
 
+    def may_be_extended(self) -> bool:
+        """Return whether a step has created state of a parameter that can be stepped in blocks from now on."""
+        return any(dict.get(self.state, parameter) for parameter in self._waiting)
+
 
 def options(group: dict[str, Any]) -> tuple[Any, ...]:
     """Return the options that may decide how a group is stepped: flags, zeros among the numbers, types, `_replaces_average`."""
@@ -244,6 +264,11 @@ def _is_dense(grad: Tensor, parameter: Tensor) -> bool:
 def _is_expanded(grad: Tensor) -> bool:
     """Return whether ``grad`` is expanded; then torch's sums have other last bits than with a copy of it."""
     return any(size > 1 and not stride for size, stride in zip(grad.shape, grad.stride(), strict=True))
+
+
+def _can_stay(run: Run) -> bool:
+    """Return whether gradients need not be copied, as those of large parameters, or may be."""
+    return len(run.parameters) > 1 or run.parameters[0].grad.is_contiguous()  # type: ignore[union-attr]
 
 
 def _lie_as_planned(tensors: list[Tensor], sizes: list[int]) -> bool:

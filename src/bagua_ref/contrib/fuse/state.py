@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["ObservedState", "held_elsewhere", "observe"]
+__all__ = ["ObservedState", "QuietState", "held_elsewhere", "observe"]
 
 
-class ObservedState(defaultdict[Any, Any]):
-    """The ``state`` of a fused optimizer: a defaultdict that records whether it has been looked into. Copies are plain ones."""
+class QuietState(defaultdict[Any, Any]):
+    """The ``state`` of a fused optimizer while it steps: a defaultdict, of which copies are plain ones."""
 
     untouched = False
     """Whether nobody has looked into it since this was set to True."""
@@ -28,6 +28,10 @@ class ObservedState(defaultdict[Any, Any]):
         return defaultdict(self.default_factory, self)
 
     copy = __copy__
+
+
+class ObservedState(QuietState):
+    """The ``state`` of a fused optimizer between steps: it records whether it has been looked into, which takes time."""
 
 
 def _recorded(name: str) -> Any:

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import copy
 import itertools
+import time
 import warnings
 from collections import OrderedDict, defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from bagua_ref.contrib.fuse.fuser import Fuser
 from bagua_ref.contrib.fuse.run import NUMBERS
+from bagua_ref.contrib.fuse.sizes import WHOLE, Sizes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
-__all__ = ["ELEMENTWISE", "NOT_ELEMENTWISE", "check_elementwise", "try_on_clones"]
+__all__ = ["ELEMENTWISE", "NOT_ELEMENTWISE", "check_elementwise", "has_fused_kernel", "try_on_clones"]
 
 ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 """Classes of torch.optim in which each element's update depends only on that element, its gradient and its state."""
@@ -31,12 +34,19 @@ NOT_ELEMENTWISE = {
 }
 """Classes of torch.optim that cannot be fused, and the reasons."""
 
-SHAPES: tuple[tuple[int, ...], ...] = (
-    *((3, 5), (7,), (2, 3, 4), (130, 129), (1,), (64,)),
-    *((4, 4), (), (2, 3, 2, 2), (2, 1, 2, 3, 2)),
-)
+SHORT: tuple[tuple[int, ...], ...] = ((3, 5), (7,), (2, 3, 4), (1,), (64,), (4, 4), (), (2, 3, 2, 2), (2, 1, 2, 3, 2))
+SHAPES = (*SHORT[:3], (130, 129), *SHORT[3:])
 """Shapes of the clones: matrices and others, with sizes that are and are not multiples of vector lengths. Some optimizers treat
 only convolution weights, or only large tensors, differently."""
+
+JOINED, CUT = Sizes(WHOLE, WHOLE, WHOLE), Sizes(64, WHOLE, 1024)
+TRIALS = ((SHORT, JOINED), (SHAPES, JOINED), (SHAPES, CUT))
+"""Shapes, and how they are stepped. Short ones are first: with long ones, a single step can take hours if an optimizer takes roots
+of a matrix with a row per element, as Shampoo does for vectors."""
+
+MOST_SECONDS = 60.0
+MOST_STATE = 16
+"""A trial may take so long, and keep so many numbers per element."""
 
 STEPS = 16
 ORDINARY_STEP = 3
@@ -63,19 +73,41 @@ def check_elementwise(optimizer: torch.optim.Optimizer, allow_inexact: bool, ver
         raise ValueError(f"optimizer={cls.__name__} cannot be fused: {reason}")
 
 
+def has_fused_kernel(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether ``fused=True``, which a group does not use, is possible for an optimizer of torch and its parameters."""
+    parameters = _parameters(optimizer)
+    used = any(group.get("fused") or group.get("differentiable") for group in optimizer.param_groups)
+    if used or not parameters or type(optimizer) not in {getattr(torch.optim, name, None) for name in ELEMENTWISE}:
+        return False
+    try:
+        type(optimizer)(parameters, lr=1e-3, fused=True)  # type: ignore[call-arg]
+    except (TypeError, RuntimeError):  # no such flag, or no kernel for a parameter's dtype or device
+        return False
+    return True
+
+
 def try_on_clones(optimizer: torch.optim.Optimizer, allow_inexact: bool = False) -> str | None:
     """Step two clones of ``optimizer`` with small parameters, one of them fused; return their first difference, or None.
 
-    The optimizer, its parameters and torch's random number generators are not changed.
+    The optimizer, its parameters and torch's random number generators are not changed. Clones that take too long or keep too much
+    state differ, too.
     """
+    deadline = time.monotonic() + MOST_SECONDS
+    differences = (_try_shapes(optimizer, allow_inexact, shapes, sizes, deadline) for shapes, sizes in TRIALS)
+    return next((difference for difference in differences if difference is not None), None)
+
+
+def _try_shapes(
+    optimizer: torch.optim.Optimizer, allow_inexact: bool, shapes: Sequence[tuple[int, ...]], sizes: Sizes, deadline: float
+) -> str | None:
     device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         warnings.simplefilter("ignore")
         try:
-            plain, fused = _clone(optimizer), _clone(optimizer)
+            plain, fused = _clone(optimizer, shapes), _clone(optimizer, shapes)
         except Exception as error:
             return f"it cannot be copied for a trial, {type(error).__name__}: {error}. {UNTRIED}"
-        fuser = Fuser(True, False, allow_inexact, check=lambda _: None)
+        fuser = Fuser(True, False, allow_inexact, check=lambda _: None, sizes=lambda _: sizes)
         fused._bagua_fused_count = 0
         for step, gradients in enumerate(_gradients(_parameters(plain))):
             _give(gradients, plain, fused, in_place=step % 2 == 1)
@@ -84,6 +116,8 @@ def try_on_clones(optimizer: torch.optim.Optimizer, allow_inexact: bool = False)
                 plain.step()
             except Exception as error:
                 return f"step() of a small copy of it raised {type(error).__name__}: {error}. {UNTRIED}"
+            if (excess := _excess(plain, deadline)) is not None:
+                return excess
             torch.manual_seed(step)
             try:
                 if step == 0:
@@ -98,10 +132,21 @@ def try_on_clones(optimizer: torch.optim.Optimizer, allow_inexact: bool = False)
     return None
 
 
+def _excess(clone: Any, deadline: float) -> str | None:
+    """Return in which way a trial of ``clone`` takes too much, None if it does not."""
+    if time.monotonic() > deadline:
+        return f"a trial with small parameters takes more than {MOST_SECONDS:g} s. {UNTRIED}"
+    for parameter, state in clone.state.items():
+        kept = sum(value.numel() for value in tree_leaves(state) if isinstance(value, torch.Tensor))
+        if kept > MOST_STATE * (parameter.numel() + 1):
+            return f"it keeps {kept} numbers for a parameter of shape {tuple(parameter.shape)}. {UNTRIED}"
+    return None
+
+
 UNTRIED = "If you know that it updates each element independently, pass verify=False"
 
 
-def _clone(optimizer: torch.optim.Optimizer) -> Any:
+def _clone(optimizer: torch.optim.Optimizer, shapes: Sequence[tuple[int, ...]]) -> Any:
     """Return an optimizer with the same class, options and attributes, and with small parameters."""
     small: dict[int, Any] = {}
     groups: list[tuple[dict[str, Any], list[Tensor]]] = []
@@ -111,7 +156,7 @@ def _clone(optimizer: torch.optim.Optimizer) -> Any:
         device = next((p.device for p in group["params"]), torch.device("cpu"))
         parameters: list[Tensor] = [
             torch.nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype))
-            for dtype, shape in itertools.product(sorted(dtypes, key=str), SHAPES)
+            for dtype, shape in itertools.product(sorted(dtypes, key=str), shapes)
         ]
         groups.append((group, parameters))
     for group in optimizer.param_groups:

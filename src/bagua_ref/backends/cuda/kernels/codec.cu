@@ -3,29 +3,7 @@
 // A chunk that fits into shared memory is read once (compress_on_chip). Larger ones are split into parts, one block for each:
 // find_ends writes the minimum and maximum of each part to the workspace; quantise, with smaller parts, merges those of its chunk
 // and writes the levels. That is 9 bytes of memory traffic per float32 element; decompress needs 5.
-#include "vector.cuh"
-
-constexpr int HEADER = 32;
-
-INLINE float nan32() { return __uint_as_float(0x7FC00000u); }
-INLINE bool is_finite(float x) { return (__float_as_uint(x) & 0x7F800000u) != 0x7F800000u; }
-
-template <typename T> struct Format;
-template <> struct Format<float> {
-    static constexpr unsigned nan = 0x7FC00000u;
-    INLINE static float largest() { return __uint_as_float(0x7F7FFFFFu); }
-    INLINE static unsigned bits(float x) { return __float_as_uint(x); }
-};
-template <> struct Format<__half> {
-    static constexpr unsigned nan = 0x7E00u;
-    INLINE static float largest() { return 65504.0f; }
-    INLINE static unsigned bits(__half x) { return __half_as_ushort(x); }
-};
-template <> struct Format<__nv_bfloat16> {
-    static constexpr unsigned nan = 0x7FC0u;
-    INLINE static float largest() { return __uint_as_float(0x7F7F0000u); }
-    INLINE static unsigned bits(__nv_bfloat16 x) { return __bfloat16_as_ushort(x); }
-};
+#include "codec.cuh"
 
 // Minimum and maximum of the values seen, and whether there was a NaN, which fminf and fmaxf ignore.
 struct Range {
@@ -84,32 +62,14 @@ INLINE unsigned char level_of(float x, const Grid& grid) {
     return grid.poisoned ? 0 : static_cast<unsigned char>(fminf(fmaxf(level, 0.0f), 255.0f));
 }
 
-INLINE long long bytes_of_block(long long size) { return HEADER + (size + 31) / 32 * 32; }
+INLINE long long bytes_of_block(long long size) { return HEADER + padded(size); }
 
-// The chunk and the part of a unit of work: parts have `part_size` elements, except the last one of a chunk.
-struct Part {
-    long long chunk, number, begin, count;
-};
-
-INLINE Part part_of(long long unit, long long parts, long long part_size, long long size) {
-    Part part;
-    part.chunk = unit / parts;
-    part.number = unit - part.chunk * parts;
-    part.begin = part.number * part_size;
-    part.count = size - part.begin < part_size ? size - part.begin : part_size;
-    return part;
-}
-
-// Header and padding of one chunk's block (S4.1, S4.4), byte by byte, so that any address works and a NaN has the specified bits.
-template <typename T> INLINE void write_frame(unsigned char* block, long long size, const Range& range, const Grid& grid) {
+// The header of one chunk's block (S4.1), as bits, because a NaN has specified ones (S4.4).
+template <typename T> INLINE unsigned long long header_of(const Range& range, const Grid& grid) {
     // + 0 turns -0 into +0.
     const unsigned long long low = grid.poisoned ? Format<T>::nan : Format<T>::bits(narrow<T>(plus(range.low, 0.0f)));
     const unsigned long long high = grid.poisoned ? Format<T>::nan : Format<T>::bits(narrow<T>(plus(range.high, 0.0f)));
-    const unsigned long long header = low | high << (8 * sizeof(T));
-    const int thread = threadIdx.x;
-    if (thread < HEADER) block[thread] = thread < 8 ? static_cast<unsigned char>(header >> (8 * thread)) : 0;
-    const long long end = HEADER + size, gap = bytes_of_block(size) - end;
-    if (thread < gap) block[end + thread] = 0;
+    return low | high << (8 * sizeof(T));
 }
 
 // Levels of `count` elements, computed by all threads of the block.
@@ -133,35 +93,12 @@ template <typename T> INLINE void write_levels(const T* from, unsigned char* lev
         [&](long long i) { levels[i] = level_of(widen(from[i]), grid); });
 }
 
-// Ends of `count` elements: each thread of the block returns those of its share. keep(i, pack) and keep(i, element) get the input.
+// Ends of `count` elements: each thread of the block returns those of its share.
 template <typename T, typename Keep> INLINE Range read_range(const T* from, long long count, Keep keep) {
-    constexpr int N = LANES<T>;
     Range range = nothing();
-    spread<N, 4>(
-        from, count, threadIdx.x, blockDim.x,
-        [&](auto batch, long long i, long long step) {
-            constexpr int K = decltype(batch)::value;
-            Pack<T, N> packs[K];
-#pragma unroll
-            for (int k = 0; k < K; ++k) load(packs[k], from + i + k * step);
-#pragma unroll
-            for (int k = 0; k < K; ++k) {
-                keep(i + k * step, packs[k]);
-#pragma unroll
-                for (int n = 0; n < N; ++n) range.see(widen(packs[k].at[n]));
-            }
-        },
-        [&](long long i) {
-            const T element = from[i];
-            keep(i, element);
-            range.see(widen(element));
-        });
+    read_values(from, count, keep, [&](float x) { range.see(x); });
     return range;
 }
-
-template <typename T> struct KeepNothing {
-    template <typename What> INLINE void operator()(long long, const What&) const {}
-};
 
 template <typename T> struct KeepOnChip {
     T* at;
@@ -173,7 +110,7 @@ template <typename T>
 INLINE void find_ends(const T* x, long long size, long long num_chunks, long long parts, long long part_size, float2* ends) {
     for (long long unit = blockIdx.x; unit < num_chunks * parts; unit += gridDim.x) {
         const Part part = part_of(unit, parts, part_size, size);
-        const Range range = range_of_block(read_range(x + part.chunk * size + part.begin, part.count, KeepNothing<T>()));
+        const Range range = range_of_block(read_range(x + part.chunk * size + part.begin, part.count, KeepNothing()));
         if (threadIdx.x == 0) ends[unit] = range.nan ? make_float2(nan32(), nan32()) : make_float2(range.low, range.high);
     }
 }
@@ -192,7 +129,7 @@ INLINE void quantise(const T* x, long long size, long long num_chunks, long long
         Grid grid = grid_between(range.low, range.high);
         grid.poisoned |= range.nan;
         unsigned char* const block = payload + part.chunk * bytes_of_block(size);
-        if (part.number == 0) write_frame<T>(block, size, range, grid);
+        if (part.number == 0) write_frame(block, header_of<T>(range, grid), HEADER + size);
         write_levels(x + part.chunk * size + part.begin, block + HEADER + part.begin, part.count, grid);
     }
 }
@@ -208,22 +145,20 @@ template <typename T> INLINE void compress_on_chip(const T* x, long long size, l
         Grid grid = grid_between(range.low, range.high);
         grid.poisoned |= range.nan;
         unsigned char* const block = payload + chunk * bytes_of_block(size);
-        write_frame<T>(block, size, range, grid);
+        write_frame(block, header_of<T>(range, grid), HEADER + size);
         write_levels(kept, block + HEADER, size, grid);
         __syncthreads();  // before the next chunk overwrites the shared memory
     }
 }
 
-// (level + lower) / scale, limited to T's range (S4.3). NaN stays, as it is neither above nor below.
+// (level + lower) / scale, limited to T's range (S4.3).
 template <typename T> INLINE T value_of(unsigned char level, const Grid& grid) {
-    const float value = over(plus(static_cast<float>(level), grid.lower), grid.scale), largest = Format<T>::largest();
-    return narrow<T>(value > largest ? largest : value < -largest ? -largest : value);
+    return limited<T>(over(plus(static_cast<float>(level), grid.lower), grid.scale));
 }
 
 template <typename T>
 INLINE void decompress(const unsigned char* payload, long long size, long long num_chunks, long long parts, long long part_size,
                        T* out) {
-    constexpr int N = LANES<T>;
     for (long long unit = blockIdx.x; unit < num_chunks * parts; unit += gridDim.x) {
         const Part part = part_of(unit, parts, part_size, size);
         const unsigned char* const block = payload + part.chunk * bytes_of_block(size);
@@ -232,27 +167,16 @@ INLINE void decompress(const unsigned char* payload, long long size, long long n
         const T* const ends = reinterpret_cast<const T*>(&header);
         const Grid grid = grid_between(widen(ends[0]), widen(ends[1]));
         const unsigned char* const levels = block + HEADER + part.begin;
-        T* const to = out + part.chunk * size + part.begin;
-        spread<N, 2>(
-            to, part.count, threadIdx.x, blockDim.x,
-            [&](auto batch, long long i, long long step) {
-                constexpr int K = decltype(batch)::value;
-                Pack<unsigned char, N> packs[K];
-#pragma unroll
-                for (int k = 0; k < K; ++k) load(packs[k], levels + i + k * step);
-#pragma unroll
-                for (int k = 0; k < K; ++k) {
-                    Pack<T, N> result;
-#pragma unroll
-                    for (int n = 0; n < N; ++n) result.at[n] = value_of<T>(packs[k].at[n], grid);
-                    store(to + i + k * step, result);
-                }
+        write_values(
+            out + part.chunk * size + part.begin, part.count,
+            [&](auto lanes, long long i) {
+                Pack<unsigned char, decltype(lanes)::value> pack;
+                load(pack, levels + i);
+                return pack;
             },
-            [&](long long i) { to[i] = value_of<T>(levels[i], grid); });
+            [&](const auto& pack, int n) { return value_of<T>(pack.at[n], grid); });
     }
 }
-
-#define KERNEL(name, suffix) extern "C" __global__ void BOUNDS name##_##suffix
 
 #define INSTANCES(T, suffix)                                                                                                  \
     KERNEL(find_ends, suffix)(const T* __restrict__ x, long long size, long long num_chunks, long long parts,                 \

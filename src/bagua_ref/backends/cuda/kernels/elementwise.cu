@@ -41,8 +41,6 @@ template <int AHEAD = 2, typename T, typename F, typename... Y> INLINE void upda
 // x + factor * y, with product and sum rounded (S1).
 template <typename W> INLINE W add_scaled(W x, W y, W factor) { return plus(x, times(factor, y)); }
 
-#define KERNEL(name, suffix) extern "C" __global__ void BOUNDS name##_##suffix
-
 #define INSTANCES(T, suffix)                                                                                                  \
     KERNEL(add, suffix)(T* x, const T* __restrict__ y, long long m) {                                                         \
         update(x, m, [](Wide<T> a, Wide<T> b) { return narrow<T>(plus(a, b)); }, y);                                          \

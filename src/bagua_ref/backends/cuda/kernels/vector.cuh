@@ -25,6 +25,8 @@ constexpr int BLOCK = 256;  // threads; the plan launches the same number
 #define BOUNDS __launch_bounds__(BLOCK)
 #endif
 
+#define KERNEL(name, suffix) extern "C" __global__ void BOUNDS name##_##suffix
+
 // Arithmetic (S1): 16-bit floats in float32, rounded once when stored; operations are never fused.
 
 template <typename T> struct Arithmetic { using Type = float; };
@@ -73,23 +75,31 @@ template <typename Word, typename P> INLINE void store_words(void* to, const P& 
         static_cast<Word*>(to)[i] = reinterpret_cast<const Word*>(&pack)[i];
 }
 
-// Read a pack with the widest words that `from`, which is aligned to T, allows. All threads of a block take the same branch, as
-// their packs are whole packs apart.
-template <typename P, typename T> INLINE void load(P& pack, const T* from) {
-    const unsigned off = static_cast<unsigned>(address(from)) & (alignof(P) - 1);
+// Call access(word) with the widest type of word in which a pack at `at`, which is aligned to T, can be accessed. All threads of a
+// block take the same branch, as their packs are whole packs apart.
+template <typename P, typename T, typename Access> INLINE void by_words(const T* at, Access access) {
+    const unsigned off = static_cast<unsigned>(address(at)) & (alignof(P) - 1);
     if constexpr (alignof(P) >= 16) {
-        if ((off & 15) == 0) return load_words<uint4>(pack, from);
+        if ((off & 15) == 0) return access(uint4());
     }
     if constexpr (alignof(P) >= 8 && sizeof(T) <= 8) {
-        if ((off & 7) == 0) return load_words<uint2>(pack, from);
+        if ((off & 7) == 0) return access(uint2());
     }
     if constexpr (alignof(P) >= 4 && sizeof(T) <= 4) {
-        if ((off & 3) == 0) return load_words<unsigned>(pack, from);
+        if ((off & 3) == 0) return access(0u);
     }
     if constexpr (alignof(P) >= 2 && sizeof(T) <= 2) {
-        if ((off & 1) == 0) return load_words<unsigned short>(pack, from);
+        if ((off & 1) == 0) return access(static_cast<unsigned short>(0));
     }
-    if constexpr (sizeof(T) == 1) load_words<unsigned char>(pack, from);
+    if constexpr (sizeof(T) == 1) access(static_cast<unsigned char>(0));
+}
+
+// Read or write a pack with the widest words that the address allows.
+template <typename P, typename T> INLINE void load(P& pack, const T* from) {
+    by_words<P>(from, [&](auto word) { load_words<decltype(word)>(pack, from); });
+}
+template <typename P, typename T> INLINE void store_anywhere(T* to, const P& pack) {
+    by_words<P>(to, [&](auto word) { store_words<decltype(word)>(to, pack); });
 }
 
 // Write a pack to an aligned address.

@@ -7,13 +7,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from bagua_ref.backends.base import HEADER_BYTES
+from bagua_ref.backends import formats
+from bagua_ref.backends.formats import HEADER_BYTES
 from bagua_ref.backends.reference.blocks import Array, Scratch, reader, tiles, writer
+from bagua_ref.backends.reference.codecs.rows import RowCodec
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
-__all__ = ["compress", "decompress"]
+__all__ = ["MinMaxUInt8"]
 
 _POISON = {
     torch.float16: np.frombuffer(bytes.fromhex("007e007e"), np.uint8),
@@ -23,6 +27,18 @@ _POISON = {
 """The bytes of the header NaN, NaN (S4.4), as the bits of a converted NaN are not specified."""
 
 
+class MinMaxUInt8(RowCodec, formats.MinMaxUInt8):
+    """S4 with a matrix row for each chunk."""
+
+    def encode(self, x: Tensor, payload: Tensor, buffers: Scratch) -> Iterator[int]:
+        """Write the blocks of x's rows to payload's rows."""
+        return compress(x, payload, buffers)
+
+    def decode(self, payload: Tensor, out: Tensor, buffers: Scratch) -> Iterator[int]:
+        """Write the values of payload's rows to out's rows."""
+        return decompress(payload, out, buffers)
+
+
 def grid_between(low: Array, high: Array) -> tuple[Array, Array]:
     """Return scale and lower of the grids between minima and maxima, each operation in float32 (S4.2)."""
     scale = np.float32(255) / ((high - low) + np.float32(1e-7))
@@ -30,8 +46,8 @@ def grid_between(low: Array, high: Array) -> tuple[Array, Array]:
     return scale, upper - np.float32(255)
 
 
-def compress(x: Tensor, payload: Tensor, buffers: Scratch) -> None:
-    """Write the blocks of x's rows to payload's rows (S4.1, S4.2, S4.4)."""
+def compress(x: Tensor, payload: Tensor, buffers: Scratch) -> Iterator[int]:
+    """Write the blocks of x's rows to payload's rows (S4.1, S4.2, S4.4); yield how many bytes of each are final."""
     low, high = _ends(x, buffers)
     scale, lower = grid_between(low, high)
     poisoned = ~np.isfinite(np.hstack([low, high, high - low, high * scale, low * scale])).all(axis=1, keepdims=True)
@@ -54,11 +70,14 @@ def compress(x: Tensor, payload: Tensor, buffers: Scratch) -> None:
         if not fits:
             np.clip(level, 0, 255, out=level)
         np.copyto(levels[rows, columns], level, casting="unsafe")
-    levels[poisoned[:, 0]] = 0
+        levels[rows, columns][poisoned[rows, 0]] = 0
+        if rows.stop == len(levels):
+            yield HEADER_BYTES + columns.stop
 
 
-def decompress(payload: Tensor, out: Tensor, buffers: Scratch) -> None:
-    """Write the values of payload's rows to out's rows (S4.3)."""
+def decompress(payload: Tensor, out: Tensor, buffers: Scratch) -> Iterator[int]:
+    """Write the values of payload's rows to out's rows (S4.3); yield how many bytes of each are needed next."""
+    yield HEADER_BYTES
     item = out.element_size()
     header = payload[:, : 2 * item].clone(memory_format=torch.contiguous_format).view(out.dtype).float().numpy()
     scale, lower = grid_between(header[:, :1], header[:, 1:])
@@ -67,6 +86,7 @@ def decompress(payload: Tensor, out: Tensor, buffers: Scratch) -> None:
     fits = (np.abs(lower / scale) <= largest).all() and (np.abs((lower + np.float32(255)) / scale) <= largest).all()
     target, write = reader(out, buffers, 0, fill=False), writer(out)
     for rows, columns in tiles(*out.shape):
+        yield HEADER_BYTES + columns.stop
         value = target((rows, columns))
         np.copyto(value, levels[rows, columns])
         np.add(value, lower[rows], out=value)

@@ -1,0 +1,228 @@
+"""Fragments of a model: which parameters share one, and each one's global copy with its outer optimizer (S9.3 to S9.5)."""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from bagua_ref.memory import by_dtype_and_device
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor
+    from torch.nn import Parameter
+
+__all__ = ["Fragment", "Schedule", "named_fragments", "split_into_fragments"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Steps of the local phase, counted from 1, after which fragments are sent and applied (S9.4).
+
+    Args:
+        period: steps after which every fragment has been sent once.
+        count: P, the number of fragments.
+        delay: steps from sending a fragment to applying it.
+
+    Raises:
+        ValueError: ``period / count`` is not whole, or delay is not less than it.
+
+    >>> schedule = Schedule(period=6, count=3, delay=1)
+    >>> [(schedule.sent_after(step), schedule.applied_after(step)) for step in range(1, 8)]
+    [(0, None), (None, 0), (1, None), (None, 1), (2, None), (None, 2), (0, None)]
+    """
+
+    period: int
+    count: int
+    delay: int
+
+    def __post_init__(self) -> None:
+        if self.period % self.count:
+            raise ValueError(f"period={self.period} must be a multiple of the number of fragments, {self.count}")
+        if self.delay >= self.gap:
+            raise ValueError(
+                f"delay={self.delay} must be less than gap={self.gap}, the period={self.period} divided by the number of fragments"
+            )
+
+    @property
+    def gap(self) -> int:
+        """Steps from sending one fragment to sending the next."""
+        return self.period // self.count
+
+    def applied_after(self, local_step: int) -> int | None:
+        """Return the fragment that is applied after a step."""
+        return None if local_step < 1 or local_step % self.gap else (local_step // self.gap - 1) % self.count
+
+    def sent_after(self, local_step: int) -> int | None:
+        """Return the fragment that is sent after a step."""
+        return self.applied_after(local_step + self.delay)
+
+
+def split_into_fragments(sizes: Sequence[int], count: int) -> list[int]:
+    """Return each parameter's fragment: contiguous ones of about equal size, in order, none empty (S9.3).
+
+    With N parameters, i from 0, of s bytes after b bytes of others, ``f_i = max(min(floor(P * (b + s/2) / total), f_(i-1) + 1,
+    P - 1), P - N + i)`` and ``f_(-1) = -1``.
+
+    Args:
+        sizes: N numbers of bytes, in the order of ``named_parameters()``.
+        count: P, from 1 to N.
+
+    >>> split_into_fragments([400, 4, 400, 4, 400, 4], 3)
+    [0, 0, 1, 1, 2, 2]
+    """
+    total, before, last, found = sum(sizes), 0, -1, []
+    for place, size in enumerate(sizes):
+        share = count * (2 * before + size) // (2 * total) if total else 0
+        last = max(min(share, last + 1, count - 1), count - len(sizes) + place)
+        found.append(last)
+        before += size
+    return found
+
+
+def named_fragments(fragments: int | list[list[str]], parameters: Sequence[tuple[str, Parameter]]) -> list[list[str]]:
+    """Return the names in each fragment.
+
+    Args:
+        fragments: their number, or the names in each.
+        parameters: the trained ones by name, in the order of ``named_parameters()``.
+
+    Raises:
+        ValueError: more fragments than parameters; lists in which a trained parameter is missing or stands twice, or which name
+            something else.
+    """
+    names = [name for name, _ in parameters]
+    if isinstance(fragments, int):
+        if fragments > len(names):
+            raise ValueError(f"fragments={fragments} must be at most {len(names)}, the number of trained parameters")
+        found = split_into_fragments([p.numel() * p.element_size() for _, p in parameters], fragments)
+        return [[name for name, place in zip(names, found, strict=True) if place == fragment] for fragment in range(fragments)]
+    counts = Counter(name for fragment in fragments for name in fragment)
+    wrong = {
+        "more than once": [name for name, count in counts.items() if count > 1],
+        "though the module trains no such parameter": [name for name in counts if name not in names],
+        "not at all": [name for name in names if name not in counts],
+    }
+    for how, which in wrong.items():
+        if which:
+            raise ValueError(
+                f"fragments name {', '.join(map(repr, which))} {how}; each trained parameter must stand in exactly one of the lists"
+            )
+    return fragments
+
+
+class Fragment:
+    """A part of the parameters, its global copy g, and the outer optimizer that updates g.
+
+    Args:
+        names: of the parameters.
+        parameters: their weights are x.
+        outer_optimizer: makes the optimizer from g.
+
+    Attributes:
+        copies: g: a parameter of float32, float64 for float64, for each of the parameters, in its shape.
+        optimizer: the outer optimizer.
+
+    Raises:
+        TypeError: ``outer_optimizer`` does not return an optimizer.
+        ValueError: it does not hold exactly the tensors that it was given.
+    """
+
+    def __init__(
+        self, names: list[str], parameters: list[Parameter], outer_optimizer: Callable[..., torch.optim.Optimizer]
+    ) -> None:
+        self.names, self._parameters = names, parameters
+        self.copies = [torch.nn.Parameter(_copy(p)) for p in parameters]
+        self._parts = by_dtype_and_device(self.copies)
+        self.optimizer = outer_optimizer(list(self.copies))
+        if not isinstance(self.optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"outer_optimizer returned a {type(self.optimizer).__name__}; it must return a torch.optim.Optimizer of the "
+                "tensors that it is given"
+            )
+        held = [id(p) for group in self.optimizer.param_groups for p in group["params"]]
+        if sorted(held) != sorted(map(id, self.copies)):
+            raise ValueError(
+                f"outer_optimizer returned a {type(self.optimizer).__name__} of {len(held)} tensors that are not exactly the "
+                f"{len(self.copies)} that it was given for {', '.join(map(repr, names))}; it must make a new optimizer of those"
+            )
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """g <- x."""
+        torch._foreach_copy_(list[torch.Tensor](self.copies), list[torch.Tensor](self._parameters))
+
+    @torch.no_grad()
+    def differences(self, alignment: int) -> list[Tensor]:
+        """Return new flat tensors of ``g - x``, one for each dtype and device of g, zero-padded to a multiple of ``alignment``."""
+        place_of = {id(copy): place for place, copy in enumerate(self.copies)}
+        flats = []
+        for part in self._parts:
+            filled = sum(copy.numel() for copy in part)
+            flat = torch.empty(filled + -filled % alignment, dtype=part[0].dtype, device=part[0].device)
+            flat[filled:] = 0
+            for view, copy in zip(_views(flat, part), part, strict=True):
+                torch.sub(copy, self._parameters[place_of[id(copy)]], out=view)
+            flats.append(flat)
+        return flats
+
+    def named_parts(self) -> list[dict[str, Tensor]]:
+        """Return g by name, one dict for each flat tensor of `differences`."""
+        name_of = {id(copy): name for name, copy in zip(self.names, self.copies, strict=True)}
+        return [{name_of[id(copy)]: copy for copy in part} for part in self._parts]
+
+    def by_name(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return the parts of flat tensors that `differences` made, in the parameters' shapes, by name."""
+        found = {
+            id(copy): view
+            for flat, part in zip(flats, self._parts, strict=True)
+            for view, copy in zip(_views(flat, part), part, strict=True)
+        }
+        return {name: found[id(copy)] for name, copy in zip(self.names, self.copies, strict=True)}
+
+    def update(self, mean: Mapping[str, Tensor]) -> None:
+        """Let the outer optimizer step with ``mean``, by name, as the gradient of g."""
+        for name, copy in zip(self.names, self.copies, strict=True):
+            copy.grad = mean[name]
+        self.optimizer.step()
+        for copy in self.copies:
+            copy.grad = None
+
+    def settings(self, checksum: int) -> int:
+        """Return ``checksum`` updated by the outer optimizer's class and options."""
+        groups = [{name: value for name, value in group.items() if name != "params"} for group in self.optimizer.param_groups]
+        numbers = tree_map_only(torch.Tensor, torch.Tensor.tolist, groups)
+        return zlib.crc32(f"{type(self.optimizer).__name__} {numbers}".encode(), checksum)
+
+    @torch.no_grad()
+    def mix(self, mix: float) -> None:
+        """``x <- g + mix*(x - g)`` for mix < 0.5, else ``x <- x - (x - g)*(1 - mix)``, rounded once into the weights' dtype.
+
+        The factor is rounded to g's dtype; so is each result. Unlike ``lerp_``, nothing is fused (S1).
+        """
+        for copy, x in zip(self.copies, self._parameters, strict=True):
+            if mix == 0:
+                x.copy_(copy)
+            elif mix < 0.5:
+                x.copy_(copy + (x - copy).mul_(mix))
+            else:
+                x.copy_(x - (x - copy).mul_(1 - mix))
+
+
+def _copy(parameter: Tensor) -> Tensor:
+    """Return a row-major copy in the dtype of g."""
+    dtype = torch.float64 if parameter.dtype is torch.float64 else torch.float32
+    return parameter.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def _views(flat: Tensor, part: Sequence[Tensor]) -> list[Tensor]:
+    """Return the pieces of ``flat`` that belong to the tensors of ``part``, in their shapes."""
+    filled = sum(copy.numel() for copy in part)
+    pieces = flat[:filled].split([copy.numel() for copy in part])
+    return [piece.view(copy.shape) for piece, copy in zip(pieces, part, strict=True)]

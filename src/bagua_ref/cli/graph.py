@@ -1,0 +1,204 @@
+"""``bagua-ref graph``: who averages with whom in decentralized training, and how fast ranks come to consensus."""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bagua_ref.cli.command import CommandError, add_command, add_json_options, write_json
+from bagua_ref.extras import install_command
+from bagua_ref.graphs import MODES, checked_graph
+from bagua_ref.mixing import Mixing, mixing
+
+if TYPE_CHECKING:
+    import argparse
+
+    from bagua_ref.cli.command import Commands
+    from bagua_ref.graphs import Graph
+
+__all__ = ["add_parser", "period_of", "verdict"]
+
+_MOST_RANKS = 1024  # a matrix of these has 8 MB
+_IN_TEXT = 32  # ranks, of which a row of the matrix fits 80 columns
+_IN_PICTURE = 128  # ranks, whose arrows are drawn in seconds
+
+
+def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add ``graph`` to the commands of ``bagua-ref``."""
+    graph = add_command(
+        commands,
+        "graph",
+        _graph,
+        help="show who averages with whom in decentralized training, and how fast ranks agree",
+        description="Print the graphs of a peer_selection_mode: in each round, who sends to whom, drawn as a matrix; and how fast "
+        "averaging along them brings ranks to consensus.",
+        epilog="Exit status is 0 on success and 2 on errors.",
+    )
+    graph.add_argument(
+        "mode", metavar="MODE", help=f"{', '.join(MODES)}; or pkg.mod:function, a function (t, n) -> graph of your own"
+    )
+    graph.add_argument("--ranks", type=int, required=True, metavar="N", help="number of ranks (hierarchical: of nodes)")
+    graph.add_argument(
+        "--period", type=int, metavar="P", help="number of rounds after which a function's graphs repeat (default: 1)"
+    )
+    graph.add_argument(
+        "--tolerance",
+        type=float,
+        default=1e-6,
+        metavar="X",
+        help="distance from the mean, relative to that at the start, that counts as consensus (default: %(default)s)",
+    )
+    graph.add_argument("--png", type=Path, metavar="FILE", help="draw the graphs of the rounds; needs matplotlib")
+    add_json_options(graph)
+
+
+def _graph(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    if not 1 <= arguments.ranks <= _MOST_RANKS:
+        parser.error(f"argument --ranks: {arguments.ranks} must be from 1 to {_MOST_RANKS}")
+    if arguments.period is not None and (arguments.mode in MODES or arguments.period < 1):
+        parser.error("argument --period: it must be 1 or more, and is for functions only; modes with names have their own")
+    if not 0 < arguments.tolerance < 1:
+        parser.error(f"argument --tolerance: {arguments.tolerance} must be between 0 and 1")
+    if arguments.png is not None and arguments.ranks > _IN_PICTURE:
+        parser.error(f"argument --png: of {arguments.ranks} ranks no picture can be drawn, only of up to {_IN_PICTURE}")
+    if arguments.mode in MODES:
+        if not MODES[arguments.mode].takes(arguments.ranks):
+            parser.error(f"argument --ranks: {arguments.mode} needs {MODES[arguments.mode].sizes} of ranks, not {arguments.ranks}")
+        graphs = period_of(arguments.mode, arguments.ranks)
+    elif ":" in arguments.mode:
+        graphs = _of_function(arguments.mode, arguments.ranks, arguments.period or 1)
+    else:
+        parser.error(f"argument MODE: {arguments.mode!r} must be one of {', '.join(MODES)}, or of the form pkg.mod:function")
+    found = mixing(graphs, arguments.tolerance)
+    if not arguments.json:
+        _print(arguments.mode, graphs, found, arguments.tolerance)
+    if arguments.png is not None:
+        _draw(arguments.mode, graphs, found, arguments.tolerance, arguments.png)
+    write_json(arguments, _as_json(arguments, graphs, found))
+    return 0
+
+
+def period_of(mode: str, n: int) -> list[Graph]:
+    """Return the graphs of one period of a mode."""
+    return [MODES[mode].graph(t, n) for t in range(MODES[mode].period(n))]
+
+
+def verdict(found: Mixing, tolerance: float) -> str:
+    """Return in words when ranks have come to consensus."""
+    if found.rounds is None:
+        return "never"
+    rounds = f"{found.rounds} round{'s' * (found.rounds != 1)}"
+    return f"exact after {rounds}" if found.exact else f"{rounds} to within {tolerance:g}"
+
+
+def _of_function(path: str, n: int, period: int) -> list[Graph]:
+    from bagua_ref.conformance.targets.target import load
+
+    sys.path.insert(0, os.getcwd())  # pkg.mod:function is usually in the current folder
+    try:
+        function = load(path)
+    except Exception as error:  # importing foreign code may raise anything
+        raise CommandError(f"cannot load {path}: {type(error).__name__}: {error}") from None
+    graphs = []
+    for t in range(period):
+        try:
+            graphs.append(checked_graph(function(t, n), n))
+        except Exception as error:
+            raise CommandError(f"{path}(t={t}, n={n}): {type(error).__name__}: {error}") from None
+    return graphs
+
+
+def _print(mode: str, graphs: list[Graph], found: Mixing, tolerance: float) -> None:
+    n, period = len(graphs[0]), len(graphs)
+    print(
+        f"{mode} on {n} rank{'s' * (n != 1)}, {'the same graph in every round' if period == 1 else f'a period of {period} rounds'}"
+    )
+    for t, graph in enumerate(graphs):
+        print(f"\nround {t}" + ("" if period == 1 else f" (t = {t}, {t + period}, {t + 2 * period}, ...)"))
+        print(_wrapped(_sends(graph)) or "  nobody sends")
+        if n <= _IN_TEXT:
+            print()
+            print(_matrix(graph))
+    if n <= _IN_TEXT:
+        print("\nA row for each receiver, a column for each sender: o itself, x another rank.")
+    else:
+        print(f"\nMatrices are drawn for up to {_IN_TEXT} ranks.")
+    print(f"\nconsensus     {verdict(found, tolerance)}")
+    print(f"spectral gap  {found.spectral_gap:.6g}: 1 - the second-largest singular value, {found.contraction:.6g}, of")
+    print("              the matrix of a round" if period == 1 else f"              the product of the matrices of {period} rounds")
+    if period > 1:
+        print(f"              {found.gap_per_round:.6g} per round (geometric mean)")
+
+
+def _wrapped(items: list[str]) -> str:
+    """Return the items, none of them broken, in lines of up to 80 characters."""
+    whole = [item.replace(" ", "\0") for item in items]
+    lines = textwrap.wrap(", ".join(whole), 78, break_on_hyphens=False, break_long_words=False)
+    return "\n".join(f"  {line}" for line in lines).replace("\0", " ")
+
+
+def _receivers(graph: Graph) -> list[list[int]]:
+    """Return the ranks to which each rank sends."""
+    found: list[list[int]] = [[] for _ in graph]
+    for receiver, row in enumerate(graph):
+        for source, _ in row:
+            if source != receiver:
+                found[source].append(receiver)
+    return found
+
+
+def _sends(graph: Graph) -> list[str]:
+    """Return who sends to whom in words; an exchange of two ranks, once."""
+    receivers = _receivers(graph)
+    if len(graph) > 8 and all(len(found) == len(graph) - 1 for found in receivers):
+        return ["every rank -> every other rank"]
+    words = []
+    for source, found in enumerate(receivers):
+        if len(found) == 1 and receivers[found[0]] == [source]:
+            words += [f"{source} <-> {found[0]}"] if source < found[0] else []
+        elif found:
+            words.append(f"{source} -> {' '.join(map(str, found))}")
+    return words
+
+
+def _matrix(graph: Graph) -> str:
+    n = len(graph)
+    lines = [f"  {'from':>6}  " + " ".join(f"{source % 10}" for source in range(n))]
+    for receiver, row in enumerate(graph):
+        sources = {source for source, _ in row}
+        cells = ["." if source not in sources else "o" if source == receiver else "x" for source in range(n)]
+        lines.append(f"  {'to' if not receiver else '':>2} {receiver:3}  {' '.join(cells)}")
+    return "\n".join(lines)
+
+
+def _draw(mode: str, graphs: list[Graph], found: Mixing, tolerance: float, path: Path) -> None:
+    from bagua_ref.cli.graph_picture import draw_graphs
+
+    title = f"{mode}, {len(graphs[0])} ranks: {verdict(found, tolerance)}, spectral gap {found.spectral_gap:.3g}"
+    title += f" per period of {found.period} rounds" if found.period > 1 else ""
+    try:
+        draw_graphs(graphs, title).savefig(path, dpi=120, metadata={"Software": None})
+    except ModuleNotFoundError:
+        raise CommandError(f"--png needs matplotlib; install with: {install_command('demo')}") from None
+    except (OSError, ValueError) as error:  # no such folder or format
+        raise CommandError(f"cannot write {str(path)!r}: {error}") from None
+    print(f"Picture: {path}")
+
+
+def _as_json(arguments: argparse.Namespace, graphs: list[Graph], found: Mixing) -> dict[str, Any]:
+    return {
+        "mode": arguments.mode,
+        "ranks": arguments.ranks,
+        "period": found.period,
+        "graphs": graphs,
+        "contraction": found.contraction,
+        "spectral_gap": found.spectral_gap,
+        "spectral_gap_per_round": found.gap_per_round,
+        "tolerance": arguments.tolerance,
+        "rounds_to_consensus": found.rounds,
+        "exact": found.exact,
+        "picture": None if arguments.png is None else str(arguments.png),
+    }

@@ -1,0 +1,142 @@
+"""Mean over all ranks of each rank's largest elements, with the others added to the next round's gradients (S11.2)."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bagua_ref.comm_ops.base import CommOp
+from bagua_ref.types import ReduceOp
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from bagua_ref.backends.base import KernelBackend
+    from bagua_ref.communicators.base import Communicator
+
+__all__ = ["TopK", "count_of", "largest"]
+
+_STRIDE = 64
+"""Of so many elements, one is looked at to tell how large the largest are; sorting them all takes longer than all the rest."""
+_MOST = 2**31 - 1
+"""Elements of a bucket, whose indices are int32."""
+
+
+def count_of(m: int, ratio: float) -> int:
+    """Return k, the number of elements that are sent of m: ``min(m, max(1, ceil(ratio * m)))``, the product in float64 (S11.2).
+
+    >>> count_of(1000, 0.01), count_of(1, 0.01), count_of(0, 0.01)
+    (10, 1, 0)
+    """
+    return min(m, max(1, math.ceil(ratio * m)))
+
+
+def largest(x: Tensor, k: int) -> Tensor:
+    """Return the indices of the k elements of largest absolute value, ascending (S11.2).
+
+    Ties go to the lower index. NaN counts as larger than inf, and all NaNs as equal.
+
+    Args:
+        x: float32, contiguous.
+        k: from 0 to the size of x.
+
+    >>> largest(torch.tensor([1.0, -3.0, 2.0, 3.0]), 2)
+    tensor([1, 3])
+    """
+    if k in (0, x.numel()):
+        return torch.arange(k, device=x.device)
+    size = (x.view(torch.int32) & 0x7FFFFFFF).clamp_(max=0x7F800001)  # in the order of |x|; the largest is NaN
+    sample = size[::_STRIDE]
+    share = k / _STRIDE
+    likely = math.ceil(share + 4 * math.sqrt(share) + 4)
+    if likely < sample.numel() // 2:
+        candidates = (size >= torch.topk(sample, likely, sorted=False).values.min()).nonzero().view(-1)
+        if candidates.numel() >= k:
+            return candidates[_largest(size[candidates], k)]
+    return _largest(size, k)
+
+
+def _largest(size: Tensor, k: int) -> Tensor:
+    """Return the indices of the k largest, ascending; of equal ones, those of lower index."""
+    least = torch.topk(size, k, sorted=False).values.min()
+    chosen = size > least
+    tied = (size == least).nonzero().view(-1)
+    chosen[tied[: k - int(chosen.sum())]] = True
+    return chosen.nonzero().view(-1)
+
+
+class TopK(CommOp):
+    """``x <- (sum over ranks of their k largest elements) / n``, 0 where none was sent; in rank order, in float32 (S11.2).
+
+    p = gradient + e -> all-gather k int32 indices -> all-gather their k values -> add up in rank order
+
+    Each rank sends ``8 k (n-1)`` bytes. Scratch is a float32 copy of x for sort keys or the sum, one more for 16-bit dtypes
+    without memory, and n messages. While ``compresses()`` is False, it is an all-reduce.
+
+    Args:
+        comm: the communicator of all ranks.
+        kernels: the kernel backend.
+        numel: m, the elements of the bucket without padding, at most 2^31 - 1.
+        ratio: k is this part of m, rounded up.
+        error: returns e, m float32 elements; they are changed. None: no memory.
+        compresses: whether the round that begins is compressed.
+        dtype: of the bucket.
+
+    Raises:
+        TypeError: the bucket is float64.
+        ValueError: it is too large.
+
+    Source: Aji & Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017 (arXiv:1704.05021).
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        kernels: KernelBackend,
+        numel: int,
+        ratio: float,
+        error: Callable[[], Tensor] | None,
+        compresses: Callable[[], bool],
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(comm, kernels)
+        if dtype is torch.float64:
+            raise TypeError("topk takes float16, bfloat16 or float32, not torch.float64")
+        if numel > _MOST:
+            raise ValueError(f"topk takes buckets of at most {_MOST} elements, not {numel}; use smaller buckets")
+        self.k, self._numel, self._error, self._compresses = count_of(numel, ratio), numel, error, compresses
+        self.options = {"ratio": ratio, "error_feedback": error is not None}
+        """Of the algorithm, for recorders."""
+
+    def about_round(self) -> dict[str, Any]:
+        """Return what a recorder notes of the round that begins."""
+        return {"elements": self._numel} if self._compresses() else {"warmup": True}
+
+    def kept(self) -> dict[str, Tensor]:
+        """Return e, if there is a memory, after the warm-up."""
+        return {"e": self._error()} if self._error is not None and self._compresses() else {}
+
+    @torch.no_grad()
+    def __call__(self, x: Tensor) -> None:
+        """Replace ``x`` by the mean over ranks of what they send."""
+        if not self._compresses():
+            self.comm.allreduce_inplace(x, ReduceOp.AVG)
+            return
+        n, x = self.comm.nranks(), x[: self._numel]
+        error = None if self._error is None else self._error()
+        p = x.float() if error is None else error.add_(x)
+        own = largest(p, self.k)
+        indices, values = own.new_empty(n * self.k, dtype=torch.int32), p.new_empty(n * self.k)
+        self.comm.allgather(own.int(), indices)
+        self.comm.allgather(p[own], values)
+        if error is not None:
+            error[own] = 0
+        total = torch.zeros_like(p)
+        for one_rank, its_values in zip(indices.view(n, self.k), values.view(n, self.k), strict=True):
+            total.index_add_(0, one_rank, its_values)  # no index twice, so their order does not matter
+        self.kernels.divide_(total, n)
+        x.copy_(total)

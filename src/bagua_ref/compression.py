@@ -1,0 +1,56 @@
+"""The argument ``compression=``: the codec that it names, or why it is refused."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+from bagua_ref.backends import get_codec, list_codecs
+from bagua_ref.backends.codec import COMPRESSIBLE
+
+if TYPE_CHECKING:
+    import torch
+
+    from bagua_ref.backends.base import KernelBackend
+    from bagua_ref.backends.codec import Codec
+
+__all__ = ["check_compression", "codec_named"]
+
+
+def check_compression(compression: str | None, *, optional: bool = False) -> None:
+    """Raise ValueError unless ``compression`` is the name of a codec, or None if that is allowed; the message lists the names."""
+    if optional and compression is None:
+        return
+    names = list_codecs()
+    if compression not in names:
+        allowed = ", ".join([*(["None"] if optional else []), *map(repr, names)])
+        raise ValueError(f"compression={compression!r} is not a known codec; it must be one of {allowed}")
+
+
+def codec_named(
+    compression: str | None, kernels: KernelBackend, bucket: str, dtype: torch.dtype, *, has_memory: bool = False
+) -> Codec:
+    """Return the codec of a bucket's operation.
+
+    Args:
+        compression: its name.
+        kernels: the backend for which it is to work.
+        bucket: the bucket's name, for messages.
+        dtype: the bucket's.
+        has_memory: whether the operation adds what it left out to the next round; without, some codecs warn.
+
+    Raises:
+        ValueError: there is no such codec.
+        TypeError: codecs do not take the dtype.
+        BackendUnavailableError: the backend does not have it.
+    """
+    check_compression(compression)
+    assert compression is not None
+    if dtype not in COMPRESSIBLE:
+        raise TypeError(f"compression={compression!r} takes float16, bfloat16 or float32, not bucket {bucket!r}'s {dtype}")
+    codec = get_codec(compression, kernels)
+    if codec.biased and not has_memory:
+        warnings.warn(
+            f"compression={compression!r} without error memory loses what it rounds, and training may not converge", stacklevel=3
+        )
+    return codec

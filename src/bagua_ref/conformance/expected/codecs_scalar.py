@@ -1,0 +1,174 @@
+"""MXFP8, MXFP4, MXINT8 and OneBit (S12), one number at a time.
+
+Chunks are lists of Python floats that are numbers of the dtype; payloads are bytes. Every product is one with a power of two,
+and exact in float64.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from bagua_ref.conformance.expected.codec_scalar import saturate
+from bagua_ref.conformance.expected.rounding import f32
+
+__all__ = ["FORMATS", "Elements", "compress_chunk", "decompress_chunk", "error_bound", "exponent_of", "payload_size"]
+
+BLOCK = 32
+POISON = 255
+NAN = bytes.fromhex("0000c07f")
+
+
+@dataclass(frozen=True)
+class Elements:
+    """An element format.
+
+    Attributes:
+        emax: exponent of its largest power of two (S12.1).
+        bits: of an element.
+        numbers: its finite numbers from 0 up, by code.
+    """
+
+    emax: int
+    bits: int
+    numbers: tuple[float, ...]
+
+    def nearest(self, x: float) -> int:
+        """Return the code of the number next to ``x >= 0``; of two, the even code; beyond the largest, its code."""
+        above = bisect_right(self.numbers, x)
+        below = above - 1
+        if above == len(self.numbers):
+            return below
+        down, up = x - self.numbers[below], self.numbers[above] - x
+        if down == up:
+            return below if below % 2 == 0 else above
+        return below if down < up else above
+
+
+def _floats(mantissa_bits: int, bias: int, count: int) -> tuple[float, ...]:
+    """Return the first ``count`` non-negative numbers of a format with subnormals."""
+    numbers = []
+    for code in range(count):
+        exponent, mantissa = divmod(code, 2**mantissa_bits)
+        leading = 1 if exponent else 0
+        numbers.append((leading + mantissa / 2**mantissa_bits) * 2.0 ** (max(exponent, 1) - bias))
+    return tuple(numbers)
+
+
+FORMATS = {
+    "MXFP8": Elements(8, 8, _floats(3, 7, 127)),
+    "MXFP4": Elements(2, 4, _floats(1, 1, 8)),
+    "MXINT8": Elements(0, 8, tuple(k / 64 for k in range(128))),
+}
+"""The MX formats by name."""
+
+
+def payload_size(codec: str, c: int) -> int:
+    """Return the size in bytes of a chunk's payload (S12.1, S12.2)."""
+    if codec == "OneBit":
+        return 32 + _padded(math.ceil(c / 8)) if c else 0
+    return _padded(math.ceil(c / 32) + math.ceil(c * FORMATS[codec].bits / 8))
+
+
+def compress_chunk(codec: str, chunk: list[float]) -> bytes:
+    """Return one chunk's payload."""
+    payload = _one_bit(chunk) if codec == "OneBit" else _microscaling(codec, chunk)
+    return payload.ljust(payload_size(codec, len(chunk)), b"\0")
+
+
+def decompress_chunk(codec: str, payload: bytes, count: int, dtype: str) -> list[float]:
+    """Return the values of one chunk's payload, numbers of dtype."""
+    if codec == "OneBit":
+        return _from_one_bit(payload, count, dtype)
+    found = FORMATS[codec]
+    scales, elements = payload[: math.ceil(count / BLOCK)], payload[math.ceil(count / BLOCK) :]
+    return [_stored(dtype, _element(codec, elements, place, scales[place // BLOCK], found)) for place in range(count)]
+
+
+def error_bound(codec: str, x: float, block: list[float]) -> float:
+    """Return the bound of the error of one element of a finite block, before it is rounded to a dtype (S12.3)."""
+    form, largest = FORMATS[codec], max(abs(value) for value in block)
+    scale = 2.0 ** exponent_of(largest, form.emax)
+    saturates = abs(x) > form.numbers[-1] * scale
+    if codec == "MXINT8":
+        return scale / (64 if saturates else 128)
+    if saturates:
+        return largest / (8 if codec == "MXFP8" else 4)
+    return max(abs(x) / (16 if codec == "MXFP8" else 4), form.numbers[1] * scale / 2)
+
+
+def exponent_of(largest: float, emax: int) -> int:
+    """Return the exponent of the scale of a block whose largest magnitude is this (S12.1)."""
+    if largest == 0:
+        return -127
+    return max(-127, min(127, math.frexp(largest)[1] - 1 - emax))
+
+
+def _microscaling(codec: str, chunk: list[float]) -> bytes:
+    form, scales, codes = FORMATS[codec], [], []
+    for start in range(0, len(chunk), BLOCK):
+        block = chunk[start : start + BLOCK]
+        if not all(math.isfinite(value) for value in block):
+            scales.append(POISON)
+            codes += [0] * len(block)
+            continue
+        exponent = exponent_of(max(abs(value) for value in block), form.emax)
+        scales.append(exponent + 127)
+        codes += [_code(codec, form, value, exponent) for value in block]
+    if form.bits == 4:
+        codes.append(0)
+        codes = [low | high << 4 for low, high in zip(codes[::2], codes[1::2], strict=False)]
+    return bytes(scales) + bytes(codes)
+
+
+def _code(codec: str, form: Elements, value: float, exponent: int) -> int:
+    code = form.nearest(abs(value) * 2.0**-exponent)
+    negative = math.copysign(1, value) < 0
+    if codec == "MXINT8":
+        return -code % 256 if negative else code
+    return code | (negative << (form.bits - 1))
+
+
+def _element(codec: str, elements: bytes, place: int, scale: int, form: Elements) -> float:
+    code = elements[place] if form.bits == 8 else elements[place // 2] >> 4 * (place % 2) & 15
+    if scale == POISON:
+        return math.nan
+    power = 2.0 ** (scale - 127)
+    if codec == "MXINT8":
+        return (code - 256 if code > 127 else code) / 64 * power
+    negative, magnitude = divmod(code, 2 ** (form.bits - 1))
+    if magnitude == len(form.numbers):  # E4M3 has NaN there
+        return math.nan
+    return math.copysign(form.numbers[magnitude] * power, -1 if negative else 1)
+
+
+def _stored(dtype: str, value: float) -> float:
+    """Return a number rounded to dtype and saturated."""
+    return value if math.isnan(value) else saturate(dtype, saturate("float32", value))
+
+
+def _one_bit(chunk: list[float]) -> bytes:
+    if not chunk:
+        return b""
+    size = math.ceil(len(chunk) / 8)
+    if not all(math.isfinite(value) for value in chunk):
+        return NAN.ljust(32, b"\0") + bytes(size)
+    scale = f32(math.sqrt(math.fsum(value * value for value in chunk) / len(chunk)))
+    signs = [0] * size
+    for place, value in enumerate(chunk):
+        signs[place // 8] |= (value >= 0) << (7 - place % 8)
+    return struct.pack("<f", scale).ljust(32, b"\0") + bytes(signs)
+
+
+def _from_one_bit(payload: bytes, count: int, dtype: str) -> list[float]:
+    if not count:
+        return []
+    scale = struct.unpack("<f", payload[:4])[0]
+    stored = _stored(dtype, scale)
+    return [stored if payload[32 + place // 8] >> (7 - place % 8) & 1 else -stored for place in range(count)]
+
+
+def _padded(size: int) -> int:
+    return math.ceil(size / 32) * 32

@@ -1,0 +1,238 @@
+"""Training of n ranks on local gradients: local SGD and DiLoCo with fragments (S9), in one loop over all ranks.
+
+Gradients go in, weights come out: by step, rank and parameter. Weights and gradients are flat NumPy arrays of numbers of their
+dtype, held as float32 (float64 for float64), of which every operation rounds to nearest-even. The inner optimizer is SGD; the
+outer one is torch's own, as its rounding is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import torch
+
+from bagua_ref.conformance.expected.comm_ops_scalar import low_precision
+from bagua_ref.conformance.expected.decentralized_numpy import Array, step_of_sgd, stored
+
+Weights = list[Array]
+"""One rank's parameters."""
+
+Gradients = Sequence[Array | None]
+"""One rank's gradients, by parameter; None: the rank does not use it in this step."""
+
+Outer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+
+
+def fragment_of(sizes: list[int], count: int) -> list[int]:
+    """Return the fragment of each parameter, given the bytes of each (S9.3)."""
+    total, found, last = sum(sizes), [], -1
+    for i, size in enumerate(sizes):
+        middle = sum(sizes[:i]) + Fraction(size, 2)
+        share = math.floor(count * middle / total) if total else 0
+        last = max(min(share, last + 1, count - 1), count - len(sizes) + i)
+        found.append(last)
+    return found
+
+
+def places_of(sizes: list[int], count: int) -> list[list[int]]:
+    """Return the places of the parameters in each fragment, given the bytes of each (S9.3)."""
+    found = fragment_of(sizes, count)
+    return [[place for place, fragment in enumerate(found) if fragment == wanted] for wanted in range(count)]
+
+
+def library_mean(ranks: list[Array], dtype: str) -> Array:
+    """Return the mean, added in rank order as the simulated world does; a library may use another order (S3.7)."""
+    total = ranks[0]
+    for x in ranks[1:]:
+        total = total + x
+    return stored(total / total.dtype.type(len(ranks)), dtype)
+
+
+def mean_in_rank_order(ranks: list[Array]) -> Array:
+    """Return ``(((+0 + rank 0's) + rank 1's) + ...) / n`` (S3.7)."""
+    total: Array = np.zeros_like(ranks[0])
+    for x in ranks:
+        total = total + x
+    mean: Array = total / total.dtype.type(len(ranks))
+    return mean
+
+
+def averaged(ranks: Sequence[Sequence[Any]], dtypes: list[str]) -> list[Weights]:
+    """Return the mean over the ranks, for each of them."""
+    means = [library_mean(list(column), dtype) for column, dtype in zip(zip(*ranks, strict=True), dtypes, strict=True)]
+    return [[x.copy() for x in means] for _ in ranks]
+
+
+class InnerSGD:
+    """torch's SGD on every rank: ``b <- momentum*b + grad``, which begins as grad, then ``x <- x - lr*b``; b stays local."""
+
+    def __init__(self, lr: float, momentum: float, dtypes: list[str]) -> None:
+        self.lr, self.momentum, self.dtypes = lr, momentum, dtypes
+        self._buffers: dict[tuple[int, int], Array] = {}
+
+    def step(self, ranks: list[Weights], gradients: Sequence[Gradients]) -> list[Weights]:
+        """Return the weights after a step on every rank."""
+        return [
+            [x if grad is None else self._moved((rank, place), x, grad) for place, (x, grad) in enumerate(zip(*pair, strict=True))]
+            for rank, pair in enumerate(zip(ranks, gradients, strict=True))
+        ]
+
+    def _moved(self, key: tuple[int, int], x: Array, grad: Array) -> Array:
+        dtype = self.dtypes[key[1]]
+        if self.momentum:
+            if key in self._buffers:
+                kept = stored(self._buffers[key] * x.dtype.type(self.momentum), dtype)
+                grad = stored(kept + grad, dtype)
+            self._buffers[key] = grad
+        return step_of_sgd(x, grad, self.lr, dtype)
+
+
+def local_sgd(
+    start: Weights,
+    gradients: Sequence[Sequence[Gradients]],
+    lr: float,
+    dtypes: list[str],
+    nodes: list[int],
+    *,
+    period: int,
+    warmup_steps: int = 0,
+    offset: int = 0,
+    hierarchical: bool = False,
+    momentum: float = 0.0,
+) -> list[list[Weights]]:
+    """Return the weights after each step (S9.1)."""
+    ranks, history, inner = [start] * sum(nodes), [], InnerSGD(lr, momentum, dtypes)
+    for t, given in enumerate(gradients, start=1):
+        if t <= warmup_steps:
+            given = averaged(given, dtypes)
+        elif hierarchical:
+            first = np.cumsum([0, *nodes])
+            given = [x for place, size in enumerate(nodes) for x in averaged(given[first[place] : first[place] + size], dtypes)]
+        ranks = inner.step(ranks, given)
+        if t > warmup_steps and (t - warmup_steps - offset) % period == 0:
+            ranks = averaged(ranks, dtypes)
+        history.append(ranks)
+    return history
+
+
+class DiLoCo:
+    """All ranks of a training with DiLoCo (S9.2 to S9.5); `step` takes every rank's gradients.
+
+    Args:
+        start: the weights at the beginning, equal on all ranks.
+        ranks: n.
+        lr: of the inner SGD.
+        dtypes: of the parameters.
+        fragments: the places of the parameters in each fragment.
+        outer: makes the outer optimizer of a fragment.
+        period: as in S9.2, like the others.
+        delay: likewise.
+        mix: likewise.
+        warmup_steps: likewise.
+        compression: None or "MinMaxUInt8".
+        momentum: of the inner SGD.
+
+    Attributes:
+        ranks: every rank's weights.
+        g: the global copy; None before step warmup_steps + 1.
+    """
+
+    def __init__(
+        self,
+        start: Weights,
+        ranks: int,
+        lr: float,
+        dtypes: list[str],
+        fragments: list[list[int]],
+        outer: Outer,
+        *,
+        period: int,
+        delay: int = 0,
+        mix: float = 0.0,
+        warmup_steps: int = 0,
+        compression: str | None = None,
+        momentum: float = 0.0,
+    ) -> None:
+        self.ranks, self.dtypes, self.fragments = [start] * ranks, dtypes, fragments
+        self._inner = InnerSGD(lr, momentum, dtypes)
+        self.outer, self.period, self.gap = outer, period, period // len(fragments)
+        self.delay, self.mix, self.warmup_steps, self.compression = delay, mix, warmup_steps, compression
+        self.t = 0
+        self.g: Weights | None = None
+        self._sent: dict[int, Weights] = {}
+
+    def step(self, gradients: Sequence[Gradients]) -> None:
+        """Take step t on every rank.
+
+        Raises:
+            ArithmeticError: a mean of differences is not finite; nothing has been applied.
+        """
+        self.t += 1
+        if self.t == self.warmup_steps + 1:
+            self.g = [x.copy() for x in self.ranks[0]]
+            self._in_torch = [torch.nn.Parameter(torch.from_numpy(g.copy())) for g in self.g]
+            self._optimizers = [self.outer([self._in_torch[place] for place in places]) for places in self.fragments]
+        given = averaged(gradients, self.dtypes) if self.t <= self.warmup_steps else gradients
+        self.ranks = self._inner.step(self.ranks, given)
+        local_step = self.t - self.warmup_steps
+        if local_step < 1:
+            return
+        for p in range(len(self.fragments)):
+            if (local_step - ((p + 1) * self.gap - self.delay)) % self.period == 0:
+                self._sent[p] = self._mean_difference(p)
+            if (local_step - (p + 1) * self.gap) % self.period == 0 and p in self._sent:
+                self._apply(p, self._sent.pop(p))
+
+    def _mean_difference(self, p: int) -> Weights:
+        """Return D of a fragment, the mean over ranks of g - x, by parameter (S9.5)."""
+        assert self.g is not None
+        found: dict[int, Array] = {}
+        for wide in (np.float32, np.float64):  # a flat buffer for each dtype of g
+            places = [place for place in self.fragments[p] if self.g[place].dtype == wide]
+            if not places:
+                continue
+            size = sum(self.g[place].size for place in places)
+            padding = np.zeros(-size % len(self.ranks), wide)
+            flats = [np.concatenate([*(self.g[place] - x[place] for place in places), padding]) for x in self.ranks]
+            mean = mean_in_rank_order(flats) if self.compression is None else compressed_mean(flats)
+            for place in places:
+                found[place], mean = mean[: self.g[place].size], mean[self.g[place].size :]
+        return [found[place] for place in self.fragments[p]]
+
+    def _apply(self, p: int, mean: Weights) -> None:
+        """Step the fragment's outer optimizer with D, and move every rank's weights (S9.4)."""
+        assert self.g is not None
+        if not all(np.isfinite(d).all() for d in mean):
+            raise ArithmeticError(f"D of fragment {p} is not finite")
+        for place, d in zip(self.fragments[p], mean, strict=True):
+            self._in_torch[place].grad = torch.from_numpy(d.copy())
+        self._optimizers[p].step()
+        for place in self.fragments[p]:
+            self._in_torch[place].grad = None
+            self.g[place] = self._in_torch[place].detach().numpy().copy()
+        self.ranks = [
+            [
+                mixed(x, self.g[place], self.mix, dtype) if place in self.fragments[p] else x
+                for place, (x, dtype) in enumerate(zip(weights, self.dtypes, strict=True))
+            ]
+            for weights in self.ranks
+        ]
+
+
+def compressed_mean(flats: list[Array]) -> Array:
+    """Return the mean with one byte per element on the wire (S3.2)."""
+    return np.array(low_precision([flat.tolist() for flat in flats], "float32", average=True)[0], np.float32)
+
+
+def mixed(x: Array, g: Array, mix: float, dtype: str) -> Array:
+    """Return the weights that are between x and g (S9.4)."""
+    factor: Any = x.dtype.type
+    if mix == 0:
+        return stored(g, dtype)
+    if mix < 0.5:
+        return stored(g + factor(mix) * (x - g), dtype)
+    return stored(x - (x - g) * factor(1 - mix), dtype)

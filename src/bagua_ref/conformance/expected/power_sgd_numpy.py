@@ -1,0 +1,142 @@
+"""PowerSGD of n ranks (S10), one gradient and one round at a time.
+
+Gradients, memories and factors go in, their successors come out: by rank where they differ between ranks. Matrices are NumPy arrays
+of float32 (float64 for float64), and so is what is sent. Bases depend on rounding, spans do not: compare results and memories,
+round by round from equal e and Q.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from bagua_ref.conformance.expected.decentralized_numpy import Array
+
+__all__ = ["Round", "compressed_rank", "is_tame", "norm", "orthonormal", "power_sgd_round", "start"]
+
+
+def compressed_rank(shape: tuple[int, ...], rank: int, rate: float) -> int:
+    """Return r of a gradient of this shape; 0: it is not compressed (S10.1)."""
+    if len(shape) < 2:
+        return 0
+    n = shape[0]
+    m = 1
+    for size in shape[1:]:
+        m *= size
+    r = min(n, m, rank)
+    return r if (n + m) * r * rate < n * m else 0
+
+
+def orthonormal(matrix: Array) -> Array:
+    """Return the matrix with orthonormal columns, some of them 0 (S10.3)."""
+    v = matrix.astype(np.float64)
+    before = [float(np.linalg.norm(v[:, i])) for i in range(v.shape[1])]
+    for i in range(v.shape[1]):
+        norm = float(np.linalg.norm(v[:, i]))
+        v[:, i] = v[:, i] / norm if norm > 1e-6 * before[i] else 0.0
+        for j in range(i + 1, v.shape[1]):
+            v[:, j] = v[:, j] - np.dot(v[:, i], v[:, j]) * v[:, i]
+    return v.astype(matrix.dtype)
+
+
+def fresh(m: int, r: int, seed: int, k: int, i: int) -> Array:
+    """Return N (S10.2)."""
+    found: Array = torch.randn(m, r, generator=torch.Generator().manual_seed(seed + 1000003 * k + 7919 * i)).numpy()
+    return found
+
+
+def start(q: Array | None, shape: tuple[int, int], dtype: type, seed: int, k: int, i: int) -> Array:
+    """Return the Q with which round k starts; ``q`` is the last round's, None: there is none (S10.2)."""
+    columns: Array = fresh(*shape, seed, k, i).astype(dtype)
+    found = orthonormal(columns if q is None else q)
+    zero = [j for j in range(shape[1]) if not found[:, j].any()]
+    if zero:
+        found[:, zero] = columns[:, zero]
+        found = orthonormal(found)
+    return found
+
+
+@dataclass
+class Round:
+    """What comes of a round.
+
+    Attributes:
+        result: the averaged gradient.
+        errors: e by rank; None without memory.
+        q: for the next round; None: there is none yet.
+    """
+
+    result: Array
+    errors: list[Array] | None
+    q: Array | None
+
+
+def power_sgd_round(
+    gradients: list[Array],
+    errors: list[Array] | None,
+    q: Array | None,
+    rank: int,
+    *,
+    memory: str | None,
+    warm_start: bool = True,
+    seed: int = 0,
+    k: int = 0,
+    i: int = 0,
+) -> Round:
+    """Return what comes of a compressed round (S10.2 to S10.4).
+
+    Args:
+        gradients: n x m matrices, by rank.
+        errors: e by rank; None without memory.
+        q: m x r, as the last round left it; None in the first one.
+        rank: r.
+        memory: "local", "averaged" or None.
+        warm_start: as the algorithm's, like ``seed``.
+        seed: likewise.
+        k: compressed rounds before this one.
+        i: the parameter's place.
+    """
+    given = gradients if errors is None else [g + e for g, e in zip(gradients, errors, strict=True)]
+    m = given[0].shape[1]
+    columns = start(q if warm_start else None, (m, rank), given[0].dtype.type, seed, k, i)
+    with np.errstate(invalid="ignore", over="ignore"):
+        p_sum = added([x @ columns for x in given])
+        p = orthonormal(p_sum) if np.isfinite(p_sum).all() else p_sum
+        own = [x.T @ p for x in given]
+        q_mean = added(own) / given[0].dtype.type(len(given))
+    if not (np.isfinite(p_sum).all() and np.isfinite(q_mean).all()):
+        return Round(np.full_like(given[0], np.nan), errors, q)
+    result = p @ q_mean.T
+    left = None
+    if memory == "local":
+        left = [x - p @ mine.T for x, mine in zip(given, own, strict=True)]
+    if memory == "averaged":
+        left = [x - result for x in given]
+    return Round(result, left, q_mean)
+
+
+def added(ranks: list[Array]) -> Array:
+    """Return the sum over ranks."""
+    total = np.zeros_like(ranks[0])
+    for x in ranks:
+        total = total + x
+    return total
+
+
+def norm(arrays: list[Array]) -> float:
+    """Return a bound of what a projection of these matrices can gather in one element."""
+    return max([float(np.abs(x).max()) * sum(x.shape) ** 0.5 for x in arrays if x.size and np.isfinite(x).all()], default=0.0)
+
+
+def is_tame(columns: Array) -> bool:
+    """Return whether rounding does not decide which columns are dependent; columns of zeros do not count."""
+    sizes = np.linalg.norm(columns.astype(np.float64), axis=0)
+    if not np.isfinite(sizes).all():
+        return False
+    columns = columns.astype(np.float64)[:, sizes > 0] / sizes[sizes > 0]
+    values = np.linalg.svd(columns, compute_uv=False)
+    return columns.shape[1] <= columns.shape[0] and (not values.size or bool(values[-1] > 1e-2))

@@ -1,0 +1,49 @@
+"""Top-k of n ranks (S11.2), one bucket and one round at a time."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bagua_ref.conformance.expected.decentralized_numpy import stored
+
+if TYPE_CHECKING:
+    from bagua_ref.conformance.expected.decentralized_numpy import Array
+
+__all__ = ["kept", "sent_count", "topk_round"]
+
+
+def sent_count(m: int, ratio: float) -> int:
+    """Return k; a Python float is a float64."""
+    return min(m, max(1, math.ceil(ratio * m)))
+
+
+def kept(p: Array, k: int) -> list[int]:
+    """Return the indices that a rank sends, ascending."""
+
+    def order(index: int) -> tuple[bool, float, int]:
+        value = abs(float(p[index]))
+        return (not math.isnan(value), 0.0 if math.isnan(value) else -value, index)
+
+    return sorted(sorted(range(len(p)), key=order)[:k])
+
+
+def topk_round(gradients: list[Array], errors: list[Array] | None, ratio: float, dtype: str) -> tuple[Array, list[Array] | None]:
+    """Return the averaged gradient, and what every rank keeps.
+
+    Args:
+        gradients: m elements by rank, numbers of ``dtype`` held as float32.
+        errors: e by rank; None: no memory.
+        ratio: k is this part of m, rounded up.
+        dtype: of the result.
+    """
+    given = [g.copy() for g in gradients] if errors is None else [g + e for g, e in zip(gradients, errors, strict=True)]
+    k = sent_count(given[0].size, ratio)
+    total = np.zeros_like(given[0])
+    for p in given:
+        for index in kept(p, k):
+            total[index] = total[index] + p[index]
+            p[index] = 0
+    return stored(total / np.float32(len(given)), dtype), None if errors is None else given

@@ -1,0 +1,70 @@
+"""A GradScaler whose ranks skip the same steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bagua_ref.data_parallel.agreed_rounds import STEP
+from bagua_ref.data_parallel.wrapped_module import trainings_of
+
+if TYPE_CHECKING:
+    from bagua_ref.data_parallel.wrapped_module import WrappedModule
+
+__all__ = ["GradScaler"]
+
+
+class GradScaler(torch.amp.GradScaler):
+    """torch's GradScaler, whose ranks agree on skipping a step where each has gradients of its own.
+
+    found_inf <- maximum over the ranks of found_inf
+
+    Under algorithms that need equally many optimizer steps on all ranks but leave gradients local, such as
+    low_precision_decentralized, a step is skipped on all ranks if gradients overflow on any; so the scale stays equal, too. That
+    takes one small message to each other rank per step. Where ranks have equal gradients (gradient_allreduce, bytegrad, qadam) or
+    may take different steps (decentralized, async), this is torch's GradScaler. It finds the trainings through the optimizer's
+    parameters.
+
+    Inside `bagua_ref.join` it must be among the ``joinables``, so that ranks that run out of batches take over its scale.
+
+    Its arguments are those of ``torch.amp.GradScaler``: ``device`` ("cuda" or "cpu"), ``init_scale``, ``growth_factor``,
+    ``backoff_factor``, ``growth_interval`` (in steps) and ``enabled``.
+
+    >>> import bagua_ref
+    >>> bagua_ref.init_process_group()
+    >>> model = torch.nn.Linear(4, 2)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> model = model.with_bagua([optimizer], bagua_ref.algorithms.LowPrecisionDecentralizedAlgorithm(hierarchical=False))
+    >>> scaler = bagua_ref.GradScaler("cpu", init_scale=8.0)
+    >>> scaler.scale(model(torch.full((1, 4), torch.inf)).sum()).backward()
+    >>> scaler.step(optimizer); scaler.update(); scaler.get_scale()
+    4.0
+    >>> bagua_ref.destroy_process_group()
+
+    Source: ``torch.amp.GradScaler``.
+    """
+
+    def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
+        """As torch's, which finds overflows for both of its ways to step; they become those of all ranks."""
+        found_inf = super()._unscale_grads_(optimizer, *args, **kwargs)
+        for training in _trainings(optimizer):
+            rounds, algorithm = training.rounds, training.bagua_algorithm
+            if rounds.joining is not None and self not in rounds.joining.others:
+                raise RuntimeError(
+                    "a GradScaler used inside join() must be among its joinables, so that ranks without batches take over its "
+                    "scale: join([model, scaler])"
+                )
+            if not algorithm.steps_together or algorithm.replicas_are_equal:
+                continue
+            overflows = any(found.item() for found in found_inf.values())
+            if rounds.tell(STEP, overflows).flag:
+                for found in found_inf.values():
+                    found.fill_(1)
+        return found_inf
+
+
+def _trainings(optimizer: torch.optim.Optimizer) -> list[WrappedModule]:
+    """Return the trainings of the optimizer's parameters."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return list(dict.fromkeys(training for parameter in parameters for training in trainings_of(parameter)))

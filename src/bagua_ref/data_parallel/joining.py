@@ -1,0 +1,265 @@
+"""Training on uneven data: ranks that have run out of batches take part in the rounds of the others."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bagua_ref.communicators.scheduler import format_ranks
+from bagua_ref.data_parallel.agreed_rounds import BUFFERS, ROUND
+from bagua_ref.data_parallel.state_broadcast import share_object, share_state
+from bagua_ref.data_parallel.wrapping import context_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from bagua_ref.data_parallel.agreed_rounds import Told
+    from bagua_ref.data_parallel.wrapped_module import WrappedModule
+
+__all__ = ["Joining", "join"]
+
+
+@contextmanager
+def join(
+    joinables: Sequence[Any],
+    enable: bool = True,
+    throw_on_early_termination: bool = False,
+    *,
+    divide_by_initial_world_size: bool = True,
+) -> Iterator[None]:
+    """Train wrapped modules in this context though ranks may have different numbers of batches.
+
+    A rank that leaves the context takes part in the rounds of the others, without data, until all have left. Algorithms that keep
+    replicas equal then give every rank the weights, buffers (as far as they are broadcast), optimizer state and counters of a rank
+    that came last; others only the counters. Every rank of the modules' groups enters and leaves. The page "Uneven data" says what
+    each algorithm does.
+
+    Args:
+        joinables: wrapped modules, in the same order on all ranks. Other objects with ``state_dict()`` and ``load_state_dict()``,
+            such as a GradScaler, a learning rate scheduler, or an optimizer that was not passed when wrapping, are taken over
+            from the last rank of the first module, too.
+        enable: False: this context does nothing.
+        throw_on_early_termination: as soon as one rank leaves before the others, raise a RuntimeError on all of them.
+        divide_by_initial_world_size: means are over all ranks, of which those without batches contribute zeros; False: over those
+            that have batches. Algorithms that average weights take True only, qadam takes False only.
+
+    Raises:
+        NotImplementedError: the algorithm, or a layer of the module, cannot train with ranks without batches; says why.
+        ValueError: no wrapped module among ``joinables``, one of them twice, or a ``divide_by_initial_world_size`` that the
+            algorithm does not take.
+        TypeError: something else among ``joinables``.
+        RuntimeError: a module is in such a context already, or was wrapped again in this one; or, with
+            ``throw_on_early_termination``, ranks have different numbers of batches.
+        CommunicationError: ranks disagree, or one has failed or left the context by an exception.
+
+    >>> import bagua_ref
+    >>> bagua_ref.init_process_group()
+    >>> model = torch.nn.Linear(4, 2).with_bagua([], bagua_ref.algorithms.GradientAllReduceAlgorithm())
+    >>> with bagua_ref.join([model]):
+    ...     for batch in torch.ones(3 + bagua_ref.get_rank(), 1, 4):
+    ...         model(batch).sum().backward()
+    >>> bagua_ref.destroy_process_group()
+
+    Source: ``torch.distributed.algorithms.Join``.
+    """
+    if not enable:
+        yield
+        return
+    trainings, others = _sorted(joinables)
+    options = bool(divide_by_initial_world_size), bool(throw_on_early_termination)
+    joinings = [Joining(training, *options, others) for training in trainings if training.bagua_algorithm.check_join(options[0])]
+    for place, joining in enumerate(joinings):
+        joining.begin(takes_others=place == 0)
+    try:
+        try:
+            yield
+        except RuntimeError:
+            if any(joining.ended_early for joining in joinings):
+                _follow(joinings)
+            raise
+        _follow(joinings)
+    except BaseException as error:
+        for joining in joinings:
+            joining.give_up(f"an exception left join() there: {type(error).__name__}: {error}")
+        raise
+    for joining in joinings:
+        joining.raise_if_early()
+
+
+def _follow(joinings: Sequence[Joining]) -> None:
+    """Let each joining that is under way follow the ranks that have batches; several of them at once, on threads of their own."""
+    joinings = [joining for joining in joinings if joining.under_way]
+    if len(joinings) < 2:
+        for joining in joinings:
+            joining.follow()
+        return
+    errors: list[BaseException] = []
+
+    def follow(joining: Joining) -> None:
+        try:
+            joining.follow()
+        except BaseException as error:
+            errors.append(error)
+
+    world = joinings[0].training.world
+    threads = [world.spawn(partial(follow, joining), "bagua_ref join") for joining in joinings]
+    with world.waiting_for_own_thread(lambda reason: None):  # the threads' own waits are interrupted
+        for thread in threads:
+            thread.join()
+    if errors:
+        raise errors[0]
+
+
+class Joining:
+    """One module in a `join` context.
+
+    Args:
+        training: the module's.
+        all_count: whether means are over all ranks, not only over those that have batches.
+        throws: whether training ends on all ranks as soon as one has no more batches.
+        others: the joinables that are no modules.
+
+    Attributes:
+        ended_early: why it has ended, if a rank had no more batches and ``throws``; else "".
+
+    Raises:
+        NotImplementedError: a layer communicates by itself.
+        RuntimeError: the module is in another one.
+    """
+
+    def __init__(self, training: WrappedModule, all_count: bool, throws: bool, others: Sequence[Any]) -> None:
+        self.training, self.others = training, others
+        self._all_count, self._throws = all_count, throws
+        self._shadowed = 0
+        """Rounds in which this rank took part without a batch."""
+        self.ended_early = ""
+        for name, layer in training.module.named_modules():
+            if isinstance(layer, torch.nn.SyncBatchNorm):
+                raise NotImplementedError(
+                    f"layer {name!r} is a SyncBatchNorm, which communicates in each forward pass, and a rank without batches runs "
+                    "none. Use BatchNorm inside join()"
+                )
+        if training.rounds.joining is not None:
+            raise RuntimeError(f"module {training.bagua_module_name!r} is inside join() already; leave that context first")
+
+    @property
+    def number(self) -> int:
+        """The options as a number from 1 on, which must be equal on all ranks."""
+        return 1 + 2 * self._all_count + self._throws
+
+    @property
+    def under_way(self) -> bool:
+        """Whether it has begun and not ended."""
+        return self.training.rounds.joining is self
+
+    def begin(self, takes_others: bool) -> None:
+        """Let the ranks say in each round whether they have batches; at the end, take over the state of ``others``, too, or not."""
+        self._takes_others = takes_others
+        self.training.rounds.joining = self
+
+    def round_ended(self, told: Told) -> None:
+        """Complete a round in which this rank had a batch.
+
+        Raises:
+            RuntimeError: some rank had none, and ``throws``.
+        """
+        if not told.joined:
+            return
+        training = self.training
+        if training.bagua_algorithm.average and not self._all_count:
+            share = (len(told.active) + len(told.joined)) / len(told.active)
+            for bucket in training.bagua_buckets:
+                torch._foreach_mul_([tensor.detach() for tensor in bucket.effective_tensors()], share)
+        if self._throws:
+            self._end_early(told)
+            self.raise_if_early()
+
+    def follow(self) -> None:
+        """Take part in the rounds of ranks that have batches until none has; then take over what this rank has missed."""
+        training = self.training
+        if context_of(training.module) is not training:
+            raise RuntimeError(
+                f"module {training.bagua_module_name!r} was wrapped again or resynchronized inside join(); leave the context first"
+            )
+        while (told := training.rounds.shadow()).active:
+            if told.act == BUFFERS:
+                training.broadcast_buffers(told.active[0])
+            elif told.act == ROUND:
+                self._shadowed += 1
+                if self._throws:
+                    self._end_early(told)
+                    return
+        self._take_over()
+
+    def _take_over(self) -> None:
+        """End; if ranks had no batch in some rounds, let them take over the state of one that had a batch in all. Collective."""
+        self._share_state()
+        self.training.rounds.joining = None
+
+    def _share_state(self) -> None:
+        training, algorithm = self.training, self.training.bagua_algorithm
+        comm = training.process_group.get_global_communicator()
+        shadowed = torch.full((comm.nranks(),), self._shadowed)
+        comm.allgather_inplace(shadowed)
+        source = int(shadowed.argmin())
+        if training.will_broadcast_buffers():
+            training.broadcast_buffers(source)
+        if not shadowed.any():
+            return
+        if algorithm.replicas_are_equal:
+            named = training.module.named_parameters()
+            parameters = [parameter for name, parameter in named if name not in training.parameters_to_ignore]
+            share_state(parameters, training.bagua_optimizers, comm, source)
+        counters = comm.broadcast_object(algorithm.counters(), source)
+        if comm.rank() != source:
+            algorithm.load_counters(counters)
+        for other in self.others if self._takes_others else ():
+            state = share_object(other.state_dict(), comm, source)
+            if comm.rank() != source:
+                other.load_state_dict(state)
+
+    def give_up(self, why: str) -> None:
+        """End because of a failure, on all ranks."""
+        if self.under_way:
+            self.training.rounds.joining = None
+            self.training.rounds.give_up(why)
+
+    def raise_if_early(self) -> None:
+        """Raise if training has ended early."""
+        if self.ended_early:
+            raise RuntimeError(self.ended_early)
+
+    def _end_early(self, told: Told) -> None:
+        ranks = [self.training.process_group.ranks[rank] for rank in told.joined]
+        self.ended_early = (
+            f"{format_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} no more batches, which ends training on all ranks, as "
+            "join(throw_on_early_termination=True) asks for"
+        )
+        self._take_over()
+
+
+def _sorted(joinables: Sequence[Any]) -> tuple[list[WrappedModule], list[Any]]:
+    """Return the trainings of the modules among ``joinables``, and the other objects."""
+    if not isinstance(joinables, (list, tuple)):
+        raise TypeError(f"joinables={joinables!r} must be a list of wrapped modules, and of objects with a state")
+    trainings: list[WrappedModule] = []
+    others: list[Any] = []
+    for joinable in joinables:
+        if isinstance(joinable, torch.nn.Module):
+            inside = getattr(joinable, "module", None)
+            training = context_of(joinable) or (context_of(inside) if isinstance(inside, torch.nn.Module) else None)
+            if training is None:
+                raise ValueError(f"joinables hold a {type(joinable).__name__} that is not wrapped; call with_bagua() first")
+            if training in trainings:
+                raise ValueError(f"joinables hold module {training.bagua_module_name!r} twice")
+            trainings.append(training)
+        elif hasattr(joinable, "state_dict") and hasattr(joinable, "load_state_dict"):
+            others.append(joinable)
+        else:
+            raise TypeError(f"joinables hold {joinable!r}, which is neither a wrapped module nor an object with a state_dict()")
+    if not trainings:
+        raise ValueError(f"joinables={joinables!r} must hold at least one wrapped module")
+    return trainings, others

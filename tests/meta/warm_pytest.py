@@ -1,0 +1,79 @@
+"""Runs of pytest in forks of a process that has imported what takes long to import: ``python warm_pytest.py`` serves them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import IO, Any
+
+IMPORTED = ("pytest", "hypothesis", "numpy", "torch", "torch._dynamo", "torch.distributed.checkpoint")
+"""Nothing of the package: each run imports its own copy."""
+
+
+class WarmPytest:
+    """Runs pytest as `tests.meta.mutate.run_pytest` does, one run at a time, but without the seconds of imports; a context."""
+
+    def __enter__(self) -> WarmPytest:
+        self._server = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._server.communicate()
+
+    def run(self, copy: Path, arguments: list[str], limit: float) -> tuple[int | None, str]:
+        """Run pytest in ``copy``; return its exit code, None at the time limit, and its output."""
+        pipes: tuple[IO[str], IO[str]] = self._server.stdin, self._server.stdout  # type: ignore[assignment]
+        with tempfile.NamedTemporaryFile() as output:
+            json.dump({"copy": str(copy), "arguments": arguments, "limit": limit, "output": output.name}, pipes[0])
+            print(file=pipes[0], flush=True)
+            code = json.loads(pipes[1].readline())
+            return code, output.read().decode(errors="replace")
+
+
+def serve() -> None:
+    """Answer each line of standard input, a run, with its exit code."""
+    for name in IMPORTED:
+        importlib.import_module(name)
+    assert "bagua_ref" not in sys.modules
+    for line in sys.stdin:
+        order = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            _run(**order)
+        ends = select.poll()
+        ends.register(descriptor := os.pidfd_open(pid), select.POLLIN)
+        in_time = ends.poll(1000 * order["limit"])
+        os.close(descriptor)
+        if not in_time:
+            os.killpg(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        print(json.dumps(os.waitstatus_to_exitcode(status) if in_time else None), flush=True)
+
+
+def _run(copy: str, output: str, arguments: list[str], **_: Any) -> None:
+    """Become a run of pytest."""
+    code = 1
+    try:
+        os.setsid()
+        for descriptor, opened in enumerate((os.open(os.devnull, os.O_RDONLY), *[os.open(output, os.O_WRONLY | os.O_APPEND)] * 2)):
+            os.dup2(opened, descriptor)
+        os.chdir(copy)
+        sys.path[:1] = [copy, f"{copy}/src"]
+        os.environ["PYTHONPATH"] = f"{copy}/src"
+        sys.argv = ["pytest"]
+        pytest: Any = importlib.import_module("pytest")
+        code = pytest.main(["-v", "-rfE", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", *arguments])
+        sys.stdout.flush()
+    finally:
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,422 @@
+"""Tests of the codecs of S12 and of the registry: pinned vectors, `ml_dtypes` as a second opinion, tiles, operations, refusals."""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import bagua_ref
+import bagua_ref.backends as registry
+from bagua_ref.algorithms import (
+    ByteGradAlgorithm,
+    DiLoCoAlgorithm,
+    LowPrecisionDecentralizedAlgorithm,
+    QAdamAlgorithm,
+    QAdamOptimizer,
+)
+from bagua_ref.backends import Codec, get_backend, get_codec, list_codecs, register_codec
+from bagua_ref.backends.reference import ReferenceBackend
+from bagua_ref.backends.reference.blocks import LARGE_BLOCK
+from bagua_ref.bucket import BaguaBucket
+from bagua_ref.comm_ops import CentralizedLowPrecision
+from bagua_ref.conformance import EXACT, assert_equal
+from bagua_ref.conformance.expected import codecs_scalar
+from bagua_ref.errors import BackendUnavailableError
+from bagua_ref.simulation import SimulatedWorld
+
+MX = ("MXFP8", "MXFP4", "MXINT8")
+S12 = (*MX, "OneBit")
+every_codec = pytest.mark.parametrize("name", S12)
+
+
+def codec(name: str) -> Codec:
+    return get_codec(name, "reference")
+
+
+def round_trip(name: str, x: torch.Tensor, num_chunks: int = 1) -> torch.Tensor:
+    out = torch.full_like(x, 7)
+    codec(name).decompress(codec(name).compress(x, num_chunks), num_chunks, out)
+    return out
+
+
+# Layout and rounding
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "payload"),
+    [
+        ("MXFP8", [1.0], [119, 0x78]),  # exponent 0 - 8; 1 / 2^-8 = 256
+        ("MXFP8", [-0.0], [0, 0x80]),
+        ("MXFP8", [0.0, -1e-45], [0, 0, 0x80]),  # 2^-149 / 2^-127 rounds to -0
+        ("MXFP8", [1.875], [119, 0x7E]),  # 480 saturates at 448
+        ("MXFP8", [1.0, 1 + 2**-4, 1 + 3 * 2**-4], [119, 0x78, 0x78, 0x7A]),  # ties to even
+        ("MXFP8", [1.0, 1.5 * 2**-17, 0.5 * 2**-17], [119, 0x78, 2, 0]),  # ties between subnormals
+        ("MXFP8", [1.0, math.inf], [255, 0, 0]),
+        ("MXFP4", [6.0, -6.0, 0.25], [127, 0xF7, 0x00]),  # the tie between 0 and 0.5; the odd tail's high nibble
+        ("MXFP4", [4.0, -0.75, -0.0], [127, 0xA6, 0x08]),
+        ("MXFP4", [7.0, 2.5, 3.5], [127, 0x47, 0x06]),  # 7 saturates; 2.5 -> 2, 3.5 -> 4
+        ("MXFP4", [math.nan], [255, 0]),
+        ("MXINT8", [1.0, -1.0, 0.5 / 64, 1.5 / 64, -0.0], [127, 64, 192, 0, 2, 0]),
+        ("MXINT8", [1.999, -1.999], [127, 127, 129]),  # never -128
+        ("MXINT8", [2.0**-149], [0, 0]),
+    ],
+)
+def test_S12_1_pinned_payloads(name, values, payload):
+    wanted = bytes(payload).ljust(32, b"\0")
+    assert bytes(codec(name).compress(torch.tensor(values), 1).tolist()) == wanted
+    assert codecs_scalar.compress_chunk(name, torch.tensor(values).tolist()) == wanted
+
+
+def test_S12_2_pinned_payload():
+    found = codec("OneBit").compress(torch.tensor([3.0, -4.0, -0.0, 0.0, -5.0, 0.0, 0.0, 0.0, -0.0]), 1)
+    assert found[:4].view(torch.float32).item() == pytest.approx(math.sqrt(50 / 9), rel=1e-7)
+    assert found[4:].tolist() == [0] * 28 + [0b10110111, 0b10000000] + [0] * 30
+
+
+def test_S12_an_empty_chunk_has_no_bytes():
+    for name in S12:
+        assert codec(name).payload_bytes(0, torch.float32) == 0
+        assert codec(name).compress(torch.empty(0), 3).numel() == 0
+        assert round_trip(name, torch.empty(0), 3).numel() == 0
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("MXFP8", [32, 64, 64]), ("MXFP4", [32, 32, 32]), ("MXINT8", [32, 64, 64])])
+def test_S12_1_payload_bytes(name, sizes):
+    assert [codec(name).payload_bytes(c, torch.float16) for c in (1, 32, 33)] == sizes
+    assert [codecs_scalar.payload_size(name, c) for c in (1, 32, 33)] == sizes
+
+
+def test_S12_2_payload_bytes():
+    assert [codec("OneBit").payload_bytes(c, torch.float32) for c in (1, 256, 257)] == [64, 64, 96]
+
+
+@every_codec
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("num_chunks", "size"), [(1, LARGE_BLOCK + 5), (3, 1000), (5000, 33), (9000, 1)])
+def test_tiles_change_nothing(name, num_chunks, size, dtype):
+    x = torch.randn(num_chunks * size, generator=torch.Generator().manual_seed(1)).to(dtype)
+    payload, restored = (
+        codec(name).compress(x, num_chunks).view(num_chunks, -1),
+        round_trip(name, x, num_chunks).view(num_chunks, -1),
+    )
+    if num_chunks > 1:
+        for row in (0, num_chunks // 2, num_chunks - 1):
+            alone = x.view(num_chunks, size)[row].clone()
+            assert_equal(payload[row], codec(name).compress(alone, 1), EXACT)
+            assert_equal(restored[row], round_trip(name, alone), EXACT)
+    elif name != "OneBit":  # whose scale belongs to the chunk
+        tail = x[-69:].clone() if (size - 69) % 32 == 0 else x[size // 32 * 32 - 64 :].clone()
+        assert_equal(restored[0][-len(tail) :], round_trip(name, tail), EXACT)
+
+
+def test_S12_1_the_exponent_is_exact_just_below_a_power_of_two():
+    below = torch.nextafter(torch.tensor([2.0**k for k in range(-120, 120, 7)]), torch.tensor(0.0))
+    for value, k in zip(below, range(-120, 120, 7), strict=True):
+        assert codec("MXINT8").compress(value.view(1), 1)[0].item() == k - 1 + 127
+
+
+# A second opinion (S12.4)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("MXFP8", "float8_e4m3fn"), ("MXFP4", "float4_e2m1fn")])
+def test_S12_4_ml_dtypes_rounds_alike_at_every_code_and_decodes_every_scale(name, dtype):
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    kind, form = getattr(ml_dtypes, dtype), codecs_scalar.FORMATS[name]
+    numbers = np.array(form.numbers)
+    ties = (numbers[:-1] + numbers[1:]) / 2
+    around = np.concatenate([numbers, ties]).astype(np.float32)
+    around = np.concatenate([around, np.nextafter(around, np.float32(0)), np.nextafter(around, np.float32(1e9))])
+    around = np.minimum(np.concatenate([around, -around]), numbers[-1]).clip(-numbers[-1]).astype(np.float32)
+    for block in np.array_split(around, -(-len(around) // 31)):
+        x = torch.from_numpy(np.append(np.float32(2**form.emax), block))  # which fixes the scale at 1
+        wanted = x.numpy().astype(kind)
+        found = codec(name).compress(x, 1)[1:].numpy()
+        codes = found if form.bits == 8 else np.stack([found & 15, found >> 4], 1).reshape(-1)
+        assert codes[: len(x)].tolist() == wanted.view(np.uint8).tolist()
+        assert_equal(round_trip(name, x), torch.from_numpy(wanted.astype(np.float32)), EXACT)
+    bits = 2**form.bits
+    every = np.arange(bits, dtype=np.uint8)
+    packed = every if form.bits == 8 else (every[::2] | every[1::2] << 4).astype(np.uint8)
+    for scale in range(256):
+        payload = torch.zeros(codec(name).payload_bytes(bits, torch.float32), dtype=torch.uint8)
+        blocks = -(-bits // 32)
+        payload[:blocks], payload[blocks : blocks + len(packed)] = scale, torch.from_numpy(packed)
+        out = torch.zeros(bits)
+        codec(name).decompress(payload, 1, out)
+        power = np.uint8(scale).view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
+        with np.errstate(over="ignore"):
+            wanted = every.view(kind).astype(np.float64) * power
+        largest = float(np.finfo(np.float32).max)
+        assert_equal(out, torch.from_numpy(np.clip(wanted, -largest, largest)).float(), EXACT)
+
+
+@pytest.mark.parametrize("name", MX)
+def test_S12_4_ml_dtypes_has_the_same_scales(name):
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    form = codecs_scalar.FORMATS[name]
+    for k in range(-149, 128):
+        scale = codec(name).compress(torch.tensor([2.0**k]), 1)[0].item()
+        power = np.float64(2.0) ** min(127, max(-127, k - form.emax))
+        assert scale == np.array(power).astype(ml_dtypes.float8_e8m0fnu).view(np.uint8)
+
+
+# Bounds are attained (S12.3)
+
+
+def test_S12_3_bounds_are_attained():
+    for name, values, error in [
+        ("MXFP8", [1.0, 1 + 2**-3 / 2], 2**-4),
+        ("MXFP8", [1.0, 2.0**-18], 2.0**-18),  # half the smallest subnormal, times 2^-8
+        ("MXFP8", [2 - 2.0**-23], 0.25),
+        ("MXFP4", [4.0, 1.25], 0.25),
+        ("MXFP4", [4.0, 0.25], 0.25),
+        ("MXFP4", [8 - 2.0**-20], 2.0),
+        ("MXINT8", [1.0, 0.5 / 64], 2.0**-7),
+        ("MXINT8", [2 - 2.0**-23], 2.0**-6),
+    ]:
+        x = torch.tensor(values)
+        errors = (round_trip(name, x).double() - x.double()).abs()
+        assert errors[-1].item() == pytest.approx(error, rel=1e-5)
+        for value, got in zip(x.tolist(), errors.tolist(), strict=True):
+            assert got <= codecs_scalar.error_bound(name, value, x.tolist())
+
+
+# Operations and algorithms
+
+
+@pytest.mark.parametrize("name", [*S12, "MinMaxUInt8"])
+def test_S3_2_with_every_codec_all_ranks_end_with_the_bytes_of_the_sentence(name):
+    n, size = 3, 35
+    inputs = [torch.randn(n * size, generator=torch.Generator().manual_seed(rank)) for rank in range(n)]
+
+    def rank(comm: Any) -> torch.Tensor:
+        x = inputs[comm.rank()].clone()
+        CentralizedLowPrecision(comm, get_backend("reference"), codec(name), True)(x)
+        return x
+
+    received = torch.stack([round_trip(name, x, n).view(n, size) for x in inputs])
+    total = torch.zeros(n, size)
+    for part in received:
+        total = total + part
+    wanted = torch.cat([round_trip(name, row) for row in (total / n)])
+    for x in SimulatedWorld(n).run(rank):
+        assert_equal(x, wanted, EXACT)
+
+
+@pytest.mark.filterwarnings("ignore:compression='OneBit' without error memory")
+@pytest.mark.parametrize("name", [*S12, "MinMaxUInt8"])
+@pytest.mark.parametrize("kind", ["bytegrad", "qadam", "low_precision_decentralized", "diloco"])
+def test_every_algorithm_trains_alike_on_all_ranks_with_every_codec(name, kind):
+    def rank(comm: Any) -> list[torch.Tensor]:
+        bagua_ref.init_process_group()
+        torch.manual_seed(0)
+        module = torch.nn.Linear(5, 3)
+        optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1)
+        if kind == "qadam":
+            optimizer = QAdamOptimizer(module.parameters(), lr=0.1, warmup_steps=2)
+        algorithm = {
+            "bytegrad": lambda: ByteGradAlgorithm(hierarchical=False, compression=name),
+            "qadam": lambda: QAdamAlgorithm(optimizer, hierarchical=False, compression=name),
+            "low_precision_decentralized": lambda: LowPrecisionDecentralizedAlgorithm(hierarchical=False, compression=name),
+            "diloco": lambda: DiLoCoAlgorithm(period=2, compression=name),
+        }[kind]()
+        module.with_bagua([optimizer], algorithm)  # type: ignore[operator]
+        before = [p.detach().clone() for p in module.parameters()]
+        generator = torch.Generator().manual_seed(comm.rank())
+        for _ in range(4):
+            optimizer.zero_grad()
+            module(torch.randn(4, 5, generator=generator)).square().mean().backward()
+            optimizer.step()
+        assert all(not torch.equal(p, old) for p, old in zip(module.parameters(), before, strict=True))
+        return [p.detach().clone() for p in module.parameters()]
+
+    results = SimulatedWorld(2).run(rank)
+    if kind != "low_precision_decentralized":
+        for other in results[1:]:
+            for mine, theirs in zip(results[0], other, strict=True):
+                assert_equal(mine, theirs, EXACT)
+
+
+def test_compression_chooses_what_is_sent():
+    def rank(comm: Any) -> list[float]:
+        bagua_ref.init_process_group()
+        found = []
+        for compression in ("MinMaxUInt8", "MXFP4"):
+            tensor = torch.linspace(-1, 1, 64).ensure_bagua_tensor(compression)  # type: ignore[attr-defined]
+            bucket = BaguaBucket([tensor], compression, flatten=True, alignment=2)
+            bucket.append_centralized_synchronous_op(scattergather=True, compression=compression)
+            bucket.execute()
+            found.append(len(set(tensor.tolist())))
+        return found
+
+    for many, few in SimulatedWorld(2).run(rank):
+        assert many > 50
+        assert few < 32
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda name: ByteGradAlgorithm(compression=name),
+        lambda name: QAdamAlgorithm(QAdamOptimizer([torch.nn.Parameter(torch.ones(1))]), compression=name),
+        lambda name: LowPrecisionDecentralizedAlgorithm(compression=name),
+        lambda name: DiLoCoAlgorithm(compression=name),
+    ],
+)
+def test_unknown_names_list_what_exists(make):
+    with pytest.raises(
+        ValueError, match=r"compression='MXFP9' is not a known codec; it must be one of .*'MXFP4', 'MXFP8', 'MXINT8'"
+    ):
+        make("MXFP9")
+
+
+def test_one_bit_without_error_memory_warns():
+    def rank(comm: Any) -> None:
+        bagua_ref.init_process_group()
+        bucket = BaguaBucket([torch.ones(4).ensure_bagua_tensor("t")], "0", flatten=True)  # type: ignore[attr-defined]
+        with pytest.warns(UserWarning, match="compression='OneBit' without error memory"):
+            bucket.append_centralized_synchronous_op(scattergather=True, compression="OneBit")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            bucket.append_centralized_synchronous_op(scattergather=True, compression="MXFP4")
+
+    SimulatedWorld(2).run(rank)
+
+
+@every_codec
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32], ids=str)
+def test_S12_other_dtypes_are_refused_by_name_when_appended(name, dtype):
+    x = torch.zeros(4, dtype=dtype)
+    with pytest.raises(TypeError, match=f"x is {dtype}; it must be one of torch.float16"):
+        codec(name).compress(x, 1)
+    with pytest.raises(TypeError, match=f"out is {dtype}"):
+        codec(name).decompress(torch.zeros(64, dtype=torch.uint8), 1, x)
+
+    def rank(comm: Any) -> None:
+        bagua_ref.init_process_group()
+        bucket = BaguaBucket([x.clone().ensure_bagua_tensor("t")], "0", flatten=True)  # type: ignore[attr-defined]
+        with pytest.raises(TypeError, match=f"compression='{name}' takes float16, bfloat16 or float32, not bucket '0''s {dtype}"):
+            bucket.append_centralized_synchronous_op(average=False, scattergather=True, compression=name)
+
+    SimulatedWorld(2).run(rank)
+
+
+@every_codec
+def test_a_payload_of_the_wrong_size_is_refused_and_out_stays(name):
+    out = torch.ones(64)
+    with pytest.raises(ValueError, match="payload has 31 elements"):
+        codec(name).decompress(torch.zeros(31, dtype=torch.uint8), 1, out)
+    assert_equal(out, torch.ones(64), EXACT)
+
+
+# The registry
+
+
+class Halves(Codec):
+    """A foreign codec: float16."""
+
+    name = "Halves"
+
+    def payload_bytes(self, c, dtype):
+        return -(-2 * c // 32) * 32
+
+    def _compress(self, x, num_chunks, target_chunk, out):
+        rows, payload = x.detach().view(num_chunks, -1), out.view(num_chunks, -1)
+        for row in range(num_chunks) if target_chunk is None else [target_chunk]:
+            payload[row].zero_()
+            payload[row][: 2 * rows.shape[1]] = rows[row].half().view(torch.uint8)
+
+    def _decompress(self, payload, num_chunks, out):
+        rows = out.detach().view(num_chunks, -1)
+        rows.copy_(payload.view(num_chunks, -1)[:, : 2 * rows.shape[1]].clone().view(torch.float16))
+
+
+@pytest.fixture
+def _halves(monkeypatch):
+    monkeypatch.setattr(registry, "_registered_codecs", {})
+    monkeypatch.setitem(sys.modules, "my_codecs", sys.modules[__name__])
+    register_codec("Halves", "my_codecs:Halves")
+
+
+@pytest.mark.usefixtures("_halves")
+def test_a_registered_codec_works_with_every_backend_and_algorithm():
+    assert "Halves" in list_codecs("reference")
+    x = torch.tensor([1.0, 1 + 2**-12, 70.0])
+    found = get_codec("Halves", "reference")
+    out = torch.zeros(3)
+    found.decompress(found.compress(x, 3), 3, out)
+    assert out.tolist() == [1.0, 1.0, 70.0]
+    test_S3_2_with_every_codec_all_ranks_end_with_the_bytes_of_the_sentence("Halves")
+    test_every_algorithm_trains_alike_on_all_ranks_with_every_codec("Halves", "bytegrad")
+
+
+@pytest.mark.usefixtures("_halves")
+def test_registering_refuses_what_get_codec_could_not_find():
+    register_codec("Halves", "my_codecs:Halves")  # the same again
+    with pytest.raises(ValueError, match="name='Halves' is already registered for 'my_codecs:Halves'"):
+        register_codec("Halves", "others:Halves")
+    with pytest.raises(ValueError, match="target='my_codecs' must be of the form 'module:Class'"):
+        register_codec("other", "my_codecs")
+    register_codec("wrong", "json:JSONDecoder")
+    register_codec("absent", "no_such_package.codecs:Codec", hint="pip install no-such-package")
+    with pytest.raises(BackendUnavailableError, match="codec 'wrong' cannot run: json:JSONDecoder is not a Codec class"):
+        get_codec("wrong")
+    with pytest.raises(BackendUnavailableError, match=r"codec 'absent' cannot run: no_such_package.codecs is not installed"):
+        get_codec("absent")
+
+
+def test_get_codec_lists_what_there_is():
+    with pytest.raises(
+        ValueError, match="name='zip' is not a known codec; there are 'MXFP4', 'MXFP8', 'MXINT8', 'MinMaxUInt8', 'OneBit'"
+    ):
+        get_codec("zip")
+
+    class Bare(ReferenceBackend):
+        name = "bare"
+        codecs = {"MinMaxUInt8": ReferenceBackend.codecs["MinMaxUInt8"]}
+
+    with pytest.raises(
+        BackendUnavailableError, match="codec 'OneBit' cannot run: backend 'bare' does not have it; it has 'MinMaxUInt8'"
+    ):
+        get_codec("OneBit", Bare())
+
+
+def test_ranks_with_different_codecs_are_refused_when_wrapping():
+    def rank(comm: Any) -> None:
+        bagua_ref.init_process_group()
+        module = torch.nn.Linear(5, 3)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        algorithm = ByteGradAlgorithm(hierarchical=False, compression=("MinMaxUInt8", "MXINT8")[comm.rank()])
+        with pytest.raises(ValueError, match=r"algorithm: ByteGrad.*'MinMaxUInt8'.* on rank 0.*'MXINT8'.* on rank 1"):
+            module.with_bagua([optimizer], algorithm)  # type: ignore[operator]
+
+    SimulatedWorld(2).run(rank)
+
+
+@pytest.mark.parametrize("method", ["compress", "_compress", "decompress", "_decompress"])
+def test_operations_use_the_methods_that_a_class_replaces(method: str) -> None:
+    calls = []
+
+    def replaced(self: Any, *args: Any, **options: Any) -> Any:
+        calls.append(method)
+        return getattr(super(Own, self), method)(*args, **options)
+
+    Own = type("Own", (get_codec("MinMaxUInt8", "reference").__class__,), {method: replaced})
+    backend = type("Backend", (ReferenceBackend,), {"codecs": {"MinMaxUInt8": Own}})()
+    bagua_ref.init_process_group()
+    try:
+        bucket = BaguaBucket([torch.ones(4).ensure_bagua_tensor("t")], "b", flatten=True, backend=backend)  # type: ignore[attr-defined]
+        bucket.append_centralized_synchronous_op(scattergather=True, compression="MinMaxUInt8")
+        bucket.execute()
+    finally:
+        bagua_ref.destroy_process_group()
+    assert calls == [method] * 2

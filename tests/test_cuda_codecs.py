@@ -1,0 +1,189 @@
+"""Tests of the emulated CUDA codecs beyond the properties: many blocks, alignments, thread orders, every code, huge indices.
+
+Payloads must equal the reference's to the bit, but for the last bit of OneBit's scales, whose sums have any order (S12.2).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+
+import pytest
+import torch
+from tests.cuda_emulation import build
+from tests.cuda_emulation.backend import EmulatedBackend
+from tests.cuda_emulation.inputs import FAR, assert_payload, numbers, placed, run_ends, sparse
+from torch import Tensor
+
+from bagua_ref.backends import get_backend, get_codec
+from bagua_ref.backends.cuda.launch import Card, Launch
+from bagua_ref.conformance import EXACT, assert_equal
+
+if build.compiler() is None:
+    pytest.skip("there is no g++", allow_module_level=True)
+
+COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
+MX = ("MXFP8", "MXFP4", "MXINT8")
+reference, emulated = get_backend("reference"), EmulatedBackend()
+every_compressible = pytest.mark.parametrize("dtype", COMPRESSIBLE, ids=str)
+every_codec = pytest.mark.parametrize("name", ["MinMaxUInt8", *MX, "OneBit"])
+every_mx = pytest.mark.parametrize("name", MX)
+
+
+def same_payload(name: str, x: Tensor, num_chunks: int, payload_skip: int = 0, kernels: EmulatedBackend = emulated) -> Tensor:
+    """Compare the payload of x with the reference's; return the latter."""
+    expected = get_codec(name, reference).compress(x, num_chunks)
+    payload = placed(torch.full_like(expected, 255), payload_skip)
+    get_codec(name, kernels).compress(x, num_chunks, out=payload)
+    assert_payload(name, payload, expected, num_chunks)
+    return expected
+
+
+def same_values(
+    name: str, payload: Tensor, num_chunks: int, like: Tensor, skip: int = 0, kernels: EmulatedBackend = emulated
+) -> None:
+    """Compare the values of a payload with the reference's."""
+    restored, wanted = placed(torch.full_like(like, 7), skip), torch.empty_like(like)
+    get_codec(name, kernels).decompress(payload, num_chunks, restored)
+    get_codec(name, reference).decompress(payload, num_chunks, wanted)
+    assert_equal(restored, wanted, EXACT)
+
+
+SHAPES = [
+    (1, 1), (1, 31), (5, 33), (3, 1000), (2, 8187), (2, 8188), (2, 8189), (1, 16376), (1, 16377), (3, 20_001), (1, 200_003),
+    (70, 3), (300, 1),
+]  # fmt: skip
+
+
+@every_compressible
+@every_codec
+@pytest.mark.parametrize(("num_chunks", "size"), SHAPES, ids=str)
+def test_any_size_at_every_alignment(name, dtype, num_chunks, size):
+    lanes = 128 // torch.finfo(dtype).bits
+    for skip, payload_skip in [(0, 0), (1, 0), (lanes - 1, 1), (2, 4), (0, 15)][: 2 if size > 10_000 else 5]:
+        x = placed(numbers(num_chunks * size, dtype), skip)
+        x[::9], x[-1] = 0.0, -0.0
+        payload = same_payload(name, x, num_chunks, payload_skip)
+        same_values(name, placed(payload, payload_skip), num_chunks, x, skip)
+
+
+@every_codec
+def test_what_lies_around_payload_and_values_is_left_alone(name):
+    for size in (1, 9, 33, 41):
+        x = numbers(2 * size, torch.float16)
+        expected = get_codec(name, reference).compress(x, 2)
+        room = torch.full((len(expected) + 40,), 3, dtype=torch.uint8)
+        get_codec(name, emulated).compress(x, 2, out=room[13:-27])
+        assert torch.equal(torch.cat([room[:13], room[-27:]]), torch.full((40,), 3, dtype=torch.uint8))
+        values = torch.full((2 * size + 20,), 3.0, dtype=torch.float16)
+        get_codec(name, emulated).decompress(expected, 2, values[7:-13])
+        assert_equal(torch.cat([values[:7], values[-13:]]), torch.full((20,), 3.0, dtype=torch.float16), EXACT)
+
+
+@every_codec
+def test_S12_an_empty_chunk(name):
+    payload = same_payload(name, torch.empty(0), 3)
+    same_values(name, payload, 3, torch.empty(0))
+
+
+@every_compressible
+@every_codec
+@pytest.mark.parametrize("size", [100, 20_000])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=str)
+def test_one_bad_value_anywhere_poisons_its_chunk_or_block_alone(name, dtype, size, value):
+    for position in (0, size - 1, size, size + size // 2, 2 * size - 1):
+        x = numbers(3 * size, dtype)
+        x[position] = value
+        same_values(name, same_payload(name, x, 3), 3, x)
+
+
+@every_compressible
+@every_codec
+@pytest.mark.parametrize("size", [100, 9000, 20_000])
+def test_a_target_chunk_is_written_alone(name, dtype, size):
+    x = placed(numbers(3 * size, dtype), 1)
+    for target in range(3):
+        payload, expected = (
+            torch.full((3 * get_codec(name).payload_bytes(size, dtype),), 255, dtype=torch.uint8) for _ in range(2)
+        )
+        get_codec(name, emulated).compress(x, 3, target, payload)
+        get_codec(name, reference).compress(x, 3, target, expected)
+        assert_payload(name, payload, expected, 3)
+
+
+@every_codec
+@pytest.mark.parametrize("multiprocessors", [1, 3, 132])
+@pytest.mark.parametrize("order", [0, 1, 7])
+def test_neither_the_card_nor_the_order_of_threads_changes_a_bit(name, multiprocessors, order):
+    kernels = EmulatedBackend(multiprocessors, order)
+    for num_chunks, size in [(3, 20_001), (5, 999), (2, 70_000)]:
+        x = numbers(num_chunks * size, torch.float32)
+        payload = same_payload(name, x, num_chunks, kernels=kernels)
+        assert torch.equal(get_codec(name, kernels).compress(x, num_chunks), get_codec(name, emulated).compress(x, num_chunks))
+        same_values(name, payload, num_chunks, x, kernels=kernels)
+
+
+@every_compressible
+@every_codec
+def test_every_16_bit_pattern_in_blocks_of_any_magnitude(name, dtype):
+    """Neighbours of one magnitude, then of all: subnormals, zeros of both signs and what saturates, in their blocks."""
+    patterns = torch.arange(65536, dtype=torch.int32)
+    for order in (patterns, patterns.view(32, 2048).t().reshape(-1), patterns.view(1024, 64).t().reshape(-1)):
+        x = (order << 16 | order).view(torch.float32) if dtype is torch.float32 else order.to(torch.int16).view(dtype)
+        same_values(name, same_payload(name, x, 64), 64, x)
+
+
+@every_compressible
+@every_mx
+@pytest.mark.parametrize("skip", [0, 3])
+def test_S12_1_every_code_with_every_scale(name, dtype, skip):
+    codes = torch.arange(256, dtype=torch.uint8)
+    size = 256 * 256 * 8 // get_codec(name).bits  # all codes of a byte for each scale
+    scales = codes.repeat_interleave(size // 256 // 32)
+    payload = torch.cat([scales, codes.repeat(256)])
+    same_values(name, payload, 1, torch.empty(size, dtype=dtype), skip)
+
+
+@every_compressible
+@pytest.mark.parametrize("scale", [0.0, -0.0, 1e-45, -2.5, 7e4, 3.4e38, float("inf"), float("-inf"), float("nan")])
+def test_S12_2_any_scale(dtype, scale):
+    payload = torch.arange(96, dtype=torch.uint8)
+    payload[:4] = torch.tensor([scale]).view(torch.uint8)
+    same_values("OneBit", payload, 1, torch.empty(501, dtype=dtype), 1)
+
+
+def test_S12_2_small_numbers_beside_a_large_one_count():
+    x = torch.full((2**17 + 3,), 2.0**-7)
+    x[0] = 2.0**9  # 2**18 + 2**17 * 2**-14: float32 would lose most of them
+    same_payload("OneBit", x, 1)
+
+
+def with_parts(launch: Launch, parts: int) -> Launch:
+    """Return a launch of a codec's kernel, with its last two numbers, parts and their size, replaced."""
+    places = [place for place, value in enumerate(launch.args) if isinstance(value, ctypes.c_longlong)][-2:]
+    args = list(launch.args)
+    for place, value in zip(places, (parts, 2**18), strict=True):
+        args[place] = ctypes.c_longlong(value)
+    if launch.kernel.startswith(("quantise", "write_signs")):
+        args[3] = ctypes.c_longlong(parts)  # as many results of the launch before
+    return dataclasses.replace(launch, args=tuple(args))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@every_codec
+def test_indices_beyond_2_to_the_31(name, dtype):
+    x, y = sparse(FAR, dtype), sparse(FAR, dtype)
+    x[-9:] = 6
+    codec = get_codec(name, emulated)
+    payload = sparse(codec.payload_bytes(FAR, dtype), torch.uint8)
+    parts = -(-FAR // 2**18)  # of which only four are run
+    workspace = sparse(parts * 8, torch.uint8)
+    for launch in codec.plan_compress(Card(2), x, 1, None, payload).launches:
+        run_ends(with_parts(launch, parts), parts, workspace.data_ptr())
+    (back,) = codec.plan_decompress(Card(2), payload, 1, y).launches
+    run_ends(with_parts(back, parts), parts)
+    if name == "OneBit":
+        s = torch.tensor(9 * 36 / FAR, dtype=torch.float64).sqrt().float().to(dtype)
+        assert_equal(y[-10:], s.expand(10), EXACT)
+    else:
+        assert y[-10:].tolist() == [0.0] + [pytest.approx(6.0)] * 9

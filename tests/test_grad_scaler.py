@@ -1,0 +1,215 @@
+"""GradScaler: ranks skip steps together where each has gradients of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.launch import launch
+from tests.test_uneven import wrapped
+from tests.trainings import batch, network, simulate, weights
+from torch import nn
+
+import bagua_ref
+from bagua_ref.algorithms import (
+    Algorithm,
+    AsyncModelAverageAlgorithm,
+    ByteGradAlgorithm,
+    DecentralizedAlgorithm,
+    GradientAllReduceAlgorithm,
+    LowPrecisionDecentralizedAlgorithm,
+    QAdamAlgorithm,
+    QAdamOptimizer,
+)
+from bagua_ref.errors import CommunicationError
+
+Overflows = dict[int, set[int]]
+"""The steps in which a rank's loss is infinite."""
+
+
+def low_precision() -> Algorithm:
+    return LowPrecisionDecentralizedAlgorithm(hierarchical=False)
+
+
+def train(
+    module: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, rank: int, steps: int, overflows: Overflows
+) -> list[float]:
+    """Return the scale after each step."""
+    scales = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        factor = torch.inf if step in overflows.get(rank, ()) else 1.0
+        scaler.scale(module(batch(rank, step)).square().mean() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+def skipping(rank: int, fused: bool = False) -> tuple[list[float], list[int], bool]:
+    module = network()
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01, fused=fused)
+    module.with_bagua([optimizer], low_precision())
+    scaler = bagua_ref.GradScaler("cpu", init_scale=16.0, growth_interval=3)
+    scales = train(module, optimizer, scaler, rank, 6, {1: {1}, 2: {4}})
+    taken = int(optimizer.state[next(module.parameters())]["step"])
+    return scales, [taken], bool(weights(module).isfinite().all())
+
+
+def skipping_here() -> list[Any]:
+    rank = bagua_ref.get_rank()
+    return [skipping(rank), skipping(rank, fused=True)]
+
+
+EXPECTED = ([16.0, 8.0, 8.0, 8.0, 4.0, 4.0], [4], True)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_all_ranks_skip_a_step_in_which_one_overflows(fused: bool) -> None:
+    assert simulate(3, lambda r: skipping(r, fused)) == [EXPECTED] * 3
+
+
+def test_ranks_over_gloo_skip_together() -> None:
+    assert launch(skipping_here, 3) == [[EXPECTED, EXPECTED]] * 3
+
+
+def test_torchs_own_scaler_is_an_error_that_names_the_step() -> None:
+    def rank(r: int) -> str:
+        module, optimizer = wrapped(low_precision())
+        with pytest.raises(CommunicationError) as caught:
+            train(module, optimizer, torch.amp.GradScaler("cpu"), r, 3, {1: {1}})
+        return str(caught.value)
+
+    for said in simulate(3, rank):
+        assert (
+            "rank 1 has taken 2 optimizer steps, ranks 0, 2 have taken 3 optimizer steps" in said or "backward passes since" in said
+        )
+
+
+def test_one_rank_with_torchs_scaler_is_an_error_on_all() -> None:
+    def rank(r: int) -> str:
+        module, optimizer = wrapped(low_precision())
+        scaler = torch.amp.GradScaler("cpu") if r == 1 else bagua_ref.GradScaler("cpu")
+        with pytest.raises(CommunicationError) as caught:
+            train(module, optimizer, scaler, r, 3, {})
+        with pytest.raises(CommunicationError, match="cannot train on"):
+            module(batch(r, 0))
+        return str(caught.value)
+
+    said = "rank 1 is about to exchange buckets, ranks 0, 2 are about to decide whether to skip an optimizer step"
+    assert all(said in theirs for theirs in simulate(3, rank))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_with_two_optimizers_only_the_one_that_overflows_skips(first: int) -> None:
+    def rank(r: int) -> list[int]:
+        module = network()
+        optimizers = [torch.optim.Adam(module[place].parameters()) for place in (0, 2)]
+        module.with_bagua(optimizers, low_precision())
+        scaler = bagua_ref.GradScaler("cpu", init_scale=16.0)
+        for step in range(3):
+            module.zero_grad()
+            scaler.scale(module(batch(r, step)).square().mean()).backward()
+            if (r, step) == (1, 1):
+                module[2 * first].weight.grad[0, 0] = torch.inf
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 8.0
+        return [int(o.state[module[2 * place].weight]["step"]) for place, o in enumerate(optimizers)]
+
+    assert simulate(2, rank) == [[2, 3], [3, 2]][first : first + 1] * 2
+
+
+@pytest.mark.parametrize("counts", [[[5, 2, 0], [1, 0, 3]], [[3, 3, 3], [2, 2, 2]]])
+def test_ranks_without_batches_take_part_and_end_with_the_same_scale(counts: list[list[int]]) -> None:
+    def rank(r: int) -> tuple[list[int], float]:
+        module, optimizer = wrapped(low_precision())
+        scaler = bagua_ref.GradScaler("cpu", init_scale=16.0)
+        for epoch in counts:
+            with bagua_ref.join([module, scaler]):
+                train(module, optimizer, scaler, r, epoch[r], {0: {1, 4}})
+        return module._bagua.steps_of_optimizers, scaler.get_scale()
+
+    taken, scale = [(8 - 2, 4.0), (5 - 2, 4.0)][counts[0][0] == 3]
+    assert simulate(3, rank) == [([taken], scale)] * 3
+
+
+@pytest.mark.parametrize("algorithm", [low_precision, GradientAllReduceAlgorithm])
+def test_inside_join_a_scaler_must_be_listed(algorithm: Any) -> None:
+    def rank(r: int) -> None:
+        module, optimizer = wrapped(algorithm())
+        bagua_ref.barrier()  # or one rank may fail while another one is still wrapping
+        with pytest.raises(RuntimeError, match=r"must be among its joinables.*join\(\[model, scaler\]\)"), bagua_ref.join([module]):
+            train(module, optimizer, bagua_ref.GradScaler("cpu"), r, 1, {})
+
+    simulate(2, rank)
+
+
+def test_a_scaler_that_is_not_enabled_does_nothing() -> None:
+    def rank(r: int) -> list[float]:
+        module, optimizer = wrapped(low_precision())
+        with bagua_ref.join([module]):
+            return train(module, optimizer, bagua_ref.GradScaler("cpu", enabled=False), r, 1 + r, {})
+
+    assert simulate(2, rank) == [[1.0], [1.0, 1.0]]
+
+
+def adam(module: nn.Module) -> tuple[torch.optim.Optimizer, Algorithm]:
+    optimizer = QAdamOptimizer(module.parameters(), warmup_steps=2)
+    return optimizer, QAdamAlgorithm(optimizer, hierarchical=False)
+
+
+ALIKE: dict[str, Any] = {
+    "gradient_allreduce": GradientAllReduceAlgorithm,
+    "bytegrad": lambda: ByteGradAlgorithm(hierarchical=False),
+    "async in warm-up": lambda: AsyncModelAverageAlgorithm(sync_interval_ms=0, warmup_steps=10),
+    "qadam": None,
+}
+APART: dict[str, Any] = {
+    "decentralized": lambda: DecentralizedAlgorithm(hierarchical=False),
+    "async": lambda: AsyncModelAverageAlgorithm(sync_interval_ms=0),
+}
+
+
+def scales_and_notes(algorithm: Any, scaler_class: Any) -> list[tuple[list[float], int]]:
+    """Return, for each rank, the scale after each step in which rank 1 overflows, and the number of notes exchanged."""
+    counts = {}
+
+    def rank(r: int) -> list[float]:
+        module = network()
+        if algorithm is None:
+            optimizer, made = adam(module)
+        else:
+            optimizer, made = torch.optim.SGD(module.parameters(), lr=0.1), algorithm()
+        scaler = scaler_class("cpu", init_scale=16.0)
+        if algorithm is None:
+            made.grad_scaler = scaler
+        module.with_bagua([optimizer], made)
+        comm = module._bagua.rounds._agreement.comm
+        exchange, counts[r] = comm.exchange_notes, 0
+
+        def counting(*args: Any, **options: Any) -> Any:
+            counts[r] += 1
+            return exchange(*args, **options)
+
+        comm.exchange_notes = counting
+        return train(module, optimizer, scaler, r, 5, {1: {1, 4}})
+
+    scales = simulate(3, rank)
+    return [(mine, counts[r]) for r, mine in enumerate(scales)]
+
+
+@pytest.mark.parametrize("algorithm", ALIKE)
+def test_where_gradients_are_equal_nothing_more_is_sent(algorithm: str) -> None:
+    ours = scales_and_notes(ALIKE[algorithm], bagua_ref.GradScaler)
+    assert ours == scales_and_notes(ALIKE[algorithm], torch.amp.GradScaler)
+    assert [scales for scales, _ in ours] == [[16.0, 8.0, 8.0, 8.0, 4.0]] * 3
+
+
+@pytest.mark.parametrize("algorithm", APART)
+def test_where_ranks_may_take_different_steps_each_skips_its_own(algorithm: str) -> None:
+    ours = scales_and_notes(APART[algorithm], bagua_ref.GradScaler)
+    assert ours == scales_and_notes(APART[algorithm], torch.amp.GradScaler)
+    assert [scales[-1] for scales, _ in ours] == [16.0, 4.0, 16.0]
