@@ -133,7 +133,7 @@ ALGORITHMS: dict[str, tuple[Optimizer, Wrap, str, common.Limit]] = {
         common.at_least(0.95),
     ),
     "qadam, compressed": (
-        lambda parameters: QAdamOptimizer(parameters, lr=1e-6, warmup_steps=2),
+        lambda parameters: QAdamOptimizer(parameters, lr=1e-6, eps=1e-3, warmup_steps=2),
         with_qadam,
         "DDP, Adam",
         common.at_least(0.75),

@@ -70,9 +70,11 @@ def plain(module: nn.Module, make: Make) -> Training:
 
 
 def ours(name: str, module: nn.Module, make: Make, **arguments: Any) -> Training:
-    optimizer = QAdamOptimizer(module.parameters(), warmup_steps=2) if name == "qadam" else make(list(module.parameters()))
     if name == "qadam":
-        arguments["q_adam_optimizer"] = optimizer
+        # After so short a warm-up v is near zero: without a large eps training would diverge, and NaN be what is timed.
+        optimizer = arguments["q_adam_optimizer"] = QAdamOptimizer(module.parameters(), lr=1e-6, eps=1e-3, warmup_steps=2)
+    else:
+        optimizer = make(list(module.parameters()))
     module.with_bagua([optimizer], Algorithm.init(name, **arguments))
     algorithm = module.bagua_algorithm
     return Training(

@@ -118,13 +118,19 @@ def measure(rank: links.Rank, request: tuple[str, int, int]) -> dict[str, dict[s
         result[name] = {"seconds": mean if whole > 1 else statistics.median(times), "mean": mean, "bytes": sent}
         rank.slow_down(None)
         training.stop()
+        if not all(parameter.isfinite().all() for parameter in training.forward.parameters()):
+            raise SystemExit(f"{name} has diverged: what was timed is no training")
         dist.barrier()
     return result
 
 
 def report(args: argparse.Namespace) -> int:
-    rows = []
+    path = args.json or (None if args.quick else common.path_of("slow_link"))
+    shown = []
     for link_name, (rate, bits) in list(LINKS.items())[-1 if args.quick else 0 :]:
+        if args.only not in link_name:
+            continue
+        rows = []
         figures = links.launch(2, (rate, *((2, 1) if args.quick else (2, 2) if bits < 5e7 else (5, 4) if bits < 5e8 else (20, 4))))
         measured = {name: figure for name, figure in figures.items() if isinstance(figure, dict)}
         for name, reason in figures.items():
@@ -136,11 +142,23 @@ def report(args: argparse.Namespace) -> int:
             better = min(peers, key=peers.__getitem__)
             bar = common.NO_LIMIT if times is None else common.at_most(1 / times)
             limit = 1e3 * 8 * figure["bytes"] / bits
-            extra = {"limit_ms": limit, "bytes_per_step": figure["bytes"], "mean_ms": 1e3 * figure["mean"]}
+            extra = {
+                "link": link_name,
+                "contender": name,
+                "limit_ms": limit,
+                "bytes_per_step": figure["bytes"],
+                "mean_ms": 1e3 * figure["mean"],
+            }
             work_name = f"{name}, {link_name} (bytes/bandwidth {limit:.0f} ms)"
             rows.append(common.Row(work_name, "ms/step", 1e3 * figure["seconds"], {better: peers[better]}, better, bar, extra))
-    return common.report("slow_link", rows, args)
+        shown += rows
+        if path is not None:
+            order = [(link, name) for link in LINKS for name in (*EVERY_STEP, *AT_INTERVALS)]
+            common.merge(path, "slow_link", list(map(common.as_json, rows)), ("link", "contender"), order)
+    common.show(shown)
+    return 0 if args.quick else int(any(not row.limit.holds(row.ratio) for row in shown))
 
 
 if __name__ == "__main__":
-    sys.exit(links.main(__doc__, measure, report))
+    only = {"default": "", "metavar": "TEXT", "help": "run the links with TEXT in their name; keep the other rows"}
+    sys.exit(links.main(__doc__, measure, report, only=only))

@@ -56,7 +56,7 @@ here; [What they learn](learning.md#gradients-in-fewer-bytes) has more. `local_s
 
 ## Against peers
 
-How many times as fast as the better of its peers an algorithm is, where there is a target..
+How many times as fast as the better of its peers an algorithm is, where there is a target.
 
 | algorithm | link | ms per step | bytes alone | peer | times as fast | target |
 |---|---|---|---|---|---|---|
@@ -74,11 +74,12 @@ def load(name: str) -> dict[str, Any]:
 def page() -> str:
     """Return the page's text."""
     steps, learning = load("slow_link"), load("learning_compressed")
-    times = {row["work"].rpartition(" (")[0]: row for row in steps["rows"]}
+    times = {(row["contender"], row["link"]): row for row in steps["rows"]}
+    versions = {name: version for run in steps["runs"] for name, version in run["versions"].items()}
     learnt = {row["work"]: row for row in learning["rows"]}
 
     def cells(name: str) -> str:
-        found = [times[f"{name}, {link}"] for link in LINKS]
+        found = [times[name, link] for link in LINKS]
         sent = sorted(row["bytes_per_step"] / 1e6 for row in found)[len(found) // 2]
         return " | ".join([f"{sent:.3g}", *(f"{row['ours']:,.0f}" for row in found)])
 
@@ -92,7 +93,7 @@ def page() -> str:
     targets = []
     for link in LINKS:
         for name in FASTER[link]:
-            row, target = times[f"{name}, {link}"], f"{FASTER[link][name][0]:g}"
+            row, target = times[name, link], f"{FASTER[link][name][0]:g}"
             peer, peers_time = row["against"], row["peers"][row["against"]]
             targets.append(
                 f"| {name} | {link} | {row['ours']:,.0f} | {row['limit_ms']:,.0f} | {peer}, {peers_time:,.0f} ms "
@@ -100,8 +101,8 @@ def page() -> str:
             )
     return _PAGE.format(
         seeds=len(learning["rows"][0]["seeds"]), links=" | ".join(LINKS), rules="---|" * len(LINKS),
-        rows="\n".join(rows), targets="\n".join(targets), versions=", ".join(f"{name} {steps['versions'][name]}" for name in WITH),
-        dates=" and ".join(sorted({result["date"][:10] for result in (steps, learning)})),
+        rows="\n".join(rows), targets="\n".join(targets), versions=", ".join(f"{name} {versions[name]}" for name in WITH),
+        dates=" and ".join(sorted({result["date"][:10] for result in (*steps["runs"], learning)})),
     )  # fmt: skip
 
 

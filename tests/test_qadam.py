@@ -16,7 +16,7 @@ from tests.trainings import batch, network, simulate
 from torch import nn
 
 import bagua_ref
-from bagua_ref.algorithms import Algorithm, GradientAllReduceAlgorithm, QAdamAlgorithm, QAdamOptimizer
+from bagua_ref.algorithms import Algorithm, GradientAllReduceAlgorithm, QAdamAlgorithm, QAdamOptimizer, momentum, q_adam_optimizer
 from bagua_ref.conformance import EXACT, assert_equal
 
 WARMUP = 4
@@ -483,6 +483,24 @@ def test_S5_5_float16_weights_without_gradient_stay_in_the_compressed_phase() ->
     parameter.grad = torch.zeros(3, dtype=torch.float16)
     optimizer.step()
     assert parameter.tolist() == [1, 1, 1]
+
+
+def test_S5_5_large_parameters_step_block_by_block_without_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rank(r: int) -> torch.Tensor:
+        torch.manual_seed(0)
+        layers = [nn.Linear(6, 300), nn.Linear(300, 300), nn.Linear(300, 230), nn.Linear(230, 3)]
+        layers[2].weight.data = layers[2].weight.data.t().contiguous().t()  # not contiguous
+        module = nn.Sequential(*layers)
+        optimizer = QAdamOptimizer(module.parameters(), lr=0.001, warmup_steps=2, eps=1e-3)
+        module.with_bagua([optimizer], QAdamAlgorithm(optimizer, hierarchical=False))
+        train(module, optimizer, r, range(5))
+        return torch.cat([flat(module.parameters()), momenta(module, optimizer)])
+
+    in_blocks = simulate(2, rank)
+    for module in (q_adam_optimizer, momentum):
+        monkeypatch.setattr(module, "BLOCK", 10**9)
+    for block_by_block, at_once in zip(in_blocks, simulate(2, rank), strict=True):
+        assert_equal(block_by_block, at_once, EXACT)
 
 
 def test_channels_last_and_a_bucket_that_is_not_flat() -> None:

@@ -26,7 +26,7 @@ FLAT, READY, ROUND, RINGOP = (
 OPEN = "            filled = bucket_bytes  # nothing is open at a change of dtype or device\n            for tensor in tensors:\n                if (tensor.dtype, tensor.device) == (dtype, device):\n                    if filled >= bucket_bytes:\n"
 IN_ORDER = "        if self._missing[place] or place > self._next:\n            return []\n        while self._next < len(self._items) and self._missing[self._next] == 0:\n            self._next += 1\n        return list(range(place, self._next))\n"
 MARKED = '        if place < self._next:\n            if self.hold or not self.complete:\n                raise ValueError(f"{item} was marked again in a round in which its bucket had already been scheduled")\n            self.reset()\n        if item in self._marked:\n            return []\n        self._marked.add(item)\n        self._missing[place] -= 1\n'
-DIVIDED = '(v.sqrt() / correction).add_(group["eps"])'
+DIVIDED = 'root.div_(correction).add_(group["eps"])'
 
 ALGORITHMS: list[tuple[str, str, str, str, str]] = [
     ("each rank starts from its own weights", "S5", STATE, "    broadcast_coalesced([tensor.detach() for tensor in tensors], source, comm)", "    comm.barrier()"),
@@ -67,11 +67,11 @@ ALGORITHMS: list[tuple[str, str, str, str, str]] = [
     ("compression begins one step early", "S5.5", QADAM, "return self.optimizer_step_id >= self.warmup_steps", "return self.optimizer_step_id >= self.warmup_steps - 1"),
     ("moments are renewed at the last step of the warm-up, too", "S5.5", OPTIMIZER, "            if s < self.warmup_steps:\n", "            if s <= self.warmup_steps:\n"),
     ("momenta lose bits in warm-up already", "S5.5", QADAM, "bucket.append_centralized_synchronous_op(hierarchical=False, average=True, group=self.process_group)", "bucket.append_centralized_synchronous_op(False, True, True, \"MinMaxUInt8\", self.process_group)"),
-    ("eps is added before the correction", "S5.5", OPTIMIZER, DIVIDED, "v.sqrt().add_(group[\"eps\"]) / correction"),
-    ("eps is under the root", "S5.5", OPTIMIZER, DIVIDED, "(v + group[\"eps\"]).sqrt() / correction"),
+    ("eps is added before the correction", "S5.5", OPTIMIZER, DIVIDED, "root.add_(group[\"eps\"]).div_(correction)"),
+    ("eps is under the root", "S5.5", OPTIMIZER, DIVIDED, "(v + group[\"eps\"]).sqrt().div_(correction)"),
     ("m is not corrected for its start", "S5.5", OPTIMIZER, "float(group[\"lr\"]) / (1 - beta1**s)", "float(group[\"lr\"])"),
     ("v is corrected as of the end of the warm-up", "S5.5", OPTIMIZER, "(1 - beta2**s) ** 0.5", "(1 - beta2 ** group[\"warmup_steps\"]) ** 0.5"),
-    ("v goes on", "S5.5", OPTIMIZER, "        v = state[\"exp_avg_sq\"]\n", "        v = state[\"exp_avg_sq\"]\n        v.mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)\n"),
+    ("v goes on", "S5.5", OPTIMIZER, "        state[\"step\"] += 1\n", "        state[\"step\"] += 1\n        state[\"exp_avg_sq\"].mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)\n"),
     ("weight decay goes on", "S5.5", OPTIMIZER, "        state[\"step\"] += 1\n", "        state[\"step\"] += 1\n        parameter.mul_(1 - group[\"lr\"] * group[\"weight_decay\"])\n"),
     ("beta1 is group 0's", "S5.5", MOMENTUM, "gradients, beta1[run[0]])", "gradients, self._optimizer.param_groups[0][\"betas\"][0])"),
     ("what is left of momenta is added twice", "S5.5", MOMENTUM, "            self._kernels.update_momentum_(momenta[start : start + len(gradients)], gradients, beta1[run[0]])\n", "            self._kernels.update_momentum_(momenta[start : start + len(gradients)], gradients, beta1[run[0]])\n            self._kernels.update_momentum_(momenta[start : start + len(gradients)], gradients, beta1[run[0]])\n"),

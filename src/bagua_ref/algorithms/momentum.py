@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from bagua_ref.algorithms.q_adam_optimizer import BLOCK
 from bagua_ref.tensor import BaguaTensor
 from bagua_ref.utils import get_flattened_tensor
 
@@ -18,9 +19,6 @@ if TYPE_CHECKING:
     from bagua_ref.bucket import BaguaBucket
 
 __all__ = ["MomentumBucket"]
-
-_BLOCK = 65536
-"""Elements that are copied at a time: the system takes longer to provide fresh memory of a bucket's size than to copy it."""
 
 
 class MomentumBucket:
@@ -49,14 +47,18 @@ class MomentumBucket:
         momenta = self._bucket.load()[: self._bucket.bytes() // self._bucket.dtype.itemsize]
         if self._before and self._undo_at == self._optimizer.step_id:
             torch.cat(self._before, out=momenta)
-        self._before, self._undo_at = [block.clone() for block in momenta.split(_BLOCK)], None
+        self._before, self._undo_at = [block.clone() for block in momenta.split(BLOCK)], None
         beta1 = {p: group["betas"][0] for group in self._optimizer.param_groups for p in group["params"]}
         scale = 1.0 if self._scaler is None else self._scaler.get_scale()
         start = 0
         for run in _runs(self._bucket.tensors, beta1):
-            gradients = get_flattened_tensor([_gradient(parameter) for parameter in run])
-            if scale != 1:
-                self._kernels.divide_(gradients, scale)
+            single = _gradient(run[0])
+            if len(run) == 1 and single.is_contiguous() and scale == 1:
+                gradients = single.view(-1)
+            else:
+                gradients = get_flattened_tensor([_gradient(parameter) for parameter in run])
+                if scale != 1:
+                    self._kernels.divide_(gradients, scale)
             self._kernels.update_momentum_(momenta[start : start + len(gradients)], gradients, beta1[run[0]])
             start += len(gradients)
         assert start == len(momenta), "a gradient has as many elements as its momentum"
@@ -83,11 +85,11 @@ class MomentumBucket:
 
 
 def _runs(parameters: Sequence[Tensor], beta1: Mapping[Tensor, float]) -> Iterator[list[Tensor]]:
-    """Cut ``parameters`` into runs of equal beta1, which end when they have as many elements as a block."""
+    """Cut ``parameters`` into runs of equal beta1, each a single parameter or at most a block."""
     run: list[Tensor] = []
     size = 0
     for parameter in parameters:
-        if run and (beta1[parameter] != beta1[run[0]] or size >= _BLOCK):
+        if run and (beta1[parameter] != beta1[run[0]] or size + parameter.numel() > BLOCK):
             yield run
             run, size = [], 0
         run.append(parameter)

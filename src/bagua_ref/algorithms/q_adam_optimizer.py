@@ -9,13 +9,16 @@ import torch
 from torch.optim.adam import adam
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from torch import Tensor
 
     from bagua_ref.tensor import Registration
 
-__all__ = ["QAdamOptimizer"]
+__all__ = ["BLOCK", "QAdamOptimizer"]
+
+BLOCK = 65536
+"""Elements handled at a time on a CPU: the system takes longer to provide fresh memory of a bucket's size than to copy it."""
 
 
 class QAdamOptimizer(torch.optim.Optimizer):
@@ -183,10 +186,17 @@ def _frozen_step(group: dict[str, Any], parameters: list[Tensor], states: list[d
     correction = (1 - beta2**s) ** 0.5
     for parameter, state in zip(parameters, states, strict=True):
         state["step"] += 1
-        v = state["exp_avg_sq"]
-        if v.dtype is torch.float16:
-            v = v.float()  # where eps = 1e-8 is no zero: 0/0 would make a NaN of a weight without gradient
-        parameter.addcdiv_(state["exp_avg"], (v.sqrt() / correction).add_(group["eps"]), value=-step_size)
+        for p, m, v in _blocks(parameter, state["exp_avg"], state["exp_avg_sq"]):
+            # In float16 eps = 1e-8 would be zero: 0/0 would make a NaN of a weight without gradient.
+            root = v.float().sqrt_() if v.dtype is torch.float16 else v.sqrt()
+            p.addcdiv_(m, root.div_(correction).add_(group["eps"]), value=-step_size)
+
+
+def _blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """Cut tensors of one shape into blocks whose intermediate results stay in the processor's cache."""
+    if tensors[0].device.type != "cpu" or not all(tensor.is_contiguous() for tensor in tensors):
+        return [tensors]
+    return zip(*(tensor.view(-1).split(BLOCK) for tensor in tensors), strict=True)
 
 
 def _is_communicated(parameter: Tensor, state: dict[str, Tensor]) -> bool:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["move_in_pieces", "next_tag"]
 
-PIECE = 2**18
-"""Bytes per message."""
+PIECE = 2**19
+"""Bytes per message: each costs a wait, and the link is idle until the first is computed and while the last is read."""
 
 _UNDER_WAY = 4
 """Pieces in flight to and from each peer."""
