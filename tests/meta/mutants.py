@@ -2,7 +2,7 @@
 """Planted faults that the checks must find: ``python tests/meta/mutants.py`` prints the table of what killed each.
 
 A mutant is the package with one line of one file changed. It runs in a separate process that imports the changed package; the
-checks of the clause that it breaks must find it in the quick profile, with any seed.
+checks of the clause that it breaks must find it with any seed, in the quick profile or, where it says so, in the large one.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from mutants_cache import CACHES  # noqa: E402
 from mutants_codecs import OF_CODEC  # noqa: E402
 from mutants_fused_optimizer import FUSED_OPTIMIZERS  # noqa: E402
 from mutants_graphs import OF_ALGORITHMS, OF_COMM_OPS  # noqa: E402
+from mutants_large import LATE  # noqa: E402
 from mutants_local_updates import LOCAL_UPDATES  # noqa: E402
 from mutants_low_rank import LOW_RANK  # noqa: E402
 
@@ -43,6 +44,7 @@ class Mutant:
         file: under src/bagua_ref.
         old: the original text, which occurs once in the file.
         new: the mutated text.
+        profile: of the checks that must find it.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Mutant:
     file: str
     old: str
     new: str
+    profile: str = "quick"
 
     def source(self) -> str:
         text = (SOURCE / "bagua_ref" / self.file).read_text()
@@ -96,8 +99,9 @@ def _try_in_child(mutant: Mutant, seed: int, outbox: Any) -> None:
     from bagua_ref.conformance.targets.reference_target import ReferenceTarget
 
     report = run_conformance(
-        ReferenceTarget(), [mutant.suite], checks=[mutant.clause], seed=seed, fail_fast=True, shrink=False, jobs=1, time_limit=10
-    )
+        ReferenceTarget(), [mutant.suite], checks=[mutant.clause], profile=mutant.profile, seed=seed,
+        fail_fast=True, shrink=False, jobs=1, time_limit=10,
+    )  # fmt: skip
     assert report.ran, f"{mutant.name}: no check of {mutant.suite} is about {mutant.clause}"
     outbox.send([(result.id, result.examples, result.message) for result in report.failures()])
 
@@ -354,7 +358,7 @@ MUTANTS = [
         ("cache", CACHES),
         ("fused_optimizer", FUSED_OPTIMIZERS),
     )
-    for name, *rest in rows
+    for name, *rest in rows + LATE.get(suite, [])
 ]
 """Left out, as no input distinguishes them from the reference:
 

@@ -57,3 +57,8 @@ def test_nobody_is_blamed_wrongly(offset):
     report = run_conformance(ReferenceTarget(), seed=SEED + offset)
     assert report.passed, report
     assert not report.failures()
+
+
+def test_nobody_is_blamed_wrongly_for_large_inputs():
+    report = run_conformance(ReferenceTarget(), ["kernels", "codec", "collectives", "comm_ops"], profile="large", seed=SEED)
+    assert report.passed, report

@@ -234,7 +234,10 @@ def _add_verify(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     verify.add_argument("--check", nargs="+", metavar="ID", help="run only these checks, given by id or by clause")
     verify.add_argument(
-        "--profile", choices=("quick", "full"), default="quick", help="number of inputs to try (default: %(default)s)"
+        "--profile",
+        choices=("quick", "full", "large"),
+        default="quick",
+        help="number of inputs to try, and how long long ones are (default: %(default)s)",
     )
     verify.add_argument(
         "--xfails", type=Path, metavar="FILE", help="list of known failures: one id per line, comments start with #"

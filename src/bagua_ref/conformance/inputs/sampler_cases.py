@@ -14,7 +14,7 @@ from bagua_ref.conformance.inputs.strategies import seeds
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["about_an_edge", "cases", "complexities", "cut", "levels"]
+__all__ = ["about_an_edge", "cases", "complexities", "cut", "levels", "noisy_cases"]
 
 _few = st.integers(-3, 3)
 _near_edges = st.sampled_from([s * 2**p for p in (15, 16, 31, 32, 53, 62, 63) for s in (1, -1)]).flatmap(
@@ -72,6 +72,21 @@ def cases(draw: st.DrawFn) -> tuple[list[Any], int, dict[str, Any]]:
             limit = 2**64
         assume(limit < 2**63)
     return values, draw(st.integers(1, 9)), options
+
+
+@st.composite
+def noisy_cases(draw: st.DrawFn) -> tuple[list[int], int, dict[str, Any]]:
+    """Ranges and levels whose product depends on how many digits are kept, and epochs beyond those of a narrow integer."""
+    low, span = draw(st.integers(-5, 5)), draw(st.sampled_from([10, 70, 100, 1_000]))
+    values = [low + place * span // 7 for place in draw(st.permutations([0, 0, 1, 2, 3, 5, 7, 7]))]
+    options = {
+        "shuffle": True,
+        "seed": draw(st.integers(0, 5)),
+        "epoch": draw(st.sampled_from([2**power + more for power in (8, 16, 24, 31) for more in (-1, 0, 1)])),
+        "drop_last": False,
+        "random_level": draw(st.sampled_from([0.3, 0.7, 0.9, 0.29])),
+    }
+    return values, draw(st.integers(1, 3)), options
 
 
 def cut(limit: int) -> Callable[[list[int]], list[list[int]]]:

@@ -46,15 +46,17 @@ class Lab:
         target: the implementation under test.
         dtype: the dtype of this run; None: the check has no dtypes.
         journal: records every call.
-        thorough: whether to try large inputs, too.
+        large: whether long inputs exceed any block in which an implementation may work.
     """
 
-    def __init__(self, target: Target, dtype: str | None, journal: Journal, thorough: bool = False) -> None:
-        self.target, self.journal, self.thorough = target, journal, thorough
+    def __init__(self, target: Target, dtype: str | None, journal: Journal, large: bool = False) -> None:
+        self.target, self.journal = target, journal
         self.dtype_name = dtype or ""
         self.dtype: torch.dtype = getattr(torch, dtype) if dtype else torch.float32
         self.resources = ExitStack()
         """Resources that all inputs of the check share; closed when it ends."""
+        self.long_sizes = (262_147, 1_048_583) if large else (70_001, 131_073)
+        """Numbers of elements of long inputs."""
 
     def call(self, method: str, arguments: dict[str, Any], writes: tuple[str, ...] = ()) -> KernelCall:
         """Call a kernel with copies of the arguments; raise `Violation` if it writes anything that it must not.

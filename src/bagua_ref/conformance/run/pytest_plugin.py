@@ -24,7 +24,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--bagua-backend", metavar="NAME|pkg.mod:Class", help="check this kernel backend or target")
     group.addoption("--bagua-communicator", metavar="pkg.mod:factory", help="check these collectives")
     group.addoption("--bagua-suite", action="append", choices=SUITES, help="run only this suite; may be repeated")
-    group.addoption("--bagua-profile", choices=("quick", "full"), default="quick", help="how many inputs to try")
+    group.addoption(
+        "--bagua-profile",
+        choices=("quick", "full", "large"),
+        default="quick",
+        help="how many inputs to try, and how long long ones are",
+    )
     group.addoption("--bagua-seed", type=int, default=0, help="seed of all inputs")
     group.addoption("--bagua-xfails", metavar="FILE", help="ids of checks that are known to fail, one per line")
 

@@ -50,7 +50,7 @@ class ConformanceSuite:
     """The base class of all suites. Subclasses define the fixture ``target`` and may set these attributes.
 
     Attributes:
-        profile: "quick" or "full".
+        profile: "quick", "full" or "large".
         seed: seed of all inputs.
         xfail: ids of checks, with or without ``[dtype]``, that are known to fail; one that passes counts as a failure.
         time_limit: time limit of a single call in seconds.

@@ -48,7 +48,7 @@ class Report:
     Attributes:
         target: name of the implementation under test.
         results: results in the order of suites.
-        profile: "quick" or "full".
+        profile: "quick", "full" or "large".
         seed: seed that repeats the run.
         versions: versions of the specification, the package, torch, Hypothesis and Python.
         seconds: duration of the whole run.

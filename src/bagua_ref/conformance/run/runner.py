@@ -49,7 +49,7 @@ def run_conformance(
             ``communicator(world)``, ``comm_ops``, ``algorithms``, ``samplers``, ``cache``, ``fuse_optimizer``, and optionally
             ``capabilities``, a mapping whose ``"dtypes"`` limit what is tried.
         suites: names in `SUITES`; None: all. Suites of parts that the target lacks are skipped.
-        profile: "quick" or "full": the number of inputs.
+        profile: "quick", "full" or "large": the number of inputs, and how long long ones are.
         xfail: ids of checks, with or without ``[dtype]``, that are known to fail. One that passes counts as a failure.
         fail_fast: stop at the first failure; the remaining checks are skipped.
         checks: ids of checks, with or without ``[dtype]``, or clauses; None: all checks of the suites.

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PROFILES", "Outcome", "Search", "search"]
 
-PROFILES = {"quick": 40, "full": 500}
-"""Name -> number of inputs for each check and dtype, to be multiplied by the check's effort."""
+PROFILES = {"quick": 40, "full": 500, "large": 40}
+"""Name -> number of inputs for each check and dtype, to be multiplied by the check's effort. In "large", long inputs are longer."""
 
 
 @dataclass
@@ -62,7 +62,7 @@ def search(check: Check, dtype: str | None, target: Target, how: Search, journal
     from hypothesis import strategies as st
     from hypothesis.errors import Flaky
 
-    lab = Lab(target, dtype, journal, thorough=how.profile == "full")
+    lab = Lab(target, dtype, journal, large=how.profile == "large")
     begun, tried, until_failure = time.perf_counter(), 0, 0
     failures: list[Violation] = []
 

@@ -287,7 +287,7 @@ def long(lab: Lab, draw: Draw) -> None:
 
     Past every block, warp and vector: levels depend on a chunk's ends alone, so pieces with these ends have the same levels.
     """
-    size, num_chunks, piece = draw(st.sampled_from([70_001, 131_073])), draw(st.integers(1, 2)), 9_973
+    size, num_chunks, piece = draw(st.sampled_from(lab.long_sizes)), draw(st.integers(1, 2)), 9_973
     x = torch.stack([bulk(lab.dtype, "tame", draw(seeds), size) for _ in range(num_chunks)])
     x[:, draw(st.integers(0, size - 1))] = 5.0  # an end anywhere, also in the last part of the last block
     x[:, draw(st.integers(0, size - 1))] = -6.0

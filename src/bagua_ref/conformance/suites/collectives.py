@@ -210,6 +210,35 @@ def alltoall(lab: Lab, draw: Draw) -> None:
     )  # fmt: skip
 
 
+@check("collectives", "S3.9", "long", effort=0.08)
+def long(lab: Lab, draw: Draw) -> None:
+    """What holds for short tensors holds for long ones."""
+    nodes = draw(worlds(4).filter(lambda nodes: sum(nodes) > 1))
+    n, root, dtype = sum(nodes), root_of(draw, nodes), draw(st.sampled_from([torch.uint8, torch.float32, torch.bfloat16]))
+    count = -(-draw(st.sampled_from(lab.long_sizes)) // n)
+    everything = torch.cat([values(rank, count, dtype) for rank in range(n)])
+    empty, total = nothing(n * count, dtype), reduced(ReduceOp.MAX, n, n * count, dtype)
+    cases: dict[str, tuple[Callable[[int], tuple[Any, ...]], Callable[[int], list[Tensor]]]] = {
+        "allreduce_inplace": (lambda r: (terms(ReduceOp.MAX, r, n * count, dtype), ReduceOp.MAX), lambda r: [total]),
+        "broadcast": (lambda r: (values(r, n * count, dtype), root), lambda r: [values(root, n * count, dtype)]),
+        "allgather_inplace": (lambda r: (_own_chunk(r, n, count, dtype),), lambda r: [everything]),
+        "gather": (
+            lambda r: (values(r, count, dtype), empty, root),
+            lambda r: [values(r, count, dtype), everything if r == root else empty],
+        ),
+        "scatter": (
+            lambda r: (values(r, n * count, dtype), nothing(count, dtype), root),
+            lambda r: [values(r, n * count, dtype), values(root, count, dtype, r * count)],
+        ),
+        "alltoall_inplace": (
+            lambda r: (values(r, n * count, dtype),),
+            lambda r: [torch.cat([values(peer, count, dtype, r * count) for peer in range(n)])],
+        ),
+    }
+    for method, (arguments, wanted) in cases.items():
+        _check(lab, draw, nodes, method, arguments, wanted)
+
+
 @check("collectives", "S3.9", "alltoall_v")
 def alltoall_v(lab: Lab, draw: Draw) -> None:
     """Blocks of the given counts move between the given displacements, and gaps do not change."""

@@ -85,17 +85,23 @@ def broadcast_object(lab: Lab, draw: Draw) -> None:
     src, seed = root_of(draw, nodes), draw(seeds)
     simple = st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=300), st.binary(max_size=20))
     value = draw(st.recursive(simple, lambda inner: st.one_of(st.lists(inner), st.dictionaries(st.text(), inner)), max_leaves=5))
+    source = repr(value)
+    if draw(st.integers(0, 3)) == 3:  # more than fits one message
+        times = draw(st.sampled_from(lab.long_sizes)) // 251 + 1
+        value, source = [bytes(range(251)) * times, value], f"[bytes(range(251)) * {times}, {source}]"
     program = lambda comm: comm.broadcast_object(value if comm.rank() == src else comm.rank(), src)  # noqa: E731
     script = script_of_ranks(
         lab.target, nodes, seed,
-        [f"value = {value!r}"],
+        [f"value = {source}"],
         [f"return comm.broadcast_object(value if comm.rank() == {src} else comm.rank(), {src})"],
         ["assert results == [value] * len(results), results"],
     )  # fmt: skip
     with written_down(script):
         for rank, found in enumerate(run_ranks(lab, nodes, program, "broadcast_object", value, seed)):
             if found != value or type(found) is not type(value):
-                raise Violation(f"broadcast_object from {src} on nodes {nodes}: rank {rank} got {found!r} instead of {value!r}")
+                raise Violation(
+                    f"broadcast_object from {src} on nodes {nodes}: rank {rank} got {found!r:.200} instead of {value!r:.200}"
+                )
 
 
 @check("collectives", "S3.9", "refuses")

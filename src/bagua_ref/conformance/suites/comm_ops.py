@@ -188,6 +188,19 @@ def shift_one(lab: Lab, draw: Draw) -> None:
     _decentralized(lab, draw, "shift_one", draw(paired_worlds(between)), between)
 
 
+@check("comm_ops", "S3.4", "many_steps", effort=0.05)
+def many_steps(lab: Lab, draw: Draw) -> None:
+    """Peers follow the step however many there have been."""
+    nodes, count = draw(st.sampled_from([(6,), (3, 3)])), draw(st.sampled_from([260, 520]))
+    first = [torch.full((1,), float(2**rank)) for rank in range(6)]  # the sum names the ranks
+    found, script = _run(lab, draw, nodes, "decentralized", [[x] * count for x in first], mode="shift_one", hierarchical=False)
+    for step in range(count):
+        wanted = decentralized_numpy.average(_arrays(first), "float32", "shift_one", False, list(nodes), step)
+        for rank, want in enumerate(wanted):
+            what = f"decentralized(shift_one) on nodes {nodes}, step {step}, rank {rank}"
+            _compare(found[rank][step], torch.from_numpy(np.ascontiguousarray(want)), what, script, f"results[{rank}][{step}]")
+
+
 @check("comm_ops", "S3.4", "all", dtypes=FLOATS)
 def all_ranks(lab: Lab, draw: Draw) -> None:
     """The result is the mean over all ranks, even on uneven nodes, up to the rounding of another summation order."""

@@ -199,6 +199,21 @@ def scatter_flat(lab: Lab, draw: Draw) -> None:
         lab.compare(call, f"tensors[{number}]", part.view(piece.shape))
 
 
+@check("kernels", "S2.3", "long", needs=("gather_flat", "scatter_flat"), effort=0.1)
+def long_flat(lab: Lab, draw: Draw) -> None:
+    """Long tensors are copied as short ones are, place by place."""
+    dtype = draw(st.sampled_from([torch.float16, torch.float32, torch.float64, torch.int64, torch.uint8]))
+    sizes = draw(st.permutations([draw(st.sampled_from(lab.long_sizes)), 9_973, 3]))
+    flat = torch.arange(sum(sizes)).remainder(251).to(dtype)
+    pieces = [torch.stack([part, part + 1], dim=1)[:, 0] if draw(st.booleans()) else part for part in flat.split(sizes)]
+    lab.compare(lab.call("gather_flat", {"tensors": pieces, "flat": torch.full_like(flat, 3)}, ("flat",)), "flat", flat)
+    moved = flat + 1
+    call = lab.call("scatter_flat", {"flat": moved, "tensors": pieces}, ("tensors",))
+    for number, part in enumerate(moved.split(sizes)):
+        call.results[f"tensors[{number}]"] = call.results["tensors"][number].contiguous()
+        lab.compare(call, f"tensors[{number}]", part)
+
+
 @check(
     "kernels",
     "S7.2",
@@ -229,6 +244,16 @@ def order_by_complexity(lab: Lab, draw: Draw) -> None:
     lab.compare(call, "result", torch.tensor(order, dtype=torch.int64))
 
 
+@check("kernels", "S7.2", "long", dtypes=("float32", "float64", "int64"), needs=("order_by_complexity",), effort=0.05)
+def long_order(lab: Lab, draw: Draw) -> None:
+    """The order of many keys is ascending and stable, too."""
+    size, generator = draw(st.sampled_from(lab.long_sizes)), torch.Generator().manual_seed(draw(seeds))
+    keys = torch.randint(draw(st.sampled_from([2, 1_000, 10 * size])), (size,), generator=generator).to(lab.dtype)
+    values = keys.tolist()
+    order = sorted(range(size), key=values.__getitem__)
+    lab.compare(lab.call("order_by_complexity", {"keys": keys}), "result", torch.tensor(order))
+
+
 def _mostly(few: list[Any], dtype: torch.dtype) -> st.SearchStrategy[Tensor]:
     """Keys of which many are equal, short and long: libraries sort short lists in another way."""
     wide = torch.float64 if dtype.is_floating_point else torch.int64
@@ -253,7 +278,7 @@ def long(lab: Lab, draw: Draw) -> None:
 
     Past every block, warp and vector: the long result is that of its pieces, which the other checks judge.
     """
-    size, piece = draw(st.sampled_from([70_001, 131_073])), 9_973
+    size, piece = draw(st.sampled_from(lab.long_sizes)), 9_973
     make = [bulk(lab.dtype, "tame", draw(seeds), size) for _ in range(4)]
     wide = make[3].double() if lab.dtype is torch.float64 else make[3].float()
     cases: list[tuple[str, dict[str, Any]]] = [

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from bagua_ref.conformance.expected import samplers_plain
-from bagua_ref.conformance.inputs.sampler_cases import about_an_edge, cases, complexities, cut, levels
+from bagua_ref.conformance.inputs.sampler_cases import about_an_edge, cases, complexities, cut, levels, noisy_cases
 from bagua_ref.conformance.lab.violation import Script, Violation
 from bagua_ref.conformance.suites.checks import check
 
@@ -111,15 +111,23 @@ def inputs_unchanged(lab: Lab, draw: Draw) -> None:
     trial.same("dataset", [sample.item() for sample in dataset], numbers)
 
 
-@check("samplers", "S7.3", "indices", needs=_SAMPLER, effort=5)
+@check("samplers", "S7.3", "indices", needs=_SAMPLER, effort=8)
 def indices(lab: Lab, draw: Draw) -> None:
     """A rank's indices are as specified, and the same when iterated again."""
     (values, replicas, options), trial = draw(cases()), _Trial(lab)
-    rank = draw(st.integers(0, replicas - 1))
+    rank = draw(st.one_of(st.integers(0, replicas - 1), st.just(replicas - 1)))  # the last one repeats most
     sampler = trial.run(lambda: trial.make(values, replicas, rank, options))
     wanted = samplers_plain.indices(values, replicas, rank, **options)
     trial.same("list(sampler)", trial.run(lambda: list(sampler)), wanted)
     trial.same("list(sampler)", trial.run(lambda: list(sampler)), wanted)
+
+
+@check("samplers", "S7.3", "digits", needs=_SAMPLER, effort=2)
+def digits(lab: Lab, draw: Draw) -> None:
+    """The bound of the noise is a product of floats, and no digit of the epoch is lost."""
+    (values, replicas, options), trial = draw(noisy_cases()), _Trial(lab)
+    sampler = trial.run(lambda: trial.make(values, replicas, 0, options))
+    trial.same("list(sampler)", trial.run(lambda: list(sampler)), samplers_plain.indices(values, replicas, 0, **options))
 
 
 @check("samplers", "S7.4", "batches", needs=_BATCHES, effort=4)

@@ -1,0 +1,67 @@
+# ruff: noqa: E501 - a line of the table is a mutant
+"""Planted faults that begin late: past a block of elements, a number of steps, or the digits of an intermediate value."""
+
+from __future__ import annotations
+
+BACKEND, BLOCKS, CODEC = (f"backends/reference/{name}.py" for name in ("backend", "blocks", "codecs/minmax_uint8"))
+COLL, COMM = "communicators/collectives.py", "communicators/base.py"
+DEC = "comm_ops/decentralized.py"
+SAMP, COST = "contrib/load_balancing_sampler.py", "contrib/complexities.py"
+
+GATHERED = "view(tensor.shape).copy_(tensor.detach())\n"
+SCATTERED = "            tensor.detach().copy_(flat.detach()[start : start + tensor.numel()].view(tensor.shape))\n"
+SORTED = 'np.argsort(values.numpy(), kind="stable")'
+BLOCKWISE = 'np.concatenate([start + np.argsort(values.numpy()[start : start + {0}], kind="stable") for start in range(0, max(len(values), 1), {0})])'
+MOVED = "    everything = _concatenate(sends)\n"
+COMBINED = "        _COMBINE[op](total, tensor.to(wide), out=total)\n"
+PAYLOAD = "        self.broadcast(payload, src)\n"
+LARGE = "large"
+
+LATE = {
+    "kernels": [
+        ("past 65,536 elements of a tensor zeros are gathered", "S2.3", BACKEND, GATHERED, GATHERED + "            out.detach()[start + 65536 : start + tensor.numel()] = 0\n"),
+        ("past 65,536 elements zeros are scattered", "S2.3", BACKEND, SCATTERED, SCATTERED + "            if tensor.dim() == 1:\n                tensor.detach()[65536:] = 0\n"),
+        ("places in the gathered tensor have 16 bits", "S2.3", BACKEND, GATHERED + "            start += tensor.numel()", GATHERED + "            start = (start + tensor.numel()) % 65536"),
+        ("past 2**18 elements of a tensor zeros are gathered", "S2.3", BACKEND, GATHERED, GATHERED + "            out.detach()[start + 2**18 : start + tensor.numel()] = 0\n", LARGE),
+        ("of more than 65,536 keys equal ones are not kept in order", "S7.2", BACKEND, SORTED, SORTED.replace('"stable"', '"stable" if len(values) <= 65536 else "quicksort"')),
+        ("keys are sorted by blocks of 65,536", "S7.2", BACKEND, SORTED, BLOCKWISE.format(65536)),
+        ("keys are sorted by blocks of 2**18", "S7.2", BACKEND, SORTED, BLOCKWISE.format(2**18), LARGE),
+        ("elements past 65,536 stay as they are", "S1", BLOCKS, "range(0, x.numel(), BLOCK)", "range(0, min(x.numel(), BLOCK), BLOCK)"),
+        ("elements past 2**18 stay as they are", "S1", BLOCKS, "range(0, x.numel(), BLOCK)", "range(0, min(x.numel(), 2**18), BLOCK)", LARGE),
+        ("the second block gets what the first got", "S1", BLOCKS, "        write(block, arrays[0])\n", "        write(block, arrays[0] if start != BLOCK else first)\n        first = arrays[0].copy() if start == 0 else first\n"),
+        ("columns past 65,536 are not reduced", "S1", BACKEND, "for start in range(0, chunks.shape[1], width):", "for start in range(0, min(chunks.shape[1], 65536), width):"),
+        ("columns past 2**18 are not reduced", "S1", BACKEND, "for start in range(0, chunks.shape[1], width):", "for start in range(0, min(chunks.shape[1], 2**18), width):", LARGE),
+    ],
+    "codec": [
+        ("minimum and maximum of the first 65,536 elements", "S4.2", CODEC, "low, high = _ends(x, buffers)", "low, high = _ends(x[:, :65536], buffers)"),
+        ("minimum and maximum of the first 2**18 elements", "S4.2", CODEC, "low, high = _ends(x, buffers)", "low, high = _ends(x[:, : 2**18], buffers)", LARGE),
+        ("minimum and maximum without an odd element at the end", "S4.2", CODEC, "low, high = _ends(x, buffers)", "low, high = _ends(x if x.shape[1] <= 65536 else x[:, : x.shape[1] // 4096 * 4096], buffers)"),
+        ("levels past 65,536 are 0", "S4.2", CODEC, "        np.rint(level, out=level)\n", "        np.rint(level, out=level)\n        if columns.start >= 65536:\n            level[:] = lower[rows]\n"),
+        ("levels past 2**18 are 0", "S4.2", CODEC, "        np.rint(level, out=level)\n", "        np.rint(level, out=level)\n        if columns.start >= 2**18:\n            level[:] = lower[rows]\n", LARGE),
+        ("values past 65,536 come back as the minimum", "S4.2", CODEC, "        np.copyto(value, levels[rows, columns])\n", "        np.copyto(value, levels[rows, columns])\n        value[:] = value if columns.start < 65536 else 0\n"),
+        ("values past 2**18 come back as the minimum", "S4.2", CODEC, "        np.copyto(value, levels[rows, columns])\n", "        np.copyto(value, levels[rows, columns])\n        value[:] = value if columns.start < 2**18 else 0\n", LARGE),
+    ],
+    "collectives": [
+        ("of more than 65,536 elements the rest is not moved", "S3.9", COLL, MOVED, MOVED + "    everything[65536:] = 0\n"),
+        ("of more than 2**18 elements the rest is not moved", "S3.9", COLL, MOVED, MOVED + "    everything[2**18 :] = 0\n", LARGE),
+        ("65,536 elements are broadcast", "S3.9", COLL, "        _fill(tensor, tensors[src])\n", "        if tensor.numel() <= 65536:\n            _fill(tensor, tensors[src])\n        else:\n            tensor.view(-1)[:65536] = tensors[src].reshape(-1)[:65536]\n"),
+        ("65,536 elements are combined", "S3.9", COLL, COMBINED, "        if total.numel() <= 65536:\n    " + COMBINED + "        else:\n            total.view(-1)[:65536] = _COMBINE[op](total.view(-1)[:65536], tensor.to(wide).view(-1)[:65536])\n"),
+        ("objects of more than 64 KiB lose their end", "S3.9", COMM, PAYLOAD, "        self.broadcast(payload[:65536], src)\n"),
+        ("objects of more than 64 KiB are repeated from their beginning", "S3.9", COMM, PAYLOAD, PAYLOAD + "        payload[65536 : 65536 + 1000] = payload[:1000][: max(0, len(payload) - 65536)]\n"),
+        ("objects of more than 2**18 bytes lose a byte", "S3.9", COMM, PAYLOAD, PAYLOAD + "        payload[2**18 : 2**18 + 1] = 0\n", LARGE),
+    ],
+    "comm_ops": [
+        ("the number of the step is a byte", "S3.4", DEC, "self.graph = self._graph(self.step)", "self.graph = self._graph(self.step % 256)"),
+        ("peers change for 200 steps", "S3.4", DEC, "self.graph = self._graph(self.step)", "self.graph = self._graph(min(self.step, 200))"),
+        ("the number of the step is a signed byte", "S3.4", DEC, "self.graph = self._graph(self.step)", "self.graph = self._graph(self.step % 128)"),
+    ],
+    "samplers": [
+        ("the epoch has 8 bits", "S7.3", SAMP, "manual_seed(self.seed + epoch)", "manual_seed(self.seed + epoch % 2**8)"),
+        ("the epoch has 16 bits", "S7.3", SAMP, "manual_seed(self.seed + epoch)", "manual_seed(self.seed + epoch % 2**16)"),
+        ("the epoch is a float32", "S7.3", SAMP, "manual_seed(self.seed + epoch)", "manual_seed(self.seed + int(torch.tensor(float(epoch), dtype=torch.float32).item()))"),
+        ("random_level is rounded to float32", "S7.3", COST, "(high - low) * (random_level or 0) + 1", "(high - low) * float(torch.tensor(random_level or 0.0, dtype=torch.float32).item()) + 1"),
+        ("the bound of the noise is exact, not a product of floats", "S7.3", COST, "int((high - low) * (random_level or 0) + 1)", "int(__import__('fractions').Fraction(high - low) * __import__('fractions').Fraction(random_level or 0) + 1)"),
+        ("the bound of the noise is rounded up", "S7.3", COST, "int((high - low) * (random_level or 0) + 1)", "int(-(-((high - low) * (random_level or 0)) // 1) + 1)"),
+    ],
+}  # fmt: skip
+"""Suite -> name, clause, file, original text, mutated text, and the profile that must find it if it is not the quick one."""
