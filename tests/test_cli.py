@@ -640,7 +640,8 @@ def start_demo(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]
             str(tmp_path / "report"),
             *arguments,
         ]
-        environment = {**os.environ, "PYTHONPATH": str(SOURCE), "TMPDIR": str(tmp_path / "tmp")}
+        folders = {"TMPDIR": str(tmp_path / "tmp"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}  # which torch keeps
+        environment = {**os.environ, "PYTHONPATH": str(SOURCE), **folders}
         started.append(
             subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1)
         )
