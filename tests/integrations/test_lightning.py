@@ -104,8 +104,8 @@ def test_the_old_arguments_are_taken() -> None:
         algorithm="decentralized", flatten=False, accelerator=None, parallel_devices=None, cluster_environment=None,
         checkpoint_io=None, precision_plugin=None, peer_selection_mode="shift_one", hierarchical=False,
     )  # fmt: skip
-    assert strategy._bagua_kwargs == {"peer_selection_mode": "shift_one", "hierarchical": False}
-    assert not strategy._bagua_flatten
+    assert strategy._recipe.options == {"peer_selection_mode": "shift_one", "hierarchical": False}
+    assert (strategy._recipe.algorithm, strategy._recipe.do_flatten) == ("decentralized", False)
 
 
 def use_collectives() -> list[Any]:
@@ -233,6 +233,7 @@ def resume_otherwise(folder: Path) -> list[Any]:
         except ValueError as error:
             found.append(str(error))
     checkpoint = torch.load(path)
+    bagua_ref.barrier()
     del checkpoint["bagua"]
     if not rank():
         torch.save(checkpoint, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -47,14 +48,11 @@ def by_hand(rank: int, name: str, accumulate: int = 1, steps: int = STEPS) -> to
     module.with_bagua([optimizer], Algorithm.init(name, **ALGORITHMS[name], **options))
     for number, batch in enumerate(batches(rank, steps * accumulate)):
         last = number % accumulate == accumulate - 1
-        with torch.enable_grad():
-            if last:
-                (module(batch).square().mean() / accumulate).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            else:
-                with module.no_sync():
-                    (module(batch).square().mean() / accumulate).backward()
+        with nullcontext() if last else module.no_sync():
+            (module(batch).square().mean() / accumulate).backward()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
     weights = weights_of(module)
     module._bagua.close()
     return weights

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bagua_ref.algorithms import QAdamOptimizer
-from bagua_ref.algorithms.base import Algorithm, GlobalAlgorithmRegistry
 from bagua_ref.communication import init_process_group, is_initialized
-from bagua_ref.data_parallel.wrapping import context_of, wrap
+from bagua_ref.data_parallel.wrapping import context_of
+from bagua_ref.integrations.trained_module import Recipe, call_if_there
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -52,10 +51,7 @@ class _Part(Base):
 
     model: Any
 
-    def _remember(self, algorithm: str, flatten: bool, find_unused_parameters: bool, options: dict[str, Any]) -> None:
-        GlobalAlgorithmRegistry.get(algorithm)  # raises where the user names it, not in processes that start later
-        self._bagua_algorithm, self._bagua_flatten, self._bagua_kwargs = algorithm, flatten, options
-        self._find_unused_parameters = find_unused_parameters
+    _recipe: Recipe
 
     def setup_environment(self) -> None:
         """Connect the processes, those of torch first."""
@@ -63,25 +59,6 @@ class _Part(Base):
         if not is_initialized():
             timeout = None if self._timeout is None else self._timeout.total_seconds()
             init_process_group(local_world_size=self.num_processes, timeout=timeout)
-
-    def _wrap(self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        options = dict(self._bagua_kwargs)
-        if self._bagua_algorithm == "qadam" and "q_adam_optimizer" not in options:
-            if len(optimizers) != 1 or not isinstance(optimizers[0], QAdamOptimizer):
-                kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
-                raise ValueError(f"algorithm='qadam' needs exactly one optimizer, a QAdamOptimizer; there are: {kinds}")
-            options["q_adam_optimizer"] = optimizers[0]
-        wrap(
-            module,
-            list(optimizers),
-            Algorithm.init(self._bagua_algorithm, **options),
-            None,
-            self._bagua_flatten,
-            backend=None,
-            find_unused_parameters=self._find_unused_parameters,
-            timeout=None,
-            caller=type(self).__name__,
-        )
 
     def _own(self, path: Any) -> str:
         """Return the name of this rank's file beside the checkpoint ``path``."""
@@ -139,13 +116,6 @@ def _restore(context: WrappedModule, saved: Mapping[str, Any]) -> None:
     context.note_load()
 
 
-def _call(name: str, context: WrappedModule | None) -> None:
-    """Call ``abort`` or ``resume`` of an algorithm that has it."""
-    method = None if context is None else getattr(context.bagua_algorithm, name, None)
-    if method is not None:
-        method(context)
-
-
 class TrainerPart(_Part):
     """What ``BaguaStrategy`` does in another way than Lightning's DDPStrategy."""
 
@@ -162,7 +132,9 @@ class TrainerPart(_Part):
         find_unused_parameters: bool = False,
         **bagua_kwargs: Any,
     ) -> None:
-        self._remember(algorithm, flatten, find_unused_parameters, bagua_kwargs)
+        self._recipe = Recipe(
+            algorithm, bagua_kwargs, type(self).__name__, do_flatten=flatten, find_unused_parameters=find_unused_parameters
+        )
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -183,7 +155,7 @@ class TrainerPart(_Part):
         super().setup(trainer)
         if trainer.state.fn == "fit":
             self.model = CalledModule(self.model)
-            self._wrap(self.model, self.optimizers)
+            self._recipe.wrap(self.model, self.optimizers)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -194,11 +166,11 @@ class TrainerPart(_Part):
     def on_train_start(self) -> None:
         """Let asynchronous averaging begin, also after a checkpoint of its end."""
         super().on_train_start()
-        _call("resume", self._context)
+        call_if_there("resume", self.model)
 
     def on_train_end(self) -> None:
         """End asynchronous averaging."""
-        _call("abort", self._context)
+        call_if_there("abort", self.model)
         super().on_train_end()
 
     def teardown(self) -> None:
@@ -243,7 +215,7 @@ class TrainerPart(_Part):
         if context is not None and _KEY in checkpoint:
             _restore(context, checkpoint[_KEY])
         elif context is not None:
-            self._wrap(self.model, self.optimizers)
+            self._recipe.wrap(self.model, self.optimizers)
 
 
 class FabricPart(_Part):
@@ -262,7 +234,9 @@ class FabricPart(_Part):
         find_unused_parameters: bool = False,
         **bagua_kwargs: Any,
     ) -> None:
-        self._remember(algorithm, flatten, find_unused_parameters, bagua_kwargs)
+        self._recipe = Recipe(
+            algorithm, bagua_kwargs, type(self).__name__, do_flatten=flatten, find_unused_parameters=find_unused_parameters
+        )
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -288,7 +262,7 @@ class FabricPart(_Part):
     ) -> tuple[torch.nn.Module, list[torch.optim.Optimizer], Any]:
         """Wrap the module; Fabric calls it in place of the user's."""
         called = CalledModule(module)
-        self._wrap(called, optimizers)
+        self._recipe.wrap(called, optimizers)
         self._wrapped.append(called)
         return called, optimizers, scheduler
 
@@ -300,12 +274,12 @@ class FabricPart(_Part):
     def abort(self) -> None:
         """End asynchronous averaging, at the end of training; collective. Other algorithms need no end."""
         for module in self._wrapped:
-            _call("abort", context_of(module))
+            call_if_there("abort", module)
 
     def resume(self) -> None:
         """Let asynchronous averaging begin again after `abort`."""
         for module in self._wrapped:
-            _call("resume", context_of(module))
+            call_if_there("resume", module)
 
     def get_module_state_dict(self, module: torch.nn.Module) -> Any:
         """Return the state of the user's module."""
@@ -337,7 +311,7 @@ class FabricPart(_Part):
             if name in saved:
                 _restore(context, saved[name])
             else:  # begin with the weights that were loaded
-                self._wrap(context.module, context.bagua_optimizers)
+                self._recipe.wrap(context.module, context.bagua_optimizers)
         return remainder
 
     def teardown(self) -> None:
