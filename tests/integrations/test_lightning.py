@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
-import subprocess
 import sys
 import time
 import warnings
@@ -33,8 +33,9 @@ def strategies(package: str) -> Any:
 def module_of(package: str, name: str, **overridden: Any) -> Any:
     """Return a LightningModule that trains as `by_hand` does, with what is ``overridden``."""
     parts: dict[str, Any] = {
-        "training_step": lambda self, batch, index: self.net(batch).square().mean(),
-        "validation_step": lambda self, batch, index: self.seen.append(self.net(batch).square().mean().item()),
+        "forward": lambda self, batch: self.net(batch),
+        "training_step": lambda self, batch, index: self(batch).square().mean(),
+        "validation_step": lambda self, batch, index: self.seen.append(self(batch).square().mean().item()),
         "configure_optimizers": lambda self: optimizer_of(name, self),
         "train_dataloader": lambda self: torch.utils.data.DataLoader(batches(rank(), 2 * STEPS), batch_size=None),
         "val_dataloader": lambda self: torch.utils.data.DataLoader(batches(9, 1), batch_size=None),
@@ -83,18 +84,29 @@ def test_importing_registers_the_strategies_in_both_packages() -> None:
     assert ours.BaguaStrategy is not strategies("pytorch_lightning").BaguaStrategy
 
 
-def test_importing_bagua_ref_imports_no_trainer() -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", "import sys, bagua_ref.integrations; print([*sys.modules])"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert not [name for name in ("lightning", "pytorch_lightning", "accelerate", "transformers") if repr(name) in run.stdout]
+def import_with(monkeypatch: pytest.MonkeyPatch, *installed: str) -> Any:
+    """Import the module as if only these packages were installed."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in installed else None)
+    monkeypatch.delitem(sys.modules, "bagua_ref.integrations.lightning", raising=False)
+    return strategies("lightning")
+
+
+def test_without_lightning_the_strategies_are_those_of_pytorch_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = strategies("pytorch_lightning")
+    assert import_with(monkeypatch, "pytorch_lightning").BaguaStrategy is other.BaguaStrategy
+
+
+def test_without_both_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ImportError, match=r"needs Lightning: pip install .*lightning"):
+        import_with(monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["BaguaStrategy", "FabricBaguaStrategy"])
-def test_an_unknown_algorithm_is_an_error_where_it_is_named(name: str) -> None:
+def test_what_is_wrong_with_the_arguments_is_an_error_at_once(name: str) -> None:
+    with pytest.raises(TypeError, match="devices"):
+        getattr(strategies("lightning"), name)("bytegrad", devices=2)
+    with pytest.raises(ValueError, match="period=0"):
+        getattr(strategies("lightning"), name)("local_sgd", period=0)
     with pytest.raises(ValueError, match="'nonsense' is not a registered algorithm; there are 'async', 'bytegrad'"):
         getattr(strategies("lightning"), name)("nonsense")
 

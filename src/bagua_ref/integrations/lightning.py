@@ -38,7 +38,7 @@ if find_spec("lightning") is not None:
                 `bagua_ref.algorithms.q_adam.QAdamOptimizer`.
 
         Raises:
-            ValueError: there is no such algorithm.
+            ValueError: there is no such algorithm, or an option is out of range.
 
         >>> from lightning.pytorch import Trainer  # doctest: +SKIP
         >>> trainer = Trainer(strategy=BaguaStrategy("bytegrad", hierarchical=False), devices=2)  # doctest: +SKIP
@@ -63,7 +63,7 @@ if find_spec("lightning") is not None:
             bagua_kwargs: the algorithm's options.
 
         Raises:
-            ValueError: there is no such algorithm.
+            ValueError: there is no such algorithm, or an option is out of range.
 
         >>> from lightning.fabric import Fabric  # doctest: +SKIP
         >>> fabric = Fabric(strategy=FabricBaguaStrategy("local_sgd", period=8), devices=2)  # doctest: +SKIP

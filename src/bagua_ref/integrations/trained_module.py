@@ -26,13 +26,16 @@ class Recipe:
         do_flatten: as for `bagua_ref.distributed.BaguaModule.with_bagua`; so is find_unused_parameters.
 
     Raises:
-        ValueError: there is no such algorithm; raised here rather than in processes that start later.
+        ValueError: there is no such algorithm, or an option is out of range; raised here rather than in processes that start later.
+        TypeError: the algorithm has no such option.
     """
 
     def __init__(
         self, algorithm: str, options: dict[str, Any], caller: str, *, do_flatten: bool = True, find_unused_parameters: bool = False
     ) -> None:
         GlobalAlgorithmRegistry.get(algorithm)
+        if algorithm != "qadam":  # which needs its optimizer
+            Algorithm.init(algorithm, **options)
         self.algorithm, self.options, self._caller = algorithm, options, caller
         self.do_flatten, self.find_unused_parameters = do_flatten, find_unused_parameters
 

@@ -29,7 +29,7 @@ def use_bagua(trainer: Any, algorithm: str, *, find_unused_parameters: bool = Fa
         options: the algorithm's. "qadam" takes the Trainer's optimizer, a `bagua_ref.algorithms.q_adam.QAdamOptimizer`.
 
     Raises:
-        ValueError: there is no such algorithm.
+        ValueError: there is no such algorithm, or an option is out of range.
 
     >>> from transformers import Trainer  # doctest: +SKIP
     >>> trainer = Trainer(model, arguments, train_dataset=data)  # doctest: +SKIP
