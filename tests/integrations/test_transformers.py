@@ -138,6 +138,11 @@ def test_asynchronous_averaging_ends_with_the_training(tmp_path: Path) -> None:
 
 def refuse(folder: Path) -> list[str]:
     errors = []
+    trainer = trainer_of("bytegrad", folder, torch_compile=True)
+    try:
+        use_bagua(trainer, "bytegrad")
+    except NotImplementedError as error:
+        errors.append(str(error))
     for name in ("nonsense", "qadam"):
         trainer = trainer_of("bytegrad", folder)
         try:
@@ -149,6 +154,7 @@ def refuse(folder: Path) -> list[str]:
 
 
 def test_what_cannot_train_is_refused(tmp_path: Path) -> None:
-    for unknown, qadam in launch(refuse, 2, tmp_path, init=False):
+    for compiled, unknown, qadam in launch(refuse, 2, tmp_path, init=False):
+        assert "call model.compile()" in compiled
         assert "'nonsense' is not a registered algorithm" in unknown
         assert "needs exactly one optimizer, a QAdamOptimizer; there are: SGD" in qadam

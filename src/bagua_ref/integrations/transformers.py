@@ -30,6 +30,7 @@ def use_bagua(trainer: Any, algorithm: str, *, find_unused_parameters: bool = Fa
 
     Raises:
         ValueError: there is no such algorithm, or an option is out of range.
+        NotImplementedError: the Trainer is to compile the model.
 
     >>> from transformers import Trainer  # doctest: +SKIP
     >>> trainer = Trainer(model, arguments, train_dataset=data)  # doctest: +SKIP
@@ -37,8 +38,9 @@ def use_bagua(trainer: Any, algorithm: str, *, find_unused_parameters: bool = Fa
     >>> trainer.train()  # doctest: +SKIP
     """
     callback = BaguaCallback(Recipe(algorithm, options, "use_bagua", find_unused_parameters=find_unused_parameters))
-    # Mixed precision and the device only; accelerate leaves a model alone that says it is prepared.
-    trainer.accelerator.prepare_model(trainer.model, evaluation_mode=True)._is_accelerate_prepared = True
+    # Sets mixed precision and the device only. Later, accelerate leaves the model alone, as it is prepared already.
+    if trainer.accelerator.prepare_model(trainer.model, evaluation_mode=True) is not trainer.model:
+        raise NotImplementedError("torch_compile=True puts a wrapper around the model; call model.compile() yourself instead")
     trainer.add_callback(callback)
     return callback
 
