@@ -326,7 +326,7 @@ def test_doctor_names_the_trainers_that_the_tests_run_with(monkeypatch: pytest.M
         return installed[name]
 
     monkeypatch.setattr(doctor, "version", version)
-    pinned = dict(line.split("==") for line in (SOURCE.parent / "constraints.txt").read_text().splitlines() if "==" in line)
+    pinned = dict(re.findall(r"^(\S+)==([^;\s]+)", (SOURCE.parent / "constraints.txt").read_text(), re.MULTILINE))
     assert {name: pinned[name] for name in doctor.TRAINERS} == doctor.TRAINERS
     found = doctor.examine()["trainers"]
     assert found["lightning"] == f"2.5.0 (tested with {pinned['lightning']})"
