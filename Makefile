@@ -45,6 +45,12 @@ $(VENV)/.nvrtc: $(VENV)/.dev
 	@$(pip) -e '.[nvrtc]'
 	@touch $@
 
+# The trainers that bagua_ref.integrations works in; torch stays as it is.
+$(VENV)/.trainers: $(VENV)/.dev
+	@echo "Installing Lightning, accelerate and transformers ..."
+	@$(pip) -e '.[trainers]'
+	@touch $@
+
 env: $(VENV)/.dev  ## build .venv with everything for development
 	@echo "Ready: source $(bin)/activate"
 
@@ -58,10 +64,11 @@ test: lint types docs  ## everything that must be green: style, types, docs, exa
 # Examples that start no other process; in random order they would show what one test leaves to another.
 in_process = $(shell grep -LE 'subprocess|multiprocessing|pytester|tests(\.| import )(launch|cache_servers|cache_jobs|oracle_c|cuda_emulation)' tests/test_*.py)
 
-proof: $(VENV)/.nvrtc  ## the slow proofs that CI adds: properties with 100 inputs each, loops, planted faults
+proof: $(VENV)/.nvrtc $(VENV)/.trainers  ## the slow proofs that CI adds: properties with 100 inputs each, loops, planted faults
 	$(pytest) -n $(WORKERS) --hypothesis-profile=full --timeout=1800 property_tests $(PYTEST_ARGS)
 	$(pytest) -n $(WORKERS) --dist loadfile --timeout=1800 tests/proof tests/meta $(PYTEST_ARGS)
 	$(pytest) -n $(WORKERS) -m proof tests $(PYTEST_ARGS)
+	$(pytest) -n $(WORKERS) --dist loadfile tests/integrations $(PYTEST_ARGS)
 	$(bin)/python tests/meta/false_alarms.py --check
 	$(pytest) -n $(WORKERS) --shuffle=$(SEED) $(in_process) $(PYTEST_ARGS)
 

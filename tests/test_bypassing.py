@@ -241,6 +241,25 @@ def test_without_a_known_optimizer_no_sync_keeps_gradients_local_too() -> None:
     assert not torch.equal(first, second)
 
 
+def test_a_step_whose_closure_makes_the_gradients_counts_also_with_a_learning_rate_of_zero() -> None:
+    def rank(r: int) -> int:
+        module = Net()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.0)  # as at the start of a warm-up
+        module.with_bagua([optimizer], DecentralizedAlgorithm(hierarchical=False))
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = module(batch(r)).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+        return module._bagua.steps_of_optimizers[0]
+
+    assert simulate(2, rank) == [3, 3]
+
+
 def test_one_forward_may_have_several_backwards_and_optimizers() -> None:
     def rank(r: int) -> torch.Tensor:
         module = Net()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from tests.launch import run_script
 import bagua_ref
 from bagua_ref import extras
 from bagua_ref.algorithms import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry
-from bagua_ref.cli import demo_worker, main
+from bagua_ref.cli import demo_worker, doctor, main
 from bagua_ref.cli.curves import draw_curves, trailing_mean
 from bagua_ref.cli.progress import readable_bytes, shown
 from bagua_ref.cli.recipes import ALONE, RECIPES, Digits, Recipe, Settings, make_model
@@ -311,9 +312,25 @@ def test_doctor_writes_json_into_a_file(capsys: pytest.CaptureFixture[str], tmp_
 def test_doctor_prints_every_topic(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     printed = capsys.readouterr().out
-    for topic in ("versions", "kernel backends", "communication", "GPUs", "redis", "environment", "problems"):
+    for topic in ("versions", "kernel backends", "communication", "GPUs", "redis", "trainers", "environment", "problems"):
         assert re.search(f"^{topic}", printed, re.MULTILINE), topic
     assert re.search(r"reference +available\n", printed)
+
+
+def test_doctor_names_the_trainers_that_the_tests_run_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"lightning": "2.5.0"}
+
+    def version(name: str) -> str:
+        if name not in installed:
+            raise PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(doctor, "version", version)
+    pinned = dict(re.findall(r"^(\S+)==([^;\s]+)", (SOURCE.parent / "constraints.txt").read_text(), re.MULTILINE))
+    assert {name: pinned[name] for name in doctor.TRAINERS} == doctor.TRAINERS
+    found = doctor.examine()["trainers"]
+    assert found["lightning"] == f"2.5.0 (tested with {pinned['lightning']})"
+    assert found["accelerate"] == f"not installed (tested with {pinned['accelerate']})"
 
 
 def test_doctor_as_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

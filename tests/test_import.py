@@ -46,7 +46,8 @@ print(json.dumps({
 """
 
 OPTIONAL = {
-    "cupy", "fakeredis", "hiredis", "hypothesis", "jsonschema", "matplotlib", "redis", "rich", "safetensors", "sklearn", "triton",
+    "accelerate", "cupy", "fakeredis", "hiredis", "hypothesis", "jsonschema", "lightning", "lightning_fabric", "matplotlib",
+    "pytorch_lightning", "redis", "rich", "safetensors", "sklearn", "transformers", "triton",
 }  # fmt: skip
 
 

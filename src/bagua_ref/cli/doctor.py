@@ -29,6 +29,13 @@ _VARIABLES = (
 )  # fmt: skip
 _PREFIXES = ("BAGUA_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_RANK", "SLURM_")
 _COLUMNS = 80
+TRAINERS = {
+    "lightning": "2.6.6",
+    "pytorch-lightning": "2.6.6",
+    "accelerate": "1.15.0",
+    "transformers": "5.23.0",
+}
+"""Packages of `bagua_ref.integrations`, with the versions that its tests run with."""
 
 
 def examine() -> dict[str, dict[str, Any]]:
@@ -45,6 +52,7 @@ def examine() -> dict[str, dict[str, Any]]:
         "GPUs": {"count": torch.cuda.device_count()}
         | {f"{index}": torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())},
         "redis": _redis(),
+        "trainers": {name: f"{_installed(name)} (tested with {tested})" for name, tested in TRAINERS.items()},
         "environment": {
             name: value for name, value in sorted(os.environ.items()) if name in _VARIABLES or name.startswith(_PREFIXES)
         },
@@ -80,11 +88,15 @@ def _redis() -> dict[str, str]:
         path = shutil.which(program)
         found[program] = _first_line(path, "--version") if path is not None else "not on PATH"
     for package in ("redis", "hiredis"):
-        try:
-            found[f"{package} (Python)"] = version(package)
-        except PackageNotFoundError:
-            found[f"{package} (Python)"] = "not installed"
+        found[f"{package} (Python)"] = _installed(package)
     return found
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def _first_line(*command: str) -> str:

@@ -86,7 +86,7 @@ class StepGuard:
         self.followed_backward, since.gradients = self.followed_backward or since.gradients, False
         self._unstepped.discard(optimizer)
         self.expects_backward = self.expects_backward and bool(self._unstepped)
-        return self._communicates
+        return self._communicates or self.followed_backward  # the step's own closure may have made the first gradients
 
     def _message(self, who: str, reason: str) -> str:
         return (

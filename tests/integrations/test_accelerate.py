@@ -1,0 +1,86 @@
+"""Tests of the recipes for accelerate: equal to a training by hand, over gloo, with a tiny GPT-2."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from tests.integrations.language_model import BATCH, by_hand, language_model, sequences
+from tests.integrations.trainings import ALGORITHMS, STEPS, optimizer_of, weights_of
+from tests.launch import launch
+from torch.nn.parallel import DistributedDataParallel
+
+import bagua_ref
+from bagua_ref.algorithms import Algorithm
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def loader(accumulate: int) -> torch.utils.data.DataLoader[Any]:
+    return torch.utils.data.DataLoader(sequences(2 * BATCH * STEPS * accumulate), BATCH)
+
+
+def loop(accelerator: Accelerator, model: Any, optimizer: Any, data: Any) -> None:
+    for batch in data:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def with_hook(name: str, accumulate: int) -> torch.Tensor:
+    """Return the weights after the recipe for gradients."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+    model = language_model(rank())
+    model, optimizer, data = accelerator.prepare(model, optimizer_of(name, model), loader(accumulate))
+    model.register_comm_hook(*bagua_ref.ddp_comm_hook(name, **ALGORITHMS[name]))
+    loop(accelerator, model, optimizer, data)
+    return weights_of(model)
+
+
+def with_wrapping(name: str, accumulate: int) -> torch.Tensor:
+    """Return the weights after the recipe for all algorithms."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+    model = accelerator.prepare_model(language_model(rank()), evaluation_mode=True)
+    optimizer = optimizer_of(name, model)
+    if not bagua_ref.is_initialized():
+        bagua_ref.init_process_group()
+    options = {"q_adam_optimizer": optimizer} if name == "qadam" else {}
+    model.with_bagua([optimizer], Algorithm.init(name, **ALGORITHMS[name], **options))
+    optimizer, data = accelerator.prepare(optimizer, loader(accumulate))
+    loop(accelerator, model, optimizer, data)
+    assert not isinstance(model, DistributedDataParallel)
+    return weights_of(model)
+
+
+def hook_each() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    found = {}
+    for name in ("gradient_allreduce", "bytegrad", "powersgd", "topk"):
+        for accumulate in (1, 2):
+            found[f"{name}, {accumulate}"] = with_hook(name, accumulate), by_hand(rank(), name, accumulate, hook=True)
+    found["as with_bagua"] = found["gradient_allreduce, 1"][0], by_hand(rank(), "gradient_allreduce", 1)
+    return found
+
+
+def test_a_hook_under_accelerate_gives_what_it_gives_by_hand() -> None:
+    for of_rank in launch(hook_each, 2, init=False):
+        for name, (ours, theirs) in of_rank.items():
+            assert torch.equal(ours, theirs), name
+
+
+def wrap_each() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    found = {}
+    for name in ALGORITHMS:
+        for accumulate in (1, 2):
+            found[f"{name}, {accumulate}"] = with_wrapping(name, accumulate), by_hand(rank(), name, accumulate)
+    return found
+
+
+def test_a_wrapped_model_under_accelerate_trains_as_by_hand() -> None:
+    for of_rank in launch(wrap_each, 2, init=False):
+        for name, (ours, theirs) in of_rank.items():
+            assert torch.equal(ours, theirs), name
