@@ -42,7 +42,9 @@ def disagreements(name: str, rows: list[dict[str, str]]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; default: all")
-    parser.add_argument("--check", action="store_true", help="compare with results.json instead of writing it; no peer may be missing")
+    parser.add_argument(
+        "--check", action="store_true", help="compare with results.json instead of writing it; no peer may be missing"
+    )
     arguments = parser.parse_args()
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     wrong: list[str] = []
