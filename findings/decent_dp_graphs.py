@@ -41,14 +41,15 @@ def find() -> Iterator[Row]:
     yield judged(
         one_peer, "S13.1", "edges of each round, as one_peer_exponential", complaint("OnePeerExpTopology", "one_peer_exponential"),
         DIFFERS, given=given,
-        why="Ranks talk in pairs, in both directions; in the published one-peer exponential graph each sends to one rank and receives "
-        "from another. Both give the mean after log2 n rounds.",
+        why="Ranks talk in pairs, in both directions; in the published one-peer exponential graph each sends to one rank and "
+        "receives from another. Both give the mean after log2 n rounds.",
         promise="The class is described by its name only.", effect="None on what is averaged in log2 n rounds.",
     )  # fmt: skip
     yield judged(
         ring, "S13.3", "edges of each round, as ring", complaint("RingTopology", "ring"), DIFFERS, given=given,
         why="Each rank averages with one neighbour at a time; the specification's ring averages with both at once.",
-        promise="It is described as a ring with one peer in each round.", effect="Half the traffic of a round; it mixes more slowly.",
+        promise="It is described as a ring with one peer in each round.",
+        effect="Half the traffic of a round; it mixes more slowly.",
     )  # fmt: skip
     yield Row(
         f"Decent-DP DecentralizedDataParallel ({PEER})", "S13", "the exchange itself", "not judged",

@@ -74,8 +74,8 @@ def find() -> Iterator[Row]:
     local, diloco = f"torchft LocalSGD ({PEER})", f"torchft DiLoCo ({PEER})"
     yield judged(local, "S9.1", "init_sync=False", complaint("local_sgd"), given=GIVEN)
     heals = {
-        "why": "The first averaging begins with a synchronisation of all ranks from one of them, which replaces what the others have "
-        "trained so far; the specification averages the weights of all.",
+        "why": "The first averaging begins with a synchronisation of all ranks from one of them, which replaces what the others "
+        "have trained so far; the specification averages the weights of all.",
         "promise": "The manager documents `init_sync`, True by default: weights are synchronised at step 0, and False is for "
         "ranks that start with equal weights. That step 0 ends with the first averaging, and not before training, is not said.",
         "effect": "The first period of all ranks but one is lost.",
@@ -92,7 +92,7 @@ def find() -> Iterator[Row]:
         "gradients left in them and at the outer learning rate.",
         promise="`outer_optimizer` may be one optimizer or a list of one for each fragment; a comment says that one alone is kept "
         "for compatibility. The number of fragments that it suits is not limited.",
-        given=GIVEN, effect="Weights move by 0.7 times a local gradient that ranks do not share, in each period, without an error.",
+        given=GIVEN, effect="Local gradients, at the outer learning rate, move weights in each period, and differently on each rank; there is no error.",
     )  # fmt: skip
     promise = "`use_bucketization` is described as a more efficient way to average the same values."
     yield judged(
