@@ -54,10 +54,10 @@ def find() -> Iterator[Row]:
             yield judged(
                 f"torch {name} ({PEER})", "S9.1", f"period {PERIOD}, warm-up of {warmup_steps} steps, offset 1",
                 complaint(hierarchical, warmup_steps),
-                why="The hierarchical averager counts its periods from step 0, and the periodic one from the end of the warm-up: with "
-                "the same period and warm-up they average after different steps, unless the period divides the warm-up.",
-                promise="The hierarchical averager is documented as an extension of the periodic one, and also that it averages where "
-                "its step can be divided by a period.",
+                why="The hierarchical averager counts its periods from step 0, and the periodic one from the end of the warm-up: "
+                "with the same period and warm-up they average after different steps, unless the period divides the warm-up.",
+                promise="The hierarchical averager is documented as an extension of the periodic one, and also that it averages "
+                "where its step can be divided by a period.",
                 given=f"2 ranks, parameters of 5 and 3 float32, N(0, 1) gradients, one group of all ranks, SGD({LR})",
                 effect="After warm-up, the first averaging comes up to period - 1 steps later than with the other averager.",
             )  # fmt: skip

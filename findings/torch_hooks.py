@@ -44,20 +44,20 @@ def trace_complaint(name: str, size: int, options: dict[str, Any]) -> str | None
         return None if report.passed else str(report)
 
 
-def quantized(name: str, size: int, as_nccl: bool) -> tuple[torch.Tensor, torch.Tensor | str, int]:
+def quantized(name: str, size: int, stacked: bool) -> tuple[torch.Tensor, torch.Tensor | str, int]:
     """Run a quantization hook; return the gradient, the result or its error, and how many elements were sent as bytes.
 
     Args:
         name: of the hook.
         size: of the gradient.
-        as_nccl: whether an all-gather's future has one tensor of all ranks' rows, as with NCCL, or a tensor of each, as with gloo.
+        stacked: whether an all-gather's future has one tensor of all ranks' values, which the hook expects, or gloo's, one of each.
     """
     sent, real = 0, dist.all_gather
 
     def all_gather(out: list[torch.Tensor], tensor: torch.Tensor, **options: Any) -> Any:
         nonlocal sent
         sent += tensor.numel() * (tensor.dtype is torch.uint8)
-        if not as_nccl:
+        if not stacked:
             return real(out, tensor, **options)
         real(out, tensor)
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
@@ -101,13 +101,16 @@ def find() -> Iterator[Row]:
         error = on_ranks(quantized, name, 1000, False)[0][1]
         yield judged(
             implementation, "S3.2", "over gloo", error if isinstance(error, str) else None,
-            why="The hook reads the future of an all-gather as NCCL makes it, one tensor of all ranks' values. Over gloo it holds a "
-            "list with a tensor of each rank, and backward raises.",
+            why="The hook takes the first value of an all-gather's future for the values of all ranks. Over gloo the future holds a "
+            "tensor of each rank, and backward raises. With NCCL it was not run.",
             promise="The hook is described as experimental; which backends it needs is not said.",
             given="2 ranks, 1,000 float32 of N(0, 1)", effect="Training over gloo ends with an error in its first backward.",
         )  # fmt: skip
         for size in (1000, 1024):
-            found, given = on_ranks(quantized, name, size, True), f"2 ranks, {size:,} float32 of N(0, 1), futures made as NCCL's"
+            found, given = (
+                on_ranks(quantized, name, size, True),
+                f"2 ranks, {size:,} float32 of N(0, 1), futures with one tensor of all ranks",
+            )
             case = f"{size:,} elements, the mean within one of 256 levels"
             yield judged(implementation, "S3.2", case, level_complaint(found, row), given=given)
             if row == 512:

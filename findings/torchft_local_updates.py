@@ -114,5 +114,5 @@ def find() -> Iterator[Row]:
     )  # fmt: skip
     yield Row(
         diloco, "S9.5", "should_quantize=True", "not judged",
-        "without Triton, and so without a GPU, the option has no effect: the all-reduce is not quantised",
+        "by its source, the option has no effect where Triton is missing, as it is without a GPU",
     )  # fmt: skip
