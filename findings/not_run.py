@@ -8,7 +8,6 @@ from findings.common import Row
 
 PEER = "torch==2.13.0"  # none of them is run
 REASONS = {
-    ("accelerate LocalSGD", "S9.1"): "it was not run: the package needs others that this project does not install",
     ("DeepSpeed OnebitAdam and ZeroOneAdam", "S12.2"): "not installed and not tried: no run without a GPU was attempted",
     ("hivemind averager", "S3.1"): "not installed and not tried",
     ("torch post_localSGD_hook", "S9.1"): "it was not run; the averager that it is used with is judged above",

@@ -101,8 +101,8 @@ def find() -> Iterator[Row]:
         error = on_ranks(quantized, name, 1000, False)[0][1]
         yield judged(
             implementation, "S3.2", "over gloo", error if isinstance(error, str) else None,
-            why="The hook takes the first value of an all-gather's future for the values of all ranks. Over gloo the future holds a "
-            "tensor of each rank, and backward raises. With NCCL it was not run.",
+            why="The hook takes the first value of an all-gather's future for the values of all ranks. Over gloo the future "
+            "holds a tensor of each rank, and backward raises. With NCCL it was not run.",
             promise="The hook is described as experimental; which backends it needs is not said.",
             given="2 ranks, 1,000 float32 of N(0, 1)", effect="Training over gloo ends with an error in its first backward.",
         )  # fmt: skip

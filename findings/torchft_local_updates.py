@@ -92,7 +92,8 @@ def find() -> Iterator[Row]:
         "gradients left in them and at the outer learning rate.",
         promise="`outer_optimizer` may be one optimizer or a list of one for each fragment; a comment says that one alone is kept "
         "for compatibility. The number of fragments that it suits is not limited.",
-        given=GIVEN, effect="Local gradients, at the outer learning rate, move weights in each period, and differently on each rank; there is no error.",
+        given=GIVEN,
+        effect="Local gradients, at the outer learning rate, move weights in each period, differently on each rank.",
     )  # fmt: skip
     promise = "`use_bucketization` is described as a more efficient way to average the same values."
     yield judged(

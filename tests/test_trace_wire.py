@@ -124,7 +124,7 @@ def test_what_exceeds_the_format_may_become_infinite(tmp_path: Path) -> None:
 
 def test_what_is_refused(tmp_path: Path) -> None:
     record(tmp_path, 2, lambda xs: xs.float().mean(0).to(xs.dtype), torch.bfloat16)
-    with pytest.raises(TraceError, match="wire=float16 is for values of float32 and float64, and these are torch.bfloat16"):
+    with pytest.raises(TraceError, match=r"wire=float16 is for values of float32 and float64, and these are torch\.bfloat16"):
         check_trace(tmp_path, "gradient_allreduce", {"wire": "float16"})
     with pytest.raises(ValueError, match="option wire='float8' must be float16 or bfloat16"):
         check_trace(tmp_path, "gradient_allreduce", {"wire": "float8"})
