@@ -110,6 +110,14 @@ def test_faults_are_found(
     assert first.tolerance == f"SUM(2) in {wire}"
 
 
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize(("wire", "eps"), [("float16", 2**-10), ("bfloat16", 2**-7)])
+def test_the_bound_is_the_documented_one(tmp_path: Path, ranks: int, wire: str, eps: float) -> None:
+    for share in (0.99, 1.01):
+        record(tmp_path / str(share), ranks, lambda xs, share=share: xs.mean(0) + share * (ranks + 2) / 2 * eps * xs.abs().mean(0))
+        assert check_trace(tmp_path / str(share), "gradient_allreduce", {"wire": wire}).passed is (share < 1)
+
+
 def test_bfloat16_is_no_float16(tmp_path: Path) -> None:
     record(tmp_path, 2, lambda xs: mean_on_wire(xs, torch.bfloat16))
     (kind,) = check_trace(tmp_path, "gradient_allreduce", {"wire": "float16"}).kinds
