@@ -15,7 +15,7 @@ bin := $(VENV)/bin
 pip := $(bin)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
 pytest := $(bin)/python -m pytest
 
-.PHONY: help env demo test proof explore faults soak release-check bench gpu docs lint types format clean
+.PHONY: help env demo test proof explore faults soak findings release-check bench gpu docs lint types format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -64,12 +64,13 @@ test: lint types docs  ## everything that must be green: style, types, docs, exa
 # Examples that start no other process; in random order they would show what one test leaves to another.
 in_process = $(shell grep -LE 'subprocess|multiprocessing|pytester|tests(\.| import )(launch|cache_servers|cache_jobs|oracle_c|cuda_emulation)' tests/test_*.py)
 
-proof: $(VENV)/.nvrtc $(VENV)/.trainers  ## the slow proofs that CI adds: properties with 100 inputs each, loops, planted faults
+proof: $(VENV)/.nvrtc $(VENV)/.trainers $(VENV)/.peers  ## the slow proofs that CI adds: properties with 100 inputs each, loops, planted faults
 	$(pytest) -n $(WORKERS) --hypothesis-profile=full --timeout=1800 property_tests $(PYTEST_ARGS)
 	$(pytest) -n $(WORKERS) --dist loadfile --timeout=1800 tests/proof tests/meta $(PYTEST_ARGS)
 	$(pytest) -n $(WORKERS) -m proof tests $(PYTEST_ARGS)
 	$(pytest) -n $(WORKERS) --dist loadfile tests/integrations $(PYTEST_ARGS)
 	$(bin)/python tests/meta/false_alarms.py --check
+	PYTHONPATH=$(VENV)/peers $(bin)/python -m findings --check
 	$(pytest) -n $(WORKERS) --shuffle=$(SEED) $(in_process) $(PYTEST_ARGS)
 
 explore: $(VENV)/.dev  ## search for failing inputs of all properties for MINUTES (20); replay with the SEED that it prints
@@ -83,6 +84,17 @@ faults: $(VENV)/.dev  ## run the faults of docs/faults.md for real, and write it
 soak: $(VENV)/.dev  ## train for MINUTES (20), 20,000 steps per algorithm at least, and launch 200 times; what leaks fails
 	$(bin)/python benchmarks/soak.py --minutes $(MINUTES)
 	$(bin)/python docs/_faults.py
+
+# What findings/ is about, in a directory of its own.
+$(VENV)/.peers: $(VENV)/.dev findings/requirements.txt
+	@echo "Installing the peers of findings/ ..."
+	@rm -rf $(VENV)/peers
+	@$(pip) --no-deps --target $(VENV)/peers -r findings/requirements.txt
+	@touch $@
+
+findings: $(VENV)/.peers  ## judge living implementations (torch, torchft, Decent-DP, accelerate), and write docs/findings.md
+	PYTHONPATH=$(VENV)/peers $(bin)/python -m findings
+	$(bin)/python docs/_findings.py
 
 # Needs nothing of .venv: what it builds and installs is in folders of its own.
 release-check:  ## build what would be released and try it as a user would, outside of this folder

@@ -167,7 +167,7 @@ class TorchFT:
             self.store.set(self.key, f"http://{self.address}:{port}")
 
     @contextmanager
-    def manager(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    def manager(self, module: nn.Module, optimizer: torch.optim.Optimizer, init_sync: bool = True) -> Iterator[Any]:
         from torchft.manager import Manager
         from torchft.process_group import ProcessGroupGloo
 
@@ -182,7 +182,7 @@ class TorchFT:
             ProcessGroupGloo(limit), load, lambda: {"module": module.state_dict(), "optimizer": optimizer.state_dict()}, self.ranks,
             use_async_quorum=False, timeout=limit, quorum_timeout=limit, rank=0, world_size=1, store_addr=self.address,
             store_port=own.port, lighthouse_addr=self.store.get(self.key).decode(), replica_id=str(self.rank),
-            hostname=self.address,
+            hostname=self.address, init_sync=init_sync,
         )  # fmt: skip
         try:
             yield manager

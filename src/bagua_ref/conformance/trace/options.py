@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from bagua_ref.backends import list_codecs
+from bagua_ref.conformance.trace.wire import WIRES
 from bagua_ref.graphs import MODES
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["ALGORITHMS", "merged_options", "parse_options"]
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
-    "gradient_allreduce": {"hierarchical": False, "average": True, "scattergather": False},
+    "gradient_allreduce": {"hierarchical": False, "average": True, "scattergather": False, "wire": None},
     "bytegrad": {"hierarchical": True, "average": True, "compression": "MinMaxUInt8"},
     "decentralized": {"hierarchical": True, "peer_selection_mode": "all"},
     "low_precision_decentralized": {"hierarchical": True, "compression": "MinMaxUInt8"},
@@ -41,6 +42,7 @@ _ALLOWED: dict[str, tuple[str, Any]] = {
     "hierarchical": ("true or false", lambda value: isinstance(value, bool)),
     "average": ("true or false", lambda value: isinstance(value, bool)),
     "scattergather": ("true or false", lambda value: isinstance(value, bool)),
+    "wire": (" or ".join(WIRES), lambda value: value in WIRES),
     "compression": ("the name of a codec", lambda value: value in list_codecs("reference")),
     "peer_selection_mode": (f"one of {', '.join(_MODES)}", lambda value: value in _MODES),
     "warmup_steps": ("a number of steps", lambda value: value is None or (type(value) is int and value >= 0)),

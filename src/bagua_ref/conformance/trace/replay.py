@@ -16,6 +16,7 @@ from bagua_ref.bucket import BaguaBucket
 from bagua_ref.conformance.expected.tolerances import SUM
 from bagua_ref.conformance.trace.compressed import expected_of_powersgd, expected_of_topk
 from bagua_ref.conformance.trace.expectation import Expected, NotReplayable
+from bagua_ref.conformance.trace.wire import expected_on_wire
 from bagua_ref.graphs import MODES, checked_graph, in_turn
 from bagua_ref.process_group import init_process_group
 from bagua_ref.simulation import SimulatedWorld
@@ -84,6 +85,8 @@ class Replay:
         if self.algorithm == "low_precision_decentralized":
             return self._ring(records, before)
         average, hierarchical = self.options.get("average", True), self.options["hierarchical"]
+        if wire := self.options.get("wire"):
+            return [expected_on_wire(found, records, wire) for found in self._full_precision(records, hierarchical, average)]
         if self.algorithm == "gradient_allreduce" and not self.options.get("scattergather"):
             return self._full_precision(records, hierarchical, average)
         if self.algorithm == "qadam":

@@ -1,0 +1,61 @@
+"""Tests of the findings: verdicts are the committed ones, and the page says the same."""
+
+from __future__ import annotations
+
+import importlib
+import json
+
+import pytest
+import torch
+from findings import __main__ as runner
+from findings.common import Row, first_difference, judged, missing
+
+from bagua_ref.conformance.expected.tolerances import EXACT
+
+page = importlib.import_module("docs._findings")
+COMMITTED = json.loads(runner.RESULTS.read_text())
+
+
+@pytest.mark.parametrize("name", runner.NAMES)
+def test_verdicts_are_the_committed_ones(name: str) -> None:
+    if reason := missing(importlib.import_module(f"findings.{name}").PEER):
+        pytest.skip(reason)
+    assert runner.disagreements(name, runner.rows_of(name)) == []
+
+
+def test_the_page_is_that_of_the_results() -> None:
+    assert page.PAGE.read_text() == page.page(COMMITTED)
+    assert list(COMMITTED) == runner.NAMES
+
+
+def test_every_row_says_what_its_verdict_needs() -> None:
+    for row in (row for rows in COMMITTED.values() for row in rows):
+        assert row["verdict"] in page.VERDICTS
+        if row["verdict"] in ("fault", "differs by design"):
+            assert all(row[field] for field in ("why", "promise", "given", "complaint", "effect")), row
+        if row["verdict"] == "not judged":
+            assert row["why"]
+
+
+def test_another_verdict_and_a_missing_row_are_told() -> None:
+    first, *others = COMMITTED["torch_averagers"]
+    changed = {**first, "verdict": "fault" if first["verdict"] == "agrees" else "agrees"}
+    told = runner.disagreements("torch_averagers", [changed, *others])
+    assert sorted(line.rpartition(": ")[2] for line in told) == ["committed, but not found now", "not among the committed ones"]
+    assert len(runner.disagreements("torch_averagers", others)) == 1
+
+
+def test_a_peer_of_another_version_is_missing() -> None:
+    assert missing("torch==" + torch.__version__.partition("+")[0]) is None
+    assert missing("torch==0.1") == f"torch {torch.__version__.partition('+')[0]} is installed, and the script is about 0.1"
+    assert missing("no-such-peer==1") == "no-such-peer is not installed"
+
+
+def test_a_difference_is_located_and_judged() -> None:
+    wanted = [[[torch.zeros(2)], [torch.zeros(2)]]]
+    assert first_difference([[[torch.zeros(2)]], [[torch.zeros(2)]]], wanted, EXACT) is None
+    told = first_difference([[[torch.zeros(2)]], [[torch.ones(2)]]], wanted, EXACT)
+    assert told is not None
+    assert told.startswith("after step 1, rank 1, parameter 0: 2 of 2 elements differ")
+    assert judged("x", "S1", "case", None) == Row("x", "S1", "case", "agrees")
+    assert judged("x", "S1", "case", told).verdict == "fault"
