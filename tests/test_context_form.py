@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +23,9 @@ def trained(rank: int, algorithm: str, in_context: bool) -> torch.Tensor:
     """Train 6 steps: one without a backward pass, and each of the others with an accumulating one before."""
     module = Net()
     optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    options = {"period": 2} if algorithm in ("local_sgd", "diloco") else {}
+    options: dict[str, Any] = {"period": 2} if algorithm in ("local_sgd", "diloco") else {}
     if algorithm == "qadam":
-        optimizer = options["q_adam_optimizer"] = QAdamOptimizer(module.parameters(), lr=0.01, warmup_steps=2)  # type: ignore
+        optimizer = options["q_adam_optimizer"] = QAdamOptimizer(module.parameters(), lr=0.01, warmup_steps=2)
     made = Algorithm.init(algorithm, **options)
     before = set(module.__dict__)
     with bagua_ref.train(module, [optimizer], made) if in_context else nullcontext(module.with_bagua([optimizer], made)):
@@ -64,10 +65,13 @@ def test_training_twice_and_asynchronous_averaging_are_refused_and_an_error_leav
     def rank(r: int) -> None:
         module = Net()
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        with pytest.raises(KeyError), bagua_ref.train(module, [optimizer], GradientAllReduceAlgorithm()):
-            with pytest.raises(ValueError, match=r"by train\(\) already"):
+
+        def fail() -> None:
+            with bagua_ref.train(module, [optimizer], GradientAllReduceAlgorithm()):
                 module.with_bagua([optimizer], GradientAllReduceAlgorithm())
-            raise KeyError
+
+        with pytest.raises(ValueError, match=r"by train\(\) already"):
+            fail()
         assert "_bagua" not in module.__dict__
         with pytest.raises(NotImplementedError, match="AsyncModelAverageAlgorithm"):
             bagua_ref.train(module, [optimizer], Algorithm.init("async")).__enter__()
@@ -76,6 +80,23 @@ def test_training_twice_and_asynchronous_averaging_are_refused_and_an_error_leav
             bagua_ref.train(module, [optimizer], GradientAllReduceAlgorithm()).__enter__()
 
     simulate(2, rank)
+
+
+def test_no_step_follows_a_backward_pass_that_failed() -> None:
+    def refuse(gradient: torch.Tensor) -> None:
+        raise KeyError
+
+    module = Net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    bagua_ref.init_process_group()
+    with bagua_ref.train(module, [optimizer], GradientAllReduceAlgorithm()):
+        hidden = module.body(batch(0))
+        hidden.register_hook(refuse)
+        with pytest.raises(KeyError):
+            module.head(hidden).sum().backward()
+        with pytest.raises(RuntimeError, match="a backward pass failed"):
+            optimizer.step()
+    bagua_ref.destroy_process_group()
 
 
 def both_reduce() -> None:

@@ -21,7 +21,7 @@ def refuse_both(group: Group) -> None:
     Raises:
         RuntimeError: they share more than this rank; says which of the two to drop.
     """
-    around = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+    around = DistributedDataParallel._get_active_ddp_module()
     if around is not None:
         _refuse(around, group, "around")
 
@@ -38,6 +38,6 @@ def _refuse(ddp: DistributedDataParallel, group: Group, where: str) -> None:
     if len(shared) > 1:
         raise RuntimeError(
             f"torch's DistributedDataParallel {where} this module and bagua_ref both reduce over ranks {shared}, so that all "
-            "gradients would travel twice: drop DistributedDataParallel and train the plain module, or drop with_bagua() or train() "
-            "to have DistributedDataParallel reduce alone. Both can work only over groups that share no more than one rank"
+            "gradients would travel twice: drop DistributedDataParallel and train the plain module, or drop with_bagua() or "
+            "train() to have DistributedDataParallel reduce alone. Both work only over groups that share no more than one rank"
         )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from bagua_ref.algorithms import AsyncModelAverageAlgorithm
 from bagua_ref.data_parallel.wrapping import context_of, wrap
+from bagua_ref.utils import NotCopied
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
     from bagua_ref.algorithms.base import Algorithm
     from bagua_ref.backends.base import KernelBackend
+    from bagua_ref.data_parallel.wrapped_module import WrappedModule
     from bagua_ref.types import Group
 
 __all__ = ["train"]
@@ -89,5 +91,15 @@ def train(
     finally:
         context = context_of(model)
         if context is not None:
-            context.withdraw()
+            _withdraw(context)
             context.close()
+
+
+def _withdraw(context: WrappedModule) -> None:
+    """Take back what `WrappedModule.publish` did, but leave a name that the user gave."""
+    attributes = context.module.__dict__
+    for name in ("_bagua", "bagua_algorithm", "bagua_optimizers", "bagua_buckets", "bagua_train_step_counter"):
+        attributes.pop(name, None)
+    if isinstance(attributes.get("bagua_module_name"), NotCopied):
+        del attributes["bagua_module_name"]
+    context.world.engines.pop(context.bagua_module_name, None)

@@ -212,15 +212,6 @@ class WrappedModule(NotCopied):
         self._post_backward_hook = algorithm.init_post_backward_hook(self)
         self._post_step_hook = algorithm.init_post_optimizer_step_hook(self)
 
-    def withdraw(self) -> None:
-        """Take back what `publish` did, but leave a name that the user gave."""
-        attributes = self.module.__dict__
-        for name in ("_bagua", "bagua_algorithm", "bagua_optimizers", "bagua_buckets", "bagua_train_step_counter"):
-            attributes.pop(name, None)
-        if isinstance(attributes.get("bagua_module_name"), _OwnName):
-            del attributes["bagua_module_name"]
-        self.world.engines.pop(self.bagua_module_name, None)
-
     def _forward_called(self, module: torch.nn.Module, input: Any) -> None:
         # Activation checkpointing repeats forward passes; torch.export runs one with stand-ins for the parameters.
         if not module.training or _inside_backward() or torch.compiler.is_compiling():
@@ -267,6 +258,8 @@ class WrappedModule(NotCopied):
     def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.given_group.refuse_in_child()
         self.rounds.check_usable()
+        if self.without_forward and self._in_backward and not _inside_backward():
+            raise RuntimeError("a backward pass failed inside train(), so gradients are of this rank alone; leave the context")
         self._guard.before_step(optimizer)
 
     def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
