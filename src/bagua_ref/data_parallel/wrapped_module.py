@@ -257,9 +257,9 @@ class WrappedModule(NotCopied):
 
     def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.given_group.refuse_in_child()
-        self.rounds.check_usable()
         if self.without_forward and self._in_backward and not _inside_backward():
             raise RuntimeError("a backward pass failed inside train(), so gradients are of this rank alone; leave the context")
+        self.rounds.check_usable()
         self._guard.before_step(optimizer)
 
     def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
