@@ -49,7 +49,7 @@ from bagua_ref.communication import (
     scatter_inplace,
     send,
 )
-from bagua_ref.data_parallel import GradScaler, join
+from bagua_ref.data_parallel import GradScaler, join, train
 from bagua_ref.distributed import BaguaModule
 from bagua_ref.env import get_local_rank, get_local_size, get_rank, get_world_size
 from bagua_ref.integrations import ddp_comm_hook
@@ -104,6 +104,7 @@ __all__ = [
     "scatter",
     "scatter_inplace",
     "send",
+    "train",
     "use_backend",
 ]
 

@@ -257,7 +257,14 @@ OVERLAPPING = [
     ("the levels that are needed", ENCODER, "        yield HEADER_BYTES + columns.stop\n        value", "        yield HEADER_BYTES\n        value", STEPS),
     ("all chunks at the same time", TILES, "    for column in range(0, num_columns, columns):\n        for row in range(0, num_rows, rows):\n", "    for row in range(0, num_rows, rows):\n        for column in range(0, num_columns, columns):\n", ADVANCE),
 ]  # fmt: skip
-GUARDS = CACHE + AGREEMENT + GRAPHS + JOIN + LOCAL_UPDATES + FUSED + COMPRESSING + REMEMBERING + OVERLAPPING
+FORM = "tests/test_context_form.py"
+HOOKS = "src/bagua_ref/data_parallel/wrapped_module.py"
+CONTEXT_FORM = [
+    ("a first gradient that stands in for the forward pass", HOOKS, "                self._begin_forward(())\n", "", f"{FORM}::test_the_context_gives_the_bits_of_with_bagua[decentralized]"),
+    ("no step after a backward pass that failed", HOOKS, "        if self.without_forward and self._in_backward and not _inside_backward():\n", "        if False:\n", f"{FORM}::test_no_step_follows_a_backward_pass_that_failed"),
+    ("DistributedDataParallel around a training", HOOKS, "        refuse_both(self.given_group)\n", "", f"{FORM}::test_DistributedDataParallel_over_the_same_ranks_is_refused"),
+]  # fmt: skip
+GUARDS = CACHE + AGREEMENT + GRAPHS + JOIN + LOCAL_UPDATES + FUSED + COMPRESSING + REMEMBERING + OVERLAPPING + CONTEXT_FORM
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import torch
 from bagua_ref.algorithms.base import GlobalAlgorithmRegistry
 from bagua_ref.communication import broadcast_coalesced
 from bagua_ref.data_parallel.agreed_rounds import BUFFERS, AgreedRounds
+from bagua_ref.data_parallel.both_reduce import refuse_both, refuse_inside
 from bagua_ref.data_parallel.bucketing import split_into_buckets
 from bagua_ref.data_parallel.state_broadcast import broadcast_state
 from bagua_ref.data_parallel.step_guard import StepGuard
@@ -54,6 +55,7 @@ class WrappedModule(NotCopied):
         timeout: seconds without progress after which waiting raises.
         bucket_bytes: the size at which a bucket is closed; None: `bagua_ref.env.get_default_bucket_size`.
         broadcast_buffers: broadcast the first rank's buffers before each training forward pass, not only now.
+        without_forward: a backward pass's first gradient stands in for the beginning of a training forward pass.
 
     Attributes:
         options: the keyword arguments, from which `wrapping.resynchronize` makes the training anew.
@@ -74,6 +76,7 @@ class WrappedModule(NotCopied):
         timeout: float = 300.0,
         bucket_bytes: int | None = None,
         broadcast_buffers: bool = False,
+        without_forward: bool = False,
     ) -> None:
         self.algorithm = algorithm
         self.options: dict[str, Any] = {
@@ -83,7 +86,9 @@ class WrappedModule(NotCopied):
             "timeout": timeout,
             "bucket_bytes": bucket_bytes,
             "broadcast_buffers": broadcast_buffers,
+            "without_forward": without_forward,
         }
+        refuse_inside(uncompiled(module), group)
         self._called = weakref.ref(module)  # hooks on the module inside a compiled one would be compiled
         module = uncompiled(module)
         self._module = weakref.ref(module)
@@ -104,6 +109,9 @@ class WrappedModule(NotCopied):
         self.skipping = False
         """Whether training forward passes that begin now skip communication, as in `no_sync`."""
         self._in_backward = False
+        self.without_forward = without_forward
+        self._backward_begun = -1
+        """The last backward pass that stood in for a forward pass."""
         self._guard = StepGuard(self.bagua_module_name, self.bagua_optimizers)
         self._bagua_backend = Engine(world, self.bagua_module_name, timeout, GlobalAlgorithmRegistry.name_of(algorithm))
         self._parameters = TrainedParameters(module, self.parameters_to_ignore)
@@ -125,7 +133,7 @@ class WrappedModule(NotCopied):
         self.rounds = AgreedRounds(self)
         self.reset()
         self._handles.append(module.register_load_state_dict_post_hook(OwnHook(self.rounds.note_load)))
-        self._handles.append(self.called_module.register_forward_pre_hook(OwnHook(self._begin_forward)))
+        self._handles.append(self.called_module.register_forward_pre_hook(OwnHook(self._forward_called)))
         for name, parameter in self.bagua_build_params():
             self._handles.append(parameter.register_post_accumulate_grad_hook(GradientHook(self, name)))
         for optimizer in self.bagua_optimizers:
@@ -204,10 +212,15 @@ class WrappedModule(NotCopied):
         self._post_backward_hook = algorithm.init_post_backward_hook(self)
         self._post_step_hook = algorithm.init_post_optimizer_step_hook(self)
 
-    def _begin_forward(self, module: torch.nn.Module, input: Any) -> None:
+    def _forward_called(self, module: torch.nn.Module, input: Any) -> None:
         # Activation checkpointing repeats forward passes; torch.export runs one with stand-ins for the parameters.
         if not module.training or _inside_backward() or torch.compiler.is_compiling():
             return
+        refuse_both(self.given_group)
+        if not self.without_forward:
+            self._begin_forward(input)
+
+    def _begin_forward(self, input: Any) -> None:
         self.given_group.refuse_in_child()
         self._parameters.check()
         if self._in_backward:  # the last backward pass failed
@@ -244,6 +257,8 @@ class WrappedModule(NotCopied):
 
     def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.given_group.refuse_in_child()
+        if self.without_forward and self._in_backward and not _inside_backward():
+            raise RuntimeError("a backward pass failed inside train(), so gradients are of this rank alone; leave the context")
         self.rounds.check_usable()
         self._guard.before_step(optimizer)
 
@@ -261,6 +276,11 @@ class WrappedModule(NotCopied):
     def _begin_backward(self, name: str, parameter: Any) -> bool:
         """Return whether the backward pass that delivers its first gradient now is synchronized."""
         self.given_group.refuse_in_child()
+        if self.without_forward and self.module.training:
+            backward = torch._C._current_graph_task_id()
+            if backward != self._backward_begun:
+                self._backward_begun = backward
+                self._begin_forward(())
         bypassed = self._why_bypassed()
         # What counts is whether the forward pass ran under no_sync (S5), and the backward pass only if there was no forward pass.
         if bypassed is None and self._synchronizing and (self._guard.expects_backward or not self.skipping):

@@ -36,12 +36,13 @@ def wrap(
     timeout: float | None,
     bucket_bytes: int | None = None,
     broadcast_buffers: bool = False,
+    without_forward: bool = False,
     caller: str = "with_bagua",
 ) -> None:
     """Train ``module`` together with the other ranks from now on; wrapping again replaces the algorithm (S5).
 
-    Arguments and errors as `bagua_ref.distributed.BaguaModule.with_bagua`; ``bucket_bytes`` and ``broadcast_buffers`` as
-    `WrappedModule`; ``caller`` is what the user called, for messages.
+    Arguments and errors as `bagua_ref.distributed.BaguaModule.with_bagua`; ``bucket_bytes``, ``broadcast_buffers``
+    and ``without_forward`` as `WrappedModule`; ``caller`` is what the user called, for messages.
     """
     called, module = module, uncompiled(module)
     optimizers = _check(module, optimizers, algorithm, timeout)
@@ -61,6 +62,9 @@ def wrap(
         )
     group.refuse_in_child()
     before = context_of(module)
+    if before is not None and (without_forward or before.without_forward):
+        active = "train()" if before.without_forward else "with_bagua()"
+        raise ValueError(f"this {type(module).__name__} is in training by {active} already; {caller}() cannot train it as well")
     if before is not None:
         before._bagua_backend.wait_pending_comm_ops()
         take_up_again = before.bagua_algorithm.suspend()
@@ -77,6 +81,7 @@ def wrap(
             timeout=group.timeout if timeout is None else timeout,
             bucket_bytes=bucket_bytes,
             broadcast_buffers=broadcast_buffers,
+            without_forward=without_forward,
         )
     except Exception:
         if before is not None:
