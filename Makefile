@@ -62,7 +62,7 @@ test: lint types docs  ## everything that must be green: style, types, docs, exa
 	$(pytest) -n $(WORKERS) --dist loadfile -m "not proof" --ignore=tests/test_import.py $(PYTEST_ARGS)
 
 # Examples that start no other process; in random order they would show what one test leaves to another.
-in_process = $(shell grep -LE 'subprocess|multiprocessing|pytester|tests(\.| import )(launch|cache_servers|cache_jobs|oracle_c|cuda_emulation)' tests/test_*.py)
+in_process = $(shell grep -LE 'subprocess|multiprocessing|pytester|from findings|tests(\.| import )(launch|cache_servers|cache_jobs|oracle_c|cuda_emulation)' tests/test_*.py)
 
 proof: $(VENV)/.nvrtc $(VENV)/.trainers $(VENV)/.peers  ## the slow proofs that CI adds: properties with 100 inputs each, loops, planted faults
 	$(pytest) -n $(WORKERS) --hypothesis-profile=full --timeout=1800 property_tests $(PYTEST_ARGS)

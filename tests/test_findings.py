@@ -14,11 +14,13 @@ from bagua_ref.conformance.expected.tolerances import EXACT
 
 page = importlib.import_module("docs._findings")
 COMMITTED = json.loads(runner.RESULTS.read_text())
+PEERS = {name: importlib.import_module(f"findings.{name}").PEER for name in runner.NAMES}
 
 
-@pytest.mark.parametrize("name", runner.NAMES)
+@pytest.mark.parametrize("name", [name for name, peer in PEERS.items() if peer.startswith("torch==")])
 def test_verdicts_are_the_committed_ones(name: str) -> None:
-    if reason := missing(importlib.import_module(f"findings.{name}").PEER):
+    """About torch; ``make proof`` installs the other peers."""
+    if reason := missing(PEERS[name]):
         pytest.skip(reason)
     assert runner.disagreements(name, runner.rows_of(name)) == []
 
