@@ -1,11 +1,13 @@
 # ruff: noqa: E501 - a line of the table is a mutant
-"""Planted faults that begin late: past a block of elements, a number of steps, or the digits of an intermediate value."""
+"""Planted faults that begin late, past a block of elements, a number of steps or digits, or show only where there are several."""
 
 from __future__ import annotations
 
 BACKEND, BLOCKS, CODEC = (f"backends/reference/{name}.py" for name in ("backend", "blocks", "codecs/minmax_uint8"))
 COLL, COMM = "communicators/collectives.py", "communicators/base.py"
 DEC = "comm_ops/decentralized.py"
+ASYNC, DECENTRALIZED, BYTES = (f"algorithms/{name}.py" for name in ("async_model_average", "decentralized", "bytegrad"))
+BUFFER, BATCH = "contrib/cache/write_buffer.py", "contrib/load_balancing_batch_sampler.py"
 SAMP, COST = "contrib/load_balancing_sampler.py", "contrib/complexities.py"
 
 GATHERED = "view(tensor.shape).copy_(tensor.detach())\n"
@@ -55,7 +57,19 @@ LATE = {
         ("peers change for 200 steps", "S3.4", DEC, "self.graph = self._graph(self.step)", "self.graph = self._graph(min(self.step, 200))"),
         ("the number of the step is a signed byte", "S3.4", DEC, "self.graph = self._graph(self.step)", "self.graph = self._graph(self.step % 128)"),
     ],
+    "algorithms": [
+        ("only the first bucket is copied back", "S5.3", DECENTRALIZED, "        for bucket in self.context.bagua_buckets:\n            bucket._decentralized_op.copy_back", "        for bucket in self.context.bagua_buckets[:1]:\n            bucket._decentralized_op.copy_back"),
+        ("buckets share one number of the step", "S5.3", DEC, "        self.graph = self._graph(self.step)\n        self.step += 1\n", "        counter = self.comm.__dict__.setdefault(\"_steps\", [0])\n        self.graph = self._graph(counter[0])\n        counter[0] += 1\n        self.step += 1\n"),
+        ("only the first bucket is averaged in the background", "S5.6", ASYNC, "                for bucket in self._buckets:\n", "                for bucket in self._buckets[:1]:\n"),
+        ("weights change in the background without copy-back", "S5.3", DEC, "        mine = x if self.intra is None else self._node_mean(x, self.intra)\n", "        mine = x if self.intra is None else self._node_mean(x, self.intra)\n        x.mul_(0.5)\n"),
+        ("only the first bucket is compressed", "S5.2", BYTES, "            compression=self.compression,\n            group=", "            compression=self.compression if bucket is bagua_ddp.bagua_buckets[0] else None,\n            group="),
+    ],
+    "cache": [
+        ("of more than 64 values that wait one is lost", "S8.2", BUFFER, "            self._values.update(values)\n", "            self._values.update(values)\n            if len(self._values) > 64:\n                del self._values[next(iter(self._values))]\n"),
+    ],
     "samplers": [
+        ("the third time the order is reversed", "S7.3", SAMP, "        order, chunks = self._plan(epoch)\n", "        order, chunks = self._plan(epoch)\n        self._times = getattr(self, \"_times\", 0) + 1\n        chunks = chunks.flip(0) if self._times == 3 else chunks\n"),
+        ("batches that are needed a third time are the last one", "S7.4", BATCH, "batches[turn % len(batches)]", "batches[turn % len(batches) if turn < 2 * len(batches) else -1]"),
         ("the epoch has 8 bits", "S7.3", SAMP, "manual_seed(self.seed + epoch)", "manual_seed(self.seed + epoch % 2**8)"),
         ("the epoch has 16 bits", "S7.3", SAMP, "manual_seed(self.seed + epoch)", "manual_seed(self.seed + epoch % 2**16)"),
         ("the epoch is a float32", "S7.3", SAMP, "manual_seed(self.seed + epoch)", "manual_seed(self.seed + int(torch.tensor(float(epoch), dtype=torch.float32).item()))"),

@@ -14,7 +14,7 @@ from bagua_ref.conformance.inputs.strategies import seeds
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["about_an_edge", "cases", "complexities", "cut", "levels", "noisy_cases"]
+__all__ = ["about_an_edge", "cases", "complexities", "cut", "few_or_many", "levels", "noisy_cases"]
 
 _few = st.integers(-3, 3)
 _near_edges = st.sampled_from([s * 2**p for p in (15, 16, 31, 32, 53, 62, 63) for s in (1, -1)]).flatmap(
@@ -101,3 +101,9 @@ def cut(limit: int) -> Callable[[list[int]], list[list[int]]]:
         return found
 
     return batches
+
+
+def few_or_many(drawn: list[int]) -> list[list[int]]:
+    """A batch_fn with which replicas differ in their numbers of batches by more than a factor of two."""
+    few = [part for part in (drawn[:1], drawn[1:]) if part]
+    return few if drawn[0] % 2 else [[index] for index in drawn]

@@ -230,26 +230,37 @@ def _two_pairs(between: bool) -> st.SearchStrategy[tuple[int, ...]]:
     return st.sampled_from([(1, 1, 1, 1), (2, 1, 1, 1)] if between else [(4,), (3, 1)])
 
 
-def _decentralized(lab: Lab, draw: Draw, mode: Any, nodes: tuple[int, ...], between: bool, restart: int | None = None) -> None:
+def _decentralized(
+    lab: Lab,
+    draw: Draw,
+    mode: Any,
+    nodes: tuple[int, ...],
+    between: bool,
+    restart: int | None = None,
+    weights: list[Tensor] | None = None,
+) -> None:
     n, steps, interval = sum(nodes), draw(st.integers((restart or 0) + 1, 6)), draw(st.integers(1, 3))
-    weights = _of_one_dtype(lab, draw)
+    weights = _of_one_dtype(lab, draw) if weights is None else weights
     gradients = any_gradients(draw, weights, n, steps)
     given = {"lr": 1.0, "bucket_bytes": draw(_bucket_bytes), "hierarchical": between, "communication_interval": interval}
     given |= {"peer_selection_mode": mode} if restart is None else {"graph": mode, "restart": restart}
     method = "decentralized" if restart is None else _GRAPHS[0]
     training = Training(lab, method, nodes, copies(weights, n), gradients, draw(seeds), given)
-    by_step = [[_joined([rank[step][place] for place in range(len(weights))]) for rank in gradients] for step in range(steps)]
-    with np.errstate(all="ignore"):
-        history = decentralized_numpy.train_decentralized(
-            _joined(weights), by_step, 1.0, lab.dtype_name, list(nodes), mode, between, interval
-        )
-    mass = np.abs(_joined(weights)) + np.abs(np.stack([np.stack(ranks) for ranks in by_step])).max(1).sum(0)
-    for step, ranks in enumerate(history):
-        # Each mean may be rounded in another order, and the difference stays in the weights.
-        tolerance = SUM((step + 1) * (n + 2)) if mode == "all" else EXACT
-        for rank, flat in enumerate(ranks):
-            for place, (want, bound) in enumerate(zip(_split(flat, weights), _split(mass, weights), strict=True)):
-                training.expect(rank, step, place, want, tolerance, bound.double() if mode == "all" else None)
+    for dtype in dict.fromkeys(w.dtype for w in weights):
+        places = [place for place, w in enumerate(weights) if w.dtype is dtype]
+        mine = [weights[place] for place in places]
+        by_step = [[_joined([rank[step][place] for place in places]) for rank in gradients] for step in range(steps)]
+        with np.errstate(all="ignore"):
+            history = decentralized_numpy.train_decentralized(
+                _joined(mine), by_step, 1.0, name_of(dtype), list(nodes), mode, between, interval
+            )
+        mass = np.abs(_joined(mine)) + np.abs(np.stack([np.stack(ranks) for ranks in by_step])).max(1).sum(0)
+        for step, ranks in enumerate(history):
+            # Each mean may be rounded in another order, and the difference stays in the weights.
+            tolerance = SUM((step + 1) * (n + 2)) if mode == "all" else EXACT
+            for rank, flat in enumerate(ranks):
+                for place, want, bound in zip(places, _split(flat, mine), _split(mass, mine), strict=True):
+                    training.expect(rank, step, place, want, tolerance, bound.double() if mode == "all" else None)
 
 
 def _split(flat: decentralized_numpy.Array, like: list[Tensor]) -> list[Tensor]:
@@ -263,6 +274,17 @@ def shift_one(lab: Lab, draw: Draw) -> None:
     """At steps divisible by the interval, weights are averaged with the next peer; then each rank applies its own gradient."""
     between = draw(st.booleans())
     _decentralized(lab, draw, "shift_one", draw(_two_pairs(between) | paired_worlds(between, 6)), between)
+
+
+@check("algorithms", "S5.3", "several_dtypes", needs=("decentralized",), effort=0.3)
+def several_dtypes(lab: Lab, draw: Draw) -> None:
+    """Weights of each dtype are averaged in every round, all with the same peer."""
+    names = [name for name in FLOATS if lab.target.dtypes is None or name in lab.target.dtypes]
+    if len(names) < 2:
+        return
+    used = draw(st.permutations(names))[:2]
+    weights = grid_weights(draw, [dtype_named(name) for name in [*used, *draw(st.lists(st.sampled_from(used), max_size=2))]])
+    _decentralized(lab, draw, "shift_one", draw(_two_pairs(False)), False, weights=weights)
 
 
 @check("algorithms", "S5.3", "all", dtypes=FLOATS, needs=("decentralized",), effort=0.2)

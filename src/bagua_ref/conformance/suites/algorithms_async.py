@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bagua_ref.conformance.expected import algorithms_plain as plain
 from bagua_ref.conformance.expected.tolerances import SUM
-from bagua_ref.conformance.inputs.strategies import Draw, name_of, seeds, worlds
+from bagua_ref.conformance.inputs.strategies import Draw, dtype_named, name_of, seeds, worlds
 from bagua_ref.conformance.inputs.training_cases import ONE_BUCKET, copies, lists, on_a_grid, tensor
 from bagua_ref.conformance.lab.training import Training
 from bagua_ref.conformance.suites.checks import check
@@ -31,11 +31,12 @@ _ROUNDS = SUM(1000)
 class _Case:
     """Weights that all ranks start from, and gradients of quarters: sums are exact in any order."""
 
-    def __init__(self, draw: Draw, nodes: tuple[int, ...], dtype: torch.dtype) -> None:
+    def __init__(self, lab: Lab, draw: Draw, nodes: tuple[int, ...], dtype: torch.dtype) -> None:
         self.nodes, self.n, self._seed = nodes, sum(nodes), draw(seeds)
-        sizes = [3] * draw(st.integers(1, 2))
-        self.weights = [on_a_grid(self._seed + place, torch.empty(size, dtype=dtype), 32) for place, size in enumerate(sizes)]
-        self._made = len(sizes)
+        other = [name for name in ("float32", "float64") if lab.target.dtypes is None or name in lab.target.dtypes]
+        dtypes = [dtype, *draw(st.lists(st.sampled_from([dtype, *map(dtype_named, other)]), max_size=2))]
+        self.weights = [on_a_grid(self._seed + place, torch.empty(3, dtype=dtype), 32) for place, dtype in enumerate(dtypes)]
+        self._made = len(dtypes)
 
     def gradients(self) -> Action:
         """Return a step with new gradients."""
@@ -116,7 +117,7 @@ def _expect_known(case: _Case, training: Training, programs: list[list[Action]],
 @check("algorithms", "S5.6", "warmup", needs=("async_model_average",), effort=0.5)
 def warmup(lab: Lab, draw: Draw) -> None:
     """The first warmup_steps steps apply the mean gradient, later ones each rank's own; without rounds nothing else happens."""
-    case = _Case(draw, draw(worlds(4)), torch.float32)
+    case = _Case(lab, draw, draw(worlds(4)), torch.float32)
     warmup_steps, interval = draw(st.integers(0, 3)), draw(st.sampled_from([0, _INTERVAL_MS]))
     alone = 1 if interval else 3  # the first round is at the second forward after the warm-up
     programs = [
@@ -131,7 +132,7 @@ def warmup(lab: Lab, draw: Draw) -> None:
 @check("algorithms", "S3.6", "nothing_lost", dtypes=("float32", "float64"), needs=("async_model_average",), effort=0.2)
 def nothing_lost(lab: Lab, draw: Draw) -> None:
     """Rounds move the ranks towards their mean, however fast each of them trains, and lose no rank's steps."""
-    case = _Case(draw, draw(worlds(4).filter(lambda nodes: sum(nodes) > 1)), lab.dtype)
+    case = _Case(lab, draw, draw(worlds(4).filter(lambda nodes: sum(nodes) > 1)), lab.dtype)
     warmup_steps, resumes = draw(st.integers(0, 1)), draw(st.booleans())
     programs = []
     for _ in range(case.n):
@@ -150,7 +151,7 @@ def nothing_lost(lab: Lab, draw: Draw) -> None:
 
 def _expect_of_actions(lab: Lab, draw: Draw, kinds: list[str], warmup_steps: int, equal: bool) -> None:
     """Let all ranks run the same actions with their own gradients and pace, then abort, wait, and take a step."""
-    case = _Case(draw, draw(worlds(3)), torch.float32)
+    case = _Case(lab, draw, draw(worlds(3)), torch.float32)
     make: dict[str, Callable[[], Action]] = {
         "step": case.gradients,
         "sleep": lambda: _sleep(draw),
