@@ -26,6 +26,7 @@ from bagua_ref.conformance.clauses import VECTORS_VERSIONS
 from bagua_ref.conformance.vectors import VECTORS_VERSION, VectorsError, check_outputs, export_vectors, read_manifest
 from bagua_ref.conformance.vectors.case import canonical, name_of
 from bagua_ref.conformance.vectors.check import tolerance_named
+from bagua_ref.conformance.vectors.in_order import InOrder
 from bagua_ref.conformance.vectors.independent import solve
 from bagua_ref.conformance.vectors.manifest import manifest_text, read_vectors, schema_text
 from bagua_ref.conformance.vectors.numbers import Numbers
@@ -611,3 +612,16 @@ def test_the_client_in_c_says_what_it_cannot_read(client: Path, vectors: Path, t
 def test_an_unusable_call_raises(tmp_path: Path) -> None:
     with pytest.raises(VectorsError, match="is this a directory of vectors"):
         check_outputs(tmp_path, tmp_path)
+
+
+def test_products_of_the_export_are_summed_in_order_whatever_the_library_does() -> None:
+    a, b = torch.tensor([[1e16, 1.0, -1e16]], dtype=torch.float64), torch.ones(3, 1, dtype=torch.float64)
+    into = torch.empty(1, 1, dtype=torch.float64)
+    with InOrder():
+        products = [a @ b, torch.mm(a, b, out=into), torch.zeros_like(into).addmm_(a, b, alpha=-1)]
+        norm = torch.linalg.vector_norm(torch.tensor([[3e8, 1.0, 4e8]], dtype=torch.float64), dim=-1, keepdim=True)
+    # 1e16 + 1 is 1e16 in float64; any other order of the terms gives 1 or 2.
+    assert [product.item() for product in products] == [0.0, 0.0, 0.0]
+    assert products[1] is into
+    assert norm.shape == (1, 1)
+    assert norm.item() == (((3e8**2) + 1.0) + 4e8**2) ** 0.5

@@ -11,6 +11,7 @@ from bagua_ref.comm_ops.low_rank import Matrix
 from bagua_ref.comm_ops.top_k import count_of, largest
 from bagua_ref.conformance.vectors.case import Case, canonical, case_id, name_of, seed_of
 from bagua_ref.conformance.vectors.compressed_rounds import powersgd_round, topk_round
+from bagua_ref.conformance.vectors.in_order import InOrder
 from bagua_ref.conformance.vectors.numbers import KINDS, Numbers, tensor_of
 from bagua_ref.low_rank import matrix_shape, orthonormalize, random_columns
 
@@ -84,8 +85,9 @@ def _columns(dtype: torch.dtype) -> Iterator[Case]:
         if name == "zero":
             x[:, 1] = 0
         v = x.clone()
-        orthonormalize([v])
-        projection = (v.double() @ v.double().T).to(dtype)
+        with InOrder():
+            orthonormalize([v])
+            projection = (v.double() @ v.double().T).to(dtype)
         yield Case(
             _SUITE, "orthonormalize", "S10.3", name_of(dtype), name, {"x": x}, {"projection": projection},
             {}, ("valid" if name in ("plain", "one") else "edge",), "SUM(16)", {"projection": _size(projection, 1.0)}, _SINCE,
@@ -115,7 +117,8 @@ def _round(dtype: torch.dtype, name: str, ranks: int, shape: tuple[int, int, int
     numbers = Numbers(seed_of(case_id(_SUITE, "powersgd_round", name_of(dtype), name)))
     gradients = numbers.uniform(ranks * n * m, dtype).view(ranks, n, m)
     if kind == "low rank":
-        gradients[:] = numbers.uniform(n * r, dtype).view(n, r) @ numbers.uniform(r * m, dtype).view(r, m)
+        with InOrder():
+            gradients[:] = numbers.uniform(n * r, dtype).view(n, r) @ numbers.uniform(r * m, dtype).view(r, m)
     if kind == "gradients zero":
         gradients.zero_()
     if kind in ("NaN", "infinite"):
@@ -138,7 +141,8 @@ def _round(dtype: torch.dtype, name: str, ranks: int, shape: tuple[int, int, int
         [g.reshape(-1) for g in gradients], [Matrix("x", 0, n, m, r, place)], factors, left, options["k"],
         memory=options["memory"], warm_start=options["warm_start"], seed=seed,
     )  # fmt: skip
-    outputs = {"x": xs[0].view(n, m), "qq": (factors[0]["x"].double() @ factors[0]["x"].double().T).to(dtype)}
+    with InOrder():
+        outputs = {"x": xs[0].view(n, m), "qq": (factors[0]["x"].double() @ factors[0]["x"].double().T).to(dtype)}
     if options["memory"] is not None:
         outputs["errors"] = torch.stack([e["x"] for e in left])
     size = 5 * (n + m) ** 0.5

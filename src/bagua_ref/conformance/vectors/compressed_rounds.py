@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from bagua_ref.backends import get_backend
 from bagua_ref.comm_ops import LowRank, TopK
+from bagua_ref.conformance.vectors.in_order import InOrder
 from bagua_ref.simulation import SimulatedWorld
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ def powersgd_round(
         r = comm.rank()
         op = LowRank(comm, get_backend("reference"), matrices, factors[r], errors[r], round_number=lambda: k, **options)
         x: Tensor = xs[r].clone()
-        op(x)
+        with InOrder():
+            op(x)
         return x
 
     return SimulatedWorld(len(xs)).run(rank)
