@@ -65,7 +65,7 @@ test: lint types docs  ## everything that must be green: style, types, docs, exa
 in_process = $(shell grep -LE 'subprocess|multiprocessing|pytester|from findings|tests(\.| import )(launch|cache_servers|cache_jobs|oracle_c|cuda_emulation)' tests/test_*.py)
 
 proof: $(VENV)/.nvrtc $(VENV)/.trainers $(VENV)/.peers  ## the slow proofs that CI adds: properties with 100 inputs each, loops, planted faults
-	$(pytest) -n $(WORKERS) --hypothesis-profile=full --timeout=1800 property_tests $(PYTEST_ARGS)
+	$(pytest) -n $(WORKERS) --hypothesis-profile=proof --timeout=1800 property_tests $(PYTEST_ARGS)
 	$(pytest) -n $(WORKERS) --dist loadfile --timeout=1800 tests/proof tests/meta $(PYTEST_ARGS)
 	$(pytest) -n $(WORKERS) -m proof tests $(PYTEST_ARGS)
 	$(pytest) -n $(WORKERS) --dist loadfile tests/integrations $(PYTEST_ARGS)

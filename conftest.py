@@ -39,10 +39,10 @@ else:
         print_blob=True,
     )
     settings.register_profile("quick", common, max_examples=50)
-    settings.register_profile("full", common, max_examples=100)
+    settings.register_profile("proof", common, max_examples=100)
     # For property_tests/explore.py: the seed alone decides the inputs, in CI too.
     settings.register_profile("explore", common, max_examples=50, derandomize=False, database=None)
-    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+    settings.load_profile("quick")
 
 
 # These modules raise on import, on purpose: they stand for parts of the original that are left out.
