@@ -67,7 +67,7 @@ in_process = $(shell grep -LE 'subprocess|multiprocessing|pytester|from findings
 proof: $(VENV)/.nvrtc $(VENV)/.trainers $(VENV)/.peers  ## the slow proofs that CI adds: properties with 100 inputs each, loops, planted faults
 	$(pytest) -n $(WORKERS) --hypothesis-profile=proof --timeout=1800 property_tests $(PYTEST_ARGS)
 	$(pytest) -n $(WORKERS) --dist loadfile --timeout=1800 tests/proof tests/meta $(PYTEST_ARGS)
-	$(pytest) -n $(WORKERS) -m proof tests $(PYTEST_ARGS)
+	$(pytest) -n $(WORKERS) --dist worksteal -m proof tests $(PYTEST_ARGS)
 	$(pytest) -n $(WORKERS) --dist loadfile tests/integrations $(PYTEST_ARGS)
 	$(bin)/python tests/meta/false_alarms.py --check
 	PYTHONPATH=$(VENV)/peers $(bin)/python -m findings --check
