@@ -71,7 +71,7 @@ proof: $(VENV)/.nvrtc $(VENV)/.trainers $(VENV)/.peers  ## the slow proofs that 
 	$(pytest) -n $(WORKERS) --dist loadfile tests/integrations $(PYTEST_ARGS)
 	$(bin)/python tests/meta/false_alarms.py --check
 	PYTHONPATH=$(VENV)/peers $(bin)/python -m findings --check
-	$(pytest) -n $(WORKERS) --shuffle=$(SEED) $(in_process) $(PYTEST_ARGS)
+	$(pytest) -n $(WORKERS) -m "not proof" --shuffle=$(SEED) $(in_process) $(PYTEST_ARGS)
 
 explore: $(VENV)/.dev  ## search for failing inputs of all properties for MINUTES (20); replay with the SEED that it prints
 	$(bin)/python property_tests/explore.py --minutes $(MINUTES) --seed $(SEED) --workers $(WORKERS)
