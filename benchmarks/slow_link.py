@@ -92,36 +92,39 @@ EVERY_STEP = (DDP, BEST, ADAM, "DDP, fp16 hook", HOOK, BEST_HOOK, "Decent-DP", *
 AT_INTERVALS = ("PeriodicModelAverager", "torchft DiLoCo", "torchft DiLoCo, streaming", "local_sgd", "diloco", "diloco, streaming")
 
 
-def measure(rank: links.Rank, request: tuple[str, int, int]) -> dict[str, dict[str, float] | str]:
-    """Time each contender's steps and count the bytes that it sends, one contender after the other."""
-    rate, steps, periods = request
+def measure(rank: links.Rank, request: tuple[str, int, int, int]) -> dict[str, dict[str, float] | str]:
+    """Time each contender's steps and count the bytes that it sends, one contender after the other, in several passes."""
+    rate, steps, periods, passes = request
     x, y = torch.randn(BATCH, SIZES[0]), torch.randint(SIZES[-1], (BATCH,))
-    result: dict[str, dict[str, float] | str] = {}
-    for name in (*EVERY_STEP, *AT_INTERVALS):
+    times: dict[str, list[float]] = {}
+    sent: dict[str, int] = {}
+    lacking: dict[str, dict[str, float] | str] = {}
+    for name in (*EVERY_STEP, *AT_INTERVALS) * passes:
         try:
             training = make(name, perceptron(*SIZES)[0], rank)
         except ImportError as error:
-            result[name] = str(error)
+            lacking[name] = str(error)
             continue
         whole = PERIOD if name in AT_INTERVALS else 1
         for _ in range(whole if whole > 1 else 3):  # builds buckets; the warm-up of QAdam and PowerSGD
             training.step(x, y)
         rank.slow_down(rate)
-        before, start, times = namespaces.bytes_sent(), time.perf_counter(), []
-        count = periods * whole if whole > 1 else steps
-        for _ in range(count):
+        before = namespaces.bytes_sent()
+        for _ in range(periods * whole if whole > 1 else steps):
             begin = time.perf_counter()
             training.step(x, y)
-            times.append(time.perf_counter() - begin)
-        mean = (time.perf_counter() - start) / count
-        sent = (namespaces.bytes_sent() - before) / count
-        result[name] = {"seconds": mean if whole > 1 else statistics.median(times), "mean": mean, "bytes": sent}
+            times.setdefault(name, []).append(time.perf_counter() - begin)
+        sent[name] = sent.get(name, 0) + namespaces.bytes_sent() - before
         rank.slow_down(None)
         training.stop()
         if not all(parameter.isfinite().all() for parameter in training.forward.parameters()):
             raise SystemExit(f"{name} has diverged: what was timed is no training")
         dist.barrier()
-    return result
+    average = {name: statistics.mean if name in AT_INTERVALS else statistics.median for name in times}
+    return lacking | {
+        name: {"seconds": average[name](taken), "mean": statistics.mean(taken), "bytes": sent[name] / len(taken)}
+        for name, taken in times.items()
+    }
 
 
 def report(args: argparse.Namespace) -> int:
@@ -131,7 +134,9 @@ def report(args: argparse.Namespace) -> int:
         if args.only not in link_name:
             continue
         rows = []
-        figures = links.launch(2, (rate, *((2, 1) if args.quick else (2, 2) if bits < 5e7 else (5, 4) if bits < 5e8 else (20, 4))))
+        figures = links.launch(
+            2, (rate, *((2, 1, 1) if args.quick else (2, 2, 1) if bits < 5e7 else (5, 4, 1) if bits < 5e8 else (20, 2, 3)))
+        )
         measured = {name: figure for name, figure in figures.items() if isinstance(figure, dict)}
         for name, reason in figures.items():
             if isinstance(reason, str):

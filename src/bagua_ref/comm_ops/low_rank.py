@@ -158,13 +158,11 @@ class LowRank(CommOp):
     def _decompress(self, name: str, gradient: Tensor, p: Tensor, q: Tensor, own: Tensor) -> None:
         """Replace M by ``P Q^T``, and keep Q and the error."""
         self._factors[name].copy_(q)
-        if self._memory is not None:
-            self._errors[name].copy_(gradient)
+        if self._memory is not None and own.shape[1] == 1:  # one pass instead of two
+            torch.addcmul(gradient, p, own.T, value=-1, out=self._errors[name])
+        elif self._memory is not None:
+            self._errors[name].copy_(gradient).addmm_(p, own.T, alpha=-1)
         torch.mm(p, q.T, out=gradient)
-        if self._memory == "local":
-            self._errors[name].addmm_(p, own.T, alpha=-1)
-        elif self._memory == "averaged":
-            self._errors[name].sub_(gradient)
 
 
 def _matrices(like: Tensor, shapes: Sequence[tuple[int, int]], more: int = 0) -> tuple[Tensor, list[Tensor]]:

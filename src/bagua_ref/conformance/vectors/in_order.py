@@ -17,7 +17,8 @@ __all__ = ["InOrder"]
 class InOrder(TorchFunctionMode):
     """A context of one thread, in which torch adds the terms of products and norms one after another.
 
-    Libraries add them in an order that depends on the processor, and with it the last bits of the sum.
+    Libraries add them in an order that depends on the processor, which may also add a product before it is rounded; on both depend
+    the last bits of the sum.
 
     >>> with InOrder():
     ...     torch.tensor([[1.0, 2.0]]) @ torch.tensor([[3.0], [4.0]])
@@ -34,6 +35,8 @@ class InOrder(TorchFunctionMode):
             return kwargs["out"].copy_(found) if "out" in kwargs else found
         if func is Tensor.addmm_:
             return args[0].add_(_product(*args[1:]), alpha=kwargs["alpha"])
+        if func is torch.addcmul:
+            return kwargs["out"].copy_(args[0] + _product(*args[1:]) * kwargs["value"])
         if func is torch.linalg.vector_norm:
             squares = args[0] * args[0]
             return _product(squares, torch.ones_like(squares[..., :1, :]).mT).sqrt()
