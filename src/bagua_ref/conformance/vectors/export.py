@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 from bagua_ref.conformance.clauses import VECTORS_VERSION
 from bagua_ref.conformance.expected.tolerances import assert_equal
+from bagua_ref.conformance.vectors.algorithm_cases import algorithm_cases
 from bagua_ref.conformance.vectors.check import tolerance_named
 from bagua_ref.conformance.vectors.codec_cases import codec_cases
+from bagua_ref.conformance.vectors.collective_cases import collective_cases
 from bagua_ref.conformance.vectors.comm_op_cases import comm_op_cases
 from bagua_ref.conformance.vectors.compressed_cases import compressed_cases
 from bagua_ref.conformance.vectors.format_cases import format_cases
@@ -43,7 +45,7 @@ __all__ = ["all_cases", "export_vectors"]
 def all_cases(version: str = VECTORS_VERSION) -> Iterator[Case]:
     """Yield every golden vector of a version, computed by the reference."""
     first = chain(kernel_cases(), codec_cases(), comm_op_cases(), peer_cases(), sampler_cases(), cache_cases(), optimizer_cases())
-    later = chain(graph_cases(), local_update_cases(), format_cases(), compressed_cases())
+    later = chain(graph_cases(), local_update_cases(), format_cases(), compressed_cases(), collective_cases(), algorithm_cases())
     return (case for case in chain(first, later) if int(case.since) <= int(version))
 
 

@@ -23,6 +23,7 @@ from bagua_ref.conformance.expected import (
     samplers_plain,
 )
 from bagua_ref.conformance.vectors.independent_compressed import OF_COMPRESSED_GRADIENTS
+from bagua_ref.conformance.vectors.independent_ranks import OF_COLLECTIVES, OF_TRAININGS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,8 +52,9 @@ def solve(suite: str, operation: str, dtype: str, parameters: Parameters, inputs
     if suite == "kernels" and operation in _ELEMENTWISE:
         columns = zip(*(x.tolist() for x in inputs.values()), strict=True)
         return {"x": _tensor([_ELEMENTWISE[operation](dtype, *column, *parameters.values()) for column in columns], dtype)}
+    solvers = {"collectives": OF_COLLECTIVES, "algorithms": OF_TRAININGS}.get(suite, _SOLVERS)
     with np.errstate(all="ignore"):  # infinities and NaN are results here
-        return _SOLVERS[operation](dtype, inputs, **parameters)
+        return solvers[operation](dtype, inputs, **parameters)
 
 
 def _tensor(values: Any, dtype: str) -> Tensor:

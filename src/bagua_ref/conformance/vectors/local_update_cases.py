@@ -10,8 +10,8 @@ import torch
 from bagua_ref.algorithms.fragments import Fragment, Schedule, split_into_fragments
 from bagua_ref.backends.base import FLOATS
 from bagua_ref.conformance.vectors.case import Case, canonical, case_id, name_of, seed_of
-from bagua_ref.conformance.vectors.local_trainings import trained
 from bagua_ref.conformance.vectors.numbers import KINDS, Numbers, tensor_of
+from bagua_ref.conformance.vectors.trainings import trained
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

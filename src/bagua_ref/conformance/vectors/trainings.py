@@ -1,4 +1,4 @@
-"""Trainings with local updates on all ranks of a simulated world, on given gradients."""
+"""Trainings on all ranks of a simulated world, on given gradients."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def trained(
     """Return every rank's weights after each step, and of diloco the global weights, joined.
 
     Args:
-        algorithm: ``"local_sgd"`` or ``"diloco"``.
+        algorithm: its name.
         nodes: number of ranks on each node.
         weights: that all ranks start from.
         gradients: by step, rank and parameter.
@@ -52,7 +52,7 @@ def trained(
     def program(comm: Any) -> tuple[Tensor, Tensor]:
         init_process_group()
         module = _GivenGradients(weights)
-        optimizer = torch.optim.SGD(module.parameters(), lr=parameters["lr"], momentum=parameters["momentum"])
+        optimizer = torch.optim.SGD(module.parameters(), lr=parameters["lr"], momentum=parameters.get("momentum", 0.0))
         made = Algorithm.init(algorithm, **options)
         wrap(module, [optimizer], made, None, do_flatten=True, backend="reference", find_unused_parameters=False, timeout=None)
         seen, seen_globally = [], []
@@ -68,7 +68,7 @@ def trained(
 
     results = SimulatedWorld(sum(nodes), nodes=nodes).run(program)
     outputs = {"x": canonical(torch.stack([x for x, _ in results], dim=1))}
-    return outputs if algorithm == "local_sgd" else {**outputs, "g": canonical(torch.stack([g for _, g in results], dim=1))}
+    return outputs if algorithm != "diloco" else {**outputs, "g": canonical(torch.stack([g for _, g in results], dim=1))}
 
 
 def _joined(module: _GivenGradients) -> Tensor:
