@@ -51,7 +51,3 @@ def find() -> Iterator[Row]:
         promise="It is described as a ring with one peer in each round.",
         effect="Half the traffic of a round; it mixes more slowly.",
     )  # fmt: skip
-    yield Row(
-        f"Decent-DP DecentralizedDataParallel ({PEER})", "S13", "the exchange itself", "not judged",
-        "only the graphs were run; its wrapper has not been recorded yet",
-    )  # fmt: skip
