@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -23,6 +24,7 @@ def averaged(xs: list[torch.Tensor], compression: str) -> list[torch.Tensor]:
     import hivemind
 
     chosen = getattr(hivemind.compression, compression)()
+    sockets = set(_sockets())
     network: list[Any] = []
     averagers: list[Any] = []
     try:
@@ -45,6 +47,12 @@ def averaged(xs: list[torch.Tensor], compression: str) -> list[torch.Tensor]:
     finally:
         for part in (*averagers, *network):
             part.shutdown()
+        for path in set(_sockets()) - sockets:  # of its daemons, which leave them there
+            path.unlink(missing_ok=True)
+
+
+def _sockets() -> Iterator[Path]:
+    return Path("/tmp").glob("hivemind-*.sock")  # noqa: S108 - the place is hivemind's choice
 
 
 def given(dtype: torch.dtype, size: int) -> list[torch.Tensor]:
