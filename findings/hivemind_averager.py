@@ -52,7 +52,7 @@ def averaged(xs: list[torch.Tensor], compression: str) -> list[torch.Tensor]:
 
 
 def _sockets() -> Iterator[Path]:
-    return Path("/tmp").glob("hivemind-*.sock")  # noqa: S108 - the place is hivemind's choice
+    return Path("/tmp").glob("hivemind-*.sock")  # hivemind chooses the place
 
 
 def given(dtype: torch.dtype, size: int) -> list[torch.Tensor]:
