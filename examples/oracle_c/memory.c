@@ -2,6 +2,7 @@
 
 #include <errno.h>
 #include <stdarg.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -15,10 +16,27 @@ void die(const char *format, ...) {
     exit(2);
 }
 
+typedef union link {
+    union link *next;
+    max_align_t aligned;
+} link;
+
+static link *taken;
+
 void *need_memory(size_t size) {
-    void *memory = malloc(size ? size : 1);
+    link *memory = malloc(sizeof(link) + size);
     if (!memory) die("no memory for %zu bytes", size);
-    return memory;
+    memory->next = taken;
+    taken = memory;
+    return memory + 1;
+}
+
+void free_memory(void) {
+    while (taken) {
+        link *next = taken->next;
+        free(taken);
+        taken = next;
+    }
 }
 
 char *read_file(const char *folder, const char *name, size_t *size) {
@@ -34,7 +52,6 @@ char *read_file(const char *folder, const char *name, size_t *size) {
     if (fread(data, 1, (size_t)length, file) != (size_t)length) die("%s: cannot be read to its end", path);
     data[length] = '\0';
     fclose(file);
-    free(path);
     *size = (size_t)length;
     return data;
 }

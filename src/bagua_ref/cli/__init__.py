@@ -123,8 +123,11 @@ def _balance(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
 def _verify(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     from bagua_ref.cli.verify import verify
 
-    if arguments.backend is None and arguments.communicator is None:
-        parser.error("at least one of --backend and --communicator is required")
+    named = arguments.backend is not None or arguments.communicator is not None
+    if named == (arguments.command_line is not None):
+        parser.error("one of --backend, --communicator (or both) and --command is required")
+    if arguments.launch is not None and (arguments.command_line is None or "{ranks}" not in arguments.launch):
+        parser.error("argument --launch: needs --command, and {ranks} in its text, such as 'mpirun -n {ranks}'")
     if arguments.xfails is not None and not arguments.xfails.is_file():
         parser.error(f"argument --xfails: no such file: {str(arguments.xfails)!r}")
     return verify(parser, arguments)
@@ -225,6 +228,18 @@ def _add_verify(commands: Commands[argparse.ArgumentParser]) -> None:
         "--backend", metavar="NAME|pkg.mod:Class", help="a kernel backend, or any other target that run_conformance accepts"
     )
     verify.add_argument("--communicator", metavar="pkg.mod:factory", help="a function that each rank calls with its world")
+    verify.add_argument(
+        "--command",
+        dest="command_line",
+        metavar="PROGRAM",
+        help="a program in any language, with its arguments, that answers requests on standard input and output",
+    )
+    verify.add_argument(
+        "--launch", metavar="LAUNCHER", help="starts the ranks of --command: a command with {ranks}, such as 'mpirun -n {ranks}'"
+    )
+    verify.add_argument(
+        "--ranks", type=_count, default=9, metavar="N", help="how many ranks --launch starts (default: %(default)s)"
+    )
     verify.add_argument(
         "--suite",
         nargs="+",

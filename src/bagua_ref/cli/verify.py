@@ -27,13 +27,17 @@ def verify(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
     from bagua_ref.conformance.run.runner import check_ids, run_conformance
     from bagua_ref.conformance.run.xfails import read_xfails
     from bagua_ref.conformance.suites.checks import all_checks
-    from bagua_ref.conformance.targets.target import assemble
+    from bagua_ref.conformance.targets.process import ProcessTarget
+    from bagua_ref.conformance.targets.target import assemble, resolve
 
     sys.path.insert(0, os.getcwd())  # pkg.mod:Class is usually in the current folder
     try:
-        target = assemble(arguments.backend, arguments.communicator)
+        if arguments.command_line is not None:
+            target = resolve(ProcessTarget(arguments.command_line, arguments.launch, arguments.ranks))
+        else:
+            target = assemble(arguments.backend, arguments.communicator)
     except Exception as error:  # importing or creating a foreign target may raise anything
-        named = arguments.backend or arguments.communicator
+        named = arguments.command_line or arguments.backend or arguments.communicator
         raise CommandError(f"cannot load {named}: {type(error).__name__}: {error}") from None
     try:
         known = [*all_checks(), *check_ids()]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from bagua_ref import __version__
+from bagua_ref.backends.base import KernelBackend
 from bagua_ref.conformance.clauses import CLAUSES, SPEC_VERSION, SUITES, VECTORS_VERSION
 from bagua_ref.conformance.run.isolation import CheckTask, InProcess, OnThread, Worker, can_fork
 from bagua_ref.conformance.run.report import Report, Result
@@ -24,6 +25,8 @@ __all__ = ["check_ids", "reason_to_skip", "row_id", "run_conformance", "run_one"
 _POLL_SECONDS = 0.005
 _NEEDS = {"kernels": "kernels", "codec": "kernels", "collectives": "communicator", "fused_optimizer": "fuse_optimizer"}
 """Suite -> the part of a target that it checks; other suites have the name of their part."""
+
+_KERNELS = [name[1:] for name in KernelBackend.__abstractmethods__]
 
 Progress = Callable[[int, int, Result], None]
 
@@ -119,6 +122,8 @@ def reason_to_skip(target: Target, check: Check, dtype: str | None) -> str:
         part = "kernels"  # the package's own operations and algorithms are run with them
     if part not in target.parts:
         return f"the target has no {part}"
+    if is_ours and (lacking := sorted(name for name in _KERNELS if not hasattr(target.kernels, name))):
+        return f"the target's kernels have no {', '.join(lacking)}, which the package's own operations need"
     if reason := reason_to_skip_suite(check.suite):
         return reason
     codecs = getattr(target.kernels, "codecs", {})

@@ -1,0 +1,327 @@
+"""A program in any language as a target: its kernels, codecs, samplers and collectives, each call a message to its process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bagua_ref.backends.base import KernelBackend
+from bagua_ref.backends.codec import Codec
+from bagua_ref.communicators.base import Communicator
+from bagua_ref.conformance.targets.process_link import DTYPES, Link, ProgramError, Programs
+from bagua_ref.conformance.targets.process_samplers import ProcessSamplers
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from bagua_ref.conformance.targets.world import RankWorld
+    from bagua_ref.types import ReduceOp
+
+__all__ = ["ProcessTarget"]
+
+
+@dataclass
+class ProcessTarget:
+    """A target whose parts are in another program, which says what it has.
+
+    The program is started when it is needed, and ended with this process. Arguments are checked here, by the base classes, so that
+    it gets valid ones only.
+
+    Args:
+        command: the program and its arguments.
+        launch: a launcher of ranks, such as ``"mpirun -n {ranks}"``; None: each rank is a process started here.
+        ranks: how many processes ``launch`` starts: the largest world. Some checks need worlds of up to 9 ranks.
+
+    Raises:
+        ProgramError: the program cannot be started, or does not say what it has.
+    """
+
+    command: str
+    launch: str | None = None
+    ranks: int = 9
+    _live: dict[int, _Live] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Ask the program what it has."""
+        programs = Programs(self.command, self.launch, self.ranks if self.launch else 1)
+        try:
+            said = programs.hello()
+        finally:
+            programs.end()
+        self.name = str(said.get("name", self.command))
+        self.capabilities = {"dtypes": [name for name in said.get("dtypes", DTYPES) if name in DTYPES and name != "bool"]}
+        names, codecs = _names(said, "kernels", _KERNELS), _names(said, "codecs")
+        self.kernels = _kernels(self._link, names, codecs)
+        self.samplers = ProcessSamplers(self._link) if said.get("samplers") is True else None
+        self.communicator = _Worlds(self) if said.get("collectives") is True else None
+
+    def _link(self) -> Link:
+        return self.live().single(self).links[0]
+
+    def live(self) -> _Live:
+        """Return the processes that belong to this process; one that was forked starts its own."""
+        return self._live.setdefault(os.getpid(), _Live())
+
+
+def _names(said: dict[str, Any], member: str, known: Sequence[str] | None = None) -> list[str]:
+    names = said.get(member, [])
+    if not isinstance(names, list) or not all(isinstance(name, str) and (known is None or name in known) for name in names):
+        raise ProgramError(
+            f"the program's {member} are {names!r}, which must be a list" + (f" of {', '.join(known)}" if known else "")
+        )
+    return names
+
+
+class _Live:
+    """Processes of the program: one for what needs no other ranks, and sets of ranks, each for one world at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._single: Programs | None = None
+        self._sets: list[_Set] = []
+
+    def single(self, target: ProcessTarget) -> Programs:
+        """Return the process for calls without other ranks."""
+        with self._lock:
+            if self._single is None or self._single.broken:
+                if self._single is not None:
+                    self._single.end()
+                self._single = Programs(target.command, target.launch, target.ranks if target.launch else 1)
+            return self._single
+
+    def join(self, target: ProcessTarget, world: RankWorld) -> Communicator:
+        """Return a rank's communicator in the set of processes for its world."""
+        if target.launch is not None and world.world_size > target.ranks:
+            raise ProgramError(f"a world of {world.world_size} ranks is needed, and {target.ranks} were launched (--ranks)")
+        with self._lock:
+            mine = next((group for group in self._sets if group.store is world.store), None)
+            if mine is None:
+                mine = next((group for group in self._sets if group.is_free(world.world_size)), None)
+                if mine is None:
+                    mine = _Set(Programs(target.command, target.launch, target.ranks if target.launch else world.world_size))
+                    self._sets.append(mine)
+                mine.begin(world.store)
+            self._sets = [group for group in self._sets if group is mine or not group.drop_if_broken()]
+            communicator = _ProcessCommunicator(mine, world)
+            mine.members.append(weakref.ref(communicator))
+        communicator.enter()
+        return communicator
+
+
+class _Set:
+    """Processes that are the ranks of one world after another."""
+
+    def __init__(self, programs: Programs) -> None:
+        self.programs, self.store, self.number = programs, None, 0
+        self.members: list[weakref.ref[Any]] = []
+        self.folder = programs.folder / "0"
+
+    def is_free(self, size: int) -> bool:
+        """Return whether no communicator of an earlier world is left, and there are enough processes."""
+        return not self.programs.broken and len(self.programs.links) >= size and all(ref() is None for ref in self.members)
+
+    def begin(self, store: Any) -> None:
+        """Start a new world."""
+        self.store, self.members, self.number = store, [], self.number + 1
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder = self.programs.folder / str(self.number)
+        self.folder.mkdir()
+
+    def drop_if_broken(self) -> bool:
+        """End the processes if one has failed; return whether it has."""
+        if self.programs.broken:
+            self.programs.end()
+        return self.programs.broken
+
+
+class _Worlds:
+    """The factory of communicators; ranks are real threads, each with a process of its own."""
+
+    real_threads = True
+
+    def __init__(self, target: ProcessTarget) -> None:
+        self._target = target
+
+    def __call__(self, world: RankWorld) -> Communicator:
+        return self._target.live().join(self._target, world)
+
+
+class _ProcessCommunicator(Communicator):
+    """The collectives of S3.9, each a request to the rank's process."""
+
+    def __init__(self, group: _Set, world: RankWorld) -> None:
+        super().__init__(world.rank, world.world_size, "process")
+        self._group, self._world = group, world
+        self._link = group.programs.links[world.rank]
+
+    def enter(self) -> None:
+        """Tell the process which world begins."""
+        self._link.ask(
+            "world", world=self._group.number, rank=self._rank, nranks=self._nranks, nodes=list(self._world.nodes),
+            folder=str(self._group.folder),
+        )  # fmt: skip
+
+    def abort(self, reason: str = "") -> None:
+        """End the processes of the world."""
+        self._group.programs.end()
+
+    def barrier(self) -> None:
+        """Return once every rank has called it."""
+        self._link.ask("barrier")
+
+    def _send(self, tensor: Tensor, dst: int) -> None:
+        self._link.ask("send", {"x": tensor.view(-1)}, dst=dst)
+
+    def _recv(self, tensor: Tensor, src: int) -> None:
+        self._link.ask_for("recv", {"x": tensor.view(-1)}, src=src, **_size(tensor))
+
+    def _exchange(self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]) -> None:
+        self._link.ask_for(
+            "exchange",
+            {f"recv{place}": tensor.view(-1) for place, (tensor, _) in enumerate(recvs)},
+            {f"send{place}": tensor.view(-1) for place, (tensor, _) in enumerate(sends)},
+            sends=[peer for _, peer in sends],
+            recvs=[{"src": peer, **_size(tensor)} for tensor, peer in recvs],
+        )
+
+    def _broadcast(self, tensor: Tensor, src: int) -> None:
+        self._link.ask_for("broadcast", {"x": tensor.view(-1)}, {"x": tensor.view(-1)}, root=src)
+
+    def _gather(self, send_tensor: Tensor, recv_tensor: Tensor, dst: int) -> None:
+        wanted = {"out": recv_tensor.view(-1)} if self._rank == dst else {}
+        self._link.ask_for("gather", wanted, {"x": send_tensor.view(-1)}, root=dst)
+
+    def _scatter(self, send_tensor: Tensor, recv_tensor: Tensor, src: int) -> None:
+        given = {"x": send_tensor.view(-1)} if self._rank == src else {}
+        self._link.ask_for("scatter", {"out": recv_tensor.view(-1)}, given, root=src, **_size(recv_tensor))
+
+    def _allgather(self, send_tensor: Tensor, recv_tensor: Tensor) -> None:
+        self._link.ask_for("allgather", {"out": recv_tensor.view(-1)}, {"x": send_tensor.view(-1)})
+
+    def _alltoall(self, send_tensor: Tensor, recv_tensor: Tensor) -> None:
+        self._link.ask_for("alltoall", {"out": recv_tensor.view(-1)}, {"x": send_tensor.view(-1)})
+
+    def _allreduce_inplace(self, tensor: Tensor, op: ReduceOp) -> None:
+        self._link.ask_for("allreduce", {"out": tensor.view(-1)}, {"x": tensor.view(-1)}, op=op.name)
+
+    def _reduce_inplace(self, tensor: Tensor, dst: int, op: ReduceOp) -> None:
+        wanted = {"out": tensor.view(-1)} if self._rank == dst else {}
+        self._link.ask_for("reduce", wanted, {"x": tensor.view(-1)}, op=op.name, root=dst)
+
+    def _reduce_scatter(self, send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp) -> None:
+        self._link.ask_for("reduce_scatter", {"out": recv_tensor.view(-1)}, {"x": send_tensor.view(-1)}, op=op.name)
+
+
+def _size(x: Tensor) -> dict[str, Any]:
+    return {"elements": x.numel(), "dtype": str(x.dtype).removeprefix("torch.")}
+
+
+class _Backend(KernelBackend):
+    """Every kernel as a request."""
+
+    name = "process"
+
+    def __init__(self, link: Any) -> None:
+        self._link = link
+
+    def _one(self, call: str, x: Tensor, more: dict[str, Tensor] | None = None, **values: Any) -> None:
+        self._link().ask_for(call, {"x": x}, {"x": x, **(more or {})}, **values)
+
+    def _add_(self, x: Tensor, y: Tensor) -> None:
+        self._one("add", x, {"y": y})
+
+    def _subtract_(self, x: Tensor, y: Tensor) -> None:
+        self._one("subtract", x, {"y": y})
+
+    def _add_scaled_(self, x: Tensor, y: Tensor, factor: float) -> None:
+        self._one("add_scaled", x, {"y": y}, factor=factor)
+
+    def _average_(self, x: Tensor, y: Tensor) -> None:
+        self._one("average", x, {"y": y})
+
+    def _divide_(self, x: Tensor, divisor: float) -> None:
+        self._one("divide", x, divisor=divisor)
+
+    def _combine_ring_(self, x: Tensor, left: Tensor, right: Tensor, weight: Tensor) -> None:
+        self._one("combine_ring", x, {"left": left, "right": right, "weight": weight})
+
+    def _async_average_(self, x: Tensor, reduced: Tensor, snapshot: Tensor, nranks: int) -> None:
+        self._one("async_average", x, {"reduced": reduced, "snapshot": snapshot}, nranks=nranks)
+
+    def _update_momentum_(self, m: Tensor, grad: Tensor, beta1: float, one_minus_beta1: float) -> None:
+        self._one("update_momentum", m, {"grad": grad}, beta1=beta1, one_minus_beta1=one_minus_beta1)
+
+    def _reduce_chunks_(self, x: Tensor, num_chunks: int, target_chunk: int, average: bool) -> None:
+        self._one("reduce_chunks", x, num_chunks=num_chunks, target_chunk=target_chunk, average=average)
+
+    def _gather_flat(self, tensors: Sequence[Tensor], out: Tensor) -> None:
+        self._link().ask_for("gather_flat", {"flat": out}, {f"t{place}": x for place, x in enumerate(tensors)})
+
+    def _scatter_flat(self, flat: Tensor, tensors: Sequence[Tensor]) -> None:
+        wanted = {f"t{place}": x for place, x in enumerate(tensors)}
+        self._link().ask_for("scatter_flat", wanted, {"flat": flat}, shapes=[list(x.shape) for x in tensors])
+
+    def _order_by_complexity(self, keys: Tensor) -> Tensor:
+        order = torch.empty(keys.numel(), dtype=torch.int64)
+        self._link().ask_for("order_by_complexity", {"order": order}, {"keys": keys})
+        return order
+
+
+_KERNELS = sorted(name.strip("_") for name in KernelBackend.__abstractmethods__)
+
+
+class _SomeKernels:
+    """The kernels and codecs of a program that does not have all."""
+
+    device_types = ("cpu",)
+
+    def __init__(self, backend: _Backend, names: Sequence[str]) -> None:
+        self._backend, self._names, self.codecs = backend, set(names), backend.codecs
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name.rstrip("_") not in self._names:
+            raise AttributeError(f"the program has no kernel {name}")
+        return getattr(self._backend, name)
+
+
+def _kernels(link: Any, names: Sequence[str], codecs: Sequence[str]) -> _Backend | _SomeKernels | None:
+    made: dict[str, type[Codec]] = {
+        name: type(name, (_ProcessCodec,), {"name": name, "link": staticmethod(link)}) for name in codecs
+    }
+    backend: _Backend = type("Backend", (_Backend,), {"codecs": made})(link)
+    if set(names) == set(_KERNELS) and "MinMaxUInt8" in codecs:
+        return backend
+    return _SomeKernels(backend, names) if names or codecs else None
+
+
+class _ProcessCodec(Codec):
+    """A codec whose work is done by requests."""
+
+    link: Any
+
+    def __init__(self, kernels: Any) -> None:
+        super().__init__(_Backend(self.link))
+
+    def payload_bytes(self, c: int, dtype: torch.dtype) -> int:
+        """Return what the program says, which must be a whole number."""
+        kind = str(dtype).removeprefix("torch.")
+        said, _ = self.link().ask("payload_bytes", codec=self.name, elements=c, dtype=kind)
+        value = said.get("value")
+        if not isinstance(value, int) or not 0 <= value < 1 << 40:
+            raise ProgramError(f"payload_bytes of {c} {kind}: the program answered {value!r}")
+        return value
+
+    def _compress(self, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor) -> None:
+        given = {"x": x} if target_chunk is None else {"x": x, "payload": out}
+        self.link().ask_for("compress", {"payload": out}, given, codec=self.name, num_chunks=num_chunks, target_chunk=target_chunk)
+
+    def _decompress(self, payload: Tensor, num_chunks: int, out: Tensor) -> None:
+        self.link().ask_for("decompress", {"x": out}, {"payload": payload}, codec=self.name, num_chunks=num_chunks, **_size(out))

@@ -1,0 +1,261 @@
+"""Messages to and from a program under test, and the life of its processes.
+
+A message is one line of JSON and the bytes of the tensors that it lists; docs/conformance/other-languages.md describes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+__all__ = ["DTYPES", "Link", "ProgramError", "Programs"]
+
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+        torch.bool,
+    )
+}  # fmt: skip
+"""The dtypes of tensors in messages, by their names there."""
+
+_PROTOCOL = 1
+_LONGEST_LINE, _MOST_BYTES = 1 << 20, 1 << 26
+_SECONDS = 60.0
+
+
+class ProgramError(RuntimeError):
+    """A program under test broke the protocol, answered with an error, or ended."""
+
+
+class Link:
+    """A connection to one process of a program.
+
+    Args:
+        connection: the socket on which both sides speak.
+        name: of the process, for messages.
+        errors: what the program has written to its standard error.
+    """
+
+    def __init__(self, connection: socket.socket, name: str, errors: IO[bytes]) -> None:
+        connection.settimeout(_SECONDS)
+        self._connection, self.name, self._errors = connection, name, errors
+        self._answers = connection.makefile("rb")
+        self.broken = False
+        """Whether an answer was missing or wrong, so that nothing that follows could be understood."""
+
+    def ask(
+        self, call: str, tensors: Mapping[str, Tensor] | None = None, most_bytes: int = _MOST_BYTES, **values: Any
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return the header and the tensors with which the program answers.
+
+        Args:
+            call: what is asked.
+            tensors: are sent, by name.
+            most_bytes: that the answer's tensors may have together.
+            values: other members of the header.
+
+        Raises:
+            ProgramError: it answered with an error, with something else than a message, or not at all.
+        """
+        if self.broken:
+            raise ProgramError(f"{self.name} has failed before")
+        tensors = {name: x.detach().cpu().contiguous() for name, x in (tensors or {}).items()}
+        header = {"call": call, **values, "tensors": [_described(name, x) for name, x in tensors.items()]}
+        try:
+            self._connection.sendall(b"".join([_line(header), *map(_bytes, tensors.values())]))
+            found, received = self.receive(most_bytes)
+        except TimeoutError:
+            raise self._failure(call, f"no answer within {_SECONDS:g} s") from None
+        except (OSError, ValueError) as error:
+            raise self._failure(call, str(error)) from None
+        if "error" in found:
+            raise ProgramError(f"{self.name} answered {call} with an error: {found['error']}")
+        return found, received
+
+    def ask_for(self, call: str, wanted: Mapping[str, Tensor], tensors: Mapping[str, Tensor] | None = None, **values: Any) -> None:
+        """Ask, and copy the answer into the tensors ``wanted``; it must have exactly these names, dtypes and shapes."""
+        room = sum(x.numel() * x.element_size() for x in wanted.values())
+        _, found = self.ask(call, tensors, room, **values)
+        shown = {name: (str(x.dtype), list(x.shape)) for name, x in found.items()}
+        expected = {name: (str(x.dtype), list(x.shape)) for name, x in wanted.items()}
+        if shown != expected:
+            raise self._failure(call, f"it has the tensors {shown} instead of {expected}")
+        for name, x in wanted.items():
+            x.copy_(found[name])
+
+    def receive(self, most_bytes: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return the next message's header and tensors; raise ValueError if it is none, and OSError if it ends early."""
+        line = self._answers.readline(_LONGEST_LINE)
+        if not line:
+            raise ConnectionError("the program has ended")
+        try:
+            header = json.loads(line)
+            entries = [(str(e["name"]), DTYPES[e["dtype"]], [int(size) for size in e["shape"]]) for e in header["tensors"]]
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise ValueError(f"{line[:200]!r} is not the header of an answer ({type(error).__name__}: {error})") from None
+        sizes = [math.prod(shape) * dtype.itemsize for _, dtype, shape in entries]
+        if any(size < 0 for _, _, shape in entries for size in shape) or sum(sizes) > most_bytes:
+            raise ValueError(f"the answer announces tensors of {sizes} bytes, where at most {most_bytes} are expected")
+        tensors = {}
+        for (name, dtype, shape), size in zip(entries, sizes, strict=True):
+            data = bytearray(self._answers.read(size))
+            if len(data) < size:
+                raise ConnectionError(f"the program has ended after {len(data)} of {size} bytes of {name}")
+            flat = torch.frombuffer(data, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
+            tensors[name] = flat.view(dtype).view(shape)
+        return header, tensors
+
+    def _failure(self, call: str, what: str) -> ProgramError:
+        self.broken = True
+        return ProgramError(f"{self.name}: answer to {call}: {what}{_said(self._errors)}")
+
+
+def _said(errors: IO[bytes]) -> str:
+    errors.seek(0)
+    said = errors.read()[-2000:].decode(errors="replace").strip()
+    return f"; its standard error ends with:\n{said}" if said else ""
+
+
+def _described(name: str, x: Tensor) -> dict[str, Any]:
+    return {"name": name, "dtype": str(x.dtype).removeprefix("torch."), "shape": list(x.shape)}
+
+
+def _line(header: Mapping[str, Any]) -> bytes:
+    return json.dumps(header, separators=(",", ":")).encode() + b"\n"
+
+
+def _bytes(x: Tensor) -> bytes:
+    return x.reshape(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
+
+
+class Programs:
+    """Processes of one program, which end at the latest when this object or its process does.
+
+    Args:
+        command: the program and its arguments, in the shell's syntax; no shell runs it.
+        launch: a command that starts ``{ranks}`` processes of it, which then connect to the port of this machine that the variable
+            BAGUA_REF_CONNECT names, and first send their rank; None: they speak on standard input and output.
+        ranks: how many processes.
+
+    Raises:
+        ProgramError: it cannot be started, does not connect, or speaks another version of the protocol.
+    """
+
+    def __init__(self, command: str, launch: str | None = None, ranks: int = 1) -> None:
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 # as long as the processes live
+        self.folder = Path(tempfile.mkdtemp(prefix="bagua_ref-"))
+        """For the ranks' files; removed in the end."""
+        groups: list[int] = []
+        watched, alive = os.pipe()
+        self._end = weakref.finalize(self, _end, groups, alive, self.folder)
+        self.links: list[Link] = []
+        """By rank."""
+        try:
+            words = shlex.split(command)
+            if launch is None:
+                for rank in range(ranks):
+                    ours, theirs = socket.socketpair()
+                    with theirs:
+                        groups.append(self._start(words, theirs).pid)
+                    self.links.append(Link(ours, f"{command!r}, process {rank}", self._errors))
+                _watch(watched, groups, self.folder)
+            else:
+                with socket.create_server(("127.0.0.1", 0), backlog=ranks) as server:
+                    address = f"127.0.0.1:{server.getsockname()[1]}"
+                    launcher = self._start([*shlex.split(launch.format(ranks=ranks)), *words], subprocess.DEVNULL, address)
+                    groups.append(launcher.pid)
+                    _watch(watched, groups, self.folder)
+                    self._accept(server, launcher, command, ranks)
+        except (OSError, ValueError) as error:
+            self.end()
+            raise ProgramError(f"{command!r} cannot be started: {error}") from None
+        except BaseException:
+            self.end()
+            raise
+        finally:
+            os.close(watched)
+
+    @property
+    def broken(self) -> bool:
+        """Whether one of the processes has failed."""
+        return any(link.broken for link in self.links)
+
+    def end(self) -> None:
+        """Kill the processes."""
+        self._end()
+
+    def hello(self) -> dict[str, Any]:
+        """Return what the program says it has."""
+        said, _ = self.links[0].ask("hello", protocol=_PROTOCOL)
+        if said.get("protocol") != _PROTOCOL:
+            raise ProgramError(
+                f"the program speaks version {said.get('protocol')!r} of the protocol, and this is version {_PROTOCOL}"
+            )
+        return said
+
+    def _start(self, words: Sequence[str], ends: Any, address: str = "") -> subprocess.Popen[bytes]:
+        environment = {**os.environ, **({"BAGUA_REF_CONNECT": address} if address else {})}
+        process = subprocess.Popen(words, stdin=ends, stdout=ends, stderr=self._errors, start_new_session=True, env=environment)
+        threading.Thread(target=process.wait, daemon=True).start()  # no zombies
+        return process
+
+    def _accept(self, server: socket.socket, launcher: subprocess.Popen[bytes], command: str, ranks: int) -> None:
+        found: dict[int, Link] = {}
+        until = time.monotonic() + _SECONDS
+        while len(found) < ranks:
+            server.settimeout(0.2)
+            try:
+                connection, _ = server.accept()
+                link = Link(connection, f"{command!r}, rank {len(found)} to connect", self._errors)
+                rank = link.receive(0)[0].get("rank")
+                if not isinstance(rank, int) or not 0 <= rank < ranks or rank in found:
+                    raise ValueError(f"a process says that it is rank {rank!r} of {ranks}")
+            except TimeoutError:
+                if launcher.poll() is None and time.monotonic() < until:
+                    continue
+                what = f"{len(found)} of {ranks} ranks have connected"
+                raise ProgramError(f"{command!r}: {what}{_said(self._errors)}") from None
+            link.name = f"{command!r}, rank {rank}"
+            found[rank] = link
+        self.links = [found[rank] for rank in range(ranks)]
+
+
+def _watch(watched: int, groups: Sequence[int], folder: Path) -> None:
+    """Start a shell that waits for the end of this process, whatever ends it, and then ends the program."""
+    script = (
+        'folder=$1; shift; read -r _; for g in "$@"; do kill -TERM -- "-$g"; done; sleep 1; '
+        'for g in "$@"; do kill -KILL -- "-$g"; done; rm -rf -- "$folder"'
+    )
+    subprocess.Popen(
+        ["sh", "-c", script, "sh", str(folder), *map(str, groups)],
+        stdin=watched, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+
+
+def _end(groups: Sequence[int], alive: int, folder: Path) -> None:
+    for group in groups:
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.killpg(group, signal.SIGKILL)
+    os.close(alive)
+    shutil.rmtree(folder, ignore_errors=True)

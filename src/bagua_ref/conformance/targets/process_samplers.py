@@ -1,0 +1,103 @@
+"""Balanced samplers of another program (S7): their indices and batches come from it, all else is checked and drawn here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bagua_ref import contrib
+from bagua_ref.conformance.expected import samplers_plain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from bagua_ref.conformance.targets.process_link import Link
+
+__all__ = ["ProcessSamplers"]
+
+
+class ProcessSamplers:
+    """Both classes of S7.
+
+    Args:
+        link: returns the connection to the program.
+    """
+
+    def __init__(self, link: Callable[[], Link]) -> None:
+        self.LoadBalancingDistributedSampler = type("Sampler", (_Sampler,), {"link": staticmethod(link)})
+        self.LoadBalancingDistributedBatchSampler = type("BatchSampler", (_BatchSampler,), {"link": staticmethod(link)})
+
+
+class _Sampler:
+    link: Any
+
+    def __init__(
+        self, dataset: Any, complexity_fn: Any, num_replicas: int, rank: int, shuffle: bool = True, seed: int = 0,
+        drop_last: bool = False, random_level: float = 0.0,
+    ) -> None:  # fmt: skip
+        # Refuses what is invalid.
+        contrib.LoadBalancingDistributedSampler(dataset, complexity_fn, num_replicas, rank, shuffle, seed, drop_last, random_level)
+        values = [complexity_fn(dataset[place]) for place in range(len(dataset))]
+        values = [value.item() if isinstance(value, torch.Tensor) else value for value in values]
+        self.complexities: list[Any] = values
+        self.num_replicas, self.rank, self.drop_last, self.epoch = num_replicas, rank, drop_last, 0
+        self._shuffle, self._seed, self._level = shuffle, seed, random_level
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def indices(self, rank: int) -> list[int]:
+        """Return what the program says that a rank draws."""
+        n = len(self.complexities)
+        rows = max(1, samplers_plain.num_samples(n, self.num_replicas, self.drop_last))
+        noise, order = torch.zeros(n, dtype=torch.int64), torch.arange(rows)
+        if self._shuffle:
+            generator = torch.Generator().manual_seed(self._seed + self.epoch)
+            limit = samplers_plain.noise_limit(self.complexities, self._level)
+            noise = torch.randint(limit, (n,), generator=generator)
+            order = torch.randperm(rows, generator=generator)
+        _, found = self.link().ask(
+            "sampler_indices",
+            {"noise": noise, "chunk_order": order},
+            complexities=self.complexities,
+            num_replicas=self.num_replicas, rank=rank, shuffle=self._shuffle, drop_last=self.drop_last, random_level=self._level,
+            seed=self._seed, epoch=self.epoch,
+        )  # fmt: skip
+        drawn: list[int] = found["indices"].tolist()
+        return drawn
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.indices(self.rank))
+
+    def __len__(self) -> int:
+        return len(self.indices(self.rank))
+
+
+class _BatchSampler:
+    link: Any
+
+    def __init__(self, sampler: Any, batch_fn: Callable[[list[int]], list[list[int]]], drop_last: bool = False) -> None:
+        if not isinstance(sampler, _Sampler) or sampler.drop_last:
+            raise ValueError(f"sampler={sampler!r} must be a LoadBalancingDistributedSampler without drop_last")
+        self._sampler, self._batch_fn, self._drop_last = sampler, batch_fn, drop_last
+        self._batches()
+
+    def set_epoch(self, epoch: int) -> None:
+        self._sampler.set_epoch(epoch)
+
+    def _batches(self) -> list[list[int]]:
+        """Return the own batches that the program chooses, given how many each rank has."""
+        of_ranks = [self._batch_fn(self._sampler.indices(rank)) for rank in range(self._sampler.num_replicas)]
+        if not all(of_ranks):
+            raise ValueError("batch_fn returned no batches for some rank")
+        counts = torch.tensor([len(batches) for batches in of_ranks])
+        _, found = self.link().ask("equal_batches", {"counts": counts}, rank=self._sampler.rank, drop_last=self._drop_last)
+        mine = of_ranks[self._sampler.rank]
+        return [mine[place] for place in found["batches"].tolist()]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self._batches())
+
+    def __len__(self) -> int:
+        return len(self._batches())

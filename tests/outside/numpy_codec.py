@@ -1,0 +1,135 @@
+"""MXINT8 and OneBit in NumPy, written from S12 alone, as a program that answers requests on standard input and output."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+ITEM = {"float16": np.dtype("<f2"), "bfloat16": np.dtype("<u2"), "float32": np.dtype("<f4"), "uint8": np.dtype("u1")}
+
+
+def padded(size: int) -> int:
+    return -(-size // 32) * 32
+
+
+def to_float32(x: Array, dtype: str) -> Array:
+    if dtype == "bfloat16":
+        return (x.astype(np.uint32) << 16).view(np.float32)
+    return x.astype(np.float32)
+
+
+def rounded(x: Array, dtype: str) -> Array:
+    """Round to the dtype; numbers beyond its range become its largest finite ones."""
+    largest = {"float16": 65504.0, "bfloat16": 2.0**127 * (2 - 2**-7), "float32": float(np.finfo(np.float32).max)}[dtype]
+    finite = np.clip(x.astype(np.float64), -largest, largest).astype(np.float32)
+    if dtype == "float32":
+        return finite
+    if dtype == "float16":
+        return finite.astype(np.float16)
+    bits = finite.view(np.uint32)
+    return np.where(np.isnan(finite), 0x7FC0, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+class OneBit:
+    @staticmethod
+    def payload_bytes(c: int) -> int:
+        return 32 + padded(-(-c // 8)) if c else 0
+
+    @staticmethod
+    def compress(x: Array) -> Array:
+        block = np.zeros(OneBit.payload_bytes(x.size), np.uint8)
+        if np.isfinite(x).all():
+            scale = np.float32(np.sqrt(np.square(x.astype(np.float64)).sum() / x.size))
+            bits = np.packbits(x >= 0)
+            block[32 : 32 + bits.size] = bits
+        else:
+            scale = np.uint32(0x7FC00000).view(np.float32)
+        block[:4] = np.frombuffer(scale.tobytes(), np.uint8)
+        return block
+
+    @staticmethod
+    def decompress(block: Array, c: int) -> Array:
+        scale = block[:4].copy().view("<f4")[0]
+        return np.where(np.unpackbits(block[32:])[:c] == 1, scale, -scale)
+
+
+class MXINT8:
+    @staticmethod
+    def payload_bytes(c: int) -> int:
+        return padded(-(-c // 32) + c)
+
+    @staticmethod
+    def compress(x: Array) -> Array:
+        block, scales = np.zeros(MXINT8.payload_bytes(x.size), np.uint8), -(-x.size // 32)
+        rows = np.pad(x, (0, scales * 32 - x.size)).reshape(scales, 32)
+        for place, row in enumerate(rows.astype(np.float64)):
+            if not np.isfinite(row).all():
+                block[place] = 255
+                continue
+            largest = np.abs(row).max()
+            exponent = int(np.clip(np.frexp(largest)[1] - 1, -127, 127)) if largest else -127
+            whole = np.clip(np.rint(row * 2.0 ** (6 - exponent)), -127, 127).astype(np.int8).view(np.uint8)
+            block[place] = exponent + 127
+            start = 32 * place
+            block[scales + start : scales + min(start + 32, x.size)] = whole[: x.size - start]
+        return block
+
+    @staticmethod
+    def decompress(block: Array, c: int) -> Array:
+        scales = -(-c // 32)
+        exponent = np.repeat(block[:scales].astype(np.int64), 32)[:c]
+        found = np.ldexp(block[scales : scales + c].view(np.int8).astype(np.float64), exponent - 127 - 6)
+        return np.where(exponent == 255, np.nan, found)
+
+
+CODECS: dict[str, Any] = {"OneBit": OneBit, "MXINT8": MXINT8}
+
+
+def answer(header: dict[str, Any], tensors: dict[str, tuple[Array, str]]) -> tuple[dict[str, Any], dict[str, tuple[Array, str]]]:
+    if header["call"] == "hello":
+        return {"protocol": 1, "name": "NumPy", "codecs": list(CODECS)}, {}
+    codec = CODECS[header["codec"]]
+    if header["call"] == "payload_bytes":
+        return {"value": codec.payload_bytes(header["elements"])}, {}
+    chunks = header["num_chunks"]
+    if header["call"] == "compress":
+        x, dtype = tensors["x"]
+        parts = to_float32(x, dtype).reshape(chunks, x.size // chunks)
+        blocks = [codec.compress(part) if part.size else np.zeros(0, np.uint8) for part in parts]
+        if header["target_chunk"] is not None:
+            before, target = tensors["payload"][0].reshape(chunks, -1).copy(), header["target_chunk"]
+            before[target] = blocks[target]
+            blocks = list(before)
+        return {}, {"payload": (np.concatenate(blocks), "uint8")}
+    size, dtype = header["elements"] // chunks, header["dtype"]
+    parts = tensors["payload"][0].reshape(chunks, -1)
+    values = [codec.decompress(part, size) for part in parts] if size else [np.zeros(0, np.float32)]
+    return {}, {"x": (rounded(np.concatenate(values), dtype), dtype)}
+
+
+def main() -> None:
+    """Answer until standard input ends."""
+    while line := sys.stdin.buffer.readline():
+        header, tensors = json.loads(line), {}
+        for entry in header["tensors"]:
+            item = ITEM[entry["dtype"]]
+            data = sys.stdin.buffer.read(int(np.prod(entry["shape"])) * item.itemsize)
+            tensors[entry["name"]] = (np.frombuffer(data, item), entry["dtype"])
+        try:
+            found, outputs = answer(header, tensors)
+        except Exception as error:
+            found, outputs = {"error": f"{type(error).__name__}: {error}"}, {}
+        found["tensors"] = [{"name": name, "dtype": dtype, "shape": [x.size]} for name, (x, dtype) in outputs.items()]
+        sys.stdout.buffer.write(json.dumps(found).encode() + b"\n")
+        for x, _ in outputs.values():
+            sys.stdout.buffer.write(x.tobytes())
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()
