@@ -64,7 +64,13 @@ test: lint types docs  ## everything that must be green: style, types, docs, exa
 # Examples that start no other process; in random order they would show what one test leaves to another.
 in_process = $(shell grep -LE 'subprocess|multiprocessing|pytester|from findings|tests(\.| import )(launch|cache_servers|cache_jobs|oracle_c|cuda_emulation)' tests/test_*.py)
 
-proof: $(VENV)/.nvrtc $(VENV)/.trainers $(VENV)/.peers  ## the slow proofs that CI adds: properties with 100 inputs each, loops, planted faults
+# The MPI that tests/outside is run on.
+$(VENV)/.mpi: $(VENV)/.dev tests/outside/requirements.txt
+	@echo "Installing MPI ..."
+	@$(pip) -r tests/outside/requirements.txt
+	@touch $@
+
+proof: $(VENV)/.nvrtc $(VENV)/.trainers $(VENV)/.peers $(VENV)/.mpi  ## the slow proofs that CI adds: properties with 100 inputs each, loops, planted faults
 	$(pytest) -n $(WORKERS) --hypothesis-profile=proof --timeout=1800 property_tests $(PYTEST_ARGS)
 	$(pytest) -n $(WORKERS) --dist loadfile --timeout=1800 tests/proof tests/meta $(PYTEST_ARGS)
 	$(pytest) -n $(WORKERS) --dist worksteal -m proof tests $(PYTEST_ARGS)

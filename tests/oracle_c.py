@@ -24,7 +24,7 @@ def need_compiler() -> None:
         pytest.skip(f"needs {', '.join(missing)}")
 
 
-def build(folder: Path, fault: tuple[str, str, str] | None = None) -> Path:
+def build(folder: Path, fault: tuple[str, str, str] | None = None, program: str = "oracle") -> Path:
     """Build in ``folder`` and return the program; ``fault`` is a file name, a text in it and its replacement."""
     for path in (*SOURCE.glob("*.[ch]"), SOURCE / "Makefile"):
         shutil.copy(path, folder)
@@ -33,9 +33,9 @@ def build(folder: Path, fault: tuple[str, str, str] | None = None) -> Path:
         text = (folder / name).read_text()
         assert text.count(old) == 1, f"{old!r} occurs {text.count(old)} times in {name}"
         (folder / name).write_text(text.replace(old, new))
-    made = subprocess.run(["make", "-C", str(folder), "oracle"], capture_output=True, text=True, timeout=120)
+    made = subprocess.run(["make", "-C", str(folder), program], capture_output=True, text=True, timeout=120)
     assert made.returncode == 0, made.stderr
-    return folder / "oracle"
+    return folder / program
 
 
 def run(program: Path, vectors: Path, outputs: Path) -> subprocess.CompletedProcess[str]:

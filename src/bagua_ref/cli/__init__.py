@@ -264,9 +264,8 @@ def _add_verify(commands: Commands[argparse.ArgumentParser]) -> None:
     verify.add_argument(
         "--time-limit",
         type=_seconds,
-        default=10.0,
         metavar="S",
-        help="seconds after which a single call counts as hanging (default: %(default)s)",
+        help="seconds after which a single call counts as hanging (default: 10, and 60 with --command, whose ranks must start)",
     )
     verify.add_argument("--fail-fast", action="store_true", help="stop at the first failure")
     add_json_options(verify)

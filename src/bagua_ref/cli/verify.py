@@ -50,7 +50,7 @@ def verify(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
             checks=arguments.check,
             seed=arguments.seed,
             jobs=arguments.jobs,
-            time_limit=arguments.time_limit,
+            time_limit=arguments.time_limit or (10.0 if arguments.command_line is None else 60.0),
             progress=_show,
         )
     except ValueError as error:

@@ -66,6 +66,10 @@ class ProcessTarget:
     def _link(self) -> Link:
         return self.live().single(self).links[0]
 
+    def end(self) -> None:
+        """End the programs that belong to this process."""
+        self._live.pop(os.getpid(), _Live()).end()
+
     def live(self) -> _Live:
         """Return the processes that belong to this process; one that was forked starts its own."""
         return self._live.setdefault(os.getpid(), _Live())
@@ -97,6 +101,11 @@ class _Live:
                 self._single = Programs(target.command, target.launch, target.ranks if target.launch else 1)
             return self._single
 
+    def end(self) -> None:
+        """End all programs."""
+        for programs in [*([] if self._single is None else [self._single]), *(group.programs for group in self._sets)]:
+            programs.end()
+
     def join(self, target: ProcessTarget, world: RankWorld) -> Communicator:
         """Return a rank's communicator in the set of processes for its world."""
         if target.launch is not None and world.world_size > target.ranks:
@@ -104,11 +113,11 @@ class _Live:
         with self._lock:
             mine = next((group for group in self._sets if group.store is world.store), None)
             if mine is None:
-                mine = next((group for group in self._sets if group.is_free(world.world_size)), None)
+                mine = next((group for group in self._sets if group.is_free()), None)
                 if mine is None:
                     mine = _Set(Programs(target.command, target.launch, target.ranks if target.launch else world.world_size))
                     self._sets.append(mine)
-                mine.begin(world.store)
+                mine.begin(world)
             self._sets = [group for group in self._sets if group is mine or not group.drop_if_broken()]
             communicator = _ProcessCommunicator(mine, world)
             mine.members.append(weakref.ref(communicator))
@@ -124,13 +133,14 @@ class _Set:
         self.members: list[weakref.ref[Any]] = []
         self.folder = programs.folder / "0"
 
-    def is_free(self, size: int) -> bool:
-        """Return whether no communicator of an earlier world is left, and there are enough processes."""
-        return not self.programs.broken and len(self.programs.links) >= size and all(ref() is None for ref in self.members)
+    def is_free(self) -> bool:
+        """Return whether no communicator of an earlier world is left."""
+        return not self.programs.broken and all(ref() is None for ref in self.members)
 
-    def begin(self, store: Any) -> None:
+    def begin(self, world: RankWorld) -> None:
         """Start a new world."""
-        self.store, self.members, self.number = store, [], self.number + 1
+        self.programs.grow(world.world_size)
+        self.store, self.members, self.number = world.store, [], self.number + 1
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder = self.programs.folder / str(self.number)
         self.folder.mkdir()

@@ -58,11 +58,16 @@ class Link:
     """
 
     def __init__(self, connection: socket.socket, name: str, errors: IO[bytes]) -> None:
-        connection.settimeout(_SECONDS)
         self._connection, self.name, self._errors = connection, name, errors
         self._answers = connection.makefile("rb")
+        self.limit(_SECONDS)
         self.broken = False
         """Whether an answer was missing or wrong, so that nothing that follows could be understood."""
+
+    def limit(self, seconds: float) -> None:
+        """Wait so long for an answer, or for a part of it."""
+        self._seconds = seconds
+        self._connection.settimeout(seconds)
 
     def ask(
         self, call: str, tensors: Mapping[str, Tensor] | None = None, most_bytes: int = _MOST_BYTES, **values: Any
@@ -80,13 +85,13 @@ class Link:
         """
         if self.broken:
             raise ProgramError(f"{self.name} has failed before")
-        tensors = {name: x.detach().cpu().contiguous() for name, x in (tensors or {}).items()}
+        tensors = {name: x.detach().cpu().clone(memory_format=torch.contiguous_format) for name, x in (tensors or {}).items()}
         header = {"call": call, **values, "tensors": [_described(name, x) for name, x in tensors.items()]}
         try:
             self._connection.sendall(b"".join([_line(header), *map(_bytes, tensors.values())]))
             found, received = self.receive(most_bytes)
         except TimeoutError:
-            raise self._failure(call, f"no answer within {_SECONDS:g} s") from None
+            raise self._failure(call, f"no answer within {self._seconds:g} s") from None
         except (OSError, ValueError) as error:
             raise self._failure(call, str(error)) from None
         if "error" in found:
@@ -146,7 +151,7 @@ def _line(header: Mapping[str, Any]) -> bytes:
 
 
 def _bytes(x: Tensor) -> bytes:
-    return x.reshape(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
+    return x.view(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
 
 
 class Programs:
@@ -163,38 +168,34 @@ class Programs:
     """
 
     def __init__(self, command: str, launch: str | None = None, ranks: int = 1) -> None:
+        self._command, self._words = command, _split(command)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 # as long as the processes live
         self.folder = Path(tempfile.mkdtemp(prefix="bagua_ref-"))
         """For the ranks' files; removed in the end."""
-        groups: list[int] = []
-        watched, alive = os.pipe()
-        self._end = weakref.finalize(self, _end, groups, alive, self.folder)
+        self._groups: list[int] = []
+        self._watcher = _watcher(self.folder)
+        self._end = weakref.finalize(self, _end, self._groups, self._watcher, self.folder)
         self.links: list[Link] = []
         """By rank."""
         try:
-            words = shlex.split(command)
             if launch is None:
-                for rank in range(ranks):
-                    ours, theirs = socket.socketpair()
-                    with theirs:
-                        groups.append(self._start(words, theirs).pid)
-                    self.links.append(Link(ours, f"{command!r}, process {rank}", self._errors))
-                _watch(watched, groups, self.folder)
+                self.grow(ranks)
             else:
-                with socket.create_server(("127.0.0.1", 0), backlog=ranks) as server:
-                    address = f"127.0.0.1:{server.getsockname()[1]}"
-                    launcher = self._start([*shlex.split(launch.format(ranks=ranks)), *words], subprocess.DEVNULL, address)
-                    groups.append(launcher.pid)
-                    _watch(watched, groups, self.folder)
-                    self._accept(server, launcher, command, ranks)
-        except (OSError, ValueError) as error:
+                self._launch(_split(launch.format(ranks=ranks)), ranks)
+        except OSError as error:
             self.end()
             raise ProgramError(f"{command!r} cannot be started: {error}") from None
         except BaseException:
             self.end()
             raise
-        finally:
-            os.close(watched)
+
+    def grow(self, ranks: int) -> None:
+        """Start processes that speak on standard input and output until there are so many."""
+        for rank in range(len(self.links), ranks):
+            ours, theirs = socket.socketpair()
+            with theirs:
+                self._start(self._words, theirs)
+            self.links.append(Link(ours, f"{self._command!r}, process {rank}", self._errors))
 
     @property
     def broken(self) -> bool:
@@ -215,47 +216,74 @@ class Programs:
         return said
 
     def _start(self, words: Sequence[str], ends: Any, address: str = "") -> subprocess.Popen[bytes]:
-        environment = {**os.environ, **({"BAGUA_REF_CONNECT": address} if address else {})}
+        environment = {**os.environ, "TMPDIR": str(self.folder), **({"BAGUA_REF_CONNECT": address} if address else {})}
         process = subprocess.Popen(words, stdin=ends, stdout=ends, stderr=self._errors, start_new_session=True, env=environment)
+        os.write(self._watcher, f"{process.pid}\n".encode())
+        self._groups.append(process.pid)
         threading.Thread(target=process.wait, daemon=True).start()  # no zombies
         return process
 
-    def _accept(self, server: socket.socket, launcher: subprocess.Popen[bytes], command: str, ranks: int) -> None:
+    def _launch(self, launcher: Sequence[str], ranks: int) -> None:
+        with socket.create_server(("127.0.0.1", 0), backlog=ranks) as server:
+            address = f"127.0.0.1:{server.getsockname()[1]}"
+            self._accept(server, self._start([*launcher, *self._words], subprocess.DEVNULL, address), ranks)
+
+    def _accept(self, server: socket.socket, launcher: subprocess.Popen[bytes], ranks: int) -> None:
         found: dict[int, Link] = {}
         until = time.monotonic() + _SECONDS
         while len(found) < ranks:
             server.settimeout(0.2)
             try:
                 connection, _ = server.accept()
-                link = Link(connection, f"{command!r}, rank {len(found)} to connect", self._errors)
+                link = Link(connection, f"{self._command!r}, rank {len(found)} to connect", self._errors)
                 rank = link.receive(0)[0].get("rank")
                 if not isinstance(rank, int) or not 0 <= rank < ranks or rank in found:
-                    raise ValueError(f"a process says that it is rank {rank!r} of {ranks}")
+                    raise ProgramError(f"a process of {self._command!r} says that it is rank {rank!r} of {ranks}")
             except TimeoutError:
                 if launcher.poll() is None and time.monotonic() < until:
                     continue
                 what = f"{len(found)} of {ranks} ranks have connected"
-                raise ProgramError(f"{command!r}: {what}{_said(self._errors)}") from None
-            link.name = f"{command!r}, rank {rank}"
+                raise ProgramError(f"{self._command!r}: {what}{_said(self._errors)}") from None
+            except (OSError, ValueError) as error:
+                raise ProgramError(f"{self._command!r}: a rank has connected and failed: {error}{_said(self._errors)}") from None
+            link.name = f"{self._command!r}, rank {rank}"
             found[rank] = link
         self.links = [found[rank] for rank in range(ranks)]
 
 
-def _watch(watched: int, groups: Sequence[int], folder: Path) -> None:
-    """Start a shell that waits for the end of this process, whatever ends it, and then ends the program."""
+def _split(command: str) -> list[str]:
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise ProgramError(f"{command!r} is not a command: {error}") from None
+    if not words:
+        raise ProgramError(f"{command!r} is not a command: it is empty")
+    return words
+
+
+def _watcher(folder: Path) -> int:
+    """Start a shell that ends the processes and removes the folder when this process has ended, whatever ends it.
+
+    Return the pipe to which their ids are written, a line each; it closes with this process.
+    """
     script = (
-        'folder=$1; shift; read -r _; for g in "$@"; do kill -TERM -- "-$g"; done; sleep 1; '
-        'for g in "$@"; do kill -KILL -- "-$g"; done; rm -rf -- "$folder"'
+        'folder=$1; shift; while read -r g; do set -- "$@" "$g"; done; for g in "$@"; do kill -s TERM -- "-$g"; done; sleep 1; '
+        'for g in "$@"; do kill -s KILL -- "-$g"; done; rm -rf -- "$folder"'
     )
-    subprocess.Popen(
-        ["sh", "-c", script, "sh", str(folder), *map(str, groups)],
-        stdin=watched, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
+    watched, ours = os.pipe()
+    try:
+        subprocess.Popen(
+            ["sh", "-c", script, "sh", str(folder)],
+            stdin=watched, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+    finally:
+        os.close(watched)
+    return ours
 
 
-def _end(groups: Sequence[int], alive: int, folder: Path) -> None:
+def _end(groups: Sequence[int], watcher: int, folder: Path) -> None:
     for group in groups:
         with contextlib.suppress(ProcessLookupError):  # it has ended
             os.killpg(group, signal.SIGKILL)
-    os.close(alive)
+    os.close(watcher)
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,59 @@
+"""Correct implementations of other people's making, each judged once by the suites that concern it: none may be found wrong."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from findings.torch_hooks import record
+from tests.launch import launch
+
+from bagua_ref.conformance import Report, run_conformance
+from bagua_ref.conformance.targets.process import ProcessTarget
+from bagua_ref.conformance.targets.target import assemble
+from bagua_ref.conformance.trace import check_trace
+
+pytestmark = [pytest.mark.proof, pytest.mark.slow]
+
+HERE = Path(__file__).parent
+PYTHON = shlex.quote(sys.executable)
+
+
+def judge(report: Report, at_least: int) -> None:
+    print(report)
+    assert report.passed, str(report)
+    assert report.counts()["passed"] >= at_least
+
+
+def test_gloo() -> None:
+    target = assemble(None, "bagua_ref.conformance.targets.torch_group:gloo")
+    judge(run_conformance(target, ["collectives"]), 18)
+
+
+def test_mpi() -> None:
+    pytest.importorskip("mpi4py")
+    launcher = Path(sys.executable).with_name("mpirun")
+    assert launcher.exists() or shutil.which("mpirun"), "mpi4py is there, but no mpirun"
+    command = f"{PYTHON} {HERE.parents[1]}/examples/verify_mpi4py.py"
+    target = ProcessTarget(command, f"{launcher if launcher.exists() else 'mpirun'} -n {{ranks}}")
+    judge(run_conformance(target, ["collectives"], time_limit=120.0, jobs=1), 18)
+
+
+def test_a_codec_in_NumPy() -> None:
+    judge(run_conformance(ProcessTarget(f"{PYTHON} {HERE}/numpy_codec.py"), ["codec"], time_limit=60.0), 40)
+
+
+def test_a_sampler_in_plain_Python() -> None:
+    judge(run_conformance(ProcessTarget(f"{PYTHON} {HERE}/plain_sampler.py"), ["samplers"], "full", time_limit=60.0), 7)
+
+
+def test_the_bf16_hook_of_torch(tmp_path: Path) -> None:
+    launch(record, 2, tmp_path, "bf16_compress_hook", 300)
+    report = check_trace(tmp_path, "gradient_allreduce", {"wire": "bfloat16"})
+    print(report)
+    assert report.passed, str(report)
+    assert not dist.is_initialized()

@@ -1,0 +1,236 @@
+"""A program for ``verify --command`` with every part, made of the package's own, and faults of the protocol to choose from.
+
+python process_program.py [FAULT]; ranks exchange files in the folder of their world.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bagua_ref.backends import get_backend, get_codec
+from bagua_ref.conformance.expected import samplers_plain
+from bagua_ref.conformance.targets.process_link import DTYPES
+
+KERNELS = (
+    "add", "subtract", "add_scaled", "average", "divide", "combine_ring", "async_average", "update_momentum", "reduce_chunks",
+    "gather_flat", "scatter_flat", "order_by_complexity",
+)  # fmt: skip
+FAULT = sys.argv[1] if len(sys.argv) > 1 else ""
+BACKEND = get_backend("reference")
+
+
+class World:
+    """All-to-all exchange of bytes by files, and collectives made of it."""
+
+    def __init__(self, header: dict[str, Any]) -> None:
+        self.rank, self.n, self.folder, self.round = header["rank"], header["nranks"], Path(header["folder"]), 0
+
+    def everyone(self, mine: bytes) -> list[bytes]:
+        """Return what every rank brings to this round."""
+        self.round += 1
+        self._write(f"{self.round}-{self.rank}", mine)
+        return [self._read(f"{self.round}-{rank}") for rank in range(self.n)]
+
+    def send(self, mine: bytes, dst: int, number: int) -> None:
+        self._write(f"p-{self.rank}-{dst}-{number}", mine)
+
+    def recv(self, src: int, number: int) -> bytes:
+        return self._read(f"p-{src}-{self.rank}-{number}")
+
+    def _write(self, name: str, data: bytes) -> None:
+        (self.folder / f"{name}.part").write_bytes(data)
+        (self.folder / f"{name}.part").rename(self.folder / name)
+
+    def _read(self, name: str) -> bytes:
+        while not (self.folder / name).exists():
+            time.sleep(0.0005)
+        return (self.folder / name).read_bytes()
+
+
+def raw(x: Tensor) -> bytes:
+    return x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
+
+
+def tensor(data: bytes, dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+
+
+def reduced(parts: list[Tensor], op: str) -> Tensor:
+    x = torch.stack(parts)
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    if op in ("MIN", "MAX"):
+        return x.amin(0) if op == "MIN" else x.amax(0)
+    if op in ("SUM", "AVG", "PRODUCT"):
+        total = wide.prod(0) if op == "PRODUCT" else wide.sum(0)
+        return (total / len(parts) if op == "AVG" else total).to(x.dtype)
+    combine = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}[op]
+    for part in parts[1:]:
+        parts[0] = combine(parts[0], part)
+    return parts[0]
+
+
+class Program:
+    def __init__(self) -> None:
+        self.world: Any = None
+        self.sent: dict[tuple[str, int], int] = {}
+
+    def number(self, way: str, peer: int) -> int:
+        self.sent[way, peer] = self.sent.get((way, peer), -1) + 1
+        return self.sent[way, peer]
+
+    def answer(self, header: dict[str, Any], t: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        call = header["call"]
+        if call == "hello":
+            codecs = ["MinMaxUInt8", "MXFP8", "MXFP4", "MXINT8", "OneBit"]
+            has = {"kernels": KERNELS, "codecs": codecs, "collectives": True, "samplers": True}
+            return {"protocol": 2 if FAULT == "version" else 1, "name": "everything", **has}, {}
+        if call in KERNELS:
+            return {}, self.kernel(call, header, t)
+        if call in ("payload_bytes", "compress", "decompress"):
+            return self.codec(call, header, t)
+        if call in ("sampler_indices", "equal_batches"):
+            return {}, self.samplers(call, header, t)
+        return {}, self.collective(call, header, t)
+
+    def kernel(self, call: str, header: dict[str, Any], t: dict[str, Tensor]) -> dict[str, Tensor]:
+        if call == "order_by_complexity":
+            return {"order": BACKEND.order_by_complexity(t["keys"])}
+        if call == "gather_flat":
+            flat = torch.cat([x.reshape(-1) for x in t.values()]) if t else torch.empty(0)
+            return {"flat": flat}
+        if call == "scatter_flat":
+            outs = [torch.empty(shape, dtype=t["flat"].dtype) for shape in header["shapes"]]
+            BACKEND.scatter_flat(t["flat"], outs)
+            return {f"t{place}": x for place, x in enumerate(outs)}
+        x, *others = t.values()
+        numbers = [header[name] for name in ("factor", "divisor", "nranks", "beta1") if name in header]
+        if call == "reduce_chunks":
+            numbers = [header[name] for name in ("num_chunks", "target_chunk", "average")]
+        if call == "update_momentum":  # from the rounded factors, which the request has
+            BACKEND._update_momentum_(x, *others, header["beta1"], header["one_minus_beta1"])
+        else:
+            getattr(BACKEND, f"{call}_")(x, *others, *numbers)
+        if FAULT == "planted" and call == "add_scaled":
+            x += header["factor"] * 1e-3
+        return {"x": x}
+
+    def codec(self, call: str, header: dict[str, Any], t: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        codec = get_codec(header["codec"], BACKEND)
+        if call == "payload_bytes":
+            return {"value": codec.payload_bytes(header["elements"], DTYPES[header["dtype"]])}, {}
+        if call == "compress":
+            found = codec.compress(t["x"], header["num_chunks"], header["target_chunk"], t.get("payload"))
+            return {}, {"payload": found}
+        out = torch.empty(header["elements"], dtype=DTYPES[header["dtype"]])
+        codec.decompress(t["payload"], header["num_chunks"], out)
+        return {}, {"x": out}
+
+    def samplers(self, call: str, header: dict[str, Any], t: dict[str, Tensor]) -> dict[str, Tensor]:
+        if call == "equal_batches":
+            places = [[[place] for place in range(count)] for count in t["counts"].tolist()]
+            mine = samplers_plain.equal_batches(places, header["drop_last"])[header["rank"]]
+            return {"batches": torch.tensor([place for (place,) in mine])}
+        options = {name: header[name] for name in ("shuffle", "seed", "epoch", "drop_last", "random_level")}
+        drawn = samplers_plain.indices(header["complexities"], header["num_replicas"], header["rank"], **options)
+        return {"indices": torch.tensor(drawn, dtype=torch.int64)}
+
+    def collective(self, call: str, header: dict[str, Any], t: dict[str, Tensor]) -> dict[str, Tensor]:
+        if call == "world":
+            self.world, self.sent = World(header), {}
+            return {}
+        world, x = self.world, t.get("x", torch.empty(0))
+        if call == "send":
+            world.send(raw(x), header["dst"], self.number("to", header["dst"]))
+            return {}
+        if call == "recv":
+            return {"x": tensor(world.recv(header["src"], self.number("from", header["src"])), DTYPES[header["dtype"]])}
+        if call == "exchange":
+            for place, peer in enumerate(header["sends"]):
+                world.send(raw(t[f"send{place}"]), peer, self.number("to", peer))
+            return {
+                f"recv{place}": tensor(world.recv(part["src"], self.number("from", part["src"])), DTYPES[part["dtype"]])
+                for place, part in enumerate(header["recvs"])
+            }
+        dtype = DTYPES[header["dtype"]] if call == "scatter" else x.dtype
+        parts = [tensor(part, dtype) for part in world.everyone(raw(x))]
+        root, chunk = header.get("root"), -(-x.numel() // world.n)
+        if call == "barrier":
+            return {}
+        if call == "broadcast":
+            return {"x": parts[root]}
+        if call == "scatter":
+            size = header["elements"]
+            return {"out": parts[root][world.rank * size : (world.rank + 1) * size].clone()}
+        if call in ("gather", "allgather"):
+            return {"out": torch.cat(parts)} if call == "allgather" or root == world.rank else {}
+        if call == "alltoall":
+            return {"out": torch.cat([part[world.rank * chunk : (world.rank + 1) * chunk] for part in parts])}
+        total = reduced(parts, header["op"])
+        if call == "reduce_scatter":
+            total = total[world.rank * chunk : (world.rank + 1) * chunk].clone()
+        if FAULT == "planted" and world.n > 2 and world.rank == 1:
+            total = total + 1
+        return {"out": total} if call != "reduce" or root == world.rank else {}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    program, asked = Program(), 0
+    while line := sys.stdin.buffer.readline():
+        header, t = json.loads(line), {}
+        for entry in header["tensors"]:
+            dtype = DTYPES[entry["dtype"]]
+            size = torch.Size(entry["shape"]).numel() * dtype.itemsize
+            t[entry["name"]] = tensor(sys.stdin.buffer.read(size), dtype).view(entry["shape"])
+        try:
+            members, outputs = program.answer(header, t)
+        except Exception as error:
+            members, outputs = {"error": f"{type(error).__name__}: {error}"}, {}
+        entries = [
+            {"name": name, "dtype": str(x.dtype).removeprefix("torch."), "shape": list(x.shape)} for name, x in outputs.items()
+        ]
+        data = json.dumps({**members, "tensors": entries}).encode() + b"\n" + b"".join(map(raw, outputs.values()))
+        if header["call"] != "hello":
+            asked += 1
+            data = spoiled(data, entries)
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+
+
+def spoiled(data: bytes, entries: list[dict[str, Any]]) -> bytes:
+    """Return the answer with the fault chosen."""
+    if FAULT == "dies":
+        print("out of cheese", file=sys.stderr, flush=True)
+        os._exit(3)
+    if FAULT == "hangs":
+        time.sleep(3600)
+    if FAULT == "garbage":
+        return b"hello world\n"
+    if FAULT == "error":
+        return b'{"error":"no cheese","tensors":[]}\n'
+    if FAULT == "short" and entries:
+        print("too short", file=sys.stderr, flush=True)
+        sys.stdout.buffer.write(data[:-1])
+        sys.stdout.buffer.flush()
+        os._exit(0)
+    if FAULT == "shape" and entries:
+        return data.replace(b'"shape": [', b'"shape": [1, ', 1)
+    if FAULT == "dtype" and entries:
+        return data.replace(b'"dtype": "float32"', b'"dtype": "int32"', 1)
+    if FAULT == "huge":
+        return b'{"tensors":[{"name":"x","dtype":"float64","shape":[1000000000000]}]}\n'
+    if FAULT == "nothing":
+        return b'{"tensors":[]}\n'
+    return data
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""Tests of targets in other programs: verdicts on them, faults of the protocol, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tests import oracle_c
+from tests.launch import run_script
+
+from bagua_ref.cli import main
+from bagua_ref.conformance import run_conformance
+from bagua_ref.conformance.targets.process import ProcessTarget
+from bagua_ref.conformance.targets.process_link import DTYPES, ProgramError
+from bagua_ref.conformance.targets.target import resolve
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "conformance" / "other-languages.md").read_text()
+PYTHON = shlex.quote(sys.executable)
+CODEC = f"{PYTHON} {ROOT}/tests/outside/numpy_codec.py"
+SAMPLER = f"{PYTHON} {ROOT}/tests/outside/plain_sampler.py"
+
+
+def everything(fault: str = "") -> str:
+    return f"{PYTHON} {ROOT}/tests/process_program.py {fault}"
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]))
+
+
+# Verdicts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fault",
+    [
+        None,
+        ("minmax_uint8.c", "g.scale = 255.0f", "g.scale = 254.0f"),
+        ("serve.c", "payload.data + place * size)", "payload.data)"),
+    ],
+    ids=str,
+)
+def test_a_program_in_C_is_judged(tmp_path: Path, fault: tuple[str, str, str] | None) -> None:
+    oracle_c.need_compiler()
+    program = oracle_c.build(tmp_path, fault, "serve")
+    report = run_conformance(ProcessTarget(str(program)), ["kernels", "codec"], time_limit=60.0)
+    assert report.passed == (fault is None), str(report)
+    assert report.ran
+
+
+@pytest.mark.slow
+def test_a_codec_in_another_program_is_judged() -> None:
+    report = run_conformance(ProcessTarget(CODEC), ["codec"], checks=["S12.2"], time_limit=60.0)
+    assert report.passed, str(report)
+    assert report.counts()["passed"] > 10
+
+
+@pytest.mark.slow
+def test_samplers_in_another_program_are_judged(tmp_path: Path) -> None:
+    assert run_conformance(ProcessTarget(SAMPLER), ["samplers"], time_limit=60.0).passed
+    faulty = tmp_path / "faulty.py"
+    faulty.write_text((ROOT / "tests" / "outside" / "plain_sampler.py").read_text().replace("place % mine", "min(place, mine - 1)"))
+    report = run_conformance(ProcessTarget(f"{PYTHON} {faulty}"), ["samplers"], time_limit=60.0)
+    assert [result.id for result in report.failures()] == ["samplers.S7.4.batches"]
+
+
+@pytest.mark.slow
+def test_every_kernel_can_be_asked_for() -> None:
+    report = run_conformance(ProcessTarget(everything()), ["kernels"], jobs=1, time_limit=60.0)
+    assert report.passed, str(report)
+    assert not report.counts().get("skipped")
+    planted = run_conformance(ProcessTarget(everything("planted")), ["kernels"], checks=["kernels.S1.add_scaled"], time_limit=60.0)
+    assert planted.counts()["failed"]
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("fault", ["", "planted"])
+def test_ranks_in_other_programs_are_judged(fault: str) -> None:
+    report = run_conformance(ProcessTarget(everything(fault)), ["collectives"], time_limit=120.0)
+    assert report.passed == (not fault), str(report)
+    assert report.ran > 10
+
+
+@pytest.mark.slow
+def test_a_failure_comes_with_a_script_that_repeats_it() -> None:
+    target = ProcessTarget(everything("planted"))
+    failure = run_conformance(target, ["kernels"], checks=["kernels.S1.add_scaled[float32]"], time_limit=60.0).failures()[0]
+    ended = run_script(failure.counterexample)
+    assert ended.returncode != 0
+    assert "AssertionError" in ended.stderr
+
+
+def test_operations_of_the_package_need_every_kernel() -> None:
+    report = run_conformance(ProcessTarget(CODEC), ["comm_ops"])
+    assert not report.ran
+    assert "no add_, add_scaled_" in report.results[0].message
+
+
+# Faults of the protocol
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("dies", "the program has ended; its standard error ends with:\nout of cheese"),
+        ("garbage", r"b'hello world\\n' is not the header of an answer"),
+        ("error", "answered add with an error: no cheese"),
+        ("short", r"the program has ended after 15 of 16 bytes of x; its standard error ends with:\ntoo short"),
+        ("shape", re.escape("{'x': ('torch.float32', [1, 4])} instead of {'x': ('torch.float32', [4])}")),
+        ("dtype", re.escape("{'x': ('torch.int32', [4])} instead of")),
+        ("huge", "announces tensors of .* where at most 16 are expected"),
+        ("nothing", re.escape("it has the tensors {} instead of")),
+        ("hangs", "no answer within 3 s"),
+    ],
+)
+def test_what_breaks_the_protocol_is_said(fault: str, said: str) -> None:
+    target = ProcessTarget(everything(fault))
+    link = target.live().single(target).links[0]
+    link.ask("hello")  # it has started
+    link.limit(3.0)
+    with pytest.raises(ProgramError, match=said):
+        target.kernels.add_(torch.ones(4), torch.ones(4))
+    target.end()
+
+
+def test_another_version_is_refused() -> None:
+    with pytest.raises(ProgramError, match="speaks version 2 of the protocol, and this is version 1"):
+        ProcessTarget(everything("version"))
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("/no/such/program", "cannot be started: .*No such file"),
+        ("'", "is not a command"),
+        ("", "it is empty"),
+        ("false", "answer to hello: "),
+    ],
+)
+def test_a_command_that_cannot_run_is_said(command: str, said: str) -> None:
+    with pytest.raises(ProgramError, match=said):
+        ProcessTarget(command)
+
+
+@pytest.mark.parametrize(
+    ("launch", "said"),
+    [("true --ranks={ranks}", "0 of 3 ranks have connected"), ("/no/such/launcher {ranks}", "cannot be started")],
+)
+def test_a_launcher_that_fails_is_said(launch: str, said: str) -> None:
+    with pytest.raises(ProgramError, match=said):
+        ProcessTarget(CODEC, launch, 3)
+
+
+def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--command", "/no/such/program"]) == 2
+    assert "cannot load /no/such/program: ProgramError" in capsys.readouterr().err
+    for arguments in (
+        [],
+        ["--command", "x", "--backend", "reference"],
+        ["--command", "x", "--launch", "mpirun"],
+        ["--launch", "{ranks}"],
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["verify", *arguments])
+        assert ended.value.code == 2
+
+
+# What is left behind
+
+
+def test_a_program_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    """However that ends; the program here does not read its input again, and so does not see that it has closed."""
+    program = tmp_path / "stubborn.py"
+    program.write_text(
+        "import os, sys, time\n"
+        "sys.stdin.buffer.readline()\n"
+        'sys.stdout.write(\'{"protocol":1,"codecs":["OneBit"],"tensors":[]}\\n\'); sys.stdout.flush()\n'
+        f"open(r'{tmp_path}/' + str(os.getpid()), 'w').close()\n"
+        "time.sleep(600)\n"
+    )
+    script = (
+        "import os, signal, sys\n"
+        "from bagua_ref.conformance.targets.process_link import Programs\n"
+        f"programs = Programs({f'{PYTHON} {program}'!r}, None, 2)\n"
+        "[link.ask('hello') for link in programs.links]\n"
+        "print(programs.folder)\n"
+        "sys.stdout.flush()\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    started = [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]
+    folder = Path(ended.stdout.strip())
+    assert len(started) == 2, ended.stderr
+    until = time.monotonic() + 30
+    while (any(alive(pid) for pid in started) or folder.exists()) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(alive(pid) for pid in started)
+    assert not folder.exists()
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except OSError:
+        return False
+
+
+# The page
+
+
+def test_the_page_describes_every_request() -> None:
+    sources = "".join(
+        (ROOT / "src/bagua_ref/conformance/targets" / name).read_text() for name in ("process.py", "process_samplers.py")
+    )
+    calls = set(re.findall(r'(?:\.ask|\.ask_for|_one)\(\s*"(\w+)"', sources)) | {"hello"}
+    assert len(calls) > 25
+    for call in calls:
+        assert f"`{call}`" in PAGE, call
+    for dtype in DTYPES:
+        assert f"`{dtype}`" in PAGE
+
+
+def test_the_session_on_the_page_is_what_is_said() -> None:
+    """The page's example: requests, and the answers of the program beside it."""
+    program = ProcessTarget(CODEC)
+    payload = resolve(program).codec("OneBit").compress(torch.tensor([1.0, -1.0]), 1)
+    program.end()
+    assert payload.numel() == 64
+    assert payload[32] == 0b10000000
+    assert '{"call":"payload_bytes","codec":"OneBit","elements":2,"dtype":"float32","tensors":[]}' in PAGE
+    assert '{"call":"compress","codec":"OneBit","num_chunks":1,"target_chunk":null,' in PAGE
