@@ -202,6 +202,10 @@ class AlgorithmImpl(NotCopied):
     def close(self) -> None:
         """Release everything outside the buckets; the module now has another algorithm."""
 
+    def metrics(self) -> dict[str, float | int]:
+        """Return what this algorithm adds to `bagua_ref.distributed.BaguaModule.bagua_metrics`; it does not communicate."""
+        return {}
+
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs, besides the state of model and optimizers, to continue exactly where it was saved.
 

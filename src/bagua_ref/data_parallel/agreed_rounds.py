@@ -11,6 +11,7 @@ import torch
 
 from bagua_ref.agreement import UNSAID, Agreement, Fact
 from bagua_ref.errors import CommunicationError
+from bagua_ref.flight_recorder import explain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -120,6 +121,8 @@ class AgreedRounds:
         alike, facts = self._trained.bagua_algorithm.rounds_are_alike, self._facts(ROUND)
         same_plan, self._plan_of_last_round = self._plan == self._plan_of_last_round, self._plan
         stays_in_node = self._trained.bagua_algorithm.round_stays_in_node
+        meter = self._trained._bagua_backend.meter
+        steps = meter.steps
 
         def begin() -> Callable[[], None] | None:
             if self._in_node is not None:
@@ -131,6 +134,7 @@ class AgreedRounds:
             def check() -> None:
                 comparison.check(self._digest)
                 self._told = _read(comparison)
+                meter.steps_in_agreement = steps
 
             if not alike:
                 check()
@@ -235,11 +239,13 @@ class AgreedRounds:
 
     @contextmanager
     def giving_up(self) -> Iterator[None]:
-        """Give up if communication fails in this context."""
+        """Give up if communication fails in this context, and let the flight recorder write why."""
         try:
             yield
         except CommunicationError as error:
-            self.give_up(str(error))
+            if not self.broken:
+                self.give_up(str(error))
+                explain(error)
             raise
 
     def check_usable(self) -> None:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 
 from bagua_ref.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
 from bagua_ref.data_parallel.joining import join
+from bagua_ref.data_parallel.metrics import metrics_of
 from bagua_ref.data_parallel.wrapping import context_of, wrap
 from bagua_ref.errors import NotInitializedError
 from bagua_ref.process_group import BaguaProcessGroup, _get_default_group
@@ -163,6 +164,10 @@ class DistributedDataParallel(torch.nn.Module):
         """Skip communication of training forward passes that begin in this context, and of their backward passes (S5)."""
         wrapped = context_of(self.module)
         return nullcontext() if wrapped is None else wrapped.no_sync()
+
+    def bagua_metrics(self) -> dict[str, float | int]:
+        """Return what this training has counted on this rank, as `bagua_ref.distributed.BaguaModule.bagua_metrics` does."""
+        return metrics_of(self.inner)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load parameters and buffers; names may start with ``module.``, as those of `state_dict` do, or not.

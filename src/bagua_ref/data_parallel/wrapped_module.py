@@ -245,7 +245,8 @@ class WrappedModule(NotCopied):
         assert self._buffer_group is not None, "will_broadcast_buffers() is True, and there are other ranks"
         # Autograd must not take this for a change by the user to a saved buffer: data has no version.
         buffers = [buffer.data for buffer in self._buffers()]
-        broadcast_coalesced(buffers, source, self._buffer_group.get_global_communicator())
+        with self._bagua_backend.meter.waiting():
+            broadcast_coalesced(buffers, source, self._buffer_group.get_global_communicator())
 
     def will_broadcast_buffers(self) -> bool:
         """Return whether training forward passes outside `no_sync` begin with a broadcast of buffers."""
@@ -267,6 +268,7 @@ class WrappedModule(NotCopied):
         if not (self._guard.followed_backward if self.bagua_algorithm.steps_follow_backward else counts):
             return
         self.steps_of_optimizers[self.bagua_optimizers.index(optimizer)] += 1
+        self._bagua_backend.meter.steps += optimizer is self.bagua_optimizers[-1]
         synchronizing = self.module.training and self._synchronizing
         with self.rounds.giving_up():
             (self._post_step_hook if synchronizing else self.bagua_algorithm.end_unsynchronized_step)(optimizer)
@@ -286,6 +288,7 @@ class WrappedModule(NotCopied):
         if bypassed is None and self._synchronizing and (self._guard.expects_backward or not self.skipping):
             self._in_backward = True
             self.rounds.backward_passes += 1
+            self._bagua_backend.meter.steps += not self.bagua_optimizers
             self._bagua_backend.begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._graph_task_ended)
             return True

@@ -8,6 +8,7 @@ import torch
 
 from bagua_ref.algorithms.base import Algorithm
 from bagua_ref.backends import get_backend
+from bagua_ref.data_parallel.metrics import count_from_now
 from bagua_ref.data_parallel.trained_parameters import refuse_what_cannot_be_flat
 from bagua_ref.data_parallel.wrapped_module import WrappedModule, trainings_of
 from bagua_ref.env import checked_timeout
@@ -89,6 +90,7 @@ def wrap(
             take_up_again()
         raise
     wrapped.publish()
+    count_from_now(wrapped)
     if before is not None:
         before.close()
 
@@ -115,6 +117,7 @@ def resynchronize(module: torch.nn.Module) -> None:
     comm = anew.process_group.get_global_communicator()
     anew.bagua_algorithm.load_counters(comm.broadcast_object(counters, 0) if comm.nranks() > 1 else counters)
     anew.publish()
+    count_from_now(anew)
     before.close()
 
 
