@@ -20,7 +20,7 @@ FOLDER = "BAGUA_REF_FLIGHT_RECORDER_DIR"
 def record(error: BaseException | None = None) -> dict[str, Any]:
     """Return what this rank did last, as values that JSON can hold.
 
-    The operations are those on buckets, and the agreements before them, of all modules of this process: the last 256, oldest first.
+    The operations are those on buckets, and the agreements around them, of all modules of this process: the last 256, oldest first.
     Their ``kind``, ``bucket``, ``bytes``, ``module`` and ``round`` are followed by ``started`` and ``ended``, in seconds since
     1970; an ``ended`` of None says that it is under way, or failed. ``waits`` says what threads of this process wait for, and since
     when.
@@ -59,14 +59,14 @@ def dump(folder: str | Path, error: BaseException | None = None) -> Path:
         OSError: the file cannot be written.
     """
     found = record(error)
-    text, rank = json.dumps(found, indent=1), found["rank"]
+    text, rank = ",\n".join(f" {json.dumps(name)}: {_lines(value)}" for name, value in found.items()), found["rank"]
     folder, number = Path(folder), 0
     folder.mkdir(parents=True, exist_ok=True)
     while True:
         path = folder / (f"rank{rank}-{number}.json" if number else f"rank{rank}.json")
         try:
             with path.open("x") as file:
-                file.write(text)
+                file.write(f"{{\n{text}\n}}\n")
         except FileExistsError:
             number += 1
         else:
@@ -83,3 +83,11 @@ def explain(error: Exception) -> None:
     except OSError as why:
         told = f"what this rank did last could not be written ({why})"
     error.args = (f"{error}; {told}", *error.args[1:])
+
+
+def _lines(value: Any) -> str:
+    """Return ``value`` as JSON, with a line for each entry of a list."""
+    if not isinstance(value, list) or not value:
+        return json.dumps(value)
+    entries = ",\n".join(f"  {json.dumps(entry)}" for entry in value)
+    return f"[\n{entries}\n ]"

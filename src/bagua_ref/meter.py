@@ -28,8 +28,8 @@ class Operation:
     """One operation of a rank, for the flight recorder.
 
     Attributes:
-        kind: its class, or "agreement".
-        bucket: the bucket's name; "" for an agreement.
+        kind: its class; "agreement" when ranks begin to tell each other what they are about to do, "end of round" when they have.
+        bucket: the bucket's name; "" where there is none.
         bytes: the bucket's size, padding included.
         module: the training that it belongs to; "" for none.
         round: rounds that this training had begun.

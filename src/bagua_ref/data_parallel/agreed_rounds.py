@@ -244,8 +244,9 @@ class AgreedRounds:
             yield
         except CommunicationError as error:
             if not self.broken:
-                self.give_up(str(error))
-                explain(error)
+                why = str(error)
+                explain(error)  # while what this rank waits for is known
+                self.give_up(why)
             raise
 
     def check_usable(self) -> None:

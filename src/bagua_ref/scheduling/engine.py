@@ -309,7 +309,7 @@ class _Closing:
         close, self._opening.close = self._opening.close, None
         if close is not None and self._fate.error is None and not self._fate.bucket_failed:
             try:
-                with Recorded("agreement"):
+                with Recorded("end of round"):
                     close()
             except Exception as error:
                 self._fate.error = self.error = error
