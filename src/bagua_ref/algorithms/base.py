@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -74,6 +75,10 @@ class TrainingContext(Protocol):
 
     def reset(self) -> None:
         """Get tensors, buckets, operations and hooks from the algorithm."""
+        ...
+
+    def reshard(self) -> None:
+        """If the module is sharded, let its next forward pass gather the weights anew, as they have changed."""
         ...
 
     def end_join(self) -> None:
@@ -292,6 +297,9 @@ class Algorithm:
     GradientAllReduceAlgorithm(hierarchical=False, average=True)
     """
 
+    takes_shards = False
+    """Whether it trains this rank's shards of parameters that fully_shard (FSDP2) has sharded."""
+
     def check(self, parameters: list[tuple[str, torch.nn.Parameter]], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Refuse what this algorithm cannot train, before anything is sent or changed; called when a module is wrapped.
 
@@ -303,6 +311,11 @@ class Algorithm:
     def reify(self, process_group: Group) -> AlgorithmImpl:
         """Return an implementation that communicates in ``process_group``."""
         raise NotImplementedError(f"{type(self).__name__} must define reify(process_group)")
+
+    def settings(self) -> dict[str, Any]:
+        """Return the numbers, strings and lists among the options, which must be equal on all ranks."""
+        options = {name: getattr(self, name, None) for name in inspect.signature(type(self)).parameters}
+        return {name: value for name, value in options.items() if isinstance(value, (int, float, str, list))}
 
     @classmethod
     def init(cls, name: str, **kwargs: Any) -> Algorithm:

@@ -205,10 +205,12 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         try:
             for fragment in self._fragments:
                 fragment.mix(0)
+            self.context.reshard()
             yield
         finally:
             self._showing -= 1
             torch._foreach_copy_(weights, local)
+            self.context.reshard()
 
     def _refuse_while_showing(self, what: str) -> None:
         if self._showing:

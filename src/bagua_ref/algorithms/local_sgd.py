@@ -145,6 +145,8 @@ class LocalSGDAlgorithm(Algorithm):
     (arXiv:1602.05629); Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020 (arXiv:1808.07217).
     """
 
+    takes_shards = True
+
     def __init__(self, period: int, warmup_steps: int = 0, offset: int = 0, hierarchical: bool = False) -> None:
         check_whole("period", period, 1)
         check_whole("warmup_steps", warmup_steps, 0)

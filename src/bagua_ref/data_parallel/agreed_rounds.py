@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from bagua_ref.agreement import UNSAID, Agreement, Fact
+from bagua_ref.data_parallel.sharding import local, whole
 from bagua_ref.errors import CommunicationError
 from bagua_ref.flight_recorder import explain
 
@@ -222,10 +223,16 @@ class AgreedRounds:
             return None
         checksum = 0
         for parameter, optimizers in replicas:
-            states = [optimizer.state[parameter] for optimizer in optimizers if parameter in optimizer.state]
+            held = whole(parameter)  # type: ignore[arg-type]
+            states = [optimizer.state[held] for optimizer in optimizers if held in optimizer.state]
             tensors = [parameter, *(value for state in states for _, value in sorted(state.items(), key=lambda item: str(item[0])))]
             for tensor in tensors:
-                if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+                tensor = local(tensor)
+                if (
+                    not isinstance(tensor, torch.Tensor)
+                    or type(tensor.detach()) is not torch.Tensor
+                    or tensor.layout is not torch.strided
+                ):
                     continue  # a number, or a tensor whose bytes only its library knows
                 data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
                 checksum = zlib.crc32(data.data, checksum)

@@ -9,6 +9,7 @@ import torch
 from bagua_ref.algorithms.base import Algorithm
 from bagua_ref.backends import get_backend
 from bagua_ref.data_parallel.metrics import count_from_now
+from bagua_ref.data_parallel.sharding import check_sharded, group_of
 from bagua_ref.data_parallel.trained_parameters import refuse_what_cannot_be_flat
 from bagua_ref.data_parallel.wrapped_module import WrappedModule, trainings_of
 from bagua_ref.env import checked_timeout
@@ -50,7 +51,7 @@ def wrap(
     if backend is not None:
         get_backend(backend)  # raises, before anything is sent, if it cannot run
     world = current_world()
-    group = process_group if process_group is not None else world.default_group
+    group = group_of(process_group) if process_group is not None else world.default_group
     if group is None:
         raise NotInitializedError(f"call bagua_ref.init_process_group() before {caller}()")
     if not hasattr(group, "for_background"):
@@ -62,6 +63,7 @@ def wrap(
             f"process_group={group!r} does not hold this rank, {world.identity.rank}; only its ranks may wrap a module"
         )
     group.refuse_in_child()
+    check_sharded(module, algorithm, group)
     before = context_of(module)
     if before is not None and (without_forward or before.without_forward):
         active = "train()" if before.without_forward else "with_bagua()"
