@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -296,3 +298,41 @@ def test_what_cannot_work_is_refused_by_name() -> None:
     ]
     for message, words in zip(launch(refused, 4)[0], expected, strict=True):
         assert words in message
+
+
+def states() -> None:
+    mesh = mesh_of_four()
+    saved: list[Any] = []
+    for module in (sharded(mesh["shard"]), sharded(mesh["shard"])):
+        optimizer = made(module)
+        module.with_bagua([optimizer], Algorithm.init("diloco", period=2), mesh["replicate"])
+        loop(module, optimizer)
+        saved.append(module.bagua_algorithm.state_dict())
+        assert saved[-1]["shard"] == [dist.get_rank() % 2, 2]
+    module.bagua_algorithm.load_state_dict(saved[0])
+    with pytest.raises(ValueError, match=r"'shard': \[2, 3\].*this rank has"):
+        module.bagua_algorithm.load_state_dict({**saved[0], "shard": [2, 3]})
+    whole = network()
+    whole.with_bagua([made(whole)], Algorithm.init("diloco", period=2), mesh["replicate"])
+    with pytest.raises(ValueError):
+        whole.bagua_algorithm.load_state_dict(saved[0])
+
+
+def test_a_state_belongs_to_a_shard() -> None:
+    launch(states, 4)
+
+
+def run_the_page(code: str) -> list[torch.Tensor]:
+    bagua_ref.destroy_process_group()
+    names: dict[str, Any] = {}
+    exec(code, names)
+    return copies(names["model"])
+
+
+def test_the_example_of_the_page_runs() -> None:
+    page = (Path(__file__).parents[1] / "docs/trainers.md").read_text()
+    (code,) = [block for block in re.findall(r"^```py\n(.*?)^```", page, re.MULTILINE | re.DOTALL) if "fully_shard" in block]
+    found = launch(run_the_page, 4, code)
+    assert same(found[0], found[2])
+    assert same(found[1], found[3])
+    assert not same(found[0], found[1])

@@ -40,6 +40,7 @@ class TrainingContext(Protocol):
         bagua_algorithm: the implementation in use.
         world: this rank's; starts threads.
         kernel_backend: the ``backend`` argument of wrapping.
+        shards: this rank's shards of parameters that fully_shard (FSDP2) has sharded, by name.
         _bagua_backend: the engine: ``mark_ready(tensor)`` schedules, ``wait_pending_comm_ops()`` waits.
     """
 
@@ -51,6 +52,7 @@ class TrainingContext(Protocol):
     bagua_algorithm: AlgorithmImpl
     world: World
     kernel_backend: str | KernelBackend | None
+    shards: dict[str, Any]
     _bagua_backend: Engine
 
     @property
@@ -216,14 +218,27 @@ class AlgorithmImpl(NotCopied):
 
         Each rank saves its own. Subclasses add to it.
         """
-        return self.counters()
+        return {**self.counters(), **self._shard()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``; call it on every rank, after wrapping and after loading the state of model and optimizers.
 
         It does not communicate.
+
+        Raises:
+            ValueError: it was saved with other shards of parameters that fully_shard (FSDP2) has sharded.
         """
+        saved = {"shard": state["shard"]} if "shard" in state else {}
+        if saved != self._shard():
+            raise ValueError(
+                f"state was saved for {saved or 'whole parameters'}, and this rank has {self._shard() or 'whole ones'}"
+            )
         self.load_counters(state)
+
+    def _shard(self) -> dict[str, Any]:
+        """Return which shard of its parameters this rank has, and of how many; nothing if they are whole."""
+        meshes = [shard.sharded.device_mesh for shard in self.context.shards.values()]
+        return {"shard": [meshes[0].get_local_rank(), meshes[0].size()]} if meshes else {}
 
     def counters(self) -> dict[str, Any]:
         """Return the numbers of `state_dict` that say how far training has come."""

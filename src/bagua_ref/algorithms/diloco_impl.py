@@ -250,10 +250,6 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         self.error_memories.load(memories)
         self._in_flight, self._taken = load_outer_state(state, self._fragments), state["global_weights"] is not None
 
-    def metrics(self) -> dict[str, float | int]:
-        """Return the L2 norm of ``g - x`` when the fragments were last sent."""
-        return drift(self._drifts)
-
     def counters(self) -> dict[str, Any]:
         """Return the steps so far, and a checksum of the settings of the outer steps."""
         return {**super().counters(), "outer_steps": self._outer_steps}
@@ -262,6 +258,10 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         """Continue from the numbers that `counters` returned."""
         super().load_counters(state)
         self._outer_steps = state["outer_steps"]
+
+    def metrics(self) -> dict[str, float | int]:
+        """Return the L2 norm of ``g - x`` when the fragments were last sent."""
+        return drift(self._drifts)
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise ValueError unless `load_state_dict` can load ``state``."""

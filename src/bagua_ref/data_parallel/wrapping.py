@@ -20,6 +20,8 @@ from bagua_ref.utils import uncompiled
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch.distributed.device_mesh import DeviceMesh
+
     from bagua_ref.backends.base import KernelBackend
     from bagua_ref.types import Group
 
@@ -30,7 +32,7 @@ def wrap(
     module: torch.nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     algorithm: Algorithm,
-    process_group: Group | None,
+    process_group: Group | DeviceMesh | None,
     do_flatten: bool,
     *,
     backend: str | KernelBackend | None,

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
     from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl
     from bagua_ref.backends.base import KernelBackend
@@ -48,7 +49,7 @@ class BaguaModule:
         self,
         optimizers: Sequence[torch.optim.Optimizer],
         algorithm: Algorithm,
-        process_group: Group | None = None,
+        process_group: Group | DeviceMesh | None = None,
         do_flatten: bool = True,
         *,
         backend: str | KernelBackend | None = None,
@@ -63,7 +64,8 @@ class BaguaModule:
         Args:
             optimizers: the optimizers of this module's parameters.
             algorithm: e.g. ``GradientAllReduceAlgorithm()``.
-            process_group: the ranks that train together; None is the default group.
+            process_group: the ranks that train together; None is the default group. For a model sharded by ``fully_shard``, the
+                dimension of the DeviceMesh along which ranks hold the same shards: ``mesh["replicate"]``.
             do_flatten: keep the tensors of each bucket in one storage.
             backend: the kernels; None chooses as `bagua_ref.backends.get_backend`.
             find_unused_parameters: treat parameters that a backward pass does not reach as having zero gradients.
@@ -73,7 +75,7 @@ class BaguaModule:
             NotInitializedError: ``init_process_group()`` was not called (a RuntimeError).
             TypeError: ``algorithm``, ``optimizers`` or ``process_group`` is something else.
             ValueError: modules differ between ranks; nothing to train; this rank is not in the group.
-            NotImplementedError: a parameter gets sparse gradients.
+            NotImplementedError: a parameter gets sparse gradients, or is sharded in a way that cannot be trained.
 
         >>> from bagua_ref import init_process_group
         >>> from bagua_ref.algorithms import GradientAllReduceAlgorithm
