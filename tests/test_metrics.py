@@ -18,6 +18,7 @@ from torch import nn
 import bagua_ref
 from bagua_ref import flight_recorder
 from bagua_ref.algorithms import Algorithm, GradientAllReduceAlgorithm, LocalSGDAlgorithm, QAdamOptimizer
+from bagua_ref.backends.reference.backend import ReferenceBackend
 from bagua_ref.backends.reference.codecs.minmax_uint8 import MinMaxUInt8
 from bagua_ref.data_parallel import DistributedDataParallel
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
@@ -124,15 +125,28 @@ def test_the_exposed_wait_is_the_time_that_another_rank_is_late() -> None:
     assert first["seconds_since_last_exchange"] == second["seconds_since_last_exchange"] == 2
 
 
-def test_waiting_for_buffers_and_for_weights_counts() -> None:
-    def buffers(r: int) -> float:
+def test_waiting_for_buffers_counts_and_so_do_their_bytes() -> None:
+    def buffers(r: int) -> tuple[float, int]:
         model: Any = DistributedDataParallel(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
         current_world().sleep(0.25 * (1 - r))
         model(torch.ones(2, 3))
-        waited: float = model.bagua_metrics()["exposed_wait_seconds"]
-        return waited
+        metrics = model.bagua_metrics()
+        return metrics["exposed_wait_seconds"], metrics["bytes_sent"]
 
-    assert simulate(2, buffers) == [0, 0.25]
+    half_of_7_numbers = (2 * 3 * 4 + 8) // 2
+    assert simulate(2, buffers) == [(0, half_of_7_numbers), (0.25, half_of_7_numbers)]
+
+
+def test_waiting_for_weights_that_a_round_changes_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    change = ReferenceBackend.async_average_
+
+    def slowly(*arguments: Any) -> None:
+        current_world().sleep(0.25)
+        change(*arguments)
+
+    monkeypatch.setattr(ReferenceBackend, "async_average_", slowly)
+    for metrics in simulate(2, asynchronous):
+        assert 0.2 < metrics["exposed_wait_seconds"] <= 0.25 * (metrics["async_rounds"] + 1)
 
 
 def test_codec_seconds_are_those_that_codecs_compute(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,6 +216,8 @@ def asynchronous(r: int) -> dict[str, Any]:
 
 def test_rounds_of_asynchronous_averaging_are_counted() -> None:
     first, second = simulate(2, asynchronous)
+    assert first["exposed_wait_seconds"] == second["exposed_wait_seconds"] == 0
+    assert first["seconds_since_last_exchange"] <= 0.1
     assert abs(first["async_rounds"] - second["async_rounds"]) <= 1
     assert first["async_rounds"] >= 5
     # An all-reduce of the weights and of a flag of 4 bytes for each round, and perhaps of one that is under way.

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import bagua_ref
 from bagua_ref.algorithms import Algorithm, GradientAllReduceAlgorithm, LocalSGDAlgorithm, QAdamAlgorithm, QAdamOptimizer
 from bagua_ref.data_parallel import DistributedDataParallel
+from bagua_ref.errors import CommunicationError
 
 pytestmark = pytest.mark.slow
 STEPS = 6
@@ -36,10 +37,9 @@ def sharded(mesh: Any, seed: int = 0) -> Any:
     from torch.distributed.fsdp import fully_shard
 
     module = network(seed)
-    for layer in module:
-        if isinstance(layer, nn.Linear):
-            fully_shard(layer, mesh=mesh)
-    fully_shard(module, mesh=mesh)
+    for layer in (module[0], module[2]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(module, mesh=mesh)  # has the last layer, which it keeps whole after a forward pass
     return module
 
 
@@ -218,7 +218,7 @@ def state_moves() -> None:
         for step in range(2):
             module(batch(step)).square().mean().backward()
             optimizer.step()
-        module(batch(0))  # FSDP2 keeps the last layers whole after a forward pass
+        module(batch(0))  # leaves the last layer whole
         module.with_bagua([optimizer], GradientAllReduceAlgorithm(), mesh["replicate"])
         kept = [
             value
@@ -231,6 +231,7 @@ def state_moves() -> None:
         module(batch(3)).square().mean().backward()
         optimizer.step()
         found += copies(module)
+        module(batch(0))
         module.bagua_resynchronize()
         module(batch(4)).square().mean().backward()
         optimizer.step()
@@ -243,6 +244,31 @@ def state_moves() -> None:
 
 def test_weights_and_optimizer_state_of_the_first_node_are_taken_over() -> None:
     launch(state_moves, 4)
+
+
+def other_state() -> str:
+    mesh = mesh_of_four()
+    module = sharded(mesh["shard"])
+    optimizer = made(module)
+    module.with_bagua([optimizer], GradientAllReduceAlgorithm(), mesh["replicate"])
+    loop(module, optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    loop(module, optimizer)
+    if dist.get_rank() == 2:
+        optimizer.state[module[0].weight]["momentum_buffer"].to_local().add_(1)
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.zero_grad()
+    if dist.get_rank() % 2:
+        module(batch(0)).square().mean().backward()
+        return ""
+    with pytest.raises(CommunicationError) as caught:
+        module(batch(0)).square().mean().backward()
+    return str(caught.value)
+
+
+def test_loaded_states_are_compared_with_those_of_the_same_shards() -> None:
+    for message in launch(other_state, 4)[::2]:
+        assert "weights and optimizer state of checksum" in message
 
 
 def refused() -> list[str]:
