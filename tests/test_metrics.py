@@ -378,3 +378,46 @@ def test_the_files_say_what_a_rank_still_waits_for(tmp_path: Path) -> None:
     (wait,) = json.loads((tmp_path / "rank0.json").read_text())["waits"]
     assert wait["for"].startswith("in allreduce of group")
     assert wait["ranks"] == [0, 1, 2]
+
+
+def reduce_with_other_reductions(folder: str) -> str:
+    os.environ[flight_recorder.FOLDER] = folder
+    model = nn.parallel.DistributedDataParallel(line())
+    state, hook = bagua_ref.ddp_comm_hook("bytegrad", hierarchical=False)
+    model.register_comm_hook(state, hook)
+    model(torch.ones(1, SIZE)).sum().backward()
+    state.steps_of_optimizers[0] += bagua_ref.get_rank()
+    with pytest.raises(RuntimeError) as raised:
+        model(torch.ones(1, SIZE)).sum().backward()
+    return str(raised.value)
+
+
+@pytest.mark.slow
+def test_a_communication_hook_writes_what_was_last_too(tmp_path: Path) -> None:
+    for r, message in enumerate(launch(reduce_with_other_reductions, 2, str(tmp_path))):
+        assert "disagree" in message
+        assert f"{tmp_path}/rank{r}.json" in message
+        written = json.loads((tmp_path / f"rank{r}.json").read_text())
+        assert [o["kind"] for o in written["operations"]] == ["CentralizedLowPrecision"]
+
+
+def test_a_failure_of_asynchronous_averaging_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(flight_recorder.FOLDER, str(tmp_path))
+
+    def rank(r: int) -> None:
+        module = line()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+        module.with_bagua([optimizer], Algorithm.init("async", sync_interval_ms=100))
+
+        def train() -> None:
+            for step in range(20):
+                module(torch.ones(1, SIZE)).sum().backward()
+                optimizer.step()
+                current_world().sleep(0.05)
+                if step == 10:
+                    module.bagua_algorithm._rounds._group.abort("a test")
+
+        with pytest.raises(CommunicationError, match=f"what this rank did last is in {tmp_path}/rank{r}"):
+            train()
+
+    simulate(2, rank)

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bagua_ref.errors import CommunicationError
 from bagua_ref.meter import operations
 from bagua_ref.runtime import current_world
 
@@ -74,9 +75,9 @@ def dump(folder: str | Path, error: BaseException | None = None) -> Path:
 
 
 def explain(error: Exception) -> None:
-    """If BAGUA_REF_FLIGHT_RECORDER_DIR is set, write `record` there and add the file's path to the message of ``error``."""
+    """If BAGUA_REF_FLIGHT_RECORDER_DIR is set, write `record` there and add the file's path to a CommunicationError's message."""
     folder = os.environ.get(FOLDER)
-    if not folder:
+    if not folder or not isinstance(error, CommunicationError):
         return
     try:
         told = f"what this rank did last is in {dump(folder, error)}"

@@ -158,8 +158,7 @@ class Rounds:
                     self._wake.wait(self._interval)
         except Exception as error:
             if not self._forgotten:
-                if isinstance(error, CommunicationError):
-                    explain(error)
+                explain(error)
                 self.error = error
                 self._go(State.FAILED)
 
