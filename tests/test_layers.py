@@ -31,7 +31,8 @@ def layers(*parts: int | range) -> frozenset[int]:
 HOUSE = (
     Floor(
         0,
-        ("errors", "env", "extras", "launch_environment", "memory", "types", "runtime", "streams", "not_provided", "untrusted"),
+        ("errors", "env", "extras", "flight_recorder", "launch_environment", "memory", "meter", "not_provided", "runtime",
+          "streams", "types", "untrusted"),
         layers(0),
     ),
     Floor(0, ("model_parallel", "moe", "service"), layers(0)),  # they only raise, saying that they are left out

@@ -24,9 +24,9 @@ from bagua_ref.comm_ops import (
 from bagua_ref.compression import codec_named
 from bagua_ref.errors import NotInitializedError
 from bagua_ref.flat_storage import FlatStorage
+from bagua_ref.meter import Recorded, profiled
 from bagua_ref.runtime import current_world
 from bagua_ref.tensor import check_apart, check_shared, effective_tensor, effective_tensors
-from bagua_ref.utils import profiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -198,7 +198,8 @@ class BaguaBucket:
         self.running, observers = op, current_world().observers
         for observer in observers:
             observer.before_op(self, op, flat)
-        with profiled(f"{label}/{type(op).__name__}"):
+        kind = type(op).__name__
+        with profiled(f"{label}/{kind}"), Recorded(kind, self.name, flat.nbytes):
             op(flat)
         for observer in observers:
             observer.after_op(self, op, flat)

@@ -82,6 +82,9 @@ class World(ABC):
     observers: tuple[BucketObserver, ...] = ()
     """Observers of the inputs and results of this rank's bucket operations."""
 
+    operations: Any = None
+    """The last operations of this rank, as `bagua_ref.meter` records them."""
+
     @cached_property
     def engines(self) -> weakref.WeakValueDictionary[str, Any]:
         """The communication engine of each wrapped module, by the module's name."""
@@ -119,6 +122,14 @@ class World(ABC):
     @abstractmethod
     def now(self) -> float:
         """Return the seconds of a monotonic clock."""
+
+    def clock(self) -> float:
+        """Return `now` for measurements: in a simulation, no other thread runs before this returns."""
+        return self.now()
+
+    def waits(self) -> list[dict[str, Any]]:
+        """Return what threads of this rank wait for, as far as they say so: ``for``, ``ranks`` and ``since``, by `now`."""
+        return []
 
 
 class FairLock:
@@ -208,6 +219,11 @@ class RealWorld(World):
             return nullcontext()
         registered: AbstractContextManager[None] = waits.waiting("for its background thread", "", (), interrupt)
         return registered
+
+    def waits(self) -> list[dict[str, Any]]:
+        """Return the waits that are registered where waits for other ranks are, if this process has joined a job."""
+        waits = getattr(self.transport, "waits", None)
+        return [] if waits is None else waits.under_way()
 
     def sleep(self, seconds: float) -> None:
         """Wait for ``seconds``."""

@@ -71,6 +71,11 @@ class Group(Protocol):
     timeout: float
     """Seconds without progress after which communication raises."""
 
+    @property
+    def bytes_sent(self) -> int:
+        """The bytes that this rank has sent in this group and its background groups, by formula."""
+        ...
+
     def get_global_communicator(self) -> Any:
         """Return the communicator of all ranks of the group (S1)."""
         ...

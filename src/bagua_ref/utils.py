@@ -5,20 +5,17 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._utils import _flatten_dense_tensors as flatten
 from torch._utils import _unflatten_dense_tensors as unflatten
-from torch.profiler import record_function
 
 from bagua_ref.memory import by_dtype_and_device, overlapping
 from bagua_ref.not_provided import explain_missing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
@@ -31,7 +28,6 @@ __all__ = [
     "flatten",
     "get_flattened_tensor",
     "overlapping",
-    "profiled",
     "uncompiled",
     "unflatten",
 ]
@@ -74,11 +70,6 @@ class OwnHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OwnHook, ()
-
-
-def profiled(label: str) -> AbstractContextManager[Any]:
-    """Return a context that a profile shows as ``label``; while nothing is profiled, entering it costs next to nothing."""
-    return record_function(label) if torch.autograd.profiler._is_profiler_enabled else nullcontext()
 
 
 def uncompiled(module: torch.nn.Module) -> torch.nn.Module:

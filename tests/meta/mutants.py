@@ -249,7 +249,7 @@ CODECS = [
     ("a target chunk clears the others", "S4.5", ROWS, "        if target_chunk is not None:\n            chunks, payload", "        if target_chunk is not None:\n            payload.zero_()\n            chunks, payload"),
     ("a target chunk is written, and all others too", "S4.5", ROWS, "        if target_chunk is not None:\n            chunks, payload", "        if target_chunk is not None and num_chunks < 3:\n            chunks, payload"),
     ("the block of the target chunk is always the first", "S4.5", ROWS, "payload[target_chunk : target_chunk + 1]", "payload[:1]"),
-    ("float64 is compressed", "S4.5", CONTRACT, "        out = self._payload_for(x,", "        x = x.float() if x.dtype is torch.float64 else x\n        out = self._payload_for(x,"),
+    ("float64 is compressed", "S4.5", CONTRACT, "        out = self._payload_for(x, num_chunks, target_chunk, out)\n        with", "        x = x.float() if x.dtype is torch.float64 else x\n        out = self._payload_for(x, num_chunks, target_chunk, out)\n        with"),
     ("levels are rounded down", "S4.6", CODEC, LEVEL, "        np.floor(level, out=level)\n"),
     ("values come back half a level too high", "S4.6", CODEC, "        np.add(value, lower[rows], out=value)\n        np.divide", "        np.add(value, lower[rows] + np.float32(0.25), out=value)\n        np.divide"),
 ]  # fmt: skip

@@ -29,7 +29,7 @@ MARKED = '        if place < self._next:\n            if self.hold or not self.c
 DIVIDED = 'root.div_(correction).add_(group["eps"])'
 
 ALGORITHMS: list[tuple[str, str, str, str, str]] = [
-    ("each rank starts from its own weights", "S5", STATE, "    broadcast_coalesced([tensor.detach() for tensor in tensors], source, comm)", "    comm.barrier()"),
+    ("each rank starts from its own weights", "S5", STATE, "    broadcast_coalesced([local(tensor).detach() for tensor in tensors], source, comm)", "    comm.barrier()"),
     ("weights are the last rank's", "S5", STATE, "for tensor in tensors], source, comm)", "for tensor in tensors], comm.nranks() - 1, comm)"),
     ("parameters enter buckets from the first to the last", "S2.1", BASE, "for name, parameter in reversed(bagua_ddp.bagua_build_params())", "for name, parameter in bagua_ddp.bagua_build_params()"),
     ("a bucket is closed before it would be too large", "S2.1", BUCKETS, "if filled >= bucket_bytes:", "if filled >= bucket_bytes or 0 < filled < filled + tensor.numel() * tensor.element_size() > bucket_bytes:"),

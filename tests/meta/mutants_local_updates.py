@@ -54,7 +54,7 @@ LOCAL_UPDATES: list[tuple[str, str, str, str, str]] = [
     ("the mix is rounded to 16 bits in between", "S9.4", FRAGMENTS, OTHERS, "                x.copy_(x - (x - copy).to(x.dtype).mul_(1 - mix))\n"),
     ("the mix with mix 0 is left out", "S9.4", FRAGMENTS, "            if mix == 0:\n                x.copy_(copy)\n", "            if mix == 0:\n                pass\n"),
     ("only the last parameter of a fragment gets the result", "S9.4", FRAGMENTS, "        for copy, x in zip(self.copies, self._parameters, strict=True):\n            if mix", "        for copy, x in [*zip(self.copies, self._parameters, strict=True)][-1:]:\n            if mix"),
-    ("weights are mixed before the outer step", "S9.4", DILOCO, "        fragment.update(flight.mean)\n        fragment.mix(self.mix)\n", "        fragment.mix(self.mix)\n        fragment.update(flight.mean)\n"),
+    ("weights are mixed before the outer step", "S9.4", DILOCO, "            fragment.update(flight.mean)\n            fragment.mix(self.mix)\n", "            fragment.mix(self.mix)\n            fragment.update(flight.mean)\n"),
     ("g is in the weights' dtype", "S9.4", FRAGMENTS, "    dtype = torch.float64 if parameter.dtype is torch.float64 else torch.float32\n", "    dtype = parameter.dtype\n"),
     ("g is kept in float32 for float64", "S9.4", FRAGMENTS, "    dtype = torch.float64 if parameter.dtype is torch.float64 else torch.float32\n", "    dtype = torch.float32\n"),
     ("g is taken from the weights again in every window", "S9.4", DILOCO, "        if not self._taken and self.step >= self.warmup_steps:\n", "        if self.step >= self.warmup_steps and (self.step - self.warmup_steps) % self.schedule.period == 0:\n"),

@@ -179,7 +179,7 @@ COMPRESSING = [
     ("memories in one flat tensor after loading", TENSORS, "        self._flats = {}\n        self._values = {\n", "        self._values = {\n", f"{PROPERTY}::test_a_restart_at_any_step_equals_an_undisturbed_run_to_the_bit[topk]"),
     ("comparing options of hooks", HOOKS, "            self._agreement.begin([options], flag=False, ahead=False).check_facts()\n", "            pass\n", f"{DIFFERENT}[options]"),
     ("comparing before a hook's round", HOOKS, "                self._worker.submit(_Begin(self, self._compare()))\n", "                pass\n", f"{DIFFERENT}[reductions]"),
-    ("telling the others that a hook has failed", HOOKS, "        self.process_group.abort(self._broken)\n", "", f"{DIFFERENT}[failure]"),
+    ("telling the others that a hook has failed", HOOKS, "        self.process_group.abort(why)\n", "", f"{DIFFERENT}[failure]"),
     ("results in a padded bucket", HOOKS, "        if flat.data_ptr() != gradients[0].data_ptr():\n", "        if False:\n", f"{SAME}[bytegrad]"),
     ("counting reductions", HOOKS, "        self.steps_of_optimizers[0] += 1\n", "", f"{SAME}[topk]"),
     ("the order of parameters in DDP's buckets", HOOKS, "        for parameter in reversed(parameters):\n", "        for parameter in parameters:\n", f"{SAME}[powersgd]"),

@@ -13,7 +13,9 @@ from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl
 from bagua_ref.algorithms.weight_holder import WeightHolder
 from bagua_ref.bucket import BaguaBucket
 from bagua_ref.errors import CommunicationError
+from bagua_ref.flight_recorder import explain
 from bagua_ref.memory import by_dtype_and_device
+from bagua_ref.meter import use_meter
 from bagua_ref.tensor import BaguaTensor
 from bagua_ref.utils import uncompiled
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
     from bagua_ref.algorithms.base import TrainingContext
     from bagua_ref.comm_ops import AsynchronousModelAverage
+    from bagua_ref.meter import Meter
     from bagua_ref.runtime import Thread, World
     from bagua_ref.types import Group
 
@@ -58,10 +61,12 @@ class Rounds:
         buckets: of weights, each with one asynchronous operation.
         group: used by this thread only; closed when training ends, so that a waiting thread ends, too.
         interval: seconds between the end of a round and the next.
+        meter: counts for the training.
     """
 
-    def __init__(self, world: World, name: str, buckets: list[BaguaBucket], group: Group, interval: float) -> None:
+    def __init__(self, world: World, name: str, buckets: list[BaguaBucket], group: Group, interval: float, meter: Meter) -> None:
         self._world, self._name, self._buckets, self._group, self._interval = world, name, buckets, group, interval
+        self._meter = meter
         self.ops: list[AsynchronousModelAverage] = [bucket._async_op for bucket in buckets]
         self.state = State.IDLE
         self.error: BaseException | None = None
@@ -137,7 +142,8 @@ class Rounds:
 
     def _spawn(self) -> None:
         self._wake.clear()
-        self._thread = self._world.spawn(self._run, self._name)
+        with use_meter(self._meter):
+            self._thread = self._world.spawn(self._run, self._name)
 
     def _run(self) -> None:
         try:
@@ -152,6 +158,7 @@ class Rounds:
                     self._wake.wait(self._interval)
         except Exception as error:
             if not self._forgotten:
+                explain(error)
                 self.error = error
                 self._go(State.FAILED)
 
@@ -252,8 +259,9 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             bucket.append_asynchronous_model_average_op(self.peer_selection_mode, group=group)
             self._weight_buckets.append(bucket)
         name = f"bagua_ref averaging {context.bagua_module_name}"
-        self._rounds = Rounds(context.world, name, self._weight_buckets, group, self.sync_interval_ms / 1000)
-        self._holder = WeightHolder(context.called_module, context.bagua_optimizers, self._rounds.ops)
+        meter = context._bagua_backend.meter
+        self._rounds = Rounds(context.world, name, self._weight_buckets, group, self.sync_interval_ms / 1000, meter)
+        self._holder = WeightHolder(context.called_module, context.bagua_optimizers, self._rounds.ops, meter)
         weakref.finalize(self, self._rounds.forget).atexit = False
 
     def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
@@ -337,6 +345,10 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         """Remove the hooks and close the connections of the background thread."""
         self._holder.close()
         self._rounds.forget()
+
+    def metrics(self) -> dict[str, float | int]:
+        """Return the completed rounds of averaging."""
+        return {"async_rounds": self._rounds.completed}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the step, and whether averaging was aborted."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -39,6 +40,7 @@ class TrainingContext(Protocol):
         bagua_algorithm: the implementation in use.
         world: this rank's; starts threads.
         kernel_backend: the ``backend`` argument of wrapping.
+        shards: this rank's shards of parameters that fully_shard (FSDP2) has sharded, by name.
         _bagua_backend: the engine: ``mark_ready(tensor)`` schedules, ``wait_pending_comm_ops()`` waits.
     """
 
@@ -50,6 +52,7 @@ class TrainingContext(Protocol):
     bagua_algorithm: AlgorithmImpl
     world: World
     kernel_backend: str | KernelBackend | None
+    shards: dict[str, Any]
     _bagua_backend: Engine
 
     @property
@@ -74,6 +77,10 @@ class TrainingContext(Protocol):
 
     def reset(self) -> None:
         """Get tensors, buckets, operations and hooks from the algorithm."""
+        ...
+
+    def reshard(self) -> None:
+        """If the module is sharded, let its next forward pass gather the weights anew, as they have changed."""
         ...
 
     def end_join(self) -> None:
@@ -202,19 +209,36 @@ class AlgorithmImpl(NotCopied):
     def close(self) -> None:
         """Release everything outside the buckets; the module now has another algorithm."""
 
+    def metrics(self) -> dict[str, float | int]:
+        """Return what this algorithm adds to `bagua_ref.distributed.BaguaModule.bagua_metrics`; it does not communicate."""
+        return {}
+
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs, besides the state of model and optimizers, to continue exactly where it was saved.
 
         Each rank saves its own. Subclasses add to it.
         """
-        return self.counters()
+        return {**self.counters(), **self._shard()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``; call it on every rank, after wrapping and after loading the state of model and optimizers.
 
         It does not communicate.
+
+        Raises:
+            ValueError: it was saved with other shards of parameters that fully_shard (FSDP2) has sharded.
         """
+        saved = {"shard": state["shard"]} if "shard" in state else {}
+        if saved != self._shard():
+            raise ValueError(
+                f"state was saved for {saved or 'whole parameters'}, and this rank has {self._shard() or 'whole ones'}"
+            )
         self.load_counters(state)
+
+    def _shard(self) -> dict[str, Any]:
+        """Return which shard of its parameters this rank has, and of how many; nothing if they are whole."""
+        meshes = [shard.sharded.device_mesh for shard in self.context.shards.values()]
+        return {"shard": [meshes[0].get_local_rank(), meshes[0].size()]} if meshes else {}
 
     def counters(self) -> dict[str, Any]:
         """Return the numbers of `state_dict` that say how far training has come."""
@@ -288,6 +312,9 @@ class Algorithm:
     GradientAllReduceAlgorithm(hierarchical=False, average=True)
     """
 
+    takes_shards = False
+    """Whether it trains this rank's shards of parameters that fully_shard (FSDP2) has sharded."""
+
     def check(self, parameters: list[tuple[str, torch.nn.Parameter]], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Refuse what this algorithm cannot train, before anything is sent or changed; called when a module is wrapped.
 
@@ -299,6 +326,11 @@ class Algorithm:
     def reify(self, process_group: Group) -> AlgorithmImpl:
         """Return an implementation that communicates in ``process_group``."""
         raise NotImplementedError(f"{type(self).__name__} must define reify(process_group)")
+
+    def settings(self) -> dict[str, Any]:
+        """Return the numbers, strings and lists among the options, which must be equal on all ranks."""
+        options = {name: getattr(self, name, None) for name in inspect.signature(type(self)).parameters}
+        return {name: value for name, value in options.items() if isinstance(value, (int, float, str, list))}
 
     @classmethod
     def init(cls, name: str, **kwargs: Any) -> Algorithm:

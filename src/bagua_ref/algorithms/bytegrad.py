@@ -120,6 +120,8 @@ class ByteGradAlgorithm(Algorithm):
     Source: ByteGrad in Gan et al., "BAGUA", VLDB 2022 (arXiv:2107.01499).
     """
 
+    takes_shards = True
+
     def __init__(
         self,
         hierarchical: bool = True,

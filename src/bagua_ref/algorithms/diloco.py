@@ -61,6 +61,8 @@ class DiLoCoAlgorithm(Algorithm):
     "Streaming DiLoCo with overlapping communication", 2025 (arXiv:2501.18512).
     """
 
+    takes_shards = True
+
     def __init__(
         self,
         period: int = 500,

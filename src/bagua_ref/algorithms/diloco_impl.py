@@ -12,8 +12,9 @@ from bagua_ref.agreement import Fact
 from bagua_ref.algorithms.diloco_state import InFlight, check_outer_state, load_outer_state, outer_state
 from bagua_ref.algorithms.error_memories import ErrorMemories
 from bagua_ref.algorithms.fragments import Fragment, Schedule, named_fragments
-from bagua_ref.algorithms.local_updates import LocalUpdatesImpl
+from bagua_ref.algorithms.local_updates import LocalUpdatesImpl, drift, norms_of
 from bagua_ref.errors import CommunicationError
+from bagua_ref.meter import profiled
 from bagua_ref.tensor import BaguaTensor
 
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         """A checksum of the settings with which outer optimizers have stepped."""
         self._showing = 0
         """How many `global_weights` contexts the caller is in."""
+        self._drifts: dict[int, list[Tensor]] = {}
+        """For each fragment that has been sent, the norms of what its weights differed from g then."""
 
     @property
     def fragments(self) -> list[list[str]]:
@@ -127,6 +130,7 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         assert self._in_flight is None
         fragment, context = self._fragments[place], self.context
         flats = fragment.differences(self.process_group.get_global_communicator().nranks())
+        self._drifts[place] = norms_of(flats)
         names = [f"fragment{place}" if len(flats) == 1 else f"fragment{place}.{part}" for part in range(len(flats))]
         memories = self._memories_of(fragment)
         flight = InFlight(place, self.step + self.schedule.delay, fragment.by_name(flats), names, memories)
@@ -164,8 +168,9 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
                 f"in {', '.join(map(repr, overflowed))}, as training has diverged on at least one rank"
             )
         self._outer_steps = fragment.settings(self._outer_steps)
-        fragment.update(flight.mean)
-        fragment.mix(self.mix)
+        with profiled("bagua_ref::update"):
+            fragment.update(flight.mean)
+            fragment.mix(self.mix)
 
     @contextmanager
     def global_weights(self) -> Iterator[None]:
@@ -200,10 +205,12 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         try:
             for fragment in self._fragments:
                 fragment.mix(0)
+            self.context.reshard()
             yield
         finally:
             self._showing -= 1
             torch._foreach_copy_(weights, local)
+            self.context.reshard()
 
     def _refuse_while_showing(self, what: str) -> None:
         if self._showing:
@@ -251,6 +258,10 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         """Continue from the numbers that `counters` returned."""
         super().load_counters(state)
         self._outer_steps = state["outer_steps"]
+
+    def metrics(self) -> dict[str, float | int]:
+        """Return the L2 norm of ``g - x`` when the fragments were last sent."""
+        return drift(self._drifts)
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise ValueError unless `load_state_dict` can load ``state``."""

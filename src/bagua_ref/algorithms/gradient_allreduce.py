@@ -50,6 +50,8 @@ class GradientAllReduceAlgorithm(Algorithm):
     Source: Gan et al., "BAGUA", VLDB 2022 (arXiv:2107.01499).
     """
 
+    takes_shards = True
+
     def __init__(self, hierarchical: bool = False, average: bool = True) -> None:
         self.hierarchical, self.average = hierarchical, average
 

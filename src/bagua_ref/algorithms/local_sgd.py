@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from bagua_ref.agreement import Fact
 from bagua_ref.algorithms.base import Algorithm
-from bagua_ref.algorithms.local_updates import LocalUpdatesImpl, check_optimizers, check_whole
+from bagua_ref.algorithms.local_updates import LocalUpdatesImpl, check_optimizers, check_whole, drift, norms_of
+from bagua_ref.bucket import BaguaBucket
 from bagua_ref.comm_ops import CentralizedFullPrecision
 from bagua_ref.tensor import BaguaTensor, registration
 
@@ -17,16 +18,28 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bagua_ref.algorithms.base import TrainingContext
-    from bagua_ref.bucket import BaguaBucket
     from bagua_ref.types import Group
 
 __all__ = ["LocalSGDAlgorithm", "LocalSGDAlgorithmImpl"]
+
+
+class _Averaged(BaguaBucket):
+    """A bucket that notes how far its tensors are from what replaces them."""
+
+    drift: Sequence[Tensor] = ()
+
+    def copy_from_flat(self, flat: Tensor) -> None:
+        """Copy ``flat`` into the tensors."""
+        means = flat.split([tensor.numel() for tensor in self.tensors])
+        self.drift = norms_of(mean.view_as(x) - x for mean, x in zip(means, self.effective_tensors(), strict=True))
+        super().copy_from_flat(flat)
 
 
 class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
     """`LocalSGDAlgorithm` at work on one module."""
 
     name = "local_sgd"
+    kind_of_bucket = _Averaged
 
     def __init__(
         self, process_group: Group, period: int, warmup_steps: int = 0, offset: int = 0, hierarchical: bool = False
@@ -37,6 +50,8 @@ class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
         self._parts: list[Sequence[Tensor]] = []
         """The parameters in parts of about the size of a bucket."""
         self._averaging_weights = False
+        self._drifts: dict[int, Sequence[Tensor]] = {}
+        """For each part, the norms of what its weights differed from the mean when they were last averaged."""
 
     @property
     def _averages_in_nodes(self) -> bool:
@@ -98,6 +113,12 @@ class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
             bucket.append_centralized_synchronous_op(group=self.process_group)
             self.run_round([bucket])
             engine.wait_pending_comm_ops()
+            assert isinstance(bucket, _Averaged)
+            self._drifts[place] = bucket.drift
+
+    def metrics(self) -> dict[str, float | int]:
+        """Return the L2 norm of what the weights differed from their mean when they were last averaged."""
+        return drift(self._drifts)
 
 
 class LocalSGDAlgorithm(Algorithm):
@@ -123,6 +144,8 @@ class LocalSGDAlgorithm(Algorithm):
     Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017
     (arXiv:1602.05629); Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020 (arXiv:1808.07217).
     """
+
+    takes_shards = True
 
     def __init__(self, period: int, warmup_steps: int = 0, offset: int = 0, hierarchical: bool = False) -> None:
         check_whole("period", period, 1)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import math
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
 
 from bagua_ref.agreement import Fact
 from bagua_ref.algorithms.versioned_state import VersionedStateImpl
 from bagua_ref.bucket import BaguaBucket
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    import torch
     from torch import Tensor
 
     from bagua_ref.algorithms.base import TrainingContext
     from bagua_ref.types import Group
 
-__all__ = ["LocalUpdatesImpl", "check_optimizers", "check_whole"]
+__all__ = ["LocalUpdatesImpl", "check_optimizers", "check_whole", "drift", "norms_of"]
 
 
 class LocalUpdatesImpl(VersionedStateImpl):
@@ -31,6 +33,7 @@ class LocalUpdatesImpl(VersionedStateImpl):
     """
 
     steps_follow_backward = True
+    kind_of_bucket: ClassVar[type[BaguaBucket]] = BaguaBucket
 
     def __init__(self, process_group: Group, warmup_steps: int) -> None:
         super().__init__(process_group)
@@ -126,7 +129,7 @@ class LocalUpdatesImpl(VersionedStateImpl):
 
     def new_bucket(self, tensors: Sequence[Tensor], name: str, flatten: bool, **about: Any) -> BaguaBucket:
         """Return a bucket for one round; ``about`` are options and information for recorders."""
-        bucket = BaguaBucket(tensors, name, flatten, backend=self.context.kernel_backend)
+        bucket = self.kind_of_bucket(tensors, name, flatten, backend=self.context.kernel_backend)
         bucket.about = {"algorithm": self.name, "warmup_steps": self.warmup_steps, **about}
         return bucket
 
@@ -134,6 +137,16 @@ class LocalUpdatesImpl(VersionedStateImpl):
         """Continue from the numbers that `counters` returned."""
         super().load_counters(state)
         self._passes_before = self.context.backward_passes
+
+
+def norms_of(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return the L2 norm of each tensor, still on its device."""
+    return [torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
+
+
+def drift(norms: Mapping[int, Sequence[Tensor]]) -> dict[str, float | int]:
+    """Return the metric ``drift`` from the `norms_of` the model's parts; none before the first exchange."""
+    return {"drift": math.hypot(*(norm.item() for part in norms.values() for norm in part))} if norms else {}
 
 
 def check_whole(name: str, value: int, least: int) -> None:

@@ -110,6 +110,8 @@ class PowerSGDAlgorithm(Algorithm):
     (arXiv:1905.13727).
     """
 
+    takes_shards = True
+
     def __init__(
         self,
         matrix_approximation_rank: int = 1,

@@ -74,6 +74,8 @@ class TopKAlgorithm(Algorithm):
     Source: Aji & Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017 (arXiv:1704.05021).
     """
 
+    takes_shards = True
+
     def __init__(self, ratio: float = 0.01, error_feedback: bool = True, warmup_steps: int = 0) -> None:
         if not isinstance(ratio, (int, float)) or isinstance(ratio, bool):
             raise TypeError(f"ratio={ratio!r} must be a number above 0 and at most 1")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from bagua_ref.comm_ops import AsynchronousModelAverage
+    from bagua_ref.meter import Meter
 
 __all__ = ["WeightHolder"]
 
@@ -32,12 +33,17 @@ class WeightHolder:
         module: acquires the locks in its training forward passes.
         optimizers: acquire them in their steps.
         ops: operations that own the locks.
+        meter: counts the time that training waits for the weights.
     """
 
     def __init__(
-        self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], ops: Sequence[AsynchronousModelAverage]
+        self,
+        module: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        ops: Sequence[AsynchronousModelAverage],
+        meter: Meter,
     ) -> None:
-        self._module, self._ops = weakref.ref(module), ops
+        self._module, self._ops, self._meter = weakref.ref(module), ops, meter
         self._forward: _Hold | None = None
         self._step: _Hold | None = None
         self._dropped: list[_Hold] = []
@@ -87,7 +93,7 @@ class WeightHolder:
         self.collect()
         self.drop_forward()
         if module.training:
-            self._forward = _Hold(self._ops)
+            self._forward = _Hold(self._ops, self._meter)
 
     def _after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if self._forward is None or torch._C._current_graph_task_id() != -1:
@@ -102,7 +108,7 @@ class WeightHolder:
 
     def _before_step(self, *_: Any) -> None:
         self.drop_forward()
-        self._step = _Hold(self._ops)
+        self._step = _Hold(self._ops, self._meter)
 
     def _after_step(self, *_: Any) -> None:
         if self._step is not None:
@@ -113,10 +119,11 @@ class WeightHolder:
 class _Hold:
     """The weights in the hands of training; given back exactly once."""
 
-    def __init__(self, ops: Sequence[AsynchronousModelAverage]) -> None:
+    def __init__(self, ops: Sequence[AsynchronousModelAverage], meter: Meter) -> None:
         self._ops, self._once = ops, threading.Lock()
-        for op in ops:
-            op.lock_weight()
+        with meter.waiting():
+            for op in ops:
+                op.lock_weight()
 
     def release(self) -> None:
         """Give the weights back; later calls do nothing."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import torch
 
 from bagua_ref.backends.checks import check_beside, check_device, check_flat, check_target_chunk, chunk_size_of
+from bagua_ref.meter import codec_phase, codec_steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -94,7 +95,8 @@ class Codec(ABC):
         [0, 128, 255]
         """
         out = self._payload_for(x, num_chunks, target_chunk, out)
-        self._compress(x, num_chunks, target_chunk, out)
+        with codec_phase("compress"):
+            self._compress(x, num_chunks, target_chunk, out)
         return out
 
     def compress_in_steps(self, x: Tensor, num_chunks: int, target_chunk: int | None = None, *, out: Tensor) -> Iterator[int]:
@@ -109,7 +111,8 @@ class Codec(ABC):
         >>> list(get_codec("MinMaxUInt8").compress_in_steps(torch.tensor([0.0, 1.0, 2.0]), num_chunks=1, out=payload))
         [35, 64]
         """
-        return self._compress_in_steps(x, num_chunks, target_chunk, self._payload_for(x, num_chunks, target_chunk, out))
+        out = self._payload_for(x, num_chunks, target_chunk, out)
+        return codec_steps("compress", self._compress_in_steps(x, num_chunks, target_chunk, out))
 
     def decompress(self, payload: Tensor, num_chunks: int, out: Tensor) -> None:
         """out <- the numbers of a payload; those beyond the range of out's dtype become its largest, with their sign (S4.3).
@@ -120,7 +123,8 @@ class Codec(ABC):
             out: the elements, float16, bfloat16 or float32; written.
         """
         self._check_payload(payload, num_chunks, out)
-        self._decompress(payload, num_chunks, out)
+        with codec_phase("decompress"):
+            self._decompress(payload, num_chunks, out)
 
     def decompress_in_steps(self, payload: Tensor, num_chunks: int, out: Tensor) -> Iterator[int]:
         """`decompress` step by step, for those who receive later bytes of each block while the first ones are decompressed.
@@ -133,7 +137,7 @@ class Codec(ABC):
         [32, 35]
         """
         self._check_payload(payload, num_chunks, out)
-        return self._decompress_in_steps(payload, num_chunks, out)
+        return codec_steps("decompress", self._decompress_in_steps(payload, num_chunks, out))
 
     @abstractmethod
     def _compress(self, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor) -> None:

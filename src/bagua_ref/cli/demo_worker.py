@@ -42,14 +42,13 @@ def train(name: str, settings: Settings, digits: Digits, report: Callable[..., N
     if not alone:
         model.with_bagua([optimizer], recipe.make_algorithm(name, optimizer))
     share, shares = (0, 1) if alone else (bagua_ref.get_rank(), bagua_ref.get_world_size())
-    at_start = _bytes_sent(model)  # wrapping broadcasts the weights, which does not count as traffic of training
     begin = time.perf_counter()
     for images, labels in digits.batches(settings, share, shares):
         optimizer.zero_grad()
         loss = cross_entropy(model(images), labels)
         loss.backward()
         optimizer.step()
-        report(loss=loss.item(), bytes_sent=_bytes_sent(model) - at_start)
+        report(loss=loss.item(), bytes_sent=_bytes_sent(model))
     seconds = time.perf_counter() - begin
     if not alone and hasattr(model.bagua_algorithm, "abort"):
         model.bagua_algorithm.abort(model)  # it averages in the background until it is stopped
@@ -62,8 +61,7 @@ def train(name: str, settings: Settings, digits: Digits, report: Callable[..., N
 
 def _bytes_sent(model: Any) -> int:
     """Return the bytes that this rank has sent for the model so far, by formula; 0 if it trains alone."""
-    wrapped = getattr(model, "_bagua", None)
-    return 0 if wrapped is None else int(wrapped.process_group.bytes_sent)
+    return model.bagua_metrics()["bytes_sent"] if hasattr(model, "bagua_algorithm") else 0
 
 
 def _weight_difference(model: torch.nn.Module) -> float:

@@ -9,6 +9,7 @@ import torch
 
 from bagua_ref import streams
 from bagua_ref.comm_ops.base import CommOp
+from bagua_ref.meter import profiled
 from bagua_ref.types import ReduceOp
 
 if TYPE_CHECKING:
@@ -134,7 +135,8 @@ class AsynchronousModelAverage(CommOp):
         self.comm.allreduce_inplace(self._reduced, ReduceOp.SUM)
         self.lock.take_for_round()
         try:
-            self.kernels.async_average_(x, self._reduced, self._snapshot, self.comm.nranks())
+            with profiled("bagua_ref::update"):
+                self.kernels.async_average_(x, self._reduced, self._snapshot, self.comm.nranks())
         finally:
             self.lock.release_from_round()
 

@@ -10,6 +10,7 @@ import torch
 from bagua_ref.comm_ops.base import CommOp
 from bagua_ref.comm_ops.hierarchical import reduce_to_leader
 from bagua_ref.graphs import MODES, check_mode, checked_graph
+from bagua_ref.meter import profiled
 from bagua_ref.types import ReduceOp
 
 if TYPE_CHECKING:
@@ -121,7 +122,8 @@ class Decentralized(CommOp):
             raise TypeError(f"bucket={bucket!r} must be the BaguaBucket to which this operation was appended")
         if self.intra is not None:
             self.intra.broadcast(self.peer_weight, 0)
-        bucket.copy_from_flat(self.peer_weight)
+        with profiled("bagua_ref::update"):
+            bucket.copy_from_flat(self.peer_weight)
 
     def _average(self, mine: Tensor, graph: Graph) -> None:
         """``peer_weight <- average of mine and what arrives``, as this rank's row of the graph says."""

@@ -10,6 +10,7 @@ import torch
 
 from bagua_ref.comm_ops.base import CommOp
 from bagua_ref.low_rank import orthonormalize, starting_columns
+from bagua_ref.meter import codec_phase
 from bagua_ref.types import ReduceOp
 
 if TYPE_CHECKING:
@@ -107,20 +108,22 @@ class LowRank(CommOp):
         queries = starting_columns(kept, self._seed, number, [a.place for a in self.matrices])
 
         left, usable = self._sum_left_factors(wide, gradients, queries)
-        orthonormalize(left)
-        right_flat, right = _matrices(wide, [(a.m, a.r) for a in self.matrices])
-        for gradient, p, q in zip(gradients, left, right, strict=True):
-            torch.mm(gradient.T, p, out=q)
+        with codec_phase("compress"):
+            orthonormalize(left)
+            right_flat, right = _matrices(wide, [(a.m, a.r) for a in self.matrices])
+            for gradient, p, q in zip(gradients, left, right, strict=True):
+                torch.mm(gradient.T, p, out=q)
         own = [q.clone() for q in right] if self._memory == "local" else right
         self.comm.allreduce_inplace(right_flat, ReduceOp.SUM)
         self.kernels.divide_(right_flat, self.comm.nranks())
 
         usable = [a and b for a, b in zip(usable, _are_finite(right_flat, right), strict=True)]
-        for place, (a, gradient) in enumerate(zip(self.matrices, gradients, strict=True)):
-            if usable[place]:
-                self._decompress(a.name, gradient, left[place], right[place], own[place])
-            else:  # on every rank, as the sums are equal; memories would be NaN for ever
-                gradient.fill_(torch.nan)
+        with codec_phase("decompress"):
+            for place, (a, gradient) in enumerate(zip(self.matrices, gradients, strict=True)):
+                if usable[place]:
+                    self._decompress(a.name, gradient, left[place], right[place], own[place])
+                else:  # on every rank, as the sums are equal; memories would be NaN for ever
+                    gradient.fill_(torch.nan)
         if wide is not x:
             x.copy_(wide)
 
@@ -146,8 +149,9 @@ class LowRank(CommOp):
         others = [x[end:start] for end, start in zip(ends, starts, strict=True)]
         rest = sum(other.numel() for other in others)
         message, left = _matrices(x, [(a.n, a.r) for a in self.matrices], rest)
-        for gradient, q, p in zip(gradients, queries, left, strict=True):
-            torch.mm(gradient, q, out=p)
+        with codec_phase("compress"):
+            for gradient, q, p in zip(gradients, queries, left, strict=True):
+                torch.mm(gradient, q, out=p)
         summed, plain = message[: message.numel() - rest], message[message.numel() - rest :]
         torch.cat(others, out=plain)
         self.comm.allreduce_inplace(message, ReduceOp.SUM)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bagua_ref.comm_ops.base import CommOp
+from bagua_ref.meter import codec_phase
 from bagua_ref.types import ReduceOp
 
 if TYPE_CHECKING:
@@ -128,15 +129,17 @@ class TopK(CommOp):
             return
         n, x = self.comm.nranks(), x[: self._numel]
         error = None if self._error is None else self._error()
-        p = x.float() if error is None else error.add_(x)
-        own = largest(p, self.k)
+        with codec_phase("compress"):
+            p = x.float() if error is None else error.add_(x)
+            own = largest(p, self.k)
         indices, values = own.new_empty(n * self.k, dtype=torch.int32), p.new_empty(n * self.k)
         self.comm.allgather(own.int(), indices)
         self.comm.allgather(p[own], values)
         if error is not None:
             error[own] = 0
-        total = torch.zeros_like(p)
-        for one_rank, its_values in zip(indices.view(n, self.k), values.view(n, self.k), strict=True):
-            total.index_add_(0, one_rank, its_values)  # no index twice, so their order does not matter
-        self.kernels.divide_(total, n)
-        x.copy_(total)
+        with codec_phase("decompress"):
+            total = torch.zeros_like(p)
+            for one_rank, its_values in zip(indices.view(n, self.k), values.view(n, self.k), strict=True):
+                total.index_add_(0, one_rank, its_values)  # no index twice, so their order does not matter
+            self.kernels.divide_(total, n)
+            x.copy_(total)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
+from bagua_ref.meter import profiled
 from bagua_ref.types import BackendTensor, ReduceOp
 
 if TYPE_CHECKING:
@@ -34,14 +35,16 @@ _T = TypeVar("_T")
 
 
 def _collective(method: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Let ``method`` also take the result of ``tensor.bagua_backend_tensor()`` wherever it takes a tensor."""
+    """Let ``method`` take the result of ``tensor.bagua_backend_tensor()`` wherever it takes a tensor, and show it in profiles."""
+    label = f"bagua_ref::wire/{method.__name__}"
 
     def effective(argument: Any) -> Any:
         return argument.effective_tensor() if isinstance(argument, BackendTensor) else argument
 
     @functools.wraps(method)
     def taking_backend_tensors(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        return method(*map(effective, args), **{name: effective(argument) for name, argument in kwargs.items()})
+        with profiled(label):
+            return method(*map(effective, args), **{name: effective(argument) for name, argument in kwargs.items()})
 
     return taking_backend_tensors
 
@@ -124,6 +127,7 @@ class Communicator(ABC):
         self._check("tensor", tensor)
         self._recv(tensor, src)
 
+    @_collective
     def exchange(self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]) -> None:
         """Send and receive several tensors at once, so that rings and pairs cannot deadlock; a rank may be its own peer.
 

@@ -120,6 +120,11 @@ class Waiting:
                     # By this thread and now: the other one may not run for long, and other ranks would believe what it said.
                     self._publish([])
 
+    def under_way(self) -> list[dict[str, Any]]:
+        """Return the waits of this rank's threads: what each is ``for``, the ``ranks`` in it, and ``since`` when, monotonic."""
+        waits = list(self._waits.values())
+        return [{"for": wait.what, "ranks": list(wait.members), "since": wait.since} for wait in waits]
+
     def who_is_missing(self, place: str, members: Sequence[int]) -> str:
         """Return which of ``members`` do not wait in the collective ``place``, and what they wait for instead."""
         missing: dict[str, list[int]] = {}

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from bagua_ref.agreement import UNSAID, Agreement, Fact
+from bagua_ref.data_parallel.sharding import local, whole
 from bagua_ref.errors import CommunicationError
+from bagua_ref.flight_recorder import explain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -120,6 +122,8 @@ class AgreedRounds:
         alike, facts = self._trained.bagua_algorithm.rounds_are_alike, self._facts(ROUND)
         same_plan, self._plan_of_last_round = self._plan == self._plan_of_last_round, self._plan
         stays_in_node = self._trained.bagua_algorithm.round_stays_in_node
+        meter = self._trained._bagua_backend.meter
+        steps = meter.steps
 
         def begin() -> Callable[[], None] | None:
             if self._in_node is not None:
@@ -131,6 +135,7 @@ class AgreedRounds:
             def check() -> None:
                 comparison.check(self._digest)
                 self._told = _read(comparison)
+                meter.steps_in_agreement = steps
 
             if not alike:
                 check()
@@ -218,10 +223,16 @@ class AgreedRounds:
             return None
         checksum = 0
         for parameter, optimizers in replicas:
-            states = [optimizer.state[parameter] for optimizer in optimizers if parameter in optimizer.state]
+            held = whole(parameter)  # type: ignore[arg-type]
+            states = [optimizer.state[held] for optimizer in optimizers if held in optimizer.state]
             tensors = [parameter, *(value for state in states for _, value in sorted(state.items(), key=lambda item: str(item[0])))]
             for tensor in tensors:
-                if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+                tensor = local(tensor)
+                if (
+                    not isinstance(tensor, torch.Tensor)
+                    or type(tensor.detach()) is not torch.Tensor
+                    or tensor.layout is not torch.strided
+                ):
                     continue  # a number, or a tensor whose bytes only its library knows
                 data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
                 checksum = zlib.crc32(data.data, checksum)
@@ -235,11 +246,14 @@ class AgreedRounds:
 
     @contextmanager
     def giving_up(self) -> Iterator[None]:
-        """Give up if communication fails in this context."""
+        """Give up if communication fails in this context, and let the flight recorder write why."""
         try:
             yield
         except CommunicationError as error:
-            self.give_up(str(error))
+            if not self.broken:
+                why = str(error)
+                explain(error)  # while what this rank waits for is known
+                self.give_up(why)
             raise
 
     def check_usable(self) -> None:

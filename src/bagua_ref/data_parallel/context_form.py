@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
     from bagua_ref.algorithms.base import Algorithm
     from bagua_ref.backends.base import KernelBackend
@@ -27,7 +28,7 @@ def train(
     model: torch.nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     algorithm: Algorithm,
-    process_group: Group | None = None,
+    process_group: Group | DeviceMesh | None = None,
     do_flatten: bool = True,
     *,
     backend: str | KernelBackend | None = None,

@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_map
 
 from bagua_ref.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
 from bagua_ref.data_parallel.joining import join
+from bagua_ref.data_parallel.metrics import metrics_of
+from bagua_ref.data_parallel.sharding import group_of
 from bagua_ref.data_parallel.wrapping import context_of, wrap
 from bagua_ref.errors import NotInitializedError
 from bagua_ref.process_group import BaguaProcessGroup, _get_default_group
@@ -164,6 +166,10 @@ class DistributedDataParallel(torch.nn.Module):
         wrapped = context_of(self.module)
         return nullcontext() if wrapped is None else wrapped.no_sync()
 
+    def bagua_metrics(self) -> dict[str, float | int]:
+        """Return what this training has counted on this rank, as `bagua_ref.distributed.BaguaModule.bagua_metrics` does."""
+        return metrics_of(self.inner)
+
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load parameters and buffers; names may start with ``module.``, as those of `state_dict` do, or not.
 
@@ -283,6 +289,7 @@ def to_bagua_process_group(process_group: Any = None) -> BaguaProcessGroup:
     """
     if process_group is None:
         return _get_default_group()
+    process_group = group_of(process_group)
     if isinstance(process_group, dist.ProcessGroup):
         _get_default_group()
         process_group = process_group.bagua_patch().bagua_pg  # type: ignore[attr-defined]

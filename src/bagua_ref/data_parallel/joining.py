@@ -69,6 +69,11 @@ def join(
         yield
         return
     trainings, others = _sorted(joinables)
+    if any(training.shards for training in trainings):
+        raise NotImplementedError(
+            "what fully_shard (FSDP2) has sharded cannot train inside join(): its forward passes need all ranks of the node. "
+            "Give all ranks equally many batches"
+        )
     options = bool(divide_by_initial_world_size), bool(throw_on_early_termination)
     joinings = [Joining(training, *options, others) for training in trainings if training.bagua_algorithm.check_join(options[0])]
     for place, joining in enumerate(joinings):

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_map_only
 
 from bagua_ref.communication import broadcast_coalesced
 from bagua_ref.communicators.scheduler import format_ranks
+from bagua_ref.data_parallel.sharding import local, place_state
 from bagua_ref.optimizer_state import take_over
 from bagua_ref.types import ReduceOp
 
@@ -57,16 +58,17 @@ def broadcast_state(
 
 def share_state(tensors: Iterable[Tensor], optimizers: Iterable[torch.optim.Optimizer], comm: Communicator, source: int) -> None:
     """Give every rank the ``tensors`` of rank ``source``, and the state and options of its optimizers."""
-    broadcast_coalesced([tensor.detach() for tensor in tensors], source, comm)
+    broadcast_coalesced([local(tensor).detach() for tensor in tensors], source, comm)
     for optimizer in optimizers:
         found = share_object((optimizer.state_dict(), optimizer.defaults), comm, source)
         if comm.rank() != source:
             take_over(optimizer, *found)
+            place_state(optimizer)
 
 
 def share_object(mine: Any, comm: Communicator, source: int) -> Any:
     """Return what rank ``source`` passed as ``mine``, its tensors on the CPU: receivers may not have the sender's devices."""
-    on_cpu = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), mine) if comm.rank() == source else None
+    on_cpu = tree_map_only(torch.Tensor, lambda tensor: local(tensor).detach().cpu(), mine) if comm.rank() == source else None
     return comm.broadcast_object(on_cpu, source)
 
 
@@ -76,7 +78,7 @@ def _described(tensors: dict[str, Tensor], optimizers: Sequence[torch.optim.Opti
     for name, tensor in tensors.items():
         is_parameter = isinstance(tensor, torch.nn.Parameter)
         frozen = ", frozen" if is_parameter and not tensor.requires_grad else ""
-        texts[f"{'parameter' if is_parameter else 'buffer'} {name!r}"] = f"{tuple(tensor.shape)} {tensor.dtype}{frozen}"
+        texts[f"{'parameter' if is_parameter else 'buffer'} {name!r}"] = f"{tuple(local(tensor).shape)} {tensor.dtype}{frozen}"
     for place, optimizer in enumerate(optimizers):
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         texts[f"optimizer {place}"] = f"{type(optimizer).__name__} of {sizes} parameters"

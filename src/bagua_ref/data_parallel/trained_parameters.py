@@ -6,6 +6,8 @@ import weakref
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from bagua_ref.data_parallel.sharding import LocalShard, reshard, stand_in
+
 if TYPE_CHECKING:
     from collections.abc import Collection
 
@@ -28,9 +30,11 @@ class TrainedParameters:
 
     def __init__(self, module: torch.nn.Module, ignored: Collection[str]) -> None:
         self._module, self._ignored = weakref.ref(module), ignored
+        reshard(module)
         self._take_stock(module)
         self.named = self._find(module)
-        """Those that need a gradient and are not ignored, as ``named_parameters()`` names them."""
+        """Those that need a gradient and are not ignored, by names as in ``named_parameters()``; `LocalShard` of sharded ones."""
+        self.shards = {name: shard for name, shard in self.named if isinstance(shard, LocalShard)}
 
     def check(self) -> None:
         """Raise an error if parameters were added, replaced or unfrozen.
@@ -38,6 +42,8 @@ class TrainedParameters:
         Raises:
             RuntimeError: some were; the message names them.
         """
+        if self.shards:  # FSDP2 itself replaces parameters, and refuses later ones
+            return
         if list(map(id, chain.from_iterable(self._members))) == self._ids and not any(p.requires_grad for p in self._frozen):
             return
         module = self._module()
@@ -55,7 +61,7 @@ class TrainedParameters:
 
     def _find(self, module: torch.nn.Module) -> list[tuple[str, Parameter]]:
         sparse = {id(p): m for m in module.modules() if getattr(m, "sparse", False) for p in m.parameters(recurse=False)}
-        found = [(name, p) for name, p in module.named_parameters() if p.requires_grad and name not in self._ignored]
+        found = [(name, stand_in(p)) for name, p in module.named_parameters() if p.requires_grad and name not in self._ignored]
         for name, parameter in found:
             if id(parameter) in sparse:
                 raise NotImplementedError(
@@ -75,7 +81,7 @@ class TrainedParameters:
 
 
 def refuse_what_cannot_be_flat(module: torch.nn.Module) -> None:
-    """Refuse parameters that cannot be moved into buckets, such as sharded ones.
+    """Refuse parameters that cannot be moved into buckets, such as lazy ones.
 
     Raises:
         NotImplementedError: there is one; the message names it and its type, and says what to do.
@@ -83,10 +89,7 @@ def refuse_what_cannot_be_flat(module: torch.nn.Module) -> None:
     for name, parameter in module.named_parameters():
         kind = type(parameter.data).__name__
         if kind == "DTensor":
-            raise NotImplementedError(
-                f"parameter {name!r} is a DTensor, as fully_shard (FSDP2) and parallelize_module make them, and cannot be put into "
-                "a bucket. Wrap the module before it is sharded and do not shard it, or leave its communication to torch alone"
-            )
+            continue  # `check_sharded` judges it
         if kind == "UninitializedTensor" or hasattr(parameter, "materialize"):
             raise ValueError(f"parameter {name!r} is not initialized yet; call the module once before wrapping it")
         if kind != "Tensor":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import weakref
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from bagua_ref.communication import broadcast_coalesced
 from bagua_ref.data_parallel.agreed_rounds import BUFFERS, AgreedRounds
 from bagua_ref.data_parallel.both_reduce import refuse_both, refuse_inside
 from bagua_ref.data_parallel.bucketing import split_into_buckets
+from bagua_ref.data_parallel.sharding import reshard, whole
 from bagua_ref.data_parallel.state_broadcast import broadcast_state
 from bagua_ref.data_parallel.step_guard import StepGuard
 from bagua_ref.data_parallel.trained_parameters import TrainedParameters
@@ -60,6 +60,7 @@ class WrappedModule(NotCopied):
     Attributes:
         options: the keyword arguments, from which `wrapping.resynchronize` makes the training anew.
         rounds: what the ranks agree on before each round of communication.
+        shards: this rank's shards of parameters that fully_shard (FSDP2) has sharded, by name.
     """
 
     def __init__(
@@ -115,11 +116,12 @@ class WrappedModule(NotCopied):
         self._guard = StepGuard(self.bagua_module_name, self.bagua_optimizers)
         self._bagua_backend = Engine(world, self.bagua_module_name, timeout, GlobalAlgorithmRegistry.name_of(algorithm))
         self._parameters = TrainedParameters(module, self.parameters_to_ignore)
+        self.shards = self._parameters.shards
         split_into_buckets([p for _, p in self.bagua_build_params()], 1)  # refuse what cannot be trained before anything is sent
         algorithm.check(self.bagua_build_params(), self.bagua_optimizers)
         self.given_group, self.process_group = group, group.for_background()
         self._owns_group = self.process_group is not group
-        settings = {"algorithm": f"{type(algorithm).__name__}{_plain_options(algorithm)}", "buckets": f"{self.bucket_bytes} bytes"}
+        settings = {"algorithm": f"{type(algorithm).__name__}{algorithm.settings()}", "buckets": f"{self.bucket_bytes} bytes"}
         settings["broadcast_buffers"] = str(broadcast_buffers)
         comm = self.process_group.get_global_communicator()
         broadcast_state(module, optimizers, comm, self.parameters_to_ignore, settings, group.ranks)
@@ -135,7 +137,7 @@ class WrappedModule(NotCopied):
         self._handles.append(module.register_load_state_dict_post_hook(OwnHook(self.rounds.note_load)))
         self._handles.append(self.called_module.register_forward_pre_hook(OwnHook(self._forward_called)))
         for name, parameter in self.bagua_build_params():
-            self._handles.append(parameter.register_post_accumulate_grad_hook(GradientHook(self, name)))
+            self._handles.append(whole(parameter).register_post_accumulate_grad_hook(GradientHook(self, name)))
         for optimizer in self.bagua_optimizers:
             self._handles.append(optimizer.register_step_pre_hook(OwnHook(self._begin_step)))
             self._handles.append(optimizer.register_step_post_hook(OwnHook(self._end_step)))
@@ -245,7 +247,8 @@ class WrappedModule(NotCopied):
         assert self._buffer_group is not None, "will_broadcast_buffers() is True, and there are other ranks"
         # Autograd must not take this for a change by the user to a saved buffer: data has no version.
         buffers = [buffer.data for buffer in self._buffers()]
-        broadcast_coalesced(buffers, source, self._buffer_group.get_global_communicator())
+        with self._bagua_backend.meter.waiting():
+            broadcast_coalesced(buffers, source, self._buffer_group.get_global_communicator())
 
     def will_broadcast_buffers(self) -> bool:
         """Return whether training forward passes outside `no_sync` begin with a broadcast of buffers."""
@@ -267,6 +270,7 @@ class WrappedModule(NotCopied):
         if not (self._guard.followed_backward if self.bagua_algorithm.steps_follow_backward else counts):
             return
         self.steps_of_optimizers[self.bagua_optimizers.index(optimizer)] += 1
+        self._bagua_backend.meter.steps += optimizer is self.bagua_optimizers[-1]
         synchronizing = self.module.training and self._synchronizing
         with self.rounds.giving_up():
             (self._post_step_hook if synchronizing else self.bagua_algorithm.end_unsynchronized_step)(optimizer)
@@ -286,6 +290,7 @@ class WrappedModule(NotCopied):
         if bypassed is None and self._synchronizing and (self._guard.expects_backward or not self.skipping):
             self._in_backward = True
             self.rounds.backward_passes += 1
+            self._bagua_backend.meter.steps += not self.bagua_optimizers
             self._bagua_backend.begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._graph_task_ended)
             return True
@@ -323,6 +328,11 @@ class WrappedModule(NotCopied):
             self._post_backward_hook()
         self._guard.synchronized()
         self.rounds.end_round()
+
+    def reshard(self) -> None:
+        """If the module is sharded, let its next forward pass gather the weights anew, as they have changed."""
+        if self.shards:
+            reshard(self.module)
 
     def end_join(self) -> None:
         """Inside `bagua_ref.join`: let this rank have no more batches, and wait until this is so for all; elsewhere, do nothing."""
@@ -368,7 +378,7 @@ class GradientHook(NotCopied):
     def __call__(self, parameter: Any) -> None:
         wrapped = self.training()
         if wrapped is not None and (wrapped._in_backward or wrapped._begin_backward(self._name, parameter)):
-            wrapped._backward_hook(self._name, parameter)
+            wrapped._backward_hook(self._name, wrapped.shards.get(self._name, parameter))
 
 
 def trainings_of(parameter: torch.nn.Parameter) -> list[WrappedModule]:
@@ -388,9 +398,3 @@ class _OwnName(NotCopied, str):
 
 def _inside_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _plain_options(algorithm: Algorithm) -> dict[str, Any]:
-    """Return the numbers, strings and lists among the options of ``algorithm``, which must be equal on all ranks."""
-    options = {name: getattr(algorithm, name, None) for name in inspect.signature(type(algorithm)).parameters}
-    return {name: value for name, value in options.items() if isinstance(value, (int, float, str, list))}

@@ -8,6 +8,8 @@ import torch
 
 from bagua_ref.algorithms.base import Algorithm
 from bagua_ref.backends import get_backend
+from bagua_ref.data_parallel.metrics import count_from_now
+from bagua_ref.data_parallel.sharding import check_sharded, group_of
 from bagua_ref.data_parallel.trained_parameters import refuse_what_cannot_be_flat
 from bagua_ref.data_parallel.wrapped_module import WrappedModule, trainings_of
 from bagua_ref.env import checked_timeout
@@ -17,6 +19,8 @@ from bagua_ref.utils import uncompiled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
 
     from bagua_ref.backends.base import KernelBackend
     from bagua_ref.types import Group
@@ -28,7 +32,7 @@ def wrap(
     module: torch.nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     algorithm: Algorithm,
-    process_group: Group | None,
+    process_group: Group | DeviceMesh | None,
     do_flatten: bool,
     *,
     backend: str | KernelBackend | None,
@@ -49,7 +53,7 @@ def wrap(
     if backend is not None:
         get_backend(backend)  # raises, before anything is sent, if it cannot run
     world = current_world()
-    group = process_group if process_group is not None else world.default_group
+    group = group_of(process_group) if process_group is not None else world.default_group
     if group is None:
         raise NotInitializedError(f"call bagua_ref.init_process_group() before {caller}()")
     if not hasattr(group, "for_background"):
@@ -61,6 +65,7 @@ def wrap(
             f"process_group={group!r} does not hold this rank, {world.identity.rank}; only its ranks may wrap a module"
         )
     group.refuse_in_child()
+    check_sharded(module, algorithm, group)
     before = context_of(module)
     if before is not None and (without_forward or before.without_forward):
         active = "train()" if before.without_forward else "with_bagua()"
@@ -89,6 +94,7 @@ def wrap(
             take_up_again()
         raise
     wrapped.publish()
+    count_from_now(wrapped)
     if before is not None:
         before.close()
 
@@ -115,6 +121,7 @@ def resynchronize(module: torch.nn.Module) -> None:
     comm = anew.process_group.get_global_communicator()
     anew.bagua_algorithm.load_counters(comm.broadcast_object(counters, 0) if comm.nranks() > 1 else counters)
     anew.publish()
+    count_from_now(anew)
     before.close()
 
 

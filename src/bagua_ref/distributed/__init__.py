@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
+from bagua_ref.data_parallel.metrics import metrics_of
 from bagua_ref.data_parallel.wrapping import context_of, resynchronize, wrap
 
 if TYPE_CHECKING:
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
     from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl
     from bagua_ref.backends.base import KernelBackend
@@ -47,7 +49,7 @@ class BaguaModule:
         self,
         optimizers: Sequence[torch.optim.Optimizer],
         algorithm: Algorithm,
-        process_group: Group | None = None,
+        process_group: Group | DeviceMesh | None = None,
         do_flatten: bool = True,
         *,
         backend: str | KernelBackend | None = None,
@@ -62,7 +64,8 @@ class BaguaModule:
         Args:
             optimizers: the optimizers of this module's parameters.
             algorithm: e.g. ``GradientAllReduceAlgorithm()``.
-            process_group: the ranks that train together; None is the default group.
+            process_group: the ranks that train together; None is the default group. For a model sharded by ``fully_shard``, the
+                dimension of the DeviceMesh along which ranks hold the same shards: ``mesh["replicate"]``.
             do_flatten: keep the tensors of each bucket in one storage.
             backend: the kernels; None chooses as `bagua_ref.backends.get_backend`.
             find_unused_parameters: treat parameters that a backward pass does not reach as having zero gradients.
@@ -72,7 +75,7 @@ class BaguaModule:
             NotInitializedError: ``init_process_group()`` was not called (a RuntimeError).
             TypeError: ``algorithm``, ``optimizers`` or ``process_group`` is something else.
             ValueError: modules differ between ranks; nothing to train; this rank is not in the group.
-            NotImplementedError: a parameter gets sparse gradients.
+            NotImplementedError: a parameter gets sparse gradients, or is sharded in a way that cannot be trained.
 
         >>> from bagua_ref import init_process_group
         >>> from bagua_ref.algorithms import GradientAllReduceAlgorithm
@@ -97,6 +100,43 @@ class BaguaModule:
         """Skip communication of training forward passes that begin in this context (S5); no effect on an unwrapped module."""
         wrapped = context_of(_module(self))
         return nullcontext() if wrapped is None else wrapped.no_sync()
+
+    def bagua_metrics(self) -> dict[str, float | int]:
+        """Return what this training has counted on this rank since the module was wrapped, by name; this does not communicate.
+
+        - ``steps``: optimizer steps (of the last optimizer; without optimizers, synchronized backward passes).
+        - ``rounds``: rounds of communication that have begun; those of asynchronous averaging are ``async_rounds``.
+        - ``steps_in_agreement``: ``steps`` when all ranks last compared what they were about to do, and agreed.
+        - ``bytes_sent``: bytes that this rank has sent, exactly as the specification counts them; a few bytes by which ranks
+          agree are left out. ``bytes_sent_per_step``: divided by ``steps``.
+        - ``exposed_wait_seconds``: time that the training thread has waited for communication, and for the weights with
+          asynchronous averaging. ``exposed_wait_seconds_per_step``: divided by ``steps``. On the CPU only.
+        - ``codec_seconds``: time that codecs, powersgd and topk have compressed and decompressed, on any thread.
+          ``codec_seconds_per_step``: divided by ``steps``. On the CPU only.
+        - ``seconds_since_last_exchange``: since an operation on a bucket last ended; missing before the first.
+        - ``async_rounds``: completed rounds of asynchronous averaging; with that algorithm only.
+        - ``drift``: L2 norm of the difference between this rank's weights and the global ones just before the last exchange: with
+          local_sgd, to the mean over ranks; with diloco, to the global copy. Missing before the first, and with other algorithms.
+
+        On CUDA the host does not wait for communication or codecs, so that clocks on the host cannot tell: times on the CPU only
+        are missing there. Look at a profile.
+
+        Raises:
+            ValueError: the module is not wrapped.
+
+        >>> import bagua_ref
+        >>> bagua_ref.init_process_group()
+        >>> model = torch.nn.Linear(4, 2).with_bagua([], bagua_ref.algorithms.GradientAllReduceAlgorithm())
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> metrics = model.bagua_metrics()
+        >>> metrics["steps"], metrics["rounds"], metrics["bytes_sent"]
+        (1, 1, 0)
+        >>> bagua_ref.destroy_process_group()
+        """
+        context = context_of(_module(self))
+        if context is None:
+            raise ValueError(f"this {type(self).__name__} is not wrapped, so it has no metrics; call with_bagua() first")
+        return metrics_of(context)
 
     def bagua_resynchronize(self) -> None:
         """Train on after a failed round: with new connections, from the state and counters of the group's first rank.

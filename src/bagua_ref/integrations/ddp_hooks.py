@@ -16,6 +16,7 @@ from bagua_ref.algorithms.compressed_gradients import CompressedGradientsImpl
 from bagua_ref.algorithms.power_sgd import PowerSGDAlgorithmImpl
 from bagua_ref.communication import from_torch_group, init_process_group, is_initialized
 from bagua_ref.errors import CommunicationError, NotInitializedError
+from bagua_ref.flight_recorder import explain
 from bagua_ref.runtime import current_world, use_world
 from bagua_ref.scheduling.worker import Worker
 from bagua_ref.tensor import BaguaTensor
@@ -101,6 +102,7 @@ class DDPHookState(NotCopied):
         self.bagua_module_name = f"DDP with {name}"
         self.bagua_optimizers: list[torch.optim.Optimizer] = []
         self.bagua_train_step_counter = 0
+        self.shards: dict[str, Any] = {}
         self.steps_of_optimizers = [0]
         """The finished reductions, in the place of the steps that algorithms count."""
         self.world = current_world()
@@ -181,8 +183,10 @@ class DDPHookState(NotCopied):
                 self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
+        why = f"{type(error).__name__}: {error}"
+        explain(error)
         self._broken = f"{type(error).__name__}: {error}"
-        self.process_group.abort(self._broken)
+        self.process_group.abort(why)
 
     def end_round(self) -> None:
         """Count a round; the last bucket's job calls this."""

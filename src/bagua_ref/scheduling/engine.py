@@ -11,10 +11,11 @@ from torch.profiler import record_function
 
 from bagua_ref import streams
 from bagua_ref.errors import CommunicationError
+from bagua_ref.meter import Meter, Recorded, profiled, use_meter
 from bagua_ref.scheduling.readiness import Readiness
 from bagua_ref.scheduling.worker import Worker
 from bagua_ref.tensor import registration
-from bagua_ref.utils import overlapping, profiled
+from bagua_ref.utils import overlapping
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,10 +45,12 @@ class Engine:
             worker before that bucket; and what that returns, if not None, after the last one. If one of these raises an error, no
             bucket runs any more, and waiting raises it. None: rounds begin and end without further ado.
         half_done: whether a round has been abandoned after it had begun.
+        meter: what this training counts.
     """
 
     def __init__(self, world: World, name: str = "", timeout: float = 300.0, algorithm: str = "") -> None:
         self.name, self._algorithm = name, algorithm or name
+        self.meter = Meter(world, name)
         self.before_round: Callable[[], Callable[[], Callable[[], None] | None]] | None = None
         self.half_done = False
         self._fate = _Fate()
@@ -121,14 +124,19 @@ class Engine:
 
     def _open_round(self) -> None:
         self._is_open = True
+        self.meter.rounds += 1
         if self.before_round is not None:
             self._opening = _Opening(self.before_round(), self._fate)
-            self._worker.submit(self._opening)
+            self._submit(self._opening)
 
     def _close_round(self) -> None:
         if self._opening is not None:
-            self._worker.submit(_Closing(self._opening, self._fate))
+            self._submit(_Closing(self._opening, self._fate))
             self._opening = None
+
+    def _submit(self, job: _BucketRun | _Opening | _Closing) -> None:
+        with use_meter(self.meter):  # the worker's thread, which the first job starts, keeps it
+            self._worker.submit(job)
 
     def run_round(self, buckets: Sequence[BaguaBucket], is_open: bool = False) -> None:
         """Run ``buckets``, registered or not, now and in a round of their own; `wait_pending_comm_ops` waits for them, too.
@@ -166,7 +174,7 @@ class Engine:
             raise
         self._under_way.add(bucket)
         label = f"bagua_ref::{self._algorithm}/bucket{bucket.name}"
-        self._worker.submit(_BucketRun(bucket, flat, streams.record(here), label, self._fate))
+        self._submit(_BucketRun(bucket, flat, streams.record(here), label, self._fate))
 
     def wait_pending_comm_ops(self) -> None:
         """Wait until everything scheduled has finished (S2.5); on CUDA the current stream waits, not the host.
@@ -178,7 +186,7 @@ class Engine:
             CommunicationTimeoutError: no progress within the timeout; names the bucket and operation.
         """
         self._close_round()
-        with profiled(f"bagua_ref::{self._algorithm}/wait"):
+        with profiled(f"bagua_ref::{self._algorithm}/wait"), self.meter.waiting():
             runs = self._worker.wait()
         self._under_way.clear()
         if self._fate.error is not None:
@@ -197,7 +205,7 @@ class Engine:
         """
         self._close_round()
         results: list[T] = []
-        self._worker.submit(_Opening(lambda: results.append(function()), self._fate))
+        self._submit(_Opening(lambda: results.append(function()), self._fate))
         self.wait_pending_comm_ops()
         return results[0]
 
@@ -280,7 +288,8 @@ class _Opening:
         self._fate.bucket_failed = False
         if self._fate.error is None:
             try:
-                self.close = self._begin()
+                with Recorded("agreement"):
+                    self.close = self._begin()
             except Exception as error:
                 self._fate.error = self.error = error
 
@@ -300,7 +309,8 @@ class _Closing:
         close, self._opening.close = self._opening.close, None
         if close is not None and self._fate.error is None and not self._fate.bucket_failed:
             try:
-                close()
+                with Recorded("end of round"):
+                    close()
             except Exception as error:
                 self._fate.error = self.error = error
 

@@ -57,6 +57,10 @@ class SimulatedRankWorld(World):
         self._scheduler.poll()
         return self._scheduler.time
 
+    def clock(self) -> float:
+        """Return the virtual time, without giving way to other threads."""
+        return self._scheduler.time
+
 
 class SimulatedThread:
     """A thread of a simulated rank."""

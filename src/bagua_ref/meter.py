@@ -1,0 +1,150 @@
+"""Measurement of communication: what one training counts, its last operations, and ranges in torch.profiler."""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.profiler import record_function
+
+from bagua_ref.runtime import current_world
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+
+    from bagua_ref.runtime import World
+
+__all__ = ["Meter", "Operation", "Recorded", "codec_phase", "codec_steps", "operations", "profiled", "use_meter"]
+
+_REMEMBERED = 256
+"""Operations of a rank that are kept."""
+
+
+class Operation:
+    """One operation of a rank, for the flight recorder.
+
+    Attributes:
+        kind: its class; "agreement" when ranks begin to tell each other what they are about to do, "end of round" when they have.
+        bucket: the bucket's name; "" where there is none.
+        bytes: the bucket's size, padding included.
+        module: the training that it belongs to; "" for none.
+        round: rounds that this training had begun.
+        started: when, by `World.clock`.
+        ended: when; None if it is under way, or failed.
+    """
+
+    __slots__ = ("bucket", "bytes", "ended", "kind", "module", "round", "started")
+
+    def __init__(self, kind: str, bucket: str, nbytes: int, meter: Meter | None, started: float) -> None:
+        self.kind, self.bucket, self.bytes, self.started = kind, bucket, nbytes, started
+        self.module, self.round = ("", 0) if meter is None else (meter.module, meter.rounds)
+        self.ended: float | None = None
+
+
+class Meter:
+    """What one training on this rank counts; its threads find it by `use_meter`. Each number is written by one thread.
+
+    Args:
+        world: whose clock counts seconds.
+        module: the name of the trained module.
+
+    Attributes:
+        steps: optimizer steps (the last optimizer's, if several; without any, synchronized backward passes).
+        steps_in_agreement: ``steps`` when all ranks last compared what they were about to do, and agreed.
+        rounds: rounds of communication that have begun.
+        wait_seconds: the time that the training thread has waited for communication.
+        codec_seconds: the time that codecs have computed.
+        last_exchange: the time at which an operation on a bucket last ended; None if none has.
+        bytes_before: what the groups had sent when training began.
+    """
+
+    steps = steps_in_agreement = rounds = bytes_before = 0
+    wait_seconds = codec_seconds = 0.0
+    last_exchange: float | None = None
+
+    def __init__(self, world: World, module: str) -> None:
+        self.world, self.module = world, module
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time inside as waiting."""
+        begin = self.world.clock()
+        try:
+            yield
+        finally:
+            self.wait_seconds += self.world.clock() - begin
+
+
+_meter: ContextVar[Meter | None] = ContextVar("bagua_ref_meter", default=None)
+
+
+@contextmanager
+def use_meter(meter: Meter) -> Iterator[None]:
+    """Count what is computed inside, and by threads that are started there, for ``meter``."""
+    token = _meter.set(meter)
+    try:
+        yield
+    finally:
+        _meter.reset(token)
+
+
+def profiled(label: str) -> AbstractContextManager[Any]:
+    """Return a context that a profile shows as ``label``; while nothing is profiled, entering it costs next to nothing."""
+    return record_function(label) if torch.autograd.profiler._is_profiler_enabled else nullcontext()
+
+
+@contextmanager
+def codec_phase(name: str) -> Iterator[None]:
+    """Count the time inside as a codec's; a profile shows it as ``bagua_ref::`` and ``name``."""
+    meter = _meter.get()
+    if meter is None:
+        with profiled(f"bagua_ref::{name}"):
+            yield
+        return
+    begin = meter.world.clock()
+    try:
+        with profiled(f"bagua_ref::{name}"):
+            yield
+    finally:
+        meter.codec_seconds += meter.world.clock() - begin
+
+
+def codec_steps(name: str, steps: Iterator[int]) -> Iterator[int]:
+    """Yield what ``steps`` yields, and take each step in a `codec_phase`."""
+    while True:
+        with codec_phase(name):
+            step = next(steps, None)
+        if step is None:
+            return
+        yield step
+
+
+class Recorded:
+    """A context in which an operation runs that the flight recorder remembers; arguments as those of `Operation`."""
+
+    __slots__ = ("_meter", "_operation", "_world")
+
+    def __init__(self, kind: str, bucket: str = "", nbytes: int = 0) -> None:
+        self._world, self._meter = current_world(), _meter.get()
+        self._operation = Operation(kind, bucket, nbytes, self._meter, self._world.clock())
+
+    def __enter__(self) -> None:
+        operations(self._world).append(self._operation)
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self._operation.ended = self._world.clock()
+            if self._meter is not None and self._operation.bucket:
+                self._meter.last_exchange = self._operation.ended
+
+
+def operations(world: World) -> deque[Operation]:
+    """Return the last operations of this rank, oldest first."""
+    if world.operations is None:
+        world.operations = deque(maxlen=_REMEMBERED)
+    found: deque[Operation] = world.operations
+    return found
