@@ -65,10 +65,21 @@ def on_ranks(function: Callable[..., Any], *arguments: Any) -> list[Any]:
     return launch(function, RANKS, *arguments)
 
 
-def gradients(sizes: list[int], steps: int) -> list[list[list[torch.Tensor]]]:
+class Given(torch.nn.Module):
+    """A module of parameters of ones whose gradients are its inputs."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        super().__init__()
+        self.weights = torch.nn.ParameterList(torch.ones(size) for size in sizes)
+
+    def forward(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([(w * g).sum() for w, g in zip(self.weights, gradients, strict=True)]).sum()
+
+
+def gradients(sizes: list[int], steps: int, ranks: int = RANKS) -> list[list[list[torch.Tensor]]]:
     """Return gradients by step, rank and parameter, drawn from N(0, 1)."""
     generator = torch.Generator().manual_seed(0)
-    return [[[torch.randn(size, generator=generator) for size in sizes] for _ in range(RANKS)] for _ in range(steps)]
+    return [[[torch.randn(size, generator=generator) for size in sizes] for _ in range(ranks)] for _ in range(steps)]
 
 
 def first_difference(found: list[Any], wanted: list[Any], tolerance: Tolerance) -> str | None:

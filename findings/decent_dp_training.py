@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from findings.common import Row, first_difference, judged
+from findings.common import Given, Row, first_difference, gradients, judged
 from tests.launch import launch
-from torch import nn
 
 from bagua_ref.conformance.expected.decentralized_numpy import train_decentralized
 from bagua_ref.conformance.expected.tolerances import SUM
@@ -20,36 +19,19 @@ RANKS, STEPS, LR = 4, 6, 0.125
 SIZES = [5, 40]
 
 
-def gradients() -> list[list[list[torch.Tensor]]]:
-    """Return gradients by step, rank and parameter, drawn from N(0, 1)."""
-    generator = torch.Generator().manual_seed(0)
-    return [[[torch.randn(size, generator=generator) for size in SIZES] for _ in range(RANKS)] for _ in range(STEPS)]
-
-
-class Given(nn.Module):
-    """A module whose gradients are its inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(torch.ones(size) for size in SIZES)
-
-    def forward(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        return torch.stack([(w * g).sum() for w, g in zip(self.weights, gradients, strict=True)]).sum()
-
-
 def train(topology: str, views: bool) -> list[list[torch.Tensor]]:
     """Train on the calling rank; return its weights after each step but the first, which is taken in the second forward."""
     from decent_dp.ddp import DecentralizedDataParallel
     from loguru import logger
 
     logger.remove()
-    model = Given()
+    model = Given(SIZES)
     wrapped = DecentralizedDataParallel(
         model, lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=LR), topology=topology,
         param_as_bucket_view=views, _local_world_size=1,
     )  # fmt: skip
     history = []
-    for of_ranks in gradients():
+    for of_ranks in gradients(SIZES, STEPS, RANKS):
         wrapped(of_ranks[dist.get_rank()]).backward()
         history.append([w.detach().clone() for w in model.weights])
     return history[1:]
@@ -68,7 +50,7 @@ GRAPHS: dict[str, list[Any]] = {
 
 def complaint(topology: str, mode: Any, views: bool) -> str | None:
     """Return where the weights leave those of a mode of S13; each step averages before it applies the gradients."""
-    given = [[np.concatenate([g.numpy() for g in rank]) for rank in step] for step in gradients()]
+    given = [[np.concatenate([g.numpy() for g in rank]) for rank in step] for step in gradients(SIZES, STEPS, RANKS)]
     start = np.ones(sum(SIZES), np.float32)
     history = train_decentralized(start, given, LR, "float32", [1] * RANKS, mode, hierarchical=False, interval=1)
     wanted = [[np.split(x, np.cumsum(SIZES)[:-1]) for x in ranks] for ranks in history[1:]]

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from findings.common import RANKS, Row, first_difference, gradients, judged, on_ranks
-from torch import nn
+from findings.common import RANKS, Given, Row, first_difference, gradients, judged, on_ranks
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer
@@ -20,20 +19,9 @@ PEER = "torch==2.13.0"
 SIZES, STEPS, PERIOD, WARMUP, LR = [5, 3], 12, 4, 3, 0.125
 
 
-class Given(nn.Module):
-    """A module whose gradients are its inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(torch.ones(size) for size in SIZES)
-
-    def forward(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        return torch.stack([(w * g).sum() for w, g in zip(self.weights, gradients, strict=True)]).sum()
-
-
 def train(inside_groups: bool, restart: int) -> list[list[torch.Tensor]]:
     """Train on the calling rank; after ``restart`` steps continue from a checkpoint. Return its weights after each step."""
-    model = Given()
+    model = Given(SIZES)
     subgroup = None if inside_groups else dist.group.WORLD
     state = PostLocalSGDState(None, subgroup, WARMUP, post_local_gradient_allreduce=inside_groups)
     if inside_groups:  # each rank is a node of its own
