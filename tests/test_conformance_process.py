@@ -170,6 +170,7 @@ def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> N
         ["--command", "x", "--backend", "reference"],
         ["--command", "x", "--launch", "mpirun"],
         ["--launch", "{ranks}"],
+        ["--command", "x", "--launch", "mpirun -n {ranks}", "--ranks", "0"],
     ):
         with pytest.raises(SystemExit) as ended:
             main(["verify", *arguments])

@@ -126,6 +126,8 @@ def _verify(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> i
     named = arguments.backend is not None or arguments.communicator is not None
     if named == (arguments.command_line is not None):
         parser.error("one of --backend, --communicator (or both) and --command is required")
+    if arguments.ranks < 1:
+        parser.error(f"argument --ranks: {arguments.ranks} must be at least 1")
     if arguments.launch is not None and (arguments.command_line is None or "{ranks}" not in arguments.launch):
         parser.error("argument --launch: needs --command, and {ranks} in its text, such as 'mpirun -n {ranks}'")
     if arguments.xfails is not None and not arguments.xfails.is_file():

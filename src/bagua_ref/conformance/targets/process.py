@@ -57,7 +57,8 @@ class ProcessTarget:
         finally:
             programs.end()
         self.name = str(said.get("name", self.command))
-        self.capabilities = {"dtypes": [name for name in said.get("dtypes", DTYPES) if name in DTYPES and name != "bool"]}
+        dtypes = _names(said, "dtypes", list(DTYPES)) if "dtypes" in said else list(DTYPES)
+        self.capabilities = {"dtypes": dtypes}
         names, codecs = _names(said, "kernels", _KERNELS), _names(said, "codecs")
         self.kernels = _kernels(self._link, names, codecs)
         self.samplers = ProcessSamplers(self._link) if said.get("samplers") is True else None
