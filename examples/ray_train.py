@@ -19,50 +19,61 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from sklearn.datasets import load_digits
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import bagua_ref
 from bagua_ref.algorithms import Algorithm
 
-OPTIONS = {"local_sgd": {"period": 4}, "diloco": {"period": 4}, "bytegrad": {"hierarchical": False}}
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "gradient_allreduce": {},
+    "bytegrad": {"hierarchical": False},
+    "local_sgd": {"period": 4},
+    "diloco": {"period": 4},
+}
+
+
+def share(rank: int, world_size: int) -> DataLoader[Any]:
+    """Return the batches of one worker; every worker has as many."""
+    digits = load_digits()
+    each = len(digits.target) // world_size
+    images = torch.tensor(digits.data[rank::world_size][:each], dtype=torch.float32) / 16
+    return DataLoader(TensorDataset(images, torch.tensor(digits.target[rank::world_size][:each])), batch_size=32, drop_last=True)
 
 
 def train(settings: dict[str, Any]) -> None:
-    """Train on one worker. Do not call prepare_model, which would wrap the model in torch's DistributedDataParallel as well."""
-    bagua_ref.init_process_group()  # uses torch's group, which Ray has made
-    rank, world_size = bagua_ref.get_rank(), bagua_ref.get_world_size()
-
-    digits = load_digits()
-    images = torch.tensor(digits.data, dtype=torch.float32)[rank::world_size] / 16
-    labels = torch.tensor(digits.target)[rank::world_size]
-    steps = len(digits.target) // world_size // 32  # the same on every rank
-
+    bagua_ref.init_process_group()  # takes torch's group, which Ray has made
+    rank = bagua_ref.get_rank()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     name = settings["algorithm"]
-    model = model.with_bagua([optimizer], Algorithm.init(name, **OPTIONS.get(name, {})))
+    model = model.with_bagua([optimizer], Algorithm.init(name, **ALGORITHMS[name]))
+    loader = share(rank, bagua_ref.get_world_size())
 
     # If a worker dies, Ray starts all of them again, and they resume.
     found = bagua_ref.checkpoint.load(settings["checkpoints"], model, optimizer)
     for epoch in range(found.step if found else 0, settings["epochs"]):
-        if (rank, epoch) == (settings["kill_rank"], 1) and not found:
+        if rank == settings["kill_rank"] and epoch == 1 and not found:
             os._exit(1)
-        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(epoch))
-        for batch in order.split(32)[:steps]:
+        for images, labels in loader:
             optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(images[batch]), labels[batch])
+            loss = nn.functional.cross_entropy(model(images), labels)
             loss.backward()
             optimizer.step()
         bagua_ref.checkpoint.save(settings["checkpoints"], model, optimizer, step=epoch + 1, keep=2)
-        weights = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
         metrics = {"epoch": epoch + 1, "loss": loss.item(), "bytes_sent": model.bagua_metrics()["bytes_sent"]}
-        ray.train.report(metrics | {"weights": hashlib.sha256(weights).hexdigest()[:16], "resumed": found is not None})
+        ray.train.report(metrics | {"weights": digest(model), "resumed": found is not None})
     bagua_ref.destroy_process_group()
+
+
+def digest(model: nn.Module) -> str:
+    """Return what differs if one bit of the weights does."""
+    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()[:16]
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--algorithm", default="bytegrad", choices=["gradient_allreduce", *OPTIONS])
+    parser.add_argument("--algorithm", default="bytegrad", choices=ALGORITHMS)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--folder", type=Path, required=True, help="of results and checkpoints; on a disk that all nodes share")

@@ -51,6 +51,11 @@ def digests(printed: str) -> dict[int, str]:
     return {int(rank): digest for rank, digest in re.findall(r"^rank (\d+): weights (\w+) after step \d+$", printed, re.MULTILINE)}
 
 
+def test_the_function_that_the_page_shows_is_that_of_the_example() -> None:
+    (code,) = re.findall(r"^```py\n(.*?)^```", (ROOT / "docs/engines.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert code in (EXAMPLES / "ray_train.py").read_text()
+
+
 # Slurm
 
 
