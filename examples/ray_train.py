@@ -40,7 +40,7 @@ def share(rank: int, world_size: int) -> DataLoader[Any]:
     return DataLoader(TensorDataset(images, torch.tensor(digits.target[rank::world_size][:each])), batch_size=32, drop_last=True)
 
 
-def train(settings: dict[str, Any]) -> None:
+def train(settings: dict[str, Any]) -> dict[str, Any]:
     bagua_ref.init_process_group()  # takes torch's group, which Ray has made
     rank = bagua_ref.get_rank()
     torch.manual_seed(0)
@@ -61,9 +61,9 @@ def train(settings: dict[str, Any]) -> None:
             loss.backward()
             optimizer.step()
         bagua_ref.checkpoint.save(settings["checkpoints"], model, optimizer, step=epoch + 1, keep=2)
-        metrics = {"epoch": epoch + 1, "loss": loss.item(), "bytes_sent": model.bagua_metrics()["bytes_sent"]}
-        ray.train.report(metrics | {"weights": digest(model), "resumed": found is not None})
+        ray.train.report({"epoch": epoch + 1, "loss": loss.item(), "bytes_sent": model.bagua_metrics()["bytes_sent"]})
     bagua_ref.destroy_process_group()
+    return {"loss": loss.item(), "weights": digest(model), "resumed_after": found.step if found else 0}
 
 
 def digest(model: nn.Module) -> str:
@@ -71,7 +71,7 @@ def digest(model: nn.Module) -> str:
     return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()[:16]
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algorithm", default="bytegrad", choices=ALGORITHMS)
     parser.add_argument("--workers", type=int, default=2)
@@ -92,9 +92,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         scaling_config=ScalingConfig(num_workers=arguments.workers),  # use_gpu=True: one GPU for each worker
         run_config=RunConfig(name="bagua", storage_path=str(folder), failure_config=FailureConfig(max_failures=1)),
     )
-    metrics = trainer.fit().metrics
-    print(f"{arguments.algorithm}, {arguments.workers} workers: {json.dumps(metrics)}")
-    return metrics
+    reached = trainer.fit().return_value  # what train() returns on the first worker
+    print(f"{arguments.algorithm}, {arguments.workers} workers: {json.dumps(reached)}")
 
 
 if __name__ == "__main__":

@@ -54,12 +54,10 @@ def test_timm_in_lightning_learns_with_each_algorithm_and_draws(tmp_path: Path) 
 
 
 def by_hand(algorithm: str, folder: str) -> dict[str, Any]:
-    """Return what the training function of the example reports last, when it is called without Ray."""
+    """Return what the training function of the example returns when it is called without Ray."""
     script = load_script("examples/ray_train.py")
-    reports: list[dict[str, Any]] = []
-    script.ray.train.report = reports.append
-    script.train({"algorithm": algorithm, "epochs": 3, "checkpoints": folder, "kill_rank": None})
-    return reports[-1]
+    script.ray.train.report = lambda metrics: None
+    return script.train({"algorithm": algorithm, "epochs": 3, "checkpoints": folder, "kill_rank": None})
 
 
 @pytest.mark.parametrize(("algorithm", "killed"), [("bytegrad", ("--kill-rank", "1")), ("local_sgd", ())])
@@ -68,7 +66,5 @@ def test_ray_train_trains_to_the_weights_of_a_loop_by_hand(algorithm: str, kille
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as short:  # Ray makes sockets there, whose paths may not be long
         printed = run(*command, temporary=Path(short))
     found = json.loads(printed.splitlines()[-1].split("workers: ")[1])
-    plain = launch(by_hand, 2, algorithm, str(tmp_path / "by hand"), init=False)[0]
-    assert found["weights"] == plain["weights"]
-    assert found["epoch"] == 3
-    assert found["resumed"] == bool(killed)
+    expected = launch(by_hand, 2, algorithm, str(tmp_path / "by hand"), init=False)[0]
+    assert found == expected | {"resumed_after": 1 if killed else 0}
