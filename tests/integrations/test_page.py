@@ -1,4 +1,4 @@
-"""Test of the page about trainers: its scripts run on two ranks, and it names the versions that are installed."""
+"""Test of the page about trainers: its scripts run on two ranks, or on those of their mesh, and it names the versions."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def run(script: str, folder: str) -> None:
 
 @pytest.mark.parametrize("number", range(len(SCRIPTS)))
 def test_a_script_of_the_page_runs(number: int, tmp_path: Path) -> None:
-    launch(run, 2, SCRIPTS[number], str(tmp_path), init=False)
+    launch(run, 4 if "(2, 2)" in SCRIPTS[number] else 2, SCRIPTS[number], str(tmp_path), init=False)
 
 
 def test_the_page_and_doctor_name_the_versions_that_are_tested() -> None:
-    assert len(SCRIPTS) == 6
+    assert len(SCRIPTS) == 7
     for name, tested in TRAINERS.items():
         assert version(name) == tested
         assert f"`{name}` {tested}" in PAGE
