@@ -1,4 +1,4 @@
-"""Tests of the page about trainers, whose scripts run on two ranks, and of the versions that are installed."""
+"""Tests of the page about trainers, whose scripts run on two ranks or on their mesh, and of the versions that are installed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from tests.launch import launch
 from bagua_ref.cli.doctor import tested_versions
 
 PAGE = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text()
-BLOCKS = re.findall(r"^```py\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-SCRIPTS = [block for block in BLOCKS if "fully_shard" not in block]  # that one takes four ranks; tests/test_sharding.py has it
+SCRIPTS = re.findall(r"^```py\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
 def run(script: str, folder: str) -> None:
@@ -27,10 +26,10 @@ def run(script: str, folder: str) -> None:
 
 @pytest.mark.parametrize("number", range(len(SCRIPTS)))
 def test_a_script_of_the_page_runs(number: int, tmp_path: Path) -> None:
-    launch(run, 2, SCRIPTS[number], str(tmp_path), init=False)
+    launch(run, 4 if "(2, 2)" in SCRIPTS[number] else 2, SCRIPTS[number], str(tmp_path), init=False)
 
 
 def test_the_versions_that_the_docs_and_doctor_name_are_installed() -> None:
-    assert len(SCRIPTS) == 6
+    assert len(SCRIPTS) == 7
     for name, tested in tested_versions().items():
         assert [found.version for found in distributions(name=name, path=[*sys.path, str(TIMM)])] == [tested]

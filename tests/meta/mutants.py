@@ -58,7 +58,9 @@ class Mutant:
     def source(self) -> str:
         text = (SOURCE / "bagua_ref" / self.file).read_text()
         assert text.count(self.old) == 1, f"{self.name}: {self.file} contains {self.old!r} {text.count(self.old)} times"
-        return text.replace(self.old, self.new)
+        changed = text.replace(self.old, self.new)
+        compile(changed, self.file, "exec")
+        return changed
 
 
 @dataclass(frozen=True)

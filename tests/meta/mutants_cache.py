@@ -12,6 +12,9 @@ NAMES = 'return f"{dataset}_{key}"'
 CACHES: list[tuple[str, str, str, str, str]] = [
     ("keys go without the dataset's name", "S8.1", LOADER, NAMES, 'return f"{key}"'),
     ("keys are written as Python writes them", "S8.1", LOADER, NAMES, 'return f"{dataset}_{key!r}"'),
+    ("lone surrogates become question marks", "S8.1", LOADER, NAMES, 'return f"{dataset}_{key}".encode(errors="replace").decode()'),
+    ("lone surrogates are left out", "S8.1", LOADER, NAMES, 'return f"{dataset}_{key}".encode(errors="ignore").decode()'),
+    ("what was read is returned again", "S8.2", LOADER, "                    value = decode(data, self._allow_pickle)\n", "                    value = self.__dict__.setdefault('_seen', {}).setdefault(data, decode(data, self._allow_pickle))\n"),
     ("the hash is of the key in UTF-16", "S8.1", STORE, "xxh64_intdigest(key.encode())", 'xxh64_intdigest(key.encode("utf-16"))'),
     ("the hash has another seed", "S8.1", STORE, "xxh64_intdigest(key.encode())", "xxh64_intdigest(key.encode(), seed=1)"),
     ("the hash leaves the dataset's name out", "S8.1", STORE, "xxh64_intdigest(key.encode())", 'xxh64_intdigest(key.rpartition("_")[2].encode())'),

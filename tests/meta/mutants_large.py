@@ -17,6 +17,7 @@ BLOCKWISE = 'np.concatenate([start + np.argsort(values.numpy()[start : start + {
 MOVED = "    everything = _concatenate(sends)\n"
 COMBINED = "        _COMBINE[op](total, tensor.to(wide), out=total)\n"
 PAYLOAD = "        self.broadcast(payload, src)\n"
+RING, STEP = "comm_ops/low_precision_decentralized.py", "        kernels.combine_ring_(x, L, R, W)\n"
 LARGE = "large"
 
 LATE = {
@@ -53,6 +54,8 @@ LATE = {
         ("objects of more than 2**18 bytes lose a byte", "S3.9", COMM, PAYLOAD, PAYLOAD + "        payload[2**18 : 2**18 + 1] = 0\n", LARGE),
     ],
     "comm_ops": [
+        ("past 64 elements of float16 the ring adds another third of its own weights", "S3.5", RING, STEP, STEP + "        if str(x.dtype) == 'torch.float16':\n            kernels.add_scaled_(x[64:], W[64:], 1 / 3)\n"),
+        ("past 256 elements the ring forgets the neighbour on the right", "S3.5", RING, STEP, STEP + "        kernels.add_scaled_(x[256:], R[256:], -1 / 3)\n"),
         ("the number of the step is a byte", "S3.4", DEC, "self.graph = self._graph(self.step)", "self.graph = self._graph(self.step % 256)"),
         ("peers change for 200 steps", "S3.4", DEC, "self.graph = self._graph(self.step)", "self.graph = self._graph(min(self.step, 200))"),
         ("the number of the step is a signed byte", "S3.4", DEC, "self.graph = self._graph(self.step)", "self.graph = self._graph(self.step % 128)"),

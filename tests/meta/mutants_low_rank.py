@@ -68,7 +68,7 @@ LOW_RANK: list[tuple[str, str, str, str, str]] = [
     ("an averaged memory is local", "S10.2", ROUND, OWN, "own = [q.clone() for q in right]"),
     ("Q is summed", "S10.2", ROUND, "        self.kernels.divide_(right_flat, self.comm.nranks())\n", ""),
     ("each rank has its own Q", "S10.2", ROUND, "        self.comm.allreduce_inplace(right_flat, ReduceOp.SUM)\n        self.kernels.divide_(right_flat, self.comm.nranks())\n", ""),
-    ("P is not orthonormalized", "S10.2", ROUND, "        orthonormalize(left)\n", ""),
+    ("P is not orthonormalized", "S10.2", ROUND, "            orthonormalize(left)\n", ""),
     ("the result is made with the old Q", "S10.2", ROUND, "self._decompress(a.name, gradient, left[place], right[place], own[place])", "self._decompress(a.name, gradient, left[place], right[place], own[place]); gradient.copy_(left[place] @ (gradient.T @ left[place]).T) if place % 2 else gradient.copy_(left[place] @ queries[place].T)"),
     # orthonormal columns
     ("projections are taken from the next column only", "S10.3", COLUMNS, "columns[:, place + 1 :]\n", "columns[:, place + 1 : place + 2]\n"),

@@ -15,7 +15,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-__all__ = ["Source", "Thing", "Trap", "array", "assert_same", "double", "tensor", "without_pickle"]
+__all__ = ["Source", "Thing", "Trap", "array", "assert_same", "double", "spoil", "tensor", "without_pickle"]
 
 
 def tensor(dtype: str, shape: Sequence[int], bits: str) -> torch.Tensor:
@@ -56,6 +56,21 @@ def assert_same(found: Any, wanted: Any, what: str = "the value") -> None:
             assert_same(found[key], value, f"{what}[{key!r}]")
     else:
         assert _bits(found) == _bits(wanted), f"{what} is {_short(found)} instead of {_short(wanted)}"
+
+
+def spoil(value: Any) -> None:
+    """Change a list, dict, tensor or array in place, with all of them inside; arrays that cannot be written are left alone."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        if isinstance(value, torch.Tensor) or value.flags.writeable:
+            value[...] = 99
+        return
+    for inner in value.values() if isinstance(value, dict) else value:
+        if isinstance(inner, (list, dict, torch.Tensor, np.ndarray)):
+            spoil(inner)
+    if isinstance(value, dict):
+        value["changed"] = True
+    else:
+        value.append("changed")
 
 
 def _bits(value: Any) -> Any:

@@ -105,6 +105,47 @@ def one_store_per_node(lab: Lab, draw: Draw) -> None:
         script.do(f"assert_keys(servers, {expected!r})")
 
 
+@check("cache", "S8.1", "surrogates", needs=LOADER, effort=0.2)
+def surrogates(lab: Lab, draw: Draw) -> None:
+    """A key that UTF-8 cannot encode raises a ValueError; nothing is stored for it, and nothing else is lost."""
+    key = draw(st.tuples(st.text(max_size=2), st.sampled_from(["\ud800", "\udfff"]), st.text(max_size=2)).map("".join))
+    with cache_script(lab, 1, "Source") as script:
+        script.do("load = Source({'before': 1, 'after': 2})")
+        script.loader("d", draw(_sizes))
+        script.do("found = loader.get('before', load)")
+        script.do(
+            f"try:\n    loader.get({key!a}, lambda key: 3)\nexcept ValueError:\n    pass\n"
+            "else:\n    raise AssertionError('a key that UTF-8 cannot encode must raise a ValueError')"
+        )
+        script.do("found = [loader.get(key, load) for key in ('before', 'after', 'before')]\nload.expect('before', 'after')")
+        script.do("assert found == [1, 2, 1], f'{found}'\nassert loader.num_keys() == 2, f'num_keys() is {loader.num_keys()}'")
+
+
+_CHANGEABLE = (
+    "[1, [2, 3]]",
+    "{'a': [1], 'b': 2}",
+    "tensor('int16', (3,), '010002000300')",
+    "array('<i2', (3,), '010002000300')",
+    "{'a': tensor('int16', (1,), '0100'), 'b': [array('<i2', (1,), '0100')]}",
+)
+
+
+@check("cache", "S8.2", "own", needs=LOADER, effort=0.3)
+def own(lab: Lab, draw: Draw) -> None:
+    """What get returns is the caller's own: changing it changes neither what waits to be written nor what is stored."""
+    source, moves = draw(st.sampled_from(_CHANGEABLE)), st.sampled_from(["", "flush", "close"])
+    with cache_script(lab, 1, "Source, array, assert_same, spoil, tensor") as script:
+        script.do(f"load = Source({{'key': {source}}})")
+        script.loader("d", draw(_sizes))
+        for move in draw(st.lists(moves, min_size=2, max_size=5)):
+            script.do(f"found = loader.get('key', load)\nassert_same(found, {source})\nspoil(found)")
+            if move:
+                script.do(f"loader.{move}()")
+            if move == "close":
+                script.loader("d")
+        script.do(f"assert_same(loader.get('key', load), {source})\nload.expect('key')")
+
+
 @check("cache", "S8.2", "get", needs=LOADER, effort=1.5)
 def get(lab: Lab, draw: Draw) -> None:
     """Get returns the value of a key, whichever loader made it; load_fn is called for new keys only; writes are buffered."""

@@ -106,9 +106,11 @@ def _tensor(values: list[float], dtype: torch.dtype) -> Tensor:
     return torch.tensor(values, dtype=torch.float64).to(dtype)
 
 
-def _centralized(lab: Lab, draw: Draw, nodes: tuple[int, ...], compression: str | None, hierarchical: bool) -> None:
+def _centralized(
+    lab: Lab, draw: Draw, nodes: tuple[int, ...], compression: str | None, hierarchical: bool, given: list[Tensor] | None = None
+) -> None:
     mean = draw(st.booleans())
-    inputs = _inputs(lab, draw, sum(nodes), len(nodes) if hierarchical else sum(nodes))
+    inputs = _inputs(lab, draw, sum(nodes), len(nodes) if hierarchical else sum(nodes)) if given is None else given
     options = {"average": mean, "scattergather": True, "compression": compression, "hierarchical": hierarchical}
     found, script = _run(lab, draw, nodes, "centralized", inputs, **options)
     operation = comm_ops_scalar.low_precision if compression else comm_ops_scalar.scatter_gather
@@ -140,6 +142,19 @@ def hierarchical(lab: Lab, draw: Draw) -> None:
     _centralized(lab, draw, draw(worlds()), "MinMaxUInt8", True)
 
 
+def _long_inputs(lab: Lab, draw: Draw, ranks: int) -> list[Tensor]:
+    """Return inputs beyond any block in which an implementation may work; up to 4 ranks have equal chunks."""
+    size = 12 * (5500 if lab.long_sizes[0] > 200_000 else 90)
+    return [bulk(lab.dtype, "tame", draw(seeds), size) for _ in range(ranks)]
+
+
+@check("comm_ops", "S3.2", "long", dtypes=COMPRESSIBLE, effort=0.06)
+def long(lab: Lab, draw: Draw) -> None:
+    """What holds for short tensors holds for long ones, with and without compression."""
+    nodes, compression = draw(st.sampled_from([(2,), (3,), (3, 1)])), draw(st.sampled_from([None, "MinMaxUInt8"]))
+    _centralized(lab, draw, nodes, compression, draw(st.booleans()), _long_inputs(lab, draw, sum(nodes)))
+
+
 @check("comm_ops", "S3.1", "full_precision", dtypes=FLOATS)
 def full_precision(lab: Lab, draw: Draw) -> None:
     """Full precision gives the sum or mean over all ranks, up to the rounding of another summation order."""
@@ -163,11 +178,11 @@ def _arrays(ranks: list[Tensor]) -> list[decentralized_numpy.Array]:
 
 
 def _decentralized(
-    lab: Lab, draw: Draw, mode: Any, nodes: tuple[int, ...], between: bool
+    lab: Lab, draw: Draw, mode: Any, nodes: tuple[int, ...], between: bool, given: list[Tensor] | None = None
 ) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
     """Compare rounds of averaging with a few ranks; return the inputs and results, by round."""
     method, name = ("decentralized", "mode") if mode == "shift_one" else (_GRAPHS[0], "graph")
-    first = _inputs(lab, draw, sum(nodes), 1)
+    first = _inputs(lab, draw, sum(nodes), 1) if given is None else given
     rounds = [first] + [[bulk(lab.dtype, "tame", draw(seeds), x.numel()) for x in first] for _ in range(draw(st.integers(0, 4)))]
     by_rank = [list(ranks) for ranks in zip(*rounds, strict=True)]
     found, script = _run(lab, draw, nodes, method, by_rank, **{name: mode}, hierarchical=between)
@@ -186,6 +201,13 @@ def shift_one(lab: Lab, draw: Draw) -> None:
     """Each rank is averaged with its peer of the step; with hierarchical, node means are, between leaders."""
     between = draw(st.booleans())
     _decentralized(lab, draw, "shift_one", draw(paired_worlds(between)), between)
+
+
+@check("comm_ops", "S3.4", "long", dtypes=FLOATS, effort=0.06)
+def long_shift_one(lab: Lab, draw: Draw) -> None:
+    """What holds for short tensors holds for long ones."""
+    nodes = draw(st.sampled_from([(2,), (4,), (3, 1)]))
+    _decentralized(lab, draw, "shift_one", nodes, len(nodes) == 2 and draw(st.booleans()), _long_inputs(lab, draw, sum(nodes)))
 
 
 @check("comm_ops", "S3.4", "many_steps", effort=0.05)
@@ -290,8 +312,19 @@ def mean_is_kept(lab: Lab, draw: Draw) -> None:
 @check("comm_ops", "S3.5", "ring", dtypes=COMPRESSIBLE)
 def ring(lab: Lab, draw: Draw) -> None:
     """Steps on the ring are as specified, bit for bit, so that replicas stay equal."""
-    between, nodes, count = draw(st.booleans()), draw(worlds(8)), draw(st.integers(1, 4))
-    first = _inputs(lab, draw, sum(nodes), 1)
+    nodes = draw(worlds(8))
+    _ring(lab, draw, nodes, draw(st.integers(1, 4)), _inputs(lab, draw, sum(nodes), 1))
+
+
+@check("comm_ops", "S3.5", "long", dtypes=COMPRESSIBLE, effort=0.06)
+def long_ring(lab: Lab, draw: Draw) -> None:
+    """What holds for short tensors holds for long ones."""
+    nodes = draw(st.sampled_from([(2,), (3,), (2, 1)]))
+    _ring(lab, draw, nodes, 1, _long_inputs(lab, draw, sum(nodes)))
+
+
+def _ring(lab: Lab, draw: Draw, nodes: tuple[int, ...], count: int, first: list[Tensor]) -> None:
+    between = draw(st.booleans())
     rounds = [first] + [[bulk(lab.dtype, "tame", draw(seeds), x.numel()) for x in first] for _ in range(count - 1)]
     start = bulk(lab.dtype, "tame", draw(seeds), first[0].numel())
     by_rank = [list(ranks) for ranks in zip(*rounds, strict=True)]
