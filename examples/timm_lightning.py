@@ -43,7 +43,7 @@ class Classifier(LightningModule):
         self.log("accuracy", (scores.argmax(1) == labels).float().mean(), sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 class Curve(Callback):

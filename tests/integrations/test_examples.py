@@ -45,10 +45,10 @@ def test_gpt2_in_the_trainer_learns_with_each_algorithm_and_draws(tmp_path: Path
 
 
 def test_timm_in_lightning_learns_with_each_algorithm_and_draws(tmp_path: Path) -> None:
-    script = ("tests/integrations/with_torchvision.py", "examples/timm_lightning.py", "--epochs", "2")
+    script = ("tests/integrations/with_torchvision.py", "examples/timm_lightning.py", "--epochs", "3")
     found = torchrun(*script, "--plot", str(tmp_path / "timm.png"), temporary=tmp_path)
     exact, compressed, local = (found[name] for name in ("gradient_allreduce", "bytegrad", "local_sgd"))
-    assert max(exact[0], compressed[0], local[0]) < 2.0  # 2.3 without learning anything
+    assert max(exact[0], compressed[0], local[0]) < 1.0  # 2.3 without learning anything
     assert exact[1] > 3 * compressed[1] > local[1]
     assert is_a_picture(tmp_path / "timm.png")
 
