@@ -45,10 +45,13 @@ $(VENV)/.nvrtc: $(VENV)/.dev
 	@$(pip) -e '.[nvrtc]'
 	@touch $@
 
-# The trainers that bagua_ref.integrations works in; torch stays as it is.
-$(VENV)/.trainers: $(VENV)/.dev
-	@echo "Installing Lightning, accelerate and transformers ..."
+# The trainers and engines that tests/integrations runs in; torch stays as it is. timm is in a directory of its own, as the
+# torchvision that it needs cannot be imported beside a torch for CPUs only, and all the others import it if they find it.
+$(VENV)/.trainers: $(VENV)/.dev src/bagua_ref/integrations/tested.txt
+	@echo "Installing Lightning, accelerate, transformers, Ray and timm ..."
 	@$(pip) -e '.[trainers]'
+	@rm -rf $(VENV)/timm
+	@$(pip) --no-deps --target $(VENV)/timm timm torchvision
 	@touch $@
 
 env: $(VENV)/.dev  ## build .venv with everything for development

@@ -326,11 +326,19 @@ def test_doctor_names_the_trainers_that_the_tests_run_with(monkeypatch: pytest.M
         return installed[name]
 
     monkeypatch.setattr(doctor, "version", version)
-    pinned = dict(re.findall(r"^(\S+)==([^;\s]+)", (SOURCE.parent / "constraints.txt").read_text(), re.MULTILINE))
-    assert {name: pinned[name] for name in doctor.TRAINERS} == doctor.TRAINERS
+    pinned = doctor.tested_versions()
+    assert list(pinned) == ["lightning", "pytorch-lightning", "accelerate", "transformers", "ray", "timm"]
     found = doctor.examine()["trainers"]
     assert found["lightning"] == f"2.5.0 (tested with {pinned['lightning']})"
     assert found["accelerate"] == f"not installed (tested with {pinned['accelerate']})"
+
+
+def test_what_is_tested_with_trainers_is_what_pip_installs_and_the_docs_name() -> None:
+    root = SOURCE.parent
+    assert "-c src/bagua_ref/integrations/tested.txt" in (root / "constraints.txt").read_text().splitlines()
+    pages = "".join((root / "docs" / name).read_text() for name in ("trainers.md", "engines.md"))
+    for name, tested in doctor.tested_versions().items():
+        assert f"`{name}` {tested}" in pages
 
 
 def test_doctor_as_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

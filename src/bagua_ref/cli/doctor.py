@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import textwrap
 from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +23,7 @@ from bagua_ref.errors import BackendUnavailableError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["examine", "print_findings"]
+__all__ = ["examine", "print_findings", "tested_versions"]
 
 _VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT",
@@ -29,13 +31,6 @@ _VARIABLES = (
 )  # fmt: skip
 _PREFIXES = ("BAGUA_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_RANK", "SLURM_")
 _COLUMNS = 80
-TRAINERS = {
-    "lightning": "2.6.6",
-    "pytorch-lightning": "2.6.6",
-    "accelerate": "1.15.0",
-    "transformers": "5.23.0",
-}
-"""Packages of `bagua_ref.integrations`, with the versions that its tests run with."""
 
 
 def examine() -> dict[str, dict[str, Any]]:
@@ -52,7 +47,7 @@ def examine() -> dict[str, dict[str, Any]]:
         "GPUs": {"count": torch.cuda.device_count()}
         | {f"{index}": torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())},
         "redis": _redis(),
-        "trainers": {name: f"{_installed(name)} (tested with {tested})" for name, tested in TRAINERS.items()},
+        "trainers": {name: f"{_installed(name)} (tested with {tested})" for name, tested in tested_versions().items()},
         "environment": {
             name: value for name, value in sorted(os.environ.items()) if name in _VARIABLES or name.startswith(_PREFIXES)
         },
@@ -67,6 +62,12 @@ def print_findings(findings: Mapping[str, Mapping[str, Any]]) -> None:
         for name, finding in entries.items():
             text = f"  {name:<20} {finding}"
             print(textwrap.fill(text, _COLUMNS, subsequent_indent=" " * 23, break_on_hyphens=False))
+
+
+def tested_versions() -> dict[str, str]:
+    """Return the packages that bagua_ref is tested in or with, and their versions in these tests."""
+    pins = (files("bagua_ref.integrations") / "tested.txt").read_text()
+    return dict(re.findall(r"^([^#=\s]+)==([^;\s]+)", pins, re.MULTILINE))
 
 
 def _communication() -> dict[str, str]:
