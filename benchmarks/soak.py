@@ -34,7 +34,7 @@ RANKS, SAMPLES, WIDTH, BATCH = 4, 512, 32, 8
 STEPS, BASELINE, EVERY, LAUNCHES = 20_000, 2_000, 1_000, 200
 GROWTH = 1.03
 LIMIT = 600  # seconds for a launch
-ALGORITHMS = ("gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "qadam", "async")
+ALGORITHMS = tuple(RECIPES)
 UNITS = ("MiB", "threads", "open files", "keys in Redis")
 Usage = dict[str, float]
 
