@@ -91,6 +91,7 @@ class Program:
         if call == "hello":
             codecs = ["MinMaxUInt8", "MXFP8", "MXFP4", "MXINT8", "OneBit"]
             has = {"kernels": KERNELS, "codecs": codecs, "collectives": True, "samplers": True}
+            has |= {"max_ranks": 2} if FAULT == "two_ranks" else {}
             return {"protocol": 2 if FAULT == "version" else 1, "name": "everything", **has}, {}
         if call in KERNELS:
             return {}, self.kernel(call, header, t)
@@ -144,6 +145,8 @@ class Program:
 
     def collective(self, call: str, header: dict[str, Any], t: dict[str, Tensor]) -> dict[str, Tensor]:
         if call == "world":
+            if FAULT == "two_ranks" and header["nranks"] > 2:
+                raise ValueError(f"no world of {header['nranks']} ranks")
             self.world, self.sent = World(header), {}
             return {}
         world, x = self.world, t.get("x", torch.empty(0))

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from tests.launch import run_script
 
 from bagua_ref.cli import main
 from bagua_ref.conformance import run_conformance
+from bagua_ref.conformance.targets import process
 from bagua_ref.conformance.targets.process import ProcessTarget
 from bagua_ref.conformance.targets.process_link import DTYPES, ProgramError
 from bagua_ref.conformance.targets.target import resolve
@@ -98,6 +101,49 @@ def test_a_failure_comes_with_a_script_that_repeats_it() -> None:
     ended = run_script(failure.counterexample)
     assert ended.returncode != 0
     assert "AssertionError" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("said", "launch", "capabilities"),
+    [
+        ({}, None, {"external": False}),
+        ({"max_ranks": 2, "external": True}, None, {"external": True, "max_ranks": 2}),
+        ({}, "mpirun -n {ranks}", {"external": True, "max_ranks": 4}),
+        ({"max_ranks": 2, "external": False}, "mpirun -n {ranks}", {"external": False, "max_ranks": 2}),
+        ({"max_ranks": 6}, "mpirun -n {ranks}", {"external": True, "max_ranks": 4}),
+    ],
+)
+def test_a_program_may_say_how_many_ranks_it_has_and_that_it_is_external(
+    said: dict[str, Any], launch: str | None, capabilities: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "Programs", lambda *_: SimpleNamespace(hello=lambda: said, end=lambda: None))
+    target = ProcessTarget("program", launch, 4)
+    assert target.capabilities == {"dtypes": list(DTYPES), **capabilities}
+
+
+@pytest.mark.parametrize(
+    ("said", "wrong"),
+    [
+        ({"max_ranks": 0}, "max_ranks is 0, which must be at least 1"),
+        ({"max_ranks": 2.0}, "max_ranks is 2.0, which must be an integer"),
+        ({"max_ranks": True}, "max_ranks is True, which must be an integer"),
+        ({"external": 1}, "external is 1, which must be true or false"),
+    ],
+)
+def test_a_program_that_says_no_number_of_ranks_is_refused(
+    said: dict[str, Any], wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "Programs", lambda *_: SimpleNamespace(hello=lambda: said, end=lambda: None))
+    with pytest.raises(ProgramError, match=f"the program's {wrong}"):
+        ProcessTarget("program")
+
+
+@pytest.mark.slow
+def test_worlds_of_a_program_are_as_small_as_it_says() -> None:
+    target = ProcessTarget(everything("two_ranks"))
+    report = run_conformance(target, checks=["collectives.S3.9.long"], time_limit=60.0)
+    assert report.passed, str(report)
+    assert report.max_ranks == 2
 
 
 def test_operations_of_the_package_need_every_kernel() -> None:

@@ -240,7 +240,11 @@ def _add_verify(commands: Commands[argparse.ArgumentParser]) -> None:
         "--launch", metavar="LAUNCHER", help="starts the ranks of --command: a command with {ranks}, such as 'mpirun -n {ranks}'"
     )
     verify.add_argument(
-        "--ranks", type=_count, default=9, metavar="N", help="how many ranks --launch starts (default: %(default)s)"
+        "--ranks",
+        type=_count,
+        default=9,
+        metavar="N",
+        help="how many ranks --launch starts: the largest world (default: %(default)s)",
     )
     verify.add_argument(
         "--suite",
@@ -261,7 +265,10 @@ def _add_verify(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     verify.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of all inputs (default: %(default)s)")
     verify.add_argument(
-        "--jobs", type=_count, metavar="N", help="number of processes; 0: threads of this process (default: one per core, up to 4)"
+        "--jobs",
+        type=_count,
+        metavar="N",
+        help="number of processes; 0: threads of this process (default: one per core, up to 4; 1 if the target is external)",
     )
     verify.add_argument(
         "--time-limit",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from bagua_ref.conformance.lab.play import Play
 from bagua_ref.conformance.lab.servers import ServerPool
+from bagua_ref.conformance.lab.violation import Violation
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,8 +48,14 @@ def cache_script(lab: Lab, servers: int = 1, values: str = "Source") -> Iterator
     script = CacheScript(lab, servers, f"from bagua_ref.conformance.inputs.cache_values import {values}")
     try:
         yield script
+    except Violation as violation:
+        if died := [place for place, server in enumerate(script.names.get("servers", ())) if server.has_died()]:
+            raise Violation(
+                f"{violation}; meanwhile, store {died[0]}, a server of the check, had died", violation.snippet
+            ) from violation.__cause__
+        raise
     finally:
-        for left in script.names.values():
+        for name, left in script.names.items():
             if hasattr(left, "num_keys"):
-                with contextlib.suppress(Exception), lab.journal.call(("close", str(script.script))):
+                with contextlib.suppress(Exception), lab.journal.call(("close", f"{script.script}{name}.close()")):
                     left.close()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["Journal"]
 
 _HEAD = struct.Struct("<dqq")  # start of the current call (0: none), bytes of its input, calls so far
-_SIZE = 1 << 20
+_SIZE = 1 << 26  # pages that are not written take no memory
 
 
 class Journal:
@@ -33,7 +33,7 @@ class Journal:
         """
         data = pickle.dumps(what)
         if len(data) > _SIZE:
-            data = b""
+            data = pickle.dumps((what[0], None))
         calls = self.calls + 1
         self._memory[_HEAD.size : _HEAD.size + len(data)] = data
         self._memory[: _HEAD.size] = _HEAD.pack(time.monotonic(), len(data), calls)
@@ -57,7 +57,7 @@ class Journal:
         return time.monotonic() - since if since else 0.0
 
     def last(self) -> Any:
-        """Return what the last call noted; None if there was no call, or it was too large."""
+        """Return what the last call noted, without arguments that are too large; None if there was no call."""
         length = _HEAD.unpack(self._memory[: _HEAD.size])[1]
         data = self._memory[_HEAD.size : _HEAD.size + length]
         return pickle.loads(data) if length else None  # noqa: S301  # nosec B301 # written by us

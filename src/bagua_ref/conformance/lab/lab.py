@@ -47,9 +47,12 @@ class Lab:
         dtype: the dtype of this run; None: the check has no dtypes.
         journal: records every call.
         large: whether long inputs exceed any block in which an implementation may work.
+        most_ranks: the largest world that the check's suite is said to use.
     """
 
-    def __init__(self, target: Target, dtype: str | None, journal: Journal, large: bool = False) -> None:
+    def __init__(
+        self, target: Target, dtype: str | None, journal: Journal, large: bool = False, most_ranks: int | None = None
+    ) -> None:
         self.target, self.journal = target, journal
         self.dtype_name = dtype or ""
         self.dtype: torch.dtype = getattr(torch, dtype) if dtype else torch.float32
@@ -57,6 +60,24 @@ class Lab:
         """Resources that all inputs of the check share; closed when it ends."""
         self.long_sizes = (262_147, 1_048_583) if large else (70_001, 131_073)
         """Numbers of elements of long inputs."""
+        self._most_ranks = most_ranks
+        self.smallest_world: int | None = None
+        """Number of ranks of the smallest world that the target was too small for; None: it was large enough for all."""
+
+    def world(self, draw: Callable[[Any], Any], worlds: Any) -> tuple[int, ...]:
+        """Draw the number of ranks on each node; reject worlds that are larger than the target's capabilities allow."""
+        nodes: tuple[int, ...] = draw(worlds)
+        self.need_ranks(sum(nodes))
+        return nodes
+
+    def need_ranks(self, ranks: int) -> None:
+        """Reject the input if the target's capabilities do not allow so many ranks."""
+        from hypothesis import reject
+
+        assert self._most_ranks is None or ranks <= self._most_ranks, f"a world of {ranks} ranks: MOST_RANKS and the pages say less"
+        if self.target.max_ranks is not None and ranks > self.target.max_ranks:
+            self.smallest_world = min(ranks, self.smallest_world or ranks)
+            reject()
 
     def call(self, method: str, arguments: dict[str, Any], writes: tuple[str, ...] = ()) -> KernelCall:
         """Call a kernel with copies of the arguments; raise `Violation` if it writes anything that it must not.

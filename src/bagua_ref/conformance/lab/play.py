@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -33,17 +34,21 @@ class Play:
 
     def do(self, line: str) -> None:
         """Append a line, or a few that belong together, and run it; raise `Violation` for any exception."""
+        before = str(self.script)
         self.script.body.append(line)
+        done = line
         try:
-            with self.lab.journal.call((self.part, str(self.script))):
-                self._run(line)
+            for statement in ast.parse(line).body:
+                done = "\n".join(line.splitlines()[: statement.end_lineno])
+                with self.lab.journal.call((self.part, before + done)):
+                    self._run(ast.Module([statement], type_ignores=[]))
         except BaseException as error:  # whatever an implementation does, there is a verdict
             said = f"{type(error).__name__}: {error}"
-            shown = line.strip().splitlines()[-1].strip()
+            shown = done.splitlines()[-1].strip()
             message = str(error) if isinstance(error, AssertionError) and str(error) else f"{shown} raised {said}"
             raise Violation(message[:1000], str(self.script)) from error
 
-    def _run(self, source: str) -> None:
+    def _run(self, source: str | ast.Module) -> None:
         code = compile(source, "<counterexample>", "exec")
         exec(code, self.names)  # noqa: S102  # nosec B102 # written by the check, line by line
 

@@ -16,7 +16,7 @@ __all__ = ["run_ranks"]
 
 
 def run_ranks(
-    lab: Lab, nodes: tuple[int, ...], program: Callable[[Any], Any], what: str, inputs: Any, seed: int = 0, simulated: bool = False
+    lab: Lab, nodes: tuple[int, ...], program: Callable[[Any], Any], what: str, script: str, seed: int = 0, simulated: bool = False
 ) -> list[Any]:
     """Run ``program(communicator)`` on every rank with the target's communicators; raise `Violation` for any exception.
 
@@ -25,15 +25,18 @@ def run_ranks(
         nodes: number of ranks on each node.
         program: runs on each rank and returns its result.
         what: description for messages.
-        inputs: inputs to report if the program hangs or fails.
+        script: does the same, in a line that begins with ``results =``; what follows it is left out if the program hangs.
         seed: seed of the interleaving.
         simulated: use a simulated world even if the target's communicators need real threads.
     """
     factory = lab.target.parts.get("communicator", own_communicator)
     if simulated and getattr(factory, "real_threads", False):
         factory = own_communicator
+    lab.need_ranks(sum(nodes))
+    lines = script.splitlines()
+    last = next(place for place, line in enumerate(lines) if line.startswith("results ="))
     try:
-        with lab.journal.call((f"{what} on nodes {nodes}: {inputs!r}"[:2000], None)):
+        with lab.journal.call((f"{what} on nodes {nodes}", "\n".join(lines[: last + 1]))):
             return run_world(factory, nodes, program, seed)
     except Violation:
         raise

@@ -57,6 +57,8 @@ class CacheServer:
         """Start the server, empty, at its previous address; does nothing if it is running."""
         import redis
 
+        if self.has_died():
+            self.kill()
         if self._server is not None:
             return
         port = self.host.get("port", 0)
@@ -79,6 +81,10 @@ class CacheServer:
             self._client.close()
             self._server.stop()
             self._server = None
+
+    def has_died(self) -> bool:
+        """Return whether it has ended, and was not killed."""
+        return self._server is not None and not self._server.is_running()
 
     def refuse_writes(self, refuse: bool = True) -> None:
         """Refuse writes like a full server that evicts nothing, or accept them again."""

@@ -78,6 +78,7 @@ class Training:
         form: Callable[[list[Any], list[list[Tensor]], list[list[Any]]], None] = check_form,
         record: bool = False,
     ) -> None:
+        lab.need_ranks(sum(nodes))
         own = lab.target.parts.get("algorithms")
         self._algorithms = ReferenceAlgorithms(lab.target.kernels, lab.target.device) if own is None else own
         self._nodes, self._weights, self._inputs, self._seed = nodes, weights, inputs, seed

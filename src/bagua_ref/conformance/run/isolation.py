@@ -59,12 +59,12 @@ class CheckTask:
             return found
         if self.journal.seconds() > self.time_limit:
             self.stop()
-            verdict = self._verdict(f"no answer within {self.time_limit:g} s", "hangs")
+            verdict = self._verdict(f"no answer within {self.time_limit:g} s", "does not return")
         elif (death := self._death()) is not None:
             found += self._collect()
             if not self.waiting:
                 return found
-            verdict = self._verdict(f"the process died: {death}", "dies")
+            verdict = self._verdict(f"the process died: {death}", "ends the process")
         else:
             return found
         self.passed = False
@@ -89,7 +89,7 @@ class CheckTask:
             method, arguments = last
             message = f"{method}: {message}"
             if isinstance(arguments, str):
-                snippet = arguments
+                snippet = _commented(arguments, comment)
             elif arguments is not None:
                 snippet = str(script_of_call(self.target.setup, method, arguments, comment))
         return Outcome(False, message, snippet, self.journal.calls, time.perf_counter() - self._begun)
@@ -103,6 +103,18 @@ class CheckTask:
     def stop(self) -> None:
         """Stop the task."""
         raise NotImplementedError
+
+
+def _commented(script: str, comment: str) -> str:
+    """Return a script with a comment on its last statement, or above it if it has several lines."""
+    lines = script.rstrip().splitlines()
+    if not lines[-1].startswith(" "):
+        lines[-1] += f"  # {comment}"
+    else:
+        inside = (" ", "else", "except", "finally")
+        first = next(place for place in reversed(range(len(lines))) if lines[place] and not lines[place].startswith(inside))
+        lines.insert(first, f"# {comment}:")
+    return "\n".join([*lines, ""])
 
 
 class Worker:

@@ -37,6 +37,8 @@ def judge(target: Target, check: Check, dtype: str | None, how: Search, xfail: t
     if reason := reason_to_skip(target, check, dtype):
         pytest.skip(reason)
     outcome = run_one(target, check, dtype, how, time_limit)
+    if outcome.skipped:
+        pytest.skip(outcome.skipped)
     expected = check.id in xfail or row_id(check, dtype) in xfail
     if expected and outcome.passed:
         pytest.fail(f"{row_id(check, dtype)} passed, but is listed as a known failure: remove it from the list", pytrace=False)

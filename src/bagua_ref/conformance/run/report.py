@@ -52,6 +52,7 @@ class Report:
         seed: seed that repeats the run.
         versions: versions of the specification, the package, torch, Hypothesis and Python.
         seconds: duration of the whole run.
+        max_ranks: the largest world that the target's capabilities allowed; None: any.
 
     >>> report = Report("mine", [Result("kernels.S1.add", "kernels", "S1", "passed")], "quick", 0)
     >>> report.passed, report.counts()["passed"]
@@ -64,6 +65,7 @@ class Report:
     seed: int
     versions: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
+    max_ranks: int | None = None
 
     @property
     def passed(self) -> bool:
@@ -93,10 +95,11 @@ class Report:
             lines += [f"{result.id}: {result.sentence}", f"  {result.message}"]
             lines += [f"    {line}" for line in _clipped(result.counterexample).splitlines()] + [""]
         total = ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])
+        limit = "" if self.max_ranks is None else f", worlds of up to {self.max_ranks} ranks"
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         lines += [
             f"{'PASSED' if self.passed else 'FAILED' if self.ran else 'NOTHING RAN'}: {self.target}: {total}",
-            f"profile {self.profile}, seed {self.seed}, {self.seconds:.1f} s; {versions}",
+            f"profile {self.profile}, seed {self.seed}{limit}, {self.seconds:.1f} s; {versions}",
         ]
         return "\n".join(lines)
 
@@ -121,6 +124,7 @@ class Report:
     def to_json(self) -> str:
         """Return everything as JSON."""
         head = {"target": self.target, "passed": self.passed, "profile": self.profile, "seed": self.seed}
+        head |= {"max_ranks": self.max_ranks}
         body = {"seconds": round(self.seconds, 3), "versions": self.versions, "counts": dict(self.counts())}
         return json.dumps({**head, **body, "results": [asdict(result) for result in self.results]}, indent=1) + "\n"
 

@@ -20,7 +20,10 @@ from bagua_ref.conformance.run.search import PROFILES, Outcome, Search
 from bagua_ref.conformance.suites.checks import Check, all_checks, checks_of, reason_to_skip_suite, variants
 from bagua_ref.conformance.targets.target import Target, resolve
 
-__all__ = ["check_ids", "reason_to_skip", "row_id", "run_conformance", "run_one"]
+__all__ = ["MOST_JOBS", "check_ids", "reason_to_skip", "row_id", "run_conformance", "run_one"]
+
+MOST_JOBS = 4
+"""The most processes that run without being asked for."""
 
 _POLL_SECONDS = 0.005
 _NEEDS = {"kernels": "kernels", "codec": "kernels", "collectives": "communicator", "fused_optimizer": "fuse_optimizer"}
@@ -50,15 +53,16 @@ def run_conformance(
     Args:
         target: a backend's name, ``"pkg.mod:Class"``, a KernelBackend, or an object with any of ``kernels``,
             ``communicator(world)``, ``comm_ops``, ``algorithms``, ``samplers``, ``cache``, ``fuse_optimizer``, and optionally
-            ``capabilities``, a mapping whose ``"dtypes"`` limit what is tried.
+            ``capabilities``, a mapping whose ``"dtypes"`` and ``"max_ranks"`` limit what is tried, and whose ``"external"`` is
+            True if the target uses something outside of the process, such as a server.
         suites: names in `SUITES`; None: all. Suites of parts that the target lacks are skipped.
         profile: "quick", "full" or "large": the number of inputs, and how long long ones are.
         xfail: ids of checks, with or without ``[dtype]``, that are known to fail. One that passes counts as a failure.
         fail_fast: stop at the first failure; the remaining checks are skipped.
         checks: ids of checks, with or without ``[dtype]``, or clauses; None: all checks of the suites.
         seed: seed of all inputs; the same seed and versions give the same inputs.
-        jobs: number of processes; None: the number of cores, up to 4; 0: one check at a time on a thread of this process, which is
-            also used where processes cannot be forked (CUDA).
+        jobs: number of processes; None: the number of cores, up to 4, or 1 if the target is external; 0: one check at a time on a
+            thread of this process, which is also used where processes cannot be forked (CUDA).
         shrink: make counterexamples small.
         time_limit: time limit of a single call in seconds.
         progress: called with the number of results so far, the total number, and the latest result.
@@ -89,7 +93,7 @@ def run_conformance(
             session.add(Result(row.id, row.check.suite, row.check.clause, "skipped", row.check.sentence, reason))
     session.work(plan, _jobs(jobs, judged))
     results = [session.results[row.id] for row in plan] + ([] if chosen else _not_covered(table, wanted))
-    return Report(judged.name, results, profile, seed, _versions(), time.perf_counter() - begun)
+    return Report(judged.name, results, profile, seed, _versions(), time.perf_counter() - begun, judged.max_ranks)
 
 
 def run_one(target: Target, check: Check, dtype: str | None, how: Search, time_limit: float = 10.0) -> Outcome:
@@ -209,6 +213,8 @@ class _Session:
                 self.add(Result(row.id, check.suite, check.clause, "skipped", check.sentence, reason))
 
     def _judge(self, row: _Row, outcome: Outcome) -> Result:
+        if outcome.skipped:
+            return Result(row.id, row.check.suite, row.check.clause, "skipped", row.check.sentence, outcome.skipped)
         expected = row.id in self.xfail or row.check.id in self.xfail
         status = {(True, False): "passed", (False, False): "failed", (True, True): "xpassed", (False, True): "xfailed"}[
             outcome.passed, expected
@@ -243,7 +249,7 @@ def _jobs(jobs: int | None, target: Target) -> int:
         raise ValueError(f"jobs={jobs} must be None, 0 or a number of processes")
     if not can_fork(target):
         return 0
-    return min(4, max(1, torch.multiprocessing.cpu_count())) if jobs is None else jobs
+    return jobs if jobs is not None else 1 if target.external else min(MOST_JOBS, max(1, torch.multiprocessing.cpu_count()))
 
 
 def _not_covered(checks: dict[str, Check], wanted: list[str]) -> list[Result]:

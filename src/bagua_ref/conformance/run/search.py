@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.violation import Violation
+from bagua_ref.conformance.run.story import Story
+from bagua_ref.conformance.targets.world import MOST_RANKS
 
 if TYPE_CHECKING:
     from bagua_ref.conformance.lab.journal import Journal
@@ -32,6 +34,7 @@ class Outcome:
         snippet: a script that shows it.
         examples: number of inputs up to the first failure, or of all inputs.
         seconds: duration.
+        skipped: why nothing could be tried; empty if something was.
     """
 
     passed: bool
@@ -39,6 +42,7 @@ class Outcome:
     snippet: str = ""
     examples: int = 0
     seconds: float = 0.0
+    skipped: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,21 +64,23 @@ def search(check: Check, dtype: str | None, target: Target, how: Search, journal
     """Run a check for one dtype; exceptions of the target become violations."""
     from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
     from hypothesis import strategies as st
-    from hypothesis.errors import Flaky
+    from hypothesis.errors import Flaky, Unsatisfiable, UnsatisfiedAssumption
 
-    lab = Lab(target, dtype, journal, large=how.profile == "large")
-    begun, tried, until_failure = time.perf_counter(), 0, 0
-    failures: list[Violation] = []
+    lab = Lab(target, dtype, journal, how.profile == "large", MOST_RANKS.get(check.suite))
+    begun, story = time.perf_counter(), Story()
 
     def run(data: Any) -> None:
-        nonlocal tried, until_failure
-        tried += 1
         try:
             check.function(lab, data.draw)
         except Violation as violation:
-            until_failure = until_failure or tried
-            failures.append(violation)
+            story.add(violation)
             raise
+        except UnsatisfiedAssumption:
+            raise
+        except BaseException:
+            story.add(None)
+            raise
+        story.add(None)
 
     phases = [Phase.generate, Phase.shrink] if how.shrink else [Phase.generate]
     configured = settings(
@@ -89,16 +95,21 @@ def search(check: Check, dtype: str | None, target: Target, how: Search, journal
         suppress_health_check=list(HealthCheck),
     )
     own_seed = zlib.crc32(f"{how.seed} {check.id} {dtype}".encode())
-    message = snippet = ""
+    message = snippet = skipped = ""
     try:
         with lab.resources:
             seed(own_seed)(configured(given(st.data())(run)))()
     except Violation as violation:
-        message, snippet = str(violation), violation.snippet
+        found = story.failed_connection() or violation
+        message, snippet = str(found), found.snippet
     except Flaky:
-        message = f"results differ for the same input: {failures[-1]}" if failures else "results differ for the same input"
-        snippet = failures[-1].snippet if failures else ""
+        found = story.failed_connection() or story.difference()
+        message, snippet = str(found), found.snippet
+    except Unsatisfiable as error:
+        message = f"raised {type(error).__name__}: {error}"
+        if lab.smallest_world is not None:
+            message, skipped = "", f"needs {lab.smallest_world} ranks, the target has at most {target.max_ranks}"
     except BaseException as error:  # whatever an implementation does, there is a verdict
         message = f"raised {type(error).__name__}: {error}"
         snippet = traceback.format_exc()
-    return Outcome(not message, message, snippet, until_failure or tried, time.perf_counter() - begun)
+    return Outcome(not message, message, snippet, story.until_failure, time.perf_counter() - begun, skipped)

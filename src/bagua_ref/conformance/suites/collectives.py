@@ -57,7 +57,7 @@ def _check(
     expected = [wanted(rank) for rank in range(n)]
     script = script_of_collective(lab.target, nodes, seed, method, brought, expected)
     with written_down(script):
-        found = run_ranks(lab, nodes, program, method, brought, seed)
+        found = run_ranks(lab, nodes, program, method, script, seed)
         for rank in range(n):
             for number, (tensor, want) in enumerate(zip(found[rank], expected[rank], strict=True)):
                 try:
@@ -75,7 +75,7 @@ def _several(op: ReduceOp, n: int, dtype: torch.dtype) -> int:
 @check("collectives", "S3.9", "allreduce", needs=(), effort=2)
 def allreduce(lab: Lab, draw: Draw) -> None:
     """All ranks get the reduction over all ranks, in place or not."""
-    nodes, (op, name), count = draw(worlds()), draw(reductions), draw(counts)
+    nodes, (op, name), count = lab.world(draw, worlds()), draw(reductions), draw(counts)
     dtype, n = getattr(torch, name), sum(nodes)
     total, near = reduced(op, n, count, dtype), _several(op, n, dtype)
     if draw(st.booleans()):
@@ -90,7 +90,7 @@ def allreduce(lab: Lab, draw: Draw) -> None:
 @check("collectives", "S3.9", "reduce", effort=2)
 def reduce_(lab: Lab, draw: Draw) -> None:
     """Only dst gets the reduction over all ranks; the other ranks' tensors do not change."""
-    nodes, (op, name), count = draw(worlds()), draw(reductions), draw(counts)
+    nodes, (op, name), count = lab.world(draw, worlds()), draw(reductions), draw(counts)
     dtype, n, dst = getattr(torch, name), sum(nodes), root_of(draw, nodes)
     total, near = reduced(op, n, count, dtype), _several(op, n, dtype)
     if draw(st.booleans()):
@@ -108,7 +108,7 @@ def reduce_(lab: Lab, draw: Draw) -> None:
 @check("collectives", "S3.9", "reduce_scatter", effort=2)
 def reduce_scatter(lab: Lab, draw: Draw) -> None:
     """Rank r gets chunk r of the reduction; in place, the other chunks do not change."""
-    nodes, (op, name), count = draw(worlds()), draw(reductions), draw(counts)
+    nodes, (op, name), count = lab.world(draw, worlds()), draw(reductions), draw(counts)
     dtype, n = getattr(torch, name), sum(nodes)
     near = _several(op, n, dtype)
 
@@ -129,7 +129,7 @@ def reduce_scatter(lab: Lab, draw: Draw) -> None:
 @check("collectives", "S3.9", "broadcast")
 def broadcast(lab: Lab, draw: Draw) -> None:
     """Every rank gets src's tensor."""
-    nodes, dtype, count = draw(worlds()), getattr(torch, draw(st.sampled_from(MOVABLE))), draw(counts)
+    nodes, dtype, count = lab.world(draw, worlds()), getattr(torch, draw(st.sampled_from(MOVABLE))), draw(counts)
     src = root_of(draw, nodes)
     _check(lab, draw, nodes, "broadcast", lambda r: (values(r, count, dtype), src), lambda r: [values(src, count, dtype)])
 
@@ -143,7 +143,7 @@ def _own_chunk(rank: int, n: int, count: int, dtype: torch.dtype) -> Tensor:
 @check("collectives", "S3.9", "allgather")
 def allgather(lab: Lab, draw: Draw) -> None:
     """Every rank gathers all tensors in rank order; in place, chunk r is its own."""
-    nodes, dtype, count = draw(worlds()), getattr(torch, draw(st.sampled_from(MOVABLE))), draw(counts)
+    nodes, dtype, count = lab.world(draw, worlds()), getattr(torch, draw(st.sampled_from(MOVABLE))), draw(counts)
     n = sum(nodes)
     everything = torch.cat([values(rank, count, dtype) for rank in range(n)])
     if draw(st.booleans()):
@@ -158,7 +158,7 @@ def allgather(lab: Lab, draw: Draw) -> None:
 @check("collectives", "S3.9", "gather")
 def gather(lab: Lab, draw: Draw) -> None:
     """Only dst gathers all tensors in rank order; in place, its tensor is n times as long as the others."""
-    nodes, dtype, count = draw(worlds()), getattr(torch, draw(st.sampled_from(MOVABLE))), draw(counts)
+    nodes, dtype, count = lab.world(draw, worlds()), getattr(torch, draw(st.sampled_from(MOVABLE))), draw(counts)
     n, dst = sum(nodes), root_of(draw, nodes)
     everything = torch.cat([values(rank, count, dtype) for rank in range(n)])
     if draw(st.booleans()):
@@ -177,7 +177,7 @@ def gather(lab: Lab, draw: Draw) -> None:
 @check("collectives", "S3.9", "scatter")
 def scatter(lab: Lab, draw: Draw) -> None:
     """Rank r gets chunk r of src's tensor."""
-    nodes, dtype, count = draw(worlds()), getattr(torch, draw(st.sampled_from(MOVABLE))), draw(counts)
+    nodes, dtype, count = lab.world(draw, worlds()), getattr(torch, draw(st.sampled_from(MOVABLE))), draw(counts)
     n, src = sum(nodes), root_of(draw, nodes)
     if draw(st.booleans()):
         _check(
@@ -195,7 +195,7 @@ def scatter(lab: Lab, draw: Draw) -> None:
 @check("collectives", "S3.9", "alltoall")
 def alltoall(lab: Lab, draw: Draw) -> None:
     """Chunk d goes to rank d, and chunk s comes from rank s."""
-    nodes, dtype, count = draw(worlds()), getattr(torch, draw(st.sampled_from(MOVABLE))), draw(counts)
+    nodes, dtype, count = lab.world(draw, worlds()), getattr(torch, draw(st.sampled_from(MOVABLE))), draw(counts)
     n = sum(nodes)
 
     def transposed(rank: int) -> Tensor:
@@ -213,7 +213,7 @@ def alltoall(lab: Lab, draw: Draw) -> None:
 @check("collectives", "S3.9", "long", effort=0.08)
 def long(lab: Lab, draw: Draw) -> None:
     """What holds for short tensors holds for long ones."""
-    nodes = draw(worlds(4).filter(lambda nodes: sum(nodes) > 1))
+    nodes = lab.world(draw, worlds(4).filter(lambda nodes: sum(nodes) > 1))
     n, root, dtype = sum(nodes), root_of(draw, nodes), draw(st.sampled_from([torch.uint8, torch.float32, torch.bfloat16]))
     count = -(-draw(st.sampled_from(lab.long_sizes)) // n)
     everything = torch.cat([values(rank, count, dtype) for rank in range(n)])
@@ -242,7 +242,7 @@ def long(lab: Lab, draw: Draw) -> None:
 @check("collectives", "S3.9", "alltoall_v")
 def alltoall_v(lab: Lab, draw: Draw) -> None:
     """Blocks of the given counts move between the given displacements, and gaps do not change."""
-    nodes, dtype = draw(worlds()), getattr(torch, draw(st.sampled_from(MOVABLE)))
+    nodes, dtype = lab.world(draw, worlds()), getattr(torch, draw(st.sampled_from(MOVABLE)))
     n, most, gap = sum(nodes), draw(st.integers(0, 3)), draw(st.integers(0, 2))
 
     other = draw(st.integers(0, 2))  # received blocks may have another layout than sent ones

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @check("collectives", "S3.9", "exchange")
 def exchange(lab: Lab, draw: Draw) -> None:
     """Every message arrives; messages between the same two ranks arrive in the order in which they were sent."""
-    nodes, dtype = draw(worlds()), getattr(torch, draw(st.sampled_from(MOVABLE)))
+    nodes, dtype = lab.world(draw, worlds()), getattr(torch, draw(st.sampled_from(MOVABLE)))
     ranks = st.integers(0, sum(nodes) - 1)
     messages = draw(st.lists(st.tuples(ranks, ranks, counts), max_size=20))
 
@@ -46,7 +46,7 @@ def exchange(lab: Lab, draw: Draw) -> None:
         return [tensor for tensor, _ in mine]
 
     with written_down(script):
-        for rank, received in enumerate(run_ranks(lab, nodes, program, "exchange", messages, seed)):
+        for rank, received in enumerate(run_ranks(lab, nodes, program, "exchange", script, seed)):
             for tensor, want in zip(received, wanted[rank], strict=True):
                 _same(tensor, want, f"exchange of (src, dst, count) {messages} on nodes {nodes}, received by rank {rank}")
 
@@ -54,7 +54,7 @@ def exchange(lab: Lab, draw: Draw) -> None:
 @check("collectives", "S3.9", "send_and_recv")
 def send_and_recv(lab: Lab, draw: Draw) -> None:
     """A message passed from rank to rank reaches the last one."""
-    nodes, dtype, count = draw(worlds()), getattr(torch, draw(st.sampled_from(MOVABLE))), draw(counts)
+    nodes, dtype, count = lab.world(draw, worlds()), getattr(torch, draw(st.sampled_from(MOVABLE))), draw(counts)
     seed, message = draw(seeds), values(0, count, dtype)
     script = script_of_ranks(
         lab.target, nodes, seed,
@@ -74,14 +74,14 @@ def send_and_recv(lab: Lab, draw: Draw) -> None:
         return tensor
 
     with written_down(script):
-        for rank, tensor in enumerate(run_ranks(lab, nodes, program, "send and recv", (count, str(dtype)), seed)):
+        for rank, tensor in enumerate(run_ranks(lab, nodes, program, "send and recv", script, seed)):
             _same(tensor, message, f"a message of {count} {dtype} passed on nodes {nodes}, at rank {rank}")
 
 
 @check("collectives", "S3.9", "broadcast_object")
 def broadcast_object(lab: Lab, draw: Draw) -> None:
     """Every rank gets src's object, whatever its size and whichever rank src is."""
-    nodes = draw(worlds())
+    nodes = lab.world(draw, worlds())
     src, seed = root_of(draw, nodes), draw(seeds)
     simple = st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=300), st.binary(max_size=20))
     value = draw(st.recursive(simple, lambda inner: st.one_of(st.lists(inner), st.dictionaries(st.text(), inner)), max_leaves=5))
@@ -97,7 +97,7 @@ def broadcast_object(lab: Lab, draw: Draw) -> None:
         ["assert results == [value] * len(results), results"],
     )  # fmt: skip
     with written_down(script):
-        for rank, found in enumerate(run_ranks(lab, nodes, program, "broadcast_object", value, seed)):
+        for rank, found in enumerate(run_ranks(lab, nodes, program, "broadcast_object", script, seed)):
             if found != value or type(found) is not type(value):
                 raise Violation(
                     f"broadcast_object from {src} on nodes {nodes}: rank {rank} got {found!r:.200} instead of {value!r:.200}"
@@ -107,7 +107,7 @@ def broadcast_object(lab: Lab, draw: Draw) -> None:
 @check("collectives", "S3.9", "refuses")
 def refuses(lab: Lab, draw: Draw) -> None:
     """Invalid arguments raise a ValueError or TypeError before anything is sent, and the communicator continues to work."""
-    nodes = draw(worlds())
+    nodes = lab.world(draw, worlds())
     n = sum(nodes)
     case = draw(st.sampled_from(["src", "size", "dtype", "average of integers", "bits of floats"]))
     bad: dict[str, tuple[str, tuple[Any, ...]]] = {
@@ -138,7 +138,7 @@ def refuses(lab: Lab, draw: Draw) -> None:
         return f"{method} accepted invalid arguments ({case})"
 
     with written_down(script):
-        for rank, found in enumerate(run_ranks(lab, nodes, program, method, case, seed)):
+        for rank, found in enumerate(run_ranks(lab, nodes, program, method, script, seed)):
             if isinstance(found, str):
                 raise Violation(f"{found} on nodes {nodes}, rank {rank}: {arguments!r}")
             what = f"allreduce after {method} refused its arguments, on nodes {nodes}, rank {rank}"

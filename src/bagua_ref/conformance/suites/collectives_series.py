@@ -96,7 +96,7 @@ def _one_by_one(lab: Lab, nodes: tuple[int, ...], seed: int, calls: list[_Collec
         return found
 
     with written_down(script):
-        results = run_ranks(lab, nodes, program, "one after another", methods if len(calls) < 9 else len(calls), seed)
+        results = run_ranks(lab, nodes, program, f"{', '.join(methods[:9])}{', ...' * (len(methods) > 9)}", script, seed)
         for place, call in enumerate(calls):
             for rank in everyone:
                 for tensor, want in zip(results[rank][place], call.expected[rank], strict=True):
@@ -118,7 +118,7 @@ def _one_by_one(lab: Lab, nodes: tuple[int, ...], seed: int, calls: list[_Collec
 @check("collectives", "S3.9", "one_after_another", effort=0.6)
 def one_after_another(lab: Lab, draw: Draw) -> None:
     """A collective is not affected by earlier ones on the same communicator."""
-    nodes, seed, turn = draw(worlds()), draw(seeds), draw(seeds)
+    nodes, seed, turn = lab.world(draw, worlds()), draw(seeds), draw(seeds)
     methods = _REDUCTIONS + _MOVEMENTS
     dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]
     counts = [draw(st.integers(1, 4)) for _ in methods]
@@ -135,7 +135,7 @@ def one_after_another(lab: Lab, draw: Draw) -> None:
 @check("collectives", "S3.9", "every_dtype", effort=0.4)
 def every_dtype(lab: Lab, draw: Draw) -> None:
     """Every dtype moves bit for bit, and supports each of its reductions."""
-    nodes, seed, count = draw(worlds()), draw(seeds), draw(st.integers(1, 5))
+    nodes, seed, count = lab.world(draw, worlds()), draw(seeds), draw(st.integers(1, 5))
     n, root, turn = sum(nodes), root_of(draw, nodes), draw(seeds)
     calls = [
         _call(_REDUCTIONS[(place + turn) % len(_REDUCTIONS)], op, n, count, getattr(torch, name), root)
@@ -149,7 +149,7 @@ def every_dtype(lab: Lab, draw: Draw) -> None:
 @check("collectives", "S3.9", "gaps")
 def gaps(lab: Lab, draw: Draw) -> None:
     """A non-contiguous tensor is either refused on every rank or gets the right result, and its gaps do not change."""
-    nodes, seed, count = draw(worlds()), draw(seeds), draw(st.integers(2, 7))
+    nodes, seed, count = lab.world(draw, worlds()), draw(seeds), draw(st.integers(2, 7))
     n, root, dtype = sum(nodes), root_of(draw, nodes), draw(st.sampled_from([torch.float32, torch.int64]))
     method = draw(st.sampled_from(["allreduce_inplace", "broadcast", "allgather"]))
     call = _call(method, ReduceOp.SUM, n, count, dtype, root)
@@ -175,7 +175,7 @@ def gaps(lab: Lab, draw: Draw) -> None:
         return _tensors(mine)
 
     with written_down(script):
-        for rank, found in enumerate(run_ranks(lab, nodes, program, method, "tensors with gaps", seed)):
+        for rank, found in enumerate(run_ranks(lab, nodes, program, f"{method} of tensors with gaps", script, seed)):
             for number, (tensor, want) in enumerate(zip(found, expected[rank], strict=False)):
                 where = f"{method} of tensors with gaps on nodes {nodes}: tensor {number} of rank {rank}"
                 _same(tensor, want, where)
@@ -186,7 +186,7 @@ def gaps(lab: Lab, draw: Draw) -> None:
 @check("collectives", "S3.9", "barrier")
 def barrier(lab: Lab, draw: Draw) -> None:
     """No rank leaves a barrier before all ranks have reached it."""
-    nodes, seed = draw(worlds()), draw(seeds)
+    nodes, seed = lab.world(draw, worlds()), draw(seeds)
     n, rounds = sum(nodes), draw(st.integers(1, 3))
     arrived: list[int] = []
     lines = [
@@ -204,7 +204,7 @@ def barrier(lab: Lab, draw: Draw) -> None:
         return ""
 
     with written_down(script):
-        for found in run_ranks(lab, nodes, program, "barrier", rounds, seed):
+        for found in run_ranks(lab, nodes, program, "barrier", script, seed):
             if found:
                 raise Violation(f"barrier on nodes {nodes}: {found}")
 

@@ -80,7 +80,7 @@ def _run(
 
     try:
         return run_ranks(
-            lab, nodes, program, f"{method}({', '.join(f'{k}={v}' for k, v in options.items())})", inputs, seed, simulated=True
+            lab, nodes, program, f"{method}({', '.join(f'{k}={v}' for k, v in options.items())})", script, seed, simulated=True
         ), script
     except Violation as violation:
         violation.snippet = script
@@ -127,19 +127,19 @@ def _centralized(
 @check("comm_ops", "S3.1", "scatter_gather", dtypes=FLOATS)
 def scatter_gather(lab: Lab, draw: Draw) -> None:
     """Scatter-gather adds in rank order, and every rank ends with identical bits."""
-    _centralized(lab, draw, draw(worlds()), None, False)
+    _centralized(lab, draw, lab.world(draw, worlds()), None, False)
 
 
 @check("comm_ops", "S3.2", "low_precision", dtypes=COMPRESSIBLE)
 def low_precision(lab: Lab, draw: Draw) -> None:
     """With one byte per element, every rank ends with identical bits, as specified."""
-    _centralized(lab, draw, draw(worlds()), "MinMaxUInt8", False)
+    _centralized(lab, draw, lab.world(draw, worlds()), "MinMaxUInt8", False)
 
 
 @check("comm_ops", "S3.3", "hierarchical", dtypes=COMPRESSIBLE)
 def hierarchical(lab: Lab, draw: Draw) -> None:
     """Leaders operate on node sums divided by n/L, so that every rank counts once, even on uneven nodes."""
-    _centralized(lab, draw, draw(worlds()), "MinMaxUInt8", True)
+    _centralized(lab, draw, lab.world(draw, worlds()), "MinMaxUInt8", True)
 
 
 def _long_inputs(lab: Lab, draw: Draw, ranks: int) -> list[Tensor]:
@@ -151,14 +151,14 @@ def _long_inputs(lab: Lab, draw: Draw, ranks: int) -> list[Tensor]:
 @check("comm_ops", "S3.2", "long", dtypes=COMPRESSIBLE, effort=0.06)
 def long(lab: Lab, draw: Draw) -> None:
     """What holds for short tensors holds for long ones, with and without compression."""
-    nodes, compression = draw(st.sampled_from([(2,), (3,), (3, 1)])), draw(st.sampled_from([None, "MinMaxUInt8"]))
+    nodes, compression = lab.world(draw, st.sampled_from([(2,), (3,), (3, 1)])), draw(st.sampled_from([None, "MinMaxUInt8"]))
     _centralized(lab, draw, nodes, compression, draw(st.booleans()), _long_inputs(lab, draw, sum(nodes)))
 
 
 @check("comm_ops", "S3.1", "full_precision", dtypes=FLOATS)
 def full_precision(lab: Lab, draw: Draw) -> None:
     """Full precision gives the sum or mean over all ranks, up to the rounding of another summation order."""
-    nodes, mean, between, scattergather = draw(worlds()), draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
+    nodes, mean, between, scattergather = lab.world(draw, worlds()), draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
     n = sum(nodes)
     multiple = (len(nodes) if between else n) if scattergather else 1
     inputs = [x / 64 for x in _inputs(lab, draw, n, multiple, finite=True)]  # room for the sum
@@ -200,20 +200,20 @@ def _decentralized(
 def shift_one(lab: Lab, draw: Draw) -> None:
     """Each rank is averaged with its peer of the step; with hierarchical, node means are, between leaders."""
     between = draw(st.booleans())
-    _decentralized(lab, draw, "shift_one", draw(paired_worlds(between)), between)
+    _decentralized(lab, draw, "shift_one", lab.world(draw, paired_worlds(between)), between)
 
 
 @check("comm_ops", "S3.4", "long", dtypes=FLOATS, effort=0.06)
 def long_shift_one(lab: Lab, draw: Draw) -> None:
     """What holds for short tensors holds for long ones."""
-    nodes = draw(st.sampled_from([(2,), (4,), (3, 1)]))
+    nodes = lab.world(draw, st.sampled_from([(2,), (4,), (3, 1)]))
     _decentralized(lab, draw, "shift_one", nodes, len(nodes) == 2 and draw(st.booleans()), _long_inputs(lab, draw, sum(nodes)))
 
 
 @check("comm_ops", "S3.4", "many_steps", effort=0.05)
 def many_steps(lab: Lab, draw: Draw) -> None:
     """Peers follow the step however many there have been."""
-    nodes, count = draw(st.sampled_from([(6,), (3, 3)])), draw(st.sampled_from([260, 520]))
+    nodes, count = lab.world(draw, st.sampled_from([(6,), (3, 3)])), draw(st.sampled_from([260, 520]))
     first = [torch.full((1,), float(2**rank)) for rank in range(6)]  # the sum names the ranks
     found, script = _run(lab, draw, nodes, "decentralized", [[x] * count for x in first], mode="shift_one", hierarchical=False)
     for step in range(count):
@@ -226,7 +226,7 @@ def many_steps(lab: Lab, draw: Draw) -> None:
 @check("comm_ops", "S3.4", "all", dtypes=FLOATS)
 def all_ranks(lab: Lab, draw: Draw) -> None:
     """The result is the mean over all ranks, even on uneven nodes, up to the rounding of another summation order."""
-    between, nodes = draw(st.booleans()), draw(worlds(8))
+    between, nodes = draw(st.booleans()), lab.world(draw, worlds(8))
     n = sum(nodes)
     inputs = [x / 64 for x in _inputs(lab, draw, n, 1, finite=True)]
     found, script = _run(lab, draw, nodes, "decentralized", [[x] for x in inputs], mode="all", hierarchical=between)
@@ -242,7 +242,7 @@ _GRAPHS = ("decentralized_on_graph",)
 
 def _on_graph(lab: Lab, draw: Draw, name: str) -> None:
     between = draw(st.booleans())
-    _decentralized(lab, draw, name, draw(sized_worlds(between, sizes_of(name, 9))), between)
+    _decentralized(lab, draw, name, lab.world(draw, sized_worlds(between, sizes_of(name, 9))), between)
 
 
 @check("comm_ops", "S13.1", "one_peer_exponential", dtypes=FLOATS, needs=_GRAPHS, effort=0.5)
@@ -273,7 +273,7 @@ def exponential(lab: Lab, draw: Draw) -> None:
 def weighted(lab: Lab, draw: Draw) -> None:
     """Weighted sums are formed in the order of the row, each product rounded."""
     between = draw(st.booleans())
-    nodes = draw(sized_worlds(between, st.integers(1, 9)))
+    nodes = lab.world(draw, sized_worlds(between, st.integers(1, 9)))
     n = len(nodes) if between else sum(nodes)
     graphs = [doubly_stochastic(n, draw(seeds)) for _ in range(draw(st.integers(1, 3)))]
     _decentralized(lab, draw, graphs, nodes, between)
@@ -282,7 +282,7 @@ def weighted(lab: Lab, draw: Draw) -> None:
 @check("comm_ops", "S13.4", "refuses", needs=_GRAPHS, effort=0.2)
 def refuses_graphs(lab: Lab, draw: Draw) -> None:
     """A graph that is not doubly stochastic is a ValueError on every rank, before its first use."""
-    nodes = draw(worlds(5))
+    nodes = lab.world(draw, worlds(5))
     n, between = sum(nodes), draw(st.booleans())
     talking = len(nodes) if between else n
     good = [doubly_stochastic(talking, draw(seeds)) for _ in range(draw(st.integers(0, 2)))]
@@ -298,6 +298,7 @@ def refuses_graphs(lab: Lab, draw: Draw) -> None:
 def mean_is_kept(lab: Lab, draw: Draw) -> None:
     """No averaging changes the mean of those that talk, up to rounding."""
     graph, nodes, _ = draw(graph_cases(9).filter(lambda case: not case[2]))
+    lab.need_ranks(sum(nodes))
     rounds, results = _decentralized(lab, draw, graph, nodes, between=False)
     n = sum(nodes)
     for step, (before, after) in enumerate(zip(rounds, results, strict=True)):
@@ -312,14 +313,14 @@ def mean_is_kept(lab: Lab, draw: Draw) -> None:
 @check("comm_ops", "S3.5", "ring", dtypes=COMPRESSIBLE)
 def ring(lab: Lab, draw: Draw) -> None:
     """Steps on the ring are as specified, bit for bit, so that replicas stay equal."""
-    nodes = draw(worlds(8))
+    nodes = lab.world(draw, worlds(8))
     _ring(lab, draw, nodes, draw(st.integers(1, 4)), _inputs(lab, draw, sum(nodes), 1))
 
 
 @check("comm_ops", "S3.5", "long", dtypes=COMPRESSIBLE, effort=0.06)
 def long_ring(lab: Lab, draw: Draw) -> None:
     """What holds for short tensors holds for long ones."""
-    nodes = draw(st.sampled_from([(2,), (3,), (2, 1)]))
+    nodes = lab.world(draw, st.sampled_from([(2,), (3,), (2, 1)]))
     _ring(lab, draw, nodes, 1, _long_inputs(lab, draw, sum(nodes)))
 
 

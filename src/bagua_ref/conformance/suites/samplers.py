@@ -35,24 +35,33 @@ class _Trial:
             setup = [*lab.target.origin, "samplers = target.samplers"]
         self.script = Script([*setup, ""])
 
-    def make(self, values: list[Any], replicas: int, rank: int, options: dict[str, Any]) -> Any:
+    def sampler(self, values: list[Any], replicas: int, rank: int, options: dict[str, Any]) -> Any:
+        """Return a sampler at its epoch, if ``options`` have one; raise `Violation` for any exception."""
+        sampler = self.run(self.line(values, replicas, rank, options))
+        if "epoch" in options:
+            self.script.body.append(f"sampler.set_epoch({options['epoch']})")
+            self.run(lambda: sampler.set_epoch(options["epoch"]))
+        return sampler
+
+    def line(self, values: list[Any], replicas: int, rank: int, options: dict[str, Any]) -> Callable[[], Any]:
+        """Append the line that makes a sampler, and return a function that does the same."""
         given = {name: value for name, value in options.items() if name != "epoch"}
         arguments = ", ".join(f"{name}={value!r}" for name, value in given.items())
         self.script.body.append(
             f"sampler = samplers.LoadBalancingDistributedSampler({values!r}, lambda x: x, {replicas}, {rank}, {arguments})"
         )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            sampler = self.samplers.LoadBalancingDistributedSampler(values, lambda value: value, replicas, rank, **given)
-        if "epoch" in options:
-            self.script.body.append(f"sampler.set_epoch({options['epoch']})")
-            sampler.set_epoch(options["epoch"])
-        return sampler
 
-    def run(self, work: Callable[[], Any]) -> Any:
-        """Return the result of ``work()``; raise `Violation` for any exception."""
+        def make() -> Any:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return self.samplers.LoadBalancingDistributedSampler(values, lambda value: value, replicas, rank, **given)
+
+        return make
+
+    def run(self, work: Callable[[], Any], source: str = "") -> Any:
+        """Return the result of ``work()``, the last line of the script or ``source``; raise `Violation` for any exception."""
         try:
-            with self.lab.journal.call((f"samplers: {self.script}"[:2000], None)):
+            with self.lab.journal.call(("samplers", f"{self.script}{source}")):
                 return work()
         except Violation:
             raise
@@ -66,9 +75,9 @@ class _Trial:
             raise Violation(f"{expression} is {found!r} instead of {wanted!r}"[:1000], str(self.script))
 
     def refused(self, work: Callable[[], Any], what: str) -> None:
-        """Raise `Violation` unless ``work()`` raises a ValueError."""
+        """Raise `Violation` unless ``work()``, the last line of the script, raises a ValueError."""
         try:
-            with self.lab.journal.call((f"samplers: {what}", None)):
+            with self.lab.journal.call((f"samplers: {what}", str(self.script))):
                 work()
         except ValueError:
             return
@@ -82,17 +91,19 @@ def lengths(lab: Lab, draw: Draw) -> None:
     """All ranks draw the same number of samples, which is their length."""
     (values, replicas, options), trial = draw(cases()), _Trial(lab)
     wanted = samplers_plain.num_samples(len(values), replicas, options["drop_last"])
-    sampler = trial.run(lambda: trial.make(values, replicas, replicas - 1, options))
-    trial.same("len(sampler)", trial.run(lambda: len(sampler)), wanted)
-    trial.same("len(list(sampler))", trial.run(lambda: len(list(sampler))), wanted)
+    sampler = trial.sampler(values, replicas, replicas - 1, options)
+    trial.same("len(sampler)", trial.run(lambda: len(sampler), "len(sampler)"), wanted)
+    trial.same("len(list(sampler))", trial.run(lambda: len(list(sampler)), "len(list(sampler))"), wanted)
 
 
 @check("samplers", "S7.2", "one_replica", needs=_SAMPLER, effort=3)
 def one_replica(lab: Lab, draw: Draw) -> None:
     """Without shuffling, a single replica draws samples in ascending order of their exact complexities; the sort is stable."""
     values, trial = draw(about_an_edge() if draw(st.booleans()) else complexities), _Trial(lab)
-    sampler = trial.run(lambda: trial.make(values, 1, 0, {"shuffle": False, "epoch": draw(st.integers(0, 3))}))
-    trial.same("list(sampler)", trial.run(lambda: list(sampler)), sorted(range(len(values)), key=values.__getitem__))
+    sampler = trial.sampler(values, 1, 0, {"shuffle": False, "epoch": draw(st.integers(0, 3))})
+    trial.same(
+        "list(sampler)", trial.run(lambda: list(sampler), "list(sampler)"), sorted(range(len(values)), key=values.__getitem__)
+    )
 
 
 @check("samplers", "S7.2", "inputs_unchanged", needs=_SAMPLER)
@@ -103,11 +114,12 @@ def inputs_unchanged(lab: Lab, draw: Draw) -> None:
     options = {"shuffle": True, "seed": draw(st.integers(0, 5)), "random_level": draw(levels)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        sampler = trial.run(lambda: trial.make(dataset, 2, 0, options))
+        sampler = trial.sampler(dataset, 2, 0, options)
         for epoch in range(3):
+            trial.script.body.append(f"sampler.set_epoch({epoch})")
             trial.run(lambda epoch=epoch: sampler.set_epoch(epoch))  # type: ignore[misc]
             wanted = samplers_plain.indices(numbers, 2, 0, epoch=epoch, drop_last=False, **options)
-            trial.same("list(sampler)", trial.run(lambda: list(sampler)), wanted)
+            trial.same("list(sampler)", trial.run(lambda: list(sampler), "list(sampler)"), wanted)
     trial.same("dataset", [sample.item() for sample in dataset], numbers)
 
 
@@ -116,18 +128,20 @@ def indices(lab: Lab, draw: Draw) -> None:
     """A rank's indices are as specified, and the same when iterated again."""
     (values, replicas, options), trial = draw(cases()), _Trial(lab)
     rank = draw(st.one_of(st.integers(0, replicas - 1), st.just(replicas - 1)))  # the last one repeats most
-    sampler = trial.run(lambda: trial.make(values, replicas, rank, options))
+    sampler = trial.sampler(values, replicas, rank, options)
     wanted = samplers_plain.indices(values, replicas, rank, **options)
     for _ in range(3):
-        trial.same("list(sampler)", trial.run(lambda: list(sampler)), wanted)
+        trial.same("list(sampler)", trial.run(lambda: list(sampler), "list(sampler)"), wanted)
 
 
 @check("samplers", "S7.3", "digits", needs=_SAMPLER, effort=2)
 def digits(lab: Lab, draw: Draw) -> None:
     """The bound of the noise is a product of floats, and no digit of the epoch is lost."""
     (values, replicas, options), trial = draw(noisy_cases()), _Trial(lab)
-    sampler = trial.run(lambda: trial.make(values, replicas, 0, options))
-    trial.same("list(sampler)", trial.run(lambda: list(sampler)), samplers_plain.indices(values, replicas, 0, **options))
+    sampler = trial.sampler(values, replicas, 0, options)
+    trial.same(
+        "list(sampler)", trial.run(lambda: list(sampler), "list(sampler)"), samplers_plain.indices(values, replicas, 0, **options)
+    )
 
 
 @check("samplers", "S7.4", "batches", needs=_BATCHES, effort=6)
@@ -139,15 +153,15 @@ def batches(lab: Lab, draw: Draw) -> None:
     plain = [batch_fn(samplers_plain.indices(values, replicas, rank, **options)) for rank in range(replicas)]
     wanted = samplers_plain.equal_batches(plain, drop_last)
 
-    def drawn(rank: int) -> tuple[int, list[list[int]]]:
-        sampler = trial.make(values, replicas, rank, {**options, "epoch": 0})
+    def drawn(sampler: Any) -> tuple[int, list[list[int]]]:
         made = trial.samplers.LoadBalancingDistributedBatchSampler(sampler, batch_fn, drop_last)
         made.set_epoch(options["epoch"])
         return len(made), list(made)
 
     for rank in range(replicas):
-        length, found = trial.run(lambda rank=rank: drawn(rank))  # type: ignore[misc]
+        sampler = trial.sampler(values, replicas, rank, {**options, "epoch": 0})
         what = f"list(LoadBalancingDistributedBatchSampler(sampler, batch_fn, drop_last={drop_last}))"
+        length, found = trial.run(lambda sampler=sampler: drawn(sampler), what)  # type: ignore[misc]
         trial.same(what, found, wanted[rank])
         trial.same(what.replace("list", "len", 1), length, len(wanted[rank]))
 
@@ -159,16 +173,19 @@ def refuses(lab: Lab, draw: Draw) -> None:
     case = draw(st.sampled_from(["level", "rank", "replicas", "empty", "nan", "sampler", "drop_last", "no batches"]))
     one = draw(st.sampled_from([1, 1.0]))  # integers and floats are not read alike
     level = draw(st.sampled_from([-0.1, 1.1, float("nan"), 2, -1]))
-    bad: dict[str, Callable[[], Any]] = {
-        "level": lambda: trial.make([1, 2], 1, 0, {"random_level": level}),
-        "rank": lambda: trial.make([1, 2], 2, draw(st.sampled_from([-1, 2, 5])), {}),
-        "replicas": lambda: trial.make([1, 2], draw(st.sampled_from([0, -1])), 0, {}),
-        "empty": lambda: trial.make([], 1, 0, {}),
-        "nan": lambda: trial.make(draw(st.permutations([one, float("nan"), 2])), 1, 0, {"shuffle": False}),
-        "sampler": lambda: classes.LoadBalancingDistributedBatchSampler([[0]], lambda found: [found]),
-        "no batches": lambda: classes.LoadBalancingDistributedBatchSampler(trial.make([1, 2], 1, 0, {}), lambda found: []),
-        "drop_last": lambda: classes.LoadBalancingDistributedBatchSampler(
-            trial.make([1, 2], 1, 0, {"drop_last": True}), lambda found: [found]
-        ),
+    samplers: dict[str, Callable[[], Any]] = {
+        "level": lambda: trial.line([1, 2], 1, 0, {"random_level": level}),
+        "rank": lambda: trial.line([1, 2], 2, draw(st.sampled_from([-1, 2, 5])), {}),
+        "replicas": lambda: trial.line([1, 2], draw(st.sampled_from([0, -1])), 0, {}),
+        "empty": lambda: trial.line([], 1, 0, {}),
+        "nan": lambda: trial.line(draw(st.permutations([one, float("nan"), 2])), 1, 0, {"shuffle": False}),
     }
-    trial.refused(bad[case], f"{case}{f' {level}' if case == 'level' else ''}")
+    what = f"{case}{f' {level}' if case == 'level' else ''}"
+    if case in samplers:
+        trial.refused(samplers[case](), what)
+        return
+    sampler = [[0]] if case == "sampler" else trial.sampler([1, 2], 1, 0, {"drop_last": True} if case == "drop_last" else {})
+    batch_fn = (lambda found: []) if case == "no batches" else lambda found: [found]
+    shown = f"{'[[0]]' if case == 'sampler' else 'sampler'}, lambda found: {'[]' if case == 'no batches' else '[found]'}"
+    trial.script.body.append(f"samplers.LoadBalancingDistributedBatchSampler({shown})")
+    trial.refused(lambda: classes.LoadBalancingDistributedBatchSampler(sampler, batch_fn), what)

@@ -38,7 +38,7 @@ class ProcessTarget:
     Args:
         command: the program and its arguments.
         launch: a launcher of ranks, such as ``"mpirun -n {ranks}"``; None: each rank is a process started here.
-        ranks: how many processes ``launch`` starts: the largest world. Some checks need worlds of up to 9 ranks.
+        ranks: how many processes ``launch`` starts: the largest world. With fewer than 9, some checks are skipped.
 
     Raises:
         ProgramError: the program cannot be started, or does not say what it has.
@@ -58,7 +58,13 @@ class ProcessTarget:
             programs.end()
         self.name = str(said.get("name", self.command))
         dtypes = _names(said, "dtypes", list(DTYPES)) if "dtypes" in said else list(DTYPES)
-        self.capabilities = {"dtypes": dtypes}
+        self.capabilities: dict[str, Any] = {"dtypes": dtypes, "external": _value(said, "external", bool, self.launch is not None)}
+        if "max_ranks" in said:
+            self.capabilities["max_ranks"] = _value(said, "max_ranks", int, 0)
+            if self.capabilities["max_ranks"] < 1:
+                raise ProgramError(f"the program's max_ranks is {said['max_ranks']}, which must be at least 1")
+        if self.launch is not None:
+            self.capabilities["max_ranks"] = min(self.ranks, self.capabilities.get("max_ranks", self.ranks))
         names, codecs = _names(said, "kernels", _KERNELS), _names(said, "codecs")
         self.kernels = _kernels(self._link, names, codecs)
         self.samplers = ProcessSamplers(self._link) if said.get("samplers") is True else None
@@ -83,6 +89,13 @@ def _names(said: dict[str, Any], member: str, known: Sequence[str] | None = None
             f"the program's {member} are {names!r}, which must be a list" + (f" of {', '.join(known)}" if known else "")
         )
     return names
+
+
+def _value(said: dict[str, Any], member: str, kind: type, default: Any) -> Any:
+    value = said.get(member, default)
+    if type(value) is not kind:
+        raise ProgramError(f"the program's {member} is {value!r}, which must be {'an integer' if kind is int else 'true or false'}")
+    return value
 
 
 class _Live:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ class Target:
         origin: lines of a script that create ``target``, the object with the parts; empty if the target is a backend.
         dtypes: names of the dtypes that its capabilities allow; None: all.
         device: device of its kernels' tensors.
+        max_ranks: the largest world that its capabilities allow; None: any.
+        external: whether it uses something outside of the process, which two processes must not use at once.
     """
 
     name: str
@@ -41,6 +43,8 @@ class Target:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     origin: list[str] = field(default_factory=list)
     factory: str = ""
+    max_ranks: int | None = None
+    external: bool = False
 
     @property
     def kernels(self) -> Any:
@@ -57,17 +61,18 @@ def resolve(target: Any) -> Target:
 
     Args:
         target: a backend's name or ``"pkg.mod:Class"``, a KernelBackend (or its class), or an object with some of `PARTS` and
-            optionally ``capabilities``, a mapping whose ``"dtypes"`` limit what is tried.
+            optionally ``capabilities``, a mapping with any of ``"dtypes"`` and ``"max_ranks"``, which limit what is tried, and
+            ``"external"``.
 
     Raises:
         ValueError: no backend has this name, or capabilities are invalid.
         BackendUnavailableError: the backend cannot run here.
         ImportError, AttributeError: ``"pkg.mod:Class"`` is not there.
-        TypeError: the object has no part that a suite checks.
+        TypeError: the object has no part that a suite checks, or a capability is of the wrong type.
     """
     if isinstance(target, str) and ":" not in target:
         kernels: Any = get_backend(target)
-        return Target(target, {"kernels": kernels}, _setup_of_backend(target), _dtypes(kernels), _device(kernels))
+        return Target(target, {"kernels": kernels}, _setup_of_backend(target), device=_device(kernels), **_capabilities(kernels))
     if isinstance(target, str):
         named = resolve(load(target))
         named.name = target
@@ -79,7 +84,7 @@ def resolve(target: Any) -> Target:
         target = target()
     if isinstance(target, KernelBackend):
         name = getattr(target, "name", type(target).__name__)
-        return Target(name, {"kernels": target}, _setup(target), _dtypes(target), _device(target))
+        return Target(name, {"kernels": target}, _setup(target), device=_device(target), **_capabilities(target))
     parts = {part: getattr(target, part) for part in PARTS if getattr(target, part, None) is not None}
     if not parts:
         raise TypeError(f"target={target!r} must be a backend's name, a KernelBackend or have one of {', '.join(PARTS)}")
@@ -87,22 +92,26 @@ def resolve(target: Any) -> Target:
     if isinstance(kernels, str):
         kernels = parts["kernels"] = get_backend(kernels)
     name = getattr(target, "name", type(target).__name__)
-    limits = _dtypes(target)
+    capabilities = {**_capabilities(kernels), **_capabilities(target)}
     *imports, last = _setup(target)
     setup = [*imports, last if kernels is None else last + ".kernels"]
     if isinstance(getattr(target, "kernels", None), str):
         setup = _setup_of_backend(target.kernels)
     origin = [*imports, last.replace("kernels", "target", 1)]
-    return Target(str(name), parts, setup, limits if limits is not None else _dtypes(kernels), _device(kernels), origin)
+    return Target(str(name), parts, setup, device=_device(kernels), origin=origin, **capabilities)
 
 
 def assemble(backend: str | None, communicator: str | None) -> Target:
-    """Return the target named on a command line: a backend or other target, a communicator factory, or both."""
+    """Return the target named on a command line: a backend or other target, a communicator factory, or both.
+
+    The factory may have ``capabilities``, too.
+    """
     if backend is None and communicator is None:
         raise ValueError("name a backend, a communicator or both")
     target = Target(str(communicator), {}) if backend is None else resolve(backend)
     if communicator is not None:
         target.parts["communicator"], target.factory = load(communicator), communicator
+        target = replace(target, **_capabilities(target.parts["communicator"]))
     return target
 
 
@@ -138,17 +147,27 @@ def _setup_of_backend(name: str) -> list[str]:
     return ["from bagua_ref.backends import get_backend", "", f"kernels = get_backend({name!r})"]
 
 
-def _dtypes(part: Any) -> tuple[str, ...] | None:
-    capabilities = getattr(part, "capabilities", None)
-    if capabilities is None:
-        return None
-    if not isinstance(capabilities, Mapping) or not set(capabilities) <= {"dtypes"}:
-        raise ValueError(f"capabilities={capabilities!r} must be a mapping with the key 'dtypes'")
-    names = tuple(str(dtype).removeprefix("torch.") for dtype in capabilities.get("dtypes", ()))
-    for name in names:
-        if not isinstance(getattr(torch, name, None), torch.dtype):
-            raise ValueError(f"capabilities['dtypes'] has {name!r}, which is not a torch dtype")
-    return names
+def _capabilities(part: Any) -> dict[str, Any]:
+    """Return what a target, its kernels or its factory of communicators say that they can, as fields of `Target`."""
+    said = getattr(part, "capabilities", None)
+    if said is None:
+        return {}
+    if not isinstance(said, Mapping) or not said.keys() <= {"dtypes", "max_ranks", "external"}:
+        raise ValueError(f"capabilities={said!r} must be a mapping with any of the keys 'dtypes', 'max_ranks' and 'external'")
+    found = dict(said)
+    if "dtypes" in found:
+        found["dtypes"] = names = tuple(str(dtype).removeprefix("torch.") for dtype in found["dtypes"])
+        for name in names:
+            if not isinstance(getattr(torch, name, None), torch.dtype):
+                raise ValueError(f"capabilities['dtypes'] has {name!r}, which is not a torch dtype")
+    ranks, external = found.get("max_ranks", 1), found.get("external", False)
+    if not isinstance(ranks, int) or isinstance(ranks, bool):
+        raise TypeError(f"capabilities['max_ranks']={ranks!r} must be an int")
+    if ranks < 1:
+        raise ValueError(f"capabilities['max_ranks']={ranks} must be at least 1")
+    if not isinstance(external, bool):
+        raise TypeError(f"capabilities['external']={external!r} must be a bool")
+    return found
 
 
 def _device(kernels: Any) -> torch.device:

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
     from bagua_ref.communicators.base import Communicator
 
-__all__ = ["RankWorld", "own_communicator", "run_world"]
+__all__ = ["MOST_RANKS", "RankWorld", "own_communicator", "run_world"]
+
+MOST_RANKS = {"collectives": 9, "comm_ops": 18, "algorithms": 12}
+"""The largest worlds of each suite that has worlds."""
 
 
 @dataclass(frozen=True)

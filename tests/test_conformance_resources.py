@@ -1,0 +1,329 @@
+"""Tests of what a target has outside of its code: few ranks, something that only one job may use, a server; and of hangs."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import redis
+from hypothesis import find
+
+from bagua_ref import contrib
+from bagua_ref.backends.reference import ReferenceBackend
+from bagua_ref.conformance import run_conformance
+from bagua_ref.conformance.inputs.graph_cases import graph_cases, sized_worlds, sizes_of
+from bagua_ref.conformance.inputs.strategies import worlds
+from bagua_ref.conformance.lab import cache_script
+from bagua_ref.conformance.run import runner
+from bagua_ref.conformance.targets import reference_algorithms, reference_ops
+from bagua_ref.conformance.targets.target import assemble, resolve
+from bagua_ref.conformance.targets.world import MOST_RANKS, RankWorld, own_communicator
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+# Few ranks
+
+
+def at_most(ranks: int, **parts: Any) -> Any:
+    return SimpleNamespace(capabilities={"max_ranks": ranks}, **parts)
+
+
+def small(world: RankWorld) -> Any:
+    """The simulated world's communicator, which can have no more than two ranks."""
+    if world.world_size > 2:
+        raise RuntimeError(f"there are no {world.world_size} ranks")
+    return own_communicator(world)
+
+
+small.capabilities = {"max_ranks": 2}  # type: ignore[attr-defined]
+
+
+def test_worlds_are_as_small_as_the_target_says() -> None:
+    report = run_conformance(at_most(2, communicator=small), ["collectives"])
+    assert report.passed, str(report)
+    assert {result.status for result in report.results if result.suite} == {"passed"}
+    assert report.max_ranks == 2
+    assert "worlds of up to 2 ranks" in str(report)
+    assert '"max_ranks": 2' in report.to_json()
+
+
+def test_a_check_that_needs_more_ranks_is_skipped() -> None:
+    checks = ["comm_ops.S3.4.many_steps", "comm_ops.S3.5.ring[float32]", "algorithms.S13.restart"]
+    report = run_conformance(at_most(2, kernels="reference"), checks=checks)
+    assert {result.id: (result.status, result.message) for result in report.results} == {
+        "comm_ops.S3.4.many_steps": ("skipped", "needs 6 ranks, the target has at most 2"),
+        "comm_ops.S3.5.ring[float32]": ("passed", ""),
+        "algorithms.S13.restart": ("skipped", "needs 3 ranks, the target has at most 2"),
+    }
+
+
+def test_a_suite_for_pytest_skips_it_too() -> None:
+    from bagua_ref.conformance.run.pytest_suites import judge
+    from bagua_ref.conformance.run.search import Search
+    from bagua_ref.conformance.suites.checks import all_checks
+
+    check = all_checks()["comm_ops.S3.4.many_steps"]
+    with pytest.raises(pytest.skip.Exception, match="needs 6 ranks, the target has at most 2"):
+        judge(resolve(at_most(2, kernels="reference")), check, None, Search(), ())
+
+
+def test_without_a_limit_the_report_says_nothing() -> None:
+    report = run_conformance("reference", checks=["S4.5"])
+    assert report.max_ranks is None
+    assert "worlds" not in str(report)
+
+
+def test_a_communicator_of_the_command_line_has_capabilities() -> None:
+    target = assemble("reference", f"{__name__}:small")
+    assert (target.max_ranks, target.external, target.factory) == (2, False, f"{__name__}:small")
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "error", "said"),
+    [
+        ({"max_ranks": 0}, ValueError, r"capabilities\['max_ranks'\]=0 must be at least 1"),
+        ({"max_ranks": "2"}, TypeError, r"capabilities\['max_ranks'\]='2' must be an int"),
+        ({"max_ranks": True}, TypeError, r"capabilities\['max_ranks'\]=True must be an int"),
+        ({"external": 1}, TypeError, r"capabilities\['external'\]=1 must be a bool"),
+    ],
+)
+def test_capabilities_are_checked(capabilities: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        resolve(SimpleNamespace(communicator=small, capabilities=capabilities))
+
+
+def test_capabilities_of_the_target_precede_those_of_its_kernels() -> None:
+    kernels = type("Kernels", (ReferenceBackend,), {"capabilities": {"dtypes": ["float32"], "max_ranks": 3}})()
+    target = resolve(SimpleNamespace(kernels=kernels, capabilities={"max_ranks": 2}))
+    assert (target.dtypes, target.max_ranks) == (("float32",), 2)
+
+
+def test_the_pages_say_how_many_ranks_there_are() -> None:
+    for suite, ranks in MOST_RANKS.items():
+        page = (DOCS / "conformance" / f"{suite}.md").read_text()
+        assert re.findall(r"up to (\d+) ranks", page) == [str(ranks)], suite
+    page = (DOCS / "conformance.md").read_text()
+    said = " ".join(page.split())
+    assert {suite: int(ranks) for ranks, suite in re.findall(r"(\d+) (?:ranks )?in `(\w+)`", said)} == MOST_RANKS
+    assert f"There are up to {runner.MOST_JOBS} jobs" in said
+
+
+def test_there_are_worlds_of_so_many_ranks() -> None:
+    """That there are no larger ones is asserted for every world."""
+    assert sum(find(worlds(), lambda nodes: sum(nodes) >= MOST_RANKS["collectives"])) == MOST_RANKS["collectives"]
+    nodes = find(sized_worlds(True, sizes_of("ring", 9)), lambda nodes: sum(nodes) >= MOST_RANKS["comm_ops"])
+    assert sum(nodes) == MOST_RANKS["comm_ops"]
+    _, nodes, _ = find(graph_cases(6), lambda case: sum(case[1]) >= MOST_RANKS["algorithms"])
+    assert sum(nodes) == MOST_RANKS["algorithms"]
+
+
+def test_larger_worlds_than_the_pages_say_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MOST_RANKS, "collectives", 8)
+    report = run_conformance(SimpleNamespace(communicator=own_communicator), checks=["collectives.S3.9.allgather"])
+    assert "MOST_RANKS and the pages say less" in report.failures()[0].message
+
+
+# One job
+
+
+def test_an_external_target_has_one_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner.torch.multiprocessing, "cpu_count", lambda: 3)
+    inside, outside = (resolve(SimpleNamespace(cache=contrib, capabilities={"external": external})) for external in (False, True))
+    assert [runner._jobs(jobs, inside) for jobs in (None, 0, 2)] == [3, 0, 2]
+    assert [runner._jobs(jobs, outside) for jobs in (None, 0, 2)] == [1, 0, 2]
+
+
+# Connections that are lost
+
+
+class Counts(ReferenceBackend):
+    """A backend whose calls are counted."""
+
+    calls = 0
+
+    def _add_(self, x, y):
+        Counts.calls += 1
+        self.fail(Counts.calls, x)
+        super()._add_(x, y)
+
+
+class Dies(Counts):
+    def fail(self, call, x):
+        if call > 9:
+            raise redis.exceptions.ConnectionError("Error 111 connecting to gpu7:6379")
+
+
+class HangsAndDies(Counts):
+    def fail(self, call, x):
+        if call == 10:
+            raise TimeoutError("no answer from gpu7")
+        if call > 10:
+            raise ConnectionRefusedError(111, "Connection refused")
+
+
+class NeverThere(Counts):
+    def fail(self, call, x):
+        raise ConnectionRefusedError(111, "Connection refused")
+
+
+class FailsOnce(Counts):
+    def fail(self, call, x):
+        if call == 10:
+            raise ConnectionResetError(104, "Connection reset by peer")
+
+
+class FailsInTurns(Counts):
+    def fail(self, call, x):
+        if call > 9 and call % 2:
+            raise RuntimeError("no memory")
+        if call > 9:
+            raise OSError("no space")
+
+
+class OfSomeInputs(Counts):
+    """A fault of the backend that looks like one of a connection."""
+
+    def fail(self, call, x):
+        if x.numel() > 3:
+            raise ConnectionResetError(104, "Connection reset by peer")
+
+
+DIED = "what the target is connected to seems to have died"
+
+
+@pytest.mark.parametrize(
+    ("backend", "said"),
+    [
+        (Dies, rf"add_ raised ConnectionError: Error 111 connecting to gpu7:6379; 9 inputs came through before, .*{DIED}"),
+        (HangsAndDies, rf"add_ raised TimeoutError: no answer from gpu7; 9 inputs came through before, .*{DIED}"),
+        (NeverThere, r"add_ raised ConnectionRefusedError: \[Errno 111\] Connection refused"),
+        (FailsOnce, r"results differ for the same input: at first, add_ raised ConnectionResetError: .*; .* again, no violation"),
+        (
+            FailsInTurns,
+            r"results differ for the same input: at first, add_ raised (.*): no .*; .* again, add_ raised (?!\1).*: no .*",
+        ),
+        (OfSomeInputs, r"add_ raised ConnectionResetError: \[Errno 104\] Connection reset by peer"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_connection_that_is_lost_is_said(backend: Any, said: str) -> None:
+    failed = run_conformance(backend(), checks=["kernels.S1.add[float32]"]).failures()[0]
+    assert re.fullmatch(said, failed.message), failed.message
+    assert "kernels.add_(" in failed.counterexample
+
+
+class StopsServers(contrib.CacheLoader):
+    """The package's loader; at the twelfth access, the server of the check dies."""
+
+    accesses = 0
+
+    def get(self, key, load_fn):
+        StopsServers.accesses += 1
+        if StopsServers.accesses == 12:
+            for pool in cache_script._pools.values():
+                pool._servers[0]._server.stop()
+        return super().get(key, load_fn)
+
+
+def test_a_server_of_the_checks_that_dies_is_said_and_replaced() -> None:
+    report = run_conformance(SimpleNamespace(cache=SimpleNamespace(CacheLoader=StopsServers)), checks=["cache.S8.2.get"])
+    said = r"results differ for the same input: at first, .*store 0, a server of the check, had died; .* again, no violation"
+    assert re.fullmatch(said, report.failures()[0].message, re.DOTALL), report.failures()[0].message
+
+
+# Calls that do not return
+
+
+class Sleeps(ReferenceBackend):
+    def _add_(self, x, y):
+        time.sleep(1000)
+
+
+class SleepingLoader(contrib.CacheLoader):
+    def num_keys(self):
+        time.sleep(1000)
+
+
+class SleepingClose(contrib.CacheLoader):
+    def close(self):
+        time.sleep(1000)
+
+
+class SleepingSampler(contrib.LoadBalancingDistributedSampler):
+    def __iter__(self):
+        time.sleep(1000)
+
+
+class SleepingBatchSampler(contrib.LoadBalancingDistributedBatchSampler):
+    def __init__(self, *arguments, **options):
+        time.sleep(1000)
+
+
+class Target:
+    kernels = Sleeps()
+    cache = SimpleNamespace(CacheLoader=SleepingLoader)
+    samplers = SimpleNamespace(
+        LoadBalancingDistributedSampler=SleepingSampler, LoadBalancingDistributedBatchSampler=SleepingBatchSampler
+    )
+
+    @staticmethod
+    def communicator(world):
+        comm = own_communicator(world)
+        comm.allgather = comm.allreduce_inplace = comm.barrier = lambda *arguments: time.sleep(1000)
+        return comm
+
+    class comm_ops(reference_ops.ReferenceCommOps):  # noqa: N801
+        def __init__(self):
+            super().__init__(ReferenceBackend())
+
+        def centralized(self, *arguments, **options):
+            time.sleep(1000)
+
+    comm_ops = comm_ops()  # type: ignore[assignment,misc]
+
+    class algorithms(reference_algorithms.ReferenceAlgorithms):  # noqa: N801
+        def __init__(self):
+            super().__init__(ReferenceBackend())
+
+        def bytegrad(self, *arguments, **options):
+            time.sleep(1000)
+
+    algorithms = algorithms()  # type: ignore[assignment,misc]
+
+
+class Closing:
+    cache = SimpleNamespace(CacheLoader=SleepingClose)
+
+
+@pytest.mark.parametrize(
+    ("check", "last", "target"),
+    [
+        ("kernels.S1.add[float32]", "result = kernels.add_(x, y)", Target),
+        ("collectives.S3.9.allgather", "results = run_world(Target.communicator, nodes, program, seed=0)", Target),
+        ("collectives.S3.9.refuses", "results = run_world(Target.communicator, nodes, program, seed=0)", Target),
+        ("collectives.S3.9.every_dtype", "results = run_world(Target.communicator, nodes, program, seed=0)", Target),
+        ("collectives.S3.9.barrier", "results = run_world(Target.communicator, nodes, program, seed=0)", Target),
+        ("comm_ops.S3.2.low_precision[float32]", "results = SimulatedWorld(1, nodes=nodes, seed=0).run(program)", Target),
+        ("algorithms.S5.2.gradients[float32]", "results = world.run(program)", Target),
+        ("cache.S8.2.num_keys", "found = loader0.num_keys()", Target),
+        ("cache.S8.2.none", "loader.close()", Closing),
+        ("samplers.S7.3.digits", "list(sampler)", Target),
+        ("samplers.S7.4.batches", "list(LoadBalancingDistributedBatchSampler(sampler, batch_fn, drop_last=False))", Target),
+        ("samplers.S7.5.refuses", "samplers.LoadBalancingDistributedBatchSampler(", Target),
+    ],
+    ids=lambda value: value if isinstance(value, str) and value[0] != "r" else "",
+)
+def test_a_call_that_does_not_return_ends_its_script(check: str, last: str, target: Any) -> None:
+    failed = run_conformance(target(), checks=[check], time_limit=1.0).failures()[0]
+    assert "no answer within 1 s" in failed.message
+    assert len(failed.message) < 200
+    lines = failed.counterexample.rstrip().splitlines()
+    line, comment = lines[-1].rsplit("  # ", 1)
+    assert comment == "does not return"
+    assert line.split("; ")[0].startswith(last.split("seed=")[0]), line
+    compile(failed.counterexample, "script", "exec")
