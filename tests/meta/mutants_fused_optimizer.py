@@ -38,11 +38,4 @@ FUSED_OPTIMIZERS: list[tuple[str, str, str, str, str]] = [
     ("Adafactor and its like are fused", "S6", VERIFY, "reason = known[cls] if cls in known else", "reason = None if cls in known else"),
     ("other classes are fused untried", "S6", VERIFY, "try_on_clones(optimizer, allow_inexact) if verify else None", "None"),
     ("an optimizer is fused twice", "S6", OPTIMIZER, "    if is_fused_optimizer(optimizer):\n        raise", "    if optimizer is None:\n        raise"),
-    ("transposed gradients are read in the order of their memory", "S6", RUN, "torch._foreach_copy_(self._copied, grads)", "torch._foreach_copy_(self._copied, [g.t().reshape(g.shape) if g.ndim == 2 and g.t().is_contiguous() else g for g in grads])"),
-    ("expanded gradients are copied together with others", "S6", PLAN, "    return any(size > 1 and not stride", "    return grad.ndim > 9 and any(size > 1 and not stride"),
-    ("gradients with gaps are read without them", "S6", RUN, "torch._foreach_copy_(self._copied, grads)", "torch._foreach_copy_(self._copied, [g.as_strided(g.shape, (g.shape[1], 1)) if g.ndim == 2 and g.stride(-1) == 2 else g for g in grads])"),
-    ("parameters with sparse gradients are left out", "S6", FUSER, '            group["params"] = planned.stepped\n', '            group["params"] = [p for p in planned.stepped if p.grad is None or not p.grad.is_sparse]\n'),
-    ("of a sparse gradient's values for one row, the last one counts", "S6", FUSER, "        plan = self._plan_with_gradients(optimizer)\n", "        for group in optimizer.param_groups:\n            for p in group['params']:\n                if p.grad is not None and p.grad.is_sparse:\n                    p.grad = torch.zeros_like(p).index_copy_(0, p.grad._indices()[0], p.grad._values())\n        plan = self._plan_with_gradients(optimizer)\n"),
-    ("groups stay exchanged after a step that raised", "S6", FUSER, "                self._restore(optimizer)\n                self._plan = None\n", "                self._plan = self._groups = None\n"),
-    ("the closure's exception is lost", "S6", FUSER, "                self._loss = closure()\n", "                with __import__('contextlib').suppress(ArithmeticError):\n                    self._loss = closure()\n"),
 ]  # fmt: skip

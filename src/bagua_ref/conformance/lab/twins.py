@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import warnings
 from contextlib import contextmanager
@@ -27,9 +26,7 @@ __all__ = [
     "assert_twins",
     "copies",
     "expect_warning",
-    "fail_alike",
     "give_gradients",
-    "lay_gradients",
     "no_warning",
     "numbers",
     "parameters",
@@ -105,31 +102,6 @@ def give_gradients(
                 twin.grad = grad.clone()
 
 
-_LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "transposed": lambda grad: grad.t().contiguous().t(),
-    "with gaps": lambda grad: torch.stack([grad, -grad], dim=-1)[..., 0],
-    "one row": lambda grad: grad[:1].expand_as(grad),
-    "one column": lambda grad: grad[:, :1].expand_as(grad),
-    "one number": lambda grad: grad[0, 0].expand_as(grad),
-    "sparse": lambda grad: torch.sparse_coo_tensor(torch.tensor([[2, 0, 2]]), grad[:3], grad.shape, check_invariants=True),
-}
-
-
-def lay_gradients(layouts: dict[int, str], *twins: Sequence[Tensor]) -> None:
-    """Give the matrices at some places of ``twins`` gradients that lie in memory as autograd sometimes leaves them.
-
-    Args:
-        layouts: place -> "transposed"; "with gaps"; "sparse", for at least three rows, where one row has two values; "one row",
-            "one column" or "one number", which the gradient repeats without a copy (stride 0).
-        twins: parameters that have gradients.
-    """
-    for place, layout in layouts.items():
-        for side in twins:
-            grad = side[place].grad
-            assert grad is not None
-            side[place].grad = _LAYOUTS[layout](grad)
-
-
 def assert_twins(fused: Optimizer, plain: Optimizer, tolerance: Tolerance = EXACT) -> None:
     """Raise AssertionError unless weights, options and state of ``fused`` equal those of ``plain``.
 
@@ -172,7 +144,6 @@ def _compare_state(what: str, ours: Any, theirs: Any) -> None:
 
 def _compare(what: str, ours: Any, theirs: Tensor, tolerance: Tolerance) -> None:
     assert isinstance(ours, Tensor), f"{what}: {type(ours).__name__} instead of a tensor"
-    ours, theirs = (x.to_dense() if x.is_sparse else x for x in (ours, theirs))
     if ours.dtype is theirs.dtype and torch.equal(_bits(ours), _bits(theirs)):
         return  # the common case, faster than a full comparison
     magnitude = theirs.detach().abs().max() + 1 if theirs.numel() and tolerance is not EXACT else None
@@ -184,38 +155,6 @@ def _compare(what: str, ours: Any, theirs: Tensor, tolerance: Tolerance) -> None
 
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).contiguous().view(torch.uint8)
-
-
-def fail_alike(fused: Any, plain: Optimizer) -> None:
-    """Let both raise in the middle of a step, and then give them back the weights and state that they had.
-
-    Raises:
-        AssertionError: only one has raised, or the fused one has lost its parameters.
-    """
-    before, gradients = _ids(fused), [[p.grad for p in group["params"]] for group in fused.param_groups]
-    saved = copy.deepcopy(plain.state_dict())
-    weights = [q.detach().clone() for group in plain.param_groups for q in group["params"]]
-    outcomes = []
-    for optimizer, step in ((fused, fused.fuse_step), (plain, plain.step)):
-        for group in optimizer.param_groups:
-            group["lr"] = None
-        try:
-            step()
-        except TypeError:
-            outcomes.append("raised")
-        else:
-            outcomes.append("stepped")
-    assert outcomes[0] == outcomes[1], f"with a learning rate of None, fuse_step {outcomes[0]} and step {outcomes[1]}"
-    assert _ids(fused) == before, "after a step that raised, the groups have other parameters"
-    for group, grads in zip(fused.param_groups, gradients, strict=True):
-        for p, grad in zip(group["params"], grads, strict=True):
-            assert (p.grad is None) == (grad is None), "after a step that raised, gradients have appeared or disappeared"
-    for optimizer in (fused, plain):
-        own = (p for group in optimizer.param_groups for p in group["params"])
-        with torch.no_grad():
-            for p, kept in zip(own, weights, strict=True):
-                p.copy_(kept)
-        optimizer.load_state_dict(copy.deepcopy(saved))
 
 
 def assert_place(parameters: Sequence[Tensor], pointers: Sequence[int]) -> None:

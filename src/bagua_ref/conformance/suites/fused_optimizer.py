@@ -147,29 +147,6 @@ def closure(lab: Lab, draw: Draw) -> None:
         twins.do("assert_twins(fused, plain)")
 
 
-@check("fused_optimizer", "S6", "raised", effort=0.6)
-def raised(lab: Lab, draw: Draw) -> None:
-    """A step that raises in its closure or in a hook before it changes nothing, and after one that raises later, all works on."""
-    twins = any_twins(lab, draw)
-    twins.use("fail_alike")
-    twins.do("def fail(*_):\n    raise ArithmeticError")
-    for where in draw(st.lists(st.sampled_from(["step", "closure", "hook", "nowhere"]), min_size=2, max_size=4)):
-        twins.gradients(draw(st.booleans()), draw(_without))
-        if where == "step":
-            twins.do("fail_alike(fused, plain)\nassert_twins(fused, plain)")
-        elif where != "nowhere":
-            if where == "hook":
-                twins.do("hook = fused.register_step_pre_hook(fail)")
-            twins.do(
-                f"try:\n    fused.fuse_step({'fail' if where == 'closure' else ''})\nexcept ArithmeticError:\n    pass\n"
-                "else:\n    raise AssertionError('the exception must come through')"
-            )
-            if where == "hook":
-                twins.do("hook.remove()")
-            twins.do("assert_twins(fused, plain)")
-        twins.step()
-
-
 @check("fused_optimizer", "S6", "hooks", effort=0.5)
 def hooks(lab: Lab, draw: Draw) -> None:
     """Step hooks and learning rate schedulers see fuse_step as one step on the usual parameters."""

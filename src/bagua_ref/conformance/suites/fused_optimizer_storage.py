@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hypothesis import strategies as st
 
@@ -91,56 +91,3 @@ def transposed_in_place(lab: Lab, draw: Draw) -> None:
             elif what == "gradients":
                 twins.do(f"for x in (ps[{place}], qs[{place}]):\n    x.grad = x.grad.t()")
         twins.step()
-
-
-@check("fused_optimizer", "S6", "gradients_anywhere", effort=0.7)
-def gradients_anywhere(lab: Lab, draw: Draw) -> None:
-    """Gradients may be transposed, have gaps, or repeat rows, columns or numbers without a copy, and change from step to step."""
-    twins, name = TwinPlay(lab, draw), draw(st.sampled_from(MOMENTA))
-    shapes = draw(st.lists(st.sampled_from([(3, 3), (2, 19), (7, 16)]), min_size=2, max_size=4))
-    layouts = ["transposed", "with gaps", "one row", "one column", "one number"]
-    _step_with_layouts(twins, name, draw(options_of(name)), shapes, layouts)
-
-
-@check("fused_optimizer", "S6", "gradients_expanded", effort=0.5)
-def gradients_expanded(lab: Lab, draw: Draw) -> None:
-    """Gradients that repeat a column or a number without a copy give step()'s bits, as torch adds them in another way."""
-    shapes = draw(st.lists(st.sampled_from([(33, 5), (17, 19)]), min_size=2, max_size=4))
-    _step_with_layouts(TwinPlay(lab, draw), "SGD", {"lr": 0.1}, shapes, ["one column", "one number"])
-
-
-def _step_with_layouts(
-    twins: TwinPlay, name: str, options: dict[str, Any], shapes: list[tuple[int, int]], layouts: list[str]
-) -> None:
-    """Take some steps, in each of which some gradients have one of ``layouts``."""
-    draw = twins.draw
-    twins.use("lay_gradients")
-    twins.do(f"ps = parameters({draw(seeds)}, {shapes})\nqs = copies(ps)")
-    twins.fuse(name, [len(shapes)], [options], draw(st.sampled_from(["", ", do_flatten=False"])))
-    chosen = st.dictionaries(st.integers(0, len(shapes) - 1), st.sampled_from(layouts), min_size=1)
-    for _ in range(draw(st.integers(2, 4))):
-        twins.gradients()
-        twins.do(f"lay_gradients({draw(chosen)}, ps, qs)")
-        twins.step()
-
-
-@check("fused_optimizer", "S6", "sparse", effort=1.0)
-def sparse(lab: Lab, draw: Draw) -> None:
-    """Sparse gradients are used as step() uses them, or refused by an error before anything has changed."""
-    twins, name = TwinPlay(lab, draw), draw(st.sampled_from(["SGD", "Adagrad"]))
-    count = draw(st.integers(2, 4))
-    twins.use("lay_gradients")
-    twins.do(f"ps = parameters({draw(seeds)}, {[(5, 3)] * count})\nqs = copies(ps)")
-    momentum = {"momentum": 0.9} if name == "SGD" and draw(st.booleans()) else {}
-    twins.fuse(name, [count], [{"lr": 0.1, **momentum}])
-    places = draw(st.sets(st.integers(0, count - 1), min_size=1, max_size=count - 1))
-    for turn in range(draw(st.integers(2, 3))):
-        twins.gradients()
-        if turn == 0 or momentum or draw(st.booleans()):  # torch cannot add dense ones to sparse momentum
-            twins.do(f"lay_gradients({dict.fromkeys(sorted(places), 'sparse')}, ps, qs)")
-        twins.do(
-            "try:\n    fused.fuse_step()\nexcept (ValueError, TypeError, RuntimeError) as error:\n"
-            "    assert 'sparse' in str(error), f'the error must say that gradients are sparse: {error}'\n"
-            "else:\n    plain.step()"
-        )
-        twins.do("assert_twins(fused, plain)")
