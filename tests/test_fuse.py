@@ -531,6 +531,27 @@ def test_a_step_that_raises_leaves_an_optimizer_that_works(where: str) -> None:
         assert_alike(fused, plain)
 
 
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_groups_before_the_one_that_raises_are_stepped_with_their_state(steps_before: int) -> None:
+    ps, qs = (parameters((3, 4), (4,), (6, 4)) for _ in range(2))
+    fused, plain = (torch.optim.Adam([{"params": params[:2]}, {"params": params[2:]}], lr=0.1) for params in (ps, qs))
+    fuse_optimizer(fused)
+    graph = ps[0].square().sum()
+    for step in range(steps_before + 3):
+        give(step, ps, qs)
+        if step != steps_before:
+            fused.fuse_step()
+            plain.step()
+        else:
+            for params, take_step in ((ps, fused.fuse_step), (qs, plain.step)):
+                params[2].grad = torch.ones(6, 4).to_sparse()
+                with pytest.raises(RuntimeError, match="Adam does not support sparse gradients"):
+                    take_step()
+        assert_alike(fused, plain)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        graph.backward()
+
+
 def test_sparse_gradients_are_stepped_as_step_does() -> None:
     embedding = nn.Embedding(6, 4, sparse=True)
     ps = [*parameters(), embedding.weight]

@@ -18,18 +18,25 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LAMB",
+    "LAYOUTS",
     "Lion",
     "StepHooks",
+    "assert_gradients",
     "assert_place",
+    "assert_raises",
     "assert_refused",
     "assert_same_state_dict",
     "assert_twins",
     "copies",
     "expect_warning",
     "give_gradients",
+    "lay_gradients",
     "no_warning",
     "numbers",
     "parameters",
+    "sparse_gradients",
+    "step_or_refuse",
+    "stop",
     "takes_later_parameters",
 ]
 
@@ -102,6 +109,92 @@ def give_gradients(
                 twin.grad = grad.clone()
 
 
+LAYOUTS = ("transposed", "gaps", "offset", "negated", "expanded", "rows", "columns")
+"""Ways in which `lay_gradients` puts a gradient into memory; with the last three, elements share memory."""
+
+
+def lay_gradients(layouts: Sequence[str], *sides: Sequence[Tensor]) -> None:
+    """Put gradients into memory anew: each in one of `LAYOUTS`, or where it is if that is ``""`` or there is none."""
+    for side in sides:
+        for p, layout in zip(side, layouts, strict=True):
+            if p.grad is not None and layout:
+                p.grad = _laid(p.grad, layout)
+
+
+def _laid(grad: Tensor, layout: str) -> Tensor:
+    backwards = tuple(reversed(range(grad.ndim)))
+    if layout == "transposed":
+        return grad.permute(backwards).contiguous().permute(backwards)
+    if layout == "gaps":
+        return torch.stack([grad, grad * 3 + 1], -1)[..., 0]
+    if layout == "offset":
+        return torch.cat([grad.new_ones(3), grad.reshape(-1)])[3:].view(grad.shape)
+    if layout == "negated":  # as autograd gives it for the imaginary part of a conjugate
+        return torch.complex(torch.ones_like(grad), -grad).conj().imag
+    if layout == "expanded":  # as autograd gives it for a sum
+        return grad.reshape(-1)[:1].clone().view([1] * grad.ndim).expand(grad.shape)
+    first = grad[:1] if layout == "rows" else grad[..., :1]
+    return first.clone().expand(grad.shape)
+
+
+def sparse_gradients(seed: int, rows: Sequence[int], place: int, *sides: Sequence[Tensor]) -> None:
+    """Give the parameter at ``place`` of each side the sparse gradient of an embedding in which ``rows`` were looked up."""
+    for side in sides:
+        found = torch.nn.functional.embedding(torch.tensor(rows), side[place], sparse=True)
+        side[place].grad = None
+        (found * numbers(seed, found.shape, found.dtype)).sum().backward()
+
+
+def assert_gradients(given: Sequence[Tensor | None], ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
+    """Raise AssertionError unless gradients are as they were given, or as torch's own step has left those of the twins."""
+    for place, (grad, p, q) in enumerate(zip(given, ours, theirs, strict=True)):
+        if grad is None or p.grad is None:
+            assert grad is p.grad, f"after the step, the gradient of parameter {place} is {p.grad} instead of {grad}"
+            continue
+        assert p.grad.shape == grad.shape, f"the gradient of parameter {place} has the shape {tuple(p.grad.shape)}"
+        allowed = [_bits(x) for x in (grad, q.grad) if x is not None]
+        assert any(map(functools.partial(torch.equal, _bits(p.grad)), allowed)), (
+            f"the step has changed the gradient of parameter {place}: {p.grad} instead of {grad}"
+        )
+
+
+class Stop(BaseException):
+    """What a script interrupts a step with; like KeyboardInterrupt, it is no Exception."""
+
+
+def stop(*_: Any) -> None:
+    """Raise `Stop`; a hook."""
+    raise Stop
+
+
+def assert_raises(step: Callable[[], Any], error: type[BaseException] = Stop) -> None:
+    """Raise AssertionError unless ``step`` raises ``error``; gradients must be enabled after it as before."""
+    enabled = torch.is_grad_enabled()
+    try:
+        step()
+    except error:
+        assert torch.is_grad_enabled() == enabled, "a step that raised must leave gradients enabled as they were"
+        return
+    raise AssertionError(f"the step must raise {error.__name__}")
+
+
+def step_or_refuse(fused: Any, plain: Optimizer) -> bool:
+    """Step twins; return whether both did. A fused step must raise an error where step() does, and may where it does not."""
+    try:
+        plain.step()
+    except RuntimeError as error:
+        try:
+            fused.fuse_step()
+        except Exception:
+            return False
+        raise AssertionError(f"fuse_step() raised nothing where step() raises {error}") from None
+    try:
+        fused.fuse_step()
+    except (ValueError, TypeError, RuntimeError):
+        return False
+    return True
+
+
 def assert_twins(fused: Optimizer, plain: Optimizer, tolerance: Tolerance = EXACT) -> None:
     """Raise AssertionError unless weights, options and state of ``fused`` equal those of ``plain``.
 
@@ -148,13 +241,14 @@ def _compare(what: str, ours: Any, theirs: Tensor, tolerance: Tolerance) -> None
         return  # the common case, faster than a full comparison
     magnitude = theirs.detach().abs().max() + 1 if theirs.numel() and tolerance is not EXACT else None
     try:
-        assert_equal(ours, theirs, tolerance, magnitude=magnitude)
+        assert_equal(ours.to_dense(), theirs.to_dense(), tolerance, magnitude=magnitude)
     except AssertionError as error:
         raise AssertionError(f"{what}: {error}") from None
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+    dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach().resolve_neg()
+    return dense.reshape(-1).contiguous().view(torch.uint8)
 
 
 def assert_place(parameters: Sequence[Tensor], pointers: Sequence[int]) -> None:

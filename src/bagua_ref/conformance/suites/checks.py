@@ -30,7 +30,7 @@ _MODULES = {suite: (suite,) for suite in SUITES} | {
         "algorithms",
     ),
     "cache": ("cache_values", "cache"),
-    "fused_optimizer": ("fused_optimizer", "fused_optimizer_storage"),
+    "fused_optimizer": ("fused_optimizer", "fused_optimizer_storage", "fused_optimizer_gradients"),
 }
 """The modules of each suite, in the order in which their checks are listed."""
 
@@ -130,7 +130,8 @@ def reason_to_skip_suite(suite: str) -> str:
 
 def _import_suite(suite: str) -> ModuleType:
     """Import the modules of a suite, which enters its checks into the table; return the one named like the suite."""
-    return [importlib.import_module(f"bagua_ref.conformance.suites.{module}") for module in _MODULES[suite]][-1]
+    found = {module: importlib.import_module(f"bagua_ref.conformance.suites.{module}") for module in _MODULES[suite]}
+    return found[suite]
 
 
 def variants(row: Check) -> list[str | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 import weakref
 from typing import TYPE_CHECKING, Any, cast
@@ -95,8 +96,7 @@ class Fuser(NotCopied):
             del before[_HOOK], after[_HOOK]
             self._loss = None
             if self._groups is not None:  # the step raised
-                self._restore(optimizer)
-                self._plan = None
+                self._put_back_partly(optimizer)
 
     def _exchange(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """Exchange the groups' parameters, as the last pre-step hook; first run the closure, as it computes gradients."""
@@ -136,32 +136,38 @@ class Fuser(NotCopied):
                 run.keep_gradients(_is_movable)
         return self._plan
 
-    def _restore(self, optimizer: torch.optim.Optimizer) -> list[list[dict[Any, Any] | None]]:
+    def _restore(self, optimizer: torch.optim.Optimizer, plan: FusePlan) -> list[list[dict[Any, Any] | None]]:
         """Restore the groups; return the states of the blocks of each run."""
-        assert self._plan is not None
         for group, parameters in self._groups or ():
             group["params"] = parameters
         self._groups = None
-        self._plan.state.__class__ = ObservedState
-        for run in self._plan.runs:
+        plan.state.__class__ = ObservedState
+        for run in plan.runs:
             run.give_gradient_back()
-        return [[optimizer.state.pop(block, None) for block in run.blocks] for run in self._plan.runs]
+        return [[optimizer.state.pop(block, None) for block in run.blocks] for run in plan.runs]
 
     def _put_back(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Restore the groups, as the first post-step hook, and copy the runs' state to the parameters."""
         if self._groups is None:
             return
         assert self._plan is not None
-        states = self._restore(optimizer)
         plan, self._plan = self._plan, None
+        states = self._restore(optimizer, plan)
         lasting = [run.push(state, optimizer.state) for run, state in zip(plan.runs, states, strict=True)]
-        if plan.parameters:
-            # Tell autograd that weights have changed, as a graph may have saved them.
-            torch.autograd.graph.increment_version(plan.parameters)
+        _mark_changed(plan.parameters)
         optimizer._bagua_fused_count += plan.num_fused_groups  # type: ignore[attr-defined]
         if all(lasting) and not plan.may_be_extended():
             plan.stepped()
             self._plan = plan
+
+    def _put_back_partly(self, optimizer: torch.optim.Optimizer) -> None:
+        """Restore the groups after a step that raised, and copy the state of the runs that it has stepped."""
+        assert self._plan is not None
+        plan, self._plan = self._plan, None
+        for run, states in zip(plan.runs, self._restore(optimizer, plan), strict=True):
+            with contextlib.suppress(RuntimeError):  # it raised between two blocks, so that their counts differ
+                run.push(states, optimizer.state)
+        _mark_changed(plan.parameters)
 
     def _look_after_weights(self) -> None:
         """Warn once about weights that have left the common storage, unless they have neighbours elsewhere."""
@@ -181,6 +187,12 @@ class Fuser(NotCopied):
                 ".data makes them do; they are now stepped one by one. Create and fuse the optimizer after moving the model",
                 stacklevel=2,
             )
+
+
+def _mark_changed(parameters: list[Tensor]) -> None:
+    """Tell autograd that weights have changed, as a graph may have saved them."""
+    if parameters:
+        torch.autograd.graph.increment_version(parameters)
 
 
 def _is_movable(parameter: Tensor, grad: Tensor) -> bool:
