@@ -19,6 +19,7 @@ from bagua_ref.conformance.inputs.graph_cases import graph_cases, sized_worlds, 
 from bagua_ref.conformance.inputs.strategies import worlds
 from bagua_ref.conformance.lab import cache_script
 from bagua_ref.conformance.run import runner
+from bagua_ref.conformance.run.search import PROFILES
 from bagua_ref.conformance.targets import reference_algorithms, reference_ops
 from bagua_ref.conformance.targets.target import assemble, resolve
 from bagua_ref.conformance.targets.world import MOST_RANKS, RankWorld, own_communicator
@@ -60,6 +61,7 @@ def test_a_check_that_needs_more_ranks_is_skipped() -> None:
         "comm_ops.S3.5.ring[float32]": ("passed", ""),
         "algorithms.S13.restart": ("skipped", "needs 3 ranks, the target has at most 2"),
     }
+    assert report.results[1].examples == PROFILES["quick"]  # larger worlds do not count
 
 
 def test_a_suite_for_pytest_skips_it_too() -> None:
@@ -166,6 +168,12 @@ class HangsAndDies(Counts):
             raise ConnectionRefusedError(111, "Connection refused")
 
 
+class Wrapped(Counts):
+    def fail(self, call, x):
+        if call > 9:
+            raise RuntimeError("no answer") from ConnectionRefusedError(111, "Connection refused")
+
+
 class NeverThere(Counts):
     def fail(self, call, x):
         raise ConnectionRefusedError(111, "Connection refused")
@@ -207,6 +215,7 @@ DIED = "what the target is connected to seems to have died"
             FailsInTurns,
             r"results differ for the same input: at first, add_ raised (.*): no .*; .* again, add_ raised (?!\1).*: no .*",
         ),
+        (Wrapped, rf"add_ raised RuntimeError: no answer; 9 inputs came through before, .*{DIED}"),
         (OfSomeInputs, r"add_ raised ConnectionResetError: \[Errno 104\] Connection reset by peer"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -246,6 +255,11 @@ class Sleeps(ReferenceBackend):
 
 class SleepingLoader(contrib.CacheLoader):
     def num_keys(self):
+        time.sleep(1000)
+
+
+class SleepingGet(contrib.CacheLoader):
+    def get(self, key, load_fn):
         time.sleep(1000)
 
 
@@ -312,6 +326,7 @@ class Closing:
         ("algorithms.S5.2.gradients[float32]", "results = world.run(program)", Target),
         ("cache.S8.2.num_keys", "found = loader0.num_keys()", Target),
         ("cache.S8.2.none", "loader.close()", Closing),
+        ("cache.S8.3.counters", "loader.close()", Closing),  # after the check's own lines
         ("samplers.S7.3.digits", "list(sampler)", Target),
         ("samplers.S7.4.batches", "list(LoadBalancingDistributedBatchSampler(sampler, batch_fn, drop_last=False))", Target),
         ("samplers.S7.5.refuses", "samplers.LoadBalancingDistributedBatchSampler(", Target),
@@ -327,3 +342,9 @@ def test_a_call_that_does_not_return_ends_its_script(check: str, last: str, targ
     assert comment == "does not return"
     assert line.split("; ")[0].startswith(last.split("seed=")[0]), line
     compile(failed.counterexample, "script", "exec")
+
+
+def test_a_statement_of_several_lines_that_does_not_return_has_the_comment_above() -> None:
+    target = SimpleNamespace(cache=SimpleNamespace(CacheLoader=SleepingGet))
+    script = run_conformance(target, checks=["cache.S8.1.keys"], time_limit=1.0).failures()[0].counterexample
+    assert script.endswith("# does not return:\nfor key in [0]:\n    loader.get(key, load)\n"), script

@@ -274,6 +274,37 @@ def test_a_trial_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_fused_optimizer(fuse_optimizer(optimizer, verify=False))
 
 
+class SlowInside(Base):
+    """Takes its elements one by one."""
+
+    def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
+        for place in range(p.numel()):
+            time.sleep(0.001)
+            p.view(-1)[place] -= group["lr"] * grad.view(-1)[place]
+
+
+class LargeInside(Base):
+    """Makes a matrix with a row for each element of a large parameter, and keeps nothing."""
+
+    def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
+        scale = torch.ones(1).expand(p.numel(), p.numel()).mean() if p.numel() > 4096 else 1.0
+        p.sub_(grad * scale, alpha=group["lr"])
+
+
+def test_a_trial_ends_in_the_middle_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[int] = []
+    monkeypatch.setattr("bagua_ref.contrib.fuse.verify.MOST_SECONDS", 0.05)
+    monkeypatch.setattr(SlowInside, "step", lambda self, step=Base.step: (step(self), steps.append(1)))
+    with pytest.raises(ValueError, match=r"optimizer=SlowInside cannot be fused: .* more than 0.05 s\. .* pass verify=False"):
+        fuse_optimizer(SlowInside(parameters()))
+    assert not steps
+
+
+def test_a_trial_ends_where_a_step_makes_a_tensor_out_of_proportion() -> None:
+    with pytest.raises(ValueError, match=r"LargeInside cannot be fused: .* makes a tensor of 281232900 elements\. .* verify=False"):
+        fuse_optimizer(LargeInside(parameters()))
+
+
 def test_a_trial_ends_where_state_grows_out_of_proportion() -> None:
     with pytest.raises(ValueError, match=r"Hoarding cannot be fused: it keeps 576 numbers for a parameter of shape \(2, 3, 4\)"):
         fuse_optimizer(Hoarding(parameters()))

@@ -10,6 +10,7 @@ from collections import OrderedDict, defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bagua_ref.contrib.fuse.fuser import Fuser
@@ -46,7 +47,8 @@ of a matrix with a row per element, as Shampoo does for vectors."""
 
 MOST_SECONDS = 60.0
 MOST_STATE = 16
-"""A trial may take so long, and keep so many numbers per element."""
+MOST_ELEMENTS = 2**24
+"""A trial may take so long, keep so many numbers per element, and make tensors of so many elements."""
 
 STEPS = 16
 ORDINARY_STEP = 3
@@ -93,8 +95,46 @@ def try_on_clones(optimizer: torch.optim.Optimizer, allow_inexact: bool = False)
     state differ, too.
     """
     deadline = time.monotonic() + MOST_SECONDS
-    differences = (_try_shapes(optimizer, allow_inexact, shapes, sizes, deadline) for shapes, sizes in TRIALS)
-    return next((difference for difference in differences if difference is not None), None)
+    for shapes, sizes in TRIALS:
+        # Compiled functions run uncompiled while they are watched, so that only a trial without a watch shows differences.
+        with _Watch(deadline) as watch:
+            _try_shapes(optimizer, allow_inexact, shapes, sizes, deadline)
+        difference = watch.excess or _try_shapes(optimizer, allow_inexact, shapes, sizes, deadline)
+        if difference is not None:
+            return difference
+    return None
+
+
+class _ExcessError(Exception):
+    """A trial takes too much."""
+
+
+class _Watch(TorchDispatchMode):
+    """Ends a step in its middle, after the operation that exceeds the limits of a trial.
+
+    Attributes:
+        excess: in which way it takes too much; None if it does not.
+    """
+
+    def __init__(self, deadline: float) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._deadline = deadline
+        self.excess: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        most = max((x.numel() for x in tree_leaves(result) if isinstance(x, torch.Tensor)), default=0)
+        if most > MOST_ELEMENTS:
+            self.excess = f"a trial with small parameters makes a tensor of {most} elements. {UNTRIED}"
+        elif time.monotonic() > self._deadline:
+            self.excess = _too_slow()
+        if self.excess is not None:
+            raise _ExcessError
+        return result
+
+
+def _too_slow() -> str:
+    return f"a trial with small parameters takes more than {MOST_SECONDS:g} s. {UNTRIED}"
 
 
 def _try_shapes(
@@ -135,7 +175,7 @@ def _try_shapes(
 def _excess(clone: Any, deadline: float) -> str | None:
     """Return in which way a trial of ``clone`` takes too much, None if it does not."""
     if time.monotonic() > deadline:
-        return f"a trial with small parameters takes more than {MOST_SECONDS:g} s. {UNTRIED}"
+        return _too_slow()
     for parameter, state in clone.state.items():
         kept = sum(value.numel() for value in tree_leaves(state) if isinstance(value, torch.Tensor))
         if kept > MOST_STATE * (parameter.numel() + 1):
