@@ -50,4 +50,5 @@ FUSED_OPTIMIZERS: list[tuple[str, str, str, str, str]] = [
     ("state of flat parameters stays after a step that raised", "S6", FUSER, "                self._put_back_partly(optimizer)\n", "                for group, parameters in self._groups:\n                    group[\"params\"] = parameters\n                self._groups = self._plan = None\n"),
     ("a group's step is not counted if a later group raises", "S6", FUSER, "            with contextlib.suppress(RuntimeError):  # it raised between two blocks, so that their counts differ\n                run.push(states, optimizer.state)\n", "            pass\n"),
     ("the loss of a step that raised is returned by the next one", "S6", FUSER, "            self._loss = None\n            if", "            if"),
+    ("expanded gradients are copied together with others", "S6", PLAN, "    return any(size > 1 and not stride", "    return grad.ndim > 9 and any(size > 1 and not stride"),
 ]  # fmt: skip

@@ -109,7 +109,7 @@ def give_gradients(
                 twin.grad = grad.clone()
 
 
-LAYOUTS = ("transposed", "gaps", "offset", "negated", "expanded", "rows", "columns")
+LAYOUTS = ("transposed", "gaps", "offset", "expanded", "rows", "columns")
 """Ways in which `lay_gradients` puts a gradient into memory; with the last three, elements share memory."""
 
 
@@ -129,8 +129,6 @@ def _laid(grad: Tensor, layout: str) -> Tensor:
         return torch.stack([grad, grad * 3 + 1], -1)[..., 0]
     if layout == "offset":
         return torch.cat([grad.new_ones(3), grad.reshape(-1)])[3:].view(grad.shape)
-    if layout == "negated":  # as autograd gives it for the imaginary part of a conjugate
-        return torch.complex(torch.ones_like(grad), -grad).conj().imag
     if layout == "expanded":  # as autograd gives it for a sum
         return grad.reshape(-1)[:1].clone().view([1] * grad.ndim).expand(grad.shape)
     first = grad[:1] if layout == "rows" else grad[..., :1]
@@ -247,7 +245,7 @@ def _compare(what: str, ours: Any, theirs: Tensor, tolerance: Tolerance) -> None
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach().resolve_neg()
+    dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
     return dense.reshape(-1).contiguous().view(torch.uint8)
 
 
