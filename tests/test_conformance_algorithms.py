@@ -85,4 +85,4 @@ def test_a_counterexample_is_small():
 def test_the_script_of_one_that_hangs_is_kept():
     (failed,) = on(outside.SleepsTarget(), GRADIENTS, shrink=False).failures()
     assert "from tests.outside_algorithms import SleepsTarget" in failed.counterexample
-    assert failed.counterexample.rstrip().endswith(".run(program)")
+    assert failed.counterexample.rstrip().endswith(".run(program)  # does not return")
