@@ -134,8 +134,9 @@ FUSED = [
     ("foreach stepped whole", SIZES, '    if group.get("foreach"):\n', "    if False:\n", f"{BLOCKS}::test_foreach_and_fused_steps_are_not_cut"),
     ("blocks for each thread", SIZES, " * torch.get_num_threads()", "", f"{BLOCKS}::test_threads_and_caches_decide_on_blocks"),
     ("the share of a core", SIZES, " // int(sharing.replace(\",\", \"\"), 16).bit_count()", "", f"{BLOCKS}::test_the_cache_of_a_core_is_what_linux_says"),
-    ("looking into state after a step", FUSER, "        self._plan.state.__class__ = ObservedState\n", "", f"{BLOCKS}::test_state_that_is_loaded_or_changed_counts"),
-    ("the time of a trial", VERIFY, "    if time.monotonic() > deadline:\n", "    if False:\n", "tests/test_fuse_verdicts.py::test_a_trial_ends_in_time"),
+    ("looking into state after a step", FUSER, "        plan.state.__class__ = ObservedState\n", "", f"{BLOCKS}::test_state_that_is_loaded_or_changed_counts"),
+    ("the time of a trial", VERIFY, "        elif time.monotonic() > self._deadline:\n", "        elif False:\n", "tests/test_fuse_verdicts.py::test_a_trial_ends_in_the_middle_of_a_step"),
+    ("the size of a trial", VERIFY, "        if most > MOST_ELEMENTS:\n", "        if False:\n", "tests/test_fuse_verdicts.py::test_a_trial_ends_where_a_step_makes_a_tensor_out_of_proportion"),
     ("the state of a trial", VERIFY, "        if kept > MOST_STATE", "        if False and kept > MOST_STATE", "tests/test_fuse_verdicts.py::test_a_trial_ends_where_state_grows_out_of_proportion"),
     ("blocks in a trial", VERIFY, ", (SHAPES, CUT))", ")", "tests/test_fuse_verdicts.py::test_a_class_that_is_element_wise_only_in_whole_parameters_is_refused"),
 ]  # fmt: skip
