@@ -5,6 +5,7 @@ bagua-ref trace check trace --algorithm gradient_allreduce --png errors.png
 """
 
 import argparse  # no `from __future__ import annotations` here: torch reads the hook's annotations
+import time
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,9 @@ def main() -> None:
             recorder.step()
     if dist.get_rank() == 0:
         print(f"{recorder.steps_written} steps, {recorder.bytes_written:,} bytes on each rank in {arguments.directory}")
+    # torch drops the group with the GIL held and waits for gloo's threads, which may still need the GIL to drop the hook's
+    # Python callbacks: without a pause, one of about 80 runs hangs here or aborts.
+    time.sleep(0.1)
     dist.destroy_process_group()
 
 

@@ -24,7 +24,7 @@ from bagua_ref.conformance.run.runner import check_ids
 from bagua_ref.conformance.suites.checks import all_checks
 
 ROOT = Path(__file__).parents[1]
-ADD = "kernels.S1.add"
+ADD, SUBTRACT = "kernels.S1.add", "kernels.S1.subtract"
 
 
 def on(target, check=ADD, **options):
@@ -251,6 +251,10 @@ def test_verify_passes_fails_and_says_when_it_cannot_run(tmp_path, capsys):
     assert main(["verify", "--backend", "reference", "--check", ADD, "--json-file", str(tmp_path / "r.json")]) == 0
     assert json.loads((tmp_path / "r.json").read_text())["passed"] is True
     assert "PASSED: reference" in capsys.readouterr().out
+    assert main(["verify", "--backend", "reference", "--check", ADD, "--check", SUBTRACT]) == 0
+    shown = capsys.readouterr().out
+    assert ADD in shown
+    assert SUBTRACT in shown
     assert main(["verify", "--backend", "tests.hostile_backends:Raises", "--check", ADD]) == 1
     shown = capsys.readouterr()
     assert "out of cheese" in shown.out

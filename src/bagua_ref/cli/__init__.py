@@ -177,7 +177,12 @@ def _add_demo(commands: Commands[argparse.ArgumentParser]) -> None:
         "--epochs", type=int, default=10, metavar="N", help="number of passes over the training data (default: %(default)s)"
     )
     demo.add_argument(
-        "--algorithms", nargs="+", choices=list(RECIPES), metavar="NAME", help="algorithms to train with (default: all)"
+        "--algorithms",
+        nargs="+",
+        action="extend",
+        choices=list(RECIPES),
+        metavar="NAME",
+        help="algorithms to train with (default: all)",
     )
     demo.add_argument(
         "--output", type=Path, default=Path("demo-report"), metavar="DIR", help="folder for the report (default: %(default)s)"
@@ -249,11 +254,12 @@ def _add_verify(commands: Commands[argparse.ArgumentParser]) -> None:
     verify.add_argument(
         "--suite",
         nargs="+",
+        action="extend",
         choices=SUITES,
         metavar="NAME",
         help="suites to run: %(choices)s (default: all that apply to the target)",
     )
-    verify.add_argument("--check", nargs="+", metavar="ID", help="run only these checks, given by id or by clause")
+    verify.add_argument("--check", nargs="+", action="extend", metavar="ID", help="run only these checks, given by id or by clause")
     verify.add_argument(
         "--profile",
         choices=("quick", "full", "large"),

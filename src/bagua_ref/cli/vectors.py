@@ -68,8 +68,12 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         metavar="DIR",
         help="folder of the outputs: safetensors files with tensors named ID:NAME",
     )
-    check.add_argument("--operation", nargs="+", default=[], metavar="NAME", help="check only these operations (default: all)")
-    check.add_argument("--dtype", nargs="+", default=[], metavar="NAME", help="check only these dtypes (default: all)")
+    check.add_argument(
+        "--operation", nargs="+", action="extend", default=[], metavar="NAME", help="check only these operations (default: all)"
+    )
+    check.add_argument(
+        "--dtype", nargs="+", action="extend", default=[], metavar="NAME", help="check only these dtypes (default: all)"
+    )
     add_json_options(check)
 
 

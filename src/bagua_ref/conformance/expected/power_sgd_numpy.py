@@ -132,11 +132,17 @@ def norm(arrays: list[Array]) -> float:
     return max([float(np.abs(x).max()) * sum(x.shape) ** 0.5 for x in arrays if x.size and np.isfinite(x).all()], default=0.0)
 
 
-def is_tame(columns: Array) -> bool:
-    """Return whether rounding does not decide which columns are dependent; columns of zeros do not count."""
-    sizes = np.linalg.norm(columns.astype(np.float64), axis=0)
+def is_tame(columns: Array, size: float | None = None) -> bool:
+    """Return whether rounding does not decide what the columns span; columns of zeros do not count.
+
+    Args:
+        columns: of one matrix.
+        size: what their rounding is relative to, such as `norm` of what was added up, which may cancel. None: each column's norm.
+    """
+    columns = columns.astype(np.float64)
+    sizes = np.linalg.norm(columns, axis=0)
     if not np.isfinite(sizes).all():
         return False
-    columns = columns.astype(np.float64)[:, sizes > 0] / sizes[sizes > 0]
+    columns = columns[:, sizes > 0] / (sizes[sizes > 0] if size is None else size)
     values = np.linalg.svd(columns, compute_uv=False)
     return columns.shape[1] <= columns.shape[0] and (not values.size or bool(values[-1] > 1e-2))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["ROUNDED", "PowerSGDRounds"]
 
 ROUNDED = SUM(400)
-"""For projections on columns that are orthonormalized from a matrix of condition 100 at most (`is_tame`)."""
+"""For projections on columns whose span is known to 100 times the rounding of what was added up for them (`is_tame`)."""
 
 
 class PowerSGDRounds(Rounds):
@@ -102,15 +102,13 @@ class PowerSGDRounds(Rounds):
         self.same_on_all_ranks(step, place, "factors")
         sent, errors, (q, drawn, columns) = self.matrices_of(step, place), self.errors(step, place), self.start(step, place)
         memory, warm_start = self.options["memory"], self.options["warm_start"]
-        if not plain.is_tame(plain.added([*sent, *(errors or [])]) @ columns) or (
+        size = plain.norm([*sent, *(errors or [])])
+        if not plain.is_tame(plain.added([*sent, *(errors or [])]) @ columns, size) or (
             q is not None and warm_start and not plain.is_tame(q)
         ):
             self._conserved(step, place, sent, errors)
             return
-        wanted, size = (
-            plain.power_sgd_round(sent, errors, q, r, memory=memory, warm_start=warm_start, **drawn),
-            plain.norm([*sent, *(errors or [])]),
-        )
+        wanted = plain.power_sgd_round(sent, errors, q, r, memory=memory, warm_start=warm_start, **drawn)
         gram = torch.from_numpy(wanted.q).double() @ torch.from_numpy(wanted.q).double().T if wanted.q is not None else None
         narrow = w.dtype.itemsize == 2
         for rank in range(self.n):

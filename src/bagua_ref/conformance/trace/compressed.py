@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["expected_of_powersgd", "expected_of_topk"]
 
 _SPAN = 400
-"""Tolerance, in eps, of projections on columns from a matrix of condition 100 at most."""
+"""Tolerance, in eps, of projections on columns whose span is known to 100 times the rounding of what was added up for them."""
 
 
 def expected_of_powersgd(records: list[Record], xs: list[Tensor], options: dict[str, Any]) -> list[Expected]:
@@ -45,7 +45,7 @@ def expected_of_powersgd(records: list[Record], xs: list[Tensor], options: dict[
         given += [e[a.name].numpy() for e in errors] if remembers else []
         q, size = factors[0][a.name].numpy(), plain.norm(given)
         columns = plain.start(q if options["warm_start"] else None, (a.m, a.r), q.dtype.type, options["seed"], k, a.place)
-        tame = plain.is_tame(q) and plain.is_tame(plain.added(given) @ columns)
+        tame = plain.is_tame(q) and plain.is_tame(plain.added(given) @ columns, size)
         size = size if tame else math.inf
         mass[a.start : a.end] = size * (part if xs[0].dtype.itemsize == 2 else 1)
         of_errors.append(torch.full((a.n * a.m,), size, dtype=torch.float64))
