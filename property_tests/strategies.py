@@ -7,11 +7,12 @@ import os
 import pytest
 import torch
 from _pytest.mark import ParameterSet
+from hypothesis import settings
 
 from bagua_ref.backends import available_backends, register_backend
 from bagua_ref.conformance.inputs.strategies import adversarial, name_of
 
-__all__ = ["COMPRESSIBLE", "FLOATS", "Seeded", "adversarial", "every_backend", "every_backend_in_proof", "name_of"]
+__all__ = ["COMPRESSIBLE", "FLOATS", "Seeded", "adversarial", "every_backend", "every_backend_in_proof", "inputs", "name_of"]
 
 COMPRESSIBLE = (torch.float16, torch.bfloat16, torch.float32)
 FLOATS = (*COMPRESSIBLE, torch.float64)
@@ -36,6 +37,11 @@ def _backends(*marks: pytest.MarkDecorator) -> list[ParameterSet | str]:
 every_backend = pytest.mark.parametrize("backend", _backends())
 every_backend_in_proof = pytest.mark.parametrize("backend", _backends(pytest.mark.proof))
 """As `every_backend`, but `make test` leaves the emulated CUDA sources to `make proof`."""
+
+
+def inputs(of_100: int) -> settings:
+    """Return the settings of a slow property: so many inputs where others have 100, in proportion where they have fewer."""
+    return settings(max_examples=max(2, settings.default.max_examples * of_100 // 100))
 
 
 class Seeded:

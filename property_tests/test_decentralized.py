@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from property_tests.strategies import every_backend_in_proof
+from property_tests.strategies import every_backend_in_proof, inputs
 
 from bagua_ref import graphs
 from bagua_ref.comm_ops import shift_one_peer
@@ -88,7 +88,7 @@ def drawn(n, seed):
 
 @every_backend_in_proof
 @pytest.mark.parametrize("mode", ["one_peer_exponential", "hypercube"])
-@settings(max_examples=8)
+@inputs(8)
 @given(doublings=st.integers(1, 6), first=st.integers(0, 8), seed=st.integers(0, 2**16))
 def test_S13_1_S13_2_log2_n_rounds_from_any_step_give_every_rank_the_mean(backend, mode, doublings, first, seed):
     n = 2**doublings
@@ -103,7 +103,7 @@ def test_S13_1_S13_2_log2_n_rounds_from_any_step_give_every_rank_the_mean(backen
 
 
 @every_backend_in_proof
-@settings(max_examples=12)
+@inputs(12)
 @given(mode=st.sampled_from(["ring", "exponential", "one_peer_exponential", "hypercube"]), data=st.data())
 def test_S13_up_to_64_ranks_compute_the_formulas(backend, mode, data):
     n = data.draw(sizes_of(mode, 64))
@@ -117,7 +117,7 @@ def test_S13_up_to_64_ranks_compute_the_formulas(backend, mode, data):
 
 
 @every_backend_in_proof
-@settings(max_examples=12)
+@inputs(12)
 @given(n=st.integers(1, 64), seed=st.integers(0, 2**16), rounds=st.integers(1, 4))
 def test_S13_5_mixtures_of_permutations_keep_the_mean_and_never_add_distance(backend, n, seed, rounds):
     start = drawn(n, seed)

@@ -8,9 +8,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
-from property_tests.strategies import COMPRESSIBLE, name_of
+from property_tests.strategies import COMPRESSIBLE, inputs, name_of
 from property_tests.test_local_updates import Problem, buckets
 from property_tests.test_topk import problems, split_into_buckets
 
@@ -43,7 +43,7 @@ def memory_of(problem, places, kept):
     return next(entry for entry in kept if entry["tensors"] == names)
 
 
-@settings(max_examples=40)
+@inputs(40)
 @given(
     problem=problems(ranks=6, numel=40, steps=STEPS),
     codec=st.sampled_from(CODECS),
@@ -81,7 +81,7 @@ def test_S11_1_every_round_follows_the_oracle_to_the_bit(problem, codec, hierarc
 
 
 @pytest.mark.parametrize("codec", CODECS)
-@settings(max_examples=10)
+@inputs(10)
 @given(
     nodes=worlds(6),
     dtype=st.sampled_from(COMPRESSIBLE),
@@ -109,7 +109,7 @@ def test_S11_1_what_was_applied_and_what_was_kept_is_the_sum_of_the_means(codec,
     assert_equal(found, wanted.to(dtype), SUM(roundings), magnitude=size.item())
 
 
-@settings(max_examples=20)
+@inputs(20)
 @given(nodes=worlds(5), codec=st.sampled_from(CODECS), delay=st.integers(0, 1), seed=seeds)
 def test_S9_5_diloco_sends_what_compression_left_out_of_the_fragment_before(nodes, codec, delay, seed):
     problem = Problem(nodes, [torch.zeros(5), torch.zeros(3, 7)], seed, 8)

@@ -10,9 +10,10 @@ import warnings
 from pathlib import Path
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from property_tests.test_hostile_input import FEWER, bounded_memory, changed_bytes, changed_json, may_refuse
+from property_tests.strategies import inputs
+from property_tests.test_hostile_input import bounded_memory, changed_bytes, changed_json, may_refuse
 from torch.utils._pytree import tree_leaves
 
 import bagua_ref
@@ -55,7 +56,7 @@ def saved():
     return folder, weights
 
 
-@settings(max_examples=FEWER // 2)
+@inputs(25)
 @given(data=st.data())
 def test_S5_a_change_to_one_file_never_leads_to_other_weights_than_those_saved(data):
     folder, weights = saved()

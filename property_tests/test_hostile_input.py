@@ -19,9 +19,9 @@ import pytest
 import safetensors.torch  # noqa: F401 - likewise
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from property_tests.strategies import COMPRESSIBLE, every_backend
+from property_tests.strategies import COMPRESSIBLE, every_backend, inputs
 
 from bagua_ref.backends import get_backend, get_codec
 from bagua_ref.cli import main
@@ -38,9 +38,6 @@ from bagua_ref.simulation import SimulatedWorld
 
 TIMES, AND = 100, 2**20
 """Reading n bytes may take TIMES * n + AND bytes of Python's memory. Empty lists in JSON, 3 bytes each, take 24 times as much."""
-
-FEWER = settings.default.max_examples // 2
-"""For commands that take tens of milliseconds."""
 
 DEEP = "@deep@"
 """Stands for lists nested 100,000 deep, which json.dumps could not write."""
@@ -251,7 +248,7 @@ def test_a_hostile_safetensors_file_is_read_or_refused(data):
             assert sum(x.nbytes for x in read_safetensors(path).values()) <= len(content)
 
 
-@settings(max_examples=FEWER)
+@inputs(50)
 @given(data=st.data())
 def test_hostile_vectors_are_checked_or_refused_by_name(data):
     with changed_copy(data, samples() / "vectors", "manifest.json") as (folder, path), bounded_memory(path.stat().st_size):
@@ -259,7 +256,7 @@ def test_hostile_vectors_are_checked_or_refused_by_name(data):
     assert code in (0, 1) or str(folder) in printed
 
 
-@settings(max_examples=FEWER)
+@inputs(50)
 @given(data=st.data())
 def test_hostile_outputs_are_a_problem_of_their_file(data):
     with changed_copy(data, samples() / "outputs", "*.safetensors") as (folder, path), bounded_memory(path.stat().st_size):
@@ -268,7 +265,7 @@ def test_hostile_outputs_are_a_problem_of_their_file(data):
     assert code == 0 or "FAILED" in printed
 
 
-@settings(max_examples=FEWER)
+@inputs(50)
 @given(data=st.data())
 def test_a_hostile_trace_is_checked_or_refused_by_name(data):
     names = ("manifest.json", "steps.jsonl", "*0.safetensors")

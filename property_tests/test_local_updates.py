@@ -8,9 +8,9 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
-from property_tests.strategies import adversarial, name_of
+from property_tests.strategies import adversarial, inputs, name_of
 from property_tests.test_qadam import Given
 
 import bagua_ref
@@ -166,7 +166,7 @@ def test_S9_4_diloco_follows_the_oracle_on_every_rank(data, problem, outer, buck
                 assert_same([g[name] for name in known], theirs.g)
 
 
-@settings(max_examples=3)
+@inputs(3)
 @given(seed=st.integers(0, 2**32), nodes=st.sampled_from([(64,), (16, 48), (1, 31, 32)]))
 def test_S9_4_sixty_four_ranks_agree_on_g_to_the_bit(seed, nodes):
     weights = [torch.randn(5, 3, generator=torch.Generator().manual_seed(seed)), torch.zeros(3)]
@@ -238,20 +238,20 @@ def close(problem, found, expected):
             assert_same(mine, other, SUM(4 * STEPS * sum(problem.nodes)), size)
 
 
-@settings(max_examples=15)
+@inputs(15)
 @given(problem=problems(kinds=exact))
 def test_S9_6_a_period_of_one_step_and_a_plain_outer_optimizer_is_gradient_averaging(problem):
     close(problem, problem.train(DiLoCoAlgorithm(1, OUTER["plain"])), problem.train(GradientAllReduceAlgorithm()))
 
 
-@settings(max_examples=15)
+@inputs(15)
 @given(problem=problems(kinds=exact), period=st.integers(1, 5), warmup_steps=st.integers(0, 3))
 def test_S9_6_with_a_plain_outer_optimizer_it_is_local_sgd(problem, period, warmup_steps):
     diloco = DiLoCoAlgorithm(period, OUTER["plain"], warmup_steps=warmup_steps)
     close(problem, problem.train(diloco), problem.train(LocalSGDAlgorithm(period, warmup_steps)))
 
 
-@settings(max_examples=25)
+@inputs(25)
 @given(data=st.data(), problem=problems(nodes=st.just((1,)), kinds=exact))
 def test_S9_6_one_rank_with_a_plain_outer_optimizer_trains_plainly(data, problem):
     options = data.draw(streams(len(problem.weights), set()))
@@ -260,7 +260,7 @@ def test_S9_6_one_rank_with_a_plain_outer_optimizer_trains_plainly(data, problem
     close(problem, problem.train(DiLoCoAlgorithm(outer_optimizer=OUTER["plain"], **options)), plain)
 
 
-@settings(max_examples=25)
+@inputs(25)
 @given(data=st.data(), problem=problems())
 def test_S9_6_in_the_warm_up_it_is_gradient_allreduce_and_before_the_first_apply_training_alone(data, problem):
     options = data.draw(streams(len(problem.weights), {w.dtype for w in problem.weights}))
@@ -326,7 +326,7 @@ RESTARTED = {
 
 
 @pytest.mark.parametrize("algorithm", RESTARTED.values(), ids=RESTARTED)
-@settings(max_examples=4)
+@inputs(4)
 @given(seed=st.integers(0, 2**32))
 def test_S9_a_restart_at_any_step_equals_an_undisturbed_run_to_the_bit(algorithm, seed):
     steps = 14

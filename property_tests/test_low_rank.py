@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
+from property_tests.strategies import inputs
 from property_tests.test_local_updates import Problem, Run, assert_same, assert_states_equal, buckets, simulate
 
 from bagua_ref.algorithms import GradientAllReduceAlgorithm, PowerSGDAlgorithm, TopKAlgorithm
@@ -141,7 +142,7 @@ def test_S10_2_each_round_follows_the_oracle_from_equal_memories_and_factors(pro
                 assert_same([seen[k][1][name]], [e], ROUNDED, size)
 
 
-@settings(max_examples=25)
+@inputs(25)
 @given(problem=problems(kinds=single), options=options, warm_up=st.integers(0, 2))
 def test_S10_5_what_was_applied_and_the_mean_of_the_memories_is_the_sum_of_the_means(problem, options, warm_up):
     if options["memory"] is None:
@@ -156,7 +157,7 @@ def test_S10_5_what_was_applied_and_the_mean_of_the_memories_is_the_sum_of_the_m
         assert_equal((applied + sum(left) / len(left)).to(w.dtype), wanted.to(w.dtype), tolerance, magnitude=oracle.norm(every))
 
 
-@settings(max_examples=25)
+@inputs(25)
 @given(problem=problems(kinds=single), memory=st.sampled_from(["local", "averaged", None]), seed=seeds)
 def test_S10_at_full_rank_it_is_the_mean(problem, memory, seed):
     results = rounds(problem, matrix_approximation_rank=64, min_compression_rate=RATE, memory=memory, seed=seed)
@@ -167,7 +168,7 @@ def test_S10_at_full_rank_it_is_the_mean(problem, memory, seed):
                 assert (mine - wanted).abs().max() <= part * wanted.abs().max()
 
 
-@settings(max_examples=25)
+@inputs(25)
 @given(nodes=worlds(4), rank=st.integers(1, 3), n=st.integers(8, 12), m=st.integers(8, 12), warm_start=st.booleans(), seed=seeds)
 def test_S10_5_a_mean_of_low_rank_is_exact_though_no_rank_s_gradient_is(nodes, rank, n, m, warm_start, seed):
     ranks = sum(nodes)
@@ -198,7 +199,7 @@ def test_S10_2_a_gradient_of_zero_gives_zero_and_later_ones_are_exact_again(memo
         assert_equal(step[0][0], exact * 1.5, SUM(100), magnitude=30.0)
 
 
-@settings(max_examples=25)
+@inputs(25)
 @given(problem=problems(), options=options, data=st.data())
 def test_S10_4_a_gradient_that_overflows_is_nan_everywhere_and_leaves_no_trace(problem, options, data):
     step, rank = data.draw(st.integers(0, STEPS - 1)), data.draw(st.integers(0, sum(problem.nodes) - 1))
@@ -220,7 +221,7 @@ def test_S10_4_a_gradient_that_overflows_is_nan_everywhere_and_leaves_no_trace(p
                 assert (after == step and other == place) or gradient.isfinite().all()
 
 
-@settings(max_examples=15)
+@inputs(15)
 @given(problem=problems(), warm_up=st.integers(1, STEPS), options=options, bucket_size=buckets)
 def test_the_warm_up_is_gradient_allreduce_to_the_bit(problem, warm_up, options, bucket_size):
     exact = means(problem)
@@ -233,7 +234,7 @@ def test_the_warm_up_is_gradient_allreduce_to_the_bit(problem, warm_up, options,
                     assert_equal(mine, wanted, EXACT)
 
 
-@settings(max_examples=15)
+@inputs(15)
 @given(problem=problems(kinds=single), options=options)
 def test_S10_5_bucketing_changes_only_the_order_of_sums(problem, options):
     options["matrix_approximation_rank"] = 1  # where rounding cannot decide which columns are dependent
@@ -254,7 +255,7 @@ RESTARTED = {
 
 
 @pytest.mark.parametrize("algorithm", RESTARTED.values(), ids=RESTARTED)
-@settings(max_examples=3)
+@inputs(3)
 @given(seed=st.integers(0, 2**32))
 def test_a_restart_at_any_step_equals_an_undisturbed_run_to_the_bit(algorithm, seed):
     def rank(r):

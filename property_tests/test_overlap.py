@@ -8,9 +8,9 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
-from property_tests.strategies import COMPRESSIBLE
+from property_tests.strategies import COMPRESSIBLE, inputs
 
 from bagua_ref.backends import get_backend, get_codec, list_codecs
 from bagua_ref.comm_ops import CentralizedErrorFeedback, CentralizedLowPrecision, ErrorMemory
@@ -91,7 +91,7 @@ def in_whole(name, inputs, average):
     return result
 
 
-@settings(max_examples=30)
+@inputs(30)
 @given(
     n=st.integers(1, 5),
     name=st.sampled_from(CODECS),
@@ -121,7 +121,7 @@ def test_S3_2_every_bucket_has_the_bits_of_the_plain_operation_however_its_bytes
             assert_equal(x, wanted, EXACT)
 
 
-@settings(max_examples=12)
+@inputs(12)
 @given(n=st.integers(1, 4), name=st.sampled_from(CODECS), size=st.integers(1, 300) | st.just(LONG), seed=seeds)
 def test_S11_1_error_memories_are_the_same_however_bytes_move(n, name, size, seed):
     def rank(comm):

@@ -6,9 +6,9 @@ import itertools
 
 import numpy as np
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
-from property_tests.strategies import COMPRESSIBLE, adversarial, name_of
+from property_tests.strategies import COMPRESSIBLE, adversarial, inputs, name_of
 from property_tests.test_local_updates import Problem, buckets
 
 import bagua_ref
@@ -30,7 +30,7 @@ def test_S11_2_the_largest_are_chosen_ties_go_to_the_lower_index_and_nan_is_the_
         assert largest(x, k).tolist() == oracle.kept(x.numpy(), k)
 
 
-@settings(max_examples=30)
+@inputs(30)
 @given(m=st.integers(1, 40_000), share=st.floats(0, 1), levels=st.sampled_from([2, 1000, 2**20]), seed=seeds)
 @example(m=20_000, share=0.01, levels=2**20, seed=0)
 @example(m=20_000, share=0.01, levels=2, seed=0)
@@ -103,7 +103,7 @@ def test_S11_2_every_round_follows_the_oracle_to_the_bit(problem, ratio, error_f
                 )
 
 
-@settings(max_examples=20)
+@inputs(20)
 @given(nodes=worlds(5), ratio=ratios, seed=seeds)
 def test_S11_2_what_was_applied_and_the_mean_of_the_memories_is_the_sum_of_the_means(nodes, ratio, seed):
     problem = Problem(nodes, [torch.zeros(30)], seed, STEPS)
@@ -115,7 +115,7 @@ def test_S11_2_what_was_applied_and_the_mean_of_the_memories_is_the_sum_of_the_m
     assert_equal(applied, wanted, SUM(4 * ranks * STEPS), magnitude=magnitude.max().item())
 
 
-@settings(max_examples=20)
+@inputs(20)
 @given(nodes=worlds(5), numel=st.integers(1, 300), ratio=ratios)
 def test_S11_2_the_bytes_are_those_of_k_indices_and_values(nodes, numel, ratio):
     def sent(module):
