@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.launch import launch
+from tests.launch import launch, let_gloo_end
 from tests.outside_compressed import Bucket
 from tests.trace_trainings import network
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -37,6 +37,7 @@ def train_with_hook(directory: Path, wire: str) -> None:
         generator = torch.Generator().manual_seed(dist.get_rank())
         for _ in range(STEPS):
             model(torch.randn(8, 7, generator=generator)).square().mean().backward()
+    let_gloo_end()
 
 
 @pytest.mark.parametrize("wire", HOOKS)

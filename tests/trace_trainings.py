@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.launch import let_gloo_end
 from torch import nn
 
 import bagua_ref
@@ -112,3 +113,4 @@ def train_torchs_ddp(directory: Path, compress: bool) -> None:
             model(torch.randn(8, 7, generator=generator)).square().mean().backward()
             optimizer.step()
             recorder.step()
+    let_gloo_end()
