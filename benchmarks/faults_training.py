@@ -34,7 +34,8 @@ from bagua_ref.errors import CommunicationError
 
 TIMEOUT, LIMIT = 12.0, 60.0
 ALGORITHMS = (
-    "gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "qadam", "async in warm-up", "async"
+    "gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "qadam", "async in warm-up", "async",
+    "local_sgd", "diloco", "powersgd", "topk",
 )  # fmt: skip
 FAULTS = {
     "skips a batch before its forward pass": faults.forgets_a_batch,

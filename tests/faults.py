@@ -22,10 +22,14 @@ from bagua_ref.algorithms import (
     AsyncModelAverageAlgorithm,
     ByteGradAlgorithm,
     DecentralizedAlgorithm,
+    DiLoCoAlgorithm,
     GradientAllReduceAlgorithm,
+    LocalSGDAlgorithm,
     LowPrecisionDecentralizedAlgorithm,
+    PowerSGDAlgorithm,
     QAdamAlgorithm,
     QAdamOptimizer,
+    TopKAlgorithm,
 )
 from bagua_ref.algorithms.decentralized import DecentralizedAlgorithmImpl
 from bagua_ref.errors import CommunicationError
@@ -102,6 +106,10 @@ ALGORITHMS: dict[str, Callable[[nn.Module], tuple[torch.optim.Optimizer, Algorit
     "async in warm-up": sgd(AsyncModelAverageAlgorithm(sync_interval_ms=10, warmup_steps=100)),
     "async at the end of its warm-up": sgd(AsyncModelAverageAlgorithm(sync_interval_ms=10, warmup_steps=5)),
     "async": sgd(AsyncModelAverageAlgorithm(sync_interval_ms=10)),
+    "local_sgd": sgd(LocalSGDAlgorithm(2, warmup_steps=1)),
+    "diloco": sgd(DiLoCoAlgorithm(2, warmup_steps=1)),
+    "powersgd": sgd(PowerSGDAlgorithm(warmup_steps=2)),
+    "topk": sgd(TopKAlgorithm()),
 }
 
 
