@@ -41,8 +41,8 @@ class Engine:
         algorithm: the algorithm's name in profiles; "" uses ``name``.
 
     Attributes:
-        before_round: called on the marking thread when a round's first bucket is complete; what it returns is called on the
-            worker before that bucket; and what that returns, if not None, after the last one. If one of these raises an error, no
+        before_round: called on the marking thread when a round's first tensor is ready; what it returns is called on the
+            worker before the first bucket; and what that returns, if not None, after the last one. If one of these raises an error, no
             bucket runs any more, and waiting raises it. None: rounds begin and end without further ado.
         half_done: whether a round has been abandoned after it had begun.
         meter: what this training counts.
@@ -56,7 +56,6 @@ class Engine:
         self._fate = _Fate()
         self._opening: _Opening | None = None
         """The beginning of the round that has not been closed."""
-        self._is_open = False
         self._worker: Worker[_BucketRun | _Opening | _Closing] = Worker(world, f"bagua_ref worker {name}", timeout)
         self._buckets: list[BaguaBucket] = []
         self._readiness: Readiness[Registration] = Readiness([])
@@ -114,7 +113,7 @@ class Engine:
         complete = self._readiness.mark(known)
         if begins:
             self._close_round()
-            self._is_open = False
+            self._open_round()
         if known in self._large and (bucket := self._bucket_of[known]) not in self._under_way:
             bucket.take_in(self._large[known])
         if self._marked_on and (bucket := self._bucket_of[known]) in self._marked_on:
@@ -123,7 +122,6 @@ class Engine:
             self._schedule(self._buckets[place])
 
     def _open_round(self) -> None:
-        self._is_open = True
         self.meter.rounds += 1
         if self.before_round is not None:
             self._opening = _Opening(self.before_round(), self._fate)
@@ -149,7 +147,8 @@ class Engine:
         """
         assert not self._readiness.started
         self._close_round()
-        self._is_open = is_open
+        if not is_open:
+            self._open_round()
         for bucket in buckets:
             self._schedule(bucket)
         self._close_round()
@@ -159,8 +158,6 @@ class Engine:
 
         If the worker may still be running it, scheduled in an earlier round, the worker loads it.
         """
-        if not self._is_open:
-            self._open_round()
         here = streams.current_stream(bucket.device)
         if bucket in self._marked_on:
             elsewhere = self._marked_on[bucket] - {here}
