@@ -218,6 +218,22 @@ def test_no_bucket_runs_in_a_round_that_was_refused_or_after_it() -> None:
     engine.close()
 
 
+def test_a_round_begins_on_the_worker_with_its_first_tensor_before_any_bucket_is_complete() -> None:
+    begun, ran = threading.Event(), list[str]()
+    engine = Engine(RealWorld())
+    engine.before_round = lambda: begun.set
+    buckets = [bucket_of(name, ran.append) for name in "ab"]
+    engine.register_ordered_buckets(buckets)
+    engine.mark_ready(buckets[1].tensors[0])
+    assert begun.wait(10)
+    assert ran == []
+    mark(buckets[0])
+    engine.wait_pending_comm_ops()
+    assert ran == ["a", "b"]
+    assert engine.meter.rounds == 1
+    engine.close()
+
+
 def test_a_round_is_closed_after_its_last_bucket_and_waiting_raises_what_that_raises() -> None:
     ran: list[str] = []
     engine, refuse = Engine(RealWorld()), [False]

@@ -42,8 +42,8 @@ class Engine:
 
     Attributes:
         before_round: called on the marking thread when a round's first tensor is ready; what it returns is called on the
-            worker before the first bucket; and what that returns, if not None, after the last one. If one of these raises an error, no
-            bucket runs any more, and waiting raises it. None: rounds begin and end without further ado.
+            worker before the first bucket; and what that returns, if not None, after the last one. If one of these raises an
+            error, no bucket runs any more, and waiting raises it. None: rounds begin and end without further ado.
         half_done: whether a round has been abandoned after it had begun.
         meter: what this training counts.
     """
