@@ -48,7 +48,7 @@ HOUSE = (
             "backends", "backends.reference", "backends.reference.*", "backends.cuda", "backends.cuda.*",
             "communicators", "communicators.torch_distributed", "communicators.connection", "communicators.rendezvous",
             "communicators.watch", "communicators.job_store", "communicators.forked", "communicators.last_words",
-            "communicators.waiting", "communicators.pieces",
+            "communicators.waiting", "communicators.pieces", "communicators.notes",
             "communicators.simulated", "communicators.scheduler",
         ),
         layers(range(3)),

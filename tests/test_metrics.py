@@ -368,7 +368,7 @@ def test_a_rank_that_does_not_come_is_in_the_files_of_the_others(tmp_path: Path)
     assert [len(one) for one in started] == [3, 3, 3]
     assert started[2][2] - started[0][2] > 1.5  # the clocks of a machine's ranks can be compared
     unfinished = [[(o["kind"], o["round"]) for o in one["operations"] if o["ended"] is None] for one in written]
-    assert unfinished == [[("CentralizedFullPrecision", 3)], [("CentralizedFullPrecision", 3)], [("agreement", 3)]]
+    assert unfinished == [[("CentralizedFullPrecision", 3)]] * 3  # the late rank finds the notes of the others, but not them
 
 
 @pytest.mark.slow

@@ -178,7 +178,7 @@ COMPRESSING = [
     ("forgetting what was sent", TOP_K_OP, "            error[own] = 0\n", "            pass\n", f"{SPARSE_PROPERTY}::test_S11_2_what_was_applied_and_the_mean_of_the_memories_is_the_sum_of_the_means"),
     ("float64 where it cannot be sent", TOP_K_OP, "        if dtype is torch.float64:\n", "        if False:\n", f"{SPARSE}::test_S11_2_float64_is_refused_by_name_when_wrapping_and_when_an_operation_is_made"),
     ("memories in one flat tensor after loading", TENSORS, "        self._flats = {}\n        self._values = {\n", "        self._values = {\n", f"{PROPERTY}::test_a_restart_at_any_step_equals_an_undisturbed_run_to_the_bit[topk]"),
-    ("comparing options of hooks", HOOKS, "            self._agreement.begin([options], flag=False, ahead=False).check_facts()\n", "            pass\n", f"{DIFFERENT}[options]"),
+    ("comparing options of hooks", HOOKS, "            self._agreement.begin([options], flag=False).check_facts()\n", "            pass\n", f"{DIFFERENT}[options]"),
     ("comparing before a hook's round", HOOKS, "                self._worker.submit(_Begin(self, self._compare()))\n", "                pass\n", f"{DIFFERENT}[reductions]"),
     ("telling the others that a hook has failed", HOOKS, "        self.process_group.abort(why)\n", "", f"{DIFFERENT}[failure]"),
     ("results in a padded bucket", HOOKS, "        if flat.data_ptr() != gradients[0].data_ptr():\n", "        if False:\n", f"{SAME}[bytegrad]"),
@@ -258,6 +258,19 @@ OVERLAPPING = [
     ("the levels that are needed", ENCODER, "        yield HEADER_BYTES + columns.stop\n        value", "        yield HEADER_BYTES\n        value", STEPS),
     ("all chunks at the same time", TILES, "    for column in range(0, num_columns, columns):\n        for row in range(0, num_rows, rows):\n", "    for row in range(0, num_rows, rows):\n        for column in range(0, num_columns, columns):\n", ADVANCE),
 ]  # fmt: skip
+SOCKETS, OVER_SOCKETS = "src/bagua_ref/communicators/notes.py", "tests/test_notes.py"
+NOTES = [
+    ("strangers at the port of notes", SOCKETS, "    if hmac.compare_digest(greeting[:_TOKEN], token):\n", "    if True:\n", f"{OVER_SOCKETS}::test_a_stranger_at_the_port_is_sent_away"),
+    ("strangers that say nothing", SOCKETS, "min(_SILENCE, _left(deadline))", "_left(deadline)", f"{OVER_SOCKETS}::test_a_stranger_at_the_port_is_sent_away"),
+    ("agreeing on the sockets", SOCKETS, "    if all(reached):\n", "    if len(sockets) == nranks - 1:\n", f"{OVER_SOCKETS}::test_where_a_rank_cannot_be_reached_no_rank_uses_sockets[1]"),
+    ("a time limit for notes", SOCKETS, "                self._failed = until == self._deadline\n", "                pass\n", f"{OVER_SOCKETS}::test_waiting_ends_at_its_limit_and_has_failed_at_the_timeout"),
+    ("a rank whose socket is closed", SOCKETS, "            if not more:\n", "            if False:\n", f"{OVER_SOCKETS}::test_a_rank_that_leaves_is_noticed_at_once_whoever_else_is_late[2]"),
+    ("looking at all ranks at a time", SOCKETS, "            wait(list(self._missing), left)\n", "            wait(list(self._missing)[:1], left)\n", f"{OVER_SOCKETS}::test_a_rank_that_leaves_is_noticed_at_once_whoever_else_is_late[2]"),
+    ("notes of another length", SOCKETS, "                if (length := array(\"q\", self._received[peer])[0]) != len(self._note):\n", "                if False:\n", f"{OVER_SOCKETS}::test_notes_of_different_lengths_are_an_error_on_both_ranks"),
+    ("notes that were not waited for", SOCKETS, "        if self._missing:\n            raise", "        if False:\n            raise", f"{OVER_SOCKETS}::test_an_exchange_that_was_not_waited_for_is_an_error_at_the_next"),
+    ("sockets of a forked child", SOCKETS, "        if os.getpid() == pid:", "        if True:", f"{OVER_SOCKETS}::test_a_forked_child_that_lets_go_of_the_sockets_leaves_them_to_its_parent"),
+    ("closing sockets with the connection", CONNECTION, "            self._sockets.close()\n", "            pass\n", f"{OVER_SOCKETS}::test_a_rank_that_gives_up_is_noticed_by_those_that_wait_for_its_note"),
+]  # fmt: skip
 FORM = "tests/test_context_form.py"
 HOOKS = "src/bagua_ref/data_parallel/wrapped_module.py"
 CONTEXT_FORM = [
@@ -265,7 +278,7 @@ CONTEXT_FORM = [
     ("no step after a backward pass that failed", HOOKS, "        if self.without_forward and self._in_backward and not _inside_backward():\n", "        if False:\n", f"{FORM}::test_no_step_follows_a_backward_pass_that_failed"),
     ("DistributedDataParallel around a training", HOOKS, "        refuse_both(self.given_group)\n", "", f"{FORM}::test_DistributedDataParallel_over_the_same_ranks_is_refused"),
 ]  # fmt: skip
-GUARDS = CACHE + AGREEMENT + GRAPHS + JOIN + LOCAL_UPDATES + FUSED + COMPRESSING + REMEMBERING + OVERLAPPING + CONTEXT_FORM
+GUARDS = CACHE + AGREEMENT + GRAPHS + JOIN + LOCAL_UPDATES + FUSED + COMPRESSING + REMEMBERING + OVERLAPPING + NOTES + CONTEXT_FORM
 
 
 @pytest.fixture(scope="module")

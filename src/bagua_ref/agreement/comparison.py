@@ -28,15 +28,14 @@ class Agreement:
     def __init__(self, comm: Communicator, ranks: Sequence[int], module_name: str) -> None:
         self.comm, self._ranks, self._module_name = comm, ranks, module_name
 
-    def begin(self, facts: Sequence[Fact], flag: bool, ahead: bool) -> Comparison:
+    def begin(self, facts: Sequence[Fact], flag: bool) -> Comparison:
         """Send ``facts`` to the other ranks. Collective: every rank brings as many, in the same order.
 
         Args:
             facts: what must be equal.
             flag: of a round, whether this rank has loaded a state since the last one.
-            ahead: whether collectives run before the comparison; the same on all ranks.
         """
-        return Comparison(self, facts, self.comm.exchange_notes([int(flag), *(fact.value for fact in facts)], ahead))
+        return Comparison(self, facts, self.comm.exchange_notes([int(flag), *(fact.value for fact in facts)]))
 
     def _check(self, facts: Sequence[Fact], notes: Sequence[Sequence[int]]) -> None:
         if differences := describe_differences(facts, notes, self._ranks):

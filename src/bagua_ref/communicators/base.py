@@ -87,12 +87,11 @@ class Communicator(ABC):
     def abort(self, reason: str = "") -> None:
         """Abort the connection; operations in progress and later ones raise CommunicationError, with the reason if one is given."""
 
-    def exchange_notes(self, note: Sequence[int], ahead: bool = False) -> Callable[[], list[list[int]]]:
+    def exchange_notes(self, note: Sequence[int]) -> Callable[[], list[list[int]]]:
         """Send ``note``, a few int64, to every rank; its bytes do not count in `bytes_sent`.
 
         Args:
             note: equally many numbers on all ranks.
-            ahead: whether collectives of all ranks follow before the result is asked for; the same on all ranks.
 
         Returns:
             A function that waits for every rank's note and returns them.

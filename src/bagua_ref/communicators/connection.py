@@ -11,10 +11,12 @@ import weakref
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from bagua_ref.communicators.last_words import LastWords
-from bagua_ref.communicators.rendezvous import another_connection, ask, prefixed
+from bagua_ref.communicators.notes import connect
+from bagua_ref.communicators.rendezvous import another_connection, ask, host_of, prefixed
 from bagua_ref.communicators.watch import Watch
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 from bagua_ref.runtime import is_background_thread
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
     from torch._C._distributed_c10d import Store
 
+    from bagua_ref.communicators.notes import NoteSockets
     from bagua_ref.communicators.waiting import Waiting
 
 __all__ = ["ComputingError", "Connection"]
@@ -73,7 +76,9 @@ class Connection:
         self._title = f"TorchDistributedCommunicator({name!r}, rank {rank} of {len(ranks)}) of global ranks {list(ranks)}"
         self._collectives = self._exchanged_notes = 0
         self._begun: list[Any] = []
-        """The works of the operation that `begin` has started."""
+        """The work of the exchange of notes that is under way."""
+        self._sockets: NoteSockets | None = None
+        self._has_tried_sockets = False
         self._timeout = timedelta(seconds=timeout)
         self._turn = threading.Lock()
         self._closed = ""
@@ -92,17 +97,37 @@ class Connection:
         # The rank that serves the store must not exit before all are connected.
         self.run("connect", lambda group: [group.barrier()])
 
-    def begin(
-        self, collective: str, start: Callable[[Any], Iterable[Any]], peers: Collection[int] | None = None
-    ) -> Callable[[], None]:
-        """Start ``collective`` over gloo, and return a function that waits until it is done; arguments and errors as `run`.
+    def exchange_notes(self, note: Sequence[int]) -> Callable[[], list[list[int]]]:
+        """Send ``note`` to every rank; return a function that waits for the notes of all, while other collectives may run before.
 
-        Other collectives may run in between. One can be under way at a time.
+        One exchange can be under way at a time; errors as `run`.
         """
+        if not self._has_tried_sockets:
+            host, share = host_of(self._store), lambda note: self._exchange_over_gloo(note)()
+            self._sockets = connect(self._rank, len(self._ranks), host, share, self._timeout.total_seconds())
+            self._has_tried_sockets = True
+        if (sockets := self._sockets) is None:
+            return self._exchange_over_gloo(note)
+        return self._begin(lambda _: sockets.send(note), sockets.notes)
+
+    def _exchange_over_gloo(self, note: Sequence[int]) -> Callable[[], list[list[int]]]:
+        """Exchange notes by an all-to-all, which can be interrupted; unlike an all-gather, it does not pass them around a ring."""
+        copies = torch.tensor(note, dtype=torch.int64).repeat(len(self._ranks))
+        received = torch.empty_like(copies)
+        notes = received.view(len(self._ranks), -1)
+        return self._begin(lambda group: group.alltoall_base(received, copies, [], []), notes.tolist)
+
+    def _begin(self, start: Callable[[Any], Any], result: Callable[[], list[list[int]]]) -> Callable[[], list[list[int]]]:
+        """Start an exchange of notes, as `run` would; return a function that waits for it and returns its result."""
         self._exchanged_notes += 1
-        place = f"{collective} {self._exchanged_notes}"
-        self.run(collective, start, waits=False)
-        return lambda: self.run(collective, lambda _: self._begun, peers=peers, place=place)
+        place = f"agreement {self._exchanged_notes}"
+        self.run("agreement", lambda group: [start(group)], waits=False)
+
+        def finish() -> list[list[int]]:
+            self.run("agreement", lambda _: self._begun, place=place)
+            return result()
+
+        return finish
 
     def run(
         self,
@@ -295,6 +320,8 @@ class Connection:
 
     def _drop(self) -> None:
         nccl, self._nccl, self._gloo, self._begun = self._nccl, None, None, []
+        if self._sockets is not None:
+            self._sockets.close()
         if nccl is not None:
             nccl.abort()
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["move_in_pieces", "next_tag"]
+__all__ = ["move_in_pieces"]
 
 PIECE = 2**19
 """Bytes per message: each costs a wait, and the link is idle until the first is computed and while the last is read."""
@@ -58,15 +58,15 @@ def move_in_pieces(
         if place < number:
             # The k-th piece to a peer has tag k, which keeps the order whichever thread handles it.
             works[place] = [
-                group.recv([pieces[place]], peer, next_tag(tags[1], peer)) for peer, pieces in incoming if place < len(pieces)
+                group.recv([pieces[place]], peer, _next_tag(tags[1], peer)) for peer, pieces in incoming if place < len(pieces)
             ]
             _compute(before, place)
             works[place] += [
-                group.send([pieces[place]], peer, next_tag(tags[0], peer)) for peer, pieces in outgoing if place < len(pieces)
+                group.send([pieces[place]], peer, _next_tag(tags[0], peer)) for peer, pieces in outgoing if place < len(pieces)
             ]
 
 
-def next_tag(count: list[int], peer: int) -> int:
+def _next_tag(count: list[int], peer: int) -> int:
     """Return the tag of the next message between this rank and ``peer``."""
     count[peer] += 1
     return count[peer] % 2**30

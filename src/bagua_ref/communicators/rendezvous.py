@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import threading
 import time
 import uuid
@@ -24,7 +25,18 @@ if TYPE_CHECKING:
 
     from torch._C._distributed_c10d import Store
 
-__all__ = ["Unanswered", "address_of", "another_connection", "connecting", "first_line", "heard", "limited", "meet", "prefixed"]
+__all__ = [
+    "Unanswered",
+    "address_of",
+    "another_connection",
+    "connecting",
+    "first_line",
+    "heard",
+    "host_of",
+    "limited",
+    "meet",
+    "prefixed",
+]
 
 T = TypeVar("T")
 _PAUSE = 0.2  # seconds between looks at the store, at most
@@ -93,6 +105,12 @@ def address_of(store: Store) -> str:
     if isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
         return f"{store.host}:{store.port}"
     return str(getattr(store, "path", type(store).__name__))
+
+
+def host_of(store: Store) -> str:
+    """Return the host that serves ``store``; this one if there is no server."""
+    store = getattr(store, "_underlying_non_prefix_store", store)
+    return store.host if isinstance(store, dist.TCPStore) else socket.gethostname()  # type: ignore[attr-defined]
 
 
 def first_line(error: Exception) -> str:

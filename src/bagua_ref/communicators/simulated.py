@@ -102,7 +102,7 @@ class SimulatedCommunicator(Communicator):
         """Wait until every rank has called it."""
         self._meet("barrier()", None, None, lambda sends, recvs: None)
 
-    def exchange_notes(self, note: Sequence[int], ahead: bool = False) -> Callable[[], list[list[int]]]:
+    def exchange_notes(self, note: Sequence[int]) -> Callable[[], list[list[int]]]:
         """Send ``note`` to every rank; return a function that waits for all of them."""
         self._check_open()
         group, self._exchanges = self._group, self._exchanges + 1

@@ -18,7 +18,7 @@ from bagua_ref.communicators.base import Communicator
 from bagua_ref.communicators.collectives import combine
 from bagua_ref.communicators.connection import Connection
 from bagua_ref.communicators.forked import OfParent, leave_to_parent
-from bagua_ref.communicators.pieces import move_in_pieces, next_tag
+from bagua_ref.communicators.pieces import move_in_pieces
 from bagua_ref.communicators.rendezvous import another_connection, meet, prefixed
 from bagua_ref.communicators.waiting import Waiting
 from bagua_ref.types import ReduceOp
@@ -134,7 +134,6 @@ class TorchDistributedCommunicator(Communicator):
         super().__init__(list(ranks).index(global_rank), len(ranks), name)
         self.ranks, self._uses_nccl = tuple(ranks), uses_nccl
         self._sent_to, self._received_from = [0] * self._nranks, [0] * self._nranks
-        self._notes: dict[int, _Notes] = {}
         self._connection: Connection | OfParent = Connection(store, name, self._rank, self.ranks, timeout, waits)
 
     def abort(self, reason: str = "") -> None:
@@ -145,34 +144,9 @@ class TorchDistributedCommunicator(Communicator):
         """Wait until every rank has called it."""
         self._connection.run("barrier", lambda group: [group.barrier()])
 
-    def exchange_notes(self, note: Sequence[int], ahead: bool = False) -> Callable[[], list[list[int]]]:
-        """Send ``note`` to every rank, over gloo; return a function that waits for all of them."""
-        if len(note) not in self._notes:
-            self._notes[len(note)] = _Notes(self._nranks, len(note))
-        notes = self._notes[len(note)]
-        notes.values[:] = note
-        if ahead:  # it wakes no thread, and when one of the next collectives has ended, the notes have come
-
-            def start(group: Any) -> list[Any]:
-                works = []
-                for peer, row in enumerate(notes.received):
-                    if peer != self._rank:
-                        works.append(group.recv(row, peer, next_tag(self._received_from, peer)))
-                        works.append(group.send(notes.sent, peer, next_tag(self._sent_to, peer)))
-                return works
-
-            finish = self._connection.begin("agreement", start, range(self._nranks))
-        else:  # an all-to-all can be interrupted; unlike an all-gather, it does not pass the notes around a ring
-            copies = notes.sent[0].repeat(self._nranks)
-            finish = self._connection.begin("agreement", lambda group: [group.alltoall_base(notes.flat, copies, [], [])])
-
-        def receive() -> list[list[int]]:
-            finish()
-            received: list[list[int]] = notes.flat.view(self._nranks, -1).tolist()
-            received[self._rank] = list(note)
-            return received
-
-        return receive
+    def exchange_notes(self, note: Sequence[int]) -> Callable[[], list[list[int]]]:
+        """Send ``note`` to every rank, over sockets of their own or gloo; return a function that waits for all of them."""
+        return self._connection.exchange_notes(note)
 
     # Movement.
 
@@ -380,12 +354,3 @@ def _bytes(tensor: Tensor) -> Tensor:
 def _bring_back(tensor: Tensor, here: Tensor) -> None:
     if here.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(here)
-
-
-class _Notes:
-    """What a rank sends and receives in an exchange of notes; kept, because making tensors takes longer than the exchange."""
-
-    def __init__(self, nranks: int, size: int) -> None:
-        self.sent, self.flat = [torch.zeros(size, dtype=torch.int64)], torch.zeros(nranks * size, dtype=torch.int64)
-        self.values = self.sent[0].numpy()
-        self.received = [[row] for row in self.flat.view(nranks, size)]

@@ -127,10 +127,10 @@ class AgreedRounds:
 
         def begin() -> Callable[[], None] | None:
             if self._in_node is not None:
-                self._in_node.begin(facts, loaded, ahead=False).check(self._digest)
+                self._in_node.begin(facts, loaded).check(self._digest)
                 if stays_in_node:
                     return None
-            comparison = self._agreement.begin(facts, loaded, ahead=alike)
+            comparison = self._agreement.begin(facts, loaded)
 
             def check() -> None:
                 comparison.check(self._digest)
@@ -153,12 +153,12 @@ class AgreedRounds:
             act: what is not a round.
             flag: a flag for the others.
         """
-        facts, alike = self._facts(act), self._trained.bagua_algorithm.rounds_are_alike
+        facts = self._facts(act)
 
         def tell() -> Told:
             if self._in_node is not None:
-                self._in_node.begin(facts, flag, ahead=False).check_facts()
-            return _read(self._agreement.begin(facts, flag, ahead=alike))
+                self._in_node.begin(facts, flag).check_facts()
+            return _read(self._agreement.begin(facts, flag))
 
         with self.giving_up():
             return self._trained._bagua_backend.run(tell)
@@ -170,7 +170,7 @@ class AgreedRounds:
         alike = algorithm.rounds_are_alike
 
         def begin() -> Comparison:
-            comparison = self._agreement.begin(facts, False, ahead=alike)
+            comparison = self._agreement.begin(facts, False)
             if _read(comparison).act == ROUND and not alike:
                 comparison.check(self._no_digest)
             return comparison

@@ -118,7 +118,7 @@ class DDPHookState(NotCopied):
         self._agreement = Agreement(comm, group.ranks, self.bagua_module_name) if comm.nranks() > 1 else None
         if self._agreement is not None:
             options = Fact("{has} options of checksum {value}", zlib.crc32(repr(algorithm).encode()))
-            self._agreement.begin([options], flag=False, ahead=False).check_facts()
+            self._agreement.begin([options], flag=False).check_facts()
 
     def __repr__(self) -> str:
         return f"DDPHookState({self.algorithm!r}, {self.reductions} reductions)"
@@ -201,7 +201,7 @@ class DDPHookState(NotCopied):
 
         def compare() -> None:
             if agreement is not None:
-                agreement.begin(facts, loaded, ahead=False).check(self._digest)
+                agreement.begin(facts, loaded).check(self._digest)
 
         return compare
 

@@ -1,0 +1,222 @@
+"""Sockets for notes, small messages that wait in the operating system until they are read, so that no thread wakes for them.
+
+A message of gloo wakes a thread at both ends twice, which takes half a millisecond of a step on two cores.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import os
+import secrets
+import socket
+import time
+import weakref
+from array import array
+from contextlib import nullcontext, suppress
+from datetime import timedelta
+from multiprocessing.connection import wait
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["NoteSockets", "connect"]
+
+_LIMIT = 5.0
+"""Seconds in which all sockets must be connected."""
+_SILENCE = 1.0
+"""Seconds after which a connection that says nothing does not come from a rank."""
+_LONGEST = 256
+"""Bytes in which a rank says where it listens."""
+_TOKEN = 16
+"""Bytes with which a rank shows that it belongs to the group; its number follows, in four bytes."""
+
+_logger = logging.getLogger(__name__)
+
+
+class NoteSockets:
+    """A socket to each other rank of a group, and one exchange of notes at a time.
+
+    `wait` and `is_completed` are those of a torch.distributed work.
+
+    Args:
+        rank: this rank.
+        timeout: seconds, from the first `wait` on, after which an exchange has failed.
+    """
+
+    def __init__(self, rank: int, timeout: float) -> None:
+        self._sockets: dict[int, socket.socket] = {}
+        self._rank, self._timeout = rank, timeout
+        self._note: Sequence[int] = []
+        self._received: dict[int, bytes] = {}
+        self._missing: dict[socket.socket, int] = {}
+        self._deadline: float | None = None
+        self._failed = False
+        self.close = weakref.finalize(self, _close, self._sockets, os.getpid())
+        """Close the sockets, which the other ranks notice; also called when this is garbage-collected."""
+        self.close.atexit = False
+
+    def __len__(self) -> int:
+        return len(self._sockets)
+
+    def add(self, peer: int, connected: socket.socket) -> None:
+        """Talk to rank ``peer`` through ``connected``."""
+        connected.setblocking(False)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._sockets[peer] = connected
+
+    def send(self, note: Sequence[int]) -> NoteSockets:
+        """Send ``note``, a few int64, to every other rank, and begin to wait for theirs; return this.
+
+        Raises:
+            RuntimeError: a rank has gone, or notes of the last exchange are still missing.
+        """
+        if self._missing:
+            raise RuntimeError("the last exchange of notes has not been waited for")
+        self._note, self._deadline = note, None
+        self._received, self._missing = dict.fromkeys(self._sockets, b""), {one: peer for peer, one in self._sockets.items()}
+        message = array("q", [len(note), *note]).tobytes()
+        try:
+            for connected in self._sockets.values():
+                if connected.send(message) < len(message):  # there is room for hundreds of notes, and no rank is two ahead
+                    raise RuntimeError("a rank does not read its notes")
+        except OSError as error:
+            raise RuntimeError(str(error)) from None
+        return self
+
+    def is_completed(self) -> bool:
+        """Return whether all notes have come, or never will."""
+        return self._failed or not self._missing
+
+    def wait(self, limit: timedelta = timedelta.max) -> None:
+        """Wait until all notes have come, for ``limit`` at most.
+
+        Raises:
+            RuntimeError: some have not come, and never will if `is_completed`.
+        """
+        now = time.monotonic()
+        if self._deadline is None:
+            self._deadline = now + self._timeout
+        until = min(self._deadline, now + limit.total_seconds())
+        self._read()
+        while self._missing:
+            left = until - time.monotonic()
+            if left <= 0:
+                self._failed = until == self._deadline
+                raise RuntimeError("timed out")
+            wait(list(self._missing), left)
+            self._read()
+
+    def notes(self) -> list[list[int]]:
+        """Return the notes of all ranks, which have come."""
+        theirs = {peer: array("q", received).tolist()[1:] for peer, received in self._received.items()}
+        return [theirs[rank] if rank in theirs else list(self._note) for rank in range(len(theirs) + 1)]
+
+    def _read(self) -> None:
+        """Read what has come, without waiting."""
+        size = 8 * (1 + len(self._note))
+        for connected, peer in list(self._missing.items()):
+            try:
+                more = connected.recv(size - len(self._received[peer]))
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                self._fail(str(error))
+            if not more:
+                self._fail("connection closed by peer")
+            self._received[peer] += more
+            if len(self._received[peer]) == size:
+                del self._missing[connected]
+                if (length := array("q", self._received[peer])[0]) != len(self._note):
+                    self._fail(f"rank {peer} of the group sent a note of {length} numbers, this rank one of {len(self._note)}")
+
+    def _fail(self, why: str) -> NoReturn:
+        self._failed = True
+        raise RuntimeError(why)
+
+
+def connect(
+    rank: int, nranks: int, host: str, share: Callable[[Sequence[int]], list[list[int]]], timeout: float
+) -> NoteSockets | None:
+    """Connect all ranks of a group; return this one's sockets, or None, on every rank, if some ranks do not reach each other.
+
+    Args:
+        rank: this rank.
+        nranks: the number of ranks.
+        host: a machine that all ranks reach; others are told the address with which this rank would talk to it.
+        share: exchanges notes in another way; what it raises is raised here, too.
+        timeout: seconds without progress after which waiting for notes raises.
+    """
+    deadline, token = time.monotonic() + _LIMIT, secrets.token_bytes(_TOKEN)
+    sockets, server, place, why = NoteSockets(rank, timeout), None, [], ""
+    try:
+        server = _listen(host, nranks)
+        place = [*server.getsockname()[:2], token.hex()]
+    except OSError as error:
+        why = f": {error}"
+    with server or nullcontext():
+        places = [json.loads(array("q", numbers).tobytes()) for numbers in share(_padded(place))]
+        try:
+            if server is not None and all(places):
+                for peer in range(rank):
+                    address, port, secret = places[peer]
+                    sockets.add(peer, _greet((address, port), bytes.fromhex(secret) + rank.to_bytes(4, "big"), deadline))
+                while len(sockets) < nranks - 1:
+                    _welcome(server, token, sockets, deadline)
+        except OSError as error:
+            why = f": {error}"
+        reached = [bool(all_of_them) for (all_of_them,) in share([int(len(sockets) == nranks - 1)])]
+    if all(reached):
+        return sockets
+    sockets.close()
+    _logger.info("ranks compare their notes over gloo, as not all reach each other directly%s; a step takes a little longer", why)
+    return None
+
+
+def _padded(place: Sequence[Any]) -> Sequence[int]:
+    return array("q", json.dumps(place).encode().ljust(_LONGEST))
+
+
+def _listen(host: str, backlog: int) -> socket.socket:
+    for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+        with socket.socket(family, kind) as probe, suppress(OSError):
+            probe.connect(address)  # this sends nothing, but chooses the address
+            return socket.create_server((probe.getsockname()[0], 0), family=family, backlog=backlog)
+    raise OSError(f"there is no way to {host!r}")
+
+
+def _greet(address: tuple[str, int], greeting: bytes, deadline: float) -> socket.socket:
+    connected = socket.create_connection(address, _left(deadline))
+    connected.sendall(greeting)
+    return connected
+
+
+def _welcome(server: socket.socket, token: bytes, sockets: NoteSockets, deadline: float) -> None:
+    """Accept a connection; close it unless it comes from a rank."""
+    server.settimeout(_left(deadline))
+    connected, greeting = server.accept()[0], b""
+    connected.settimeout(min(_SILENCE, _left(deadline)))
+    with suppress(OSError):
+        while len(greeting) < _TOKEN + 4 and (more := connected.recv(_TOKEN + 4 - len(greeting))):
+            greeting += more
+    if hmac.compare_digest(greeting[:_TOKEN], token):
+        sockets.add(int.from_bytes(greeting[_TOKEN:], "big"), connected)
+    else:
+        connected.close()
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError(f"not within {_LIMIT:g} s")
+    return left
+
+
+def _close(sockets: dict[int, socket.socket], pid: int) -> None:
+    for connected in sockets.values():
+        if os.getpid() == pid:  # a forked child shares the connections
+            with suppress(OSError):  # the other end has closed it
+                connected.shutdown(socket.SHUT_RDWR)
+        connected.close()

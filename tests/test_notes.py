@@ -1,0 +1,380 @@
+"""Tests of the sockets on which ranks compare notes: alone, with a rank in each thread, and below trainings over gloo."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.launch import launch
+from tests.trainings import batch, network
+
+import bagua_ref
+from bagua_ref.algorithms import DecentralizedAlgorithm, GradientAllReduceAlgorithm
+from bagua_ref.communicators import notes
+from bagua_ref.communicators.notes import NoteSockets
+from bagua_ref.errors import CommunicationError
+
+GONE = r"closed by peer|reset by peer"
+SOON = timedelta(seconds=0.05)
+INT64 = st.integers(-(2**63), 2**63 - 1)
+
+
+class Ranks:
+    """Ranks in threads, which share what they say to connect through a list."""
+
+    def __init__(self, nranks: int, timeout: float = 20.0, hosts: Sequence[str] = ()) -> None:
+        self.hosts, self.timeout, self.said = hosts or ["localhost"] * nranks, timeout, [[0]] * nranks
+        self.shared = 0
+        self._all_here = threading.Barrier(nranks, timeout=20)
+
+    def share(self, rank: int, note: Sequence[int]) -> list[list[int]]:
+        self.said[rank] = list(note)
+        if self._all_here.wait() == 0:
+            self.shared += 1
+        self._all_here.wait()
+        said = list(self.said)
+        self._all_here.wait()
+        return said
+
+    def connect(self, rank: int) -> NoteSockets | None:
+        share = lambda note: self.share(rank, note)  # noqa: E731
+        return notes.connect(rank, len(self.said), self.hosts[rank], share, self.timeout)
+
+    def connect_all(self) -> list[NoteSockets | None]:
+        with ThreadPoolExecutor(len(self.said)) as pool:
+            return list(pool.map(self.connect, range(len(self.said))))
+
+
+@contextmanager
+def connected(nranks: int, timeout: float = 20.0) -> Iterator[list[NoteSockets]]:
+    sockets = [one for one in Ranks(nranks, timeout).connect_all() if one is not None]
+    assert len(sockets) == nranks
+    try:
+        yield sockets
+    finally:
+        for one in sockets:
+            one.close()
+
+
+@pytest.mark.parametrize("nranks", [1, 2, 5])
+@given(data=st.data())
+def test_every_rank_gets_the_notes_of_all_in_every_exchange(nranks: int, data: st.DataObject) -> None:
+    rounds = data.draw(
+        st.integers(0, 6).flatmap(
+            lambda size: st.lists(
+                st.lists(st.lists(INT64, min_size=size, max_size=size), min_size=nranks, max_size=nranks), min_size=1, max_size=4
+            )
+        )
+    )
+    with connected(nranks) as ranks:
+        for said in rounds:
+            for rank, note in zip(ranks, said, strict=True):
+                rank.send(note)
+            for rank in ranks:
+                rank.wait()
+                assert rank.is_completed()
+                assert rank.notes() == said
+
+
+def test_a_rank_may_be_one_exchange_ahead() -> None:
+    with connected(2) as (fast, slow):
+        slow.send([1])
+        fast.send([2])
+        fast.wait()
+        fast.send([4])
+        slow.wait()
+        assert slow.notes() == [[2], [1]]
+        slow.send([3])
+        slow.wait()
+        fast.wait()
+        assert slow.notes() == fast.notes() == [[4], [3]]
+
+
+def test_a_note_may_come_in_pieces() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    inet = NoteSockets(0, 20.0)
+    inet._sockets[1] = ours  # a pair has no TCP_NODELAY
+    ours.setblocking(False)
+    with theirs:
+        message = notes.array("q", [2, 7, -8]).tobytes()
+        inet.send([5, 6])
+        theirs.sendall(message[:11])
+        with pytest.raises(RuntimeError, match="timed out"):
+            inet.wait(SOON)
+        assert not inet.is_completed()
+        theirs.sendall(message[11:])
+        inet.wait()
+        assert inet.notes() == [[5, 6], [7, -8]]
+        inet.close()
+
+
+def test_waiting_ends_at_its_limit_and_has_failed_at_the_timeout() -> None:
+    with connected(2, timeout=0.3) as (waiting, _):
+        waiting.send([1])
+        with pytest.raises(RuntimeError, match="timed out"):
+            waiting.wait(SOON)
+        assert not waiting.is_completed()
+        with pytest.raises(RuntimeError, match="timed out"):
+            waiting.wait()
+        assert waiting.is_completed()
+
+
+@pytest.mark.parametrize("gone", [1, 2])
+def test_a_rank_that_leaves_is_noticed_at_once_whoever_else_is_late(gone: int) -> None:
+    with connected(3) as ranks:
+        ranks[0].send([1])
+        begin = time.monotonic()
+        threading.Timer(0.3, ranks[gone].close).start()
+        with pytest.raises(RuntimeError, match=GONE):
+            ranks[0].wait()
+        assert ranks[0].is_completed()
+        assert time.monotonic() - begin < 5
+
+
+def test_what_a_rank_said_before_it_left_is_read() -> None:
+    with connected(2) as (stays, leaves):
+        stays.send([1])
+        leaves.send([2])
+        leaves.close()  # without having read what the other one sent
+        stays.wait()
+        assert stays.notes() == [[1], [2]]
+
+
+def test_sending_to_a_rank_that_has_left_is_an_error_that_the_connection_understands() -> None:
+    with connected(2) as (stays, leaves):
+        leaves.close()
+        with suppress(RuntimeError):  # the first message may find out
+            stays.send([1])
+            stays.wait()
+        stays._missing.clear()
+        with pytest.raises(RuntimeError):
+            stays.send([2])
+
+
+def test_notes_of_different_lengths_are_an_error_on_both_ranks() -> None:
+    with connected(2) as (one, other):
+        one.send([1, 2])
+        other.send([1])
+        with pytest.raises(RuntimeError, match=r"rank 0 of the group sent a note of 2 numbers, this rank one of 1"):
+            other.wait()
+        assert other.is_completed()
+        other.close()
+        with pytest.raises(RuntimeError, match=GONE):
+            one.wait()
+
+
+def test_an_exchange_that_was_not_waited_for_is_an_error_at_the_next() -> None:
+    with connected(2) as (one, _):
+        one.send([1])
+        with pytest.raises(RuntimeError, match="the last exchange of notes has not been waited for"):
+            one.send([2])
+
+
+@pytest.mark.parametrize("broken", [0, 1, 2])
+def test_where_a_rank_cannot_listen_no_rank_uses_sockets(
+    broken: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    listen: Callable[..., socket.socket] = notes._listen
+    ranks = Ranks(3, hosts=["localhost" if rank != broken else "no such host" for rank in range(3)])
+
+    def maybe(host: str, backlog: int) -> socket.socket:
+        if host == "no such host":
+            raise OSError("Name or service not known")
+        return listen(host, backlog)
+
+    monkeypatch.setattr(notes, "_listen", maybe)
+    with caplog.at_level(logging.INFO):
+        assert ranks.connect_all() == [None] * 3
+    assert ranks.shared == 2
+    assert sorted("Name or service" in line for line in caplog.messages) == [False, False, True]
+    assert all(line.startswith("ranks compare their notes over gloo") for line in caplog.messages)
+
+
+@pytest.mark.parametrize("broken", [1, 2])
+def test_where_a_rank_cannot_be_reached_no_rank_uses_sockets(broken: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notes, "_LIMIT", 1.0)
+    greet: Callable[..., socket.socket] = notes._greet
+
+    def fail(address: tuple[str, int], greeting: bytes, deadline: float) -> socket.socket:
+        if greeting.endswith(broken.to_bytes(4, "big")):
+            raise ConnectionRefusedError("refused")
+        return greet(address, greeting, deadline)
+
+    monkeypatch.setattr(notes, "_greet", fail)
+    begin = time.monotonic()
+    assert Ranks(3).connect_all() == [None] * 3
+    assert time.monotonic() - begin < 10
+    gc.collect()  # an open socket would warn
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(20), bytes(7)])
+def test_a_stranger_at_the_port_is_sent_away(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notes, "_SILENCE", 0.2)
+    listen: Callable[..., socket.socket] = notes._listen
+    strangers: list[socket.socket] = []
+
+    def disturbed(host: str, backlog: int) -> socket.socket:
+        server = listen(host, backlog)
+        strangers.append(socket.create_connection(server.getsockname()[:2]))
+        strangers[-1].sendall(said)
+        return server
+
+    monkeypatch.setattr(notes, "_listen", disturbed)
+    with connected(2) as (one, other):
+        one.send([1])
+        other.send([2])
+        one.wait()
+        assert one.notes() == [[1], [2]]
+    for stranger in strangers:
+        stranger.settimeout(5)
+        with stranger, suppress(ConnectionResetError):  # the last rank accepts nobody
+            assert stranger.recv(1) == b""
+
+
+def test_an_error_of_the_other_exchange_closes_everything() -> None:
+    def share(note: Sequence[int]) -> list[list[int]]:
+        raise CommunicationError("a rank has died")
+
+    with pytest.raises(CommunicationError, match="a rank has died"):
+        notes.connect(0, 2, "localhost", share, 20.0)
+    gc.collect()
+
+
+def test_addresses_of_the_sixth_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("there are no addresses of version 6 here")
+    ranks = [one for one in Ranks(2, hosts=["::1"] * 2).connect_all() if one is not None]
+    assert [one._sockets[peer].family for one, peer in zip(ranks, (1, 0), strict=True)] == [socket.AF_INET6] * 2
+    for one in ranks:
+        one.close()
+
+
+def test_a_forked_child_that_lets_go_of_the_sockets_leaves_them_to_its_parent() -> None:
+    with connected(2) as (one, other):
+        if (child := os.fork()) == 0:
+            one.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        one.send([1])
+        other.send([2])
+        one.wait()
+        assert one.notes() == [[1], [2]]
+
+
+def test_sockets_that_nobody_refers_to_are_closed() -> None:
+    one, other = Ranks(2).connect_all()
+    assert one is not None
+    del other
+    gc.collect()
+    one.send([1])
+    with pytest.raises(RuntimeError, match=GONE):
+        one.wait()
+    one.close()
+
+
+def train(steps: int, skipped_by: int | None = None) -> tuple[torch.Tensor, bool]:
+    """Train over gloo; return the weights and whether sockets carry the notes."""
+    module: Any = network()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    module.with_bagua([optimizer], GradientAllReduceAlgorithm())
+    for step in range(steps):
+        optimizer.zero_grad()
+        module(batch(bagua_ref.get_rank(), step)).square().mean().backward()
+        if bagua_ref.get_rank() != skipped_by or step != 1:
+            optimizer.step()
+    connection: Any = module._bagua.process_group.get_global_communicator()._connection
+    weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+    return weights, connection._sockets is not None
+
+
+def train_without_sockets(steps: int, skipped_by: int | None = None) -> tuple[torch.Tensor, bool]:
+    if bagua_ref.get_rank() == 1:  # one rank is enough
+        notes._listen = refuse
+    return train(steps, skipped_by)
+
+
+def refuse(*_: Any) -> socket.socket:
+    raise OSError("not permitted")
+
+
+def disagree(function: Callable[..., Any]) -> str:
+    with pytest.raises(CommunicationError, match=r"rank 1 has taken 1 optimizer steps, ranks 0, 2 have taken 2") as raised:
+        function(4, skipped_by=1)
+    return str(raised.value)
+
+
+def test_gloo_trainings_use_sockets_where_they_can_and_end_alike() -> None:
+    over_sockets, over_gloo = launch(train, 3, 4), launch(train_without_sockets, 3, 4)
+    assert [used for _, used in over_sockets] == [True] * 3
+    assert [used for _, used in over_gloo] == [False] * 3
+    assert all(torch.equal(weights, over_sockets[0][0]) for weights, _ in (*over_sockets, *over_gloo))
+
+
+@pytest.mark.parametrize("function", [train, train_without_sockets])
+def test_ranks_that_disagree_are_told_in_either_way(function: Callable[..., Any]) -> None:
+    assert len(set(launch(disagree, 3, function))) == 1
+
+
+def wait_for_a_rank_that_gives_up() -> float:
+    """Return the seconds that this rank waited."""
+    module: Any = network()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    module.with_bagua([optimizer], DecentralizedAlgorithm(hierarchical=False))  # with it, notes come before buckets
+    module(batch(bagua_ref.get_rank(), 0)).square().mean().backward()
+    optimizer.step()
+    if bagua_ref.get_rank() == 1:
+        time.sleep(1)
+        module._bagua.process_group.abort("it has had enough")
+        return 0.0
+    begin = time.monotonic()
+    with pytest.raises(CommunicationError, match="it has had enough"):
+        module(batch(bagua_ref.get_rank(), 1)).square().mean().backward()
+    return time.monotonic() - begin
+
+
+def test_a_rank_that_gives_up_is_noticed_by_those_that_wait_for_its_note() -> None:
+    assert max(launch(wait_for_a_rank_that_gives_up, 3, collective_timeout=20.0)) < 10
+
+
+def open_sockets() -> int:
+    return sum(os.readlink(f"/proc/self/fd/{name}").startswith("socket:") for name in os.listdir("/proc/self/fd") if exists(name))
+
+
+def exists(name: str) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{name}")
+
+
+def train_again_and_again() -> list[int]:
+    counts = []
+    for _ in range(4):
+        module: Any = network()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        module.with_bagua([optimizer], GradientAllReduceAlgorithm(), process_group=bagua_ref.new_group())
+        module(batch(bagua_ref.get_rank(), 0)).square().mean().backward()
+        optimizer.step()
+        module.bagua_resynchronize()
+        del module, optimizer
+        gc.collect()
+        bagua_ref.barrier()
+        counts.append(open_sockets())
+    return counts
+
+
+def test_groups_that_are_gone_leave_no_sockets() -> None:
+    for counts in launch(train_again_and_again, 2):
+        assert max(counts[1:]) <= counts[0] + 2, counts
