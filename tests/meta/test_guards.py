@@ -110,7 +110,7 @@ LOCAL_UPDATES = [
     ("means that are not finite", DILOCO, "        if overflowed:\n", "        if False:\n", f"{UPDATES}::test_S9_5_a_mean_that_is_not_finite_is_an_error_on_every_rank_and_changes_nothing"),
     ("means that were lost", STATE, "        if self._missing:\n", "        if False:\n", f"{UPDATES}::test_a_mean_that_was_lost_is_not_applied_later"),
     ("training inside global_weights()", DILOCO, '        self._refuse_while_showing("an optimizer step")\n', "", f"{UPDATES}::test_training_inside_global_weights_is_refused"),
-    ("comparing inside nodes first", ROUNDS, "                self._in_node.begin(facts, loaded, ahead=False).check(self._digest)\n", "", f"{UPDATES}::test_a_step_that_a_rank_of_a_node_skips_is_an_error_on_every_rank_of_every_node"),
+    ("comparing inside nodes first", ROUNDS, "                self._in_node.begin(facts, loaded).check(self._digest)\n", "", f"{UPDATES}::test_a_step_that_a_rank_of_a_node_skips_is_an_error_on_every_rank_of_every_node"),
 ]  # fmt: skip
 FUSER, PLAN, RUN, SIZES, VERIFY = (f"src/bagua_ref/contrib/fuse/{name}.py" for name in ("fuser", "plan", "run", "sizes", "verify"))
 BLOCKS = "tests/test_fuse_blocks.py"

@@ -149,8 +149,8 @@ def connect(
         share: exchanges notes in another way; what it raises is raised here, too.
         timeout: seconds without progress after which waiting for notes raises.
     """
-    deadline, token = time.monotonic() + _LIMIT, secrets.token_bytes(_TOKEN)
-    sockets, server, place, why = NoteSockets(rank, timeout), None, [], ""
+    sockets, token = NoteSockets(rank, timeout), secrets.token_bytes(_TOKEN)
+    server, place, why = None, [], ""
     try:
         server = _listen(host, nranks)
         place = [*server.getsockname()[:2], token.hex()]
@@ -158,6 +158,7 @@ def connect(
         why = f": {error}"
     with server or nullcontext():
         places = [json.loads(array("q", numbers).tobytes()) for numbers in share(_padded(place))]
+        deadline = time.monotonic() + _LIMIT
         try:
             if server is not None and all(places):
                 for peer in range(rank):
