@@ -539,6 +539,37 @@ def test_ctrl_c_ends_a_collective_under_way():
     assert ended[0].exitcode == 0, ended[0].traceback
 
 
+def give_up_and_live_on(manner):
+    comm, rank = default_comm(), bagua_ref.get_rank()
+    comm.barrier()
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    if rank == 0:
+        give_up = {
+            "abort": functools.partial(comm.abort, "enough"),
+            "Ctrl-C": functools.partial(os.kill, os.getpid(), signal.SIGINT),
+        }[manner]
+        threading.Timer(0.5, give_up).start()
+        with pytest.raises((CommunicationError, KeyboardInterrupt)):
+            bagua_ref.allreduce_inplace(torch.ones(10))
+        store.set("gave up", "")
+        store.wait(["noticed by 1", "noticed by 2"])
+    else:
+        store.wait(["gave up"])
+        bagua_ref.allreduce_inplace(torch.ones(10))  # gloo completes what has been started
+        with pytest.raises(CommunicationError) as raised:
+            bagua_ref.allreduce_inplace(torch.ones(10))
+        store.set(f"noticed by {rank}", "")
+    bagua_ref.destroy_process_group()
+    return str(raised.value) if rank else ""
+
+
+@pytest.mark.parametrize(("manner", "why"), [("abort", "enough"), ("Ctrl-C", "KeyboardInterrupt in allreduce")])
+def test_those_who_wait_for_a_rank_that_gave_up_are_told_though_it_lives_on(manner, why):
+    _, *said = launch(give_up_and_live_on, 3, manner, collective_timeout=8)
+    for message in said:
+        assert message.endswith(f"was aborted: rank 0 gave up: {why}")
+
+
 def wait_for_two():
     rank = bagua_ref.get_rank()
     bagua_ref.barrier()
@@ -590,25 +621,33 @@ def test_S2_5_a_store_that_is_gone_is_our_error():
     waits.close()
 
 
-@pytest.mark.parametrize("given_up", [False, True])
-def test_works_are_freed_before_abort_can_have_the_turn(given_up):
+ENDS = {
+    "done": nullcontext(),
+    "given up": pytest.raises(CommunicationError, match="was aborted"),
+    "failed": pytest.raises(CommunicationError, match="closed by peer"),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_works_are_freed_before_abort_can_have_the_turn_even_if_the_error_is_kept(end):
     connection, freed = Connection(dist.HashStore(), "alone", 0, [0], 30.0, Waiting(dist.HashStore(), 0, 1)), []
 
     class Work:
         @staticmethod  # as with torch's, no Python frame refers to the work
         def wait(*_):
-            if given_up:
+            if end == "given up":
                 connection._closed = "test"
-                raise RuntimeError("not yet")
+            if end != "done":
+                raise RuntimeError("closed by peer" if end == "failed" else "not yet")
 
         @staticmethod
         def is_completed():
-            return False
+            return end == "failed"
 
         def __del__(self):
             freed.append(connection._turn.locked())
 
-    with pytest.raises(CommunicationError, match="was aborted") if given_up else nullcontext() as kept:
+    with ENDS[end] as kept:
         connection.run("wait", lambda group: [Work()])
     assert freed == [True], kept
 

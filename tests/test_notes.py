@@ -132,16 +132,15 @@ def test_waiting_ends_at_its_limit_and_has_failed_at_the_timeout() -> None:
         assert waiting.is_completed()
 
 
-@pytest.mark.parametrize("gone", [1, 2])
-def test_a_rank_that_leaves_is_noticed_at_once_whoever_else_is_late(gone: int) -> None:
-    with connected(3) as ranks:
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_rank_that_leaves_is_noticed_at_once_whoever_else_is_late(place: int) -> None:
+    with connected(3, timeout=5) as ranks:
+        gone = list(ranks[0]._sockets)[place]  # they are in the order of connecting
         ranks[0].send([1])
-        begin = time.monotonic()
         threading.Timer(0.3, ranks[gone].close).start()
         with pytest.raises(RuntimeError, match=GONE):
             ranks[0].wait()
         assert ranks[0].is_completed()
-        assert time.monotonic() - begin < 5
 
 
 def test_what_a_rank_said_before_it_left_is_read() -> None:

@@ -22,6 +22,7 @@ class Wait:
 
     def __init__(self, waits: Waiting, place: str, is_background: bool, members: tuple[int, ...] = (0, 1)) -> None:
         self.reasons: list[str] = []
+        self.given_up = ""
         self._end = threading.Event()
         self._inside = threading.Event()
         self._arguments = (waits, place, members, is_background)
@@ -31,7 +32,7 @@ class Wait:
 
     def _run(self) -> None:
         waits, place, members, is_background = self._arguments
-        with waits.waiting(f"in {place}", place, members, self._interrupt, is_background):
+        with waits.waiting(f"in {place}", place, members, self._interrupt, is_background, who_gave_up=lambda: self.given_up):
             self._inside.set()
             self._end.wait(10)
 
@@ -106,6 +107,16 @@ def test_a_rank_that_has_left_never_comes(enter: Enter, ranks: list[Waiting]) ->
     wait = enter(0, "gradients/3")
     until(lambda: wait.reasons)
     assert wait.reasons[0].endswith("rank 0 waits in gradients/3; rank 1 has left")
+
+
+def test_a_wait_that_a_rank_has_given_up_ends_once_it_is_long(enter: Enter) -> None:
+    given_up, other = enter(0, "a/1"), enter(0, "b/1")
+    given_up.given_up = "rank 1 gave up: enough"
+    begin = time.monotonic()
+    until(lambda: given_up.reasons)
+    assert time.monotonic() - begin > 0.1
+    assert given_up.reasons[0] == "rank 1 gave up: enough"
+    assert not other.reasons
 
 
 def test_a_wait_that_ends_is_taken_back_at_once(enter: Enter, store: dist.Store) -> None:

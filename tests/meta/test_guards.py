@@ -264,12 +264,22 @@ NOTES = [
     ("strangers that say nothing", SOCKETS, "min(_SILENCE, _left(deadline))", "_left(deadline)", f"{OVER_SOCKETS}::test_a_stranger_at_the_port_is_sent_away"),
     ("agreeing on the sockets", SOCKETS, "    if all(reached):\n", "    if len(sockets) == nranks - 1:\n", f"{OVER_SOCKETS}::test_where_a_rank_cannot_be_reached_no_rank_uses_sockets[1]"),
     ("a time limit for notes", SOCKETS, "                self._failed = until == self._deadline\n", "                pass\n", f"{OVER_SOCKETS}::test_waiting_ends_at_its_limit_and_has_failed_at_the_timeout"),
-    ("a rank whose socket is closed", SOCKETS, "            if not more:\n", "            if False:\n", f"{OVER_SOCKETS}::test_a_rank_that_leaves_is_noticed_at_once_whoever_else_is_late[2]"),
-    ("looking at all ranks at a time", SOCKETS, "            wait(list(self._missing), left)\n", "            wait(list(self._missing)[:1], left)\n", f"{OVER_SOCKETS}::test_a_rank_that_leaves_is_noticed_at_once_whoever_else_is_late[2]"),
+    ("a rank whose socket is closed", SOCKETS, "            if not more:\n", "            if False:\n", f"{OVER_SOCKETS}::test_a_rank_that_leaves_is_noticed_at_once_whoever_else_is_late[1]"),
+    ("looking at all ranks at a time", SOCKETS, "            wait(list(self._missing), left)\n", "            wait(list(self._missing)[:1], left)\n", f"{OVER_SOCKETS}::test_a_rank_that_leaves_is_noticed_at_once_whoever_else_is_late[1]"),
     ("notes of another length", SOCKETS, "                if (length := array(\"q\", self._received[peer])[0]) != len(self._note):\n", "                if False:\n", f"{OVER_SOCKETS}::test_notes_of_different_lengths_are_an_error_on_both_ranks"),
     ("notes that were not waited for", SOCKETS, "        if self._missing:\n            raise", "        if False:\n            raise", f"{OVER_SOCKETS}::test_an_exchange_that_was_not_waited_for_is_an_error_at_the_next"),
     ("sockets of a forked child", SOCKETS, "        if os.getpid() == pid:", "        if True:", f"{OVER_SOCKETS}::test_a_forked_child_that_lets_go_of_the_sockets_leaves_them_to_its_parent"),
     ("closing sockets with the connection", CONNECTION, "            self._sockets.close()\n", "            pass\n", f"{OVER_SOCKETS}::test_a_rank_that_gives_up_is_noticed_by_those_that_wait_for_its_note"),
+]  # fmt: skip
+WAITING, TOLD = (
+    "src/bagua_ref/communicators/waiting.py",
+    "tests/test_gloo.py::test_those_who_wait_for_a_rank_that_gave_up_are_told_though_it_lives_on",
+)
+GIVING_UP = [
+    ("asking who gave up", CONNECTION, "        who_gave_up = self._last_words.heard_so_far\n", '        who_gave_up = lambda: ""\n', f"{TOLD}[abort-enough]"),
+    ("telling that a rank was interrupted", CONNECTION, '            self._last_words.tell(f"{type(interruption).__name__} in {collective}")\n', "", f"{TOLD}[Ctrl-C-KeyboardInterrupt in allreduce]"),
+    ("ending long waits alone", WAITING, "else self._long().values()):\n", "else self._waits.values()):\n", "tests/test_waiting.py::test_a_wait_that_a_rank_has_given_up_ends_once_it_is_long"),
+    ("errors that keep no works alive", CONNECTION, "            error.__traceback__ = error.__context__ = None\n", "            error.__traceback__ = None\n", "tests/test_gloo.py::test_works_are_freed_before_abort_can_have_the_turn_even_if_the_error_is_kept[failed]"),
 ]  # fmt: skip
 FORM = "tests/test_context_form.py"
 HOOKS = "src/bagua_ref/data_parallel/wrapped_module.py"
@@ -278,7 +288,20 @@ CONTEXT_FORM = [
     ("no step after a backward pass that failed", HOOKS, "        if self.without_forward and self._in_backward and not _inside_backward():\n", "        if False:\n", f"{FORM}::test_no_step_follows_a_backward_pass_that_failed"),
     ("DistributedDataParallel around a training", HOOKS, "        refuse_both(self.given_group)\n", "", f"{FORM}::test_DistributedDataParallel_over_the_same_ranks_is_refused"),
 ]  # fmt: skip
-GUARDS = CACHE + AGREEMENT + GRAPHS + JOIN + LOCAL_UPDATES + FUSED + COMPRESSING + REMEMBERING + OVERLAPPING + NOTES + CONTEXT_FORM
+GUARDS = (
+    CACHE
+    + AGREEMENT
+    + GRAPHS
+    + JOIN
+    + LOCAL_UPDATES
+    + FUSED
+    + COMPRESSING
+    + REMEMBERING
+    + OVERLAPPING
+    + NOTES
+    + GIVING_UP
+    + CONTEXT_FORM
+)
 
 
 @pytest.fixture(scope="module")

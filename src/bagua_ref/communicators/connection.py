@@ -198,12 +198,13 @@ class Connection:
         except RuntimeError as error:
             # Nothing may keep the connections alive: the other ranks notice the failure when they close.
             del group, works, work
-            error.__traceback__ = None
+            error.__traceback__ = error.__context__ = None
             raise self._failure(collective, error) from None
-        except BaseException:  # Ctrl-C, for example: what has been started cannot be undone
+        except BaseException as interruption:  # Ctrl-C, for example: what has been started cannot be undone
             self._closed = self._closed or f"it was interrupted earlier, in {collective}"
             _keep_forever(group)
             self._drop()
+            self._last_words.tell(f"{type(interruption).__name__} in {collective}")
             raise
         finally:
             # Freeing a work lets go of Python's lock for a moment; a thread that does so while the interpreter ends aborts the
@@ -269,7 +270,8 @@ class Connection:
         members = self._ranks if peers is None else [self._ranks[peer] for peer in {self._rank, *peers}]
         self._place = f"{self._name}/{place or ('exchange' if peers else self._collectives)}"
         what, timeout = f"in {collective} of group {self._name!r}", self._timeout.total_seconds()
-        return self._waits.waiting(what, self._place, members, self._interrupt, is_background_thread(), timeout)
+        who_gave_up = self._last_words.heard_so_far
+        return self._waits.waiting(what, self._place, members, self._interrupt, is_background_thread(), timeout, who_gave_up)
 
     def _interrupt(self, reason: str) -> None:
         """Let the collective in progress raise, as far as gloo can."""

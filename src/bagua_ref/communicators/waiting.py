@@ -42,6 +42,7 @@ class _Wait:
     """The collective: its communicator and number; "" for a wait that only ends when this rank's background thread goes on."""
     members: Sequence[int]
     interrupt: Callable[[str], None]
+    who_gave_up: Callable[[], str]
     is_background: bool
     since: float
     patience: float
@@ -51,7 +52,8 @@ class Waiting:
     """The waits of this rank's threads, published while they last longer than five seconds.
 
     A thread compares them with those of the other ranks. If every rank waits, and no collective has all of its members waiting in
-    it, nobody can ever go on: all waits are interrupted, on every rank.
+    it, nobody can ever go on: all waits are interrupted, on every rank. A wait in a collective that another rank has given up is
+    interrupted, too.
 
     Args:
         store: the job's store.
@@ -86,6 +88,7 @@ class Waiting:
         interrupt: Callable[[str], None],
         is_background: bool = False,
         timeout: float = math.inf,
+        who_gave_up: Callable[[], str] = lambda: "",
     ) -> Iterator[None]:
         """Register a wait of the calling thread for as long as this context lasts.
 
@@ -96,10 +99,13 @@ class Waiting:
             interrupt: ends the wait, with the reason; called on another thread.
             is_background: whether the calling thread only does what other threads of this rank submit.
             timeout: seconds after which the wait ends by itself.
+            who_gave_up: returns which ranks have given up the collective, and why, which interrupts the wait; called on another
+                thread once the wait is long.
         """
         me = threading.get_ident()
         outer = self._waits.get(me)
-        self._waits[me] = _Wait(what, place, members, interrupt, is_background, time.monotonic(), min(_PATIENCE, timeout / 2))
+        patience = min(_PATIENCE, timeout / 2)
+        self._waits[me] = _Wait(what, place, members, interrupt, who_gave_up, is_background, time.monotonic(), patience)
         if not is_background:
             self._foreground.add(me)
         if self._thread is None and not self._stop.is_set():
@@ -193,9 +199,9 @@ class Waiting:
             while not self._stop.wait(min([_GLANCE, *(wait.patience / 4 for wait in list(self._waits.values()))])):
                 with self._lock:
                     said_before, verdict = self._look(said_before)
-                if verdict:
-                    for wait in list(self._waits.values()):
-                        wait.interrupt(verdict)
+                for wait in list(self._waits.values() if verdict else self._long().values()):
+                    if why := verdict or wait.who_gave_up():
+                        wait.interrupt(why)
 
     def _look(self, said_before: list[Any] | None) -> tuple[list[Any], str]:
         """Publish this rank's waits, and return those of all ranks, and why none of them can go on if they have not changed."""
