@@ -341,7 +341,7 @@ def wait_for_a_rank_that_gives_up() -> float:
         module._bagua.process_group.abort("it has had enough")
         return 0.0
     begin = time.monotonic()
-    with pytest.raises(CommunicationError, match="it has had enough"):
+    with pytest.raises(CommunicationError, match=rf"it has had enough.*({GONE})"):
         module(batch(bagua_ref.get_rank(), 1)).square().mean().backward()
     return time.monotonic() - begin
 

@@ -103,10 +103,9 @@ class NoteSockets:
         self._read()
         while self._missing:
             left = until - time.monotonic()
-            if left <= 0:
+            if left <= 0 or not wait(list(self._missing), left):
                 self._failed = until == self._deadline
                 raise RuntimeError("timed out")
-            wait(list(self._missing), left)
             self._read()
 
     def notes(self) -> list[list[int]]:
