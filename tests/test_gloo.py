@@ -27,6 +27,7 @@ from bagua_ref.bucket import BaguaBucket
 from bagua_ref.communication import _get_default_group, from_torch_group
 from bagua_ref.communicators.collectives import combine
 from bagua_ref.communicators.connection import Connection
+from bagua_ref.communicators.pieces import move_in_pieces
 from bagua_ref.communicators.torch_distributed import TorchDistributedCommunicator
 from bagua_ref.communicators.waiting import Waiting
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
@@ -650,6 +651,30 @@ def test_works_are_freed_before_abort_can_have_the_turn_even_if_the_error_is_kep
     with ENDS[end] as kept:
         connection.run("wait", lambda group: [Work()])
     assert freed == [True], kept
+
+
+class Computing(Exception):
+    """What a program computes between two pieces has failed."""
+
+
+def test_S2_5_no_work_outlives_what_failed_between_two_pieces_even_if_the_error_is_kept():
+    connection, freed = Connection(dist.HashStore(), "alone", 0, [0], 30.0, Waiting(dist.HashStore(), 0, 1)), []
+
+    class Work:
+        def __del__(self):
+            freed.append("work")
+
+    class Group:
+        @staticmethod
+        def recv(*_):
+            return Work()
+
+    def fill(_):
+        raise Computing
+
+    with pytest.raises(Computing) as kept:
+        connection.run("alltoall", lambda _: move_in_pieces(Group, [], [(torch.zeros(4), 0)], ([0], [0]), fill))
+    assert freed == ["work"], kept  # or the other ranks would not notice
 
 
 # Scripts
