@@ -198,12 +198,12 @@ def test_a_step_is_taken_as_soon_as_its_last_byte_has_come():
     taken = []
 
     def steps():
-        for needed in (2, 3):
+        for needed in (0, 2, 3):
             yield needed
             taken.append(needed)
 
     overlap = Overlap(iter(()), steps())
-    for size, expected in [(1, []), (2, [2]), (3, [2, 3])]:
+    for size, expected in [(0, [0]), (1, [0]), (2, [0, 2]), (3, [0, 2, 3])]:
         overlap.read(size)
         assert taken == expected
 

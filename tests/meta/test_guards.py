@@ -245,7 +245,7 @@ OVERLAPPING = [
     ("filling before bytes move", OVERLAP, "while self._filled < size:", "while self._filled < 0:", SAME_BITS),
     ("reading after bytes have come", OVERLAP, "while self._needed <= size:", "while self._needed < math.inf:", SAME_BITS),
     ("reading up to the last byte", OVERLAP, "while self._needed <= size:", "while self._needed < size:", f"{MOVING}::test_a_step_is_taken_as_soon_as_its_last_byte_has_come"),
-    ("the first step of a codec that is done with no byte", OVERLAP, "self._filled = self._needed = -1.0", "self._filled = self._needed = 32.0", SAME_BITS),
+    ("the first step of a codec that is done with no byte", OVERLAP, "self._filled = self._needed = -1.0", "self._filled = self._needed = 32.0", "property_tests/test_overlap.py::test_a_step_is_taken_as_soon_as_its_last_byte_has_come"),
     ("steps that are left in the end", OVERLAP, "        self.read(sys.maxsize)\n", "        pass\n", f"{MOVING}::test_steps_that_ask_for_more_bytes_than_there_are_run_when_all_have_come[alltoall]"),
     ("filling a piece before it is sent", PIECES, "            _compute(before, place)\n", "", SAME_BITS_ON_GLOO),
     ("reading a piece that has come", PIECES, "            _compute(after, ended)\n", "", f"{ON_GLOO}::test_gloo_reads_pieces_while_later_ones_are_still_to_be_filled"),
