@@ -329,8 +329,7 @@ def test_ranks_that_disagree_are_told_in_either_way(function: Callable[..., Any]
     assert len(set(launch(disagree, 3, function))) == 1
 
 
-def wait_for_a_rank_that_gives_up() -> float:
-    """Return the seconds that this rank waited."""
+def wait_for_a_rank_that_gives_up() -> None:
     module: Any = network()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     module.with_bagua([optimizer], DecentralizedAlgorithm(hierarchical=False))  # with it, notes come before buckets
@@ -339,15 +338,13 @@ def wait_for_a_rank_that_gives_up() -> float:
     if bagua_ref.get_rank() == 1:
         time.sleep(1)
         module._bagua.process_group.abort("it has had enough")
-        return 0.0
-    begin = time.monotonic()
+        return
     with pytest.raises(CommunicationError, match=rf"it has had enough.*({GONE})"):
         module(batch(bagua_ref.get_rank(), 1)).square().mean().backward()
-    return time.monotonic() - begin
 
 
 def test_a_rank_that_gives_up_is_noticed_by_those_that_wait_for_its_note() -> None:
-    assert max(launch(wait_for_a_rank_that_gives_up, 3, collective_timeout=20.0)) < 10
+    launch(wait_for_a_rank_that_gives_up, 3, collective_timeout=20.0)
 
 
 def open_sockets() -> int:

@@ -30,6 +30,9 @@ _WAKE_UPS = 100_000
 _COLLECT = 20_000
 """Switches between two garbage collections."""
 
+_SIGNALS = 0.5
+"""Seconds between two looks of a simulation's caller at whether a signal came, such as that of Ctrl-C."""
+
 _SENTENCES = 16
 """The most waits that a message lists."""
 
@@ -119,13 +122,12 @@ class Scheduler:
             first = self._pick()
             assert first is not None
             self._resume(first)
-            self._over.acquire()
+            while not self._over.acquire(timeout=_SIGNALS):
+                pass  # a signal that comes just before a wait begins is handled only after it
         except BaseException:  # KeyboardInterrupt, or no more threads: the running thread ends the others at its next step
             self._ending = True
-            if self._tasks:
-                if self._current is None:
-                    self._resume(next(iter(self._tasks)))
-                self._over.acquire()
+            if self._current is None and self._tasks:
+                self._resume(next(iter(self._tasks)))
             raise
         finally:
             for thread in self._threads:

@@ -1,4 +1,4 @@
-"""What a training has counted on this rank, as one flat dictionary."""
+"""Counts of a training on this rank, as one flat dictionary."""
 
 from __future__ import annotations
 
