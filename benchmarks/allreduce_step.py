@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import common
 import torch
@@ -165,29 +166,29 @@ def stepper(model: str, wrap: Wrap, optimizer_of: Optimizer = sgd) -> Callable[[
     return step
 
 
-def against_ddp(model: str, steps: int, rounds: int) -> dict[str, float]:
-    """Return each contender's median seconds per step on this rank."""
+Times = dict[str, list[float]]
+"""Each contender's seconds per step in each turn."""
+
+
+def against_ddp(model: str, steps: int, rounds: int) -> Times:
     contenders = {name: stepper(model, wrap) for name, wrap in WRAPPERS.items()}
     flat = torch.zeros(sum(p.numel() for p in MODELS[model][0]()[0].parameters()))
     contenders["all-reduce alone"] = lambda: dist.all_reduce(flat)
     return measure(contenders, steps, rounds)
 
 
-def agreement(model: str, steps: int, rounds: int) -> dict[str, float]:
-    """Return the median seconds per step on this rank with and without agreement."""
+def agreement(model: str, steps: int, rounds: int) -> Times:
     return measure({name: stepper(model, wrap) for name, wrap in AGREEMENT.items()}, steps, rounds)
 
 
-def algorithms(model: str, steps: int, rounds: int) -> dict[str, float]:
-    """Return the median seconds per step on this rank of each algorithm and its peers."""
+def algorithms(model: str, steps: int, rounds: int) -> Times:
     ddp = WRAPPERS["DDP, best settings"]
     contenders = {"DDP, SGD": stepper(model, ddp), "DDP, Adam": stepper(model, ddp, adam)}
     contenders.update({name: stepper(model, wrap, optimizer_of) for name, (optimizer_of, wrap, _, _) in ALGORITHMS.items()})
     return measure(contenders, steps, rounds)
 
 
-def bucket_sizes(model: str, steps: int, rounds: int) -> dict[str, float]:
-    """Return the median seconds per step on this rank of gradient_allreduce and DDP with each size of buckets."""
+def bucket_sizes(model: str, steps: int, rounds: int) -> Times:
     contenders = {}
     for size in BUCKET_SIZES:
         os.environ["BAGUA_DEFAULT_BUCKET_SIZE"] = str(round(size * 2**20))
@@ -202,7 +203,7 @@ def _ddp(size: float, options: dict[str, bool], module: nn.Module, optimizer: to
     return DistributedDataParallel(module, bucket_cap_mb=size, **options)
 
 
-def measure(contenders: dict[str, Callable[[], None]], steps: int, rounds: int) -> dict[str, float]:
+def measure(contenders: dict[str, Callable[[], None]], steps: int, rounds: int) -> Times:
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(rounds + 1):
         for name, contender in contenders.items():
@@ -214,7 +215,7 @@ def measure(contenders: dict[str, Callable[[], None]], steps: int, rounds: int) 
             workers.barrier()
             if turn:  # the first is for warming up
                 times[name].append((time.perf_counter() - start) / steps)
-    return {name: statistics.median(values) for name, values in times.items()}
+    return times
 
 
 def memory(model: str, wrapper: str) -> float:
@@ -226,25 +227,37 @@ def memory(model: str, wrapper: str) -> float:
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
 
 
-def rates_of(per_rank: list[dict[str, float]]) -> dict[str, float]:
-    """Return each contender's steps per second on its slowest rank."""
-    return {contender: 1 / max(seconds[contender] for seconds in per_rank) for contender in per_rank[0]}
+class Contest:
+    """The times of all contenders, whose slowest rank counts in each turn."""
+
+    def __init__(self, function: Callable[..., Times], *args: Any) -> None:
+        per_rank = workers.launch(function, 2, *args)
+        self.times = {name: list(map(max, zip(*(rank[name] for rank in per_rank), strict=True))) for name in per_rank[0]}
+        self.rates = {name: 1 / statistics.median(times) for name, times in self.times.items()}
+
+    def row(self, work: str, ours: str, peers: Iterable[str], rivals: Iterable[str], limit: common.Limit) -> common.Row:
+        """Return the row of ``ours``; its ratio to the best of ``rivals`` is the median of the turns' ratios."""
+        best = max(rivals, key=self.rates.__getitem__)
+        paired = statistics.median(theirs / own for own, theirs in zip(self.times[ours], self.times[best], strict=True))
+        return common.Row(work, "steps/s", self.rates[ours], {peer: self.rates[peer] for peer in peers}, best, limit, paired=paired)
+
+
+DDP = ("DDP", "DDP, best settings")
 
 
 def rows_of_real_model(name: str, quick: bool) -> list[common.Row]:
     """Return the rows about bucket sizes and other algorithms."""
     steps, rounds = (1, 2) if quick else REAL[name][1:]
-    rates = rates_of(workers.launch(bucket_sizes, 2, name, steps, rounds))
+    contest = Contest(bucket_sizes, name, steps, rounds)
     rows = []
     for sizes, which in ((BUCKET_SIZES, "each at its best bucket size"), ((10.0,), "buckets of 10 MiB")):
-        ours = max(rates[f"ours, {size:g} MiB"] for size in sizes)
-        peers = {peer: max(rates[f"{peer}, {size:g} MiB"] for size in sizes) for peer in ("DDP", "DDP, best settings")}
-        rows.append(
-            common.Row(f"{which}, {name}", "steps/s", ours, peers, max(peers, key=peers.__getitem__), common.at_least(0.97))
+        ours, *peers = (
+            max((f"{contender}, {size:g} MiB" for size in sizes), key=contest.rates.__getitem__) for contender in ("ours", *DDP)
         )
-    rates = rates_of(workers.launch(algorithms, 2, name, steps, rounds))
+        rows.append(contest.row(f"{which}, {name}", ours, peers, peers, common.at_least(0.97)))
+    contest = Contest(algorithms, name, steps, rounds)
     for algorithm, (_, _, peer, limit) in ALGORITHMS.items():
-        rows.append(common.Row(f"{algorithm}, {name}", "steps/s", rates[algorithm], {peer: rates[peer]}, peer, limit))
+        rows.append(contest.row(f"{algorithm}, {name}", algorithm, [peer], [peer], limit))
     return rows
 
 
@@ -255,16 +268,13 @@ def main() -> int:
     for name, (_, limit, steps, rounds) in models.items():
         if args.quick:
             steps, rounds = 1, 2
-        rates = rates_of(workers.launch(against_ddp, 2, name, steps, rounds))
-        peers = {contender: rate for contender, rate in rates.items() if contender != "ours"}
-        better = max(("DDP", "DDP, best settings"), key=rates.__getitem__)
-        rows.append(common.Row(name, "steps/s", rates["ours"], peers, better, common.at_least(limit)))
+        contest = Contest(against_ddp, name, steps, rounds)
+        rows.append(contest.row(name, "ours", [peer for peer in contest.rates if peer != "ours"], DDP, common.at_least(limit)))
     for name in [name for name in REAL if args.only in name]:
         rows += rows_of_real_model(name, args.quick)
     for name in [name for name in models if "perceptron" in name]:
-        rates = rates_of(workers.launch(agreement, 2, name, *((1, 2) if args.quick else (models[name][2], 15))))
-        off = {"without agreement": rates["without agreement"]}
-        rows.append(common.Row(f"agreement, {name}", "steps/s", rates["ours"], off, "without agreement", common.at_least(0.98)))
+        contest, off = Contest(agreement, name, *((1, 2) if args.quick else (models[name][2], 15))), ["without agreement"]
+        rows.append(contest.row(f"agreement, {name}", "ours", off, off, common.at_least(0.98)))
     name = next(iter(MODELS)) if args.quick else "perceptron, 25e6 elements in 8"
     if name in models:
         grown = {wrapper: max(workers.launch(memory, 2, name, wrapper)) for wrapper in WRAPPERS}

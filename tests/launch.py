@@ -66,6 +66,7 @@ def outcomes(
     init: bool = True,
     collective_timeout: float = 60.0,
     limit: float = 120.0,
+    over_gloo: bool = False,
 ) -> list[Outcome]:
     """Run ``function(*args)`` in ``nranks`` processes and return how each ended.
 
@@ -77,6 +78,7 @@ def outcomes(
         init: whether to call ``init_process_group()`` first.
         collective_timeout: its timeout.
         limit: seconds after which workers are killed.
+        over_gloo: whether ranks of one node use gloo, rather than memory that they share, unless it is turned off for all tests.
     """
     nodes = tuple(nodes or (nranks,))
     assert sum(nodes) == nranks
@@ -89,6 +91,8 @@ def outcomes(
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port,
             "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": 0,
         }  # fmt: skip
+        if over_gloo:
+            environment["BAGUA_REF_SHARED_MEMORY"] = 0
         here, there = _processes.Pipe(duplex=False)
         work = (there, environment, function, args, init, collective_timeout)
         workers.append(_processes.Process(target=_work, args=work, name=f"rank {rank}", daemon=True))

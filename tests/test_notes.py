@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -19,11 +18,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.launch import launch
+from tests.ranks_in_threads import Ranks
 from tests.trainings import batch, network
 
 import bagua_ref
 from bagua_ref.algorithms import DecentralizedAlgorithm, GradientAllReduceAlgorithm
-from bagua_ref.communicators import notes
+from bagua_ref.communicators import mesh, notes
 from bagua_ref.communicators.notes import NoteSockets
 from bagua_ref.errors import CommunicationError
 
@@ -32,35 +32,14 @@ SOON = timedelta(seconds=0.05)
 INT64 = st.integers(-(2**63), 2**63 - 1)
 
 
-class Ranks:
-    """Ranks in threads, which share what they say to connect through a list."""
-
-    def __init__(self, nranks: int, timeout: float = 20.0, hosts: Sequence[str] = ()) -> None:
-        self.hosts, self.timeout, self.said = hosts or ["localhost"] * nranks, timeout, [[0]] * nranks
-        self.shared = 0
-        self._all_here = threading.Barrier(nranks, timeout=20)
-
-    def share(self, rank: int, note: Sequence[int]) -> list[list[int]]:
-        self.said[rank] = list(note)
-        if self._all_here.wait() == 0:
-            self.shared += 1
-        self._all_here.wait()
-        said = list(self.said)
-        self._all_here.wait()
-        return said
-
-    def connect(self, rank: int) -> NoteSockets | None:
-        share = lambda note: self.share(rank, note)  # noqa: E731
-        return notes.connect(rank, len(self.said), self.hosts[rank], share, self.timeout)
-
-    def connect_all(self) -> list[NoteSockets | None]:
-        with ThreadPoolExecutor(len(self.said)) as pool:
-            return list(pool.map(self.connect, range(len(self.said))))
+def connect_all(ranks: Ranks, timeout: float = 20.0, hosts: Sequence[str] = ()) -> list[NoteSockets | None]:
+    hosts = hosts or ["localhost"] * len(ranks.said)
+    return ranks.run(lambda rank, share: notes.connect(rank, len(hosts), hosts[rank], share, timeout))
 
 
 @contextmanager
 def connected(nranks: int, timeout: float = 20.0) -> Iterator[list[NoteSockets]]:
-    sockets = [one for one in Ranks(nranks, timeout).connect_all() if one is not None]
+    sockets = [one for one in connect_all(Ranks(nranks), timeout) if one is not None]
     assert len(sockets) == nranks
     try:
         yield sockets
@@ -105,9 +84,7 @@ def test_a_rank_may_be_one_exchange_ahead() -> None:
 
 def test_a_note_may_come_in_pieces() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX)
-    inet = NoteSockets(0, 20.0)
-    inet._sockets[1] = ours  # a pair has no TCP_NODELAY
-    ours.setblocking(False)
+    inet = NoteSockets(0, {1: ours}, 20.0)
     with theirs:
         message = notes.array("q", [2, 7, -8]).tobytes()
         inet.send([5, 6])
@@ -186,17 +163,17 @@ def test_an_exchange_that_was_not_waited_for_is_an_error_at_the_next() -> None:
 def test_where_a_rank_cannot_listen_no_rank_uses_sockets(
     broken: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    listen: Callable[..., socket.socket] = notes._listen
-    ranks = Ranks(3, hosts=["localhost" if rank != broken else "no such host" for rank in range(3)])
+    listen: Callable[..., socket.socket] = notes.listen_towards
+    ranks, hosts = Ranks(3), ["localhost" if rank != broken else "no such host" for rank in range(3)]
 
     def maybe(host: str, backlog: int) -> socket.socket:
         if host == "no such host":
             raise OSError("Name or service not known")
         return listen(host, backlog)
 
-    monkeypatch.setattr(notes, "_listen", maybe)
+    monkeypatch.setattr(notes, "listen_towards", maybe)
     with caplog.at_level(logging.INFO):
-        assert ranks.connect_all() == [None] * 3
+        assert connect_all(ranks, hosts=hosts) == [None] * 3
     assert ranks.shared == 2
     assert sorted("Name or service" in line for line in caplog.messages) == [False, False, True]
     assert all(line.startswith("ranks compare their notes over gloo") for line in caplog.messages)
@@ -204,25 +181,25 @@ def test_where_a_rank_cannot_listen_no_rank_uses_sockets(
 
 @pytest.mark.parametrize("broken", [1, 2])
 def test_where_a_rank_cannot_be_reached_no_rank_uses_sockets(broken: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notes, "_LIMIT", 1.0)
-    greet: Callable[..., socket.socket] = notes._greet
+    monkeypatch.setattr(mesh, "_LIMIT", 1.0)
+    greet: Callable[..., socket.socket] = mesh._greet
 
-    def fail(address: tuple[str, int], greeting: bytes, deadline: float) -> socket.socket:
+    def fail(where: Sequence[Any], greeting: bytes, deadline: float) -> socket.socket:
         if greeting.endswith(broken.to_bytes(4, "big")):
             raise ConnectionRefusedError("refused")
-        return greet(address, greeting, deadline)
+        return greet(where, greeting, deadline)
 
-    monkeypatch.setattr(notes, "_greet", fail)
+    monkeypatch.setattr(mesh, "_greet", fail)
     begin = time.monotonic()
-    assert Ranks(3).connect_all() == [None] * 3
+    assert connect_all(Ranks(3)) == [None] * 3
     assert time.monotonic() - begin < 10
     gc.collect()  # an open socket would warn
 
 
 @pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(20), bytes(7)])
 def test_a_stranger_at_the_port_is_sent_away(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notes, "_SILENCE", 0.2)
-    listen: Callable[..., socket.socket] = notes._listen
+    monkeypatch.setattr(mesh, "_SILENCE", 0.2)
+    listen: Callable[..., socket.socket] = notes.listen_towards
     strangers: list[socket.socket] = []
 
     def disturbed(host: str, backlog: int) -> socket.socket:
@@ -231,7 +208,7 @@ def test_a_stranger_at_the_port_is_sent_away(said: bytes, monkeypatch: pytest.Mo
         strangers[-1].sendall(said)
         return server
 
-    monkeypatch.setattr(notes, "_listen", disturbed)
+    monkeypatch.setattr(notes, "listen_towards", disturbed)
     with connected(2) as (one, other):
         one.send([1])
         other.send([2])
@@ -257,7 +234,7 @@ def test_addresses_of_the_sixth_version(monkeypatch: pytest.MonkeyPatch) -> None
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
         pytest.skip("there are no addresses of version 6 here")
-    ranks = [one for one in Ranks(2, hosts=["::1"] * 2).connect_all() if one is not None]
+    ranks = [one for one in connect_all(Ranks(2), hosts=["::1"] * 2) if one is not None]
     assert [one._sockets[peer].family for one, peer in zip(ranks, (1, 0), strict=True)] == [socket.AF_INET6] * 2
     for one in ranks:
         one.close()
@@ -276,7 +253,7 @@ def test_a_forked_child_that_lets_go_of_the_sockets_leaves_them_to_its_parent() 
 
 
 def test_sockets_that_nobody_refers_to_are_closed() -> None:
-    one, other = Ranks(2).connect_all()
+    one, other = connect_all(Ranks(2))
     assert one is not None
     del other
     gc.collect()
@@ -303,7 +280,7 @@ def train(steps: int, skipped_by: int | None = None) -> tuple[torch.Tensor, bool
 
 def train_without_sockets(steps: int, skipped_by: int | None = None) -> tuple[torch.Tensor, bool]:
     if bagua_ref.get_rank() == 1:  # one rank is enough
-        notes._listen = refuse
+        notes.listen_towards = refuse
     return train(steps, skipped_by)
 
 

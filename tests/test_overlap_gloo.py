@@ -15,11 +15,13 @@ from bagua_ref.algorithms import ByteGradAlgorithm
 from bagua_ref.backends import get_backend, get_codec, list_codecs
 from bagua_ref.backends.reference.codecs import MinMaxUInt8
 from bagua_ref.comm_ops import CentralizedErrorFeedback, CentralizedLowPrecision, CommOp, ErrorMemory
-from bagua_ref.communicators import pieces
+from bagua_ref.communicators import pieces, shared_memory
 from bagua_ref.communicators.overlap import Overlap
 from bagua_ref.conformance import EXACT, assert_equal
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 from bagua_ref.simulation import SimulatedWorld
+
+transports = pytest.mark.parametrize("over_gloo", [True, False], ids=["gloo", "memory"])
 
 SIZES = (0, 1, 33, 5000, 70_000)
 """Elements of a chunk: no piece, one piece and many, also more than a tile."""
@@ -51,12 +53,14 @@ def reduce_all_at_once() -> list[torch.Tensor]:
 
 def reduce_all_in_small_pieces() -> list[torch.Tensor]:
     pieces.PIECE = 4099
+    shared_memory._LARGEST = 4096
     return reduce_all()
 
 
 @pytest.mark.parametrize("nranks", [2, 3])
-def test_S3_2_S11_1_gloo_gives_the_bits_of_the_simulation_however_many_pieces_there_are(nranks: int) -> None:
-    real = launch(reduce_all_in_small_pieces, nranks)
+@transports
+def test_S3_2_S11_1_processes_give_the_bits_of_the_simulation_however_many_pieces_there_are(nranks: int, over_gloo: bool) -> None:
+    real = launch(reduce_all_in_small_pieces, nranks, over_gloo=over_gloo)
     simulated = SimulatedWorld(nranks).run(lambda comm: reduce_all_at_once())
     for one, other in zip(real, simulated, strict=True):
         for a, b in zip(one, other, strict=True):
@@ -88,7 +92,7 @@ def exchange_and_log() -> list[tuple[str, int]]:
 
 def test_gloo_reads_pieces_while_later_ones_are_still_to_be_filled() -> None:
     under_way = pieces._UNDER_WAY
-    for log in launch(exchange_and_log, 2):
+    for log in launch(exchange_and_log, 2, over_gloo=True):
         for filled, read in zip(ENDS[under_way:], ENDS, strict=False):
             assert log.index(("read", read)) < log.index(("fill", filled))
         assert sorted(log) == [(what, end) for what in ("fill", "read") for end in ENDS]
@@ -110,6 +114,7 @@ class Failing(MinMaxUInt8):
 
 def reduce_with_a_failing_codec() -> str:
     pieces.PIECE = 4099
+    shared_memory._LARGEST = 4096
     comm = bagua_ref.new_group().get_global_communicator()
     x = torch.ones(comm.nranks() * 200_000)
     op = CentralizedLowPrecision(comm, get_backend("reference"), Failing(get_backend("reference")), average=True)
@@ -125,8 +130,9 @@ def reduce_with_a_failing_codec() -> str:
 
 
 @pytest.mark.parametrize("nranks", [2, 3])
-def test_S2_5_a_codec_that_fails_in_the_middle_of_a_payload_is_an_error_on_every_rank_at_once(nranks: int) -> None:
-    ended = outcomes(reduce_with_a_failing_codec, nranks, collective_timeout=30, limit=60)
+@transports
+def test_S2_5_a_codec_that_fails_in_the_middle_of_a_payload_is_an_error_on_every_rank_at_once(nranks: int, over_gloo: bool) -> None:
+    ended = outcomes(reduce_with_a_failing_codec, nranks, collective_timeout=30, limit=60, over_gloo=over_gloo)
     assert ended[1].result == "RuntimeError: the codec is broken"
     for rank in {*range(nranks)} - {1}:
         assert ended[rank].result.startswith("CommunicationError: alltoall on ")
@@ -135,6 +141,7 @@ def test_S2_5_a_codec_that_fails_in_the_middle_of_a_payload_is_an_error_on_every
 
 def train_beside_a_rank_that_hangs() -> str:
     pieces.PIECE = 4099
+    shared_memory._LARGEST = 4096
     Failing.pause = 12
     module = torch.nn.Linear(700, 700)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -150,8 +157,9 @@ def train_beside_a_rank_that_hangs() -> str:
     return "no error"
 
 
-def test_S2_5_a_payload_that_stops_in_the_middle_times_out_and_names_bucket_and_operation() -> None:
-    ended = outcomes(train_beside_a_rank_that_hangs, 2, collective_timeout=6, limit=90)
+@transports
+def test_S2_5_a_payload_that_stops_in_the_middle_times_out_and_names_bucket_and_operation(over_gloo: bool) -> None:
+    ended = outcomes(train_beside_a_rank_that_hangs, 2, collective_timeout=6, limit=90, over_gloo=over_gloo)
     for outcome in ended:
         assert outcome.result is not None, outcome.traceback
         assert CommunicationTimeoutError.__name__ in outcome.result

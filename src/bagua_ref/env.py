@@ -21,6 +21,7 @@ __all__ = [
     "get_node_rank",
     "get_rank",
     "get_world_size",
+    "shares_memory",
 ]
 
 _SECONDS = "a number of seconds from 0.001 to 1e9"  # gloo counts milliseconds, and 0 of them are no limit
@@ -61,6 +62,18 @@ def get_default_bucket_size() -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"BAGUA_DEFAULT_BUCKET_SIZE={text!r} must be a positive number of bytes")
     return int(text)
+
+
+def shares_memory() -> bool:
+    """Return whether ranks of one machine may share memory: yes, unless BAGUA_REF_SHARED_MEMORY is 0.
+
+    Raises:
+        ValueError: it is neither 0 nor 1.
+    """
+    text = os.environ.get("BAGUA_REF_SHARED_MEMORY", "1")
+    if text not in ("0", "1"):
+        raise ValueError(f"BAGUA_REF_SHARED_MEMORY={text!r} must be 0 or 1")
+    return text == "1"
 
 
 def get_default_timeout() -> float:

@@ -120,9 +120,10 @@ class FlatStorage:
         if self.padding_tensor is not None:
             self._flat[self.filled :] = 0
         effective = [known.getter(proxy) for known, proxy in zip(self._registered, self._tensors, strict=True)]
-        for place, tensor in enumerate(effective):
-            if tensor is None or not self._fits(tensor, place):
-                effective[place] = self._zero_or_refuse(place, tensor)
+        if not self._all_fit(effective):
+            for place, tensor in enumerate(effective):
+                if tensor is None or not self._fits(tensor, place):
+                    effective[place] = self._zero_or_refuse(place, tensor)
         dense = cast("list[Tensor]", effective)
         if self._flatten:
             self._bring_in(dense)
@@ -137,17 +138,23 @@ class FlatStorage:
 
     def _bring_in(self, effective: Sequence[Tensor]) -> None:
         """Move those of the effective tensors into flat storage that lie elsewhere."""
-        places, strayed = [], []
-        for place, (tensor, (pointer, stride)) in enumerate(zip(effective, self._positions, strict=True)):
+        places, strayed, views = [], [], []
+        for place, (tensor, view, (pointer, stride)) in enumerate(zip(effective, self._views, self._positions, strict=True)):
             if (here := tensor.data_ptr()) != pointer or tensor.stride() != stride:
                 places.append(place)
                 strayed.append(tensor.clone() if here in self._memory else tensor)  # or new values mix with old ones
+                # A view that was the gradient may have got other ``data``.
+                views.append(view if view.data_ptr() == pointer and view.stride() == stride else self._new_view(place))
         if strayed:
-            views = [self._view(place) for place in places]
             streams.hold(strayed, self._device)
             torch._foreach_copy_(views, strayed)
             for place, view in zip(places, views, strict=True):
-                self._replace(place, view)
+                self._registered[place].replace(self._tensors[place], view)
+
+    def _all_fit(self, effective: Sequence[Tensor | None]) -> bool:
+        """Return whether all tensors are there and `_fits` each; this takes much less time than to ask for each."""
+        kinds = {None if tensor is None else (tensor.layout, tensor.dtype) for tensor in effective}
+        return kinds == {(torch.strided, self._dtype)} and [t.shape for t in cast("list[Tensor]", effective)] == self._shapes
 
     def _fits(self, tensor: Tensor, place: int) -> bool:
         """Return whether ``tensor`` is dense and has the shape and dtype of the one that was there at the beginning."""
@@ -170,13 +177,10 @@ class FlatStorage:
     def _replace(self, place: int, tensor: Tensor) -> None:
         self._registered[place].replace(self._tensors[place], tensor)
 
-    def _view(self, place: int) -> Tensor:
-        """Return the part of flat storage that is tensor ``place``'s."""
-        view = self._views[place]
-        if _position(view) != self._positions[place]:  # it was the gradient, whose ``data`` was replaced
-            start = sum(shape.numel() for shape in self._shapes[:place])
-            shape = self._shapes[place]
-            view = self._views[place] = cast("Tensor", self._flat)[start : start + shape.numel()].view(shape)
+    def _new_view(self, place: int) -> Tensor:
+        """Return a new view of the part of flat storage that is tensor ``place``'s."""
+        start, shape = sum(shape.numel() for shape in self._shapes[:place]), self._shapes[place]
+        view = self._views[place] = cast("Tensor", self._flat)[start : start + shape.numel()].view(shape)
         return view
 
     def store(self, flat: Tensor, effective: Sequence[Tensor], kernels: KernelBackend) -> None:

@@ -259,10 +259,10 @@ CODECS = [
 COLL, SIM, COMM = "communicators/collectives.py", "communicators/simulated.py", "communicators/base.py"
 COLLECTIVES = [
     ("AVG is SUM", "S3.9", COLL, "    if op is ReduceOp.AVG:\n", "    if op is None:\n"),
-    ("AVG of one less", "S3.9", COLL, "torch.tensor(len(tensors), dtype", "torch.tensor(max(1, len(tensors) - 1), dtype"),
+    ("AVG of one less", "S3.9", COLL, "divide_(total, len(tensors))", "divide_(total, max(1, len(tensors) - 1))"),
     ("MIN is MAX", "S3.9", COLL, "ReduceOp.MIN: torch.minimum", "ReduceOp.MIN: torch.maximum"),
     ("BXOR is BOR", "S3.9", COLL, "ReduceOp.BXOR: torch.bitwise_xor", "ReduceOp.BXOR: torch.bitwise_or"),
-    ("the last rank is left out of sums of more than four", "S3.9", COLL, "for tensor in tensors[1:]:", "for tensor in tensors[1 : 4 if len(tensors) > 4 else None]:"),
+    ("the last rank is left out of sums of more than four", "S3.9", COLL, "for tensor in others:", "for tensor in others[: 2 if len(tensors) > 4 else None]:"),
     ("gather in reverse order", "S3.9", COLL, "_fill(recv, _concatenate(sends))", "_fill(recv, _concatenate(sends[::-1]))"),
     ("allgather has the first rank twice", "S3.9", COLL, "everything = _concatenate(sends)", "everything = _concatenate([sends[0], *sends[:-1]])"),
     ("scatter is off by one chunk", "S3.9", COLL, "zip(recvs, chunks, strict=True)", "zip(recvs, [*chunks[1:], chunks[0]], strict=True)"),
@@ -279,8 +279,8 @@ COLLECTIVES = [
     ("the last element of a message is lost", "S3.9", SIM, "tensor.data.copy_(message.view(tensor.shape))", "tensor.data.view(-1)[:-1].copy_(message.view(-1)[:-1])"),
     ("an object's bytes come from rank 0", "S3.9", COMM, "self.broadcast(payload, src)", "self.broadcast(payload, 0)"),
     ("ranks that are none are taken", "S3.9", COMM, "if not 0 <= rank < self._nranks:", "if not -1 <= rank < self._nranks:"),
-    ("uint8 is compared as int8", "S3.9", COLL, "    wide = _WIDER.get(dtype, dtype)\n", "    wide = torch.int8 if dtype is torch.uint8 and op is not ReduceOp.SUM else _WIDER.get(dtype, dtype)\n"),
-    ("int64 is added as float64", "S3.9", COLL, "    wide = _WIDER.get(dtype, dtype)\n", "    wide = torch.float64 if dtype is torch.int64 and op is ReduceOp.SUM else _WIDER.get(dtype, dtype)\n"),
+    ("uint8 is compared as int8", "S3.9", COLL, "    wide = _WIDER.get(first.dtype, first.dtype)\n", "    wide = torch.int8 if first.dtype is torch.uint8 and op is not ReduceOp.SUM else _WIDER.get(first.dtype, first.dtype)\n"),
+    ("int64 is added as float64", "S3.9", COLL, "    wide = _WIDER.get(first.dtype, first.dtype)\n", "    wide = torch.float64 if first.dtype is torch.int64 and op is ReduceOp.SUM else _WIDER.get(first.dtype, first.dtype)\n"),
     ("a NaN is moved as zero", "S3.9", COLL, "    everything = _concatenate(sends)\n", "    everything = _concatenate(sends)\n    everything = everything.nan_to_num(0.0, float('inf'), float('-inf')) if everything.is_floating_point() else everything\n"),
     ("of more than 256 elements the last is not moved", "S3.9", COLL, "    everything = _concatenate(sends)\n", "    everything = _concatenate(sends)\n    everything[256:] = 0\n"),
     ("no barrier waits", "S3.9", SIM, '        self._meet("barrier()", None, None, lambda sends, recvs: None)\n', "        pass\n"),

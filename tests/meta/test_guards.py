@@ -235,8 +235,8 @@ OVERLAP, PIECES, GLOO, CONNECTION, ENCODER, TILES = (
 )  # fmt: skip
 ON_GLOO, MOVING = "tests/test_overlap_gloo.py", "property_tests/test_overlap.py"
 SAME_BITS = f"{MOVING}::test_S3_2_every_bucket_has_the_bits_of_the_plain_operation_however_its_bytes_move"
-SAME_BITS_ON_GLOO = f"{ON_GLOO}::test_S3_2_S11_1_gloo_gives_the_bits_of_the_simulation_however_many_pieces_there_are[2]"
-BROKEN = f"{ON_GLOO}::test_S2_5_a_codec_that_fails_in_the_middle_of_a_payload_is_an_error_on_every_rank_at_once[2]"
+SAME_BITS_ON_GLOO = f"{ON_GLOO}::test_S3_2_S11_1_processes_give_the_bits_of_the_simulation_however_many_pieces_there_are[gloo-2]"
+BROKEN = f"{ON_GLOO}::test_S2_5_a_codec_that_fails_in_the_middle_of_a_payload_is_an_error_on_every_rank_at_once[gloo-2]"
 STEPS = (
     f"{MOVING}::test_S4_S12_bytes_that_are_final_stay_and_bytes_beyond_those_needed_do_not_matter[2-1-torch.float32-MinMaxUInt8]"
 )
@@ -247,8 +247,8 @@ OVERLAPPING = [
     ("reading up to the last byte", OVERLAP, "while self._needed <= size:", "while self._needed < size:", f"{MOVING}::test_a_step_is_taken_as_soon_as_its_last_byte_has_come"),
     ("the first step of a codec that is done with no byte", OVERLAP, "self._filled = self._needed = -1.0", "self._filled = self._needed = 32.0", "property_tests/test_overlap.py::test_a_step_is_taken_as_soon_as_its_last_byte_has_come"),
     ("steps that are left in the end", OVERLAP, "        self.read(sys.maxsize)\n", "        pass\n", f"{MOVING}::test_steps_that_ask_for_more_bytes_than_there_are_run_when_all_have_come[alltoall]"),
-    ("filling a piece before it is sent", PIECES, "            _compute(before, place)\n", "", SAME_BITS_ON_GLOO),
-    ("reading a piece that has come", PIECES, "            _compute(after, ended)\n", "", f"{ON_GLOO}::test_gloo_reads_pieces_while_later_ones_are_still_to_be_filled"),
+    ("filling a piece before it is sent", PIECES, "            compute(before, place, PIECE)\n", "", SAME_BITS_ON_GLOO),
+    ("reading a piece that has come", PIECES, "            compute(after, ended, PIECE)\n", "", f"{ON_GLOO}::test_gloo_reads_pieces_while_later_ones_are_still_to_be_filled"),
     ("pieces that are waited for", PIECES, "            yield from works.pop(ended)\n", "            works.pop(ended)\n", SAME_BITS_ON_GLOO),
     ("the own chunk, which does not travel", GLOO, "            incoming[self._rank][piece].copy_(outgoing[self._rank][piece])\n", "", SAME_BITS_ON_GLOO),
     ("telling the others that computing has failed", CONNECTION, '            self._last_words.tell(f"{type(own).__name__}: {own}")\n', "", BROKEN),
@@ -259,25 +259,42 @@ OVERLAPPING = [
     ("all chunks at the same time", TILES, "    for column in range(0, num_columns, columns):\n        for row in range(0, num_rows, rows):\n", "    for row in range(0, num_rows, rows):\n        for column in range(0, num_columns, columns):\n", ADVANCE),
 ]  # fmt: skip
 SOCKETS, OVER_SOCKETS = "src/bagua_ref/communicators/notes.py", "tests/test_notes.py"
+MESH = "src/bagua_ref/communicators/mesh.py"
 NOTES = [
-    ("strangers at the port of notes", SOCKETS, "    if hmac.compare_digest(greeting[:_TOKEN], token):\n", "    if True:\n", f"{OVER_SOCKETS}::test_a_stranger_at_the_port_is_sent_away"),
-    ("strangers that say nothing", SOCKETS, "min(_SILENCE, _left(deadline))", "_left(deadline)", f"{OVER_SOCKETS}::test_a_stranger_at_the_port_is_sent_away"),
-    ("agreeing on the sockets", SOCKETS, "    if all(reached):\n", "    if len(sockets) == nranks - 1:\n", f"{OVER_SOCKETS}::test_where_a_rank_cannot_be_reached_no_rank_uses_sockets[1]"),
+    ("strangers at the port of notes", MESH, "    if hmac.compare_digest(greeting[:_TOKEN], token):\n", "    if True:\n", f"{OVER_SOCKETS}::test_a_stranger_at_the_port_is_sent_away"),
+    ("strangers that say nothing", MESH, "min(_SILENCE, _left(deadline))", "_left(deadline)", f"{OVER_SOCKETS}::test_a_stranger_at_the_port_is_sent_away"),
+    ("agreeing on the sockets", MESH, "        if not all(reached):\n", "        if len(sockets) != nranks - 1:\n", f"{OVER_SOCKETS}::test_where_a_rank_cannot_be_reached_no_rank_uses_sockets[1]"),
     ("a time limit for notes", SOCKETS, "                self._failed = until == self._deadline\n", "                pass\n", f"{OVER_SOCKETS}::test_waiting_ends_at_its_limit_and_has_failed_at_the_timeout"),
     ("a rank whose socket is closed", SOCKETS, "            if not more:\n", "            if False:\n", f"{OVER_SOCKETS}::test_a_rank_that_leaves_is_noticed_at_once_whoever_else_is_late[1]"),
     ("looking at all ranks at a time", SOCKETS, "wait(list(self._missing), left)", "wait(list(self._missing)[:1], left)", f"{OVER_SOCKETS}::test_a_rank_that_leaves_is_noticed_at_once_whoever_else_is_late[1]"),
     ("notes of another length", SOCKETS, "                if (length := array(\"q\", self._received[peer])[0]) != len(self._note):\n", "                if False:\n", f"{OVER_SOCKETS}::test_notes_of_different_lengths_are_an_error_on_both_ranks"),
     ("notes that were not waited for", SOCKETS, "        if self._missing:\n            raise", "        if False:\n            raise", f"{OVER_SOCKETS}::test_an_exchange_that_was_not_waited_for_is_an_error_at_the_next"),
-    ("sockets of a forked child", SOCKETS, "        if os.getpid() == pid:", "        if True:", f"{OVER_SOCKETS}::test_a_forked_child_that_lets_go_of_the_sockets_leaves_them_to_its_parent"),
-    ("closing sockets with the connection", CONNECTION, "            self._sockets.close()\n", "            pass\n", f"{OVER_SOCKETS}::test_a_rank_that_gives_up_is_noticed_by_those_that_wait_for_its_note"),
+    ("sockets of a forked child", MESH, "        if os.getpid() == pid:", "        if True:", f"{OVER_SOCKETS}::test_a_forked_child_that_lets_go_of_the_sockets_leaves_them_to_its_parent"),
+    ("closing sockets with the connection", CONNECTION, "        for direct in (self._sockets, self.memory):\n", "        for direct in (self.memory,):\n", f"{OVER_SOCKETS}::test_a_rank_that_gives_up_is_noticed_by_those_that_wait_for_its_note"),
+]  # fmt: skip
+SLOTS, SHARED = "src/bagua_ref/communicators/shared_memory.py", "tests/test_shared_memory.py"
+TOGETHER = f"{SHARED}::test_ranks_share_memory_if_all_are_on_one_node_of_one_machine_and_may"
+SHARING = [
+    ("tensors of other sizes in slots", SLOTS, "        if (theirs := self._filled[0]) != call:\n", "        if (theirs := self._filled[0]) != call and False:\n", f"{SHARED}::test_every_rank_raises_if_tensors_differ_in_size"),
+    ("other collectives in slots", SLOTS, "    return zlib.crc32(name.encode()) | 2**32, tensor.nbytes\n", "    return 1, tensor.nbytes\n", f"{SHARED}::test_ranks_in_different_collectives_are_told[operation]"),
+    ("waiting for a free slot", SLOTS, "        yield from self._until(pipe, pipe.has_room)\n", "", f"{SHARED}::test_a_sender_waits_for_a_receiver_only_when_its_slots_are_full[5]"),
+    ("a rank that has left shared memory", SLOTS, "            if self._pipe.gone:\n", "            if False:\n", f"{SHARED}::test_a_rank_that_leaves_is_noticed_at_once[10]"),
+    ("sending to a rank that has left shared memory", SLOTS, "        if pipe.gone:\n            raise RuntimeError(pipe.gone)\n", "", f"{SHARED}::test_what_a_rank_sent_before_it_left_is_received"),
+    ("a time limit for slots", SLOTS, "            if (left := until - time.monotonic()) <= 0:\n", "            if (left := 0.1) <= 0:\n", f"{SHARED}::test_waiting_ends_at_its_limit_and_has_failed_at_the_timeout"),
+    ("the order of ranks in a sum", SLOTS, "out=piece if self._rank < 2 else None", "out=piece", f"{SHARED}::test_S3_9_an_all_reduce_combines_in_the_order_of_ranks[3]"),
+    ("messages about slots that come in pieces", SLOTS, "        self._received = whole[end:]\n", "", f"{SHARED}::test_messages_about_slots_may_come_in_pieces"),
+    ("agreeing on shared memory", SLOTS, "    if all(has_slots for (has_slots,) in share([int(bool(slots))])):\n", "    if share([int(bool(slots))]) and slots:\n", f"{SHARED}::test_where_a_rank_cannot_share_memory_no_rank_does[_share_slots-1]"),
+    ("networks of their own", SLOTS, " {os.stat('/proc/self/ns/net').st_ino}", "", TOGETHER),
+    ("nodes of their own", GLOO, "[(node, where) for node, (*_, where) in zip", "[(0, where) for node, (*_, where) in zip", TOGETHER),
+    ("closing shared memory with the connection", CONNECTION, "        for direct in (self._sockets, self.memory):\n", "        for direct in (self._sockets,):\n", f"{SHARED}::test_a_rank_that_gives_up_is_noticed_at_once_though_it_lives_on"),
 ]  # fmt: skip
 WAITING, TOLD = (
     "src/bagua_ref/communicators/waiting.py",
     "tests/test_gloo.py::test_those_who_wait_for_a_rank_that_gave_up_are_told_though_it_lives_on",
 )
 GIVING_UP = [
-    ("asking who gave up", CONNECTION, "        who_gave_up = self._last_words.heard_so_far\n", '        who_gave_up = lambda: ""\n', f"{TOLD}[abort-enough]"),
-    ("telling that a rank was interrupted", CONNECTION, '            self._last_words.tell(f"{type(interruption).__name__} in {collective}")\n', "", f"{TOLD}[Ctrl-C-KeyboardInterrupt in allreduce]"),
+    ("asking who gave up", CONNECTION, "        who_gave_up = self._last_words.heard_so_far\n", '        who_gave_up = lambda: ""\n', f"{TOLD}[abort-enough-gloo]"),
+    ("telling that a rank was interrupted", CONNECTION, '            self._last_words.tell(f"{type(interruption).__name__} in {collective}")\n', "", f"{TOLD}[Ctrl-C-KeyboardInterrupt in allreduce-gloo]"),
     ("ending long waits alone", WAITING, "else self._long().values()):\n", "else self._waits.values()):\n", "tests/test_waiting.py::test_a_wait_that_a_rank_has_given_up_ends_once_it_is_long"),
     ("errors that keep no works alive", CONNECTION, "            error.__traceback__ = error.__context__ = None\n", "            error.__traceback__ = None\n", "tests/test_gloo.py::test_works_are_freed_before_abort_can_have_the_turn_even_if_the_error_is_kept[failed]"),
 ]  # fmt: skip
@@ -299,6 +316,7 @@ GUARDS = (
     + REMEMBERING
     + OVERLAPPING
     + NOTES
+    + SHARING
     + GIVING_UP
     + CONTEXT_FORM
 )

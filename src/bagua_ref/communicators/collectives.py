@@ -22,6 +22,7 @@ __all__ = [
     "alltoall",
     "broadcast",
     "combine",
+    "divide_",
     "gather",
     "reduce_inplace",
     "reduce_scatter",
@@ -41,27 +42,39 @@ _COMBINE: dict[ReduceOp, Callable[..., Tensor]] = {
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
-def combine(tensors: Sequence[Tensor], op: ReduceOp) -> Tensor:
-    """Return ((tensor 0 op tensor 1) op tensor 2) ... as a new tensor of their dtype (S3.9).
+def combine(tensors: Sequence[Tensor], op: ReduceOp, out: Tensor | None = None) -> Tensor:
+    """Return ((tensor 0 op tensor 1) op tensor 2) ... in their dtype (S3.9).
 
     16-bit floats are combined in float32 and rounded once. AVG is SUM divided by the number of tensors. Integers wrap around.
 
     Args:
-        tensors: one per rank, equal in shape and dtype; unchanged.
+        tensors: one per rank, equal in shape and dtype; unchanged, but for ``out``.
         op: AVG for floats only, bitwise operations for integers only.
+        out: where the result is written and returned; it may be tensor 0 or 1. None: a new tensor.
 
     >>> combine([torch.tensor([1.0]), torch.tensor([2.0])], ReduceOp.AVG)
     tensor([1.5000])
     """
-    dtype = tensors[0].dtype
-    wide = _WIDER.get(dtype, dtype)
-    total = tensors[0].to(wide, copy=True)
-    for tensor in tensors[1:]:
+    first, *others = tensors
+    wide = _WIDER.get(first.dtype, first.dtype)
+    total = out if out is not None and wide is first.dtype else torch.empty_like(first, dtype=wide)
+    if others:
+        _COMBINE[op](first.to(wide), others.pop(0).to(wide), out=total)
+    else:
+        total.copy_(first)
+    for tensor in others:
         _COMBINE[op](total, tensor.to(wide), out=total)
     if op is ReduceOp.AVG:
-        # A divisor on the tensor's device: torch multiplies a CUDA tensor by the rounded reciprocal of a Python number.
-        total.div_(torch.tensor(len(tensors), dtype=wide, device=total.device))
-    return total.to(dtype)
+        divide_(total, len(tensors))
+    return total.to(first.dtype) if out is None else out.copy_(total)
+
+
+def divide_(total: Tensor, nranks: int) -> Tensor:
+    """Divide floats by the number of ranks, in place."""
+    if nranks & (nranks - 1) == 0:
+        return total.mul_(1 / nranks)  # the same bits as a division by a power of two, in half the time
+    # A divisor on the tensor's device: torch multiplies a CUDA tensor by the rounded reciprocal of a Python number.
+    return total.div_(torch.tensor(nranks, dtype=total.dtype, device=total.device))
 
 
 def broadcast(tensors: Sequence[Tensor], src: int) -> None:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from bagua_ref.communicators import notes, shared_memory
 from bagua_ref.communicators.last_words import LastWords
-from bagua_ref.communicators.notes import connect
+from bagua_ref.communicators.pieces import ComputingError
 from bagua_ref.communicators.rendezvous import another_connection, ask, host_of, prefixed
 from bagua_ref.communicators.watch import Watch
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
@@ -28,24 +29,13 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from bagua_ref.communicators.notes import NoteSockets
+    from bagua_ref.communicators.shared_memory import SharedMemory
     from bagua_ref.communicators.waiting import Waiting
 
-__all__ = ["ComputingError", "Connection"]
+__all__ = ["Connection"]
 
 _TICK = timedelta(milliseconds=200)  # seconds until a waiting collective notices abort() or Ctrl-C
 _watch = Watch()
-
-
-class ComputingError(Exception):
-    """What this rank computes during a collective has failed.
-
-    Args:
-        error: with which it failed.
-    """
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(error)
-        self.error = error
 
 
 class Connection:
@@ -60,6 +50,7 @@ class Connection:
         ranks: the global ranks, in the group's order.
         timeout: seconds without progress after which a collective raises.
         waits: where waits for other ranks are registered.
+        shares_memory: whether all ranks are processes of one machine that may share memory.
     """
 
     def __init__(
@@ -70,6 +61,7 @@ class Connection:
         ranks: Sequence[int],
         timeout: float,
         waits: Waiting,
+        shares_memory: bool = False,
     ) -> None:
         self._last_words, self._waits = LastWords(prefixed("gave up", store), ranks, rank), waits
         self._store, self._name, self._rank, self._ranks = store, name, rank, ranks
@@ -79,6 +71,9 @@ class Connection:
         """The work of the exchange of notes that is under way."""
         self._sockets: NoteSockets | None = None
         self._has_tried_sockets = False
+        self._shares_memory = shares_memory and len(ranks) > 1
+        self.memory: SharedMemory | None = None
+        """Replaces gloo for tensors on the host, once `share_memory` has succeeded."""
         self._timeout = timedelta(seconds=timeout)
         self._turn = threading.Lock()
         self._closed = ""
@@ -102,29 +97,39 @@ class Connection:
 
         One exchange can be under way at a time; errors as `run`.
         """
+        self.share_memory("agreement")
         if not self._has_tried_sockets:
             host, share = host_of(self._store), lambda note: self._exchange_over_gloo(note)()
-            self._sockets = connect(self._rank, len(self._ranks), host, share, self._timeout.total_seconds())
+            self._sockets = notes.connect(self._rank, len(self._ranks), host, share, self._timeout.total_seconds())
             self._has_tried_sockets = True
         if (sockets := self._sockets) is None:
             return self._exchange_over_gloo(note)
         return self._begin(lambda _: sockets.send(note), sockets.notes)
 
-    def _exchange_over_gloo(self, note: Sequence[int]) -> Callable[[], list[list[int]]]:
+    def share_memory(self, collective: str) -> None:
+        """Let the ranks share memory before their first ``collective``, if they can. Collective; errors as `run`."""
+        if self._shares_memory:
+            share = lambda note: self._exchange_over_gloo(note, collective)()  # noqa: E731
+            self.memory = shared_memory.connect(self._rank, len(self._ranks), share, self._timeout.total_seconds())
+            self._shares_memory = False
+
+    def _exchange_over_gloo(self, note: Sequence[int], collective: str = "agreement") -> Callable[[], list[list[int]]]:
         """Exchange notes by an all-to-all, which can be interrupted; unlike an all-gather, it does not pass them around a ring."""
         copies = torch.tensor(note, dtype=torch.int64).repeat(len(self._ranks))
         received = torch.empty_like(copies)
         notes = received.view(len(self._ranks), -1)
-        return self._begin(lambda group: group.alltoall_base(received, copies, [], []), notes.tolist)
+        return self._begin(lambda group: group.alltoall_base(received, copies, [], []), notes.tolist, collective)
 
-    def _begin(self, start: Callable[[Any], Any], result: Callable[[], list[list[int]]]) -> Callable[[], list[list[int]]]:
+    def _begin(
+        self, start: Callable[[Any], Any], result: Callable[[], list[list[int]]], collective: str = "agreement"
+    ) -> Callable[[], list[list[int]]]:
         """Start an exchange of notes, as `run` would; return a function that waits for it and returns its result."""
         self._exchanged_notes += 1
         place = f"agreement {self._exchanged_notes}"
-        self.run("agreement", lambda group: [start(group)], waits=False)
+        self.run(collective, lambda group: [start(group)], waits=False)
 
         def finish() -> list[list[int]]:
-            self.run("agreement", lambda _: self._begun, place=place)
+            self.run(collective, lambda _: self._begun, place=place)
             return result()
 
         return finish
@@ -178,10 +183,10 @@ class Connection:
                 return
             with self._waiting(collective, peers, place):
                 for work in works:
-                    if peers is None:
-                        self._wait_for_gloo(work)
-                    else:  # gloo cannot split the wait of send and recv into short ones
+                    if peers is not None and self.memory is None:  # gloo cannot split the wait of send and recv into short ones
                         work.wait()
+                    else:
+                        self._wait_in_ticks(work)
         except CommunicationError:
             _keep_forever(group)
             self._drop()
@@ -277,7 +282,7 @@ class Connection:
         """Let the collective in progress raise, as far as gloo can."""
         self._closed = self._closed or reason
 
-    def _wait_for_gloo(self, work: Any) -> None:
+    def _wait_in_ticks(self, work: Any) -> None:
         while True:
             try:
                 work.wait(_TICK)
@@ -322,8 +327,9 @@ class Connection:
 
     def _drop(self) -> None:
         nccl, self._nccl, self._gloo, self._begun = self._nccl, None, None, []
-        if self._sockets is not None:
-            self._sockets.close()
+        for direct in (self._sockets, self.memory):
+            if direct is not None:
+                direct.close()
         if nccl is not None:
             nccl.abort()
 

@@ -5,33 +5,22 @@ A message of gloo wakes a thread at both ends twice, which takes half a millisec
 
 from __future__ import annotations
 
-import hmac
-import json
 import logging
 import os
-import secrets
 import socket
 import time
 import weakref
 from array import array
-from contextlib import nullcontext, suppress
 from datetime import timedelta
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+from bagua_ref.communicators.mesh import Unreachable, close_sockets, connect_all, listen_towards
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 __all__ = ["NoteSockets", "connect"]
-
-_LIMIT = 5.0
-"""Seconds in which all sockets must be connected."""
-_SILENCE = 1.0
-"""Seconds after which a connection that says nothing does not come from a rank."""
-_LONGEST = 256
-"""Bytes in which a rank says where it listens."""
-_TOKEN = 16
-"""Bytes with which a rank shows that it belongs to the group; its number follows, in four bytes."""
 
 _logger = logging.getLogger(__name__)
 
@@ -43,29 +32,22 @@ class NoteSockets:
 
     Args:
         rank: this rank.
+        sockets: a connected socket to each other rank.
         timeout: seconds, from the first `wait` on, after which an exchange has failed.
     """
 
-    def __init__(self, rank: int, timeout: float) -> None:
-        self._sockets: dict[int, socket.socket] = {}
-        self._rank, self._timeout = rank, timeout
+    def __init__(self, rank: int, sockets: dict[int, socket.socket], timeout: float) -> None:
+        for connected in sockets.values():
+            connected.setblocking(False)
+        self._sockets, self._rank, self._timeout = sockets, rank, timeout
         self._note: Sequence[int] = []
         self._received: dict[int, bytes] = {}
         self._missing: dict[socket.socket, int] = {}
         self._deadline: float | None = None
         self._failed = False
-        self.close = weakref.finalize(self, _close, self._sockets, os.getpid())
+        self.close = weakref.finalize(self, close_sockets, sockets, os.getpid())
         """Close the sockets, which the other ranks notice; also called when this is garbage-collected."""
         self.close.atexit = False
-
-    def __len__(self) -> int:
-        return len(self._sockets)
-
-    def add(self, peer: int, connected: socket.socket) -> None:
-        """Talk to rank ``peer`` through ``connected``."""
-        connected.setblocking(False)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._sockets[peer] = connected
 
     def send(self, note: Sequence[int]) -> NoteSockets:
         """Send ``note``, a few int64, to every other rank, and begin to wait for theirs; return this.
@@ -148,75 +130,11 @@ def connect(
         share: exchanges notes in another way; what it raises is raised here, too.
         timeout: seconds without progress after which waiting for notes raises.
     """
-    sockets, token = NoteSockets(rank, timeout), secrets.token_bytes(_TOKEN)
-    server, place, why = None, [], ""
     try:
-        server = _listen(host, nranks)
-        place = [*server.getsockname()[:2], token.hex()]
-    except OSError as error:
-        why = f": {error}"
-    with server or nullcontext():
-        places = [json.loads(array("q", numbers).tobytes()) for numbers in share(_padded(place))]
-        deadline = time.monotonic() + _LIMIT
-        try:
-            if server is not None and all(places):
-                for peer in range(rank):
-                    address, port, secret = places[peer]
-                    sockets.add(peer, _greet((address, port), bytes.fromhex(secret) + rank.to_bytes(4, "big"), deadline))
-                while len(sockets) < nranks - 1:
-                    _welcome(server, token, sockets, deadline)
-        except OSError as error:
-            why = f": {error}"
-        reached = [bool(all_of_them) for (all_of_them,) in share([int(len(sockets) == nranks - 1)])]
-    if all(reached):
-        return sockets
-    sockets.close()
-    _logger.info("ranks compare their notes over gloo, as not all reach each other directly%s; a step takes a little longer", why)
-    return None
-
-
-def _padded(place: Sequence[Any]) -> Sequence[int]:
-    return array("q", json.dumps(place).encode().ljust(_LONGEST))
-
-
-def _listen(host: str, backlog: int) -> socket.socket:
-    for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
-        with socket.socket(family, kind) as probe, suppress(OSError):
-            probe.connect(address)  # this sends nothing, but chooses the address
-            return socket.create_server((probe.getsockname()[0], 0), family=family, backlog=backlog)
-    raise OSError(f"there is no way to {host!r}")
-
-
-def _greet(address: tuple[str, int], greeting: bytes, deadline: float) -> socket.socket:
-    connected = socket.create_connection(address, _left(deadline))
-    connected.sendall(greeting)
-    return connected
-
-
-def _welcome(server: socket.socket, token: bytes, sockets: NoteSockets, deadline: float) -> None:
-    """Accept a connection; close it unless it comes from a rank."""
-    server.settimeout(_left(deadline))
-    connected, greeting = server.accept()[0], b""
-    connected.settimeout(min(_SILENCE, _left(deadline)))
-    with suppress(OSError):
-        while len(greeting) < _TOKEN + 4 and (more := connected.recv(_TOKEN + 4 - len(greeting))):
-            greeting += more
-    if hmac.compare_digest(greeting[:_TOKEN], token):
-        sockets.add(int.from_bytes(greeting[_TOKEN:], "big"), connected)
-    else:
-        connected.close()
-
-
-def _left(deadline: float) -> float:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError(f"not within {_LIMIT:g} s")
-    return left
-
-
-def _close(sockets: dict[int, socket.socket], pid: int) -> None:
+        sockets = connect_all(rank, nranks, lambda: listen_towards(host, nranks), share)
+    except Unreachable as why:
+        _logger.info("ranks compare their notes over gloo, as %s; a step takes a little longer", why)
+        return None
     for connected in sockets.values():
-        if os.getpid() == pid:  # a forked child shares the connections
-            with suppress(OSError):  # the other end has closed it
-                connected.shutdown(socket.SHUT_RDWR)
-        connected.close()
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return NoteSockets(rank, sockets, timeout)

@@ -6,20 +6,30 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bagua_ref.communicators.connection import ComputingError
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
-__all__ = ["move_in_pieces"]
+__all__ = ["ComputingError", "compute", "move_in_pieces"]
 
 PIECE = 2**19
 """Bytes per message: each costs a wait, and the link is idle until the first is computed and while the last is read."""
 
 _UNDER_WAY = 4
 """Pieces in flight to and from each peer."""
+
+
+class ComputingError(Exception):
+    """What this rank computes during a collective has failed.
+
+    Args:
+        error: with which it failed.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
 
 
 def move_in_pieces(
@@ -54,13 +64,13 @@ def move_in_pieces(
     for place in range(number + _UNDER_WAY):
         if (ended := place - _UNDER_WAY) in works:
             yield from works.pop(ended)
-            _compute(after, ended)
+            compute(after, ended, PIECE)
         if place < number:
             # The k-th piece to a peer has tag k, which keeps the order whichever thread handles it.
             works[place] = [
                 group.recv([pieces[place]], peer, _next_tag(tags[1], peer)) for peer, pieces in incoming if place < len(pieces)
             ]
-            _compute(before, place)
+            compute(before, place, PIECE)
             works[place] += [
                 group.send([pieces[place]], peer, _next_tag(tags[0], peer)) for peer, pieces in outgoing if place < len(pieces)
             ]
@@ -72,11 +82,15 @@ def _next_tag(count: list[int], peer: int) -> int:
     return count[peer] % 2**30
 
 
-def _compute(step: Callable[[slice], object] | None, place: int) -> None:
-    """Call ``step`` with the bytes of piece ``place``."""
+def compute(step: Callable[[slice], object] | None, place: int, size: int) -> None:
+    """Call ``step`` with the bytes of piece ``place``, if pieces have ``size`` bytes.
+
+    Raises:
+        ComputingError: it has failed.
+    """
     if step is None:
         return
     try:
-        step(slice(place * PIECE, (place + 1) * PIECE))
+        step(slice(place * size, (place + 1) * size))
     except Exception as error:
         raise ComputingError(error) from error

@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 
 from bagua_ref.communicators.base import Communicator
-from bagua_ref.communicators.collectives import combine
+from bagua_ref.communicators.collectives import combine, divide_
 from bagua_ref.communicators.connection import Connection
 from bagua_ref.communicators.forked import OfParent, leave_to_parent
 from bagua_ref.communicators.pieces import move_in_pieces
 from bagua_ref.communicators.rendezvous import another_connection, meet, prefixed
+from bagua_ref.communicators.shared_memory import machine
 from bagua_ref.communicators.waiting import Waiting
 from bagua_ref.types import ReduceOp
 from bagua_ref.untrusted import NATURAL
@@ -31,11 +32,12 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from bagua_ref.communicators.overlap import Overlap
+    from bagua_ref.communicators.shared_memory import SharedMemory
 
 __all__ = ["TorchDistributedCommunicator", "TorchDistributedTransport"]
 
-_CARD = [str, NATURAL, (str, type(None))]
-"""What ranks tell each other: node, number of GPUs, CUDA_VISIBLE_DEVICES."""
+_CARD = [str, NATURAL, (str, type(None)), str]
+"""What ranks tell each other: node, number of GPUs, CUDA_VISIBLE_DEVICES, machine (see `machine`)."""
 
 
 class TorchDistributedTransport:
@@ -60,7 +62,9 @@ class TorchDistributedTransport:
         node = os.environ.get("GROUP_RANK", os.environ.get("NODE_RANK", socket.gethostname()))
         if local_world_size is not None:
             node = str(rank // local_world_size)
-        card = [node, torch.cuda.device_count() if dist.is_nccl_available() else 0, os.environ.get("CUDA_VISIBLE_DEVICES")]
+        gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
+        self._machine = machine()
+        card = [node, gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), self._machine]
         job, found = meet(prefixed("bagua_ref", store), rank, world_size, card, timeout, _CARD)
         # The job's name is unique, so the caller's prefix is not needed; without it, `another_connection` works in every torch.
         self.store = prefixed(f"bagua_ref/{job}", getattr(store, "_underlying_non_prefix_store", store))
@@ -68,14 +72,15 @@ class TorchDistributedTransport:
         self.has_streams = True
         self.rank = rank
         self._communicators: weakref.WeakSet[TorchDistributedCommunicator] = weakref.WeakSet()
-        names = list(dict.fromkeys(name for name, _, _ in found))
-        self.node_of = tuple(names.index(name) for name, _, _ in found)
+        names = list(dict.fromkeys(name for name, *_ in found))
+        self.node_of = tuple(names.index(name) for name, *_ in found)
         self.owns_gpu = all(
-            gpus >= len(peers) or (gpus > 0 and len({v for _, _, v in peers}) == len(peers))
-            for (name, gpus, _) in found
+            gpus >= len(peers) or (gpus > 0 and len({v for _, _, v, _ in peers}) == len(peers))
+            for (name, gpus, *_) in found
             for peers in [[other for other in found if other[0] == name]]
         )
         self.waits = Waiting(prefixed("waiting", self.store), rank, world_size)
+        self._places = [(node, where) for node, (*_, where) in zip(self.node_of, found, strict=True)]
         self.uses_nccl = False
         """Whether CUDA tensors use NCCL; otherwise they are copied to the host and use gloo."""
         leave_to_parent(self)
@@ -92,7 +97,10 @@ class TorchDistributedTransport:
             connection = another_connection(self.store)
         try:
             store = prefixed(name, connection)
-            communicator = TorchDistributedCommunicator(store, name, ranks, self.rank, timeout, self.uses_nccl, self.waits)
+            shares_memory = self._machine != "" and {self._places[rank] for rank in ranks} == {self._places[self.rank]}
+            communicator = TorchDistributedCommunicator(
+                store, name, ranks, self.rank, timeout, self.uses_nccl, self.waits, shares_memory
+            )
         finally:
             self._idle.append(connection)
         self._communicators.add(communicator)
@@ -111,7 +119,7 @@ class TorchDistributedTransport:
 
 
 class TorchDistributedCommunicator(Communicator):
-    """A `Communicator` over gloo and, from the first CUDA tensor on, NCCL.
+    """A `Communicator` over gloo, memory that processes of one machine share and, from the first CUDA tensor on, NCCL.
 
     Movement without arithmetic transfers bytes, so it takes any dtype. Sums of 16-bit floats are computed in float32 and rounded
     once, while gloo would round, and overflow, at every rank; sums over NCCL are NCCL's. With NCCL, the calling thread's current
@@ -126,15 +134,24 @@ class TorchDistributedCommunicator(Communicator):
         timeout: seconds without progress after which a collective raises.
         uses_nccl: whether CUDA tensors go through NCCL.
         waits: where waits for other ranks are registered.
+        shares_memory: whether all members are processes of one machine that may share memory.
     """
 
     def __init__(
-        self, store: Store, name: str, ranks: Sequence[int], global_rank: int, timeout: float, uses_nccl: bool, waits: Waiting
+        self,
+        store: Store,
+        name: str,
+        ranks: Sequence[int],
+        global_rank: int,
+        timeout: float,
+        uses_nccl: bool,
+        waits: Waiting,
+        shares_memory: bool = False,
     ) -> None:
         super().__init__(list(ranks).index(global_rank), len(ranks), name)
         self.ranks, self._uses_nccl = tuple(ranks), uses_nccl
         self._sent_to, self._received_from = [0] * self._nranks, [0] * self._nranks
-        self._connection: Connection | OfParent = Connection(store, name, self._rank, self.ranks, timeout, waits)
+        self._connection: Connection | OfParent = Connection(store, name, self._rank, self.ranks, timeout, waits, shares_memory)
 
     def abort(self, reason: str = "") -> None:
         """Abort the connection; operations in progress and later ones raise CommunicationError, with the reason if one is given."""
@@ -164,7 +181,7 @@ class TorchDistributedCommunicator(Communicator):
         before: Callable[[slice], object] | None = None,
         after: Callable[[slice], object] | None = None,
     ) -> None:
-        """Send and receive; over gloo, call ``before`` and ``after`` for each piece of bytes to be sent, and received."""
+        """Send and receive; on the host, call ``before`` and ``after`` for each piece of bytes to be sent, and received."""
         sends = [(self._reachable(tensor), peer) for tensor, peer in sends if tensor.numel()]
         recvs = [(tensor, peer) for tensor, peer in recvs if tensor.numel()]
         landings = [(self._reachable(tensor), peer) for tensor, peer in recvs]
@@ -173,6 +190,9 @@ class TorchDistributedCommunicator(Communicator):
         peers = {peer for _, peer in (*sends, *recvs)}
         if self._over_nccl((sends or landings)[0][0]):
             self._connection.run(collective, lambda group: self._start_on_nccl(group, sends, landings), True, peers)
+        elif (memory := self._connection.memory) is not None:
+            name = "exchange" if collective in ("send", "recv") else collective
+            self._connection.run(collective, lambda _: memory.exchange(sends, landings, name, before, after), peers=peers)
         else:
             tags = self._sent_to, self._received_from
             move = lambda group: move_in_pieces(group, sends, landings, tags, before, after)  # noqa: E731
@@ -189,10 +209,16 @@ class TorchDistributedCommunicator(Communicator):
         return [group._end_coalescing()]
 
     def _broadcast(self, tensor: Tensor, src: int) -> None:
-        if tensor.numel():
-            here = self._reachable(tensor)
-            self._run("broadcast", here, lambda group: [group.broadcast(_bytes(here), src)])
-            _bring_back(tensor, here)
+        if not tensor.numel():
+            return
+        if self._shared_memory(tensor, "broadcast") is not None:
+            peers = [peer for peer in range(self._nranks) if peer != src]
+            sends, recvs = ([(tensor, peer) for peer in peers], []) if self._rank == src else ([], [(tensor, src)])
+            self._exchange(sends, recvs, "broadcast")
+            return
+        here = self._reachable(tensor)
+        self._run("broadcast", here, lambda group: [group.broadcast(_bytes(here), src)])
+        _bring_back(tensor, here)
 
     def _gather(self, send_tensor: Tensor, recv_tensor: Tensor, dst: int, collective: str = "gather") -> None:
         if self._rank != dst:
@@ -232,10 +258,11 @@ class TorchDistributedCommunicator(Communicator):
     def _comes_in_pieces(self, tensor: Tensor) -> bool:
         return tensor.device.type == "cpu" and self._nranks > 1 and tensor.numel() > 0
 
-    def _trade(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], *how: Any) -> None:
-        """Exchange a tensor with every other rank, both lists in rank order; ``how`` as for `_exchange`."""
+    def _trade(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], collective: str, *how: Any) -> None:
+        """Exchange a tensor with every other rank, both lists in rank order; ``how`` as for `_exchange`. Collective."""
+        self._shared_memory(incoming[0], collective)
         peers = [peer for peer in range(self._nranks) if peer != self._rank]
-        self._exchange([(outgoing[peer], peer) for peer in peers], [(incoming[peer], peer) for peer in peers], *how)
+        self._exchange([(outgoing[peer], peer) for peer in peers], [(incoming[peer], peer) for peer in peers], collective, *how)
 
     def _allgather(self, send_tensor: Tensor, recv_tensor: Tensor, collective: str = "allgather") -> None:
         if self._over_nccl(send_tensor):
@@ -261,7 +288,7 @@ class TorchDistributedCommunicator(Communicator):
     def _reduce_inplace(self, tensor: Tensor, dst: int, op: ReduceOp) -> None:
         if not tensor.numel():
             return
-        if not self._library_reduces(tensor, op):
+        if self._shared_memory(tensor, "reduce") is not None or not self._library_reduces(tensor, op):
             inputs = tensor.new_empty(self._nranks * tensor.numel() if self._rank == dst else 0)
             self._gather(tensor, inputs, dst, "reduce")
             if self._rank == dst:
@@ -276,6 +303,11 @@ class TorchDistributedCommunicator(Communicator):
 
     def _allreduce_inplace(self, tensor: Tensor, op: ReduceOp) -> None:
         if not tensor.numel():
+            return
+        if (memory := self._shared_memory(tensor, "allreduce")) is not None:
+            here = self._reachable(tensor.detach())
+            self._connection.run("allreduce", lambda _: memory.allreduce(_flat(here), op))
+            _bring_back(tensor, here)
             return
         if not self._library_reduces(tensor, op):
             self._allreduce_by_chunks(_flat(tensor), op)
@@ -309,6 +341,13 @@ class TorchDistributedCommunicator(Communicator):
         self._alltoall(send_tensor, inputs, collective)
         _flat(recv_tensor).copy_(combine(_flat(inputs).chunk(self._nranks), op))
 
+    def _shared_memory(self, tensor: Tensor, collective: str) -> SharedMemory | None:
+        """Return the memory through which ``tensor`` moves in ``collective``, if the ranks share some. Collective."""
+        if self._over_nccl(tensor):
+            return None
+        self._connection.share_memory(collective)
+        return self._connection.memory
+
     def _library_reduces(self, tensor: Tensor, op: ReduceOp) -> bool:
         if self._over_nccl(tensor):
             return op not in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
@@ -320,12 +359,8 @@ class TorchDistributedCommunicator(Communicator):
         return getattr(dist.ReduceOp, "SUM" if sums else op.name)
 
     def _finish(self, tensor: Tensor, op: ReduceOp) -> None:
-        if op is not ReduceOp.AVG or self._over_nccl(tensor):
-            return
-        if self._nranks & (self._nranks - 1) == 0:
-            tensor.mul_(1 / self._nranks)  # the same bits as a division by a power of two, in half the time
-        else:
-            tensor.div_(torch.tensor(self._nranks, dtype=tensor.dtype))
+        if op is ReduceOp.AVG and not self._over_nccl(tensor):
+            divide_(tensor, self._nranks)
 
     def _over_nccl(self, tensor: Tensor) -> bool:
         return tensor.is_cuda and self._uses_nccl

@@ -109,11 +109,13 @@ class Engine:
             NotImplementedError: a tensor of the bucket is sparse.
         """
         known = registration(tensor)
-        begins = self._readiness.idle
-        complete = self._readiness.mark(known)
-        if begins:
-            self._close_round()
-            self._open_round()
+        complete: Sequence[int] = ()
+        if not self._readiness.tick(known):
+            begins = self._readiness.idle
+            complete = self._readiness.mark(known)
+            if begins:
+                self._close_round()
+                self._open_round()
         if known in self._large and (bucket := self._bucket_of[known]) not in self._under_way:
             bucket.take_in(self._large[known])
         if self._marked_on and (bucket := self._bucket_of[known]) in self._marked_on:

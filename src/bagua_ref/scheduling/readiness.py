@@ -56,6 +56,19 @@ class Readiness(Generic[Item]):
         """Whether anything was marked in this round, and not every bucket scheduled."""
         return bool(self._marked) and not self.complete
 
+    def tick(self, item: Item) -> bool:
+        """Return True and `mark` ``item`` if that neither begins a round nor completes a bucket, as for most items.
+
+        Raises:
+            KeyError: it is in no bucket.
+        """
+        place = self._bucket_of[item]
+        if not self._marked or self._missing[place] < 2 or item in self._marked:
+            return False
+        self._marked.add(item)
+        self._missing[place] -= 1
+        return True
+
     def mark(self, item: Item) -> list[int]:
         """Mark ``item``; return the buckets to schedule now, in order.
 

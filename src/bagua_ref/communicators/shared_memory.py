@@ -1,0 +1,343 @@
+"""Messages between processes of one machine, through memory that they share.
+
+Between two processes, gloo copies every byte into the operating system and out again, and wakes a thread at both ends for each
+message: an all-reduce takes three to ten times as long.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import mmap
+import os
+import select
+import socket
+import struct
+import time
+import weakref
+import zlib
+from collections import deque
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+
+from bagua_ref.communicators.collectives import combine
+from bagua_ref.communicators.mesh import Unreachable, close_sockets, connect_all, listen_locally
+from bagua_ref.communicators.pieces import ComputingError, compute
+from bagua_ref.env import shares_memory
+from bagua_ref.errors import CommunicationError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
+
+    from bagua_ref.types import ReduceOp
+
+__all__ = ["SharedMemory", "Until", "connect", "machine"]
+
+_SLOTS = 4
+"""Pieces that a rank may put for another one before that has taken the first; an all-reduce needs as many."""
+_LARGEST = 2**19
+"""Bytes of a slot at most: two of them, and what they are combined with, should fit a core's cache."""
+_BUDGET = 2**23
+"""Bytes that a rank shares with all others of a group."""
+_LIMIT = 5.0
+"""Seconds in which every rank must have shared its memory."""
+_MESSAGE = struct.Struct("<qq")
+"""What comes through a socket: the call and the size that a filled slot belongs to, or that a slot may be filled again."""
+_TAKEN = (0, 0)
+
+_logger = logging.getLogger(__name__)
+
+
+class Until:
+    """Waits for a condition; `wait` and `is_completed` are those of a torch.distributed work."""
+
+    def __init__(self, memory: SharedMemory, pipe: _Pipe, holds: Callable[[], bool], timeout: float) -> None:
+        self._memory, self._pipe, self._holds, self._deadline = memory, pipe, holds, time.monotonic() + timeout
+
+    def is_completed(self) -> bool:
+        """Return whether the condition holds, or never will."""
+        return self._holds() or bool(self._pipe.gone) or time.monotonic() >= self._deadline
+
+    def wait(self, limit: timedelta = timedelta.max) -> None:
+        """Wait until the condition holds, for ``limit`` at most.
+
+        Raises:
+            RuntimeError: it does not, and never will if `is_completed`.
+        """
+        until = min(self._deadline, time.monotonic() + limit.total_seconds())
+        while not self._holds():
+            if self._pipe.gone:
+                raise RuntimeError(self._pipe.gone)
+            if (left := until - time.monotonic()) <= 0:
+                raise RuntimeError("timed out")
+            self._memory.listen(left)
+
+
+class _Pipe:
+    """Slots that this rank fills for a peer, slots that the peer fills for this rank, and a socket that says which are filled."""
+
+    def __init__(self, peer: int, connected: socket.socket, own: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
+        self.peer, self.socket, self._own, self._theirs = peer, connected, own, theirs
+        self._put = self._taken = 0
+        self._free = len(own)
+        self._filled: deque[tuple[int, int]] = deque()
+        self._received = b""
+        self.gone = ""
+        """Why nothing more will come from the peer."""
+
+    def has_room(self) -> bool:
+        return self._free > 0
+
+    def has_piece(self) -> bool:
+        return bool(self._filled)
+
+    def put(self, piece: Tensor, call: tuple[int, int]) -> None:
+        """Copy ``piece``, bytes of a message, into a free slot."""
+        self._own[self._put % _SLOTS][: piece.numel()].copy_(piece)
+        self._put += 1
+        self._free -= 1
+        self._send(call)
+
+    def look(self, size: int, call: tuple[int, int]) -> Tensor:
+        """Return the ``size`` bytes in the first filled slot, which belong to ``call``.
+
+        Raises:
+            ComputingError: the peer has put them in another collective, or there with another size.
+        """
+        if (theirs := self._filled[0]) != call:
+            what = f"{theirs[1]} bytes" if theirs[0] == call[0] else "what belongs to another collective"
+            raise ComputingError(
+                CommunicationError(f"rank {self.peer} of the group has sent {what}, where this rank expects {call[1]} bytes")
+            )
+        return self._theirs[self._taken % _SLOTS][:size]
+
+    def release(self) -> None:
+        """Let the peer fill that slot again."""
+        self._filled.popleft()
+        self._taken += 1
+        if not self.gone:
+            self._send(_TAKEN)
+
+    def read(self) -> None:
+        """Read what the peer has said, without waiting."""
+        try:
+            received = self.socket.recv(4096)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self.gone = str(error)
+            return
+        if not received:
+            self.gone = "connection closed by peer"
+        whole = self._received + received
+        end = len(whole) - len(whole) % _MESSAGE.size
+        self._received = whole[end:]
+        for message in _MESSAGE.iter_unpack(whole[:end]):
+            if message == _TAKEN:
+                self._free += 1
+            else:
+                self._filled.append(message)
+
+    def _send(self, message: tuple[int, int]) -> None:
+        try:
+            if self.socket.send(_MESSAGE.pack(*message)) < _MESSAGE.size:  # there is room for hundreds; a few are under way
+                raise BlockingIOError("a rank does not read its messages")
+        except OSError as error:
+            self.gone = self.gone or str(error)
+
+
+class SharedMemory:
+    """Movement between all ranks of a group, which share memory.
+
+    A tensor moves in pieces. The sender copies a piece into a free slot of its memory, and tells the receiver so through a socket,
+    which tells the sender when the slot is free again. So neither uses the other's own tensors, and a rank that dies or gives up
+    closes its sockets, which the others notice as they would over a network.
+
+    Args:
+        rank: this rank.
+        sockets: a connected socket to each other rank.
+        slots: for each other rank, the slots to fill for it, and those that it fills.
+        timeout: seconds without progress after which waiting for a rank has failed.
+    """
+
+    def __init__(
+        self, rank: int, sockets: dict[int, socket.socket], slots: dict[int, tuple[list[Tensor], list[Tensor]]], timeout: float
+    ) -> None:
+        self._rank, self._nranks, self._timeout = rank, len(sockets) + 1, timeout
+        self._piece = next(iter(slots.values()))[0][0].numel()
+        self._pipes = {peer: _Pipe(peer, sockets[peer], *slots[peer]) for peer in sorted(sockets)}
+        self._by_file = {pipe.socket.fileno(): pipe for pipe in self._pipes.values()}
+        self._poll = select.poll()
+        for connected in sockets.values():
+            connected.setblocking(False)
+            self._poll.register(connected, select.POLLIN)
+        self.close = weakref.finalize(self, close_sockets, sockets, os.getpid())
+        """Close the sockets, which the other ranks notice; also called when this is garbage-collected."""
+        self.close.atexit = False
+
+    def listen(self, seconds: float) -> None:
+        """Read what any rank has said, after waiting for it for ``seconds`` at most."""
+        for file, _ in self._poll.poll(max(1, math.ceil(1000 * seconds))):
+            pipe = self._by_file[file]
+            pipe.read()
+            if pipe.gone:
+                self._poll.unregister(file)
+
+    def exchange(
+        self,
+        sends: Sequence[tuple[Tensor, int]],
+        recvs: Sequence[tuple[Tensor, int]],
+        name: str,
+        before: Callable[[slice], object] | None = None,
+        after: Callable[[slice], object] | None = None,
+    ) -> Iterator[Until]:
+        """Send and receive tensors, as `move_in_pieces` does; all ranks that take part give the same ``name``."""
+        outgoing, incoming = self._pieces_by_peer(sends, name), self._pieces_by_peer(recvs, name)
+        number = max(len(pieces) for pieces in (*outgoing.values(), *incoming.values()))
+        for place in range(number + 1):
+            if place < number:
+                compute(before, place, self._piece)
+                for pipe, pieces in outgoing.items():
+                    if place < len(pieces):
+                        yield from self._put(pipe, *pieces[place])
+            if place > 0:
+                for pipe, pieces in incoming.items():
+                    if place <= len(pieces):
+                        piece, call = pieces[place - 1]
+                        yield from self._take(pipe, piece, call)
+                compute(after, place - 1, self._piece)
+
+    def allreduce(self, flat: Tensor, op: ReduceOp) -> Iterator[Until]:
+        """Combine ``flat`` over ranks, in place: each rank combines one chunk, piece by piece, and sends it to all others.
+
+        Of three successive pieces, one is sent to the rank that combines it, one is combined, and one received combined.
+        """
+        call = _call(f"allreduce {op.name} {flat.dtype}", flat)
+        chunk = -(-flat.numel() // self._nranks)
+        chunks = [_in_pieces(flat[r * chunk : (r + 1) * chunk], self._piece // flat.element_size()) for r in range(self._nranks)]
+        own = chunks[self._rank]
+        number = len(chunks[0])
+        for place in range(number + 2):
+            for pipe in self._pipes.values():
+                if place < len(chunks[pipe.peer]):
+                    yield from self._put(pipe, chunks[pipe.peer][place], call)
+            if 0 <= place - 1 < len(own):
+                piece = own[place - 1]
+                theirs = {self._rank: piece}
+                for peer, pipe in self._pipes.items():
+                    yield from self._until(pipe, pipe.has_piece)
+                    theirs[peer] = pipe.look(piece.nbytes, call).view(piece.dtype)
+                combined = combine([theirs[r] for r in range(self._nranks)], op, out=piece if self._rank < 2 else None)
+                if self._rank >= 2:
+                    piece.copy_(combined)
+                for pipe in self._pipes.values():
+                    pipe.release()
+                for pipe in self._pipes.values():
+                    yield from self._put(pipe, piece, call)
+            if place >= 2:
+                for peer, pipe in self._pipes.items():
+                    if place - 2 < len(chunks[peer]):
+                        yield from self._take(pipe, chunks[peer][place - 2], call)
+
+    def _pieces_by_peer(
+        self, tensors: Sequence[tuple[Tensor, int]], name: str
+    ) -> dict[_Pipe, list[tuple[Tensor, tuple[int, int]]]]:
+        found: dict[_Pipe, list[tuple[Tensor, tuple[int, int]]]] = {}
+        for tensor, peer in tensors:
+            call = _call(name, tensor)
+            pieces = found.setdefault(self._pipes[peer], [])
+            pieces += [(piece, call) for piece in _in_pieces(tensor.detach().view(-1).view(torch.uint8), self._piece)]
+        return found
+
+    def _put(self, pipe: _Pipe, piece: Tensor, call: tuple[int, int]) -> Iterator[Until]:
+        yield from self._until(pipe, pipe.has_room)
+        pipe.put(piece.view(torch.uint8), call)
+        if pipe.gone:
+            raise RuntimeError(pipe.gone)
+
+    def _take(self, pipe: _Pipe, piece: Tensor, call: tuple[int, int]) -> Iterator[Until]:
+        yield from self._until(pipe, pipe.has_piece)
+        piece.view(torch.uint8).copy_(pipe.look(piece.nbytes, call))
+        pipe.release()
+
+    def _until(self, pipe: _Pipe, holds: Callable[[], bool]) -> Iterator[Until]:
+        if not holds():
+            pipe.read()
+            if not holds():
+                yield Until(self, pipe, holds, self._timeout)
+
+
+def machine() -> str:
+    """Return what processes have in common that may share memory; "" if this one may not."""
+    if not hasattr(os, "memfd_create") or not shares_memory():
+        return ""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        # Whoever puts ranks of one machine into different network namespaces wants them to use the network.
+        return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
+
+
+def connect(rank: int, nranks: int, share: Callable[[Sequence[int]], list[list[int]]], timeout: float) -> SharedMemory | None:
+    """Share memory with all ranks of a group on this machine; return None, on every rank, if that fails on some.
+
+    Args:
+        rank: this rank.
+        nranks: the number of ranks, two or more.
+        share: exchanges notes in another way; what it raises is raised here, too.
+        timeout: seconds without progress after which waiting for a rank has failed.
+    """
+    try:
+        sockets = connect_all(rank, nranks, lambda: listen_locally(nranks), share)
+    except Unreachable as unreachable:
+        _logger.info("ranks of one machine communicate over gloo, as %s; this takes longer", unreachable)
+        return None
+    slots, why = {}, ""
+    try:
+        slots = _share_slots(rank, sockets)
+    except OSError as error:
+        why = f": {error}"
+    if all(has_slots for (has_slots,) in share([int(bool(slots))])):
+        return SharedMemory(rank, sockets, slots, timeout)
+    close_sockets(sockets, os.getpid())
+    _logger.info("ranks of one machine communicate over gloo, as they cannot share memory%s; this takes longer", why)
+    return None
+
+
+def _share_slots(rank: int, sockets: dict[int, socket.socket]) -> dict[int, tuple[list[Tensor], list[Tensor]]]:
+    """Return the slots that this rank fills for each peer, in memory of its own, and those that the peer fills."""
+    nranks = len(sockets) + 1
+    piece = min(_LARGEST, _BUDGET // (_SLOTS * (nranks - 1))) // mmap.PAGESIZE * mmap.PAGESIZE or mmap.PAGESIZE
+    size = _SLOTS * piece
+
+    def mapped(file: int, owner: int, reader: int) -> list[Tensor]:
+        memory = mmap.mmap(file, size, offset=size * (reader - (reader > owner)))
+        return list(torch.frombuffer(memory, dtype=torch.uint8).split(piece))
+
+    own = os.memfd_create(f"bagua_ref of rank {rank}")
+    files = {rank: own}
+    try:
+        os.ftruncate(own, size * (nranks - 1))
+        for connected in sockets.values():
+            connected.settimeout(_LIMIT)
+            socket.send_fds(connected, [b"m"], [own])
+        for peer, connected in sockets.items():
+            said, found, _, _ = socket.recv_fds(connected, 1, 1)
+            if len(found) != 1:
+                raise OSError(f"rank {peer} of the group has said {said!r} instead of sharing its memory")
+            files[peer] = found[0]
+        return {peer: (mapped(own, rank, peer), mapped(files[peer], peer, rank)) for peer in sockets}
+    finally:
+        for file in files.values():
+            os.close(file)
+
+
+def _in_pieces(flat: Tensor, size: int) -> Sequence[Tensor]:
+    return flat.split(size) if flat.numel() else ()
+
+
+def _call(name: str, tensor: Tensor) -> tuple[int, int]:
+    """Return what all messages of a collective have in common, other than `_TAKEN`."""
+    return zlib.crc32(name.encode()) | 2**32, tensor.nbytes

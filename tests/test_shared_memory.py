@@ -1,0 +1,401 @@
+"""Tests of the memory that processes of one machine share: alone, with a rank in each thread, and between processes."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.launch import launch, outcomes
+from tests.ranks_in_threads import Ranks
+from torch import Tensor
+
+import bagua_ref
+from bagua_ref import ReduceOp
+from bagua_ref.communication import _get_default_group
+from bagua_ref.communicators import shared_memory
+from bagua_ref.communicators.collectives import combine
+from bagua_ref.communicators.pieces import ComputingError
+from bagua_ref.communicators.shared_memory import SharedMemory, Until
+from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
+
+GONE = r"closed by peer|Broken pipe|reset by peer"
+PAGE = 4096
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8]
+
+
+@contextmanager
+def sharing(nranks: int, timeout: float = 20.0, piece: int = PAGE) -> Iterator[list[SharedMemory]]:
+    """Ranks whose slots have ``piece`` bytes, so that few elements make many pieces."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_memory, "_LARGEST", piece)
+        found = Ranks(nranks).run(lambda rank, share: shared_memory.connect(rank, nranks, share, timeout))
+    memories = [one for one in found if one is not None]
+    assert len(memories) == nranks
+    try:
+        yield memories
+    finally:
+        for one in memories:
+            one.close()
+
+
+def finish(works: Iterable[Until]) -> None:
+    for work in works:
+        work.wait()
+
+
+def at_once(*functions: Callable[[], object]) -> None:
+    with ThreadPoolExecutor(len(functions)) as pool:
+        for done in [pool.submit(function) for function in functions]:
+            done.result()
+
+
+def operations(dtype: torch.dtype) -> list[ReduceOp]:
+    floats = dtype.is_floating_point
+    return [op for op in ReduceOp if not (floats and op in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR))
+            and not (op is ReduceOp.AVG and not floats)]  # fmt: skip
+
+
+@pytest.mark.parametrize("nranks", [2, 3, 5])
+@given(data=st.data())
+def test_S3_9_an_all_reduce_combines_in_the_order_of_ranks(nranks: int, data: st.DataObject) -> None:
+    dtype = data.draw(st.sampled_from(DTYPES))
+    op = data.draw(st.sampled_from(operations(dtype)))
+    elements = PAGE // dtype.itemsize
+    size = data.draw(st.one_of(st.integers(1, 3 * nranks), st.integers(1, 7 * nranks * elements)))
+    seeds = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
+    inputs = [(100 * torch.randn(size, generator=seeds)).to(dtype) for _ in range(nranks)]
+    expected = combine(inputs, op)
+    tensors = [one.clone() for one in inputs]
+    with sharing(nranks) as ranks:
+        for _ in range(2):
+            for tensor, value in zip(tensors, inputs, strict=True):
+                tensor.copy_(value)
+            at_once(*(lambda m=m, t=t: finish(m.allreduce(t, op)) for m, t in zip(ranks, tensors, strict=True)))
+            for tensor in tensors:
+                torch.testing.assert_close(tensor, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("nranks", [2, 4])
+@given(data=st.data())
+def test_messages_arrive_whole_and_in_order_whoever_sends_how_many_to_whom(nranks: int, data: st.DataObject) -> None:
+    message = st.tuples(st.integers(0, nranks - 1), st.integers(0, nranks - 1), st.integers(1, 9 * PAGE))
+    plan = [m for m in data.draw(st.lists(message, min_size=1, max_size=10)) if m[0] != m[1]]
+    sent = [torch.randint(256, (size,), dtype=torch.uint8) for _, _, size in plan]
+    received = [torch.zeros_like(one) for one in sent]
+
+    def exchange(memory: SharedMemory, rank: int) -> None:
+        sends = [(tensor, dst) for (src, dst, _), tensor in zip(plan, sent, strict=True) if src == rank]
+        recvs = [(tensor, src) for (src, dst, _), tensor in zip(plan, received, strict=True) if dst == rank]
+        if sends or recvs:
+            finish(memory.exchange(sends, recvs, "exchange"))
+
+    with sharing(nranks) as ranks:
+        for _ in range(2):
+            for tensor in received:
+                tensor.zero_()
+            at_once(*(lambda m=m, r=r: exchange(m, r) for r, m in enumerate(ranks)))
+            assert all(torch.equal(one, other) for one, other in zip(sent, received, strict=True))
+
+
+def test_what_is_sent_is_computed_before_and_what_is_received_is_read_after_piece_by_piece() -> None:
+    size, events = 3 * PAGE + 5, list[tuple[str, slice]]()
+    outgoing, incoming = torch.zeros(2, size, dtype=torch.uint8), torch.zeros(2, size, dtype=torch.uint8)
+
+    def fill(piece: slice) -> None:
+        outgoing[0, piece] = 7
+        events.append(("fill", piece))
+
+    def read(piece: slice) -> None:
+        assert torch.all(incoming[0, piece] == 9)
+        events.append(("read", piece))
+
+    outgoing[1] = 9
+    with sharing(2) as (one, other):
+        at_once(
+            lambda: finish(one.exchange([(outgoing[0], 1)], [(incoming[0], 1)], "alltoall", fill, read)),
+            lambda: finish(other.exchange([(outgoing[1], 0)], [(incoming[1], 0)], "alltoall")),
+        )
+    assert torch.all(incoming[1] == 7)
+    pieces = [slice(start, start + PAGE) for start in range(0, size, PAGE)]
+    assert [piece for kind, piece in events if kind == "fill"] == pieces
+    assert [piece for kind, piece in events if kind == "read"] == pieces
+    assert all(events.index(("fill", piece)) < events.index(("read", piece)) for piece in pieces)
+
+
+def test_an_error_while_computing_is_passed_on_as_such() -> None:
+    def fail(piece: slice) -> None:
+        raise KeyError("a bad sample")
+
+    with sharing(2) as (one, _), pytest.raises(ComputingError) as raised:
+        finish(one.exchange([(torch.ones(1), 1)], [], "alltoall", fail))
+    assert isinstance(raised.value.error, KeyError)
+
+
+def allreduce(memory: SharedMemory, size: int = 10) -> None:
+    finish(memory.allreduce(torch.ones(size), ReduceOp.SUM))
+
+
+@pytest.mark.parametrize("size", [10, 20 * PAGE])
+def test_a_rank_that_leaves_is_noticed_at_once(size: int) -> None:
+    with sharing(3) as ranks:
+        threading.Timer(0.3, ranks[1].close).start()
+        begin = time.monotonic()
+        for rank in (0, 2):
+            with pytest.raises(RuntimeError, match=GONE):
+                allreduce(ranks[rank], size)
+            ranks[rank].close()  # as the connection does
+        assert time.monotonic() - begin < 10
+
+
+def test_what_a_rank_sent_before_it_left_is_received() -> None:
+    with sharing(2) as (stays, leaves):
+        finish(leaves.exchange([(torch.full((4 * PAGE // 4,), 3.0), 0)], [], "exchange"))
+        leaves.close()
+        received = torch.zeros(4 * PAGE // 4)
+        finish(stays.exchange([], [(received, 1)], "exchange"))
+        assert torch.all(received == 3)
+        with pytest.raises(RuntimeError, match=GONE):
+            finish(stays.exchange([(received, 1)], [], "exchange"))
+
+
+def test_waiting_ends_at_its_limit_and_has_failed_at_the_timeout() -> None:
+    with sharing(2, timeout=0.3) as (waiting, _):
+        work = next(waiting.exchange([], [(torch.zeros(1), 1)], "exchange"))
+        with pytest.raises(RuntimeError, match="timed out"):
+            work.wait(timedelta(seconds=0.05))
+        assert not work.is_completed()
+        with pytest.raises(RuntimeError, match="timed out"):
+            work.wait()
+        assert work.is_completed()
+
+
+@pytest.mark.parametrize("room", [1, 4, 5])
+def test_a_sender_waits_for_a_receiver_only_when_its_slots_are_full(room: int) -> None:
+    with sharing(2, timeout=0.3) as (sender, receiver):
+        message = torch.arange(room * PAGE // 4, dtype=torch.float32)
+        if room <= 4:
+            finish(sender.exchange([(message, 1)], [], "exchange"))
+        else:
+            with pytest.raises(RuntimeError, match="timed out"):
+                finish(sender.exchange([(message, 1)], [], "exchange"))
+        received = torch.zeros_like(message[: 4 * PAGE // 4])
+        if room <= 4:
+            finish(receiver.exchange([], [(received, 0)], "exchange"))
+            assert torch.equal(received, message)
+
+
+def test_messages_about_slots_may_come_in_pieces() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    ours.setblocking(False)
+    pipe = shared_memory._Pipe(1, ours, [torch.zeros(PAGE, dtype=torch.uint8)] * 4, [torch.ones(PAGE, dtype=torch.uint8)] * 4)
+    call = (7, 40)
+    with ours, theirs:
+        message = shared_memory._MESSAGE.pack(*call)
+        theirs.sendall(message[:11])
+        pipe.read()
+        assert not pipe.has_piece()
+        theirs.sendall(message[11:])
+        pipe.read()
+        assert pipe.has_piece()
+        assert torch.equal(pipe.look(40, call), torch.ones(40, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda memory: memory.allreduce(torch.ones(11), ReduceOp.SUM), "sent 44 bytes, where this rank expects 40 bytes"),
+        (lambda memory: memory.allreduce(torch.ones(10), ReduceOp.MAX), "what belongs to another collective"),
+        (lambda memory: memory.allreduce(torch.ones(10, dtype=torch.int32), ReduceOp.SUM), "another collective"),
+        (lambda memory: memory.exchange([(torch.ones(10), 0)], [(torch.ones(10), 0)], "alltoall"), "another collective"),
+    ],
+    ids=["size", "operation", "dtype", "collective"],
+)
+def test_ranks_in_different_collectives_are_told(call: Callable[[SharedMemory], Iterable[Until]], message: str) -> None:
+    with sharing(2) as (one, other), ThreadPoolExecutor(1) as pool:
+        theirs = pool.submit(lambda: finish(call(other)))
+        with pytest.raises(ComputingError) as raised:
+            allreduce(one)
+        one.close()
+        assert isinstance(theirs.exception(), (ComputingError, RuntimeError))
+    assert isinstance(raised.value.error, CommunicationError)
+    assert "rank 1 of the group has sent" in str(raised.value.error)
+    assert message in str(raised.value.error)
+
+
+@pytest.mark.parametrize("broken", [0, 1, 2])
+@pytest.mark.parametrize("function", ["listen_locally", "_share_slots"])
+def test_where_a_rank_cannot_share_memory_no_rank_does(
+    broken: int, function: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    original, place = getattr(shared_memory, function), threading.local()
+
+    def maybe(*args: Any) -> Any:
+        result = original(*args)
+        if place.rank == broken:
+            if function == "listen_locally":
+                result.close()
+            raise OSError("not permitted")
+        return result
+
+    def connect(rank: int, share: Any) -> SharedMemory | None:
+        place.rank = rank
+        return shared_memory.connect(rank, 3, share, 20.0)
+
+    monkeypatch.setattr(shared_memory, function, maybe)
+    monkeypatch.setattr(shared_memory, "_LIMIT", 0.5)
+    with caplog.at_level(logging.INFO):
+        assert Ranks(3).run(connect) == [None] * 3
+    assert all(line.startswith("ranks of one machine communicate over gloo") for line in caplog.messages)
+    assert any("not permitted" in line for line in caplog.messages)
+    gc.collect()  # an open socket would warn
+
+
+def test_memory_that_nobody_refers_to_is_given_back_with_its_sockets() -> None:
+    files = os.listdir("/proc/self/fd")
+    with sharing(3):
+        pass
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == len(files)
+    with open("/proc/self/maps") as maps:
+        assert "memfd:bagua_ref" not in maps.read()
+
+
+@pytest.mark.parametrize(("value", "allowed"), [("0", False), ("1", True)])
+def test_a_variable_turns_it_off(value: str, allowed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BAGUA_REF_SHARED_MEMORY", value)
+    assert bool(shared_memory.machine()) is allowed
+
+
+def test_another_value_of_the_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BAGUA_REF_SHARED_MEMORY", "no")
+    with pytest.raises(ValueError, match=r"BAGUA_REF_SHARED_MEMORY='no' must be 0 or 1"):
+        shared_memory.machine()
+
+
+# Between processes.
+
+
+def use() -> bool:
+    """Communicate; return whether memory was shared."""
+    x = torch.full((1000,), float(bagua_ref.get_rank()))
+    bagua_ref.allreduce_inplace(x)
+    assert torch.all(x == sum(range(bagua_ref.get_world_size())))
+    connection: Any = _get_default_group().get_global_communicator()._connection
+    return connection.memory is not None
+
+
+def use_with_one_that_may_not() -> bool:
+    if os.environ["RANK"] == "1":
+        os.environ["BAGUA_REF_SHARED_MEMORY"] = "0"
+    bagua_ref.init_process_group()
+    return use()
+
+
+def use_with_one_in_another_network() -> bool:
+    if os.environ["RANK"] == "1":
+        stat = os.stat
+        os.stat = lambda path, **options: stat("/proc/self/ns/uts" if path == "/proc/self/ns/net" else path, **options)  # type: ignore[assignment]
+    bagua_ref.init_process_group()
+    return use()
+
+
+def test_ranks_share_memory_if_all_are_on_one_node_of_one_machine_and_may() -> None:
+    assert launch(use, 3) == [True] * 3
+    assert launch(use, 3, nodes=[2, 1]) == [False] * 3
+    assert launch(use_with_one_that_may_not, 3, init=False) == [False] * 3
+    assert launch(use_with_one_in_another_network, 2, init=False) == [False] * 2
+
+
+def reduce_something_else() -> None:
+    size = 5 if bagua_ref.get_rank() == 1 else 6
+    bagua_ref.allreduce_inplace(torch.ones(size))
+
+
+def test_every_rank_raises_if_tensors_differ_in_size() -> None:
+    ended = outcomes(reduce_something_else, 3)
+    assert [type(one.error) for one in ended] == [CommunicationError] * 3, [one.traceback for one in ended]
+    assert all("where this rank expects" in str(one.error) for one in ended), [str(one.error) for one in ended]
+
+
+def wait_for_a_message(seconds: float) -> float:
+    bagua_ref.barrier()
+    bagua_ref.allreduce_inplace(torch.ones(1))
+    if bagua_ref.get_rank() == 1:
+        time.sleep(seconds)
+        return 0.0
+    begin = time.monotonic()
+    with pytest.raises(CommunicationTimeoutError, match=r"timed out after 2 s; rank 1"):
+        bagua_ref.recv(torch.ones(3), 1)
+    return time.monotonic() - begin
+
+
+def test_waiting_for_a_message_ends_at_the_timeout() -> None:
+    ended = outcomes(wait_for_a_message, 2, 4.0, collective_timeout=2.0)
+    assert ended[0].result is not None, ended[0].traceback
+    assert 1.5 < ended[0].result < 4
+
+
+def wait_for_one_that_gives_up() -> float:
+    bagua_ref.allreduce_inplace(torch.ones(1))
+    communicator = _get_default_group().get_global_communicator()
+    store = communicator._connection._store  # type: ignore[union-attr]
+    if bagua_ref.get_rank() == 1:
+        time.sleep(0.5)
+        communicator.abort("it has had enough")
+        store.wait(["noticed"])
+        return 0.0
+    begin = time.monotonic()
+    with pytest.raises(CommunicationError, match="it has had enough"):
+        communicator.allreduce_inplace(torch.ones(1))
+    waited = time.monotonic() - begin
+    store.set("noticed", "")
+    return waited
+
+
+def test_a_rank_that_gives_up_is_noticed_at_once_though_it_lives_on() -> None:
+    assert outcomes(wait_for_one_that_gives_up, 2)[0].result < 3
+
+
+def abort_while_waiting_for_a_message() -> float:
+    bagua_ref.allreduce_inplace(torch.ones(1))
+    if bagua_ref.get_rank() == 1:
+        time.sleep(3)
+        return 0.0
+    communicator = _get_default_group().get_global_communicator()
+    begin = time.monotonic()
+    threading.Timer(0.3, lambda: communicator.abort("enough")).start()
+    with pytest.raises(CommunicationError, match="enough"):
+        communicator.recv(torch.ones(3), 1)
+    return time.monotonic() - begin
+
+
+def test_abort_ends_a_wait_for_a_message_at_once() -> None:
+    assert outcomes(abort_while_waiting_for_a_message, 2)[0].result < 2
+
+
+def forked_child_ends() -> Tensor:
+    x = torch.ones(5)
+    bagua_ref.allreduce_inplace(x)
+    if (child := os.fork()) == 0:
+        gc.collect()
+        os._exit(0)
+    os.waitpid(child, 0)
+    bagua_ref.allreduce_inplace(x)
+    return x
+
+
+def test_a_forked_child_leaves_the_memory_to_its_parent() -> None:
+    assert all(torch.all(x == 4) for x in launch(forked_child_ends, 2))
