@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from property_tests.strategies import COMPRESSIBLE, inputs
 
 from bagua_ref.backends import get_backend, get_codec, list_codecs
+from bagua_ref.backends.reference.blocks import BLOCK
 from bagua_ref.comm_ops import CentralizedErrorFeedback, CentralizedLowPrecision, ErrorMemory
 from bagua_ref.communicators.overlap import Overlap
 from bagua_ref.communicators.simulated import SimulatedCommunicator
@@ -21,8 +22,8 @@ from bagua_ref.simulation import SimulatedWorld
 
 CODECS = list_codecs("reference")
 GARBAGE = 0xA5
-LONG = 65536 * 2 + 77
-"""More elements than a tile of any codec but the MX ones has."""
+LONG = BLOCK + 77
+"""More elements than a tile has."""
 seeds = st.integers(0, 2**32 - 1)
 every_codec = pytest.mark.parametrize("name", CODECS)
 
@@ -168,8 +169,9 @@ def test_S4_S12_bytes_that_are_final_stay_and_bytes_beyond_those_needed_do_not_m
 
 
 def test_long_chunks_take_several_steps_and_all_chunks_advance_together():
-    codec, x = get_codec("MinMaxUInt8"), torch.randn(2 * LONG)
-    ends = [32 + 65536, 32 + 2 * 65536, 32 + LONG]
+    size = 2 * BLOCK + 77
+    codec, x = get_codec("MinMaxUInt8"), torch.randn(2 * size)
+    ends = [32 + BLOCK, 32 + 2 * BLOCK, 32 + size]
     payload = torch.full_like(codec.compress(x, 2), GARBAGE)
     steps = codec.compress_in_steps(x, 2, out=payload)
     assert next(steps) == ends[0]

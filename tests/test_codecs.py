@@ -22,7 +22,7 @@ from bagua_ref.algorithms import (
 )
 from bagua_ref.backends import Codec, get_backend, get_codec, list_codecs, register_codec
 from bagua_ref.backends.reference import ReferenceBackend
-from bagua_ref.backends.reference.blocks import LARGE_BLOCK
+from bagua_ref.backends.reference.blocks import BLOCK
 from bagua_ref.bucket import BaguaBucket
 from bagua_ref.comm_ops import CentralizedLowPrecision
 from bagua_ref.conformance import EXACT, assert_equal
@@ -98,7 +98,7 @@ def test_S12_2_payload_bytes():
 
 @every_codec
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize(("num_chunks", "size"), [(1, LARGE_BLOCK + 5), (3, 1000), (5000, 33), (9000, 1)])
+@pytest.mark.parametrize(("num_chunks", "size"), [(1, BLOCK + 5), (3, 1000), (5000, 33), (9000, 1)])
 def test_tiles_change_nothing(name, num_chunks, size, dtype):
     x = torch.randn(num_chunks * size, generator=torch.Generator().manual_seed(1)).to(dtype)
     payload, restored = (

@@ -116,7 +116,7 @@ def reduce_with_a_failing_codec() -> str:
     pieces.PIECE = 4099
     shared_memory._LARGEST = 4096
     comm = bagua_ref.new_group().get_global_communicator()
-    x = torch.ones(comm.nranks() * 200_000)
+    x = torch.ones(comm.nranks() * 600_000)
     op = CentralizedLowPrecision(comm, get_backend("reference"), Failing(get_backend("reference")), average=True)
     begin, error = time.monotonic(), None
     try:
@@ -143,14 +143,14 @@ def train_beside_a_rank_that_hangs() -> str:
     pieces.PIECE = 4099
     shared_memory._LARGEST = 4096
     Failing.pause = 12
-    module = torch.nn.Linear(700, 700)
+    module = torch.nn.Linear(1200, 1200)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     module.with_bagua([optimizer], ByteGradAlgorithm(hierarchical=False), timeout=3)
     for bucket in module.bagua_buckets:
         for op in bucket._ops:
             op.codec = Failing(get_backend("reference"))
     try:
-        module(torch.ones(1, 700)).sum().backward()
+        module(torch.ones(1, 1200)).sum().backward()
         optimizer.step()
     except CommunicationError as error:
         return f"{type(error).__name__}: {error}"

@@ -14,16 +14,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["BLOCK", "LARGE_BLOCK", "Array", "Scratch", "blocks", "computed_in", "reader", "rows_of", "scratch", "tiles", "writer"]
+__all__ = ["BLOCK", "Array", "Scratch", "blocks", "computed_in", "reader", "rows_of", "scratch", "tiles", "writer"]
 
 Array: TypeAlias = npt.NDArray[Any]
 Index: TypeAlias = slice | tuple[slice, slice]
 
-BLOCK = 65536
-"""Elements per block: two float32 buffers of this size fit into a core's second-level cache."""
-
-LARGE_BLOCK = 4 * BLOCK
-"""Elements per block where many short operations follow each other, so that Python's part of the time counts."""
+BLOCK = 2**18
+"""Elements per block: few enough for a processor's cache, and so many that the time of calls from Python does not count."""
 
 
 class Scratch:
@@ -34,11 +31,11 @@ class Scratch:
 
     def tensor(self, slot: int, size: int, dtype: torch.dtype) -> Tensor:
         """Return ``size`` elements of buffer number ``slot``, uninitialised."""
-        if size > LARGE_BLOCK:
+        if size > BLOCK:
             return torch.empty(size, dtype=dtype)
         buffer = self._buffers.get((slot, dtype))
-        if buffer is None or len(buffer) < size:
-            buffer = self._buffers[slot, dtype] = torch.empty(BLOCK if size <= BLOCK else LARGE_BLOCK, dtype=dtype)
+        if buffer is None:
+            buffer = self._buffers[slot, dtype] = torch.empty(BLOCK, dtype=dtype)
         return buffer[:size]
 
     def like(self, slot: int, array: Array) -> Array:
@@ -114,14 +111,14 @@ def blocks(buffers: Scratch, x: Tensor, *sources: Tensor) -> Iterator[list[Array
         write(block, arrays[0])
 
 
-def tiles(num_rows: int, num_columns: int, size: int = BLOCK) -> Iterator[tuple[slice, slice]]:
-    """Cut a matrix into tiles of at most ``size`` elements: several whole rows if they are short, else parts of one row.
+def tiles(num_rows: int, num_columns: int) -> Iterator[tuple[slice, slice]]:
+    """Cut a matrix into tiles of at most BLOCK elements: several whole rows if they are short, else parts of one row.
 
     The first columns of all rows come before the next ones.
     """
     if num_columns == 0:
         return
-    rows, columns = max(1, size // num_columns), min(size, num_columns)
+    rows, columns = max(1, BLOCK // num_columns), min(BLOCK, num_columns)
     for column in range(0, num_columns, columns):
         for row in range(0, num_rows, rows):
             yield slice(row, min(row + rows, num_rows)), slice(column, min(column + columns, num_columns))

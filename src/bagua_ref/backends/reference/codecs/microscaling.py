@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from bagua_ref.backends.formats import BLOCK_SIZE, Microscaling
-from bagua_ref.backends.reference.blocks import LARGE_BLOCK, Array, Scratch, reader, tiles, writer
+from bagua_ref.backends.reference.blocks import Array, Scratch, reader, tiles, writer
 from bagua_ref.backends.reference.codecs.rows import RowCodec
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def scaled(x: Array, exponent: Array, out: Array) -> None:
 
 def _block_tiles(num_rows: int, num_columns: int) -> Iterator[tuple[slice, slice, slice]]:
     """Yield rows, columns and blocks of tiles that are small enough even when their last blocks are whole."""
-    for rows, whole in tiles(num_rows, -(-num_columns // BLOCK_SIZE) * BLOCK_SIZE, LARGE_BLOCK):
+    for rows, whole in tiles(num_rows, -(-num_columns // BLOCK_SIZE) * BLOCK_SIZE):
         yield rows, slice(whole.start, min(whole.stop, num_columns)), slice(whole.start // BLOCK_SIZE, whole.stop // BLOCK_SIZE)
 
 
