@@ -222,7 +222,7 @@ def memory(model: str, wrapper: str) -> float:
     """Return by how many MiB this process has grown at most in some steps."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     step = stepper(model, WRAPPERS[wrapper])
-    for _ in range(3):
+    for _ in range(10):
         step()
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
 

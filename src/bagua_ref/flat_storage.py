@@ -57,7 +57,7 @@ class FlatStorage:
         """If flat, the part of ``_flat`` that is each tensor's, in its shape."""
         if flatten:
             self._move_together(effective)
-        self._positions = [_position(view) for view in self._views]
+        self._positions = _positions(self._views)
         self._memory = range(0)
         """If flat, the addresses of its storage."""
         if self._flat is not None:
@@ -102,7 +102,7 @@ class FlatStorage:
         tensor, view = self._registered[place].getter(self._tensors[place]), self._views[place]
         if tensor is None or not self._fits(tensor, place) or tensor.data_ptr() in self._memory:
             return
-        if _position(view) == self._positions[place]:
+        if (view.data_ptr(), view.stride()) == self._positions[place]:
             self._replace(place, view.copy_(tensor.detach() if tensor.requires_grad else tensor))
 
     @torch.no_grad()  # gradients of backward(create_graph=True) require gradients
@@ -136,16 +136,17 @@ class FlatStorage:
             kernels.gather_flat([tensor.detach() for tensor in dense], self._flat[: self.filled])
         return self._flat
 
-    def _bring_in(self, effective: Sequence[Tensor]) -> None:
+    def _bring_in(self, effective: list[Tensor]) -> None:
         """Move those of the effective tensors into flat storage that lie elsewhere."""
-        places, strayed, views = [], [], []
-        for place, (tensor, view, (pointer, stride)) in enumerate(zip(effective, self._views, self._positions, strict=True)):
-            if (here := tensor.data_ptr()) != pointer or tensor.stride() != stride:
-                places.append(place)
-                strayed.append(tensor.clone() if here in self._memory else tensor)  # or new values mix with old ones
-                # A view that was the gradient may have got other ``data``.
-                views.append(view if view.data_ptr() == pointer and view.stride() == stride else self._new_view(place))
+        places: Sequence[int] = range(len(effective))
+        strayed, pointers = effective, list(map(torch.Tensor.data_ptr, effective))
+        if max(pointers) >= self._memory.start and min(pointers) < self._memory.stop:  # else all lie elsewhere
+            positions = zip(pointers, map(torch.Tensor.stride, effective), strict=True)
+            places = [place for place, position in enumerate(positions) if position != self._positions[place]]
+            # Those that lie in other tensors' places are copied, or new values would mix with old ones.
+            strayed = [effective[place].clone() if pointers[place] in self._memory else effective[place] for place in places]
         if strayed:
+            views = self._own_views(places)
             streams.hold(strayed, self._device)
             torch._foreach_copy_(views, strayed)
             for place, view in zip(places, views, strict=True):
@@ -177,11 +178,12 @@ class FlatStorage:
     def _replace(self, place: int, tensor: Tensor) -> None:
         self._registered[place].replace(self._tensors[place], tensor)
 
-    def _new_view(self, place: int) -> Tensor:
-        """Return a new view of the part of flat storage that is tensor ``place``'s."""
-        start, shape = sum(shape.numel() for shape in self._shapes[:place]), self._shapes[place]
-        view = self._views[place] = cast("Tensor", self._flat)[start : start + shape.numel()].view(shape)
-        return view
+    def _own_views(self, places: Sequence[int]) -> list[Tensor]:
+        """Return views of the tensors' places in flat storage."""
+        if _positions(self._views) != self._positions:  # one of them was the gradient, and got other ``data``
+            views = cast("Tensor", self._flat)[: self.filled].split([shape.numel() for shape in self._shapes])
+            self._views = [view.view(shape) for view, shape in zip(views, self._shapes, strict=True)]
+        return [self._views[place] for place in places]
 
     def store(self, flat: Tensor, effective: Sequence[Tensor], kernels: KernelBackend) -> None:
         """Copy ``flat`` into the effective tensors, wherever they are; padding is left out."""
@@ -190,5 +192,5 @@ class FlatStorage:
         kernels.scatter_flat(flat[: self.filled], tensors)
 
 
-def _position(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
-    return tensor.data_ptr(), tensor.stride()
+def _positions(tensors: Sequence[Tensor]) -> list[tuple[int, tuple[int, ...]]]:
+    return list(zip(map(torch.Tensor.data_ptr, tensors), map(torch.Tensor.stride, tensors), strict=True))

@@ -184,7 +184,7 @@ KERNELS = [
     ("bfloat16 is truncated when stored", "S1", BLOCKS, "x[index].copy_(torch.from_numpy(values))", "x[index].copy_(torch.from_numpy(values).view(torch.int32).bitwise_and(-65536).view(torch.float32) if x.dtype is torch.bfloat16 else torch.from_numpy(values))"),
     ("float16 ties are rounded away from zero", "S1", BLOCKS, "x[index].copy_(torch.from_numpy(values))", "x[index].copy_(torch.from_numpy(values * np.float32(1 + 2**-22)) if x.dtype is torch.float16 else torch.from_numpy(values))"),
     ("float64 is computed in float32", "S1", BLOCKS, "return torch.float64 if x.dtype is torch.float64 else torch.float32", "return torch.float32"),
-    ("the last block of several is left out", "S1", BLOCKS, "for start in range(0, x.numel(), BLOCK):", "for start in range(0, max(x.numel() - BLOCK, 1) if x.numel() else 0, BLOCK):"),
+    ("the last block of several is left out", "S1", BLOCKS, "for start in range(0, x.numel(), BLOCK):", "for start in range(0, max(x.numel() - BLOCK, 1) if x.numel() else 0, BLOCK):", "large"),
     ("halves are added, so that nothing overflows", "S3.4", BACKEND, "                np.add(a, b, out=a)\n                np.divide(a, 2, out=a)", "                np.add(a / 2, b / 2, out=a)"),
     ("the sum is stored before it is halved", "S3.4", BACKEND, "                np.add(a, b, out=a)\n                np.divide(a, 2, out=a)", "                np.add(a, b, out=a); a[:] = torch.from_numpy(a).to(x.dtype).to(torch.float64).numpy()\n                np.divide(a, 2, out=a)"),
     ("a product with the reciprocal instead of a division", "S3.3", BACKEND, "np.divide(a, a.dtype.type(divisor), out=a)", "np.multiply(a, 1 / a.dtype.type(divisor), out=a)"),

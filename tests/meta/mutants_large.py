@@ -15,7 +15,7 @@ SCATTERED = "            tensor.detach().copy_(flat.detach()[start : start + ten
 SORTED = 'np.argsort(values.numpy(), kind="stable")'
 BLOCKWISE = 'np.concatenate([start + np.argsort(values.numpy()[start : start + {0}], kind="stable") for start in range(0, max(len(values), 1), {0})])'
 MOVED = "    everything = _concatenate(sends)\n"
-COMBINED = "        _COMBINE[op](total, tensor.to(wide), out=total)\n"
+COMBINED = "        _COMBINE[op](first.to(wide), others.pop(0).to(wide), out=total)\n"
 PAYLOAD = "        self.broadcast(payload, src)\n"
 RING, STEP = "comm_ops/low_precision_decentralized.py", "        kernels.combine_ring_(x, L, R, W)\n"
 LARGE = "large"
@@ -48,7 +48,7 @@ LATE = {
         ("of more than 65,536 elements the rest is not moved", "S3.9", COLL, MOVED, MOVED + "    everything[65536:] = 0\n"),
         ("of more than 2**18 elements the rest is not moved", "S3.9", COLL, MOVED, MOVED + "    everything[2**18 :] = 0\n", LARGE),
         ("65,536 elements are broadcast", "S3.9", COLL, "        _fill(tensor, tensors[src])\n", "        if tensor.numel() <= 65536:\n            _fill(tensor, tensors[src])\n        else:\n            tensor.view(-1)[:65536] = tensors[src].reshape(-1)[:65536]\n"),
-        ("65,536 elements are combined", "S3.9", COLL, COMBINED, "        if total.numel() <= 65536:\n    " + COMBINED + "        else:\n            total.view(-1)[:65536] = _COMBINE[op](total.view(-1)[:65536], tensor.to(wide).view(-1)[:65536])\n"),
+        ("65,536 elements are combined", "S3.9", COLL, COMBINED, COMBINED + "        total.view(-1)[65536:] = first.reshape(-1)[65536:]\n"),
         ("objects of more than 64 KiB lose their end", "S3.9", COMM, PAYLOAD, "        self.broadcast(payload[:65536], src)\n"),
         ("objects of more than 64 KiB are repeated from their beginning", "S3.9", COMM, PAYLOAD, PAYLOAD + "        payload[65536 : 65536 + 1000] = payload[:1000][: max(0, len(payload) - 65536)]\n"),
         ("objects of more than 2**18 bytes lose a byte", "S3.9", COMM, PAYLOAD, PAYLOAD + "        payload[2**18 : 2**18 + 1] = 0\n", LARGE),
