@@ -319,7 +319,7 @@ def _share_slots(rank: int, sockets: dict[int, socket.socket]) -> dict[int, tupl
     own = os.memfd_create(f"bagua_ref of rank {rank}")
     files = {rank: own}
     try:
-        os.ftruncate(own, size * (nranks - 1))
+        os.posix_fallocate(own, 0, size * (nranks - 1))  # or writing would end the process where memory is short
         for connected in sockets.values():
             connected.settimeout(_LIMIT)
             socket.send_fds(connected, [b"m"], [own])
