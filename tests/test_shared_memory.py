@@ -285,6 +285,11 @@ def test_another_value_of_the_variable_is_refused(monkeypatch: pytest.MonkeyPatc
         shared_memory.machine()
 
 
+def test_a_system_that_hides_its_name_shares_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "_BOOT", "/no/such/file")
+    assert shared_memory.machine() == ""
+
+
 # Between processes.
 
 

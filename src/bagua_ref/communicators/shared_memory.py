@@ -45,6 +45,8 @@ _BUDGET = 2**23
 """Bytes that a rank shares with all others of a group."""
 _LIMIT = 5.0
 """Seconds in which every rank must have shared its memory."""
+_BOOT = "/proc/sys/kernel/random/boot_id"
+"""A name that a machine gets whenever it starts."""
 _MESSAGE = struct.Struct("<qq")
 """What comes through a socket: the call and the size that a filled slot belongs to, or that a slot may be filled again."""
 _TAKEN = (0, 0)
@@ -275,9 +277,12 @@ def machine() -> str:
     """Return what processes have in common that may share memory; "" if this one may not."""
     if not hasattr(os, "memfd_create") or not shares_memory():
         return ""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        # Whoever puts ranks of one machine into different network namespaces wants them to use the network.
-        return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
+    try:
+        with open(_BOOT) as file:
+            # Whoever puts ranks of one machine into different network namespaces wants them to use the network.
+            return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:  # this system hides it
+        return ""
 
 
 def connect(rank: int, nranks: int, share: Callable[[Sequence[int]], list[list[int]]], timeout: float) -> SharedMemory | None:
