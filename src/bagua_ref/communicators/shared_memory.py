@@ -1,7 +1,7 @@
 """Messages between processes of one machine, through memory that they share.
 
 Between two processes, gloo copies every byte into the operating system and out again, and wakes a thread at both ends for each
-message: an all-reduce takes three to ten times as long.
+message: an all-reduce takes three to five times as long.
 """
 
 from __future__ import annotations
