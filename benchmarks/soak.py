@@ -68,9 +68,9 @@ def train(name: str, steps: int, every: int, seconds: float) -> list[Usage]:
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 2))
     optimizer = RECIPES[name].make_optimizer(module.parameters())
     module.with_bagua([optimizer], RECIPES[name].make_algorithm(name, optimizer))
-    bagua_ref.barrier()  # connects the group that is used below
     found: list[Usage] = []
     goes_on = torch.ones(1)
+    bagua_ref.broadcast(goes_on)  # connects the group that is used below
     while goes_on:
         for vectors, halves in loader:
             optimizer.zero_grad()
@@ -78,6 +78,8 @@ def train(name: str, steps: int, every: int, seconds: float) -> list[Usage]:
             optimizer.step()
             steps -= 1
             if steps % every == 0:
+                while name == "async" and not module.bagua_metrics()["async_rounds"]:
+                    time.sleep(0.01)  # the first round opens sockets
                 found.append(usage(dataset))
                 if rank == 0:
                     numbers = ", ".join(f"{value:.5g} {unit}" for unit, value in found[-1].items())
