@@ -245,9 +245,9 @@ class Contest:
 DDP = ("DDP", "DDP, best settings")
 
 
-def rows_of_real_model(name: str, quick: bool) -> list[common.Row]:
+def rows_of_real_model(name: str, quick: bool, turns: int) -> list[common.Row]:
     """Return the rows about bucket sizes and other algorithms."""
-    steps, rounds = (1, 2) if quick else REAL[name][1:]
+    steps, rounds = (1, 2) if quick else (REAL[name][1], min(REAL[name][2], turns))
     contest = Contest(bucket_sizes, name, steps, rounds)
     rows = []
     for sizes, which in ((BUCKET_SIZES, "each at its best bucket size"), ((10.0,), "buckets of 10 MiB")):
@@ -262,16 +262,20 @@ def rows_of_real_model(name: str, quick: bool) -> list[common.Row]:
 
 
 def main() -> int:
-    args = common.arguments(__doc__.partition("\n")[0], only={"default": "", "help": "only models whose name contains this"})
+    args = common.arguments(
+        __doc__.partition("\n")[0],
+        only={"default": "", "help": "only models whose name contains this"},
+        turns={"type": int, "default": 1000, "metavar": "N", "help": "N turns at most, for a shorter run"},
+    )
     models = {name: model for name, model in MODELS.items() if args.only in name}
     rows = []
     for name, (_, limit, steps, rounds) in models.items():
         if args.quick:
             steps, rounds = 1, 2
-        contest = Contest(against_ddp, name, steps, rounds)
+        contest = Contest(against_ddp, name, steps, min(rounds, args.turns))
         rows.append(contest.row(name, "ours", [peer for peer in contest.rates if peer != "ours"], DDP, common.at_least(limit)))
     for name in [name for name in REAL if args.only in name]:
-        rows += rows_of_real_model(name, args.quick)
+        rows += rows_of_real_model(name, args.quick, args.turns)
     for name in [name for name in models if "perceptron" in name]:
         contest, off = Contest(agreement, name, *((1, 2) if args.quick else (models[name][2], 15))), ["without agreement"]
         rows.append(contest.row(f"agreement, {name}", "ours", off, off, common.at_least(0.98)))
