@@ -30,6 +30,7 @@ __all__ = [
     "overlapping",
     "uncompiled",
     "unflatten",
+    "untraced",
 ]
 
 
@@ -45,6 +46,11 @@ class NotCopied:
         return type(None), ()
 
 
+# Dynamo would also trace what autograd calls in a compiled training step: all that communicates. Unlike torch.compiler.disable,
+# this imports torch._dynamo only when a function is first called.
+untraced = torch._disable_dynamo  # type: ignore[attr-defined]
+
+
 class OwnHook:
     """A hook that calls ``method`` while the method's object is alive.
 
@@ -58,8 +64,7 @@ class OwnHook:
     def __init__(self, method: Callable[..., Any] | None = None) -> None:
         self._method = None if method is None else weakref.WeakMethod(method)
 
-    # Unlike torch.compiler.disable, this imports torch._dynamo only when it is first called.
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @untraced
     def __call__(self, *args: Any) -> Any:
         """Call the method."""
         method = None if self._method is None else self._method()

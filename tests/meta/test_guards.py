@@ -300,6 +300,9 @@ GIVING_UP = [
 ]  # fmt: skip
 FORM = "tests/test_context_form.py"
 HOOKS = "src/bagua_ref/data_parallel/wrapped_module.py"
+TRACING = [
+    ("a compiled step", "src/bagua_ref/data_parallel/gradient_hook.py", "        if torch.compiler.is_dynamo_compiling():", "        if False:", "tests/test_torch_compile.py::test_a_training_step_can_be_compiled_as_a_whole[gradient_allreduce]"),
+]  # fmt: skip
 CONTEXT_FORM = [
     ("a first gradient that stands in for the forward pass", HOOKS, "                self._begin_forward(())\n", "", f"{FORM}::test_the_context_gives_the_bits_of_with_bagua[decentralized]"),
     ("no step after a backward pass that failed", HOOKS, "        if self.without_forward and self._in_backward and not _inside_backward():\n", "        if False:\n", f"{FORM}::test_no_step_follows_a_backward_pass_that_failed"),
@@ -318,6 +321,7 @@ GUARDS = (
     + NOTES
     + SHARING
     + GIVING_UP
+    + TRACING
     + CONTEXT_FORM
 )
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from bagua_ref.utils import OwnHook
+from bagua_ref.utils import OwnHook, untraced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -145,6 +145,7 @@ class _LetGo:
 class _WhenBackwardBegins(_LetGo):
     """A hook on an output, freed with its graph. It ties the hold to the end of the backward that it sees begin."""
 
+    @untraced
     def __call__(self, grad: torch.Tensor) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(_WhenBackwardEnds(self._hold, self._dropped))
 
@@ -152,6 +153,7 @@ class _WhenBackwardBegins(_LetGo):
 class _WhenBackwardEnds(_LetGo):
     """Called by the autograd engine when the backward has ended; freed, uncalled, when it failed."""
 
+    @untraced
     def __call__(self) -> None:
         self._hold.release()
 

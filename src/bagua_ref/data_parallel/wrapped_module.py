@@ -14,6 +14,7 @@ from bagua_ref.communication import broadcast_coalesced
 from bagua_ref.data_parallel.agreed_rounds import BUFFERS, AgreedRounds
 from bagua_ref.data_parallel.both_reduce import refuse_both, refuse_inside
 from bagua_ref.data_parallel.bucketing import split_into_buckets
+from bagua_ref.data_parallel.gradient_hook import GradientHook
 from bagua_ref.data_parallel.sharding import reshard, whole
 from bagua_ref.data_parallel.state_broadcast import broadcast_state
 from bagua_ref.data_parallel.step_guard import StepGuard
@@ -21,7 +22,7 @@ from bagua_ref.data_parallel.trained_parameters import TrainedParameters
 from bagua_ref.env import get_default_bucket_size
 from bagua_ref.runtime import use_world
 from bagua_ref.scheduling.engine import Engine
-from bagua_ref.utils import NotCopied, OwnHook, uncompiled
+from bagua_ref.utils import NotCopied, OwnHook, uncompiled, untraced
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -308,6 +309,7 @@ class WrappedModule(NotCopied):
             return None
         return "followed no training forward of the module, as when one of its children or methods is called instead of it"
 
+    @untraced
     def _graph_task_ended(self) -> None:
         """Run the post-backward hook at the end of the outermost backward pass.
 
@@ -358,27 +360,6 @@ class WrappedModule(NotCopied):
             self.process_group.close()
         if self._buffer_group is not None:
             self._buffer_group.close()
-
-
-class GradientHook(NotCopied):
-    """The hook of a parameter, which marks each gradient ready; ``training`` is the training that the parameter belongs to.
-
-    It runs for every gradient, so it must be fast.
-
-    Args:
-        wrapped: the training; held weakly, as the garbage collector cannot see through the C++ part of a parameter.
-        name: the parameter's name.
-    """
-
-    __slots__ = ("_name", "training")
-
-    def __init__(self, wrapped: WrappedModule, name: str) -> None:
-        self.training, self._name = weakref.ref(wrapped), name
-
-    def __call__(self, parameter: Any) -> None:
-        wrapped = self.training()
-        if wrapped is not None and (wrapped._in_backward or wrapped._begin_backward(self._name, parameter)):
-            wrapped._backward_hook(self._name, wrapped.shards.get(self._name, parameter))
 
 
 def trainings_of(parameter: torch.nn.Parameter) -> list[WrappedModule]:
