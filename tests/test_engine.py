@@ -13,7 +13,7 @@ import bagua_ref
 from bagua_ref.bucket import BaguaBucket
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 from bagua_ref.runtime import RealWorld, current_world
-from bagua_ref.scheduling.engine import Engine
+from bagua_ref.scheduling.engine import Beginning, Engine
 from bagua_ref.scheduling.readiness import Readiness
 from bagua_ref.simulation import SimulatedWorld
 
@@ -56,8 +56,9 @@ def test_S2_4_operations_of_a_bucket_run_in_the_order_appended() -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("is_open", [False, True])
-def test_functions_and_rounds_of_other_buckets_run_after_the_round_under_way(is_open: bool) -> None:
+def test_functions_and_rounds_of_other_buckets_run_after_the_round_under_way(is_open: bool, waits: bool) -> None:
     ran: list[str] = []
 
     def begin() -> Any:
@@ -65,7 +66,7 @@ def test_functions_and_rounds_of_other_buckets_run_after_the_round_under_way(is_
         return lambda: ran.append("end")
 
     engine = Engine(RealWorld())
-    engine.before_round = lambda: begin
+    engine.before_round = lambda: Beginning(begin, waits)
     bucket, other = bucket_of("a", ran.append), bucket_of("b", ran.append)
     engine.register_ordered_buckets([bucket])
     mark(bucket)
@@ -196,7 +197,8 @@ def test_S2_4_a_bucket_marked_again_before_the_wait_is_loaded_after_the_run_that
     assert not any(flat[size:].any() for flat in seen)
 
 
-def test_no_bucket_runs_in_a_round_that_was_refused_or_after_it() -> None:
+@pytest.mark.parametrize("waits", [False, True])
+def test_no_bucket_runs_in_a_round_that_was_refused_or_after_it(waits: bool) -> None:
     ran: list[str] = []
     engine, refuse = Engine(RealWorld()), [False]
 
@@ -204,7 +206,7 @@ def test_no_bucket_runs_in_a_round_that_was_refused_or_after_it() -> None:
         if refuse[0]:
             raise CommunicationError("the ranks disagree")
 
-    engine.before_round = lambda: open_round
+    engine.before_round = lambda: Beginning(open_round, waits)
     buckets = [bucket_of(name, ran.append) for name in "ab"]
     engine.register_ordered_buckets(buckets)
     mark(*buckets)
@@ -221,7 +223,7 @@ def test_no_bucket_runs_in_a_round_that_was_refused_or_after_it() -> None:
 def test_a_round_begins_on_the_worker_with_its_first_tensor_before_any_bucket_is_complete() -> None:
     begun, ran = threading.Event(), list[str]()
     engine = Engine(RealWorld())
-    engine.before_round = lambda: begun.set
+    engine.before_round = lambda: Beginning(begun.set, waits=True)
     buckets = [bucket_of(name, ran.append) for name in "ab"]
     engine.register_ordered_buckets(buckets)
     engine.mark_ready(buckets[1].tensors[0])
@@ -234,7 +236,46 @@ def test_a_round_begins_on_the_worker_with_its_first_tensor_before_any_bucket_is
     engine.close()
 
 
-def test_a_round_is_closed_after_its_last_bucket_and_waiting_raises_what_that_raises() -> None:
+def test_what_waits_for_no_rank_begins_a_round_on_the_marking_thread_unless_the_worker_is_busy() -> None:
+    entered, gate, threads = threading.Event(), threading.Event(), list[threading.Thread]()
+
+    def operation(flat: torch.Tensor) -> None:
+        entered.set()
+        assert gate.wait(60)
+
+    engine = Engine(RealWorld())
+    engine.before_round = lambda: Beginning(lambda: threads.append(threading.current_thread()), waits=False)
+    bucket, slow = bucket_of("a"), bucket_of("b")
+    slow._ops = [operation]
+    engine.register_ordered_buckets([bucket])
+    mark(bucket)
+    engine.wait_pending_comm_ops()
+    engine.run_round([slow])
+    assert threads == [threading.current_thread()] * 2
+    assert entered.wait(60)
+    mark(bucket)
+    gate.set()
+    engine.wait_pending_comm_ops()
+    assert len(threads) == 3
+    assert threads[2] is not threading.current_thread()
+    engine.close()
+
+
+def test_a_round_ends_on_the_waiting_thread_after_its_buckets() -> None:
+    threads = list[threading.Thread]()
+    engine = Engine(RealWorld())
+    engine.before_round = lambda: Beginning(lambda: lambda: threads.append(threading.current_thread()), waits=False)
+    bucket = bucket_of("a", lambda _: threads.append(threading.current_thread()))
+    engine.register_ordered_buckets([bucket])
+    mark(bucket)
+    engine.wait_pending_comm_ops()
+    worker, waiting = threads
+    assert waiting is threading.current_thread() is not worker
+    engine.close()
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_round_is_closed_after_its_last_bucket_and_waiting_raises_what_that_raises(waits: bool) -> None:
     ran: list[str] = []
     engine, refuse = Engine(RealWorld()), [False]
 
@@ -243,7 +284,7 @@ def test_a_round_is_closed_after_its_last_bucket_and_waiting_raises_what_that_ra
         if refuse[0]:
             raise CommunicationError("the ranks disagree")
 
-    engine.before_round = lambda: lambda: close
+    engine.before_round = lambda: Beginning(lambda: close, waits)
     buckets = [bucket_of(name, ran.append) for name in "ab"]
     engine.register_ordered_buckets(buckets)
     mark(*buckets)
@@ -259,7 +300,8 @@ def test_a_round_is_closed_after_its_last_bucket_and_waiting_raises_what_that_ra
     engine.close()
 
 
-def test_a_round_in_which_a_bucket_fails_is_not_closed() -> None:
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_round_in_which_a_bucket_fails_is_not_closed(waits: bool) -> None:
     ran: list[str] = []
 
     def fail(flat: torch.Tensor) -> None:
@@ -267,7 +309,7 @@ def test_a_round_in_which_a_bucket_fails_is_not_closed() -> None:
 
     engine, failing = Engine(RealWorld()), bucket_of("a", ran.append)
     good, failing._ops = failing._ops, [fail]
-    engine.before_round = lambda: lambda: lambda: ran.append("closed")
+    engine.before_round = lambda: Beginning(lambda: lambda: ran.append("closed"), waits)
     engine.register_ordered_buckets([failing])
     mark(failing)
     with pytest.raises(CommunicationError, match="a test"):

@@ -25,6 +25,7 @@ import bagua_ref
 from bagua_ref.algorithms import DecentralizedAlgorithm, GradientAllReduceAlgorithm
 from bagua_ref.communicators import mesh, notes
 from bagua_ref.communicators.notes import NoteSockets
+from bagua_ref.env import shares_memory
 from bagua_ref.errors import CommunicationError
 
 GONE = r"closed by peer|reset by peer"
@@ -38,8 +39,8 @@ def connect_all(ranks: Ranks, timeout: float = 20.0, hosts: Sequence[str] = ()) 
 
 
 @contextmanager
-def connected(nranks: int, timeout: float = 20.0) -> Iterator[list[NoteSockets]]:
-    sockets = [one for one in connect_all(Ranks(nranks), timeout) if one is not None]
+def connected(nranks: int, timeout: float = 20.0, host: str = "localhost") -> Iterator[list[NoteSockets]]:
+    sockets = [one for one in connect_all(Ranks(nranks), timeout, [host] * nranks) if one is not None]
     assert len(sockets) == nranks
     try:
         yield sockets
@@ -49,8 +50,9 @@ def connected(nranks: int, timeout: float = 20.0) -> Iterator[list[NoteSockets]]
 
 
 @pytest.mark.parametrize("nranks", [1, 2, 5])
+@pytest.mark.parametrize("host", ["localhost", ""], ids=["TCP", "Unix"])
 @given(data=st.data())
-def test_every_rank_gets_the_notes_of_all_in_every_exchange(nranks: int, data: st.DataObject) -> None:
+def test_every_rank_gets_the_notes_of_all_in_every_exchange(nranks: int, host: str, data: st.DataObject) -> None:
     rounds = data.draw(
         st.integers(0, 6).flatmap(
             lambda size: st.lists(
@@ -58,7 +60,7 @@ def test_every_rank_gets_the_notes_of_all_in_every_exchange(nranks: int, data: s
             )
         )
     )
-    with connected(nranks) as ranks:
+    with connected(nranks, host=host) as ranks:
         for said in rounds:
             for rank, note in zip(ranks, said, strict=True):
                 rank.send(note)
@@ -109,9 +111,10 @@ def test_waiting_ends_at_its_limit_and_has_failed_at_the_timeout() -> None:
         assert waiting.is_completed()
 
 
+@pytest.mark.parametrize("host", ["localhost", ""], ids=["TCP", "Unix"])
 @pytest.mark.parametrize("place", [0, 1])
-def test_a_rank_that_leaves_is_noticed_at_once_whoever_else_is_late(place: int) -> None:
-    with connected(3, timeout=5) as ranks:
+def test_a_rank_that_leaves_is_noticed_at_once_whoever_else_is_late(place: int, host: str) -> None:
+    with connected(3, timeout=5, host=host) as ranks:
         gone = list(ranks[0]._sockets)[place]  # they are in the order of connecting
         ranks[0].send([1])
         threading.Timer(0.3, ranks[gone].close).start()
@@ -120,8 +123,9 @@ def test_a_rank_that_leaves_is_noticed_at_once_whoever_else_is_late(place: int) 
         assert ranks[0].is_completed()
 
 
-def test_what_a_rank_said_before_it_left_is_read() -> None:
-    with connected(2) as (stays, leaves):
+@pytest.mark.parametrize("host", ["localhost", ""], ids=["TCP", "Unix"])
+def test_what_a_rank_said_before_it_left_is_read(host: str) -> None:
+    with connected(2, host=host) as (stays, leaves):
         stays.send([1])
         leaves.send([2])
         leaves.close()  # without having read what the other one sent
@@ -129,8 +133,9 @@ def test_what_a_rank_said_before_it_left_is_read() -> None:
         assert stays.notes() == [[1], [2]]
 
 
-def test_sending_to_a_rank_that_has_left_is_an_error_that_the_connection_understands() -> None:
-    with connected(2) as (stays, leaves):
+@pytest.mark.parametrize("host", ["localhost", ""], ids=["TCP", "Unix"])
+def test_sending_to_a_rank_that_has_left_is_an_error_that_the_connection_understands(host: str) -> None:
+    with connected(2, host=host) as (stays, leaves):
         leaves.close()
         with suppress(RuntimeError):  # the first message may find out
             stays.send([1])
@@ -263,8 +268,8 @@ def test_sockets_that_nobody_refers_to_are_closed() -> None:
     one.close()
 
 
-def train(steps: int, skipped_by: int | None = None) -> tuple[torch.Tensor, bool]:
-    """Train over gloo; return the weights and whether sockets carry the notes."""
+def train(steps: int, skipped_by: int | None = None) -> tuple[torch.Tensor, set[socket.AddressFamily]]:
+    """Train over gloo; return the weights and the kind of the sockets that carry the notes, if any do."""
     module: Any = network()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     module.with_bagua([optimizer], GradientAllReduceAlgorithm())
@@ -275,12 +280,13 @@ def train(steps: int, skipped_by: int | None = None) -> tuple[torch.Tensor, bool
             optimizer.step()
     connection: Any = module._bagua.process_group.get_global_communicator()._connection
     weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
-    return weights, connection._sockets is not None
+    notes_between = connection._sockets._sockets.values() if connection._sockets is not None else ()
+    return weights, {one.family for one in notes_between}
 
 
-def train_without_sockets(steps: int, skipped_by: int | None = None) -> tuple[torch.Tensor, bool]:
+def train_without_sockets(steps: int, skipped_by: int | None = None) -> tuple[torch.Tensor, set[socket.AddressFamily]]:
     if bagua_ref.get_rank() == 1:  # one rank is enough
-        notes.listen_towards = refuse
+        notes.listen_towards = notes.listen_locally = refuse
     return train(steps, skipped_by)
 
 
@@ -295,10 +301,13 @@ def disagree(function: Callable[..., Any]) -> str:
 
 
 def test_gloo_trainings_use_sockets_where_they_can_and_end_alike() -> None:
-    over_sockets, over_gloo = launch(train, 3, 4), launch(train_without_sockets, 3, 4)
-    assert [used for _, used in over_sockets] == [True] * 3
-    assert [used for _, used in over_gloo] == [False] * 3
-    assert all(torch.equal(weights, over_sockets[0][0]) for weights, _ in (*over_sockets, *over_gloo))
+    without, over_tcp = (launch(function, 3, 4, over_gloo=True) for function in (train_without_sockets, train))
+    over_unix = launch(train, 3, 4)
+    assert [kinds for _, kinds in without] == [set()] * 3
+    assert all(kinds and kinds <= {socket.AF_INET, socket.AF_INET6} for _, kinds in over_tcp)
+    assert not shares_memory() or [kinds for _, kinds in over_unix] == [{socket.AF_UNIX}] * 3
+    assert all(torch.equal(weights, without[0][0]) for weights, _ in (*without, *over_tcp))
+    assert all(torch.equal(weights, over_unix[0][0]) for weights, _ in over_unix)  # its sums are in another order than gloo's
 
 
 @pytest.mark.parametrize("function", [train, train_without_sockets])

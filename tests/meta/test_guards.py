@@ -59,7 +59,7 @@ AGREEMENT = [
     ("a rank that trains on", WAITING, " or all(wait.is_background for wait in long.values())", "", f"{WAITS}::test_a_rank_whose_training_goes_on_beside_a_background_collective_does_not_count_as_waiting"),
     ("taking back a wait", WAITING, "                    self._publish([])\n", "                    pass\n", f"{WAITS}::test_a_wait_that_ends_is_taken_back_at_once"),
     ("comparing at the end of a round", ROUNDS, "            return check\n", "            return None\n", f"{AGREE}::test_each_rank_says_the_same_and_names_who_differs_in_what"),
-    ("comparing at the end of a round, the engine's part", ENGINE, "        self._close_round()\n        with profiled", "        with profiled", f"{AGREE}::test_each_rank_says_the_same_and_names_who_differs_in_what"),
+    ("comparing at the end of a round, the engine's part", ENGINE, "                _Closing(self._opening, self._fate)()\n", "", f"{AGREE}::test_each_rank_says_the_same_and_names_who_differs_in_what"),
     ("other buckets than in the last round", ROUNDS, "            if not same_plan:", "            if False:", f"{LOST}::test_other_buckets_than_before_are_an_error_before_any_is_sent"),
     ("a wait that has timed out", WAITING, "            self._failed.append([what, place])\n", "", f"{WAITS}::test_a_wait_that_has_just_timed_out_is_still_known"),
     ("a wait shorter than five seconds", WAITING, ", timeout / 2)", ")", f"{WAITS}::test_a_wait_with_a_short_timeout_is_published_before_it_ends"),
@@ -264,7 +264,7 @@ NOTES = [
     ("strangers at the port of notes", MESH, "    if hmac.compare_digest(greeting[:_TOKEN], token):\n", "    if True:\n", f"{OVER_SOCKETS}::test_a_stranger_at_the_port_is_sent_away"),
     ("strangers that say nothing", MESH, "min(_SILENCE, _left(deadline))", "_left(deadline)", f"{OVER_SOCKETS}::test_a_stranger_at_the_port_is_sent_away"),
     ("agreeing on the sockets", MESH, "        if not all(reached):\n", "        if len(sockets) != nranks - 1:\n", f"{OVER_SOCKETS}::test_where_a_rank_cannot_be_reached_no_rank_uses_sockets[1]"),
-    ("a time limit for notes", SOCKETS, "                self._failed = until == self._deadline\n", "                pass\n", f"{OVER_SOCKETS}::test_waiting_ends_at_its_limit_and_has_failed_at_the_timeout"),
+    ("a time limit for notes", SOCKETS, "                self._failed = \"timed out\"\n", "                raise RuntimeError(\"timed out\")\n", f"{OVER_SOCKETS}::test_waiting_ends_at_its_limit_and_has_failed_at_the_timeout"),
     ("a rank whose socket is closed", SOCKETS, "            if not more:\n", "            if False:\n", f"{OVER_SOCKETS}::test_a_rank_that_leaves_is_noticed_at_once_whoever_else_is_late[1]"),
     ("looking at all ranks at a time", SOCKETS, "wait(list(self._missing), left)", "wait(list(self._missing)[:1], left)", f"{OVER_SOCKETS}::test_a_rank_that_leaves_is_noticed_at_once_whoever_else_is_late[1]"),
     ("notes of another length", SOCKETS, "                if (length := array(\"q\", self._received[peer])[0]) != len(self._note):\n", "                if False:\n", f"{OVER_SOCKETS}::test_notes_of_different_lengths_are_an_error_on_both_ranks"),
@@ -300,6 +300,13 @@ GIVING_UP = [
 ]  # fmt: skip
 FORM = "tests/test_context_form.py"
 HOOKS = "src/bagua_ref/data_parallel/wrapped_module.py"
+ROUND_ENDS, NOTE = "src/bagua_ref/scheduling/engine.py", "src/bagua_ref/communicators/notes.py"
+BESIDE_BACKWARD = [
+    ("a busy worker at the beginning of a round", ROUND_ENDS, "            if waits or not self._worker.idle:\n", "            if waits:\n", "tests/test_engine.py::test_what_waits_for_no_rank_begins_a_round_on_the_marking_thread_unless_the_worker_is_busy"),
+    ("waiting before a round ends", ROUND_ENDS, "            runs = self._worker.wait()\n            if self._opening is not None:\n                _Closing(self._opening, self._fate)()\n                self._opening = None\n", "            if self._opening is not None:\n                _Closing(self._opening, self._fate)()\n                self._opening = None\n            runs = self._worker.wait()\n", "tests/test_engine.py::test_a_round_is_closed_after_its_last_bucket_and_waiting_raises_what_that_raises[False]"),
+    ("notes that have failed", NOTE, "        return not self._failed and not self._missing\n", "        return not self._missing\n", "tests/test_notes.py::test_notes_of_different_lengths_are_an_error_on_both_ranks"),
+    ("local notes on one machine", CONNECTION, '            host = "" if self.memory is not None else host_of(self._store)\n', "            host = host_of(self._store)\n", "tests/test_notes.py::test_gloo_trainings_use_sockets_where_they_can_and_end_alike"),
+]  # fmt: skip
 TRACING = [
     ("a compiled step", "src/bagua_ref/data_parallel/gradient_hook.py", "        if torch.compiler.is_dynamo_compiling():", "        if False:", "tests/test_torch_compile.py::test_a_training_step_can_be_compiled_as_a_whole[gradient_allreduce]"),
 ]  # fmt: skip
@@ -321,6 +328,7 @@ GUARDS = (
     + NOTES
     + SHARING
     + GIVING_UP
+    + BESIDE_BACKWARD
     + TRACING
     + CONTEXT_FORM
 )

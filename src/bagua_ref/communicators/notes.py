@@ -13,9 +13,9 @@ import weakref
 from array import array
 from datetime import timedelta
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from bagua_ref.communicators.mesh import Unreachable, close_sockets, connect_all, listen_towards
+from bagua_ref.communicators.mesh import Unreachable, close_sockets, connect_all, listen_locally, listen_towards
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,7 +44,8 @@ class NoteSockets:
         self._received: dict[int, bytes] = {}
         self._missing: dict[socket.socket, int] = {}
         self._deadline: float | None = None
-        self._failed = False
+        self._failed = ""
+        """Why the exchange will never end."""
         self.close = weakref.finalize(self, close_sockets, sockets, os.getpid())
         """Close the sockets, which the other ranks notice; also called when this is garbage-collected."""
         self.close.atexit = False
@@ -69,8 +70,30 @@ class NoteSockets:
         return self
 
     def is_completed(self) -> bool:
-        """Return whether all notes have come, or never will."""
-        return self._failed or not self._missing
+        """Return whether `wait` has nothing to wait for."""
+        return bool(self._failed) or not self._missing
+
+    def have_come(self) -> bool:
+        """Read what has come, without waiting; return whether these are all notes."""
+        size = 8 * (1 + len(self._note))
+        for connected, peer in [] if self._failed else list(self._missing.items()):
+            try:
+                more = connected.recv(size - len(self._received[peer]))
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                self._failed = str(error)
+                break
+            if not more:
+                self._failed = "connection closed by peer"
+                break
+            self._received[peer] += more
+            if len(self._received[peer]) == size:
+                del self._missing[connected]
+                if (length := array("q", self._received[peer])[0]) != len(self._note):
+                    self._failed = f"rank {peer} of the group sent a note of {length} numbers, this rank one of {len(self._note)}"
+                    break
+        return not self._failed and not self._missing
 
     def wait(self, limit: timedelta = timedelta.max) -> None:
         """Wait until all notes have come, for ``limit`` at most.
@@ -82,40 +105,19 @@ class NoteSockets:
         if self._deadline is None:
             self._deadline = now + self._timeout
         until = min(self._deadline, now + limit.total_seconds())
-        self._read()
-        while self._missing:
+        while not self.have_come():
             left = until - time.monotonic()
-            if left <= 0 or not wait(list(self._missing), left):
-                self._failed = until == self._deadline
-                raise RuntimeError("timed out")
-            self._read()
+            if not self._failed and (left <= 0 or not wait(list(self._missing), left)):
+                if until < self._deadline:
+                    raise RuntimeError("timed out")
+                self._failed = "timed out"
+            if self._failed:
+                raise RuntimeError(self._failed)
 
     def notes(self) -> list[list[int]]:
         """Return the notes of all ranks, which have come."""
         theirs = {peer: array("q", received).tolist()[1:] for peer, received in self._received.items()}
         return [theirs[rank] if rank in theirs else list(self._note) for rank in range(len(theirs) + 1)]
-
-    def _read(self) -> None:
-        """Read what has come, without waiting."""
-        size = 8 * (1 + len(self._note))
-        for connected, peer in list(self._missing.items()):
-            try:
-                more = connected.recv(size - len(self._received[peer]))
-            except BlockingIOError:
-                continue
-            except OSError as error:
-                self._fail(str(error))
-            if not more:
-                self._fail("connection closed by peer")
-            self._received[peer] += more
-            if len(self._received[peer]) == size:
-                del self._missing[connected]
-                if (length := array("q", self._received[peer])[0]) != len(self._note):
-                    self._fail(f"rank {peer} of the group sent a note of {length} numbers, this rank one of {len(self._note)}")
-
-    def _fail(self, why: str) -> NoReturn:
-        self._failed = True
-        raise RuntimeError(why)
 
 
 def connect(
@@ -126,15 +128,16 @@ def connect(
     Args:
         rank: this rank.
         nranks: the number of ranks.
-        host: a machine that all ranks reach; others are told the address with which this rank would talk to it.
+        host: a machine that all ranks reach; others are told the address with which this rank would talk to it. "": all ranks are
+            on one machine.
         share: exchanges notes in another way; what it raises is raised here, too.
         timeout: seconds without progress after which waiting for notes raises.
     """
     try:
-        sockets = connect_all(rank, nranks, lambda: listen_towards(host, nranks), share)
+        sockets = connect_all(rank, nranks, lambda: listen_towards(host, nranks) if host else listen_locally(nranks), share)
     except Unreachable as why:
         _logger.info("ranks compare their notes over gloo, as %s; a step takes a little longer", why)
         return None
-    for connected in sockets.values():
+    for connected in sockets.values() if host else ():
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return NoteSockets(rank, sockets, timeout)

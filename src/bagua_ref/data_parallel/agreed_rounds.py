@@ -13,6 +13,7 @@ from bagua_ref.agreement import UNSAID, Agreement, Fact
 from bagua_ref.data_parallel.sharding import local, whole
 from bagua_ref.errors import CommunicationError
 from bagua_ref.flight_recorder import explain
+from bagua_ref.scheduling.engine import Beginning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -116,8 +117,8 @@ class AgreedRounds:
         if self._plan_of_last_round is None:  # what the first one depends on was compared when wrapping
             self._plan_of_last_round = self._plan
 
-    def _open(self) -> Callable[[], Callable[[], None] | None]:
-        """Return what the worker runs when a round begins, and this returns what it runs when the round ends."""
+    def _open(self) -> Beginning:
+        """Return what the engine does when a round begins, and what that returns for the round's end."""
         loaded, self._loaded = self._loaded, False
         alike, facts = self._trained.bagua_algorithm.rounds_are_alike, self._facts(ROUND)
         same_plan, self._plan_of_last_round = self._plan == self._plan_of_last_round, self._plan
@@ -144,7 +145,7 @@ class AgreedRounds:
                 comparison.check_facts()
             return check
 
-        return begin
+        return Beginning(begin, waits=self._in_node is not None or not alike or not same_plan)
 
     def tell(self, act: int, flag: bool = False) -> Told:
         """Tell the other ranks that this one is about to do ``act``, `BUFFERS` or `STEP`; return what all have told. Collective.

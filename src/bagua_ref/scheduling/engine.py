@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch.profiler import record_function
@@ -26,9 +26,21 @@ if TYPE_CHECKING:
     from bagua_ref.runtime import World
     from bagua_ref.tensor import Registration
 
-__all__ = ["Engine"]
+__all__ = ["Beginning", "Engine"]
 
 T = TypeVar("T")
+
+
+class Beginning(NamedTuple):
+    """What an engine does when a round begins.
+
+    Attributes:
+        begin: called before the first bucket; what it returns, if not None, is called after the last one.
+        waits: whether ``begin`` waits for other ranks. If not, the marking thread calls it, unless the worker is busy.
+    """
+
+    begin: Callable[[], Callable[[], None] | None]
+    waits: bool
 
 
 class Engine:
@@ -41,9 +53,9 @@ class Engine:
         algorithm: the algorithm's name in profiles; "" uses ``name``.
 
     Attributes:
-        before_round: called on the marking thread when a round's first tensor is ready; what it returns is called on the
-            worker before the first bucket; and what that returns, if not None, after the last one. If one of these raises an
-            error, no bucket runs any more, and waiting raises it. None: rounds begin and end without further ado.
+        before_round: called when a round's first tensor is ready; what it returns is called before the first bucket; and what
+            that returns, if not None, after the last one. If one of these raises an error, no bucket runs any more, and waiting
+            raises it. None: rounds begin and end without further ado.
         half_done: whether a round has been abandoned after it had begun.
         meter: what this training counts.
     """
@@ -51,7 +63,7 @@ class Engine:
     def __init__(self, world: World, name: str = "", timeout: float = 300.0, algorithm: str = "") -> None:
         self.name, self._algorithm = name, algorithm or name
         self.meter = Meter(world, name)
-        self.before_round: Callable[[], Callable[[], Callable[[], None] | None]] | None = None
+        self.before_round: Callable[[], Beginning] | None = None
         self.half_done = False
         self._fate = _Fate()
         self._opening: _Opening | None = None
@@ -126,8 +138,13 @@ class Engine:
     def _open_round(self) -> None:
         self.meter.rounds += 1
         if self.before_round is not None:
-            self._opening = _Opening(self.before_round(), self._fate)
-            self._submit(self._opening)
+            begin, waits = self.before_round()
+            self._opening = _Opening(begin, self._fate)
+            if waits or not self._worker.idle:
+                self._submit(self._opening)
+            else:  # waking the worker, which takes Python's lock during backward, would take longer
+                with use_meter(self.meter):
+                    self._opening()
 
     def _close_round(self) -> None:
         if self._opening is not None:
@@ -184,9 +201,11 @@ class Engine:
             CommunicationError: an operation failed; names the bucket and operation, with the first error as its cause.
             CommunicationTimeoutError: no progress within the timeout; names the bucket and operation.
         """
-        self._close_round()
-        with profiled(f"bagua_ref::{self._algorithm}/wait"), self.meter.waiting():
+        with profiled(f"bagua_ref::{self._algorithm}/wait"), self.meter.waiting(), use_meter(self.meter):
             runs = self._worker.wait()
+            if self._opening is not None:
+                _Closing(self._opening, self._fate)()
+                self._opening = None
         self._under_way.clear()
         if self._fate.error is not None:
             raise self._fate.error

@@ -48,6 +48,11 @@ class Worker(Generic[AnyJob]):
         """End the thread when all submitted jobs have finished; also called when the worker is garbage-collected."""
         self.close.atexit = False
 
+    @property
+    def idle(self) -> bool:
+        """Whether all submitted jobs have finished."""
+        return self._jobs_so_far.finished == self._jobs_so_far.submitted
+
     def submit(self, job: AnyJob) -> None:
         """Run ``job()`` after all earlier jobs."""
         if self._thread is None:
