@@ -38,7 +38,7 @@ else:
         derandomize="CI" in os.environ,  # the same inputs in CI every time, new ones elsewhere
         print_blob=True,
     )
-    settings.register_profile("quick", common, max_examples=20)  # in CI the first ones of those that `make proof` tries
+    settings.register_profile("quick", common, max_examples=10)  # in CI the first ones of those that `make proof` tries
     settings.register_profile("proof", common, max_examples=100)
     # For property_tests/explore.py: the seed alone decides the inputs, in CI too.
     settings.register_profile("explore", common, max_examples=50, derandomize=False, database=None)

@@ -284,7 +284,7 @@ def main() -> int:
         rows += rows_of_real_model(name, args.quick, args.turns)
     for name in [name for name in models if "perceptron" in name]:
         # Short turns, and many where steps are short: the machine's speed changes by more than what is measured.
-        steps, rounds = (1, 2) if args.quick else (8, 400) if models[name][2] > 8 else (4, 15)
+        steps, rounds = (1, 2) if args.quick else (8, 400) if models[name][2] > 8 else (1, 100)
         contest, off = Contest(agreement, name, steps, rounds), ["without agreement"]
         allowed = max(0.02, 0.2e-3 * contest.rates["without agreement"])  # 2 % or 0.2 ms, whichever is more
         rows.append(contest.row(f"agreement, {name}", "ours", off, off, common.at_least(1 - allowed)))

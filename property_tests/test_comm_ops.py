@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,6 +32,7 @@ def test_S2_4_the_interleaving_of_ranks_does_not_matter(backend, nodes, values, 
         assert_equal(a, b, EXACT)
 
 
+@pytest.mark.proof
 def test_S3_2_1024_ranks_on_65536_elements():
     results = run((1024,), [torch.full((65536,), float(rank)) for rank in range(1024)], "reference")
     assert all(torch.equal(result, results[0]) for result in results)

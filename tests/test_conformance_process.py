@@ -48,8 +48,8 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     "fault",
     [
         None,
-        ("minmax_uint8.c", "g.scale = 255.0f", "g.scale = 254.0f"),
-        ("serve.c", "payload.data + place * size)", "payload.data)"),
+        pytest.param(("minmax_uint8.c", "g.scale = 255.0f", "g.scale = 254.0f"), marks=pytest.mark.proof),
+        pytest.param(("serve.c", "payload.data + place * size)", "payload.data)"), marks=pytest.mark.proof),
     ],
     ids=str,
 )
@@ -78,10 +78,17 @@ def test_samplers_in_another_program_are_judged(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_kernel_can_be_asked_for() -> None:
-    report = run_conformance(ProcessTarget(everything()), ["kernels"], jobs=1, time_limit=60.0)
+@pytest.mark.parametrize("dtypes", [["float32"], pytest.param(list(DTYPES), marks=pytest.mark.proof)], ids=["float32", "all"])
+def test_every_kernel_can_be_asked_for(dtypes: list[str]) -> None:
+    target = ProcessTarget(everything())
+    target.capabilities["dtypes"] = dtypes
+    report = run_conformance(target, ["kernels"], jobs=1, time_limit=60.0)
     assert report.passed, str(report)
     assert not report.counts().get("skipped")
+
+
+@pytest.mark.slow
+def test_a_fault_of_a_kernel_in_another_program_is_found() -> None:
     planted = run_conformance(ProcessTarget(everything("planted")), ["kernels"], checks=["kernels.S1.add_scaled"], time_limit=60.0)
     assert planted.counts()["failed"]
 

@@ -64,6 +64,7 @@ def train(name: str, kernels: Any, dtype: torch.dtype, flatten: bool) -> list[to
     return SimulatedWorld(6, nodes=(3, 1, 2)).run(rank)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("flatten", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -72,8 +72,10 @@ def wrapped(
     return weights, optimizer._bagua_fused_count if fuse else 0, len(storages)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("fuse_first", [True, False])
+@pytest.mark.parametrize(
+    ("fuse_first", "set_to_none"),
+    [(True, True), (False, False), *(pytest.param(first, not first, marks=pytest.mark.proof) for first in (True, False))],
+)
 @pytest.mark.parametrize(
     ("name", "do_flatten"),
     [

@@ -241,7 +241,7 @@ def _train_step_as_a_whole(algorithm: str, options: dict[str, Any]) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "decentralized"])
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", pytest.param("decentralized", marks=pytest.mark.proof)])
 def test_a_training_step_can_be_compiled_as_a_whole(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", "200")
     assert launch(_train_step_as_a_whole, 2, algorithm, ALGORITHMS[algorithm]) == [True, True]

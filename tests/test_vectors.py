@@ -73,8 +73,8 @@ def cases_of(manifest: dict[str, Any], operation: str) -> list[dict[str, Any]]:
 # Committed files
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("version", [pytest.param("1", marks=pytest.mark.proof), VECTORS_VERSION])
+@pytest.mark.proof
+@pytest.mark.parametrize("version", ["1", VECTORS_VERSION])
 def test_a_fresh_export_is_what_is_committed(version: str, tmp_path: Path) -> None:
     count, committed = export_vectors(tmp_path / "fresh", version), VECTORS.parent / f"v{version}"
     names = sorted(path.name for path in committed.iterdir())
