@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
+from tests.proof.test_conformance import SEED
 
 from bagua_ref.conformance import run_conformance
 from bagua_ref.conformance.targets.reference_target import ReferenceTarget
-
-SEED = 0 if "CI" in os.environ else int.from_bytes(os.urandom(4), "big")  # CI must give the same result every time
 
 
 @pytest.mark.parametrize("offset", range(3))

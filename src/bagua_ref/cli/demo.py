@@ -76,7 +76,7 @@ def _launch(workers: int, exchange: Path) -> None:
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",  # a machine may not be able to resolve its own name
         max_restarts=0,
-        # One node needs no heartbeat. If it were the thread of heartbeats that frees an interrupted launcher, it would join itself.
+        # One node needs no heartbeat, and the heartbeat's thread fails with a traceback if it is the one that frees the launcher.
         rdzv_configs={"keep_alive_interval": 24 * 60 * 60},
         logs_specs=DefaultLogsSpecs(log_dir=str(exchange / "logs"), redirects=Std.ALL),
     )
