@@ -105,7 +105,7 @@ def changed_json(draw, value):
     elif how == "twice" and isinstance(inside, dict):
         inside["@twice@"] = hostile
     elif how == "renamed" and isinstance(inside, dict):
-        inside[hostile if isinstance(hostile, str) else "x"] = inside.pop(last)
+        inside[hostile if isinstance(hostile, str) and hostile != DEEP else "x"] = inside.pop(last)
     else:
         del inside[last]
     text = json.dumps(value).replace('"@twice@"', json.dumps(last))
