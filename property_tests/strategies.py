@@ -11,6 +11,7 @@ from hypothesis import settings
 
 from bagua_ref.backends import available_backends, register_backend
 from bagua_ref.conformance.inputs.strategies import adversarial, name_of
+from bagua_ref.conformance.run.search import PROFILES
 
 __all__ = ["COMPRESSIBLE", "FLOATS", "Seeded", "adversarial", "every_backend", "every_backend_in_proof", "inputs", "name_of"]
 
@@ -45,12 +46,16 @@ def inputs(of_100: int) -> settings:
 
 
 class Seeded:
-    """Mixin for conformance suites: a new seed in each run, 0 in CI, or that of ``--hypothesis-seed``."""
+    """Mixin for conformance suites: a new seed in each run, 0 in CI, or that of ``--hypothesis-seed``.
+
+    `make test` tries as many inputs as of other properties, `make proof` as many as ``bagua-ref verify``.
+    """
 
     seed = 0 if "CI" in os.environ else int.from_bytes(os.urandom(4), "big")
 
     @pytest.fixture(autouse=True)
-    def _seed_of_the_command_line(self, request: pytest.FixtureRequest) -> None:
+    def _settings_of_the_command_line(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(PROFILES, "quick", min(PROFILES["quick"], settings.default.max_examples))
         given = request.config.getoption("--hypothesis-seed")
         if given is not None:
             self.seed = int(given)

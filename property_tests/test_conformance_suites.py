@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,12 @@ class TestBackends(Seeded, CommOpSuite, AlgorithmSuite):
         return backend
 
 
+@functools.cache
+def unflattened(backend: str) -> SimpleNamespace:
+    algorithms = ReferenceAlgorithms(backend, flatten=False)
+    return SimpleNamespace(kernels=backend, comm_ops=ReferenceCommOps(backend, flatten=False), algorithms=algorithms)
+
+
 @pytest.mark.proof
 @every_backend
 class TestUnflattened(Seeded, CommOpSuite, AlgorithmSuite):
@@ -30,5 +37,4 @@ class TestUnflattened(Seeded, CommOpSuite, AlgorithmSuite):
 
     @pytest.fixture
     def target(self, backend):
-        algorithms = ReferenceAlgorithms(backend, flatten=False)
-        return SimpleNamespace(kernels=backend, comm_ops=ReferenceCommOps(backend, flatten=False), algorithms=algorithms)
+        return unflattened(backend)

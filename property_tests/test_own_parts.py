@@ -8,8 +8,10 @@ from property_tests.strategies import Seeded
 from bagua_ref.conformance.run.pytest_suites import CacheSuite, CollectiveSuite, FusedOptimizerSuite
 from bagua_ref.conformance.targets.reference_target import ReferenceTarget
 
+TARGET = ReferenceTarget()
+
 
 class TestOwnParts(Seeded, CollectiveSuite, CacheSuite, FusedOptimizerSuite):
     @pytest.fixture
     def target(self):
-        return ReferenceTarget()
+        return TARGET

@@ -6,7 +6,7 @@ These are complexities in every form, the public chunks, and saving and resuming
 from __future__ import annotations
 
 import warnings
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,14 +23,19 @@ from bagua_ref.conformance.run.pytest_suites import SamplerSuite
 from bagua_ref.contrib import LoadBalancingDistributedBatchSampler, LoadBalancingDistributedSampler
 
 
+@cache
+def with_samplers_on(backend: str) -> SimpleNamespace:
+    sampler = partial(LoadBalancingDistributedSampler, backend=backend)
+    batches = LoadBalancingDistributedBatchSampler
+    parts = SimpleNamespace(LoadBalancingDistributedSampler=sampler, LoadBalancingDistributedBatchSampler=batches)
+    return SimpleNamespace(samplers=parts)
+
+
 @every_backend
 class TestSamplers(Seeded, SamplerSuite):
     @pytest.fixture
     def target(self, backend):
-        sampler = partial(LoadBalancingDistributedSampler, backend=backend)
-        batches = LoadBalancingDistributedBatchSampler
-        parts = SimpleNamespace(LoadBalancingDistributedSampler=sampler, LoadBalancingDistributedBatchSampler=batches)
-        return SimpleNamespace(samplers=parts)
+        return with_samplers_on(backend)
 
 
 def as_scalar(number: Any) -> st.SearchStrategy[Any]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -20,7 +22,8 @@ from bagua_ref.cli import main
 from bagua_ref.conformance import Report, Result, run_conformance
 from bagua_ref.conformance.clauses import CLAUSES
 from bagua_ref.conformance.lab.canary import Canary
-from bagua_ref.conformance.run.runner import check_ids
+from bagua_ref.conformance.run.runner import OneByOne, check_ids
+from bagua_ref.conformance.run.search import Search
 from bagua_ref.conformance.suites.checks import all_checks
 
 ROOT = Path(__file__).parents[1]
@@ -330,6 +333,40 @@ def pytest_in(folder, *arguments):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
     return ran.returncode, ran.stdout + ran.stderr
+
+
+@pytest.mark.parametrize("failing", [hostile.Raises, hostile.Leaves])
+def test_checks_of_a_suite_share_a_process_until_one_fails(failing, tmp_path):
+    class Fails(ReferenceBackend):
+        def _add_(self, x, y):
+            with log.open("a") as file:
+                print(os.getpid(), file=file)
+            if x.dtype is torch.float16:
+                failing._add_(self, x, y)
+            super()._add_(x, y)
+
+    def processes(dtype):
+        log.write_text("")
+        assert runs.run(target, all_checks()[ADD], dtype, Search()).passed == (dtype != "float16")
+        return set(log.read_text().split())
+
+    runs, log, backend = OneByOne(), tmp_path / "log", Fails()
+    target = runs.resolve(backend)
+    assert runs.resolve(backend) is target
+    first, second, failed, third = map(processes, ("float32", "float64", "float16", "float32"))
+    assert len(first) == 1
+    assert first == second == failed
+    assert len(third) == 1
+    assert third != first
+    runs.stop()
+    assert multiprocessing.active_children() == []
+
+
+def test_a_process_does_not_outlive_its_check_if_the_target_is_external():
+    runs = OneByOne()
+    target = runs.resolve(SimpleNamespace(kernels="reference", capabilities={"external": True}))
+    assert runs.run(target, all_checks()[ADD], "float32", Search()).passed
+    assert multiprocessing.active_children() == []
 
 
 SUITE = """

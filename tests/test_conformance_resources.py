@@ -66,12 +66,13 @@ def test_a_check_that_needs_more_ranks_is_skipped() -> None:
 
 def test_a_suite_for_pytest_skips_it_too() -> None:
     from bagua_ref.conformance.run.pytest_suites import judge
+    from bagua_ref.conformance.run.runner import OneByOne
     from bagua_ref.conformance.run.search import Search
     from bagua_ref.conformance.suites.checks import all_checks
 
     check = all_checks()["comm_ops.S3.4.many_steps"]
     with pytest.raises(pytest.skip.Exception, match="needs 6 ranks, the target has at most 2"):
-        judge(resolve(at_most(2, kernels="reference")), check, None, Search(), ())
+        judge(OneByOne(), resolve(at_most(2, kernels="reference")), check, None, Search(), ())
 
 
 def test_without_a_limit_the_report_says_nothing() -> None:

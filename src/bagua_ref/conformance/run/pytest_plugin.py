@@ -9,7 +9,7 @@ import pytest
 
 from bagua_ref.conformance.clauses import SUITES
 from bagua_ref.conformance.run.pytest_suites import judge
-from bagua_ref.conformance.run.runner import check_ids, row_id
+from bagua_ref.conformance.run.runner import OneByOne, check_ids, row_id
 from bagua_ref.conformance.run.search import Search
 from bagua_ref.conformance.run.xfails import read_xfails
 from bagua_ref.conformance.suites.checks import all_checks, checks_of, variants
@@ -45,10 +45,12 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
         xfail = read_xfails(Path(path), [*all_checks(), *check_ids()]) if path else ()
     except (ValueError, TypeError, ImportError, AttributeError, RuntimeError, OSError) as error:
         raise pytest.UsageError(f"--bagua-backend: {type(error).__name__}: {error}") from error
+    runs = OneByOne()
+    config.add_cleanup(runs.stop)
     how = Search(config.getoption("--bagua-profile"), config.getoption("--bagua-seed"))
     for check in checks_of(config.getoption("--bagua-suite") or SUITES).values():
         for dtype in variants(check):
-            run = (target, check, dtype, how, tuple(xfail))
+            run = (runs, target, check, dtype, how, tuple(xfail))
             items.append(_Item.from_parent(session, name=row_id(check, dtype), run=run))
 
 

@@ -8,15 +8,19 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
 from bagua_ref.conformance.clauses import SUITES
-from bagua_ref.conformance.run.runner import check_ids, reason_to_skip, row_id, run_one
+from bagua_ref.conformance.run.runner import OneByOne, check_ids, reason_to_skip, row_id
 from bagua_ref.conformance.run.search import Search
 from bagua_ref.conformance.suites.checks import Check, all_checks, checks_of, variants
-from bagua_ref.conformance.targets.target import Target, resolve
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from bagua_ref.conformance.targets.target import Target
 
 __all__ = [
     "AlgorithmSuite",
@@ -32,11 +36,13 @@ __all__ = [
 ]
 
 
-def judge(target: Target, check: Check, dtype: str | None, how: Search, xfail: tuple[str, ...], time_limit: float = 10.0) -> None:
+def judge(
+    runs: OneByOne, target: Target, check: Check, dtype: str | None, how: Search, xfail: tuple[str, ...], time_limit: float = 10.0
+) -> None:
     """Run a check for one dtype as a pytest test: pass, fail, skip or xfail; an expected failure that passes fails."""
     if reason := reason_to_skip(target, check, dtype):
         pytest.skip(reason)
-    outcome = run_one(target, check, dtype, how, time_limit)
+    outcome = runs.run(target, check, dtype, how, time_limit)
     if outcome.skipped:
         pytest.skip(outcome.skipped)
     expected = check.id in xfail or row_id(check, dtype) in xfail
@@ -74,6 +80,14 @@ class ConformanceSuite:
         """Return the implementation under test; see `run_conformance`."""
         raise NotImplementedError(f"{type(self).__name__} needs a fixture 'target' that returns the implementation under test")
 
+    @pytest.fixture(scope="class")
+    @classmethod
+    def bagua_runs(cls) -> Iterator[OneByOne]:
+        """What runs the checks of this class."""
+        runs = OneByOne()
+        yield runs
+        runs.stop()
+
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Give ``test_kernels`` the checks of the suite "kernels", and so on; no other suite is imported."""
         suite = metafunc.definition.originalname.removeprefix("test_")
@@ -81,8 +95,8 @@ class ConformanceSuite:
             rows = [(check, dtype) for check in checks_of([suite]).values() for dtype in variants(check)]
             metafunc.parametrize(("check", "dtype"), rows, ids=[row_id(*row) for row in rows])
 
-    def _judge(self, target: Any, check: Check, dtype: str | None) -> None:
-        judge(resolve(target), check, dtype, Search(self.profile, self.seed), self.xfail, self.time_limit)
+    def _judge(self, bagua_runs: OneByOne, target: Any, check: Check, dtype: str | None) -> None:
+        judge(bagua_runs, bagua_runs.resolve(target), check, dtype, Search(self.profile, self.seed), self.xfail, self.time_limit)
 
 
 class KernelSuite(ConformanceSuite):

@@ -20,7 +20,7 @@ from bagua_ref.conformance.run.search import PROFILES, Outcome, Search
 from bagua_ref.conformance.suites.checks import Check, all_checks, checks_of, reason_to_skip_suite, variants
 from bagua_ref.conformance.targets.target import Target, resolve
 
-__all__ = ["MOST_JOBS", "check_ids", "reason_to_skip", "row_id", "run_conformance", "run_one"]
+__all__ = ["MOST_JOBS", "OneByOne", "check_ids", "reason_to_skip", "row_id", "run_conformance"]
 
 MOST_JOBS = 4
 """The most processes that run without being asked for."""
@@ -96,16 +96,45 @@ def run_conformance(
     return Report(judged.name, results, profile, seed, _versions(), time.perf_counter() - begun, judged.max_ranks)
 
 
-def run_one(target: Target, check: Check, dtype: str | None, how: Search, time_limit: float = 10.0) -> Outcome:
-    """Run a check for one dtype, in its own process if possible."""
-    task = (InProcess if can_fork(target) else OnThread)(check, [dtype], target, how, time_limit)
-    try:
-        while True:
-            if found := task.poll():
-                return found[0][1]
-            time.sleep(_POLL_SECONDS)
-    finally:
-        task.stop()
+class OneByOne:
+    """Runs checks one at a time, each in a forked process if possible; it is kept for the next check of its suite if all pass."""
+
+    def __init__(self) -> None:
+        self._targets: dict[int, tuple[Any, Target]] = {}
+        """The targets by the identity of what was given for them, which is therefore kept alive."""
+        self._idle: dict[tuple[int, str, Search], Worker] = {}
+
+    def resolve(self, given: Any) -> Target:
+        """Return what `resolve` returns, the same for the same object."""
+        if id(given) not in self._targets:
+            self._targets[id(given)] = given, resolve(given)
+        return self._targets[id(given)][1]
+
+    def run(self, target: Target, check: Check, dtype: str | None, how: Search, time_limit: float = 10.0) -> Outcome:
+        """Run a check for one dtype."""
+        task: CheckTask
+        kind, goes_on = (id(target), check.suite, how), False
+        if can_fork(target):
+            worker = self._idle.pop(kind, None) or Worker(checks_of([check.suite]).values(), target, how)
+            task = InProcess(check, [dtype], target, how, time_limit, worker)
+        else:
+            task = OnThread(check, [dtype], target, how, time_limit)
+        try:
+            while not (found := task.poll()):
+                time.sleep(_POLL_SECONDS)
+            goes_on = task.passed and isinstance(task, InProcess) and not target.external
+            return found[0][1]
+        finally:
+            if goes_on:
+                self._idle[kind] = worker
+            else:
+                task.stop()
+
+    def stop(self) -> None:
+        """Stop all processes."""
+        for worker in self._idle.values():
+            worker.stop()
+        self._idle.clear()
 
 
 def check_ids(checks: Iterable[Check] | None = None) -> list[str]:
