@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter, eq
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -11,7 +12,7 @@ from bagua_ref.tensor import BaguaTensor, registration
 from bagua_ref.utils import check_contiguous
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
@@ -57,7 +58,7 @@ class FlatStorage:
         """If flat, the part of ``_flat`` that is each tensor's, in its shape."""
         if flatten:
             self._move_together(effective)
-        self._positions = _positions(self._views)
+        self._positions = list(_positions(self._views))
         self._memory = range(0)
         """If flat, the addresses of its storage."""
         if self._flat is not None:
@@ -141,8 +142,7 @@ class FlatStorage:
         places: Sequence[int] = range(len(effective))
         strayed, pointers = effective, list(map(torch.Tensor.data_ptr, effective))
         if max(pointers) >= self._memory.start and min(pointers) < self._memory.stop:  # else all lie elsewhere
-            positions = zip(pointers, map(torch.Tensor.stride, effective), strict=True)
-            places = [place for place, position in enumerate(positions) if position != self._positions[place]]
+            places = [place for place, position in enumerate(_positions(effective)) if position != self._positions[place]]
             # Those that lie in other tensors' places are copied, or new values would mix with old ones.
             strayed = [effective[place].clone() if pointers[place] in self._memory else effective[place] for place in places]
         if strayed:
@@ -155,7 +155,7 @@ class FlatStorage:
     def _all_fit(self, effective: Sequence[Tensor | None]) -> bool:
         """Return whether all tensors are there and `_fits` each; this takes much less time than to ask for each."""
         kinds = {None if tensor is None else (tensor.layout, tensor.dtype) for tensor in effective}
-        return kinds == {(torch.strided, self._dtype)} and [t.shape for t in cast("list[Tensor]", effective)] == self._shapes
+        return kinds == {(torch.strided, self._dtype)} and all(map(eq, map(_shape, effective), self._shapes))
 
     def _fits(self, tensor: Tensor, place: int) -> bool:
         """Return whether ``tensor`` is dense and has the shape and dtype of the one that was there at the beginning."""
@@ -180,7 +180,7 @@ class FlatStorage:
 
     def _own_views(self, places: Sequence[int]) -> list[Tensor]:
         """Return views of the tensors' places in flat storage."""
-        if _positions(self._views) != self._positions:  # one of them was the gradient, and got other ``data``
+        if not all(map(eq, _positions(self._views), self._positions)):  # one of them was the gradient, and got other ``data``
             views = cast("Tensor", self._flat)[: self.filled].split([shape.numel() for shape in self._shapes])
             self._views = [view.view(shape) for view, shape in zip(views, self._shapes, strict=True)]
         return [self._views[place] for place in places]
@@ -192,5 +192,9 @@ class FlatStorage:
         kernels.scatter_flat(flat[: self.filled], tensors)
 
 
-def _positions(tensors: Sequence[Tensor]) -> list[tuple[int, tuple[int, ...]]]:
-    return list(zip(map(torch.Tensor.data_ptr, tensors), map(torch.Tensor.stride, tensors), strict=True))
+_shape = attrgetter("shape")
+
+
+def _positions(tensors: Sequence[Tensor]) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Yield each address and stride: thousands of tuples at the same time would set off the garbage collector."""
+    return zip(map(torch.Tensor.data_ptr, tensors), map(torch.Tensor.stride, tensors), strict=True)
