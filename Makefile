@@ -6,7 +6,7 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 VENV ?= .venv
-WORKERS ?= 2
+WORKERS ?= 3
 SEED ?= $(shell date +%s)
 MINUTES ?= 20
 PYTEST_ARGS ?=

