@@ -22,7 +22,7 @@ from bagua_ref.cli import main
 from bagua_ref.conformance import Report, Result, run_conformance
 from bagua_ref.conformance.clauses import CLAUSES
 from bagua_ref.conformance.lab.canary import Canary
-from bagua_ref.conformance.run.runner import OneByOne, check_ids
+from bagua_ref.conformance.run.runner import MOST_JOBS, OneByOne, check_ids
 from bagua_ref.conformance.run.search import Search
 from bagua_ref.conformance.suites.checks import all_checks
 
@@ -358,6 +358,15 @@ def test_checks_of_a_suite_share_a_process_until_one_fails(failing, tmp_path):
     assert first == second == failed
     assert len(third) == 1
     assert third != first
+    runs.stop()
+    assert multiprocessing.active_children() == []
+
+
+def test_few_processes_are_kept_if_there_is_a_target_for_each_check():
+    runs = OneByOne()
+    for _ in range(MOST_JOBS + 2):
+        assert runs.run(runs.resolve(ReferenceBackend()), all_checks()[ADD], "float32", Search()).passed
+    assert len(multiprocessing.active_children()) == MOST_JOBS
     runs.stop()
     assert multiprocessing.active_children() == []
 

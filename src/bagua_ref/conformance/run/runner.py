@@ -97,25 +97,33 @@ def run_conformance(
 
 
 class OneByOne:
-    """Runs checks one at a time, each in a forked process if possible; it is kept for the next check of its suite if all pass."""
+    """Runs checks one at a time, each in a forked process if possible; it is kept for the next check of its suite if all pass.
+
+    At most `MOST_JOBS` targets and idle processes are kept, those used last, as there may be a new target for each check.
+    """
 
     def __init__(self) -> None:
         self._targets: dict[int, tuple[Any, Target]] = {}
-        """The targets by the identity of what was given for them, which is therefore kept alive."""
-        self._idle: dict[tuple[int, str, Search], Worker] = {}
+        """What was given and its target, by the identity of the former."""
+        self._idle: dict[tuple[int, str, Search], tuple[Target, Worker]] = {}
+        """Targets and their processes by the target's identity, suite and settings."""
 
     def resolve(self, given: Any) -> Target:
         """Return what `resolve` returns, the same for the same object."""
-        if id(given) not in self._targets:
-            self._targets[id(given)] = given, resolve(given)
-        return self._targets[id(given)][1]
+        known = self._targets.pop(id(given), None) or (given, resolve(given))
+        self._targets[id(given)] = known
+        if len(self._targets) > MOST_JOBS:
+            del self._targets[next(iter(self._targets))]
+        return known[1]
 
     def run(self, target: Target, check: Check, dtype: str | None, how: Search, time_limit: float = 10.0) -> Outcome:
         """Run a check for one dtype."""
         task: CheckTask
         kind, goes_on = (id(target), check.suite, how), False
         if can_fork(target):
-            worker = self._idle.pop(kind, None) or Worker(checks_of([check.suite]).values(), target, how)
+            if kind not in self._idle:
+                self._idle[kind] = target, Worker(checks_of([check.suite]).values(), target, how)
+            _, worker = self._idle.pop(kind)
             task = InProcess(check, [dtype], target, how, time_limit, worker)
         else:
             task = OnThread(check, [dtype], target, how, time_limit)
@@ -126,13 +134,15 @@ class OneByOne:
             return found[0][1]
         finally:
             if goes_on:
-                self._idle[kind] = worker
+                self._idle[kind] = target, worker
             else:
                 task.stop()
+            if len(self._idle) > MOST_JOBS:
+                self._idle.pop(next(iter(self._idle)))[1].stop()
 
     def stop(self) -> None:
         """Stop all processes."""
-        for worker in self._idle.values():
+        for _, worker in self._idle.values():
             worker.stop()
         self._idle.clear()
 
