@@ -36,6 +36,10 @@ def everything(fault: str = "") -> str:
     return f"{PYTHON} {ROOT}/tests/process_program.py {fault}"
 
 
+def faulty(fault: str) -> str:
+    return f"{PYTHON} {ROOT}/tests/faulty_program.py {fault}"
+
+
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]))
@@ -72,9 +76,9 @@ def test_a_codec_in_another_program_is_judged() -> None:
 @pytest.mark.slow
 def test_samplers_in_another_program_are_judged(tmp_path: Path) -> None:
     assert run_conformance(ProcessTarget(SAMPLER), ["samplers"], time_limit=60.0).passed
-    faulty = tmp_path / "faulty.py"
-    faulty.write_text((ROOT / "tests" / "outside" / "plain_sampler.py").read_text().replace("place % mine", "min(place, mine - 1)"))
-    report = run_conformance(ProcessTarget(f"{PYTHON} {faulty}"), ["samplers"], time_limit=60.0)
+    program = tmp_path / "faulty.py"
+    program.write_text((ROOT / "tests" / "outside" / "plain_sampler.py").read_text().replace("place % mine", "min(place, mine - 1)"))
+    report = run_conformance(ProcessTarget(f"{PYTHON} {program}"), ["samplers"], time_limit=60.0)
     assert [result.id for result in report.failures()] == ["samplers.S7.4.batches"]
 
 
@@ -164,7 +168,6 @@ def test_operations_of_the_package_need_every_kernel() -> None:
 # Faults of the protocol
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
@@ -180,7 +183,7 @@ def test_operations_of_the_package_need_every_kernel() -> None:
     ],
 )
 def test_what_breaks_the_protocol_is_said(fault: str, said: str) -> None:
-    target = ProcessTarget(everything(fault))
+    target = ProcessTarget(faulty(fault))
     link = target.live().single(target).links[0]
     link.ask("hello")  # it has started
     link.limit(3.0)
@@ -191,7 +194,7 @@ def test_what_breaks_the_protocol_is_said(fault: str, said: str) -> None:
 
 def test_another_version_is_refused() -> None:
     with pytest.raises(ProgramError, match="speaks version 2 of the protocol, and this is version 1"):
-        ProcessTarget(everything("version"))
+        ProcessTarget(faulty("version"))
 
 
 @pytest.mark.parametrize(
@@ -241,8 +244,8 @@ def test_a_program_ends_with_the_process_that_started_it(tmp_path: Path) -> None
     program.write_text(
         "import os, sys, time\n"
         "sys.stdin.buffer.readline()\n"
-        'sys.stdout.write(\'{"protocol":1,"codecs":["OneBit"],"tensors":[]}\\n\'); sys.stdout.flush()\n'
         f"open(r'{tmp_path}/' + str(os.getpid()), 'w').close()\n"
+        'sys.stdout.write(\'{"protocol":1,"codecs":["OneBit"],"tensors":[]}\\n\'); sys.stdout.flush()\n'
         "time.sleep(600)\n"
     )
     script = (

@@ -125,12 +125,12 @@ def registration(tensor: Tensor) -> Registration:
     Raises:
         ValueError: it is not a bagua tensor.
     """
-    found = getattr(tensor, "_bagua_registration", None)
+    found: Registration | None = getattr(tensor, "_bagua_registration", None)
     if found is None:
         raise ValueError(
             f"a tensor of shape {tuple(tensor.shape)} is not a bagua tensor; call tensor.ensure_bagua_tensor(name) first"
         )
-    return cast("Registration", found)
+    return found
 
 
 def check_shared(tensors: list[Tensor], name: str) -> list[Tensor]:
