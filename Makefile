@@ -10,6 +10,8 @@ WORKERS ?= 3
 SEED ?= $(shell date +%s)
 MINUTES ?= 20
 PYTEST_ARGS ?=
+# Tests start hundreds of interpreters, which would all compile what they import.
+unexport PYTHONDONTWRITEBYTECODE
 
 bin := $(VENV)/bin
 pip := $(bin)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
@@ -60,9 +62,10 @@ env: $(VENV)/.dev  ## build .venv with everything for development
 demo: $(VENV)/.demo  ## train on handwritten digits with every algorithm, 4 processes; writes demo-report/index.html
 	@$(bin)/bagua-ref demo
 
-test: lint types docs  ## everything that must be green: style, types, docs, examples, all properties (quick profile)
+test: $(VENV)/.dev  ## everything that must be green: style, types, docs, examples, all properties (quick profile)
+	@$(MAKE) --jobs=3 --output-sync --no-print-directory lint types docs
 	$(pytest) -q tests/test_import.py  # alone: it measures time
-	$(pytest) -n $(WORKERS) --dist loadfile -m "not proof" --ignore=tests/test_import.py $(PYTEST_ARGS)
+	$(pytest) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not proof" --ignore=tests/test_import.py $(PYTEST_ARGS)
 
 # Examples that start no other process; in random order they would show what one test leaves to another.
 in_process = $(shell grep -LE 'subprocess|multiprocessing|pytester|from findings|tests(\.| import )(launch|cache_servers|cache_jobs|oracle_c|cuda_emulation)' tests/test_*.py)

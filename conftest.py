@@ -148,6 +148,15 @@ def _end_job_servers() -> None:
 
 
 @pytest.fixture
+def few_inputs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let conformance suites try no more inputs than other properties, except in proofs."""
+    from bagua_ref.conformance.run.search import PROFILES
+
+    if not request.node.get_closest_marker("proof"):
+        monkeypatch.setitem(PROFILES, "quick", min(PROFILES["quick"], settings.default.max_examples))
+
+
+@pytest.fixture
 def no_thread_is_left() -> Iterator[None]:
     """Fail a test that leaves a thread running."""
     before = set(threading.enumerate())

@@ -11,7 +11,6 @@ from hypothesis import settings
 
 from bagua_ref.backends import available_backends, register_backend
 from bagua_ref.conformance.inputs.strategies import adversarial, name_of
-from bagua_ref.conformance.run.search import PROFILES
 
 __all__ = ["COMPRESSIBLE", "FLOATS", "Seeded", "adversarial", "every_backend", "every_backend_in_proof", "inputs", "name_of"]
 
@@ -54,8 +53,7 @@ class Seeded:
     seed = 0 if "CI" in os.environ else int.from_bytes(os.urandom(4), "big")
 
     @pytest.fixture(autouse=True)
-    def _settings_of_the_command_line(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(PROFILES, "quick", min(PROFILES["quick"], settings.default.max_examples))
+    def _seed_of_the_command_line(self, request: pytest.FixtureRequest, few_inputs: None) -> None:
         given = request.config.getoption("--hypothesis-seed")
         if given is not None:
             self.seed = int(given)

@@ -6,7 +6,6 @@ python faulty_program.py FAULT; it answers the first request after hello as if i
 from __future__ import annotations
 
 import json
-import os
 import struct
 import sys
 import time

@@ -16,6 +16,7 @@ def on(target, *checks, **options):
     return run_conformance(target, ["algorithms"], checks=checks or None, **{"time_limit": 3.0, **options})
 
 
+@pytest.mark.usefixtures("few_inputs")
 def test_a_trainer_of_its_own_passes_and_what_it_lacks_is_skipped():
     report = on(outside.Right(), "S5", "S5.1", "S5.3", "S5.5", "S2.4", "S2.5", seed=5)
     assert report.passed, report

@@ -67,6 +67,7 @@ def target_of(fuse_optimizer):
     return types.SimpleNamespace(fuse_optimizer=fuse_optimizer)
 
 
+@pytest.mark.usefixtures("few_inputs")
 @pytest.mark.slow
 def test_an_optimizer_that_fuses_nothing_fails_only_where_something_must_be_fused():
     report = on(target_of(unfused), "S6", jobs=2)
@@ -228,6 +229,7 @@ def test_a_cache_that_hangs_leaves_no_process_behind(target):
 # The package's own targets, and machines without a server
 
 
+@pytest.mark.usefixtures("few_inputs")
 @pytest.mark.slow
 def test_the_package_passes_in_processes_and_on_threads():
     before = set(processes("watchdog.py"))
@@ -239,6 +241,7 @@ def test_the_package_passes_in_processes_and_on_threads():
     assert set(processes("watchdog.py", f" {os.getpid()} ")) <= before
 
 
+@pytest.mark.usefixtures("few_inputs")
 @pytest.mark.slow
 def test_without_a_program_the_small_server_serves(monkeypatch):
     monkeypatch.setenv("PATH", "")

@@ -48,6 +48,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 # Verdicts
 
 
+@pytest.mark.usefixtures("few_inputs")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "fault",
@@ -66,6 +67,7 @@ def test_a_program_in_C_is_judged(tmp_path: Path, fault: tuple[str, str, str] | 
     assert report.ran
 
 
+@pytest.mark.usefixtures("few_inputs")
 @pytest.mark.slow
 def test_a_codec_in_another_program_is_judged() -> None:
     report = run_conformance(ProcessTarget(CODEC), ["codec"], checks=["S12.2"], time_limit=60.0)
@@ -73,15 +75,19 @@ def test_a_codec_in_another_program_is_judged() -> None:
     assert report.counts()["passed"] > 10
 
 
+@pytest.mark.usefixtures("few_inputs")
 @pytest.mark.slow
 def test_samplers_in_another_program_are_judged(tmp_path: Path) -> None:
     assert run_conformance(ProcessTarget(SAMPLER), ["samplers"], time_limit=60.0).passed
     program = tmp_path / "faulty.py"
-    program.write_text((ROOT / "tests" / "outside" / "plain_sampler.py").read_text().replace("place % mine", "min(place, mine - 1)"))
+    program.write_text(
+        (ROOT / "tests" / "outside" / "plain_sampler.py").read_text().replace("place % mine", "min(place, mine - 1)")
+    )
     report = run_conformance(ProcessTarget(f"{PYTHON} {program}"), ["samplers"], time_limit=60.0)
     assert [result.id for result in report.failures()] == ["samplers.S7.4.batches"]
 
 
+@pytest.mark.usefixtures("few_inputs")
 @pytest.mark.slow
 @pytest.mark.parametrize("dtypes", [["float32"], pytest.param(list(DTYPES), marks=pytest.mark.proof)], ids=["float32", "all"])
 def test_every_kernel_can_be_asked_for(dtypes: list[str]) -> None:
@@ -95,7 +101,9 @@ def test_every_kernel_can_be_asked_for(dtypes: list[str]) -> None:
 
 @pytest.mark.slow
 def test_a_fault_of_a_kernel_in_another_program_is_found() -> None:
-    planted = run_conformance(ProcessTarget(everything("planted")), ["kernels"], checks=["kernels.S1.add_scaled"], time_limit=60.0)
+    planted = run_conformance(
+        ProcessTarget(everything("planted")), ["kernels"], checks=["kernels.S1.add_scaled"], shrink=False, time_limit=60.0
+    )
     assert planted.counts()["failed"]
 
 
@@ -110,7 +118,9 @@ def test_ranks_in_other_programs_are_judged(fault: str) -> None:
 @pytest.mark.slow
 def test_a_failure_comes_with_a_script_that_repeats_it() -> None:
     target = ProcessTarget(everything("planted"))
-    failure = run_conformance(target, ["kernels"], checks=["kernels.S1.add_scaled[float32]"], time_limit=60.0).failures()[0]
+    failure = run_conformance(
+        target, ["kernels"], checks=["kernels.S1.add_scaled[float32]"], shrink=False, time_limit=60.0
+    ).failures()[0]
     ended = run_script(failure.counterexample)
     assert ended.returncode != 0
     assert "AssertionError" in ended.stderr
@@ -151,6 +161,7 @@ def test_a_program_that_says_no_number_of_ranks_is_refused(
         ProcessTarget("program")
 
 
+@pytest.mark.usefixtures("few_inputs")
 @pytest.mark.slow
 def test_worlds_of_a_program_are_as_small_as_it_says() -> None:
     target = ProcessTarget(everything("two_ranks"))

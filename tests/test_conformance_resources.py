@@ -44,6 +44,7 @@ def small(world: RankWorld) -> Any:
 small.capabilities = {"max_ranks": 2}  # type: ignore[attr-defined]
 
 
+@pytest.mark.usefixtures("few_inputs")
 def test_worlds_are_as_small_as_the_target_says() -> None:
     report = run_conformance(at_most(2, communicator=small), ["collectives"])
     assert report.passed, str(report)
@@ -53,6 +54,7 @@ def test_worlds_are_as_small_as_the_target_says() -> None:
     assert '"max_ranks": 2' in report.to_json()
 
 
+@pytest.mark.usefixtures("few_inputs")
 def test_a_check_that_needs_more_ranks_is_skipped() -> None:
     checks = ["comm_ops.S3.4.many_steps", "comm_ops.S3.5.ring[float32]", "algorithms.S13.restart"]
     report = run_conformance(at_most(2, kernels="reference"), checks=checks)

@@ -94,6 +94,7 @@ def in_another_order(group: dict[str, Any], parameters: list[torch.Tensor], stat
         parameter.copy_(parameter.float() - step)
 
 
+@pytest.mark.usefixtures("few_inputs")
 @pytest.mark.parametrize("step", [in_float64, in_another_order])
 def test_a_frozen_step_may_be_rounded_as_an_optimizer_likes(step: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(q_adam_optimizer, "_frozen_step", step)

@@ -67,8 +67,15 @@ def cases_ended():
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("nranks", [2, 4])
-@transports
+@pytest.mark.parametrize(
+    ("nranks", "over_gloo"),
+    [
+        pytest.param(2, True, id="2-gloo"),
+        pytest.param(4, True, id="4-gloo", marks=pytest.mark.proof),
+        pytest.param(2, False, id="2-memory"),
+        pytest.param(4, False, id="4-memory"),
+    ],
+)
 def test_S3_9_collectives(cases_ended, nranks, name, over_gloo):
     for rank, ended in enumerate(cases_ended(nranks, over_gloo)):
         assert ended.get(name, "not run, as an earlier case failed") == "passed", f"rank {rank}"

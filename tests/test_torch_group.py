@@ -87,6 +87,7 @@ def judge(communicator, check, **options):
     return run_conformance(target, ["collectives"], checks=[f"collectives.S3.9.{check}"], **options)
 
 
+@pytest.mark.usefixtures("few_inputs")
 @pytest.mark.slow
 def test_S3_9_torchs_gloo_passes():
     report = judge(gloo, "allreduce")
