@@ -665,6 +665,7 @@ def ends_without_abort() -> int:
     return algorithm._rounds.completed
 
 
+@pytest.mark.slow
 def test_S5_6_a_process_may_end_without_abort() -> None:
     assert all(rounds >= 3 for rounds in launch(ends_without_abort, 2, limit=60))
 

@@ -190,6 +190,7 @@ class TestChoice:
         assert available_backends()["third"] is None
 
 
+@pytest.mark.slow
 def test_importing_the_registry_imports_no_backend():
     script = "import sys, bagua_ref.backends; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)

@@ -28,6 +28,8 @@ from bagua_ref.contrib.cache.server import node_address, start_redis_server
 from bagua_ref.contrib.utils.redis_store import bootstrap_redis_server, shutdown_redis_server
 from bagua_ref.errors import BackendUnavailableError, CommunicationTimeoutError, NotInitializedError
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -46,7 +48,6 @@ def temporary_files() -> set[str]:
     return {str(path) for folder in ("/tmp", "/dev/shm", "/") for path in Path(folder).iterdir()}
 
 
-@pytest.mark.slow
 @pytest.mark.redis
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize("children", ["", "1"])
@@ -144,7 +145,6 @@ def test_the_server_listens_on_loopback_only():
     assert listening == [f"0100007F{hexadecimal.strip()}"]
 
 
-@pytest.mark.slow
 @pytest.mark.redis
 def test_two_jobs_on_one_node_have_servers_of_their_own():
     need()

@@ -365,6 +365,7 @@ def test_a_restarted_server_is_filled_again_without_a_word(server):
     assert loader.stats().misses == len(make.asked) >= 2
 
 
+@pytest.mark.slow
 @pytest.mark.redis
 def test_a_server_that_stops_answering_costs_its_timeout_once_in_a_while(server):
     loader, make = on(server, timeout=0.5), Maker()

@@ -28,6 +28,8 @@ from bagua_ref.contrib.utils.store import ClusterStore, Store, StoreError
 from bagua_ref.errors import BackendUnavailableError
 from bagua_ref.simulation import SimulatedWorld
 
+pytestmark = pytest.mark.slow
+
 
 class DictStore(Store):
     """The simplest store that fulfils the contract."""
@@ -270,7 +272,6 @@ def daemon(*args, process=False):
     assert eventually(lambda: not _RedisStore("127.0.0.1", port).status())
 
 
-@pytest.mark.slow
 @pytest.mark.redis
 def test_a_server_started_by_hand_outlives_the_process_that_started_it():
     with daemon(process=True) as port:
@@ -290,7 +291,6 @@ def test_a_server_started_by_hand_outlives_the_process_that_started_it():
             start_redis_server_cli(port, 50_000_000)
 
 
-@pytest.mark.slow
 @pytest.mark.redis
 def test_a_server_started_by_hand_takes_further_arguments():
     with daemon("--requirepass", "secret", "--maxclients 17") as port:
@@ -338,7 +338,6 @@ def test_the_hosts_address_is_one_that_can_be_bound():
         probe.bind((get_host_ip(), 0))
 
 
-@pytest.mark.slow
 def test_importing_contrib_brings_no_redis_and_starts_nothing():
     from tests.test_import import probe
 

@@ -24,6 +24,8 @@ from bagua_ref.contrib.cache.progress import _lines
 from bagua_ref.contrib.load_balancing_data_loader import LoadBalancingDistributedSampler
 from bagua_ref.simulation import SimulatedWorld
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 
 

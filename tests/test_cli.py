@@ -256,6 +256,7 @@ def test_progress_has_colours_unless_no_color_says_otherwise(
     assert bool(COLOUR.search(printed)) == coloured
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -381,6 +382,7 @@ def test_doctor_asks_the_redis_server_for_its_version(
     assert redis["valkey-server"] == "not on PATH"
 
 
+@pytest.mark.slow
 def test_the_demo_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def train(settings: Settings, output: Path) -> int:
         print_table(outcomes(), settings, Console())
@@ -401,6 +403,7 @@ def test_every_registered_algorithm_has_a_recipe() -> None:
     assert list(RECIPES) == GlobalAlgorithmRegistry.available_algorithms(), "one line in cli/recipes.py"
 
 
+@pytest.mark.slow
 def test_the_shares_of_a_batch_make_the_whole(digits: Digits) -> None:
     settings = Settings(workers=4, epochs=2)
     whole = list(digits.batches(settings, 0, 1))
@@ -446,6 +449,7 @@ def train_simulated(name: str, settings: Settings, digits: Digits, exchange: Pat
     return outcome
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(RECIPES))
 def test_every_algorithm_trains_in_a_simulated_world(name: str, digits: Digits, tmp_path: Path) -> None:
     settings = Settings(workers=2, epochs=3, algorithms=(name,))

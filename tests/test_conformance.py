@@ -26,6 +26,8 @@ from bagua_ref.conformance.run.runner import MOST_JOBS, OneByOne, check_ids
 from bagua_ref.conformance.run.search import Search
 from bagua_ref.conformance.suites.checks import all_checks
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 ADD, SUBTRACT = "kernels.S1.add", "kernels.S1.subtract"
 
@@ -249,7 +251,6 @@ def test_ids_are_stable():
 # The command
 
 
-@pytest.mark.slow
 def test_verify_passes_fails_and_says_when_it_cannot_run(tmp_path, capsys):
     assert main(["verify", "--backend", "reference", "--check", ADD, "--json-file", str(tmp_path / "r.json")]) == 0
     assert json.loads((tmp_path / "r.json").read_text())["passed"] is True
@@ -408,7 +409,6 @@ def test_a_suite_to_subclass(tmp_path, target, xfail, code, words):
     assert (found, words in output) == (code, True), output
 
 
-@pytest.mark.slow
 def test_the_plugin_needs_no_test_file(tmp_path):
     plugin = ["-p", "bagua_ref.conformance.run.pytest_plugin"]
     found, output = pytest_in(tmp_path, *plugin, "--bagua-backend=tests.hostile_backends:Raises", "-k", "S1.add[float16]")

@@ -8,6 +8,8 @@ from tests.launch import run_script
 
 from bagua_ref.conformance import run_conformance
 
+pytestmark = pytest.mark.slow
+
 GRADIENTS = "algorithms.S5.1.gradients[float32]"
 PEERS = "algorithms.S5.3.shift_one[float32]"
 

@@ -17,6 +17,7 @@ def on(target: Any, *checks: str) -> Report:
     return run_conformance(target, ["algorithms"], checks=checks, shrink=False, jobs=2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_inputs")
 def test_a_powersgd_of_its_own_with_another_basis_passes_but_for_its_messages() -> None:
     report = on(outside.target(outside.PowerSGD), *CLAUSES_OF_S10)
@@ -25,6 +26,7 @@ def test_a_powersgd_of_its_own_with_another_basis_passes_but_for_its_messages() 
     assert report.counts()["passed"] >= 22
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_inputs")
 def test_a_topk_of_its_own_passes() -> None:
     assert on(outside.target(topk=outside.TopK), "S11.2").passed

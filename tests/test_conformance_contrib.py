@@ -18,6 +18,8 @@ from bagua_ref import contrib
 from bagua_ref.conformance import run_conformance
 from bagua_ref.conformance.targets.reference_target import ReferenceTarget
 
+pytestmark = pytest.mark.slow
+
 
 def on(target, *checks, **options):
     return run_conformance(target, checks=checks, **{"time_limit": 3.0, **options})
@@ -68,7 +70,6 @@ def target_of(fuse_optimizer):
 
 
 @pytest.mark.usefixtures("few_inputs")
-@pytest.mark.slow
 def test_an_optimizer_that_fuses_nothing_fails_only_where_something_must_be_fused():
     report = on(target_of(unfused), "S6", jobs=2)
     assert {result.id for result in report.failures()} == {f"fused_optimizer.S6.{name}" for name in ("count", "moved", "refuses")}
@@ -230,7 +231,6 @@ def test_a_cache_that_hangs_leaves_no_process_behind(target):
 
 
 @pytest.mark.usefixtures("few_inputs")
-@pytest.mark.slow
 def test_the_package_passes_in_processes_and_on_threads():
     before = set(processes("watchdog.py"))
     for jobs in (2, 0):
@@ -242,7 +242,6 @@ def test_the_package_passes_in_processes_and_on_threads():
 
 
 @pytest.mark.usefixtures("few_inputs")
-@pytest.mark.slow
 def test_without_a_program_the_small_server_serves(monkeypatch):
     monkeypatch.setenv("PATH", "")
     report = on(ReferenceTarget(), "S8.1", "S8.3", time_limit=20, seed=3)

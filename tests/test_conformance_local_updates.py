@@ -19,6 +19,7 @@ def on(target: Any, *checks: str) -> Report:
     return run_conformance(target, ["algorithms"], checks=checks or CLAUSES_OF_S9, shrink=False, jobs=2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_inputs")
 def test_trainers_of_their_own_pass_and_fail_only_what_they_lack() -> None:
     report = on(outside.target(outside.LocalSGD, outside.DiLoCo))

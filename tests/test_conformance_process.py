@@ -25,6 +25,8 @@ from bagua_ref.conformance.targets.process import ProcessTarget
 from bagua_ref.conformance.targets.process_link import DTYPES, ProgramError
 from bagua_ref.conformance.targets.target import resolve
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "conformance" / "other-languages.md").read_text()
 PYTHON = shlex.quote(sys.executable)
@@ -49,7 +51,6 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("few_inputs")
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault",
     [
@@ -68,7 +69,6 @@ def test_a_program_in_C_is_judged(tmp_path: Path, fault: tuple[str, str, str] | 
 
 
 @pytest.mark.usefixtures("few_inputs")
-@pytest.mark.slow
 def test_a_codec_in_another_program_is_judged() -> None:
     report = run_conformance(ProcessTarget(CODEC), ["codec"], checks=["S12.2"], time_limit=60.0)
     assert report.passed, str(report)
@@ -76,7 +76,6 @@ def test_a_codec_in_another_program_is_judged() -> None:
 
 
 @pytest.mark.usefixtures("few_inputs")
-@pytest.mark.slow
 def test_samplers_in_another_program_are_judged(tmp_path: Path) -> None:
     assert run_conformance(ProcessTarget(SAMPLER), ["samplers"], time_limit=60.0).passed
     program = tmp_path / "faulty.py"
@@ -88,7 +87,6 @@ def test_samplers_in_another_program_are_judged(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("few_inputs")
-@pytest.mark.slow
 @pytest.mark.parametrize("dtypes", [["float32"], pytest.param(list(DTYPES), marks=pytest.mark.proof)], ids=["float32", "all"])
 def test_every_kernel_can_be_asked_for(dtypes: list[str]) -> None:
     target = ProcessTarget(everything())
@@ -99,7 +97,6 @@ def test_every_kernel_can_be_asked_for(dtypes: list[str]) -> None:
     assert dtypes == ["float32"] or not report.counts().get("skipped")
 
 
-@pytest.mark.slow
 def test_a_fault_of_a_kernel_in_another_program_is_found() -> None:
     planted = run_conformance(
         ProcessTarget(everything("planted")), ["kernels"], checks=["kernels.S1.add_scaled"], shrink=False, time_limit=60.0
@@ -115,7 +112,6 @@ def test_ranks_in_other_programs_are_judged(fault: str) -> None:
     assert report.ran
 
 
-@pytest.mark.slow
 def test_a_failure_comes_with_a_script_that_repeats_it() -> None:
     target = ProcessTarget(everything("planted"))
     failure = run_conformance(
@@ -162,7 +158,6 @@ def test_a_program_that_says_no_number_of_ranks_is_refused(
 
 
 @pytest.mark.usefixtures("few_inputs")
-@pytest.mark.slow
 def test_worlds_of_a_program_are_as_small_as_it_says() -> None:
     target = ProcessTarget(everything("two_ranks"))
     report = run_conformance(target, checks=["collectives.S3.9.long"], time_limit=60.0)

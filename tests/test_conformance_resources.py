@@ -24,6 +24,8 @@ from bagua_ref.conformance.targets import reference_algorithms, reference_ops
 from bagua_ref.conformance.targets.target import assemble, resolve
 from bagua_ref.conformance.targets.world import MOST_RANKS, RankWorld, own_communicator
 
+pytestmark = pytest.mark.slow
+
 DOCS = Path(__file__).parents[1] / "docs"
 
 

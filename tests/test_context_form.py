@@ -57,6 +57,7 @@ def train_all() -> None:
         assert torch.equal(trained(dist.get_rank(), algorithm, True), trained(dist.get_rank(), algorithm, False)), algorithm
 
 
+@pytest.mark.slow
 def test_the_context_gives_the_bits_of_with_bagua_over_gloo() -> None:
     launch(train_all, 2)
 

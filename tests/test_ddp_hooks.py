@@ -18,6 +18,8 @@ from bagua_ref.algorithms import Algorithm
 from bagua_ref.conformance import EXACT, assert_equal
 from bagua_ref.errors import CommunicationError, NotInitializedError
 
+pytestmark = pytest.mark.slow
+
 NAMES = {
     "gradient_allreduce": {},
     "bytegrad": {"hierarchical": False},

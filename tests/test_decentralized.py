@@ -784,6 +784,7 @@ def train_all() -> list[list[torch.Tensor]]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [(1, 1), (1, 3)])
 def test_S5_3_S5_4_real_processes_do_what_the_simulation_does(nodes: tuple[int, ...]) -> None:
     ranks = sum(nodes)

@@ -27,6 +27,7 @@ def blocks(page: Path) -> list[tuple[str, str | None]]:
     return [(match[1], match[2]) for match in BLOCK.finditer(page.read_text())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_python_of_a_page_runs_and_prints_what_it_says(page: Path) -> None:
     found = blocks(page)

@@ -83,6 +83,7 @@ def test_it_trains_over_gloo_as_in_the_simulation_to_the_bit(name: str) -> None:
         assert_same(mine, wanted)
 
 
+@pytest.mark.slow
 def test_qadam_with_one_bit_and_error_memory_learns_the_digits() -> None:
     recipes = pytest.importorskip("bagua_ref.cli.recipes")
     pytest.importorskip("sklearn")
@@ -307,6 +308,7 @@ def saved_by(make: Callable[..., Pair], ranks: int) -> list[Any]:
     return simulate(ranks, rank)
 
 
+@pytest.mark.slow
 @EACH
 @pytest.mark.parametrize("options", [{}, {"hierarchical": True}], ids=["all ranks", "leaders"])
 def test_a_restart_at_any_step_equals_an_undisturbed_run_to_the_bit(make: Callable[..., Pair], options: dict[str, Any]) -> None:

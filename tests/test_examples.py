@@ -13,6 +13,8 @@ from tests.scripts import load_script
 from bagua_ref.algorithms import GlobalAlgorithmRegistry
 from bagua_ref.simulation import SimulatedWorld
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 
@@ -31,7 +33,6 @@ def accuracy(printed: str) -> float:
     return float(found[1]) / 100
 
 
-@pytest.mark.slow
 def test_torchrun_trains_with_bytegrad(tmp_path: Path) -> None:
     command = ("-m", "torch.distributed.run", "--nproc_per_node=2", "examples/train_digits.py", "--algorithm", "bytegrad")
     printed = run(*command, temporary=tmp_path)

@@ -13,6 +13,8 @@ from tests.launch import launch
 import bagua_ref
 from bagua_ref.communicators import waiting
 
+pytestmark = pytest.mark.slow
+
 GRADIENTS = ["gradient_allreduce", "bytegrad", "qadam in warm-up", "qadam", "async in warm-up"]
 WEIGHTS = ["decentralized", "decentralized, interval 2", "low_precision_decentralized"]
 

@@ -12,6 +12,8 @@ from findings.common import Row, first_difference, judged, missing
 
 from bagua_ref.conformance.expected.tolerances import EXACT
 
+pytestmark = pytest.mark.slow
+
 page = importlib.import_module("docs._findings")
 COMMITTED = json.loads(runner.RESULTS.read_text())
 PEERS = {name: importlib.import_module(f"findings.{name}").PEER for name in runner.NAMES}

@@ -317,6 +317,7 @@ def test_foreach_and_fused_steps_are_not_cut() -> None:
         assert fused._bagua_fused_count == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gradient_allreduce", "qadam"])
 def test_S6_a_wrapped_module_trains_as_with_the_unfused_optimizer(name: str) -> None:
     def rank(fuse: bool) -> Callable[[Any], Any]:

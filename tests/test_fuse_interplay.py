@@ -17,6 +17,8 @@ from bagua_ref.algorithms import Algorithm, GradientAllReduceAlgorithm, QAdamAlg
 from bagua_ref.contrib import fuse_optimizer
 from bagua_ref.simulation import SimulatedWorld
 
+pytestmark = pytest.mark.slow
+
 Optimizer = torch.optim.Optimizer
 
 

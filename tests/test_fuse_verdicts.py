@@ -18,6 +18,8 @@ from bagua_ref.algorithms import QAdamOptimizer
 from bagua_ref.contrib.fuse.optimizer import fuse_optimizer, is_fused_optimizer
 from bagua_ref.contrib.fuse.verify import ELEMENTWISE, NOT_ELEMENTWISE, try_on_clones
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -429,7 +431,6 @@ def test_the_packages_own_optimizer_passes() -> None:
     assert try_on_clones(QAdamOptimizer(parameters(), warmup_steps=5)) is None
 
 
-@pytest.mark.slow
 def test_a_third_party_optimizer_passes_and_the_example_runs() -> None:
     if "CI" not in os.environ:  # CI must have it
         pytest.importorskip("lion_pytorch")

@@ -32,6 +32,8 @@ from bagua_ref.communicators.torch_distributed import TorchDistributedCommunicat
 from bagua_ref.communicators.waiting import Waiting
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 
+pytestmark = pytest.mark.slow
+
 
 def default_comm():
     return _get_default_group().get_global_communicator()
@@ -490,7 +492,6 @@ def stay_away():
 
 
 @transports
-@pytest.mark.slow
 def test_S2_5_a_rank_that_stays_away_makes_the_others_raise_in_time(over_gloo):
     raised, nothing = launch(stay_away, 2, collective_timeout=5, over_gloo=over_gloo)
     assert nothing == {}
@@ -721,7 +722,6 @@ def test_S2_5_no_work_outlives_what_failed_between_two_pieces_even_if_the_error_
 # Scripts
 
 
-@pytest.mark.slow
 def test_a_script_leaves_cleanly():
     """Every manner of leaving; `make proof` repeats it, from fresh interpreters as well."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}

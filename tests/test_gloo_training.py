@@ -34,6 +34,8 @@ from bagua_ref.conformance import EXACT, SUM, assert_equal
 from bagua_ref.errors import CommunicationError
 from bagua_ref.simulation import SimulatedWorld
 
+pytestmark = pytest.mark.slow
+
 
 def network() -> nn.Sequential:
     torch.manual_seed(0)

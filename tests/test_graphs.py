@@ -480,6 +480,7 @@ def train_all(hierarchical: bool, talking: int) -> list[list[torch.Tensor]]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [(1,), (2,), (3,), (4,), (1, 2, 1)])
 def test_S13_real_processes_do_what_the_simulation_does(nodes: tuple[int, ...]) -> None:
     hierarchical, ranks = len(nodes) > 1, sum(nodes)

@@ -11,6 +11,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 SOURCE = Path(__file__).parents[1] / "src"
 LIMIT_S = 0.15
 ORACLE = "bagua_ref.conformance"

@@ -24,6 +24,8 @@ from bagua_ref.communicators.job_store import job_store
 from bagua_ref.communicators.rendezvous import meet
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 
+pytestmark = pytest.mark.slow
+
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 
 

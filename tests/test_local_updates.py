@@ -1060,6 +1060,7 @@ def train_each(names: list[str], dtype: torch.dtype) -> dict[str, list[torch.Ten
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("nodes", "names", "dtype"),
     [

@@ -113,6 +113,7 @@ def beside_torchs(rank: int) -> list[tuple[list[torch.Tensor], list[torch.Tensor
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "rank"), [(2, 1), (2, 4), (4, 4)])
 def test_S10_3_each_round_gives_what_torchs_hook_gives_from_equal_memories_and_factors(ranks: int, rank: int) -> None:
     for rounds in launch(beside_torchs, ranks, rank):

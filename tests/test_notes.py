@@ -28,6 +28,8 @@ from bagua_ref.communicators.notes import NoteSockets
 from bagua_ref.env import shares_memory
 from bagua_ref.errors import CommunicationError
 
+pytestmark = pytest.mark.slow
+
 GONE = r"closed by peer|reset by peer"
 SOON = timedelta(seconds=0.05)
 INT64 = st.integers(-(2**63), 2**63 - 1)

@@ -21,6 +21,8 @@ from bagua_ref.conformance import EXACT, assert_equal
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 from bagua_ref.simulation import SimulatedWorld
 
+pytestmark = pytest.mark.slow
+
 transports = pytest.mark.parametrize("over_gloo", [True, False], ids=["gloo", "memory"])
 
 SIZES = (0, 1, 33, 5000, 70_000)

@@ -128,6 +128,7 @@ def test_a_misspelt_name_of_a_module_is_an_ordinary_error(module: str) -> None:
         found.sned  # noqa: B018
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["launch", "run"])
 def test_the_old_launcher_names_torchrun(name: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}

@@ -115,6 +115,7 @@ def test_S5_5_at_the_boundary_the_moments_stay_and_weight_decay_ends() -> None:
     simulate(2, rank)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("do_flatten", [True, False])
 @pytest.mark.parametrize("hierarchical", [True, False])
 def test_S5_5_ranks_stay_identical_and_learn_in_both_phases(hierarchical: bool, do_flatten: bool) -> None:
@@ -713,6 +714,7 @@ def train_across_the_boundary() -> list[torch.Tensor]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [(2,), (1, 1)])
 def test_S5_5_gloo_equals_the_simulation_in_both_phases(nodes: tuple[int, ...]) -> None:
     """The sum of two numbers has only one order, so even the library's all-reduce gives the same bits."""
@@ -723,6 +725,7 @@ def test_S5_5_gloo_equals_the_simulation_in_both_phases(nodes: tuple[int, ...]) 
             assert_equal(tensor, first, EXACT)
 
 
+@pytest.mark.slow
 def test_S5_5_four_gloo_processes_stay_bit_identical() -> None:
     results = launch(train_across_the_boundary, 4, nodes=(3, 1))
     for result in results:

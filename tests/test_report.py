@@ -11,6 +11,8 @@ from bagua_ref.cli.recipes import ALONE, Settings
 from bagua_ref.cli.report import write_report
 from bagua_ref.cli.results import TrainingOutcome
 
+pytestmark = pytest.mark.slow
+
 
 def outcome(algorithm: str, loss: float, ratio: float | None) -> TrainingOutcome:
     return TrainingOutcome(algorithm, 0.98, loss, 5000, ratio, 100, 0.1, [2.0, 1.0], [5000.0, 10000.0])

@@ -735,6 +735,7 @@ def test_many_replicas_are_a_range_and_the_picture_has_both_panels() -> None:
 # The example
 
 
+@pytest.mark.slow
 def test_the_example_writes_lengths_for_balance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     load_script("examples/balanced_text.py").main(["--write-lengths", str(tmp_path / "lengths.txt")])
     assert re.match(r"\d{4} lengths from \d to \d+ in ", capsys.readouterr().out)
@@ -743,6 +744,7 @@ def test_the_example_writes_lengths_for_balance(tmp_path: Path, capsys: pytest.C
     assert after.imbalance < 1.05
 
 
+@pytest.mark.slow
 def test_the_example_trains_with_both_samplers(capsys: pytest.CaptureFixture[str]) -> None:
     SimulatedWorld(2).run(lambda comm: load_script("examples/balanced_text.py").main(["--steps", "2"]))
     printed = capsys.readouterr().out

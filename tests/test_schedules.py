@@ -75,6 +75,7 @@ def test_the_limit_ends_the_search_and_is_said() -> None:
     assert repr(schedules) == "Schedules(3 run, not all)"
 
 
+@pytest.mark.slow
 def test_what_comes_before_the_beginning_is_not_varied() -> None:
     def program(comm: Any, schedule: Schedule) -> None:
         for _ in range(5):
@@ -299,6 +300,7 @@ def check_everybody_learns_of_it(fault: Callable[[Training], None], algorithm: s
     return schedules
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [faults.abandons_a_backward, faults.skips_an_optimizer_step, dies])
 def test_a_fault_is_an_error_on_both_ranks_in_every_schedule_with_one_deviation(fault: Any) -> None:
     assert check_everybody_learns_of_it(fault, "gradient_allreduce", 1).runs > 20

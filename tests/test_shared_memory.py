@@ -31,6 +31,8 @@ from bagua_ref.communicators.pieces import ComputingError
 from bagua_ref.communicators.shared_memory import SharedMemory, Until
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 
+pytestmark = pytest.mark.slow
+
 GONE = r"closed by peer|Broken pipe|reset by peer"
 PAGE = 4096
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8]

@@ -17,6 +17,8 @@ import bagua_ref
 from bagua_ref.algorithms import Algorithm, QAdamOptimizer
 from bagua_ref.data_parallel import DistributedDataParallel
 
+pytestmark = pytest.mark.slow
+
 ALGORITHMS = (
     "gradient_allreduce",
     "bytegrad",
@@ -103,7 +105,6 @@ def _resume(algorithm: str, optimizer: str, wrapper: bool, path: str) -> None:
         assert torch.equal(resumed.weights(), whole.weights()), (wrap_first, resumed.weights() - whole.weights())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "optimizer", "wrapper"),
     [

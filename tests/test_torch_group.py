@@ -14,6 +14,8 @@ from bagua_ref.conformance.targets.torch_group import TorchGroup, gloo
 from bagua_ref.conformance.targets.world import RankWorld, run_world
 from bagua_ref.types import ReduceOp
 
+pytestmark = pytest.mark.slow
+
 
 class Forgetful(dist.ProcessGroupGloo):
     """Broadcasts always from rank 0."""
@@ -88,13 +90,11 @@ def judge(communicator, check, **options):
 
 
 @pytest.mark.usefixtures("few_inputs")
-@pytest.mark.slow
 def test_S3_9_torchs_gloo_passes():
     report = judge(gloo, "allreduce")
     assert report.passed, report
 
 
-@pytest.mark.slow
 def test_S3_9_a_group_with_a_fault_fails_with_a_script_that_shows_it():
     (failed,) = judge(forgetful, "broadcast").failures()
     assert "broadcast on nodes" in failed.message
@@ -160,7 +160,6 @@ def test_real_threads_bring_what_their_ranks_return_and_raise_what_one_raises():
         run_world(gloo, (2,), lambda comm: 1 / comm.rank())
 
 
-@pytest.mark.slow
 def test_the_command_judges_a_torch_group(capsys):
     command = [
         "verify",

@@ -49,6 +49,7 @@ GLOO = [
 ]
 
 
+@pytest.mark.slow
 def test_our_training_over_gloo_does_not_diverge(tmp_path: Path) -> None:
     launch(train_each, 2, tmp_path, GLOO)
     for folder, name, _ in GLOO:

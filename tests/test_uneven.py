@@ -91,6 +91,7 @@ def plainly(counts: list[Counts], by_active: bool) -> torch.Tensor:
 epochs = st.integers(1, 5).flatmap(lambda n: st.lists(st.lists(st.integers(0, 4), min_size=n, max_size=n), min_size=1, max_size=3))
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(counts=epochs, by_active=st.booleans(), flat=st.booleans(), seed=st.integers(0, 2**16))
 def test_ranks_without_batches_contribute_zeros_or_do_not_count(

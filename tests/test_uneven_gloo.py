@@ -16,6 +16,8 @@ from bagua_ref.algorithms import AsyncModelAverageAlgorithm, GradientAllReduceAl
 from bagua_ref.data_parallel import DistributedDataParallel
 from bagua_ref.errors import CommunicationError
 
+pytestmark = pytest.mark.slow
+
 EPOCHS: list[Counts] = [[4, 1, 2], [0, 3, 1], [2, 2, 2]]
 PAIRED = "decentralized, shift_one"
 

@@ -84,6 +84,7 @@ def test_a_fresh_export_is_what_is_committed(version: str, tmp_path: Path) -> No
     assert count == len(read_manifest(committed)["cases"])
 
 
+@pytest.mark.slow
 def test_a_later_version_has_every_case_of_an_earlier_one(manifest: dict[str, Any], latest: dict[str, Any]) -> None:
     later = {case["id"]: case for case in latest["cases"]}
     assert all(later[case["id"]] == case for case in manifest["cases"])
@@ -572,6 +573,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return oracle_c.build(tmp_path_factory.mktemp("oracle_c"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", VECTORS_VERSIONS)
 def test_the_client_in_c_passes(client: Path, tmp_path: Path, manifest: dict[str, Any], version: str) -> None:
     vectors = VECTORS.parent / f"v{version}"

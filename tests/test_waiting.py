@@ -14,6 +14,8 @@ import torch.distributed as dist
 from bagua_ref.communicators import waiting
 from bagua_ref.communicators.waiting import Waiting
 
+pytestmark = pytest.mark.slow
+
 Enter = Callable[..., "Wait"]
 
 
