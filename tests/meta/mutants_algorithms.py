@@ -25,7 +25,7 @@ FLAT, READY, ROUND, RINGOP = (
 )
 OPEN = "            filled = bucket_bytes  # nothing is open at a change of dtype or device\n            for tensor in tensors:\n                if (tensor.dtype, tensor.device) == (dtype, device):\n                    if filled >= bucket_bytes:\n"
 IN_ORDER = "        if self._missing[place] or place > self._next:\n            return []\n        while self._next < len(self._items) and self._missing[self._next] == 0:\n            self._next += 1\n        return list(range(place, self._next))\n"
-MARKED = '        if place < self._next:\n            if self.hold or not self.complete:\n                raise ValueError(f"{item} was marked again in a round in which its bucket had already been scheduled")\n            self.reset()\n        if item in self._marked:\n            return []\n        self._marked.add(item)\n        self._missing[place] -= 1\n'
+MARKED = '        if place < self._next:\n            if self.hold or not self.complete:\n                raise ValueError(f"{item} was marked again in a round in which its bucket had already been scheduled")\n            self.reset()\n        if self._unmarked.pop(item, None) is None:\n            return []\n        self._missing[place] -= 1\n'
 DIVIDED = 'root.div_(correction).add_(group["eps"])'
 
 ALGORITHMS: list[tuple[str, str, str, str, str]] = [
@@ -39,7 +39,7 @@ ALGORITHMS: list[tuple[str, str, str, str, str]] = [
     ("padding repeats the last element", "S2.2", FLAT, "            self._flat[self.filled :] = 0\n        effective =", "            self._flat[self.filled :] = self._flat[self.filled - 1]\n        effective ="),
     ("twice the alignment", "S2.2", FLAT, "self.filled + -self.filled % alignment", "self.filled + -self.filled % (2 * alignment if alignment > 1 else 1)"),
     ("a bucket is scheduled as soon as it is complete", "S2.4", READY, MARKED + IN_ORDER, MARKED.replace("place < self._next", "self._missing[place] == 0") + "        if self._missing[place]:\n            return []\n        self._next += 1\n        return [place]\n"),
-    ("marks are not cleared", "S2.4", READY, "self._marked: set[Item] = set()", "self._marked: set[Item] = getattr(self, \"_marked\", set())"),
+    ("marks are not cleared", "S2.4", READY, "self._unmarked = self._bucket_of.copy()", "self._unmarked = getattr(self, \"_unmarked\", self._bucket_of.copy())"),
     ("only the first complete bucket is scheduled", "S2.4", READY, "        while self._next < len", "        if self._next < len"),
     ("what a rank does not use is an error", "S2.5", WRAPPED, "end_backward(self._find_unused_parameters)", "end_backward(False)"),
     ("a parameter that is not used sends its last gradient again", "S2.5", FLAT, "tensor = torch.zeros(shape, dtype=self._dtype, device=self._device)", "tensor = self._views[place].clone()"),

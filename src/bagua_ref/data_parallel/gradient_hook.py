@@ -35,7 +35,7 @@ class GradientHook(NotCopied):
             return
         wrapped = self.training()
         if wrapped is not None and (wrapped._in_backward or wrapped._begin_backward(self._name, parameter)):
-            wrapped._backward_hook(self._name, wrapped.shards.get(self._name, parameter))
+            wrapped._backward_hook(self._name, wrapped.shards.get(self._name, parameter) if wrapped.shards else parameter)
 
     @untraced
     def _untraced(self, parameter: Any) -> None:

@@ -122,7 +122,10 @@ class Engine:
         """
         known = registration(tensor)
         complete: Sequence[int] = ()
-        if not self._readiness.tick(known):
+        if self._readiness.tick(known):
+            if not self._large and not self._marked_on:
+                return
+        else:
             begins = self._readiness.idle
             complete = self._readiness.mark(known)
             if begins:

@@ -36,7 +36,8 @@ class Readiness(Generic[Item]):
 
     def reset(self) -> None:
         """Clear all marks and begin a new round."""
-        self._marked: set[Item] = set()
+        self._unmarked = self._bucket_of.copy()
+        """What has not been marked in this round, and its bucket: a mark then looks at one place in memory, not at three."""
         self._missing = [len(items) for items in self._items]
         self._next = 0
         """Buckets before this one have been scheduled in this round."""
@@ -49,23 +50,19 @@ class Readiness(Generic[Item]):
     @property
     def idle(self) -> bool:
         """Whether the next mark, if it is allowed, begins a round."""
-        return not self._marked or (self.complete and not self.hold)
+        return len(self._unmarked) == len(self._bucket_of) or (self.complete and not self.hold)
 
     @property
     def started(self) -> bool:
         """Whether anything was marked in this round, and not every bucket scheduled."""
-        return bool(self._marked) and not self.complete
+        return len(self._unmarked) < len(self._bucket_of) and not self.complete
 
     def tick(self, item: Item) -> bool:
-        """Return True and `mark` ``item`` if that neither begins a round nor completes a bucket, as for most items.
-
-        Raises:
-            KeyError: it is in no bucket.
-        """
-        place = self._bucket_of[item]
-        if not self._marked or self._missing[place] < 2 or item in self._marked:
+        """Return True and `mark` ``item`` if that neither begins a round nor completes a bucket, as for most items."""
+        place = self._unmarked.get(item)
+        if place is None or self._missing[place] < 2 or len(self._unmarked) == len(self._bucket_of):
             return False
-        self._marked.add(item)
+        del self._unmarked[item]
         self._missing[place] -= 1
         return True
 
@@ -83,9 +80,8 @@ class Readiness(Generic[Item]):
             if self.hold or not self.complete:
                 raise ValueError(f"{item} was marked again in a round in which its bucket had already been scheduled")
             self.reset()
-        if item in self._marked:
+        if self._unmarked.pop(item, None) is None:
             return []
-        self._marked.add(item)
         self._missing[place] -= 1
         if self._missing[place] or place > self._next:
             return []
@@ -96,6 +92,5 @@ class Readiness(Generic[Item]):
     def unmarked(self) -> dict[int, list[Item]]:
         """Return the unmarked items of each bucket that has not been scheduled in this round."""
         return {
-            place: [item for item in self._items[place] if item not in self._marked]
-            for place in range(self._next, len(self._items))
+            place: [item for item in self._items[place] if item in self._unmarked] for place in range(self._next, len(self._items))
         }
