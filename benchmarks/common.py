@@ -85,7 +85,9 @@ def arguments(description: str, **options: dict) -> argparse.Namespace:
     )
     for name, settings in options.items():
         parser.add_argument(f"--{name}", **settings)
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.in_part = any(getattr(args, name.replace("-", "_")) != parser.get_default(name.replace("-", "_")) for name in options)
+    return args
 
 
 def alternate(functions: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
@@ -163,7 +165,7 @@ def as_json(row: Row) -> dict[str, Any]:
 def report(name: str, rows: Sequence[Row], args: argparse.Namespace) -> int:
     """Print the table, write the JSON, and return the exit status: 1 if a limit was missed in a full run."""
     show(rows)
-    path = args.json or (None if args.quick else path_of(name))
+    path = args.json or (None if args.quick or args.in_part else path_of(name))  # committed results are of whole runs
     if path is not None:
         result = {"benchmark": name, "quick": args.quick, **circumstances(), "rows": list(map(as_json, rows))}
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -67,3 +67,13 @@ def test_a_lost_link_is_an_error_and_one_that_comes_back_is_not(tmp_path: Path) 
     assert ended.returncode == 0, ended.stdout
     rows = json.loads((tmp_path / "faults.json").read_text())["rows"]
     assert [row["outcome"] for row in rows] == [["trains on", "trains on"], ["error", "error"]]
+
+
+@pytest.mark.parametrize("arguments", [[], ["--only", "x"], ["--quick"]])
+def test_only_whole_runs_replace_committed_results(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    common, path = load_script("benchmarks/common.py"), tmp_path / "result.json"
+    monkeypatch.setattr(common, "path_of", lambda name: path)
+    monkeypatch.setattr("sys.argv", ["example.py", *arguments])
+    row = common.Row("work", "s", 1.0, {"peer": 1.0}, "peer")
+    assert common.report("example", [row], common.arguments("An example.", only={"default": ""})) == 0
+    assert path.exists() == (not arguments)

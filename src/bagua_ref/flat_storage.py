@@ -150,8 +150,7 @@ class FlatStorage:
             streams.hold(strayed, self._device)
             torch._foreach_copy_(views, strayed)
             for place, view in zip(places, views, strict=True):
-                known = self._registered[place]
-                (known.setter or known.replace)(self._tensors[place], view)
+                self._registered[place].replace(self._tensors[place], view)
 
     def _all_fit(self, effective: Sequence[Tensor | None]) -> bool:
         """Return whether all tensors are there and `_fits` each; this takes much less time than to ask for each."""
