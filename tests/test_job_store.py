@@ -174,11 +174,17 @@ def test_S1_all_ranks_learn_who_is_missing_when_rank_0_gives_up() -> None:
         )
 
 
+def die_once_rank_1_waits() -> None:
+    store = dist.PrefixStore("bagua_ref", dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), wait_for_workers=False))
+    store.wait([f"{store.get('proposed').decode()}/answer1"])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def rank_0_is_killed() -> str:
     serve_myself()
     rank = bagua_ref.get_rank()
     if rank == 0:
-        threading.Timer(1, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        threading.Thread(target=die_once_rank_1_waits, daemon=True).start()
     elif rank == 2:
         return ""
     with pytest.raises(CommunicationError) as raised:
