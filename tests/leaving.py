@@ -6,6 +6,7 @@ TIMES pairs of ranks per manner, one pair at a time, which end as interpreters d
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -71,6 +72,7 @@ def go_on(comm) -> None:
 
 def fork_pairs(times: int, manners: list[str]) -> None:
     """Fork from a process without threads, a store's included: a child could not end them."""
+    gc.freeze()  # a child collects what it makes itself, and not all of torch's objects once more as it ends
     for manner in manners * times:
         port = bagua_ref.env.find_free_network_port()
         children = []

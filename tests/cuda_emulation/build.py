@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -42,8 +43,38 @@ def build(
     program = compiler()
     assert program is not None, "no g++"
     version = subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout
-    files = [(HERE / name).read_text(encoding="utf-8") for name in ("emulation.h", *own)]
-    key = hashlib.sha256(repr((version, files, sources, flags, own_flags, FLAGS)).encode()).hexdigest()[:24]
+    headers = [path.read_text(encoding="utf-8") for path in sorted(HERE.glob("*.h"))]
+    its_own = flags if own_flags is None else own_flags
+
+    def compiled(path: Path, made: Path, its_flags: tuple[str, ...]) -> Path:
+        run([program, *FLAGS, *its_flags, f"-I{HERE}", f"-I{path.parent}", "-c", str(path), "-o", str(made)])
+        return made
+
+    def made_of(name: str) -> Path:
+        path = HERE / name
+        inputs = version, headers, path.read_text(encoding="utf-8"), its_own, FLAGS
+        return _once(f"{path.stem}.o", inputs, lambda folder: compiled(path, folder / f"{path.stem}.o", its_own))
+
+    def linked(folder: Path) -> Path:
+        for name, (text, kernels) in sources.items():
+            (folder / f"{name}.cu").write_text(text, encoding="utf-8")
+            # The sanitizer puts red zones around shared arrays only if they have internal linkage.
+            unit = f'#include "emulation.h"\nnamespace {{\n#include "{name}.cu"\n}}\n'
+            unit += "".join(f"EMULATED({kernel});\n" for kernel in kernels)
+            (folder / f"{name}.cpp").write_text(unit, encoding="utf-8")
+        with ThreadPoolExecutor(2) as pool:
+            objects = list(pool.map(lambda name: compiled(folder / f"{name}.cpp", folder / f"{name}.o", flags), sources))
+        shared = ("-shared",) if target.endswith(".so") else ()
+        run([program, *flags, *shared, "-o", str(folder / target), *map(str, (*objects, *map(made_of, own))), "-lpthread"])
+        return folder / target
+
+    files = [(HERE / name).read_text(encoding="utf-8") for name in own]
+    return _once(target, (version, headers, files, sources, flags, own_flags, FLAGS), linked)
+
+
+def _once(target: str, inputs: object, make: Callable[[Path], Path]) -> Path:
+    """Return the file ``target`` that ``make`` has made of ``inputs`` in the folder that it is given, now or earlier."""
+    key = hashlib.sha256(repr(inputs).encode()).hexdigest()[:24]
     result = CACHE / key / target
     if result.exists():
         return result
@@ -52,31 +83,10 @@ def build(
         fcntl.flock(lock, fcntl.LOCK_EX)  # pytest's workers come at the same time; only one compiles
         if not result.exists():
             with tempfile.TemporaryDirectory(dir=CACHE) as folder:
-                made = _build(program, Path(folder), target, sources, flags, own, own_flags)
+                made = make(Path(folder))
                 result.parent.mkdir(exist_ok=True)
                 made.replace(result)
     return result
-
-
-def _build(program, folder, target, sources, flags, own, own_flags) -> Path:
-    jobs = [(HERE / name, flags if own_flags is None else own_flags) for name in own]
-    for name, (text, kernels) in sources.items():
-        (folder / f"{name}.cu").write_text(text, encoding="utf-8")
-        # The sanitizer puts red zones around shared arrays only if they have internal linkage.
-        unit = f'#include "emulation.h"\nnamespace {{\n#include "{name}.cu"\n}}\n' + "".join(f"EMULATED({k});\n" for k in kernels)
-        (folder / f"{name}.cpp").write_text(unit, encoding="utf-8")
-        jobs.append((folder / f"{name}.cpp", flags))
-
-    def compile_one(job) -> str:
-        path, its_flags = job
-        made = str(folder / f"{path.stem}.o")
-        run([program, *FLAGS, *its_flags, f"-I{HERE}", f"-I{folder}", "-c", str(path), "-o", made])
-        return made
-
-    with ThreadPoolExecutor(2) as pool:
-        objects = list(pool.map(compile_one, jobs))
-    run([program, *flags, *(("-shared",) if target.endswith(".so") else ()), "-o", str(folder / target), *objects, "-lpthread"])
-    return folder / target
 
 
 def run(command: list[str]) -> None:
