@@ -104,7 +104,8 @@ def _try_in_child(mutant: Mutant, seed: int, outbox: Any) -> None:
     from bagua_ref.conformance.run.search import PROFILES
     from bagua_ref.conformance.targets.reference_target import ReferenceTarget
 
-    for PROFILES[mutant.profile] in (*FEW, PROFILES[mutant.profile]):
+    for inputs in (*FEW, PROFILES[mutant.profile]):
+        PROFILES[mutant.profile] = inputs
         report = run_conformance(
             ReferenceTarget(), [mutant.suite], checks=[mutant.clause], profile=mutant.profile, seed=seed,
             fail_fast=True, shrink=False, jobs=1, time_limit=10,

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -42,6 +43,8 @@ def serve() -> None:
     """Answer each line of standard input, a run, with its exit code."""
     for name in IMPORTED:
         importlib.import_module(name)
+    with suppress(ImportError):  # what compiles the kernels, if it is installed
+        importlib.import_module("cupy")
     assert "bagua_ref" not in sys.modules
     gc.freeze()  # no run traverses what it shares with this process
     for line in sys.stdin:
