@@ -895,27 +895,6 @@ def test_processes_resume_after_one_was_killed(tmp_path: Path, name: str) -> Non
         assert launch(elastic, 2, arguments, init=False) == [(0, digest) for digest in digests]
 
 
-def run_elastic(folder: Path, ranks: int, name: str, *arguments: str) -> tuple[str, set[str]]:
-    """Run the example under torchrun; return what it printed, and its lines of final weights."""
-    folder.mkdir()
-    launcher = ("-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--max-restarts=1", "examples/elastic.py")
-    command = [sys.executable, *launcher, "--folder", str(folder / "checkpoints"), "--algorithm", name, *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TMPDIR": str(folder)}
-    ended = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout, set(re.findall(r"rank \d: weights \w+ after step 20", ended.stdout))
-
-
-def check_restart(folder: Path, ranks: int, name: str, kill_step: int = 13) -> None:
-    """Kill the last rank of the example; torchrun restarts all, and the final weights are those of an undisturbed run."""
-    kill = ("--kill-rank", str(ranks - 1), "--kill-step", str(kill_step))
-    printed, final = run_elastic(folder / "killed", ranks, name, *kill)
-    assert printed.count(f"resuming from step {kill_step // 5 * 5}") == 1
-    assert len(final) == ranks
-    if name != "async":
-        assert run_elastic(folder / "undisturbed", ranks, name)[1] == final
-
-
 @pytest.mark.proof
 @pytest.mark.parametrize(
     ("name", "ranks", "kill_step"),
@@ -931,4 +910,17 @@ def check_restart(folder: Path, ranks: int, name: str, kill_step: int = 13) -> N
     ],
 )
 def test_torchrun_restarts_every_algorithm(tmp_path: Path, name: str, ranks: int, kill_step: int) -> None:
-    check_restart(tmp_path, ranks, name, kill_step)
+    """Kill the last rank of the example; torchrun restarts all, and the final weights are those of an undisturbed run."""
+    arguments = ["--algorithm", name, "--folder", str(tmp_path / "killed")]
+    kill = ["--kill-rank", str(ranks - 1), "--kill-step", str(kill_step)]
+    launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--max-restarts=1", "examples/elastic.py"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TMPDIR": str(tmp_path)}
+    command = [sys.executable, *launcher, *arguments, *kill]
+    ended = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count(f"resuming from step {kill_step // 5 * 5}") == 1
+    final = dict(re.findall(r"rank (\d): weights (\w+) after step 20", ended.stdout))
+    assert len(final) == ranks
+    if name != "async":
+        arguments[3] = str(tmp_path / "undisturbed")
+        assert launch(elastic, ranks, arguments, init=False) == [(0, final[str(rank)]) for rank in range(ranks)]
