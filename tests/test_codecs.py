@@ -25,6 +25,7 @@ from bagua_ref.backends.reference import ReferenceBackend
 from bagua_ref.backends.reference.blocks import BLOCK
 from bagua_ref.bucket import BaguaBucket
 from bagua_ref.comm_ops import CentralizedLowPrecision
+from bagua_ref.compression import check_compression
 from bagua_ref.conformance import EXACT, assert_equal
 from bagua_ref.conformance.expected import codecs_scalar
 from bagua_ref.errors import BackendUnavailableError
@@ -345,6 +346,18 @@ def _halves(monkeypatch):
     monkeypatch.setattr(registry, "_registered_codecs", {})
     monkeypatch.setitem(sys.modules, "my_codecs", sys.modules[__name__])
     register_codec("Halves", "my_codecs:Halves")
+
+
+def test_only_an_unknown_codec_makes_other_packages_be_asked(monkeypatch):
+    asked = []
+    monkeypatch.setattr(registry, "entry_points", lambda group: asked.append(group) or [])
+    for name in ("MinMaxUInt8", "OneBit"):
+        check_compression(name)
+        get_codec(name, "reference")
+    assert asked == []
+    with pytest.raises(ValueError, match="compression='MXFP9' is not a known codec; it must be one of 'MXFP4', 'MXFP8'"):
+        check_compression("MXFP9")
+    assert set(asked) == {"bagua_ref.codecs"}
 
 
 @pytest.mark.usefixtures("_halves")

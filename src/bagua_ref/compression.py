@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING
 
-from bagua_ref.backends import get_codec, list_codecs
+from bagua_ref.backends import get_codec, is_codec, list_codecs
 from bagua_ref.backends.codec import COMPRESSIBLE
 
 if TYPE_CHECKING:
@@ -21,9 +21,8 @@ def check_compression(compression: str | None, *, optional: bool = False) -> Non
     """Raise ValueError unless ``compression`` is the name of a codec, or None if that is allowed; the message lists the names."""
     if optional and compression is None:
         return
-    names = list_codecs()
-    if compression not in names:
-        allowed = ", ".join([*(["None"] if optional else []), *map(repr, names)])
+    if not is_codec(compression):
+        allowed = ", ".join([*(["None"] if optional else []), *map(repr, list_codecs())])
         raise ValueError(f"compression={compression!r} is not a known codec; it must be one of {allowed}")
 
 

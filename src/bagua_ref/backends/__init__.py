@@ -29,6 +29,7 @@ __all__ = [
     "available_backends",
     "get_backend",
     "get_codec",
+    "is_codec",
     "list_codecs",
     "register_backend",
     "register_codec",
@@ -118,10 +119,10 @@ def get_codec(name: str, backend: str | KernelBackend | None = None) -> Codec:
     own = kernels.codecs.get(name) if isinstance(name, str) else None
     if own is not None:
         return own(kernels)
-    if name not in list_codecs():
+    if not is_codec(name):
         raise ValueError(f"name={name!r} is not a known codec; there are {', '.join(map(repr, list_codecs()))}")
     asked = f"codec {name!r}"
-    registration = {**_installed(_CODEC_ENTRY_POINTS), **_registered_codecs}.get(name)
+    registration = _registered_codecs.get(name) or _installed(_CODEC_ENTRY_POINTS).get(name)
     if registration is None:
         names = ", ".join(map(repr, list_codecs(kernels)))
         raise BackendUnavailableError(f"{asked} cannot run: backend {kernels.name!r} does not have it; it has {names}")
@@ -140,9 +141,22 @@ def list_codecs(backend: str | KernelBackend | None = None) -> list[str]:
     >>> {"MXFP4", "MXFP8", "MXINT8", "MinMaxUInt8", "OneBit"} <= set(list_codecs("reference"))
     True
     """
+    return sorted({*_known_codecs(backend), *_installed(_CODEC_ENTRY_POINTS)})
+
+
+def is_codec(name: object) -> bool:
+    """Return whether ``name`` is one of `list_codecs`; other packages are asked only if no codec that is known already has it.
+
+    >>> is_codec("MXFP8"), is_codec("MXFP9"), is_codec(None)
+    (True, False, False)
+    """
+    return isinstance(name, str) and (name in _known_codecs() or name in _installed(_CODEC_ENTRY_POINTS))
+
+
+def _known_codecs(backend: str | KernelBackend | None = None) -> set[str]:
+    """Return the names of `list_codecs` for which other packages need not be asked."""
     used = [get_backend("reference"), *_instances.values()] if backend is None else [get_backend(backend)]
-    own = {name for kernels in used for name in kernels.codecs}
-    return sorted({*own, *_registered_codecs, *_installed(_CODEC_ENTRY_POINTS)})
+    return {name for kernels in used for name in kernels.codecs}.union(_registered_codecs)
 
 
 def get_backend(backend: str | KernelBackend | None = None, device: torch.device | str | None = None) -> KernelBackend:
@@ -237,7 +251,7 @@ def available_backends() -> dict[str, str | None]:
 
 
 def _installed(group: str) -> dict[str, _Registration]:
-    """Return the backends or codecs that other packages register as entry points."""
+    """Return the backends or codecs that other packages register as entry points; this reads a file of every installed package."""
     return {
         point.name: _Registration(point.value, f"it comes from {point.dist.name if point.dist else 'an installed package'}")
         for point in entry_points(group=group)

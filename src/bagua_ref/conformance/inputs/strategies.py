@@ -6,6 +6,7 @@ little then, and a check narrows a failure down to the elements that matter by i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -67,6 +68,7 @@ def _edges(dtype: torch.dtype, finite: bool) -> list[float]:
     return edges if finite else [*edges, float("inf"), float("-inf"), float("nan")]
 
 
+@functools.lru_cache(256)  # making a strategy takes longer than drawing from it
 def numbers(dtype: torch.dtype, *, finite: bool = False) -> st.SearchStrategy[float]:
     """Any number of a dtype, with frequent edge cases."""
     limit = torch.finfo(dtype).max
@@ -77,6 +79,7 @@ def numbers(dtype: torch.dtype, *, finite: bool = False) -> st.SearchStrategy[fl
     return st.one_of(st.floats(-4, 4, width=width), st.sampled_from(_edges(dtype, finite)), anything)  # type: ignore[arg-type]
 
 
+@functools.lru_cache(256)
 def adversarial(dtype: torch.dtype, size: int, *, finite: bool = False) -> st.SearchStrategy[Tensor]:
     """Tensors of ``size`` elements, number by number: tame, halves, constant, denormal, huge, or anything."""
     info = torch.finfo(dtype)
@@ -150,6 +153,7 @@ seeds = st.binary(min_size=4, max_size=4).map(lambda drawn: int.from_bytes(drawn
 _sizes = st.sampled_from([1, 2, 3, 7, 31, 33, 64, 256, 257, 500, 1024, 1025, 4096])
 
 
+@functools.lru_cache(256)
 def tensors(dtype: torch.dtype, size: int, *, finite: bool = False) -> st.SearchStrategy[Tensor]:
     """Tensors of ``size`` elements; short ones are also drawn number by number."""
     long = st.builds(lambda kind, seed: bulk(dtype, kind, seed, size, finite=finite), _kinds, seeds)
