@@ -71,7 +71,8 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)  # workers that take a file at a time end together if long ones come first
+    # Workers end together if what takes long comes first: tests with a time limit of their own, then files with slow tests.
+    items.sort(key=lambda item: (item.get_closest_marker("timeout") is None, item.path not in slow))
     if config.option.shuffle:
         random.Random(config.option.shuffle).shuffle(items)
     if torch.cuda.is_available():
