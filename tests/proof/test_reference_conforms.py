@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from tests.proof.test_conformance import SEED
+from tests.proof.test_conformance import MUTANTS, SEED, load
 
 from bagua_ref.conformance import run_conformance
+from bagua_ref.conformance.run.search import PROFILES
 from bagua_ref.conformance.targets.reference_target import ReferenceTarget
 
 
@@ -19,3 +20,12 @@ def test_nobody_is_blamed_wrongly(offset):
 def test_nobody_is_blamed_wrongly_for_large_inputs():
     report = run_conformance(ReferenceTarget(), ["kernels", "codec", "collectives", "comm_ops"], profile="large", seed=SEED)
     assert report.passed, report
+
+
+@pytest.mark.parametrize("inputs", load(MUTANTS).FEW)
+def test_nobody_is_blamed_wrongly_for_lack_of_inputs(inputs, monkeypatch):
+    """Planted faults are first looked for with so few."""
+    monkeypatch.setitem(PROFILES, "quick", inputs)
+    report = run_conformance(ReferenceTarget(), seed=SEED)
+    assert report.passed, report
+    assert not report.failures()
