@@ -1,7 +1,8 @@
 """Script that two ranks run to the end in one of several manners, each of which must exit cleanly.
 
-``python leaving.py MANNER`` is one rank, configured by RANK and the other environment variables. With ``TIMES MANNER...`` it forks
-TIMES pairs of ranks per manner, one pair at a time, which end as interpreters do, and prints the exit codes of each pair.
+``python leaving.py MANNER READ WRITE`` is one rank, configured by RANK and the other environment variables; READ and WRITE are the
+ends of a pipe. With ``TIMES MANNER...`` it forks TIMES pairs of ranks per manner, one pair at a time, which end as interpreters do,
+and prints the exit codes of each pair.
 """
 
 from __future__ import annotations
@@ -70,19 +71,32 @@ def go_on(comm) -> None:
         kept.append(error)
 
 
+def find_port(read: int, write: int) -> None:
+    """Let rank 0 find a port just before it serves there, and tell rank 1: another process may take it soon."""
+    if os.environ["RANK"] == "0":
+        os.environ["MASTER_PORT"] = str(bagua_ref.env.find_free_network_port())
+        os.write(write, os.environ["MASTER_PORT"].encode())
+    os.close(write)
+    if os.environ["RANK"] == "1":
+        os.environ["MASTER_PORT"] = os.read(read, 8).decode()
+
+
 def fork_pairs(times: int, manners: list[str]) -> None:
     """Fork from a process without threads, a store's included: a child could not end them."""
     gc.freeze()  # a child collects what it makes itself, and not all of torch's objects once more as it ends
     for manner in manners * times:
-        port = bagua_ref.env.find_free_network_port()
+        read, write = os.pipe()
         children = []
         for rank in range(2):
             child = os.fork()
             if child == 0:
-                os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+                os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
+                find_port(read, write)
                 script(manner)
                 return  # Lives until the interpreter exits, as in a script.
             children.append(child)
+        os.close(read)
+        os.close(write)
         print(manner, *[os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children], sep=", ", flush=True)
 
 
@@ -90,4 +104,5 @@ if __name__ == "__main__":
     if sys.argv[1].isdecimal():
         fork_pairs(int(sys.argv[1]), sys.argv[2:])
     else:
+        find_port(int(sys.argv[2]), int(sys.argv[3]))
         script(sys.argv[1])

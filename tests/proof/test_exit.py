@@ -11,8 +11,6 @@ import pytest
 from tests import leaving
 from tests.test_gloo import restart
 
-import bagua_ref
-
 TIMES = {"destroys": 100, "forgets": 100}
 
 
@@ -39,13 +37,16 @@ def leave_once(manner):
         **os.environ,
         "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(bagua_ref.env.find_free_network_port()),
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
     }
-    command = [sys.executable, leaving.__file__, manner]
+    pipe = os.pipe()
+    command = [sys.executable, leaving.__file__, manner, *map(str, pipe)]
     ranks = [
-        subprocess.Popen(command, env={**environment, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True) for rank in range(2)
+        subprocess.Popen(command, env={**environment, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True, pass_fds=pipe)
+        for rank in range(2)
     ]
+    for end in pipe:
+        os.close(end)
     try:
         complaints = [rank.communicate(timeout=120)[1] for rank in ranks]
         assert [rank.returncode for rank in ranks] == [0, 0], complaints
