@@ -23,11 +23,15 @@ class WarmPytest:
     """Runs pytest as `tests.meta.mutate.run_pytest` does, one run at a time, but without the seconds of imports; a context."""
 
     def __enter__(self) -> WarmPytest:
-        self._server = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._folder = tempfile.TemporaryDirectory()  # takes what runs leave that are killed
+        environment = {**os.environ, "TMPDIR": self._folder.name}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._server = subprocess.Popen([sys.executable, __file__], env=environment, text=True, **pipes)
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._server.communicate()
+        self._folder.cleanup()
 
     def run(self, copy: Path, arguments: list[str], limit: float) -> tuple[int | None, str]:
         """Run pytest in ``copy``; return its exit code, None at the time limit, and its output."""
