@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
+from importlib.metadata import EntryPoint
 from typing import Any
 
 import numpy as np
@@ -358,6 +359,15 @@ def test_only_an_unknown_codec_makes_other_packages_be_asked(monkeypatch):
     with pytest.raises(ValueError, match="compression='MXFP9' is not a known codec; it must be one of 'MXFP4', 'MXFP8'"):
         check_compression("MXFP9")
     assert set(asked) == {"bagua_ref.codecs"}
+
+
+def test_a_codec_of_another_package_is_found_by_its_entry_point(monkeypatch):
+    point = EntryPoint("Halves", "my_codecs:Halves", "bagua_ref.codecs")
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == point.group else [])
+    monkeypatch.setitem(sys.modules, "my_codecs", sys.modules[__name__])
+    check_compression("Halves")
+    assert isinstance(get_codec("Halves", "reference"), Halves)
+    assert "Halves" in list_codecs()
 
 
 @pytest.mark.usefixtures("_halves")
