@@ -70,6 +70,9 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent.name in ("meta", "proof"):
+            item.add_marker("proof")
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     # Workers end together if what takes long comes first: tests with a time limit of their own, then files with slow tests.
     items.sort(key=lambda item: (item.get_closest_marker("timeout") is None, item.path not in slow))

@@ -21,13 +21,21 @@ STRAY: dict[str, Callable[[Tensor], Tensor]] = {
     "row repeated": lambda x: x[:1].expand(x.shape) if x.ndim else x,
     "element repeated": lambda x: x.as_strided(x.shape, [0] * x.ndim) if x.numel() else x,
 }
-SHAPES = [(), (1,), (0,), (5,), (2, 2), (3, 3), (4, 1), (2, 3), (2, 5, 2), (2, 2, 2, 2), (2, 3, 4, 1)]
+LENGTHS = [(1,), (0,), (5,), (3,)]
+SHAPES = [(), *LENGTHS, (2, 2), (3, 3), (4, 1), (2, 3), (2, 5, 2), (2, 2, 2, 2), (2, 3, 4, 1)]
+"""Vectors alone in a bucket are loaded in another way, if all of them were moved."""
 
 
 @pytest.mark.parametrize("of_gradients", [True, False], ids=["gradients", "weights"])
 @given(
-    shapes=st.lists(st.sampled_from(SHAPES), min_size=1, max_size=4),
-    rounds=st.lists(st.lists(st.sampled_from([*STRAY]), min_size=4, max_size=4), min_size=1, max_size=3),
+    shapes=st.sampled_from([SHAPES, LENGTHS]).flatmap(lambda shapes: st.lists(st.sampled_from(shapes), min_size=1, max_size=4)),
+    rounds=st.lists(
+        st.sampled_from([["moved"], ["stays", "moved"], [*STRAY]]).flatmap(
+            lambda strays: st.lists(st.sampled_from(strays), min_size=4, max_size=4)
+        ),
+        min_size=1,
+        max_size=3,
+    ),
     flatten=st.booleans(),
     taken_in=st.booleans(),
 )

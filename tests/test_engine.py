@@ -413,6 +413,14 @@ def test_a_tensor_of_a_bucket_that_was_replaced_cannot_be_marked() -> None:
     engine.close()
 
 
+def test_the_gradient_of_a_parameter_that_is_no_bagua_tensor_cannot_be_marked() -> None:
+    engine = Engine(RealWorld())
+    engine.register_ordered_buckets([bucket_of("a")])
+    with pytest.raises(ValueError, match="is not a bagua tensor"):
+        engine.gradient_ready("w", torch.nn.Parameter(torch.ones(2)))
+    engine.close()
+
+
 def test_a_tensor_of_a_closed_engine_cannot_be_marked() -> None:
     engine = Engine(RealWorld())
     bucket = bucket_of("a")

@@ -46,6 +46,7 @@ class FlatStorage:
         self._registered = [registration(tensor) for tensor in tensors]
         self._dtype, self._device = effective[0].dtype, effective[0].device
         self._shapes = [t.shape for t in effective]
+        self._one_dimensional = all(len(shape) == 1 for shape in self._shapes)
         self.filled = sum(t.numel() for t in effective)
         self.numel = self.filled + -self.filled % alignment
         self.padding_tensor: Tensor | None = None
@@ -148,7 +149,10 @@ class FlatStorage:
         if strayed:
             views = self._own_views(places)
             streams.hold(strayed, self._device)
-            torch._foreach_copy_(views, strayed)
+            if strayed is effective and self._one_dimensional:
+                torch.cat(strayed, out=cast("Tensor", self._flat)[: self.filled])  # takes half the time of the call below
+            else:
+                torch._foreach_copy_(views, strayed)
             for place, view in zip(places, views, strict=True):
                 self._registered[place].replace(self._tensors[place], view)
 

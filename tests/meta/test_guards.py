@@ -308,7 +308,7 @@ BESIDE_BACKWARD = [
     ("local notes on one machine", CONNECTION, '            host = "" if self.memory is not None else host_of(self._store)\n', "            host = host_of(self._store)\n", "tests/test_notes.py::test_gloo_trainings_use_sockets_where_they_can_and_end_alike"),
 ]  # fmt: skip
 TRACING = [
-    ("a compiled step", "src/bagua_ref/data_parallel/gradient_hook.py", "        if torch.compiler.is_dynamo_compiling():", "        if False:", "tests/test_torch_compile.py::test_a_training_step_can_be_compiled_as_a_whole[gradient_allreduce]"),
+    ("a compiled step", "src/bagua_ref/data_parallel/gradient_hook.py", "        if is_dynamo_compiling():", "        if False:", "tests/test_torch_compile.py::test_a_training_step_can_be_compiled_as_a_whole[gradient_allreduce]"),
 ]  # fmt: skip
 CONTEXT_FORM = [
     ("a first gradient that stands in for the forward pass", HOOKS, "                self._begin_forward(())\n", "", f"{FORM}::test_the_context_gives_the_bits_of_with_bagua[decentralized]"),

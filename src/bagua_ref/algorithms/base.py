@@ -293,8 +293,7 @@ class AlgorithmImpl(NotCopied):
 
     def init_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[str, torch.nn.Parameter], object]:
         """Return ``hook(name, parameter)``, called when a parameter's gradient is accumulated; this one marks it ready."""
-        mark_ready = bagua_ddp._bagua_backend.mark_ready
-        return lambda name, parameter: mark_ready(parameter)
+        return bagua_ddp._bagua_backend.gradient_ready
 
     def init_post_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[], object]:
         """Return ``hook()``, called once at the end of the outermost backward pass; this one waits for communication."""

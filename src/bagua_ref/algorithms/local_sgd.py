@@ -84,8 +84,7 @@ class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
 
     def init_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[str, torch.nn.Parameter], object]:
         """Mark gradients ready where they are averaged."""
-        mark = bagua_ddp._bagua_backend.mark_ready
-        return (lambda name, parameter: mark(parameter)) if self._averages_in_nodes else super().init_backward_hook(bagua_ddp)
+        return bagua_ddp._bagua_backend.gradient_ready if self._averages_in_nodes else super().init_backward_hook(bagua_ddp)
 
     def init_post_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[], object]:
         """Wait for the gradients, if any are averaged."""

@@ -120,23 +120,23 @@ class Engine:
             ValueError: its bucket has already been scheduled in this round, or a tensor has another shape or dtype than before.
             NotImplementedError: a tensor of the bucket is sparse.
         """
-        known = registration(tensor)
-        complete: Sequence[int] = ()
-        if self._readiness.tick(known):
-            if not self._large and not self._marked_on:
-                return
-        else:
-            begins = self._readiness.idle
-            complete = self._readiness.mark(known)
-            if begins:
-                self._close_round()
-                self._open_round()
+        known, begins = registration(tensor), self._readiness.idle
+        complete = self._readiness.mark(known)
+        if begins:
+            self._close_round()
+            self._open_round()
         if known in self._large and (bucket := self._bucket_of[known]) not in self._under_way:
             bucket.take_in(self._large[known])
         if self._marked_on and (bucket := self._bucket_of[known]) in self._marked_on:
             self._marked_on[bucket].add(streams.current_stream(bucket.device))
         for place in complete:
             self._schedule(self._buckets[place])
+
+    def gradient_ready(self, name: str, parameter: Tensor) -> None:
+        """Do what `mark_ready` does, as an algorithm's backward hook, and with fewer calls for most parameters."""
+        known: Any = getattr(parameter, "_bagua_registration", None)
+        if not self._readiness.tick(known) or self._large or self._marked_on:
+            self.mark_ready(parameter)
 
     def _open_round(self) -> None:
         self.meter.rounds += 1
