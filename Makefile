@@ -78,7 +78,7 @@ $(VENV)/.mpi: $(VENV)/.dev tests/outside/requirements.txt
 
 proof: $(VENV)/.nvrtc $(VENV)/.trainers $(VENV)/.peers $(VENV)/.mpi  ## the slow proofs that CI adds: properties with 100 inputs each, loops, planted faults
 	$(pytest) -n $(WORKERS) --hypothesis-profile=proof --timeout=1800 property_tests $(PYTEST_ARGS)
-	$(pytest) -n $(WORKERS) --dist worksteal -m proof --timeout=1800 tests tests/meta tests/proof $(PYTEST_ARGS)
+	$(pytest) -n $(WORKERS) --dist worksteal -m proof --timeout=1800 -o norecursedirs=integrations tests $(PYTEST_ARGS)
 	$(pytest) -n $(WORKERS) --dist worksteal tests/integrations $(PYTEST_ARGS)
 	BAGUA_REF_SHARED_MEMORY=0 $(pytest) -n $(WORKERS) --dist loadfile tests/test_gloo_training.py tests/test_uneven_gloo.py $(PYTEST_ARGS)
 	$(bin)/python tests/meta/false_alarms.py --check
