@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -374,6 +375,25 @@ def test_torch_groups_become_ours(world_of_one):
     assert torch_group.bagua_get_global_communicator() is patched.get_global_communicator()
     assert torch_group.bagua_get_inter_node_communicator() is patched.get_inter_node_communicator()
     assert torch_group.bagua_get_intra_node_communicator() is patched.get_intra_node_communicator()
+
+
+def test_a_group_may_be_closed_while_it_is_being_closed(world_of_one, monkeypatch):
+    """Garbage collection, which may begin anywhere, closes the groups of trainings that have ended."""
+    group, closed = bagua_ref.new_group(), []
+
+    def close(kind):
+        closed.append(kind)
+        group.close()
+
+    communicators = {
+        "global": group.get_global_communicator(),
+        "inter": group.get_inter_node_communicator(),
+        "intra": group.get_intra_node_communicator(),
+    }
+    for kind, communicator in communicators.items():
+        monkeypatch.setattr(communicator, "close", partial(close, kind))
+    group.close()
+    assert closed == [*communicators]
 
 
 def test_a_dropped_group_frees_its_connections(world_of_one):

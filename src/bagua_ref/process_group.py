@@ -163,16 +163,17 @@ class BaguaProcessGroup:
 
     def abort(self, why: str) -> None:
         """Give up all connections: operations under way and later ones raise CommunicationError, on other ranks with the reason."""
-        for communicator in self._communicators.values():
+        for communicator in list(self._communicators.values()):
             if isinstance(communicator, Communicator):
                 communicator.abort(why)
 
     def close(self) -> None:
         """Close all connections; later use raises."""
         self._closed = True
-        for communicator in self._communicators.values():
-            communicator.close()
-        self._communicators.clear()
+        for kind in list(self._communicators):
+            # Another thread, or the garbage collection of a training that has ended, may be closing this group, too.
+            if (communicator := self._communicators.pop(kind, None)) is not None:
+                communicator.close()
 
     @property
     def _topology(self) -> Topology:

@@ -41,7 +41,8 @@ class TrainingContext(Protocol):
         world: this rank's; starts threads.
         kernel_backend: the ``backend`` argument of wrapping.
         shards: this rank's shards of parameters that fully_shard (FSDP2) has sharded, by name.
-        _bagua_backend: the engine: ``mark_ready(tensor)`` schedules, ``wait_pending_comm_ops()`` waits.
+        _bagua_backend: the engine: ``mark_ready(tensor)`` and ``gradient_ready(name, parameter)`` schedule,
+            ``wait_pending_comm_ops()`` waits.
     """
 
     process_group: Group
