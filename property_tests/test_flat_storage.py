@@ -22,8 +22,8 @@ STRAY: dict[str, Callable[[Tensor], Tensor]] = {
     "element repeated": lambda x: x.as_strided(x.shape, [0] * x.ndim) if x.numel() else x,
 }
 LENGTHS = [(1,), (0,), (5,), (3,)]
+"""Shapes of vectors: a bucket of nothing else is loaded in another way, if all of them were moved."""
 SHAPES = [(), *LENGTHS, (2, 2), (3, 3), (4, 1), (2, 3), (2, 5, 2), (2, 2, 2, 2), (2, 3, 4, 1)]
-"""Vectors alone in a bucket are loaded in another way, if all of them were moved."""
 
 
 @pytest.mark.parametrize("of_gradients", [True, False], ids=["gradients", "weights"])
