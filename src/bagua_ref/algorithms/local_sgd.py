@@ -30,8 +30,7 @@ class _Averaged(BaguaBucket):
 
     def copy_from_flat(self, flat: Tensor) -> None:
         """Copy ``flat`` into the tensors."""
-        means = flat.split([tensor.numel() for tensor in self.tensors])
-        self.drift = norms_of(mean.view_as(x) - x for mean, x in zip(means, self.effective_tensors(), strict=True))
+        self.drift = norms_of(mean - x for mean, x in zip(self.views_of(flat), self.effective_tensors(), strict=True))
         super().copy_from_flat(flat)
 
 
