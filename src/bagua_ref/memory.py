@@ -107,7 +107,7 @@ class Layout:
         return tensor if self._axes is None else tensor.permute(self._axes)
 
     def flat(self, tensor: Tensor) -> Tensor:
-        """Return the elements of ``tensor``, of this shape and any strides, in the order of flat storage; a view if it can be one."""
+        """Return the elements of ``tensor``, of this shape and any strides, in the order of flat storage; a view if possible."""
         return self.in_order(tensor).reshape(-1)
 
     def zeros(self, dtype: torch.dtype, device: torch.device) -> Tensor:

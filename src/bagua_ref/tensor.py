@@ -310,7 +310,10 @@ class BaguaTensor:
         return RegisteredTensor(_as_tensor(self))
 
     def bagua_ensure_grad(self) -> Tensor:
-        """Set the gradient to zeros if there is none, with this parameter's strides if it is dense (S2.3); return this parameter."""
+        """Set the gradient to zeros if there is none; return this parameter.
+
+        The gradient has this parameter's strides if it is dense (S2.3), else it is row-major.
+        """
         tensor = _as_tensor(self)
         if tensor.grad is None:
             tensor.grad = Layout.of(tensor).zeros(tensor.dtype, tensor.device)
@@ -359,7 +362,7 @@ class BaguaTensor:
                 f"{needed} bytes; the storage has {untyped.nbytes()}"
             )
         layout, view = Layout.of(effective), torch.empty(0, dtype=effective.dtype, device=effective.device)
-        view.set_(untyped, storage_offset, layout.shape, layout.strides)  # type: ignore[call-overload]
+        view.set_(untyped, storage_offset, layout.shape, layout.strides)
         if found is None:
             tensor.data = view
         else:

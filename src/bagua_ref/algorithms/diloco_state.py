@@ -131,7 +131,10 @@ def load_outer_state(state: Mapping[str, Any], fragments: Sequence[Fragment]) ->
     if flight is None:
         return None
     fragment = fragments[flight["fragment"]]
-    mean = {name: Layout.of(g).copy_of(flight["mean"][name].to(g.device)) for name, g in zip(fragment.names, fragment.copies, strict=True)}
+    mean = {
+        name: Layout.of(g).copy_of(flight["mean"][name].to(g.device))
+        for name, g in zip(fragment.names, fragment.copies, strict=True)
+    }
     return InFlight(flight["fragment"], flight["due"], mean)
 
 

@@ -86,10 +86,9 @@ class ErrorMemories:
             chunks: the number of chunks into which the elements are cut.
         """
         key = tuple(_described(name, tensor) for name, tensor in zip(names, tensors, strict=True)), numel, chunks
-        device = tensors[0].device
+        device, starts = tensors[0].device, tuple(f"{name} (" for name in names)
         known = self._memories.get(key)
         if known is None:
-            starts = tuple(f"{name} (" for name in names)
             for other in [other for other in self._memories if any(tensor.startswith(starts) for tensor in other[0])]:
                 del self._memories[other]
             known = self._memories[key] = ErrorMemory(numel, numel, chunks, device)

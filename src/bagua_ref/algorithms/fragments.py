@@ -218,7 +218,8 @@ class Fragment:
 
 def _copy(parameter: Tensor) -> Tensor:
     """Return a copy in the dtype of g, in the strides of flat storage (S2.3)."""
-    return Layout.of(parameter).copy_of(parameter, torch.float64 if parameter.dtype is torch.float64 else torch.float32)
+    dtype = torch.float64 if parameter.dtype is torch.float64 else torch.float32
+    return Layout.of(parameter).copy_of(parameter, dtype)
 
 
 def _views(flat: Tensor, part: Sequence[Tensor]) -> list[Tensor]:

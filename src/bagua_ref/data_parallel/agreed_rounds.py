@@ -150,10 +150,10 @@ class AgreedRounds:
         return Beginning(begin, waits=self._in_node is not None or not alike or not same_plan)
 
     def tell(self, act: int, flag: bool = False) -> Told:
-        """Tell the other ranks that this one is about to do ``act``, `BUFFERS`, `STEP` or `PLAN`; return what all have told. Collective.
+        """Tell the other ranks that this one is about to do ``act``; return what all have told. Collective.
 
         Args:
-            act: what is not a round.
+            act: what is not a round: `BUFFERS`, `STEP` or `PLAN`.
             flag: a flag for the others.
         """
         facts = self._facts(act)

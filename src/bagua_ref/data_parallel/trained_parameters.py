@@ -69,7 +69,7 @@ class TrainedParameters:
         self._strides = list(map(torch.Tensor.stride, self._with_strides))
 
     def have_new_strides(self, algorithm: AlgorithmImpl) -> bool:
-        """Return whether strides have changed since `note_strides`, as by ``model.to(memory_format=...)``, so that buckets must, too.
+        """Return whether strides have changed since `note_strides`, as by ``model.to(memory_format=...)``: then buckets must, too.
 
         Raises:
             RuntimeError: they have, and ``algorithm`` cannot make new buckets; the message names a parameter and its strides.

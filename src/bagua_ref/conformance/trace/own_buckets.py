@@ -179,7 +179,7 @@ def _options_of(op: Any) -> dict[str, Any]:
 
 
 def _as_recorded(op: Any, flat: Tensor) -> Tensor:
-    """Return ``flat`` in the order in which it is recorded: that of the wire, but matrices row-major, as what is kept of them is."""
+    """Return ``flat`` in the order that is recorded: that of the wire, but matrices row-major, as is what is kept of them."""
     return op.row_major(flat) if isinstance(op, LowRank) else flat
 
 
