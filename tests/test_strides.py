@@ -291,6 +291,57 @@ def test_S2_3_new_strides_make_new_buckets_or_are_refused(name: str, flatten: bo
             assert_close(ours, train_plainly(lambda p: torch.optim.Adam(p, lr=0.05), steps=6))
 
 
+@pytest.mark.parametrize("flatten", [True, False])
+@pytest.mark.parametrize("name", ["topk", "powersgd"])
+def test_S11_2_memories_of_parameters_follow_new_strides(name: str, flatten: bool) -> None:
+    def train(rank: int, changes: bool) -> list[Tensor]:
+        module, made = make_run(name, row_major=True, flatten=flatten)
+        for step in range(6):
+            if changes and step in (2, 4):
+                module.conv.to(memory_format=torch.channels_last if step == 2 else torch.contiguous_format)
+            step_on(module, made, batch(step)[rank::2])
+        return [*weights(module), *module.bagua_algorithm.state_dict()["memories"].values()]
+
+    ours, theirs = (simulate(2, partial(train, changes=changes)) for changes in (True, False))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_close(mine, other)
+
+
+@pytest.mark.parametrize("flatten", [True, False])
+def test_S2_3_gradients_that_are_there_when_wrapping_get_the_strides_of_the_weights(flatten: bool) -> None:
+    def train(rank: int) -> list[Tensor]:
+        module = Layers()
+        made = FUSED["Adam"](module.parameters())
+        for parameter in module.parameters():
+            parameter.grad = torch.zeros(parameter.shape)
+        module.turned.grad = torch.zeros(4, 3).t() if rank else torch.zeros(3, 4)
+        kept = module.turned.grad
+        module.with_bagua([made], Algorithm.init("gradient_allreduce"), do_flatten=flatten)
+        for step in range(3):
+            made.zero_grad(set_to_none=False)
+            module(batch(step)[rank::2]).backward()
+            made.step()
+        assert module.turned.grad is kept
+        return weights(module)
+
+    for ours in simulate(2, train):
+        assert_close(ours, train_plainly(FUSED["Adam"]))
+
+
+def test_S9_1_the_drift_does_not_depend_on_strides() -> None:
+    def train(rank: int, row_major: bool) -> float:
+        module = Layers(row_major)
+        made = torch.optim.SGD(module.parameters(), lr=0.05)
+        module.with_bagua([made], Algorithm.init("local_sgd", period=2))
+        for step in range(2):
+            step_on(module, made, batch(step)[rank::2])
+        return module.bagua_metrics()["drift"]
+
+    ours, theirs = (simulate(2, partial(train, row_major=row_major)) for row_major in (False, True))
+    assert ours == pytest.approx(theirs, rel=1e-4)
+    assert min(ours) > 0
+
+
 def test_S2_3_gradients_accumulated_before_strides_changed_stay() -> None:
     def train(rank: int, wrap: bool) -> list[Tensor]:
         module = Layers(row_major=True)
@@ -395,14 +446,16 @@ def test_S2_3_loaded_optimizer_state_gets_the_strides_of_the_weights() -> None:
         assert_close(ours, train_plainly(FUSED["Adam"]))
 
 
-def make_run(name: str, row_major: bool = False, error_feedback: bool = True) -> tuple[nn.Module, torch.optim.Optimizer]:
+def make_run(
+    name: str, row_major: bool = False, error_feedback: bool = True, flatten: bool = True
+) -> tuple[Any, torch.optim.Optimizer]:
     module = Layers(row_major)
     options = dict({**AS_PLAIN, **COMPRESSED}[name])
     options |= {"error_feedback": error_feedback} if name in ("bytegrad", "qadam", "topk", "diloco") else {}
-    made: torch.optim.Optimizer = torch.optim.Adam(module.parameters(), lr=0.05, fused=name != "diloco")
+    made: torch.optim.Optimizer = FUSED["SGD"](module.parameters())
     if name == "qadam":
         made = options["q_adam_optimizer"] = QAdamOptimizer(module.parameters(), lr=0.05, warmup_steps=2)
-    module.with_bagua([made], Algorithm.init(name, **options))
+    module.with_bagua([made], Algorithm.init(name, **options), do_flatten=flatten)
     return module, made
 
 
@@ -479,6 +532,30 @@ def train_over_gloo() -> list[float]:
             expected = train_plainly(make)
             found.append(max((a - b).abs().max().item() for a, b in zip(weights(module), expected, strict=True)))
     return found
+
+
+def train_with_hook(name: str, options: dict[str, Any], row_major: bool, in_bucket: bool) -> list[Tensor]:
+    module = DistributedDataParallel(Layers(row_major), gradient_as_bucket_view=in_bucket)
+    state, hook = bagua_ref.ddp_comm_hook(name, **options)
+    module.register_comm_hook(state, hook)
+    made = FUSED["SGD"](module.parameters())  # Adam would make large steps of rounding
+    for step in range(4):
+        step_on(module, made, batch(step)[bagua_ref.get_rank() :: 2])
+    return weights(module)
+
+
+def train_with_hooks() -> None:
+    for in_bucket in (True, False):
+        expected = train_plainly(FUSED["SGD"], steps=4)
+        assert_close(train_with_hook("gradient_allreduce", {}, False, in_bucket), expected)
+        for name in ("topk", "powersgd"):
+            ours, theirs = (train_with_hook(name, COMPRESSED[name], row_major, in_bucket) for row_major in (False, True))
+            assert_close(ours, theirs)
+
+
+@pytest.mark.slow
+def test_S2_3_ddp_hooks_compute_the_same_for_any_strides() -> None:
+    launch(train_with_hooks, 2)
 
 
 @pytest.mark.slow
