@@ -379,6 +379,40 @@ def test_S2_3_new_strides_on_one_rank_are_an_error_on_every_rank(name: str) -> N
     simulate(2, train)
 
 
+def test_S2_3_new_strides_before_backward_reach_the_gradients() -> None:
+    def train(rank: int, wrap: bool) -> list[Tensor]:
+        module = Layers(row_major=True)
+        made = torch.optim.SGD(module.parameters(), lr=0.05, fused=True)
+        if wrap:
+            module.with_bagua([made], Algorithm.init("gradient_allreduce"))
+        for step in range(3):
+            made.zero_grad()
+            loss = module(batch(step))
+            if step == 1:
+                module.turned.data = module.turned.data.t().contiguous().t()
+            loss.backward()
+            made.step()
+        return weights(module)
+
+    expected = train(0, wrap=False)
+    for ours in simulate(2, lambda rank: train(rank, wrap=True)):
+        assert_close(ours, expected)
+
+
+def test_S9_1_weights_of_other_strides_on_one_rank_are_never_averaged() -> None:
+    def train(rank: int) -> None:
+        module = Layers(row_major=True)
+        made = torch.optim.SGD(module.parameters(), lr=0.05)
+        module.with_bagua([made], Algorithm.init("local_sgd", period=1))
+        module(batch(0)).backward()
+        if rank == 1:
+            module.conv.to(memory_format=torch.channels_last)
+        with pytest.raises(CommunicationError, match="weights with shapes and strides of checksum"):
+            made.step()
+
+    simulate(2, train)
+
+
 def test_S2_3_other_new_strides_are_an_error_on_every_rank() -> None:
     def train(rank: int) -> None:
         module = Layers(row_major=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bagua_ref.data_parallel.sharding import LocalShard, reshard, stand_in
+from bagua_ref.tensor import align
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -67,6 +68,13 @@ class TrainedParameters:
     def note_strides(self) -> None:
         """Note the strides that the parameters have now: those of the buckets made last."""
         self._strides = list(map(torch.Tensor.stride, self._with_strides))
+
+    def align_gradients(self) -> None:
+        """Give gradients the strides of their parameters, if those have changed between a forward pass and its backward pass."""
+        if list(map(torch.Tensor.stride, self._with_strides)) != self._strides:
+            for parameter in self._with_strides:
+                if parameter.grad is not None:
+                    align(parameter.grad, parameter)
 
     def have_new_strides(self, algorithm: AlgorithmImpl) -> bool:
         """Return whether strides have changed since `note_strides`, as by ``model.to(memory_format=...)``: then buckets must, too.

@@ -339,6 +339,7 @@ class WrappedModule(NotCopied):
         with self.rounds.giving_up():
             self._bagua_backend.end_backward(self._find_unused_parameters)
             self._post_backward_hook()
+        self._parameters.align_gradients()
         self._guard.synchronized()
         self.rounds.end_round()
 
