@@ -65,7 +65,7 @@ class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
         return self._averages_in_nodes and not self._averaging_weights
 
     def facts(self) -> list[Fact]:
-        """Return what a round averages, too, and the order of the weights' elements, which may have changed since the forward pass."""
+        """Return what a round averages, too, and the order of weights, which may have changed since the last forward pass."""
         weights = [str(Layout.of(weight)) for part in self._parts for weight in part] if self._averaging_weights else []
         return [
             *super().facts(),
