@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import bagua_ref
 from bagua_ref import checkpoint
 from bagua_ref.algorithms import Algorithm, QAdamOptimizer
+from bagua_ref.algorithms.fragments import Fragment
 from bagua_ref.bucket import BaguaBucket
 from bagua_ref.conformance.trace import Recorder, check_trace
 from bagua_ref.errors import CommunicationError
@@ -153,6 +155,51 @@ def test_S10_1_matrices_and_largest_elements_do_not_depend_on_strides(name: str,
         assert_close(mine, other)
 
 
+class Elements(nn.Module):
+    """Weights whose gradients have the same bits for any strides."""
+
+    def __init__(self, row_major: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.images = nn.Parameter(torch.empty(4, 2, 3, 3, dtype=dtype).to(memory_format=torch.channels_last))
+        self.turned = nn.Parameter(torch.empty(5, 6, dtype=dtype).t())
+        self.plain = nn.Parameter(torch.empty(6, 5, dtype=dtype))
+        for parameter in self.parameters():
+            parameter.data = parameter.data.contiguous() if row_major else parameter.data
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
+
+    def forward(self, x: Tensor) -> Tensor:
+        coefficients = [torch.linspace(1, 3, p.numel(), dtype=p.dtype).view(p.shape) for p in self.parameters()]
+        return sum((p * c - x.to(p.dtype)).square().sum() for p, c in zip(self.parameters(), coefficients, strict=True))
+
+
+@pytest.mark.parametrize("flatten", [True, False])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *itertools.product([*AS_PLAIN, "powersgd", "qadam"], [torch.float16, torch.bfloat16, torch.float32]),
+        *((name, torch.float64) for name in ("gradient_allreduce", "decentralized", "local_sgd", "diloco", "powersgd")),
+    ],
+    ids=str,
+)
+def test_S2_3_strides_do_not_change_results_in_any_dtype(name: str, dtype: torch.dtype, flatten: bool) -> None:
+    def train(rank: int, row_major: bool) -> list[Tensor]:
+        module, options = Elements(row_major, dtype), {**COMPRESSED, **AS_PLAIN}[name].copy()
+        made: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+        if name == "qadam":
+            made = options["q_adam_optimizer"] = QAdamOptimizer(module.parameters(), lr=0.05, warmup_steps=2)
+        module.with_bagua([made], Algorithm.init(name, **options), do_flatten=flatten or name == "async")
+        for step in range(4):
+            step_on(module, made, torch.tensor(0.5 + rank + step))
+        return weights(module)
+
+    ranks = 1 if name == "qadam" else 2  # the order of elements decides which chunk they are in
+    ours, theirs = (simulate(ranks, partial(train, row_major=row_major)) for row_major in (False, True))
+    for mine, other in zip(ours, theirs, strict=True):
+        for weight, expected in zip(mine, other, strict=True):
+            torch.testing.assert_close(weight, expected, rtol=16 * torch.finfo(dtype).eps, atol=16 * torch.finfo(dtype).eps)
+
+
 @pytest.mark.parametrize("name", [*AS_PLAIN, *COMPRESSED])
 def test_S2_3_flat_or_not_the_order_on_the_wire_is_that_of_memory(name: str) -> None:
     if name == "async":
@@ -284,8 +331,6 @@ def test_S2_3_new_strides_make_new_buckets_or_are_refused(name: str, flatten: bo
             step_on(module, made, batch(step))
             assert module.turned.stride() == ((1, 3) if step in (2, 3) else (4, 1))
             assert module.turned.grad.stride() == module.turned.stride()
-        if name == "bytegrad":  # has no memory of former buckets
-            assert len(module.bagua_algorithm.state_dict()["memories"]["buckets"]) == len(module.bagua_buckets)
         return weights(module)
 
     for ours in simulate(2, train):
@@ -307,6 +352,74 @@ def test_S11_2_memories_of_parameters_follow_new_strides(name: str, flatten: boo
     ours, theirs = (simulate(2, partial(train, changes=changes)) for changes in (True, False))
     for mine, other in zip(ours, theirs, strict=True):
         assert_close(mine, other)
+
+
+def test_S11_1_memories_of_former_strides_are_dropped() -> None:
+    def train(rank: int) -> list[str]:
+        module = nn.Conv2d(2, 3, 3, bias=False)
+        made = torch.optim.SGD(module.parameters(), lr=0.05)
+        module.with_bagua([made], Algorithm.init("bytegrad", hierarchical=False, error_feedback=True))
+        for step in range(2):
+            made.zero_grad()
+            module(batch(step)).square().mean().backward()
+            made.step()
+            module.to(memory_format=torch.channels_last)
+        (memory,) = module.bagua_algorithm.state_dict()["memories"]["buckets"]
+        return memory["tensors"]
+
+    assert simulate(2, train) == [["weight (3, 2, 3, 3) with strides (18, 1, 6, 2)"]] * 2
+
+
+def test_S5_5_momenta_of_other_strides_on_one_rank_enter_buckets_in_the_order_of_the_weights() -> None:
+    def train(rank: int, turns: bool) -> list[Tensor]:
+        module = Layers()
+        made = QAdamOptimizer(module.parameters(), lr=0.05, warmup_steps=3)
+        module.with_bagua([], Algorithm.init("qadam", q_adam_optimizer=made, hierarchical=False))
+        for step in range(5):
+            if turns and rank == 1 and step == 2:
+                for state in made.state.values():
+                    state["exp_avg"] = state["exp_avg"].contiguous()
+            step_on(module, made, batch(step)[rank::2])
+        return weights(module)
+
+    ours, theirs = (simulate(2, partial(train, turns=turns)) for turns in (True, False))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert all(map(torch.equal, mine, other))
+
+
+def test_S9_2_global_weights_of_other_strides_are_loaded() -> None:
+    def make(row_major: bool) -> tuple[Any, torch.optim.Optimizer]:
+        module = Layers(row_major)
+        made = torch.optim.SGD(module.parameters(), lr=0.05)
+        outer = partial(torch.optim.SGD, lr=0.7, momentum=0.9, fused=True)
+        module.with_bagua([made], Algorithm.init("diloco", period=2, delay=1, outer_optimizer=outer))
+        return module, made
+
+    def train(rank: int) -> None:
+        module, made = make(row_major=True)
+        for step in range(3):
+            step_on(module, made, batch(step)[rank::2])
+        again, other = make(row_major=False)
+        again.load_state_dict(module.state_dict())
+        again.bagua_algorithm.load_state_dict(module.bagua_algorithm.state_dict())
+        for step in range(3, 7):
+            step_on(module, made, batch(step)[rank::2])
+            step_on(again, other, batch(step)[rank::2])
+        assert_close(weights(again), weights(module))
+
+    simulate(2, train)
+
+
+def test_S9_5_fragments_are_sent_in_the_order_of_memory() -> None:
+    module = Layers()
+    fragment = Fragment([*dict(module.named_parameters())], [*module.parameters()], lambda p: torch.optim.SGD(p, lr=1.0))
+    with torch.no_grad():
+        for place, parameter in enumerate(module.parameters()):
+            parameter.copy_(-torch.arange(parameter.numel()).view(parameter.shape) - 100 * place)
+        for g in fragment.copies:
+            g.zero_()
+    (flat,) = fragment.differences(1)
+    assert torch.equal(-flat, torch.cat([p.detach().as_strided((p.numel(),), (1,)) for p in module.parameters()]))
 
 
 @pytest.mark.parametrize("flatten", [True, False])

@@ -275,8 +275,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
     def _tensors(self) -> list[str]:
         """Return the names of the weights in the order of the replicas, with shapes, and with strides that are not row-major."""
         buckets = self.context.bagua_buckets
-        tensors = ((known.tensors, known.layouts) for known in buckets)
-        return [f"{registration(t).name} {layout}" for pair in tensors for t, layout in zip(*pair, strict=True)]
+        return [f"{registration(t).name} {layout}" for b in buckets for t, layout in zip(b.tensors, b.layouts, strict=True)]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``; call it on every rank after loading that rank's own weights.
@@ -301,7 +300,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
             for bucket, saved in zip(buckets, state["replicas"], strict=True)
             for pair in zip(_replicas(bucket), saved, strict=True)
         ]
-        here, there = self._tensors(), list(state["tensors"])
+        here, there = self._tensors(), list(state.get("tensors", ()))
         if here != there:
             lacking, new = [t for t in here if t not in there], [t for t in there if t not in here]
             raise ValueError(f"state holds replicas of other weights: it lacks {lacking or 'none'}, and {new or 'none'} are new")

@@ -59,8 +59,8 @@ class MomentumBucket:
             start += len(gradients)
         assert start == len(momenta), "a gradient has as many elements as its momentum"
         if not self._bucket.flatten:
-            for momentum, part in zip(self._bucket.effective_tensors(), self._bucket.views_of(momenta), strict=True):
-                momentum.copy_(part)
+            momenta_of = zip(self._bucket.layouts, self._bucket.effective_tensors(), strict=True)
+            self._kernels.scatter_flat(momenta, [layout.in_order(momentum) for layout, momentum in momenta_of])
 
     def spread_overflow(self, bucket_name: str) -> None:
         """Let every rank's GradScaler see an overflow on any rank, which S4.4 has made a NaN in every rank's momenta."""

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 from bagua_ref.communication import broadcast_coalesced
 from bagua_ref.communicators.scheduler import format_ranks
 from bagua_ref.data_parallel.sharding import local, place_state
-from bagua_ref.memory import Layout, effective_strides
+from bagua_ref.memory import effective_strides
 from bagua_ref.optimizer_state import take_over
 from bagua_ref.types import ReduceOp
 
@@ -81,7 +81,7 @@ def _described(tensors: dict[str, Tensor], optimizers: Sequence[torch.optim.Opti
         frozen = ", frozen" if is_parameter and not tensor.requires_grad else ""
         mine = local(tensor)
         text = f"{tuple(mine.shape)} {tensor.dtype}{frozen}"
-        if tensor.requires_grad and not Layout(mine.shape).describes(mine):  # buckets hold elements in the order of memory (S2.3)
+        if tensor.requires_grad and not mine.is_contiguous():  # buckets hold elements in the order of memory (S2.3)
             text += f", strides {effective_strides(mine.shape, mine.stride())}"
         texts[f"{'parameter' if is_parameter else 'buffer'} {name!r}"] = text
     for place, optimizer in enumerate(optimizers):
