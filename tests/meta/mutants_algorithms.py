@@ -42,7 +42,7 @@ ALGORITHMS: list[tuple[str, str, str, str, str]] = [
     ("marks are not cleared", "S2.4", READY, "self._unmarked = self._bucket_of.copy()", "self._unmarked = getattr(self, \"_unmarked\", self._bucket_of.copy())"),
     ("only the first complete bucket is scheduled", "S2.4", READY, "        while self._next < len", "        if self._next < len"),
     ("what a rank does not use is an error", "S2.5", WRAPPED, "end_backward(self._find_unused_parameters)", "end_backward(False)"),
-    ("a parameter that is not used sends its last gradient again", "S2.5", FLAT, "tensor = torch.zeros(shape, dtype=self._dtype, device=self._device)", "tensor = self._views[place].clone()"),
+    ("a parameter that is not used sends its last gradient again", "S2.5", FLAT, "tensor = self.layouts[place].zeros(self._dtype, self._device)", "tensor = self._views[place].clone()"),
     ("always the sum", "S5.1", FULL, "average=self.average, group=", "average=False, group="),
     ("always the mean of gradients", "S5.1", FULL, "average=self.average, group=", "average=True, group="),
     ("the optimizer does not wait for the exchange", "S5.1", BASE, "return bagua_ddp._bagua_backend.wait_pending_comm_ops", "return lambda: None"),

@@ -176,6 +176,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         super().__init__(process_group)
         self.peer_selection_mode, self.sync_interval_ms, self.warmup_steps = peer_selection_mode, sync_interval_ms, warmup_steps
         self._warming_up = warmup_steps > 0
+        self.takes_new_strides = False  # ranks do not step together, and the thread moves weights back at any time
         self._weight_buckets: list[BaguaBucket] = []
 
     @property

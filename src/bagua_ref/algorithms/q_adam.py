@@ -13,6 +13,7 @@ from bagua_ref.algorithms.error_memories import check_error_feedback
 from bagua_ref.algorithms.momentum import MomentumBucket
 from bagua_ref.algorithms.q_adam_optimizer import QAdamOptimizer
 from bagua_ref.compression import check_compression
+from bagua_ref.optimizer_state import align_state
 from bagua_ref.tensor import BaguaTensor
 from bagua_ref.types import ReduceOp
 
@@ -135,6 +136,7 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
         self._compressing, self._momenta = self._past_warmup, []
         for _, parameter in parameters:
             self.q_adam_optimizer.ensure_state(parameter)
+        align_state(self.q_adam_optimizer)
         if not self._compressing:
             return super().init_tensors(bagua_ddp)
         return [

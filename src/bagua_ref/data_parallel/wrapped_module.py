@@ -11,7 +11,7 @@ import torch
 
 from bagua_ref.algorithms.base import GlobalAlgorithmRegistry
 from bagua_ref.communication import broadcast_coalesced
-from bagua_ref.data_parallel.agreed_rounds import BUFFERS, AgreedRounds
+from bagua_ref.data_parallel.agreed_rounds import BUFFERS, PLAN, AgreedRounds
 from bagua_ref.data_parallel.both_reduce import refuse_both, refuse_inside
 from bagua_ref.data_parallel.bucketing import split_into_buckets
 from bagua_ref.data_parallel.gradient_hook import GradientHook
@@ -20,6 +20,7 @@ from bagua_ref.data_parallel.state_broadcast import broadcast_state
 from bagua_ref.data_parallel.step_guard import StepGuard
 from bagua_ref.data_parallel.trained_parameters import TrainedParameters
 from bagua_ref.env import get_default_bucket_size
+from bagua_ref.optimizer_state import align_state
 from bagua_ref.runtime import use_world
 from bagua_ref.scheduling.engine import Engine
 from bagua_ref.utils import NotCopied, OwnHook, uncompiled, untraced
@@ -142,7 +143,7 @@ class WrappedModule(NotCopied):
         for optimizer in self.bagua_optimizers:
             self._handles.append(optimizer.register_step_pre_hook(OwnHook(self._begin_step)))
             self._handles.append(optimizer.register_step_post_hook(OwnHook(self._end_step)))
-            self._handles.append(optimizer.register_load_state_dict_post_hook(OwnHook(self.rounds.note_load)))
+            self._handles.append(optimizer.register_load_state_dict_post_hook(OwnHook(self._optimizer_loaded)))
 
     def publish(self) -> None:
         """Set the attributes of `bagua_ref.distributed.BaguaModule` on the module; unwrapped modules have none of them."""
@@ -173,6 +174,10 @@ class WrappedModule(NotCopied):
         """Have what is equal on all ranks compared in the next round."""
         self.rounds.note_load()
 
+    def _optimizer_loaded(self, optimizer: torch.optim.Optimizer) -> None:
+        align_state(optimizer)  # it may have been saved with other strides
+        self.rounds.note_load()
+
     @property
     def module(self) -> torch.nn.Module:
         """The wrapped module."""
@@ -200,6 +205,8 @@ class WrappedModule(NotCopied):
         algorithm = self.bagua_algorithm
         without_gradient = [parameter for _, parameter in self.bagua_build_params() if parameter.grad is None]
         self._bagua_backend.wait_pending_comm_ops()
+        for optimizer in self.bagua_optimizers:
+            align_state(optimizer)
         with use_world(self.world):
             tensors = algorithm.init_tensors(self)
             self.bagua_buckets[:] = algorithm.tensors_to_buckets(split_into_buckets(tensors, self.bucket_bytes), self._do_flatten)
@@ -207,6 +214,7 @@ class WrappedModule(NotCopied):
                 bucket.backend = bucket.backend or self.kernel_backend
                 algorithm.init_operations(self, bucket)
         self._bagua_backend.register_ordered_buckets(self.bagua_buckets)
+        self._parameters.note_strides()
         self.rounds.plan()
         for parameter in without_gradient:  # else torch would not create the optimizer's state when it loads a checkpoint
             parameter.grad = None
@@ -235,6 +243,9 @@ class WrappedModule(NotCopied):
         self._synchronizing = not self.skipping
         self.bagua_train_step_counter += 1
         self.bagua_algorithm.begin_forward()
+        if self._synchronizing and self._parameters.have_new_strides(self.bagua_algorithm):
+            self.rounds.tell(PLAN)
+            self.reset()
         if self.bagua_algorithm.need_reset():
             self.reset()
         self._guard.forward_begins()
@@ -328,6 +339,7 @@ class WrappedModule(NotCopied):
         with self.rounds.giving_up():
             self._bagua_backend.end_backward(self._find_unused_parameters)
             self._post_backward_hook()
+        self._parameters.align_gradients()
         self._guard.synchronized()
         self.rounds.end_round()
 
