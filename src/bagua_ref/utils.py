@@ -22,11 +22,14 @@ if TYPE_CHECKING:
 __all__ = [
     "NotCopied",
     "OwnHook",
+    "OwnList",
+    "OwnName",
     "apply_flattened_call",
     "apply_flattened_call_all",
     "check_contiguous",
     "flatten",
     "get_flattened_tensor",
+    "inside_backward",
     "overlapping",
     "uncompiled",
     "unflatten",
@@ -44,6 +47,14 @@ class NotCopied:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
+
+
+class OwnList(NotCopied, list):  # type: ignore[type-arg]
+    """A list that is not copied with the module that has it."""
+
+
+class OwnName(NotCopied, str):
+    """A generated name that is not copied with the module that has it."""
 
 
 # Dynamo would also trace what autograd calls in a compiled training step: all that communicates. Unlike torch.compiler.disable,
@@ -75,6 +86,11 @@ class OwnHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OwnHook, ()
+
+
+def inside_backward() -> bool:
+    """Return whether this thread is running a backward pass, for instance in a hook."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
