@@ -157,7 +157,7 @@ def test_without_a_known_optimizer_an_algorithm_that_needs_forwards_refuses_the_
             module(batch(r, step)).sum().backward()
             optimizer.step()
         module.module.training_step(batch(r)).backward()
-        with pytest.raises(RuntimeError, match="SGD was about to step.* gradients of this rank alone"):
+        with pytest.raises(RuntimeError, match=r"SGD was about to step.* gradients of this rank alone"):
             optimizer.step()
 
     simulate(2, rank)

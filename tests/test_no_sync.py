@@ -235,7 +235,9 @@ def test_S5_outputs_that_hide_their_tensors_are_taken_as_by_torchs_class(kind: A
     def rank(r: int) -> list[list[torch.Tensor]]:
         module = Hiding(kind).with_bagua([], GradientAllReduceAlgorithm())
         with module.no_sync():
-            value(module(batch(r))).backward()
+            loss = value(module(batch(r)))
+        without_gradients(module, batch(r, 1))
+        loss.backward()
         seen = [gradients(module)]
         module.zero_grad()
         synchronized = value(module(batch(r)))
@@ -243,10 +245,15 @@ def test_S5_outputs_that_hide_their_tensors_are_taken_as_by_torchs_class(kind: A
             value(module(batch(r, 1))).backward()
         seen.append(gradients(module))
         synchronized.backward()
+        seen.append(gradients(module))
+        module.zero_grad()
+        with module.no_sync():
+            value(module(batch(r))).backward()
         return [*seen, gradients(module)]
 
-    (alone, local, all_), (other_alone, other_local, other_all) = simulate(2, rank)
+    (alone, local, all_, again), (other_alone, other_local, other_all, other_again) = simulate(2, rank)
     assert not any(map(torch.equal, alone, other_alone))
+    assert not any(map(torch.equal, again, other_again))
     assert all(map(torch.equal, local, other_local)) == (kind is SimpleNamespace)
     assert all(map(torch.equal, all_, other_all))
 
@@ -272,6 +279,27 @@ def test_S5_a_reentrant_checkpoint_around_the_module_is_one_training_forward_pas
     assert steps == 3
     for found, other in zip(first, second, strict=True):
         assert any(map(torch.equal, found, other)) != no_sync
+
+
+def around(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return loss_of(checkpoint(module, x.requires_grad_(), use_reentrant=True))
+
+
+def test_S5_a_reentrant_checkpoint_around_the_module_is_told_from_other_forward_passes() -> None:
+    def rank(r: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        module = Net().with_bagua([], GradientAllReduceAlgorithm())
+        with module.no_sync():
+            local = loss_of(module(batch(r)))
+        synchronized = around(module, batch(r, 1))
+        local.backward()
+        before = gradients(module)
+        synchronized.backward()
+        return before, gradients(module)
+
+    (before, after), (other_before, other_after) = simulate(2, rank)
+    assert not any(map(torch.equal, before, other_before))
+    assert all(map(torch.equal, after, other_after))
+    torch.testing.assert_close(after, mean_gradients(lambda module, r: [loss_of(module(batch(r, step))) for step in (0, 1)]))
 
 
 def test_S5_a_forward_pass_without_gradients_counts_no_step_and_sends_nothing() -> None:
@@ -309,16 +337,46 @@ def test_S5_6_a_forward_pass_without_gradients_lets_no_round_in_before_the_backw
     assert all(all(held) for held in simulate(2, rank))
 
 
+def test_S5_what_a_backward_pass_has_reached_is_forgotten_at_its_end_though_an_engines_thread_may_still_hold_it() -> None:
+    def rank(r: int) -> None:
+        module = Net().with_bagua([], GradientAllReduceAlgorithm())
+        held: list[Any] = []
+        handle = module.first.weight.register_post_accumulate_grad_hook(lambda p: held.append(module._bagua._passes.reached))
+        loss_of(module(batch(r))).backward()
+        assert held[0].synchronized
+        assert module._bagua._passes.reached is None
+        handle.remove()
+
+    simulate(2, rank)
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("fails")
+
+
+def test_S5_a_backward_pass_that_failed_half_way_does_not_disturb_a_reentrant_checkpoint_around_the_module() -> None:
+    def rank(r: int) -> list[torch.Tensor]:
+        module = Net().with_bagua([], GradientAllReduceAlgorithm())
+        x = Failing.apply(batch(r).requires_grad_())  # type: ignore[no-untyped-call]
+        with pytest.raises(ArithmeticError):
+            loss_of(module(x)).backward()
+        module.zero_grad()
+        around(module, batch(r)).backward()
+        assert module.bagua_train_step_counter == 2
+        return gradients(module)
+
+    alone = Net()
+    loss_of(alone(batch(0))).backward()
+    torch.testing.assert_close(simulate(1, rank)[0], gradients(alone))
+
+
 def test_S5_a_backward_pass_that_failed_leaves_nothing_to_the_next_one() -> None:
-    class Failing(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            raise ArithmeticError("fails")
-
     def rank(r: int) -> list[torch.Tensor]:
         module = Net().with_bagua([], GradientAllReduceAlgorithm())
         with module.no_sync():

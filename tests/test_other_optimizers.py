@@ -284,6 +284,28 @@ def test_LBFGS_steps_with_its_closure(passed: bool) -> None:
     assert torch.equal(first, second)
 
 
+def test_a_closure_whose_backward_passes_do_not_all_bypass_the_module_may_run_again() -> None:
+    def rank(r: int) -> torch.Tensor:
+        known: list[Any] = []
+        module = wrapped("gradient_allreduce", {}, known)
+
+        def closure() -> torch.Tensor:
+            known[0].zero_grad(set_to_none=False)
+            loss = module(batch(r)).square().mean()
+            loss.backward()
+            module.eval()
+            module(batch(0)).square().mean().backward()
+            module.train()
+            return loss
+
+        for _ in range(2):
+            known[0].step(closure)
+        return weights(module)
+
+    first, second = simulate(2, rank)
+    assert torch.equal(first, second)
+
+
 def test_a_backward_pass_that_bypasses_the_module_stops_any_optimizer() -> None:
     def rank(r: int) -> None:
         module = network().with_bagua([], Algorithm.init("decentralized"))

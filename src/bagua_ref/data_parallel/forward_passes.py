@@ -6,6 +6,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 from torch.nn.parallel.distributed import _find_tensors
 
 from bagua_ref.utils import inside_backward, untraced
@@ -28,7 +29,6 @@ class Reached:
         self.synchronized, self.over = False, False
         self.waiting: list[tuple[str, Any]] = []
 
-    @untraced
     def __call__(self) -> None:
         """Note that the backward pass has ended."""
         self.over = True
@@ -55,7 +55,7 @@ class ForwardPasses:
         self._expected = False
         """Whether no gradient has arrived since the last forward pass."""
         self._first_run: bool | None = None
-        """Whether one of the forward passes with gradients disabled since the last other one began outside `no_sync`."""
+        """Whether the last forward pass with gradients disabled began outside `no_sync`; None if another one, or its gradient, came."""
         self._reached: Callable[[], Reached | None] = _nothing
 
     @property
@@ -69,21 +69,23 @@ class ForwardPasses:
         self._expected, self._first_run = not in_backward, None
         if synchronized:
             self.synchronizing = self._awaited = True
-        elif in_backward or not self._awaited:
+        elif not self._awaited:
             self.synchronizing = False
 
     def begin_without_gradients(self, synchronized: bool) -> None:
         """Note the beginning of a forward pass with gradients disabled, outside `no_sync` or not."""
-        self._first_run = synchronized or bool(self._first_run)
+        self._first_run = synchronized
 
     def gradient_arrives(self) -> bool | None:
         """Note a gradient; if it belongs to a forward pass that had gradients disabled, return whether that was outside `no_sync`.
 
         Only the first run of a reentrant checkpoint around the module is such a forward pass: no other one comes before it.
         """
-        first_run = None if self._expected or self.reached is not None else self._first_run
-        self._expected = False
-        return first_run
+        expected, self._expected = self._expected, False
+        if self.reached is not None:
+            return None
+        first_run, self._first_run = self._first_run, None
+        return None if expected else first_run
 
     def end(self, output: Any, synchronized: bool) -> None:
         """Mark the graph behind the ``output`` of a forward pass."""
@@ -116,11 +118,17 @@ class _Mark:
     def __init__(self, passes: ForwardPasses, synchronized: bool) -> None:
         self._passes, self._synchronized = weakref.ref(passes), synchronized
 
-    @untraced
     def __call__(self, gradients: Any) -> None:
+        if is_dynamo_compiling():  # see `GradientHook`
+            self._untraced(gradients)
+            return
         passes = self._passes()
         if passes is not None:
             passes.reach(self._synchronized)
+
+    @untraced
+    def _untraced(self, gradients: Any) -> None:
+        self(gradients)
 
 
 def trains(module: torch.nn.Module) -> bool:
