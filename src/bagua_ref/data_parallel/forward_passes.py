@@ -55,7 +55,7 @@ class ForwardPasses:
         self._expected = False
         """Whether no gradient has arrived since the last forward pass."""
         self._first_run: bool | None = None
-        """Whether the last forward pass with gradients disabled began outside `no_sync`; None if another one, or its gradient, came."""
+        """Whether the last forward pass, if it had gradients disabled, began outside `no_sync`; None after its first gradient."""
         self._reached: Callable[[], Reached | None] = _nothing
 
     @property
