@@ -208,6 +208,10 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         """Whether the warm-up is over: from then on the forward-pre hook starts rounds and holds the weights (S5.6)."""
         return not self._warming_up
 
+    def why_refused(self, optimizer: torch.optim.Optimizer) -> str:
+        """Return why another optimizer must not step: a round would overwrite what it does."""
+        return "async holds the weights only while those step"
+
     def need_reset(self) -> bool:
         """Return True once, before the first step after warm-up."""
         if self._warming_up and self.step >= self.warmup_steps:

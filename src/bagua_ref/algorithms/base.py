@@ -206,6 +206,10 @@ class AlgorithmImpl(NotCopied):
 
         context._bagua_backend.run(shadow)
 
+    def why_refused(self, optimizer: torch.optim.Optimizer) -> str:
+        """Return why ``optimizer``, which was not passed when wrapping, must not step the parameters; "" if it may."""
+        return ""
+
     def suspend(self) -> Callable[[], None]:
         """Stop background communication, collectively, because the module is wrapped again; return a function that resumes it."""
         return lambda: None

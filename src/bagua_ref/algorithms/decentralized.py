@@ -63,6 +63,10 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
         """True: the forward-pre hook marks the weights ready (S5.3)."""
         return True
 
+    def why_refused(self, optimizer: torch.optim.Optimizer) -> str:
+        """Return why another optimizer must not step, if some were passed; without any, none is needed."""
+        return "decentralized tells from the steps of those whether weights were averaged" if self.context.bagua_optimizers else ""
+
     def facts(self) -> list[Fact]:
         """Return how often weights were averaged, and if not every step averages, the step."""
         step = self.context.bagua_train_step_counter - 1 if self.communication_interval > 1 else 0
@@ -209,6 +213,10 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
         """Steps that the last optimizer has taken."""
         self._passes_before = 0
         """Backward passes begun before the last round."""
+
+    def why_refused(self, optimizer: torch.optim.Optimizer) -> str:
+        """Return why another optimizer must not step: nothing would be sent."""
+        return "low_precision_decentralized sends weights after the steps of those"
 
     def facts(self) -> list[Fact]:
         """Return the optimizer steps, on which the interval hangs, and the backward passes, which tell that a rank skips steps."""

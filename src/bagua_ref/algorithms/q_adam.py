@@ -82,6 +82,10 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
             Fact("{is} at step {value} of the QAdamOptimizer", self.optimizer_step_id),
         ]
 
+    def why_refused(self, optimizer: torch.optim.Optimizer) -> str:
+        """Return why another optimizer must not step: after the warm-up gradients are those of this rank alone."""
+        return "" if optimizer is self.q_adam_optimizer else "qadam averages the momenta of its own optimizer"
+
     def check_join(self, divide_by_initial_world_size: bool) -> bool:
         """Return True: ranks without batches contribute zero gradients and momenta, which the mean over the others leaves out.
 
