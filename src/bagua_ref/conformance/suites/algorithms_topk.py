@@ -128,14 +128,15 @@ def not_finite(lab: Lab, draw: Draw) -> None:
     nodes, weights = draw(worlds(3)), grid_weights(draw, [lab.dtype] * 2, [(17,), (8, 3)])
     gradients = any_gradients(draw, weights, sum(nodes), 3)
     generator = np.random.default_rng(draw(seeds))
-    together = draw(st.booleans())
     for _ in range(draw(st.integers(1, 6))):
-        step = gradients[0][0] if together else gradients[generator.integers(len(gradients))][generator.integers(3)]
-        x = step[0 if together else int(generator.integers(2))].view(-1)
-        place = generator.integers(x.numel())
-        x[place] = float(generator.choice([np.nan, np.nan, np.inf, -np.inf]))
-        if x[place].isnan():  # NaNs are equal, whatever their other bits
-            x.view(torch.int16 if x.element_size() == 2 else torch.int32)[place] += int(generator.integers(4))
+        step = gradients[generator.integers(len(gradients))][generator.integers(3)]
+        x = step[int(generator.integers(2))].view(-1)
+        x[generator.integers(x.numel())] = float(generator.choice([np.nan, np.inf, -np.inf]))
+    if draw(st.booleans()):  # NaNs are equal, whatever their other bits
+        x = gradients[0][0][0].view(-1)
+        x[0], x[1::3] = np.inf, np.nan
+        bits = x.view(torch.int16 if x.element_size() == 2 else torch.int32)[1::3]
+        bits += torch.from_numpy(generator.integers(4, size=bits.numel())).to(bits.dtype)
     _Training(lab, draw, nodes, weights, gradients, ratio=draw(st.sampled_from([0.01, 0.05, 0.1, 0.3]))).follow()
 
 
