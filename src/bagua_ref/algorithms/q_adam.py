@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from bagua_ref.types import Group
 
 __all__ = ["QAdamAlgorithm", "QAdamAlgorithmImpl", "QAdamOptimizer"]
+
+_LISTED = 10
+"""Parameters that a warning names."""
 
 
 class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
@@ -132,11 +136,14 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
         if self._compressing is None:
             self._check_parameters(parameters)
             self._share_state(bagua_ddp)
+        freezes = not self._compressing and self.optimizer_step_id == self.warmup_steps
         self._compressing, self._momenta = self._past_warmup, []
         for _, parameter in parameters:
             self.q_adam_optimizer.ensure_state(parameter)
         if not self._compressing:
             return super().init_tensors(bagua_ddp)
+        if freezes and self.process_group.get_global_communicator().rank() == 0:
+            self._warn_of_zeros(parameters)
         return [
             BaguaTensor.ensure_bagua_tensor(
                 parameter,  # type: ignore[arg-type]
@@ -197,6 +204,32 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
                     f"parameter {name!r} is float64, which cannot be compressed; qadam takes float16, bfloat16 or float32"
                 )
 
+    def _warn_of_zeros(self, parameters: list[tuple[str, torch.nn.Parameter]]) -> None:
+        """Warn of the elements that no longer move, as their v has frozen at 0 (S5.5)."""
+        unreached, underflowed = [], []
+        for name, parameter in parameters:
+            state = self.q_adam_optimizer.state[parameter]
+            still = state["exp_avg_sq"] == 0
+            of_all = int(still.sum())
+            with_momentum = int((state["exp_avg"][still] != 0).sum())
+            for count, listed in ((of_all - with_momentum, unreached), (with_momentum, underflowed)):
+                if count:
+                    listed.append(f"{count} of {parameter.numel()} in {name!r}")
+        said = []
+        if unreached:
+            said.append(f"had no gradient in the warm-up ({_first(unreached)}); if they should learn, use a larger warmup_steps")
+        if underflowed:
+            said.append(
+                f"had gradients whose squares are 0 in the weights' dtype ({_first(underflowed)}); keep these weights in float32 "
+                "instead of 16 bits"
+            )
+        if said:
+            warnings.warn(
+                f"qadam freezes v after warmup_steps={self.warmup_steps}, and elements whose v is 0 do not move from now on: some "
+                f"{'; others '.join(said)}",
+                stacklevel=2,
+            )
+
     def _share_state(self, bagua_ddp: TrainingContext) -> None:
         """Broadcast the optimizer's state, as wrapping does for those that it was given: all ranks must be in one phase."""
         if any(optimizer is self.q_adam_optimizer for optimizer in bagua_ddp.bagua_optimizers):
@@ -205,6 +238,12 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
         state = comm.broadcast_object(self.q_adam_optimizer.state_dict() if comm.rank() == 0 else None, 0)
         if comm.rank() != 0:
             self.q_adam_optimizer.load_state_dict(state)
+
+
+def _first(listed: list[str]) -> str:
+    """Return the first of a list as text, and how many there are beyond them."""
+    more = len(listed) - _LISTED
+    return ", ".join(listed[:_LISTED]) + (f" and {more} more parameters" if more > 0 else "")
 
 
 class QAdamAlgorithm(Algorithm):

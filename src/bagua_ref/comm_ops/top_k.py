@@ -75,8 +75,8 @@ class TopK(CommOp):
 
     p = gradient + e -> all-gather k int32 indices -> all-gather their k values -> add up in rank order
 
-    e is what was not sent. In a round in which an element of any rank's p is not finite, which is then among its largest, e stays as
-    it was on every rank: a GradScaler skips the step, and what has overflowed must not come back in later ones.
+    e is what was not sent. In a round in which an element of any rank's p is not finite, which is then among its largest, e stays
+    as it was on every rank: a GradScaler skips the step, and what has overflowed must not come back in later ones.
 
     Each rank sends ``8 k (n-1)`` bytes. Scratch is a float32 copy of x for sort keys or the sum, one more for 16-bit dtypes, and n
     messages. While ``compresses()`` is False, it is an all-reduce.
