@@ -191,10 +191,15 @@ def _frozen_step(
             # In float16 eps = 1e-8 would be zero: 0/0 would make a NaN of a weight without gradient.
             root = v.float().sqrt_() if v.dtype is torch.float16 else v.sqrt()
             denominator = root.div_(correction).add_(group["eps"])
-            if s > warmup_steps:  # eps alone must not divide an m of later gradients, or of a codec's errors
+            if s > warmup_steps and _may_be_zero(v):  # eps alone must not divide an m of later gradients, or of a codec's errors
                 still = v == 0
                 m, denominator = m.masked_fill(still, 0), denominator.masked_fill_(still, 1)
             p.addcdiv_(m, denominator, value=-step_size)
+
+
+def _may_be_zero(v: Tensor) -> bool:
+    """Return False if no element is 0; on a CPU that is found out in little time, elsewhere one would have to wait for it."""
+    return v.device.type != "cpu" or (v.numel() > 0 and not v.amin() > 0)
 
 
 def _blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
