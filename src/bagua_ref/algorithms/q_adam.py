@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -49,6 +49,7 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
     ) -> None:
         super().__init__(process_group, hierarchical, average=True, compression=compression, error_feedback=error_feedback)
         self.q_adam_optimizer, self.grad_scaler = q_adam_optimizer, grad_scaler
+        self.delivers_error_memory = False  # it is one of momenta, which stay where no rank uses the parameter
         self._compressing: bool | None = None
         """Whether the buckets hold momenta; None before there are any."""
         self._momenta: list[MomentumBucket] = []
@@ -113,6 +114,38 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
                 "use join(divide_by_initial_world_size=False), which divides by the number of ranks that have batches"
             )
         return True
+
+    def leave_alone(self, parameters: Sequence[torch.nn.Parameter]) -> Callable[[], None]:
+        """Return a function that puts back the momenta of ``parameters``, and what compression had left out of them (S2.5)."""
+        if not self._compressing:
+            return super().leave_alone(parameters)
+        unused = set(parameters)
+        momenta = {parameter: self.q_adam_optimizer.state[parameter]["exp_avg"].clone() for parameter in unused}
+        memories = [
+            (bucket, memory, memory.kept())
+            for bucket in self.context.bagua_buckets
+            if (memory := self.error_memories.of_bucket(bucket, self.hierarchical)) is not None and unused & set(bucket.tensors)
+        ]
+
+        def put_back() -> None:
+            for parameter, momentum in momenta.items():
+                self.q_adam_optimizer.state[parameter]["exp_avg"].copy_(momentum)
+            for bucket, memory, kept in memories:
+                if memory.kept() is None:  # this rank leads no node
+                    continue
+                start, place = 0, self._compressing_communicator.rank()
+                for proxy in bucket.tensors:
+                    if proxy in unused:
+                        memory.put_back(kept, start, start + proxy.numel(), place)
+                    start += proxy.numel()
+
+        return put_back
+
+    @property
+    def _compressing_communicator(self) -> Any:
+        """The communicator of the ranks between which momenta are compressed."""
+        group = self.process_group
+        return group.get_inter_node_communicator() if self.hierarchical else group.get_global_communicator()
 
     def shadow(self, facts: Sequence[int]) -> None:
         """Contribute zeros in the phase in which the other ranks are."""
@@ -206,7 +239,8 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
 
     def _warn_of_zeros(self, parameters: list[tuple[str, torch.nn.Parameter]]) -> None:
         """Warn of the elements that no longer move, as their v has frozen at 0 (S5.5)."""
-        unreached, underflowed = [], []
+        unreached: list[str] = []
+        underflowed: list[str] = []
         for name, parameter in parameters:
             state = self.q_adam_optimizer.state[parameter]
             still = state["exp_avg_sq"] == 0

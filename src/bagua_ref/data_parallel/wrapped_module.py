@@ -19,6 +19,7 @@ from bagua_ref.data_parallel.sharding import reshard, whole
 from bagua_ref.data_parallel.state_broadcast import broadcast_state
 from bagua_ref.data_parallel.step_guard import StepGuard
 from bagua_ref.data_parallel.trained_parameters import TrainedParameters
+from bagua_ref.data_parallel.unused_parameters import UnusedParameters
 from bagua_ref.env import get_default_bucket_size
 from bagua_ref.runtime import use_world
 from bagua_ref.scheduling.engine import Engine
@@ -123,7 +124,7 @@ class WrappedModule(NotCopied):
         self.given_group, self.process_group = group, group.for_background()
         self._owns_group = self.process_group is not group
         settings = {"algorithm": f"{type(algorithm).__name__}{algorithm.settings()}", "buckets": f"{self.bucket_bytes} bytes"}
-        settings["broadcast_buffers"] = str(broadcast_buffers)
+        settings |= {"broadcast_buffers": str(broadcast_buffers), "find_unused_parameters": str(find_unused_parameters)}
         comm = self.process_group.get_global_communicator()
         broadcast_state(module, optimizers, comm, self.parameters_to_ignore, settings, group.ranks)
         # The training thread must not use the worker's connections.
@@ -134,6 +135,8 @@ class WrappedModule(NotCopied):
         self.bagua_algorithm._context = weakref.ref(self)
         self._handles: list[Any] = []
         self.rounds = AgreedRounds(self)
+        if find_unused_parameters:
+            self.rounds.unused = UnusedParameters(self, group.sibling())
         self.reset()
         self._handles.append(module.register_load_state_dict_post_hook(OwnHook(self.rounds.note_load)))
         self._handles.append(self.called_module.register_forward_pre_hook(OwnHook(self._forward_called)))
@@ -212,6 +215,8 @@ class WrappedModule(NotCopied):
             parameter.grad = None
         self._forward_pre_hook = algorithm.init_forward_pre_hook(self)
         self._backward_hook = algorithm.init_backward_hook(self)
+        if self.rounds.unused is not None:
+            self._backward_hook = self.rounds.unused.noting(self._backward_hook)
         self._post_backward_hook = algorithm.init_post_backward_hook(self)
         self._post_step_hook = algorithm.init_post_optimizer_step_hook(self)
 
@@ -281,6 +286,8 @@ class WrappedModule(NotCopied):
     def _begin_backward(self, name: str, parameter: Any) -> bool:
         """Return whether the backward pass that delivers its first gradient now is synchronized."""
         self.given_group.refuse_in_child()
+        if self.rounds.unused is not None:
+            self.rounds.unused.reached.add(name)
         if self.without_forward and self.module.training:
             backward = torch._C._current_graph_task_id()
             if backward != self._backward_begun:
@@ -324,12 +331,17 @@ class WrappedModule(NotCopied):
             node.register_hook(lambda *_: queue(self._graph_task_ended))
 
     def _post_backward(self) -> None:
+        unused = self.rounds.unused if self._bagua_backend.round_begun else None
         self._in_backward = False
         with self.rounds.giving_up():
+            if unused is not None:
+                unused.agree()
             self._bagua_backend.end_backward(self._find_unused_parameters)
             self._post_backward_hook()
         self._guard.synchronized()
         self.rounds.end_round()
+        if unused is not None:
+            unused.restore()
 
     def reshard(self) -> None:
         """If the module is sharded, let its next forward pass gather the weights anew, as they have changed."""
@@ -360,6 +372,8 @@ class WrappedModule(NotCopied):
             self.process_group.close()
         if self._buffer_group is not None:
             self._buffer_group.close()
+        if self.rounds.unused is not None:
+            self.rounds.unused.close()
 
 
 def trainings_of(parameter: torch.nn.Parameter) -> list[WrappedModule]:
