@@ -220,6 +220,29 @@ def test_S2_5_qadam_leaves_the_momentum_and_memory_of_what_no_rank_reaches(
     simulate(4, rank, nodes=(2, 2))
 
 
+@FLATTEN
+def test_S2_5_qadam_leaves_the_momentum_that_it_had_before_an_overflow(do_flatten: bool) -> None:
+    def rank(r: int) -> None:
+        module = Partly()
+        optimizer, scaler = QAdamOptimizer(module.parameters(), lr=0.01, warmup_steps=2), bagua_ref.GradScaler("cpu")
+        algorithm = QAdamAlgorithm(optimizer, False, grad_scaler=scaler)
+        module.with_bagua([optimizer], algorithm, do_flatten=do_flatten, find_unused_parameters=True)
+        momenta = []
+        for step in range(6):
+            optimizer.zero_grad()
+            loss = module(batch(r, step), "a" if step == 4 else "abc").square().mean()
+            scaler.scale(loss * (torch.inf if step == 3 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            momenta.append(optimizer.state[module.c.weight]["exp_avg"].clone())
+        assert scaler.get_scale() == 2.0**15
+        assert torch.equal(momenta[4], momenta[2])
+        assert momenta[5].isfinite().all()
+        assert not torch.equal(momenta[5], momenta[4])
+
+    simulate(2, rank)
+
+
 @pytest.mark.parametrize("name", ["gradient_allreduce", "bytegrad", "topk", "powersgd, warm-up"])
 def test_S2_5_ranks_without_batches_take_part(name: str) -> None:
     counts = [2, 5, 0]

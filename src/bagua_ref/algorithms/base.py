@@ -164,7 +164,7 @@ class AlgorithmImpl(NotCopied):
     """Whether a round also makes gradients of what ranks have left out in earlier ones, be it for a parameter that no rank uses."""
 
     def leave_alone(self, parameters: Sequence[torch.nn.Parameter]) -> Callable[[], None]:
-        """Return a function that undoes what the next round does to ``parameters``, which no rank uses, but for gradients (S2.5)."""
+        """Return a function that undoes what the next round does to ``parameters``, which no rank uses, but gradients (S2.5)."""
         return lambda: None
 
     def replicas(self) -> list[tuple[Tensor, list[torch.optim.Optimizer]]]:

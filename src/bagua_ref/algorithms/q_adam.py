@@ -119,12 +119,16 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
         """Return a function that puts back the momenta of ``parameters``, and what compression had left out of them (S2.5)."""
         if not self._compressing:
             return super().leave_alone(parameters)
-        unused = set(parameters)
+        unused, buckets = set(parameters), self.context.bagua_buckets
+        concerned = [bucket for bucket in buckets if unused & set(bucket.tensors)]
+        for bucket, momentum in zip(buckets, self._momenta, strict=True):
+            if bucket in concerned:
+                momentum.undo_overflow()
         momenta = {parameter: self.q_adam_optimizer.state[parameter]["exp_avg"].clone() for parameter in unused}
         memories = [
             (bucket, memory, memory.kept())
-            for bucket in self.context.bagua_buckets
-            if (memory := self.error_memories.of_bucket(bucket, self.hierarchical)) is not None and unused & set(bucket.tensors)
+            for bucket in concerned
+            if (memory := self.error_memories.of_bucket(bucket, self.hierarchical)) is not None
         ]
 
         def put_back() -> None:

@@ -53,7 +53,8 @@ class WrappedModule(NotCopied):
         world: this rank's.
         do_flatten: keep each bucket's tensors in one storage.
         backend: the kernels; None chooses as `bagua_ref.backends.get_backend`.
-        find_unused_parameters: treat parameters that a backward pass does not reach as having zero gradients.
+        find_unused_parameters: treat parameters that a backward pass does not reach as having zero gradients; those that no rank's
+            backward pass reaches keep theirs.
         timeout: seconds without progress after which waiting raises.
         bucket_bytes: the size at which a bucket is closed; None: `bagua_ref.env.get_default_bucket_size`.
         broadcast_buffers: broadcast the first rank's buffers before each training forward pass, not only now.
