@@ -52,6 +52,8 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
         self.delivers_error_memory = False  # it is one of momenta, which stay where no rank uses the parameter
         self._compressing: bool | None = None
         """Whether the buckets hold momenta; None before there are any."""
+        self._shadows = False
+        """Whether this rank has no batch, and so not the moments of the others."""
         self._momenta: list[MomentumBucket] = []
 
     @property
@@ -153,9 +155,10 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
 
     def shadow(self, facts: Sequence[int]) -> None:
         """Contribute zeros in the phase in which the other ranks are."""
-        self.q_adam_optimizer.step_id = facts[1]
+        self.q_adam_optimizer.step_id, self._shadows = facts[1], True
         if self.need_reset():
             self.context.reset()
+        self._shadows = False
         super().shadow(facts)
 
     def need_reset(self) -> bool:
@@ -179,7 +182,7 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
             self.q_adam_optimizer.ensure_state(parameter)
         if not self._compressing:
             return super().init_tensors(bagua_ddp)
-        if freezes and self.process_group.get_global_communicator().rank() == 0:
+        if freezes and not self._shadows and self.process_group.get_global_communicator().rank() == 0:
             self._warn_of_zeros(parameters)
         return [
             BaguaTensor.ensure_bagua_tensor(

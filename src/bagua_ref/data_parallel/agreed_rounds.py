@@ -252,8 +252,9 @@ class AgreedRounds:
         """Let no round begin any more, here and on the other ranks; a training alone can go on."""
         if not self.broken and not self._alone:
             self.broken = why
-            for group in (self._group, *([self.unused.group] if self.unused is not None else [])):
-                group.abort(why)
+            self._group.abort(why)
+            if self.unused is not None:
+                self.unused.group.abort(why)
 
     @contextmanager
     def giving_up(self) -> Iterator[None]:
