@@ -208,7 +208,8 @@ def record(
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         chosen = dict(options)
         if name == "qadam":
-            optimizer = chosen["q_adam_optimizer"] = QAdamOptimizer(model.parameters(), warmup_steps=1)
+            optimizer = chosen["q_adam_optimizer"] = QAdamOptimizer(model.parameters(), warmup_steps=2)
+            optimizer.step_id = 1  # so of the two steps that are drawn, one is in the warm-up
         model.with_bagua([optimizer], Algorithm.init(name, **chosen))
         for step in range(round(4 * max(seconds) / seconds[rank]) if any(seconds) else 2):
             number, begun = (0 if name == "async" else step), world.now()  # rounds of async belong to no step
@@ -226,7 +227,7 @@ def record(
             model.bagua_algorithm.abort(model)
 
     with recorder.listening(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a warm-up of one step is warned of, and short enough to be drawn
+        warnings.simplefilter("ignore")  # of v, which is 0 without more steps
         SimulatedWorld(RANKS, nodes=nodes).run(train)
     recording.messages = sorted(recorder.messages.values(), key=lambda message: (message.step, message.order))
     return recording

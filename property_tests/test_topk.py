@@ -25,6 +25,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 @given(x=adversarial(torch.float32, 40), data=st.data())
 @example(x=torch.tensor([1.0, -1.0, torch.nan, torch.inf, -torch.nan, 1.0]), data=None)
+@example(x=torch.tensor([0x7FC00000, 0x7FC00001, 0x7F800001], dtype=torch.int32).view(torch.float32), data=None)
 def test_S11_2_the_largest_are_chosen_ties_go_to_the_lower_index_and_nan_is_the_largest(x, data):
     for k in range(x.numel() + 1) if data is None else [data.draw(st.integers(0, x.numel()))]:
         assert largest(x, k).tolist() == oracle.kept(x.numpy(), k)

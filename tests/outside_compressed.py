@@ -152,9 +152,12 @@ class TopK(Training):
         total = torch.zeros_like(p)
         for where, what in zip(indices.view(n, count), values.view(n, count), strict=True):
             total[where.long()] += what
-        if s["error_feedback"]:
+        if s["error_feedback"] and self.remembers(values):
             self.e[key] = p.index_fill(0, own, 0)
         return self.divided(total, indices)
+
+    def remembers(self, values: torch.Tensor) -> bool:
+        return bool(values.isfinite().all())
 
     def divided(self, total: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         return total / self.world.world_size
@@ -197,6 +200,13 @@ class IsPoisoned(PowerSGD):
     def refused(self, g: torch.Tensor) -> torch.Tensor:
         self.e = {place: torch.full_like(e, torch.nan) for place, e in self.e.items()}
         return super().refused(g)
+
+
+class RemembersOverflows(TopK):
+    """Keeps what it could not send of an overflow."""
+
+    def remembers(self, values: torch.Tensor) -> bool:
+        return True
 
 
 class DividesBySenders(TopK):

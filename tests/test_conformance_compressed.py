@@ -40,6 +40,7 @@ def test_a_topk_of_its_own_passes() -> None:
         (outside.StaysDead, "algorithms.S10.2.dead_columns"),
         (outside.IsPoisoned, "algorithms.S10.4.not_finite"),
         (outside.DividesBySenders, "algorithms.S11.2.rounds[float32]"),
+        (outside.RemembersOverflows, "algorithms.S11.2.not_finite[float32]"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else value,
 )

@@ -124,6 +124,27 @@ def test_a_hook_goes_on_from_its_state_as_if_nothing_had_happened(name: str) -> 
         assert_equal(continued, whole, EXACT)
 
 
+def overflow(algorithms: dict[str, dict[str, Any]]) -> dict[str, int]:
+    """Return the steps that a GradScaler skips after the loss of the last rank was infinite once."""
+    skipped = dict.fromkeys(algorithms, 0)
+    for name, options in algorithms.items():
+        module, optimizer, _ = hooked(name, options)
+        scaler = torch.amp.GradScaler("cpu", growth_interval=1000)
+        for number in range(20):
+            optimizer.zero_grad()
+            factor = torch.inf if number == 3 and dist.get_rank() == dist.get_world_size() - 1 else 1.0
+            scaler.scale(module(torch.ones(4, 16)).square().mean() * factor).backward()
+            scaler.step(optimizer)
+            scale = scaler.get_scale()
+            scaler.update()
+            skipped[name] += scaler.get_scale() < scale
+    return skipped
+
+
+def test_S11_2_one_overflow_skips_one_step_under_every_hook() -> None:
+    assert launch(overflow, 2, {**NAMES, "topk": {"ratio": 0.01}}) == [dict.fromkeys(NAMES, 1)] * 2
+
+
 def differ(what: str) -> str:
     """Return the error of a training in which one rank differs."""
     rank = dist.get_rank()

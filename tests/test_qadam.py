@@ -632,7 +632,8 @@ def test_past_the_warm_up_an_optimizer_that_no_algorithm_knows_says_so() -> None
 
 
 BAD_OPTIONS: list[Any] = [
-    ({"warmup_steps": 0}, ValueError, "warmup_steps=0 must be at least 1"),
+    ({"warmup_steps": 0}, ValueError, "warmup_steps=0 must be at least 2"),
+    ({"warmup_steps": 1}, ValueError, "warmup_steps=1 must be at least 2"),
     ({"warmup_steps": -3}, ValueError, "warmup_steps=-3"),
     ({"warmup_steps": 2.5}, TypeError, r"warmup_steps=2\.5"),
     ({"warmup_steps": True}, TypeError, "warmup_steps=True"),
@@ -661,9 +662,71 @@ def test_other_bad_groups_are_refused() -> None:
         QAdamOptimizer([nn.Parameter(torch.ones(2, dtype=torch.complex64))])
 
 
-def test_one_step_of_warm_up_is_legal_but_unwise() -> None:
-    with pytest.warns(UserWarning, match="warmup_steps=1 freezes v = 0"):
-        QAdamOptimizer([nn.Parameter(torch.ones(2))], warmup_steps=1)
+class Rows(nn.Module):
+    """An embedding of 12 rows, and a layer after it."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows, self.last = nn.Embedding(12, 4, dtype=dtype), nn.Linear(4, 1, dtype=dtype)
+
+    def forward(self, chosen: torch.Tensor) -> torch.Tensor:
+        return self.last(self.rows(chosen)).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:qadam freezes v:UserWarning")
+@pytest.mark.parametrize("do_flatten", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("compression", bagua_ref.list_codecs())
+def test_S5_5_where_v_froze_at_zero_weights_do_not_move(compression: str, dtype: torch.dtype, do_flatten: bool) -> None:
+    def rank(r: int) -> None:
+        module = Rows(dtype)
+        optimizer = QAdamOptimizer(module.parameters(), lr=1e-3, warmup_steps=3, eps=1e-4)
+        algorithm = QAdamAlgorithm(optimizer, False, compression=compression, error_feedback=True)
+        module.with_bagua([optimizer], algorithm, do_flatten=do_flatten)
+        start = module.rows.weight.detach().clone()
+        for step in range(20):
+            optimizer.zero_grad()
+            module(torch.arange(6 if step < 10 else 12)[r::2]).backward()  # the last rows have their first gradients late
+            optimizer.step()
+        state = optimizer.state[module.rows.weight]
+        assert torch.equal(state["exp_avg_sq"][6:], torch.zeros(6, 4))
+        assert state["exp_avg"][6:].any()
+        assert torch.equal(module.rows.weight[6:], start[6:])
+        assert not torch.equal(module.rows.weight[:6], start[:6])
+
+    simulate(2, rank)
+
+
+def test_S5_5_one_warning_counts_where_v_froze_at_zero() -> None:
+    def rank(r: int) -> None:
+        module = Rows(torch.float16)
+        module.last.float()
+        module.forward = lambda chosen: module.last(module.rows(chosen).float()).mean()  # type: ignore[method-assign]
+        optimizer = QAdamOptimizer(module.parameters(), lr=0.0, warmup_steps=3)
+        module.with_bagua([optimizer], QAdamAlgorithm(optimizer, False))
+        for _ in range(6):
+            optimizer.zero_grad()
+            module(torch.arange(6)).mul(torch.tensor([1e-3])).sum().backward()
+            optimizer.step()
+
+    with pytest.warns(UserWarning, match="qadam freezes v") as caught:
+        simulate(3, rank)
+    (said,) = [str(warning.message) for warning in caught if "qadam" in str(warning.message)]
+    assert said == (
+        "qadam freezes v after warmup_steps=3, and elements whose v is 0 do not move from now on: some had no gradient "
+        "in the warm-up (24 of 48 in 'rows.weight'); if they should learn, use a larger warmup_steps; others had gradients "
+        "whose squares are 0 in the weights' dtype (24 of 48 in 'rows.weight'); keep these weights in float32 instead of 16 bits"
+    )
+
+
+def test_S5_5_where_v_is_not_zero_nothing_is_said() -> None:
+    def rank(r: int) -> None:
+        train(*wrapped(), r, range(WARMUP + 2))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        simulate(2, rank)
 
 
 def test_the_algorithm_wants_its_own_optimizer() -> None:

@@ -69,6 +69,7 @@ ALGORITHMS: list[tuple[str, str, str, str, str]] = [
     ("momenta lose bits in warm-up already", "S5.5", QADAM, "bucket.append_centralized_synchronous_op(hierarchical=False, average=True, group=self.process_group)", "bucket.append_centralized_synchronous_op(False, True, True, \"MinMaxUInt8\", self.process_group)"),
     ("eps is added before the correction", "S5.5", OPTIMIZER, DIVIDED, "root.add_(group[\"eps\"]).div_(correction)"),
     ("eps is under the root", "S5.5", OPTIMIZER, DIVIDED, "(v + group[\"eps\"]).sqrt().div_(correction)"),
+    ("eps alone divides where v froze at 0", "S5.5", OPTIMIZER, "            if s > warmup_steps and _may_be_zero(v):", "            if False:"),
     ("m is not corrected for its start", "S5.5", OPTIMIZER, "float(group[\"lr\"]) / (1 - beta1**s)", "float(group[\"lr\"])"),
     ("v is corrected as of the end of the warm-up", "S5.5", OPTIMIZER, "(1 - beta2**s) ** 0.5", "(1 - beta2 ** group[\"warmup_steps\"]) ** 0.5"),
     ("v goes on", "S5.5", OPTIMIZER, "        state[\"step\"] += 1\n", "        state[\"step\"] += 1\n        state[\"exp_avg_sq\"].mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)\n"),

@@ -18,6 +18,7 @@ NAMES = "        names = [registration(proxy).name for proxy in bucket.tensors]\
 RANKED = "size = (x.view(torch.int32) & 0x7FFFFFFF).clamp_(max=0x7F800001)"
 TIED = "chosen[tied[: k - int(chosen.sum())]] = True"
 FORGOTTEN = "            error[own] = 0\n"
+FINITE = "if error is not None and values.isfinite().all():"
 IN_ORDER = "zip(indices.view(n, self.k), values.view(n, self.k), strict=True)"
 ADDED = "            total.index_add_(0, one_rank, its_values)  # no index twice, so their order does not matter\n"
 DIVIDED = "        self.kernels.divide_(total, n)\n"
@@ -109,12 +110,16 @@ LOW_RANK: list[tuple[str, str, str, str, str]] = [
     ("sums are rounded to 16 bits", "S11.2", SPARSE, ADDED, ADDED + "            total.copy_(total.to(x.dtype))\n"),
     ("the last rank to send a coordinate overwrites the others", "S11.2", SPARSE, ADDED, "            total[one_rank.long()] = its_values\n"),
     ("values are sent in 16 bits", "S11.2", SPARSE, "self.comm.allgather(p[own], values)", "self.comm.allgather(p[own].bfloat16().float(), values)"),
-    ("the gradient is sent, not p", "S11.2", SPARSE, "self.comm.allgather(p[own], values)", "self.comm.allgather(x.float()[own], values)"),
+    ("the gradient is sent, not p", "S11.2", SPARSE, "self.comm.allgather(p[own], values)", "self.comm.allgather((p if error is None else p - error)[own], values)"),
     ("indices are sent in another order", "S11.2", SPARSE, "own = largest(p, self.k)", "own = largest(p, self.k).flip(0)"),
     ("values are sent before indices", "S11.2", SPARSE, "        self.comm.allgather(own.int(), indices)\n        self.comm.allgather(p[own], values)\n", "        self.comm.allgather(p[own], values)\n        self.comm.allgather(own.int(), indices)\n"),
     ("what was sent stays in the memory", "S11.2", SPARSE, FORGOTTEN, "            pass\n"),
     ("the memory is forgotten", "S11.2", SPARSE, FORGOTTEN, "            error.zero_()\n"),
-    ("a NaN stays in the memory", "S11.2", SPARSE, FORGOTTEN, "            error[own] *= 0\n"),
+    ("what overflowed stays in the memory", "S11.2", SPARSE, FINITE, "if error is not None:"),
+    ("another rank's overflow goes unnoticed", "S11.2", SPARSE, FINITE, FINITE.replace("values", "p")),
+    ("an overflow clears the memory", "S11.2", SPARSE, FINITE, FINITE[:-1] + " or (error is not None and error.zero_() is None):"),
+    ("infinity is no overflow", "S11.2", SPARSE, FINITE, FINITE.replace("values.isfinite().all()", "not values.isnan().any()")),
+    ("NaNs are in the order of their bits", "S11.2", SPARSE, RANKED, "size = x.view(torch.int32) & 0x7FFFFFFF"),
     ("what is applied is taken from the memory", "S11.2", SPARSE, FORGOTTEN, "            error[own] -= p[own] / n\n"),
     ("there is no memory", "S11.2", TOPK, "(lambda: self.memories.flat(names)) if self.has_memory else None", "None"),
     ("new buckets have new memories of topk", "S11.2", TOPK, NAMES, NAMES + "        self.memories.load({})\n"),

@@ -226,6 +226,24 @@ REMEMBERING = [
     ("momenta with memory in join", QADAM, "        if self.error_memories.error_feedback:\n", "        if False:\n", "tests/test_uneven.py::test_what_has_no_meaning_is_refused_on_entering[qadam with error_feedback=True cannot tr]"),
     ("replaying what depends on memories", REPLAY, "        if any(record.info", "        if False and any(record.info", "tests/test_trace.py::test_operations_with_error_memory_are_not_checked[bytegrad]"),
 ]  # fmt: skip
+UNUSED_FILE, UNUSED = "src/bagua_ref/data_parallel/unused_parameters.py", "tests/test_unused_parameters.py"
+STAYS, LEAVES = (
+    f"{UNUSED}::test_S2_5_what_no_rank_reaches_keeps_its_gradient_and_does_not_move",
+    f"{UNUSED}::test_S2_5_qadam_leaves_the_momentum_and_memory_of_what_no_rank_reaches[False-True-True]",
+)
+NOT_REACHED = [
+    ("what other ranks have reached", UNUSED_FILE, " for words in notes)", " for words in [note])", f"{STAYS}[gradient_allreduce-True]"),
+    ("what was reached under no_sync", WRAPPED, "            self.rounds.unused.reached.add(name)\n", "            pass\n", f"{UNUSED}::test_S2_5_what_was_reached_under_no_sync_counts[2]"),
+    ("forgetting what was reached", UNUSED_FILE, "        self.reached.clear()\n", "", f"{STAYS}[gradient_allreduce-True]"),
+    ("values in the bucket", UNUSED_FILE, "                before[0].detach().copy_(before[1])", "                pass", f"{UNUSED}::test_S2_5_a_gradient_in_the_bucket_keeps_its_values"),
+    ("what memories deliver", UNUSED_FILE, "if delivers and parameter.grad.any():", "if False:", f"{UNUSED}::test_S2_5_what_an_error_memory_delivers_is_a_gradient[topk-True]"),
+    ("what a codec makes of zero", UNUSED_FILE, "if delivers and parameter.grad.any():", "if parameter.grad.any():", f"{STAYS}[bytegrad, OneBit-True]"),
+    ("ranks without batches", ROUNDS, "                    self.unused.agree_without_batch()\n", "                    pass\n", f"{UNUSED}::test_S2_5_ranks_without_batches_take_part[gradient_allreduce]"),
+    ("momenta that stay", QADAM, '["exp_avg"].copy_(momentum)', '["exp_avg"].add_(0)', LEAVES),
+    ("memories of momenta that stay", QADAM, "                        memory.put_back(kept, start, start + proxy.numel(), place)\n", "                        pass\n", LEAVES),
+    ("momenta before an overflow", QADAM, "                momentum.undo_overflow()\n", "                pass\n", f"{UNUSED}::test_S2_5_qadam_leaves_the_momentum_that_it_had_before_an_overflow[True]"),
+    ("agreement inside nodes", UNUSED_FILE, "group.get_intra_node_communicator() if algorithm.round_stays_in_node else ", "", f"{STAYS}[local_sgd, in nodes-True]"),
+]  # fmt: skip
 OVERLAP, PIECES, GLOO, CONNECTION, ENCODER, TILES = (
     f"src/bagua_ref/{name}.py"
     for name in (
@@ -318,6 +336,7 @@ CONTEXT_FORM = [
 GUARDS = (
     CACHE
     + AGREEMENT
+    + NOT_REACHED
     + GRAPHS
     + JOIN
     + LOCAL_UPDATES

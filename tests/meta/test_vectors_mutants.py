@@ -354,6 +354,7 @@ def test_a_fault_in_the_second_opinion_is_found(
 
 
 OPERATIONS_OF = {
+    "algorithms": ("qadam_frozen_step",),
     "graphs": ("decentralized_on_graph", "graph_sources"),
     "compressed_gradients": ("powersgd_rank", "orthonormalize", "powersgd_round", "topk_count", "topk_indices", "topk"),
     "local_updates": ("fragment_of_parameter", "local_sgd_schedule", "diloco_schedule", "mix", "local_sgd", "diloco"),
@@ -377,6 +378,7 @@ def forgetful(gradients: Any, errors: Any, ratio: float, dtype: str) -> Any:
     return result, None if left is None else [0 * e for e in left]
 
 
+QADAM_STEP = independent._SOLVERS["qadam_frozen_step"]
 POWERSGD_ROUND, ORTHONORMAL, START = power_sgd_numpy.power_sgd_round, power_sgd_numpy.orthonormal, power_sgd_numpy.start
 TOPK_ROUND, KEPT, RANK_OF = topk_numpy.topk_round, topk_numpy.kept, power_sgd_numpy.compressed_rank
 IN_COMPRESSED_GRADIENTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
@@ -400,6 +402,14 @@ IN_COMPRESSED_GRADIENTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 }
 LATER_FAULTS = {name: ("graphs", fault) for name, fault in IN_GRAPHS.items()}
 LATER_FAULTS |= {name: ("local_updates", fault) for name, fault in IN_LOCAL_UPDATES.items()}
+LATER_FAULTS["S5.5 weights with v = 0 move"] = (
+    "algorithms",
+    (
+        independent._SOLVERS,
+        "qadam_frozen_step",
+        lambda dtype, given, **s: QADAM_STEP(dtype, {**given, "v": given["v"] + 1e-30}, **s),
+    ),
+)
 LATER_FAULTS |= {name: ("compressed_gradients", fault) for name, fault in IN_COMPRESSED_GRADIENTS.items()}
 
 

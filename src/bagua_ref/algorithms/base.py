@@ -163,6 +163,13 @@ class AlgorithmImpl(NotCopied):
         """Whether the round that begins communicates inside nodes only, so that nodes need not compare."""
         return False
 
+    delivers_error_memory = False
+    """Whether a round also makes gradients of what ranks have left out in earlier ones, be it for a parameter that no rank uses."""
+
+    def leave_alone(self, parameters: Sequence[torch.nn.Parameter]) -> Callable[[], None]:
+        """Return a function that undoes what the next round does to ``parameters``, which no rank uses, but gradients (S2.5)."""
+        return lambda: None
+
     def replicas(self) -> list[tuple[Tensor, list[torch.optim.Optimizer]]]:
         """Return the tensors that are equal on all ranks and compared after a state was loaded, each with its optimizers."""
         context = self.context
@@ -199,12 +206,7 @@ class AlgorithmImpl(NotCopied):
             facts: the values of `facts` on those ranks.
         """
         context = self.context
-
-        def shadow() -> None:
-            for bucket in context.bagua_buckets:
-                bucket.shadow()
-
-        context._bagua_backend.run(shadow)
+        context._bagua_backend.run(lambda: [*map(BaguaBucket.shadow, context.bagua_buckets)])
 
     def why_refused(self, optimizer: torch.optim.Optimizer) -> str:
         """Return why ``optimizer``, which was not passed when wrapping, must not step the parameters; "" if it may."""

@@ -38,6 +38,7 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
         super().__init__(process_group)
         self.hierarchical, self.average, self.compression = hierarchical, average, compression
         self.error_memories = ErrorMemories(self.name, process_group, error_feedback)
+        self.delivers_error_memory = error_feedback
         self.rank_state = self.error_memories.rank_state
 
     @property

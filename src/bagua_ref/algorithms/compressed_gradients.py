@@ -43,7 +43,8 @@ class CompressedGradientsImpl(VersionedStateImpl):
 
     def __init__(self, process_group: Group, warmup_steps: int, has_memory: bool) -> None:
         super().__init__(process_group)
-        self.warmup_steps, self.has_memory = warmup_steps, has_memory
+        self.warmup_steps = warmup_steps
+        self.has_memory = self.delivers_error_memory = has_memory
         self.rounds = 0
         self.memories, self.factors = NamedTensors("memories"), NamedTensors("factors")
         self._shadowed: bool | None = None

@@ -41,12 +41,19 @@ class MomentumBucket:
         self.overflowed = False
         """Whether the last result did."""
 
-    def update(self, bucket_name: str) -> None:
-        """``m <- beta1*m + (1-beta1)*g`` on the local gradient (S5.5)."""
+    def undo_overflow(self) -> Tensor:
+        """Go back to the momenta before the last round if the step after it was skipped; return them as one tensor."""
         momenta = self._bucket.load()[: self._bucket.bytes() // self._bucket.dtype.itemsize]
         if self._before and self._undo_at == self._optimizer.step_id:
             torch.cat(self._before, out=momenta)
-        self._before, self._undo_at = [block.clone() for block in momenta.split(BLOCK)], None
+            self._copy_back(momenta)
+        self._undo_at = None
+        return momenta
+
+    def update(self, bucket_name: str) -> None:
+        """``m <- beta1*m + (1-beta1)*g`` on the local gradient (S5.5)."""
+        momenta = self.undo_overflow()
+        self._before = [block.clone() for block in momenta.split(BLOCK)]
         beta1 = {p: group["betas"][0] for group in self._optimizer.param_groups for p in group["params"]}
         scale = 1.0 if self._scaler is None else self._scaler.get_scale()
         start, layout_of = 0, dict(zip(self._bucket.tensors, self._bucket.layouts, strict=True))
@@ -58,6 +65,9 @@ class MomentumBucket:
             self._kernels.update_momentum_(momenta[start : start + len(gradients)], gradients, beta1[run[0]])
             start += len(gradients)
         assert start == len(momenta), "a gradient has as many elements as its momentum"
+        self._copy_back(momenta)
+
+    def _copy_back(self, momenta: Tensor) -> None:
         if not self._bucket.flatten:
             momenta_of = zip(self._bucket.layouts, self._bucket.effective_tensors(), strict=True)
             self._kernels.scatter_flat(momenta, [layout.in_order(momentum) for layout, momentum in momenta_of])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+import warnings
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 __all__ = ["QAdamAlgorithm", "QAdamAlgorithmImpl", "QAdamOptimizer"]
 
+_LISTED = 10
+"""Parameters that a warning names."""
+
 
 class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
     """`QAdamAlgorithm` at work on one module: first with buckets of gradients, after a reset with buckets of momenta."""
@@ -46,8 +50,11 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
     ) -> None:
         super().__init__(process_group, hierarchical, average=True, compression=compression, error_feedback=error_feedback)
         self.q_adam_optimizer, self.grad_scaler = q_adam_optimizer, grad_scaler
+        self.delivers_error_memory = False  # it is one of momenta, which stay where no rank uses the parameter
         self._compressing: bool | None = None
         """Whether the buckets hold momenta; None before there are any."""
+        self._shadows = False
+        """Whether this rank has no batch, and so not the moments of the others."""
         self._momenta: list[MomentumBucket] = []
 
     @property
@@ -115,11 +122,48 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
             )
         return True
 
+    def leave_alone(self, parameters: Sequence[torch.nn.Parameter]) -> Callable[[], None]:
+        """Return a function that puts back the momenta of ``parameters``, and what compression had left out of them (S2.5)."""
+        if not self._compressing:
+            return super().leave_alone(parameters)
+        unused, buckets = set(parameters), self.context.bagua_buckets
+        concerned = [bucket for bucket in buckets if unused & set(bucket.tensors)]
+        for bucket, momentum in zip(buckets, self._momenta, strict=True):
+            if bucket in concerned:
+                momentum.undo_overflow()
+        momenta = {parameter: self.q_adam_optimizer.state[parameter]["exp_avg"].clone() for parameter in unused}
+        memories = [
+            (bucket, memory, memory.kept())
+            for bucket in concerned
+            if (memory := self.error_memories.of_bucket(bucket, self.hierarchical)) is not None
+        ]
+
+        def put_back() -> None:
+            for parameter, momentum in momenta.items():
+                self.q_adam_optimizer.state[parameter]["exp_avg"].copy_(momentum)
+            for bucket, memory, kept in memories:
+                if memory.kept() is None:  # this rank leads no node
+                    continue
+                start, place = 0, self._compressing_communicator.rank()
+                for proxy in bucket.tensors:
+                    if proxy in unused:
+                        memory.put_back(kept, start, start + proxy.numel(), place)
+                    start += proxy.numel()
+
+        return put_back
+
+    @property
+    def _compressing_communicator(self) -> Any:
+        """The communicator of the ranks between which momenta are compressed."""
+        group = self.process_group
+        return group.get_inter_node_communicator() if self.hierarchical else group.get_global_communicator()
+
     def shadow(self, facts: Sequence[int]) -> None:
         """Contribute zeros in the phase in which the other ranks are."""
-        self.q_adam_optimizer.step_id = facts[1]
+        self.q_adam_optimizer.step_id, self._shadows = facts[1], True
         if self.need_reset():
             self.context.reset()
+        self._shadows = False
         super().shadow(facts)
 
     def need_reset(self) -> bool:
@@ -137,12 +181,15 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
         if self._compressing is None:
             self._check_parameters(parameters)
             self._share_state(bagua_ddp)
+        freezes = not self._compressing and self.optimizer_step_id == self.warmup_steps
         self._compressing, self._momenta = self._past_warmup, []
         for _, parameter in parameters:
             self.q_adam_optimizer.ensure_state(parameter)
         align_state(self.q_adam_optimizer)
         if not self._compressing:
             return super().init_tensors(bagua_ddp)
+        if freezes and not self._shadows and self.process_group.get_global_communicator().rank() == 0:
+            self._warn_of_zeros(parameters)
         return [
             BaguaTensor.ensure_bagua_tensor(
                 parameter,  # type: ignore[arg-type]
@@ -203,6 +250,33 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
                     f"parameter {name!r} is float64, which cannot be compressed; qadam takes float16, bfloat16 or float32"
                 )
 
+    def _warn_of_zeros(self, parameters: list[tuple[str, torch.nn.Parameter]]) -> None:
+        """Warn of the elements that no longer move, as their v has frozen at 0 (S5.5)."""
+        unreached: list[str] = []
+        underflowed: list[str] = []
+        for name, parameter in parameters:
+            state = self.q_adam_optimizer.state[parameter]
+            still = state["exp_avg_sq"] == 0
+            of_all = int(still.sum())
+            with_momentum = int((state["exp_avg"][still] != 0).sum())
+            for count, listed in ((of_all - with_momentum, unreached), (with_momentum, underflowed)):
+                if count:
+                    listed.append(f"{count} of {parameter.numel()} in {name!r}")
+        said = []
+        if unreached:
+            said.append(f"had no gradient in the warm-up ({_first(unreached)}); if they should learn, use a larger warmup_steps")
+        if underflowed:
+            said.append(
+                f"had gradients whose squares are 0 in the weights' dtype ({_first(underflowed)}); keep these weights in float32 "
+                "instead of 16 bits"
+            )
+        if said:
+            warnings.warn(
+                f"qadam freezes v after warmup_steps={self.warmup_steps}, and elements whose v is 0 do not move from now on: some "
+                f"{'; others '.join(said)}",
+                stacklevel=2,
+            )
+
     def _share_state(self, bagua_ddp: TrainingContext) -> None:
         """Broadcast the optimizer's state, as wrapping does for those that it was given: all ranks must be in one phase."""
         if any(optimizer is self.q_adam_optimizer for optimizer in bagua_ddp.bagua_optimizers):
@@ -211,6 +285,12 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
         state = comm.broadcast_object(self.q_adam_optimizer.state_dict() if comm.rank() == 0 else None, 0)
         if comm.rank() != 0:
             self.q_adam_optimizer.load_state_dict(state)
+
+
+def _first(listed: list[str]) -> str:
+    """Return the first of a list as text, and how many there are beyond them."""
+    more = len(listed) - _LISTED
+    return ", ".join(listed[:_LISTED]) + (f" and {more} more parameters" if more > 0 else "")
 
 
 class QAdamAlgorithm(Algorithm):

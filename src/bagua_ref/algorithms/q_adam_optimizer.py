@@ -26,13 +26,14 @@ class QAdamOptimizer(torch.optim.Optimizer):
 
     s counts the steps of this optimizer from 1. While s < warmup_steps, weights and state are those of
     ``torch.optim.Adam(foreach=False)``, bit for bit. At s = warmup_steps the moments stay as they are; from then on
-    `QAdamAlgorithm` renews m, between the ranks, during backward. Parameters without gradient are skipped. Options are each
-    parameter's own group's. The step counter is saved with the groups, so a checkpoint continues in its phase.
+    `QAdamAlgorithm` renews m, between the ranks, during backward. After step warmup_steps, elements whose v is 0 do not move.
+    Parameters without gradient are skipped. Options are each parameter's own group's. The step counter is saved with the groups, so
+    a checkpoint continues in its phase.
 
     Args:
         params: parameters or groups of them, as in torch.
         lr: learning rate.
-        warmup_steps: the last step with exact gradients, at least 1.
+        warmup_steps: the last step with exact gradients, at least 2.
         betas: decay of m and v.
         eps: added to the denominator.
         weight_decay: times the weight is added to the gradient while s < warmup_steps.
@@ -61,12 +62,10 @@ class QAdamOptimizer(torch.optim.Optimizer):
     ) -> None:
         if not isinstance(warmup_steps, int) or isinstance(warmup_steps, bool):
             raise TypeError(f"warmup_steps={warmup_steps!r} must be an int")
-        if warmup_steps < 1:
-            raise ValueError(f"warmup_steps={warmup_steps} must be at least 1: v is learned before it freezes")
-        if warmup_steps == 1:
-            warnings.warn(
-                "warmup_steps=1 freezes v = 0, so that every step divides m by eps alone; give Adam some steps to learn v",
-                stacklevel=2,
+        if warmup_steps < 2:
+            raise ValueError(
+                f"warmup_steps={warmup_steps} must be at least 2: v is learned in the steps before it freezes, and where it is 0, "
+                "weights no longer move"
             )
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**options, "warmup_steps": warmup_steps, "step_id": 0})
@@ -139,7 +138,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
             if s < self.warmup_steps:
                 _adam_step(group, parameters, states)
             else:
-                _frozen_step(group, parameters, states, s)
+                _frozen_step(group, parameters, states, s, self.warmup_steps)
                 if s > self.warmup_steps and not all(map(_is_communicated, parameters, states)):
                     warnings.warn(
                         f"step {s} is past warmup_steps={self.warmup_steps}, but no QAdamAlgorithm renews the momentum of some "
@@ -179,8 +178,10 @@ def _adam_step(group: dict[str, Any], parameters: list[Tensor], states: list[dic
     )
 
 
-def _frozen_step(group: dict[str, Any], parameters: list[Tensor], states: list[dict[str, Tensor]], s: int) -> None:
-    """Step along m, leaving the moments as they are."""
+def _frozen_step(
+    group: dict[str, Any], parameters: list[Tensor], states: list[dict[str, Tensor]], s: int, warmup_steps: int
+) -> None:
+    """Step along m, leaving the moments as they are; after step ``warmup_steps`` only where v is not 0."""
     beta1, beta2 = group["betas"]
     step_size = float(group["lr"]) / (1 - beta1**s)
     correction = (1 - beta2**s) ** 0.5
@@ -189,7 +190,16 @@ def _frozen_step(group: dict[str, Any], parameters: list[Tensor], states: list[d
         for p, m, v in _blocks(parameter, state["exp_avg"], state["exp_avg_sq"]):
             # In float16 eps = 1e-8 would be zero: 0/0 would make a NaN of a weight without gradient.
             root = v.float().sqrt_() if v.dtype is torch.float16 else v.sqrt()
-            p.addcdiv_(m, root.div_(correction).add_(group["eps"]), value=-step_size)
+            denominator = root.div_(correction).add_(group["eps"])
+            if s > warmup_steps and _may_be_zero(v):  # eps alone must not divide an m of later gradients, or of a codec's errors
+                still = v == 0
+                m, denominator = m.masked_fill(still, 0), denominator.masked_fill_(still, 1)
+            p.addcdiv_(m, denominator, value=-step_size)
+
+
+def _may_be_zero(v: Tensor) -> bool:
+    """Return False if no element is 0; on a CPU that is found out in little time, elsewhere one would have to wait for it."""
+    return v.device.type != "cpu" or (v.numel() > 0 and not v.amin() > 0)
 
 
 def _blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:

@@ -55,6 +55,20 @@ class ErrorMemory:
         """Go back to what `kept` returned."""
         self._kept = kept
 
+    def put_back(self, before: tuple[Tensor, Tensor] | None, start: int, end: int, place: int) -> None:
+        """Go back to what `kept` returned ``before`` a round in the elements from ``start`` to ``end`` of the bucket.
+
+        Args:
+            before: the memories then.
+            start: the first element.
+            end: the one after the last.
+            place: of the own chunk.
+        """
+        for which, now in enumerate(self._both()):
+            first = which * place * now.numel()  # of the own chunk, for f
+            part = slice(max(start - first, 0), max(end - first, 0))
+            now[part] = 0 if before is None else before[which][part]
+
     def update(self, worker: Tensor, server: Tensor, result: Tensor, place: int) -> None:
         """Keep the new e and f, except where the result is NaN, and 0 for padding.
 

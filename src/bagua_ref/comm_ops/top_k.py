@@ -75,8 +75,11 @@ class TopK(CommOp):
 
     p = gradient + e -> all-gather k int32 indices -> all-gather their k values -> add up in rank order
 
-    Each rank sends ``8 k (n-1)`` bytes. Scratch is a float32 copy of x for sort keys or the sum, one more for 16-bit dtypes
-    without memory, and n messages. While ``compresses()`` is False, it is an all-reduce.
+    e is what was not sent. In a round in which an element of any rank's p is not finite, which is then among its largest, e stays
+    as it was on every rank: a GradScaler skips the step, and what has overflowed must not come back in later ones.
+
+    Each rank sends ``8 k (n-1)`` bytes. Scratch is a float32 copy of x for sort keys or the sum, one more for 16-bit dtypes, and n
+    messages. While ``compresses()`` is False, it is an all-reduce.
 
     Args:
         comm: the communicator of all ranks.
@@ -130,12 +133,15 @@ class TopK(CommOp):
         n, x = self.comm.nranks(), x[: self._numel]
         error = None if self._error is None else self._error()
         with codec_phase("compress"):
-            p = x.float() if error is None else error.add_(x)
+            p = x.float()  # x itself, if it is float32
+            if error is not None:
+                p += error
             own = largest(p, self.k)
         indices, values = own.new_empty(n * self.k, dtype=torch.int32), p.new_empty(n * self.k)
         self.comm.allgather(own.int(), indices)
         self.comm.allgather(p[own], values)
-        if error is not None:
+        if error is not None and values.isfinite().all():
+            error.copy_(p)
             error[own] = 0
         with codec_phase("decompress"):
             total = torch.zeros_like(p)

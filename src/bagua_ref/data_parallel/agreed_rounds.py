@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from bagua_ref.agreement import Comparison
     from bagua_ref.algorithms.base import TrainingContext
+    from bagua_ref.data_parallel.unused_parameters import UnusedParameters
 
 __all__ = ["BUFFERS", "JOINED", "PLAN", "ROUND", "STEP", "AgreedRounds", "Told"]
 
@@ -83,9 +84,11 @@ class AgreedRounds:
         steps_of_optimizers: the steps that each optimizer has taken.
         backward_passes: those begun outside `no_sync`.
         joining: the `bagua_ref.join` that the module is in.
+        unused: with find_unused_parameters, what the ranks agree on at the end of a backward pass.
     """
 
     joining: JoinContext | None = None
+    unused: UnusedParameters | None = None
 
     def __init__(self, training: TrainingContext) -> None:
         self._training, self._group = weakref.ref(training), training.process_group
@@ -183,6 +186,8 @@ class AgreedRounds:
             comparison = training._bagua_backend.run(begin)
             told = _read(comparison)
             if told.act == ROUND:
+                if self.unused is not None and told.facts[-1]:
+                    self.unused.agree_without_batch()
                 algorithm.shadow(told.facts[: len(algorithm.facts())])
                 if alike:
                     training._bagua_backend.run(lambda: comparison.check(self._no_digest))
@@ -210,6 +215,10 @@ class AgreedRounds:
             for place, (optimizer, steps) in enumerate(zip(optimizers, self.steps_of_optimizers, strict=True)):
                 which = f" of optimizer {place}, {type(optimizer).__name__}" if several else ""
                 facts.append(Fact(f"{{has}} taken {{value}} optimizer steps{which}", steps))
+        if self.unused is not None:  # then the ranks agree on unused parameters before the round ends
+            facts.append(
+                Fact("{is} {value}", int(training._bagua_backend.in_backward), ("outside a backward pass", "in a backward pass"))
+            )
         return facts if act == ROUND else [*facts[:common], *(fact._replace(value=UNSAID) for fact in facts[common:])]
 
     def note_load(self, *_: Any) -> None:
@@ -247,6 +256,8 @@ class AgreedRounds:
         if not self.broken and not self._alone:
             self.broken = why
             self._group.abort(why)
+            if self.unused is not None:
+                self.unused.group.abort(why)
 
     @contextmanager
     def giving_up(self) -> Iterator[None]:

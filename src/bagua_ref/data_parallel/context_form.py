@@ -46,7 +46,8 @@ def train(
         process_group: as `bagua_ref.distributed.BaguaModule.with_bagua`, and so are all that follow.
         do_flatten: keep the tensors of each bucket in one storage.
         backend: the kernels.
-        find_unused_parameters: treat parameters that a backward pass does not reach as having zero gradients.
+        find_unused_parameters: treat parameters that a backward pass does not reach as having zero gradients; those that no rank's
+            backward pass reaches keep theirs.
         timeout: seconds without progress after which waiting raises.
 
     Returns:

@@ -51,7 +51,8 @@ class DistributedDataParallel(torch.nn.Module):
             None is True. Algorithms whose ranks do not step together (async after its warm-up) leave each rank its own buffers.
         process_group: the ranks that train together, Bagua's group or torch's; None is Bagua's default group.
         bucket_cap_mb: the size at which a bucket is closed, in MiB; None is 25.
-        find_unused_parameters: treat parameters that a backward pass does not reach as having zero gradients.
+        find_unused_parameters: treat parameters that a backward pass does not reach as having zero gradients; those that no rank's
+            backward pass reaches keep theirs.
         check_reduction: False.
         gradient_as_bucket_view: keep the tensors of each bucket in one storage, as ``do_flatten`` of ``with_bagua`` does.
         optimizers: the optimizers of ``module``'s parameters; None is [], which suffices for algorithms that need none.

@@ -20,6 +20,7 @@ from bagua_ref.data_parallel.sharding import reshard, whole
 from bagua_ref.data_parallel.state_broadcast import broadcast_state
 from bagua_ref.data_parallel.step_guard import StepGuard
 from bagua_ref.data_parallel.trained_parameters import TrainedParameters
+from bagua_ref.data_parallel.unused_parameters import UnusedParameters
 from bagua_ref.env import get_default_bucket_size
 from bagua_ref.optimizer_state import align_state
 from bagua_ref.runtime import use_world
@@ -54,7 +55,8 @@ class WrappedModule(NotCopied):
         world: this rank's.
         do_flatten: keep each bucket's tensors in one storage.
         backend: the kernels; None chooses as `bagua_ref.backends.get_backend`.
-        find_unused_parameters: treat parameters that a backward pass does not reach as having zero gradients.
+        find_unused_parameters: treat parameters that a backward pass does not reach as having zero gradients; those that no rank's
+            backward pass reaches keep theirs.
         timeout: seconds without progress after which waiting raises.
         bucket_bytes: the size at which a bucket is closed; None: `bagua_ref.env.get_default_bucket_size`.
         broadcast_buffers: broadcast the first rank's buffers before each training forward pass, not only now.
@@ -124,7 +126,7 @@ class WrappedModule(NotCopied):
         self.given_group, self.process_group = group, group.for_background()
         self._owns_group = self.process_group is not group
         settings = {"algorithm": f"{type(algorithm).__name__}{algorithm.settings()}", "buckets": f"{self.bucket_bytes} bytes"}
-        settings["broadcast_buffers"] = str(broadcast_buffers)
+        settings |= {"broadcast_buffers": str(broadcast_buffers), "find_unused_parameters": str(find_unused_parameters)}
         comm = self.process_group.get_global_communicator()
         broadcast_state(module, optimizers, comm, self.parameters_to_ignore, settings, group.ranks)
         # The training thread must not use the worker's connections.
@@ -135,6 +137,8 @@ class WrappedModule(NotCopied):
         self.bagua_algorithm._context = weakref.ref(self)
         self._handles: list[Any] = []
         self.rounds = AgreedRounds(self)
+        if find_unused_parameters:
+            self.rounds.unused = UnusedParameters(self, group.sibling())
         self.reset()
         self._handles.append(module.register_load_state_dict_post_hook(OwnHook(self.rounds.note_load)))
         self._handles.append(self.called_module.register_forward_pre_hook(OwnHook(self._forward_called)))
@@ -222,6 +226,8 @@ class WrappedModule(NotCopied):
             parameter.grad = None
         self._forward_pre_hook = algorithm.init_forward_pre_hook(self)
         self._backward_hook = algorithm.init_backward_hook(self)
+        if self.rounds.unused is not None:
+            self._backward_hook = self.rounds.unused.noting(self._backward_hook)
         self._post_backward_hook = algorithm.init_post_backward_hook(self)
         self._post_step_hook = algorithm.init_post_optimizer_step_hook(self)
 
@@ -307,6 +313,8 @@ class WrappedModule(NotCopied):
     def _begin_backward(self, name: str, parameter: Any) -> bool:
         """Return whether the backward pass that delivers a gradient now is synchronized; if it is, begin its round."""
         self.given_group.refuse_in_child()
+        if self.rounds.unused is not None:
+            self.rounds.unused.reached.add(name)
         reached, first_run = self._passes.reached, self._passes.gradient_arrives()
         if first_run is not None:
             self._begin_forward((), first_run, in_backward=True)
@@ -369,14 +377,19 @@ class WrappedModule(NotCopied):
             node.register_hook(lambda *_: queue(self._graph_task_ended))
 
     def _post_backward(self) -> None:
+        unused = self.rounds.unused if self._bagua_backend.round_begun else None
         self._in_backward = False
         with self.rounds.giving_up():
+            if unused is not None:
+                unused.agree()
             self._bagua_backend.end_backward(self._find_unused_parameters)
             self._post_backward_hook()
         self._parameters.align_gradients()
         self._guard.synchronized()
         self._passes.backward_synchronized()
         self.rounds.end_round()
+        if unused is not None:
+            unused.restore()
 
     def reshard(self) -> None:
         """If the module is sharded, let its next forward pass gather the weights anew, as they have changed."""
@@ -408,3 +421,5 @@ class WrappedModule(NotCopied):
             self.process_group.close()
         if self._buffer_group is not None:
             self._buffer_group.close()
+        if self.rounds.unused is not None:
+            self.rounds.unused.close()

@@ -68,7 +68,8 @@ class BaguaModule:
                 dimension of the DeviceMesh along which ranks hold the same shards: ``mesh["replicate"]``.
             do_flatten: keep the tensors of each bucket in one storage.
             backend: the kernels; None chooses as `bagua_ref.backends.get_backend`.
-            find_unused_parameters: treat parameters that a backward pass does not reach as having zero gradients.
+            find_unused_parameters: treat parameters that a backward pass does not reach as having zero gradients; those that no
+                rank's backward pass reaches keep theirs.
             timeout: seconds without progress after which waiting raises; None: that of ``process_group``.
 
         Raises:

@@ -230,6 +230,16 @@ class Engine:
         self.wait_pending_comm_ops()
         return results[0]
 
+    @property
+    def round_begun(self) -> bool:
+        """Whether a tensor was marked ready in the round that is under way."""
+        return not self._readiness.idle
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether `begin_backward` has been called, and `end_backward` not yet."""
+        return self._readiness.hold
+
     def begin_backward(self) -> None:
         """Begin a round that lasts until `end_backward`; marking a tensor again after its bucket was scheduled is an error."""
         if self._readiness.complete:

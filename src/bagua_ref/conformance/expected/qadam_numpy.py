@@ -106,6 +106,8 @@ class QAdam:
         wide = "float32" if self.dtype == "float16" else self.dtype
         roots = torch.tensor(self.v[place], dtype=getattr(torch, wide)).sqrt().tolist()  # its last bit is torch's own (S1)
         for i, (p, m, root) in enumerate(zip(self.weights[place], self.m[place], roots, strict=True)):
+            if root == 0 and self.s > self.warmup_steps:
+                continue
             denominator = to(wide, f32(to(wide, f32(divide(root, correction))) + to(wide, f32(options["eps"]))))
             self.weights[place][i] = to(self.dtype, f32(p + f32(divide(f32(step_size * m), denominator))))
 

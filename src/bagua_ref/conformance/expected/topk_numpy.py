@@ -42,8 +42,9 @@ def topk_round(gradients: list[Array], errors: list[Array] | None, ratio: float,
     given = [g.copy() for g in gradients] if errors is None else [g + e for g, e in zip(gradients, errors, strict=True)]
     k = sent_count(given[0].size, ratio)
     total = np.zeros_like(given[0])
+    left = given if all(np.isfinite(p).all() for p in given) else errors
     for p in given:
         for index in kept(p, k):
             total[index] = total[index] + p[index]
             p[index] = 0
-    return stored(total / np.float32(len(given)), dtype), None if errors is None else given
+    return stored(total / np.float32(len(given)), dtype), None if errors is None else left

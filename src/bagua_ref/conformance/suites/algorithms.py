@@ -354,10 +354,13 @@ _groups = st.fixed_dictionaries(
 
 @check("algorithms", "S5.5", "steps", dtypes=COMPRESSIBLE, needs=("qadam",), effort=0.25)
 def qadam(lab: Lab, draw: Draw) -> None:
-    """Steps are Adam's up to warmup_steps; later ones use momenta sent as one byte per element, bit for bit, and a frozen v."""
+    """Steps are Adam's up to warmup_steps; later ones use momenta in bytes, bit for bit, and move nothing whose frozen v is 0."""
     nodes, weights, steps = draw(worlds(4)), _of_one_dtype(lab, draw), 6
-    n, warmup_steps = sum(nodes), draw(st.integers(1, 5))
+    n, warmup_steps = sum(nodes), draw(st.integers(2, 5))
     exact = exact_gradients(draw, weights, n, steps)
+    late = draw(st.sampled_from([None, 1, 2, 3]))
+    for g in (g for mine in exact for step in mine for g in step.values() if late is not None):
+        g.view(-1)[::late] = 0  # so v stays 0, and later gradients make m of it
     own = any_gradients(draw, weights, n, steps)
     gradients = [mine[:warmup_steps] + others[warmup_steps:] for mine, others in zip(exact, own, strict=True)]
     groups, between, bucket_bytes = [draw(_groups) for _ in weights], draw(st.booleans()), draw(_bucket_bytes)

@@ -124,7 +124,7 @@ def ties(lab: Lab, draw: Draw) -> None:
 
 @check("algorithms", "S11.2", "not_finite", dtypes=COMPRESSIBLE, needs=_NEEDS, effort=0.4)
 def not_finite(lab: Lab, draw: Draw) -> None:
-    """NaN counts as larger than infinity, and that as larger than numbers; what is sent arrives everywhere, and leaves no trace."""
+    """NaN counts as larger than infinity, and that as larger than numbers; a round with one of them leaves every rank's memory."""
     nodes, weights = draw(worlds(3)), grid_weights(draw, [lab.dtype] * 2, [(17,), (8, 3)])
     gradients = any_gradients(draw, weights, sum(nodes), 3)
     generator = np.random.default_rng(draw(seeds))
@@ -132,6 +132,11 @@ def not_finite(lab: Lab, draw: Draw) -> None:
         step = gradients[generator.integers(len(gradients))][generator.integers(3)]
         x = step[int(generator.integers(2))].view(-1)
         x[generator.integers(x.numel())] = float(generator.choice([np.nan, np.inf, -np.inf]))
+    if draw(st.booleans()):  # NaNs are equal, whatever their other bits
+        x = gradients[0][0][0].view(-1)
+        x[0], x[1::3] = np.inf, np.nan
+        bits = x.view(torch.int16 if x.element_size() == 2 else torch.int32)[1::3]
+        bits += torch.from_numpy(generator.integers(4, size=bits.numel())).to(bits.dtype)
     _Training(lab, draw, nodes, weights, gradients, ratio=draw(st.sampled_from([0.01, 0.05, 0.1, 0.3]))).follow()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -135,10 +134,8 @@ class ReferenceAlgorithms(CompressedTrainings):
             bucket_bytes: bucket size.
         """
         module = self._module(weights)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # warmup_steps=1 is valid and intended
-            grouped = [{"params": [w], **group} for w, group in zip(module.weights, groups, strict=True)]
-            optimizer = QAdamOptimizer(grouped, warmup_steps=warmup_steps)
+        grouped = [{"params": [w], **group} for w, group in zip(module.weights, groups, strict=True)]
+        optimizer = QAdamOptimizer(grouped, warmup_steps=warmup_steps)
         self._wrap(module, optimizer, QAdamAlgorithm(optimizer, hierarchical), bucket_bytes)
         return self._steps(module, optimizer, gradients)
 

@@ -52,7 +52,7 @@ def solve(suite: str, operation: str, dtype: str, parameters: Parameters, inputs
     if suite == "kernels" and operation in _ELEMENTWISE:
         columns = zip(*(x.tolist() for x in inputs.values()), strict=True)
         return {"x": _tensor([_ELEMENTWISE[operation](dtype, *column, *parameters.values()) for column in columns], dtype)}
-    solvers = {"collectives": OF_COLLECTIVES, "algorithms": OF_TRAININGS}.get(suite, _SOLVERS)
+    solvers = {**_SOLVERS, **{"collectives": OF_COLLECTIVES, "algorithms": OF_TRAININGS}.get(suite, {})}
     with np.errstate(all="ignore"):  # infinities and NaN are results here
         return solvers[operation](dtype, inputs, **parameters)
 
@@ -277,7 +277,8 @@ def _cache_store(dtype: str, inputs: Tensors, dataset_name: str, num_stores: int
 
 def _qadam_step(dtype: str, inputs: Tensors, s: int, lr: float, beta1: float, beta2: float, eps: float) -> Tensors:
     p, m, v = (inputs[name].double() for name in ("p", "m", "v"))
-    return {"p": (p - lr / (1 - beta1**s) * m / (v.sqrt() / math.sqrt(1 - beta2**s) + eps)).to(inputs["p"].dtype)}
+    moved = p - lr / (1 - beta1**s) * m / (v.sqrt() / math.sqrt(1 - beta2**s) + eps)
+    return {"p": torch.where(v == 0, p, moved).to(inputs["p"].dtype)}
 
 
 def _fragment_of_parameter(dtype: str, inputs: Tensors, fragments: int) -> Tensors:
@@ -378,5 +379,6 @@ _SOLVERS: dict[str, Callable[..., Tensors]] = {
     "sampler_batches": _sampler_batches,
     "cache_store": _cache_store,
     "qadam_step": _qadam_step,
+    "qadam_frozen_step": _qadam_step,
     **OF_COMPRESSED_GRADIENTS,
 }

@@ -152,7 +152,7 @@ def cache_cases() -> Iterator[Case]:
 
 
 def optimizer_cases() -> Iterator[Case]:
-    """Yield every case of suite ``qadam``: a step along m with frozen v, by torch's operations, so within ULP(4) (S5.5)."""
+    """Yield steps along m with frozen v, by torch's operations, so within ULP(4) (S5.5): suite ``qadam``, one of ``algorithms``."""
     for dtype, float_of in ((torch.float32, np.float32), (torch.float64, np.float64)):
         for place, (s, lr, betas, eps) in enumerate(
             (
@@ -160,17 +160,24 @@ def optimizer_cases() -> Iterator[Case]:
                 (2, 0.05, (0.9, 0.999), 1e-8),
                 (100, 1e-2, (0.95, 0.98), 1e-4),
                 (5000, 0.1, (0.0, 0.5), 1e-2),
+                (100, 1e-2, (0.9, 0.999), 1e-8),
             )
         ):
+            suite, operation, flag, since, zeros = ("qadam", "qadam_step", "valid", "1", 0)
+            if place == 4:
+                suite, operation, flag, since, zeros = ("algorithms", "qadam_frozen_step", "edge", "2", 24)
+            still = slice(0, zeros, 3)
             name = f"s{s}-{place}"
-            numbers = Numbers(seed_of(case_id("qadam", "qadam_step", str(dtype).removeprefix("torch."), name)))
+            numbers = Numbers(seed_of(case_id(suite, operation, str(dtype).removeprefix("torch."), name)))
             # The step is no larger than the weight, so that its last bit stays the weight's.
             p, m, v = numbers.uniform(24, dtype, 1, 2), numbers.uniform(24, dtype, -0.1, 0.1), numbers.uniform(24, dtype, 0.5, 1)
+            v[still] = 0
             step_size, correction = float_of(lr / (1 - betas[0] ** s)), float_of((1 - betas[1] ** s) ** 0.5)
             denominator = np.sqrt(v.numpy()) / correction + float_of(eps)
             result = torch.from_numpy(p.numpy() - step_size * m.numpy() / denominator)
+            result[still] = p[still]
             parameters = {"s": s, "lr": lr, "beta1": betas[0], "beta2": betas[1], "eps": eps}
             yield Case(
-                "qadam", "qadam_step", "S5.5", str(dtype).removeprefix("torch."), name,
-                {"p": p, "m": m, "v": v}, {"p": result}, parameters, ("valid",), "ULP(4)",
+                suite, operation, "S5.5", str(dtype).removeprefix("torch."), name,
+                {"p": p, "m": m, "v": v}, {"p": result}, parameters, (flag,), "ULP(4)", since=since,
             )  # fmt: skip

@@ -1,0 +1,383 @@
+"""Tests of parameters that no rank reaches with find_unused_parameters: their gradients stay as they were, as in DDP (S2.5)."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.launch import launch
+from tests.trainings import batch, simulate
+from torch import nn
+
+import bagua_ref
+from bagua_ref.algorithms import (
+    Algorithm,
+    AsyncModelAverageAlgorithm,
+    ByteGradAlgorithm,
+    DiLoCoAlgorithm,
+    GradientAllReduceAlgorithm,
+    LocalSGDAlgorithm,
+    PowerSGDAlgorithm,
+    QAdamAlgorithm,
+    QAdamOptimizer,
+    TopKAlgorithm,
+)
+from bagua_ref.data_parallel import DistributedDataParallel
+from bagua_ref.errors import CommunicationError
+
+FLATTEN = pytest.mark.parametrize("do_flatten", [True, False])
+
+
+class Partly(nn.Module):
+    """Layers of which each forward pass uses those that it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = nn.Linear(6, 3), nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor, used: str) -> torch.Tensor:
+        return sum(getattr(self, name)(x) for name in used)  # type: ignore[no-any-return]
+
+
+def averaging() -> dict[str, Any]:
+    """Return what makes each algorithm that averages gradients, without memory."""
+    return {
+        "gradient_allreduce": lambda o: GradientAllReduceAlgorithm(),
+        "gradient_allreduce, hierarchical": lambda o: GradientAllReduceAlgorithm(hierarchical=True),
+        "bytegrad": lambda o: ByteGradAlgorithm(hierarchical=False),
+        "bytegrad, hierarchical": lambda o: ByteGradAlgorithm(),
+        "bytegrad, OneBit": lambda o: ByteGradAlgorithm(compression="OneBit"),
+        "topk": lambda o: TopKAlgorithm(0.2, error_feedback=False),
+        "powersgd": lambda o: PowerSGDAlgorithm(warmup_steps=0, min_compression_rate=0.1, memory=None),
+        "powersgd, warm-up": lambda o: PowerSGDAlgorithm(warmup_steps=100),
+        "async, warm-up": lambda o: AsyncModelAverageAlgorithm(sync_interval_ms=0, warmup_steps=100),
+        "local_sgd, warm-up": lambda o: LocalSGDAlgorithm(2, warmup_steps=100),
+        "local_sgd, in nodes": lambda o: LocalSGDAlgorithm(2, hierarchical=True),
+        "diloco, warm-up": lambda o: DiLoCoAlgorithm(2, warmup_steps=100),
+        "qadam, warm-up": lambda o: QAdamAlgorithm(o),
+    }
+
+
+def adam(module: nn.Module, name: str = "") -> torch.optim.Optimizer:
+    if name.startswith("qadam"):
+        return QAdamOptimizer(module.parameters(), lr=0.1, warmup_steps=100, weight_decay=0.1)
+    return torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.1)
+
+
+@FLATTEN
+@pytest.mark.filterwarnings("ignore:compression='OneBit'")
+@pytest.mark.parametrize("name", averaging())
+def test_S2_5_what_no_rank_reaches_keeps_its_gradient_and_does_not_move(name: str, do_flatten: bool) -> None:
+    def rank(r: int) -> list[torch.Tensor]:
+        module = Partly()
+        optimizer = adam(module, name)
+        flat = do_flatten or "async" in name  # which takes nothing else
+        module.with_bagua([optimizer], averaging()[name](optimizer), do_flatten=flat, find_unused_parameters=True)
+        module(batch(r, 0), "abc").square().mean().backward()
+        optimizer.step()  # so there is a state that could move it
+        seen = []
+        for step in range(1, 4):
+            optimizer.zero_grad()
+            still = module.c.weight.detach().clone()
+            kept = module.c.bias.grad = torch.full((3,), 5.0)
+            module(batch(r, step), "ab" if r == 0 else "a").square().mean().backward()
+            assert module.c.weight.grad is None
+            assert module.c.bias.grad is kept
+            assert torch.equal(kept, torch.full((3,), 5.0))
+            assert r // 2 > 0 or module.b.weight.grad.any(), "rank 0 has reached it"
+            seen += [p.grad.clone() for layer in (module.a, module.b) for p in layer.parameters() if p.grad is not None]
+            optimizer.step()
+            assert torch.equal(module.c.weight, still) or "local" in name  # what averages weights may round them
+        return seen
+
+    seen = simulate(4, rank, nodes=(2, 2))
+    assert [len(mine) for mine in seen] == ([12, 12, 6, 6] if name == "local_sgd, in nodes" else [12] * 4)
+    for mine, neighbours in zip(seen[0], seen[1], strict=True):
+        assert torch.equal(mine, neighbours)
+
+
+def test_S2_5_a_gradient_in_the_bucket_keeps_its_values() -> None:
+    """With set_to_none=False, gradients are views of the bucket, which the round writes to."""
+
+    def rank(r: int) -> None:
+        module = Partly()
+        module.with_bagua([], ByteGradAlgorithm(hierarchical=False), find_unused_parameters=True)
+        module(batch(r, 0), "abc").square().mean().backward()
+        before = module.c.weight.grad.clone()
+        module(batch(r, 1), "ab").square().mean().backward()
+        assert torch.equal(module.c.weight.grad, before)
+        module(batch(r, 2), "abc").square().mean().backward()
+        assert not torch.equal(module.c.weight.grad, before)
+
+    simulate(2, rank)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_S2_5_what_was_reached_under_no_sync_counts(ranks: int) -> None:
+    def rank(r: int) -> None:
+        module = Partly()
+        module.with_bagua([], GradientAllReduceAlgorithm(), find_unused_parameters=True)
+        for _ in range(2):
+            module.zero_grad()
+            with module.no_sync():
+                module(torch.ones(1, 6), "ab" if r == 0 else "a").sum().backward()
+            module(torch.ones(1, 6), "a").sum().backward()
+            assert (module.b.weight.grad == 1 / ranks).all()
+            assert module.c.weight.grad is None
+            module(torch.ones(1, 6), "a").sum().backward()
+            assert (module.b.weight.grad == 1 / ranks).all()
+
+    simulate(ranks, rank)
+
+
+WITH_MEMORY: dict[str, Any] = {
+    "topk": lambda: TopKAlgorithm(0.1),
+    "bytegrad": lambda: ByteGradAlgorithm(hierarchical=False, error_feedback=True),
+    "bytegrad, OneBit": lambda: ByteGradAlgorithm(hierarchical=False, compression="OneBit", error_feedback=True),
+    "powersgd": lambda: PowerSGDAlgorithm(warmup_steps=0, min_compression_rate=0.1),
+}
+
+
+@FLATTEN
+@pytest.mark.parametrize("name", WITH_MEMORY)
+def test_S2_5_what_an_error_memory_delivers_is_a_gradient(name: str, do_flatten: bool) -> None:
+    """What was applied, and the mean of the memories, is the sum of the mean gradients, also where no rank reached anything."""
+
+    def rank(r: int) -> Any:
+        module, given, applied = Partly(), torch.zeros(3, 6), torch.zeros(3, 6)
+        module.with_bagua([], WITH_MEMORY[name](), do_flatten=do_flatten, find_unused_parameters=True)
+        late = 0
+        for step in range(6):
+            module.zero_grad()
+            used = "ac" if step == 0 else "a"
+            x = batch(r, step)
+            if step == 0:
+                (given,) = torch.autograd.grad(module.c(x).mul(torch.arange(1.0, 4)).sum(), module.c.weight)
+            (module(x, used) * torch.arange(1.0, 4)).sum().backward()
+            assert module.b.weight.grad is None or name == "bytegrad, OneBit"
+            if module.c.weight.grad is not None:
+                late += step > 0
+                applied += module.c.weight.grad
+        algorithm = module.bagua_algorithm
+        if name.startswith("bytegrad"):
+            (bucket,) = algorithm.error_memories.state()["memories"]["buckets"]
+            places = [tensor.split()[0] for tensor in bucket["tensors"]]
+            start = sum(module.get_parameter(place).numel() for place in places[: places.index("c.weight")])
+            server = torch.zeros(bucket["numel"])
+            server.view(2, -1)[r] = bucket["server"]
+            left = (bucket["worker"] / 2 + server)[start : start + 18].view(3, 6)
+        else:
+            left = algorithm.memories["c.weight"] / 2
+        return given / 2, applied, left, late
+
+    results = simulate(2, rank)
+    assert torch.equal(results[0][1], results[1][1])
+    assert results[0][3] > 0
+    want = sum(given for given, _, _, _ in results)
+    torch.testing.assert_close(results[0][1] + sum(left for _, _, left, _ in results), want, rtol=1e-5, atol=1e-5)
+
+
+@FLATTEN
+@pytest.mark.parametrize("error_feedback", [False, True])
+@pytest.mark.parametrize("hierarchical", [False, True])
+def test_S2_5_qadam_leaves_the_momentum_and_memory_of_what_no_rank_reaches(
+    hierarchical: bool, error_feedback: bool, do_flatten: bool
+) -> None:
+    def rank(r: int) -> None:
+        module = Partly()
+        optimizer = QAdamOptimizer(module.parameters(), lr=0.01, warmup_steps=2)
+        algorithm = QAdamAlgorithm(optimizer, hierarchical, error_feedback=error_feedback)
+        module.with_bagua([optimizer], algorithm, do_flatten=do_flatten, find_unused_parameters=True)
+
+        def kept(layer: nn.Module) -> list[torch.Tensor]:
+            found = [x for p in layer.parameters() for x in (p, optimizer.state[p]["exp_avg"])]
+            for bucket in algorithm_of.error_memories.state().get("memories", {"buckets": []})["buckets"]:
+                start = 0
+                for name in [tensor.split()[0] for tensor in bucket["tensors"]]:
+                    end = start + module.get_parameter(name).numel()
+                    if module.get_parameter(name) in set(layer.parameters()):
+                        found.append(bucket["worker"][start:end])
+                        chunk = len(bucket["server"])
+                        first = (r // 2 if hierarchical else r) * chunk
+                        found.append(bucket["server"][max(start - first, 0) : max(end - first, 0)])
+                    start = end
+            return [x.detach().clone() for x in found]
+
+        algorithm_of = module.bagua_algorithm
+        for step in range(8):
+            optimizer.zero_grad()
+            before = [kept(module.b), kept(module.c)]
+            module(batch(r, step), ("abc" if step in (0, 1, 2, 5) else "ab" if r == 1 else "a")).square().mean().backward()
+            optimizer.step()
+            same = [all(map(torch.equal, *pair)) for pair in zip([kept(module.b), kept(module.c)], before, strict=True)]
+            assert same == [False, step not in (0, 1, 2, 5)]
+            assert (module.c.weight.grad is None) == same[1]
+
+    simulate(4, rank, nodes=(2, 2))
+
+
+@FLATTEN
+def test_S2_5_qadam_leaves_the_momentum_that_it_had_before_an_overflow(do_flatten: bool) -> None:
+    def rank(r: int) -> None:
+        module = Partly()
+        optimizer, scaler = QAdamOptimizer(module.parameters(), lr=0.01, warmup_steps=2), bagua_ref.GradScaler("cpu")
+        algorithm = QAdamAlgorithm(optimizer, False, grad_scaler=scaler)
+        module.with_bagua([optimizer], algorithm, do_flatten=do_flatten, find_unused_parameters=True)
+        momenta = []
+        for step in range(6):
+            optimizer.zero_grad()
+            loss = module(batch(r, step), "a" if step == 4 else "abc").square().mean()
+            scaler.scale(loss * (torch.inf if step == 3 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            momenta.append(optimizer.state[module.c.weight]["exp_avg"].clone())
+        assert scaler.get_scale() == 2.0**15
+        assert torch.equal(momenta[4], momenta[2])
+        assert momenta[5].isfinite().all()
+        assert not torch.equal(momenta[5], momenta[4])
+
+    simulate(2, rank)
+
+
+@pytest.mark.parametrize("name", ["gradient_allreduce", "bytegrad", "topk", "powersgd, warm-up"])
+def test_S2_5_ranks_without_batches_take_part(name: str) -> None:
+    counts = [2, 5, 0]
+
+    def rank(r: int) -> Any:
+        module = Partly()
+        optimizer = adam(module)
+        module.with_bagua([optimizer], averaging()[name](optimizer), find_unused_parameters=True)
+        still = module.c.weight.detach().clone()
+        with bagua_ref.join([module]):
+            for step in range(counts[r]):
+                optimizer.zero_grad()
+                module(batch(r, step), "ab" if step == 1 else "a").square().mean().backward()
+                assert module.c.weight.grad is None
+                assert (module.b.weight.grad is None) == (step != 1)
+                optimizer.step()
+        assert torch.equal(module.c.weight, still)
+        return torch.cat([p.detach().reshape(-1) for p in module.parameters()])
+
+    first, *others = simulate(3, rank)
+    assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.filterwarnings("ignore:qadam freezes v")
+def test_S2_5_ranks_without_batches_take_part_under_qadam() -> None:
+    def rank(r: int) -> Any:
+        module = Partly()
+        optimizer = QAdamOptimizer(module.parameters(), lr=0.01, warmup_steps=2)
+        module.with_bagua([optimizer], QAdamAlgorithm(optimizer, False), find_unused_parameters=True)
+        still = module.c.weight.detach().clone()
+        with bagua_ref.join([module], divide_by_initial_world_size=False):
+            for step in range(3 + 3 * r):
+                optimizer.zero_grad()
+                module(batch(r, step), "a").square().mean().backward()
+                assert module.c.weight.grad is None
+                optimizer.step()
+        assert torch.equal(module.c.weight, still)
+        return torch.cat([p.detach().reshape(-1) for p in module.parameters()])
+
+    assert torch.equal(*simulate(2, rank))
+
+
+def test_ranks_that_differ_in_the_option_are_told_when_wrapping() -> None:
+    def rank(r: int) -> None:
+        with pytest.raises(ValueError, match="find_unused_parameters: False on rank 0, True on rank 1"):
+            Partly().with_bagua([], GradientAllReduceAlgorithm(), find_unused_parameters=r == 1)
+
+    simulate(2, rank)
+
+
+@pytest.mark.parametrize("algorithm", [GradientAllReduceAlgorithm(), TopKAlgorithm(0.5)], ids=["alike", "not alike"])
+def test_ranks_that_have_lost_step_are_told_in_what(algorithm: Algorithm) -> None:
+    def rank(r: int) -> str:
+        module = Partly()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        module.with_bagua([optimizer], algorithm, find_unused_parameters=True)
+        module(batch(r, 0), "a").sum().backward()
+        if r != 1:
+            optimizer.step()
+        with pytest.raises(CommunicationError) as caught:
+            module(batch(r, 1), "a").sum().backward()
+        return str(caught.value)
+
+    assert all("rank 1 has taken 0 optimizer steps" in said for said in simulate(2, rank))
+
+
+def train(model: Any, rank: int) -> list[Any]:
+    """Train with AdamW, sometimes with two batches for a step; return which gradients were missing, and the weights."""
+    optimizer, seen = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1), []
+    used = ["abc", "a", "ab" if rank else "a", "a", "bc", "a"]
+    for step, names in enumerate(used):
+        optimizer.zero_grad()
+        if step == 3:
+            with model.no_sync():
+                model(batch(rank, 10), "ac" if rank else "a").square().mean().backward()
+        model(batch(rank, step), names).square().mean().backward()
+        seen.append([p.grad is None for p in model.parameters()])
+        optimizer.step()
+    return [seen, torch.cat([p.detach().reshape(-1) for p in model.parameters()])]
+
+
+def train_ours_and_torchs() -> list[Any]:
+    found = []
+    for kind in (DistributedDataParallel, nn.parallel.DistributedDataParallel):
+        found.append(train(kind(Partly(), find_unused_parameters=True), dist.get_rank()))
+    return found
+
+
+@pytest.mark.slow
+def test_S2_5_the_wrapper_leaves_the_gradients_that_torchs_ddp_leaves() -> None:
+    for (ours, weights), (theirs, their_weights) in launch(train_ours_and_torchs, 2):
+        assert ours == theirs
+        torch.testing.assert_close(weights, their_weights, rtol=1e-5, atol=1e-6)
+
+
+def in_every_way(used: str) -> list[Any]:
+    """Return a round's gradients in both forms, of both memory layouts."""
+    found = []
+    for do_flatten in (True, False):
+        for form in ("with_bagua", "train"):
+            module = Partly()
+            optimizer = torch.optim.AdamW(module.parameters())
+            options = {"do_flatten": do_flatten, "find_unused_parameters": True}
+            context: Any = nullcontext()
+            if form == "train":
+                context = bagua_ref.train(module, [optimizer], TopKAlgorithm(0.3), **options)
+            else:
+                module.with_bagua([optimizer], TopKAlgorithm(0.3), **options)
+            with context:
+                module(batch(bagua_ref.get_rank(), 0), used).square().mean().backward()
+                optimizer.step()
+                found.append([None if p.grad is None else p.grad.clone() for p in module.parameters()])
+    return found
+
+
+@pytest.mark.slow
+def test_S2_5_over_gloo_in_both_forms() -> None:
+    for found in launch(in_every_way, 3, "a"):
+        assert [[grad is None for grad in grads] for grads in found] == [[False] * 2 + [True] * 4] * 4
+
+
+def fail() -> str:
+    """Return the error of a rank whose peer fails in the middle of its backward pass and calls the module again."""
+    module = Partly()
+    module.with_bagua([], GradientAllReduceAlgorithm(), find_unused_parameters=True)
+    rank = bagua_ref.get_rank()
+    if rank == 1:
+        module.a.weight.register_hook(lambda grad: pytest.fail("on purpose"))
+        with pytest.raises(pytest.fail.Exception):
+            module(batch(rank, 0), "ab").sum().backward()
+    with pytest.raises(CommunicationError) as caught:
+        module(batch(rank, 0), "ab").sum().backward()
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_rank_whose_backward_fails_does_not_keep_the_others_waiting() -> None:
+    assert "backward passes failed" in launch(fail, 2, collective_timeout=60)[0]
