@@ -262,7 +262,7 @@ class WrappedModule(NotCopied):
         self._passes.begin(synchronized, in_backward)
         self.bagua_train_step_counter += 1
         self.bagua_algorithm.begin_forward()
-        if self._synchronizing and self._parameters.have_new_strides(self.bagua_algorithm):
+        if synchronized and self._parameters.have_new_strides(self.bagua_algorithm):
             self.rounds.tell(PLAN)
             self.reset()
         if self.bagua_algorithm.need_reset():
