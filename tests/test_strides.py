@@ -299,6 +299,7 @@ def test_S2_3_strides_of_axes_of_length_1_and_of_what_is_not_trained_may_differ(
         model = nn.Conv2d(4, 4, 1)
         model.register_buffer("extra", torch.zeros(3, 2).t() if rank else torch.zeros(2, 3))
         model.frozen = nn.Parameter(torch.zeros(3, 2).t() if rank else torch.zeros(2, 3), requires_grad=False)
+        model.turned = nn.Parameter(torch.zeros(12).as_strided((3, 4, 1), (1, 3, 5 + rank)))
         if rank:
             model.to(memory_format=torch.channels_last)
         model.with_bagua([], Algorithm.init("gradient_allreduce"))
@@ -467,8 +468,11 @@ def test_S2_3_gradients_accumulated_before_strides_changed_stay() -> None:
             module(batch(0)).backward()
         module.conv.to(memory_format=torch.channels_last)
         with module.no_sync() if wrap else torch.enable_grad():
+            plan = module._bagua.rounds._plan if wrap else None
             module(batch(1)).backward()
+            assert not wrap or module._bagua.rounds._plan == plan, "nothing is communicated under no_sync, so no plan is made"
         module(batch(2)).backward()
+        assert not wrap or module._bagua.rounds._plan != plan
         made.step()
         return weights(module)
 
