@@ -115,7 +115,8 @@ class LoadBalancingDistributedSampler(Sampler[int]):
         if self.shuffle and self.random_level > 0 and bound == 1 and low != high:
             warnings.warn(
                 f"random_level={random_level!r} has no effect: the noise is an integer below int((max - min) * random_level + 1), "
-                f"and complexities from {shown(low)} to {shown(high)} leave only 0. Multiply them so that they range over 1,000 or more",
+                f"and complexities from {shown(low)} to {shown(high)} leave only 0. Multiply them so that they range over 1,000 or "
+                "more",
                 stacklevel=2,
             )
         self._ordering = Ordering(numbers, bound, backend)
