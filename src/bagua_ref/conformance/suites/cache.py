@@ -6,11 +6,11 @@ What values come back as is next door.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hypothesis import strategies as st
 
-from bagua_ref.conformance.inputs.value_sources import value_sources
+from bagua_ref.conformance.inputs.value_sources import NO_KEYS, key_sources, value_sources
 from bagua_ref.conformance.lab.cache_script import LOADER, cache_script
 from bagua_ref.conformance.lab.servers import reason_without_servers
 from bagua_ref.conformance.suites.checks import check
@@ -24,28 +24,6 @@ if TYPE_CHECKING:
 _names = st.one_of(st.sampled_from(["", "data", "a_b"]), st.text(max_size=6))
 _keys = st.one_of(st.integers(0, 11), st.text(max_size=5))
 _sizes = st.integers(1, 5)
-_finite = st.floats(allow_nan=False, allow_infinity=False)
-_single_keys = st.one_of(
-    st.one_of(_keys, st.booleans(), st.none(), st.binary(max_size=3), _finite, st.integers()).map(lambda key: (repr(key), key)),
-    st.integers(-(2**63), 2**63 - 1).map(lambda key: (f"numpy.int64({key})", key)),
-    st.floats(allow_nan=False, allow_infinity=False, width=32).map(lambda key: (f"numpy.float32({key!r})", key)),
-    st.sampled_from([("pathlib.PurePosixPath('a/b')", "a/b"), ("torch.tensor(7)", 7), ("numpy.array(7)", 7)]),
-)
-_key_sources: st.SearchStrategy[tuple[str, Any]] = st.recursive(
-    _single_keys,
-    lambda inner: st.tuples(st.sampled_from([tuple, list]), st.lists(inner, max_size=3)).map(
-        lambda drawn: (
-            f"{drawn[0].__name__}([{', '.join(source for source, _ in drawn[1])}])",
-            drawn[0](key for _, key in drawn[1]),
-        )
-    ),
-    max_leaves=4,
-)
-"""Sources of keys, each with the key in Python's own types, whose text names the value."""
-_NO_KEYS = (
-    "object()", "{1}", "{'a': 1}", "1j", "range(3)", "slice(2)", "bytearray(b'a')", "numpy.zeros(3)", "torch.zeros(3)",
-    "torch.tensor(0.5)", "numpy.datetime64('2026')",
-)  # fmt: skip
 
 
 def prepare() -> None:
@@ -87,7 +65,7 @@ def _store_of(name: str, stores: int) -> int:
 @check("cache", "S8.1", "keys", needs=LOADER)
 def keys(lab: Lab, draw: Draw) -> None:
     """A value is stored under "{dataset_name}_{key}", "%" and "_" of the name escaped, in the store that xxh64 of it selects."""
-    name, wanted, stores = draw(_names), draw(st.lists(_key_sources, min_size=1, max_size=8)), draw(st.integers(1, 4))
+    name, wanted, stores = draw(_names), draw(st.lists(key_sources(), min_size=1, max_size=8)), draw(st.integers(1, 4))
     with cache_script(lab, stores) as script:
         script.do("import pathlib\n\nimport numpy\n\nfrom bagua_ref.conformance.lab.servers import assert_keys\n\nload = Source()")
         script.loader(name, draw(_sizes))
@@ -147,7 +125,7 @@ def surrogates(lab: Lab, draw: Draw) -> None:
 @check("cache", "S8.1", "other_keys", needs=LOADER, effort=0.3)
 def other_keys(lab: Lab, draw: Draw) -> None:
     """Other keys, whose text need not identify them, are a TypeError, also in tuples and lists; nothing is stored for them."""
-    key = draw(st.sampled_from(["{}", "(1, {})", "['a', [{}]]"])).format(draw(st.sampled_from(_NO_KEYS)))
+    key = draw(st.sampled_from(["{}", "(1, {})", "['a', [{}]]"])).format(draw(st.sampled_from(NO_KEYS)))
     with cache_script(lab) as script:
         script.do("import numpy\n\nload = Source()")
         script.loader("d", draw(_sizes))
