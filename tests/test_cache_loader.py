@@ -91,6 +91,11 @@ class Level(enum.IntEnum):
     LOW = 3
 
 
+class Recording:
+    def __fspath__(self) -> str:
+        return "a/b.wav"
+
+
 class Name(str):
     __slots__ = ()
 
@@ -122,6 +127,8 @@ class Name(str):
         (np.longdouble(0.5), "0.5"),
         (PurePosixPath("a/b"), "a/b"),
         (Path("a"), "a"),
+        (Recording(), "a/b.wav"),
+        ((Recording(),), "('a/b.wav',)"),
         ((1, "1"), "(1, '1')"),
         ([1], "[1]"),
         ((np.int64(1), [np.str_("a"), Path("b"), torch.tensor(2)], (Level.LOW,)), "(1, ['a', 'b', 2], (3,))"),
@@ -431,7 +438,7 @@ def test_a_value_that_is_too_large_is_returned_and_not_kept(backend, monkeypatch
     loader = fresh(backend)
     monkeypatch.setattr(codec, "_LARGEST", 100)
     with pytest.warns(UserWarning, match="at most 100"):
-        assert loader.get_many(["a", "b", "b"], lambda keys: [bytes(200) if key == "b" else key for key in keys]) == [
+        assert loader.get_many(["a", "b", "b"], lambda keys: (bytes(200) if key == "b" else key for key in keys)) == [
             "a", bytes(200), bytes(200),
         ]  # fmt: skip
     assert loader.num_keys() == 1

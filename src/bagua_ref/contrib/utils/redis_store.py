@@ -197,7 +197,7 @@ class _RedisStore(Store):
         import redis
 
         is_refusal = isinstance(error, (redis.AuthenticationError, redis.ResponseError))
-        if is_refusal and not self._options.get("password") and any(words in str(error) for words in _WITHOUT_PASSWORD):
+        if is_refusal and any(words in str(error) for words in _WITHOUT_PASSWORD):
             return f"{self} needs a password; add 'password' to its entry in hosts"
         return f"{self} {_IN_CLUSTER}" if type(error).__name__ in _OF_CLUSTERS else ""
 
