@@ -22,8 +22,10 @@ from bagua_ref import checkpoint
 from bagua_ref.algorithms import Algorithm, QAdamOptimizer
 from bagua_ref.algorithms.fragments import Fragment
 from bagua_ref.bucket import BaguaBucket
+from bagua_ref.checkpoint.plain import plain
 from bagua_ref.conformance.trace import Recorder, check_trace
 from bagua_ref.errors import CommunicationError
+from bagua_ref.simulation import SimulatedWorld
 
 FUSED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adam": lambda p: torch.optim.Adam(p, lr=0.05, fused=True),
@@ -638,6 +640,19 @@ def test_S2_3_a_restart_continues_to_the_bit(name: str, tmp_path: Path) -> None:
             assert all(map(torch.equal, weights(again), ended)), from_folder
 
     simulate(2, run)
+
+
+def test_S2_3_checkpoint_folders_keep_the_strides_of_views() -> None:
+    assert plain(torch.arange(9.0)[3:].view(2, 3).t(), "x").stride() == (1, 3)
+
+
+def test_S3_9_a_broadcast_takes_any_strides_of_axes_of_length_1() -> None:
+    def run(comm: Any) -> list[float]:
+        x = torch.full((2,), float(comm.rank())).as_strided((1, 2), (1, 1))
+        comm.broadcast(x, 1)
+        return x.flatten().tolist()
+
+    assert SimulatedWorld(2).run(run) == [[1.0, 1.0]] * 2
 
 
 @pytest.mark.parametrize("name", ["bytegrad", "topk", "qadam", "low_precision_decentralized", "diloco"])
