@@ -642,6 +642,28 @@ def test_S2_3_a_restart_continues_to_the_bit(name: str, tmp_path: Path) -> None:
     simulate(2, run)
 
 
+@pytest.mark.parametrize("flatten", [True, False])
+def test_S2_5_gradients_of_parameters_that_a_rank_does_not_use_have_their_strides(flatten: bool) -> None:
+    def train(rank: int) -> list[Tensor]:
+        module = Layers()
+        module.forward = lambda x: (x * module.turned).square().sum() if rank else module.bias.square().sum()
+        made = FUSED["Adam"](module.parameters())
+        module.with_bagua([made], Algorithm.init("gradient_allreduce"), do_flatten=flatten, find_unused_parameters=True)
+        for step in range(3):
+            step_on(module, made, torch.arange(1.0, 13.0).view(3, 4) + step)
+        return [module.turned.detach(), module.bias.detach()]
+
+    alone = Layers(row_major=True)
+    made = FUSED["Adam"](alone.parameters())
+    for step in range(3):
+        made.zero_grad()
+        x = torch.arange(1.0, 13.0).view(3, 4) + step
+        (((x * alone.turned).square().sum() + alone.bias.square().sum()) / 2).backward()
+        made.step()
+    for ours in simulate(2, train):
+        assert_close(ours, [alone.turned.detach(), alone.bias.detach()])
+
+
 def test_S2_3_checkpoint_folders_keep_the_strides_of_views() -> None:
     assert plain(torch.arange(9.0)[3:].view(2, 3).t(), "x").stride() == (1, 3)
 
