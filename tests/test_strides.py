@@ -22,8 +22,10 @@ from bagua_ref import checkpoint
 from bagua_ref.algorithms import Algorithm, QAdamOptimizer
 from bagua_ref.algorithms.fragments import Fragment
 from bagua_ref.bucket import BaguaBucket
+from bagua_ref.checkpoint.plain import plain
 from bagua_ref.conformance.trace import Recorder, check_trace
 from bagua_ref.errors import CommunicationError
+from bagua_ref.simulation import SimulatedWorld
 
 FUSED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adam": lambda p: torch.optim.Adam(p, lr=0.05, fused=True),
@@ -638,6 +640,41 @@ def test_S2_3_a_restart_continues_to_the_bit(name: str, tmp_path: Path) -> None:
             assert all(map(torch.equal, weights(again), ended)), from_folder
 
     simulate(2, run)
+
+
+@pytest.mark.parametrize("flatten", [True, False])
+def test_S2_5_gradients_of_parameters_that_a_rank_does_not_use_have_their_strides(flatten: bool) -> None:
+    def train(rank: int) -> list[Tensor]:
+        module = Layers()
+        module.forward = lambda x: (x * module.turned).square().sum() if rank else module.bias.square().sum()
+        made = FUSED["Adam"](module.parameters())
+        module.with_bagua([made], Algorithm.init("gradient_allreduce"), do_flatten=flatten, find_unused_parameters=True)
+        for step in range(3):
+            step_on(module, made, torch.arange(1.0, 13.0).view(3, 4) + step)
+        return [module.turned.detach(), module.bias.detach()]
+
+    alone = Layers(row_major=True)
+    made = FUSED["Adam"](alone.parameters())
+    for step in range(3):
+        made.zero_grad()
+        x = torch.arange(1.0, 13.0).view(3, 4) + step
+        (((x * alone.turned).square().sum() + alone.bias.square().sum()) / 2).backward()
+        made.step()
+    for ours in simulate(2, train):
+        assert_close(ours, [alone.turned.detach(), alone.bias.detach()])
+
+
+def test_S2_3_checkpoint_folders_keep_the_strides_of_views() -> None:
+    assert plain(torch.arange(9.0)[3:].view(2, 3).t(), "x").stride() == (1, 3)
+
+
+def test_S3_9_a_broadcast_takes_any_strides_of_axes_of_length_1() -> None:
+    def run(comm: Any) -> list[float]:
+        x = torch.full((2,), float(comm.rank())).as_strided((1, 2), (1, 1))
+        comm.broadcast(x, 1)
+        return x.flatten().tolist()
+
+    assert SimulatedWorld(2).run(run) == [[1.0, 1.0]] * 2
 
 
 @pytest.mark.parametrize("name", ["bytegrad", "topk", "qadam", "low_precision_decentralized", "diloco"])
