@@ -410,9 +410,10 @@ def test_torch_has_a_global_hook_only_while_something_is_wrapped() -> None:
     assert len(hooks) == before
     bagua_ref.init_process_group()
     try:
-        module = network()
+        module, trainings = network(), []
         for _ in range(2):
             with bagua_ref.train(module, [sgd(module)], GradientAllReduceAlgorithm()):
+                trainings.append(module._bagua)
                 assert len(hooks) == before + 1
             assert len(hooks) == before
         sgd(module).step()
