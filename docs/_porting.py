@@ -60,7 +60,8 @@ CHANGED = {
     "storage offsets are honoured, and a 0-dim `step` works ([S6])",
     "contrib.load_balancing_data_loader:LoadBalancingDistributedSampler": "never changes the dataset's complexities ([S7])",
     "contrib.load_balancing_data_loader:LoadBalancingDistributedBatchSampler": "all replicas get as many batches ([S7.4])",
-    "contrib.cache_loader:CacheLoader.get": "a cached None is a hit ([S8.2])",
+    "contrib.cache_loader:CacheLoader.get": "a key whose text need not identify it is a TypeError ([S8.1]); a cached None is a hit "
+    "([S8.2])",
     "contrib.cached_dataset:CachedDataset": "samples are stored without pickle, and a failing store never stops "
     "training ([S8.3], [S8.5])",
     "contrib.utils.store:Store.shutdown": "stops the server only in the process that started it ([S8.4])",

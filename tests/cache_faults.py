@@ -170,10 +170,16 @@ def wrong_password() -> FaultReport:
         return train({**server.host, "password": "wrong"})
 
 
-@fault("redis: no password")
-def no_password() -> FaultReport:
+@fault("redis: a password from now on")
+def new_password() -> FaultReport:
     with servers(1) as (server,):
-        return train({"host": "127.0.0.1", "port": server.port})
+        server.client().config_set("requirepass", "")
+
+        def require() -> None:
+            server.client().config_set("requirepass", server.password)
+            server.client().client_kill_filter(_type="normal", skipme=True)
+
+        return train({"host": "127.0.0.1", "port": server.port}, require)
 
 
 @fault("redis: a user who may not read")

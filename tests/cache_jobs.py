@@ -10,6 +10,7 @@ import time
 import warnings
 
 import torch
+from tests.cache_values import Sample
 from torch.utils.data import DataLoader, Dataset
 
 from bagua_ref.contrib import CachedDataset, CacheLoader
@@ -47,6 +48,13 @@ class Plain(Dataset):
         return torch.full((3,), float(index)), index, f"sample {index}"
 
 
+class Objects(Plain):
+    """`Plain` with samples that need pickle, with a row of a larger tensor."""
+
+    def __getitem__(self, index):
+        return Sample(torch.arange(self.size).expand(3, -1)[:, index], index)
+
+
 def epoch(loader) -> list[int]:
     """Run an epoch, check every sample, and return the indices."""
     seen = []
@@ -79,6 +87,33 @@ def waiting_main_job(host: str, port: str, password: str) -> None:
         loader.get("child", str)
         sys.exit(0)
     os.wait()
+
+
+def filled_while_forking_job(host: str, port: str, password: str, batch_size: str) -> None:
+    """Start workers while a thread asks the cache for the first time; print what was imported in the meantime, slowly."""
+    hosts = [{"host": host, "port": port, "password": password}]
+    dataset = CachedDataset(Objects(60), hosts=hosts, writer_buffer_size=5, allow_pickle=True)
+    imported = []
+
+    class Slow:
+        def find_spec(self, name, path=None, target=None):
+            if threading.current_thread() is filler:
+                imported.append(name)
+                time.sleep(0.3)
+
+    def fill() -> None:
+        for index in range(30):
+            assert dataset[index].pixels.tolist() == [index] * 3
+
+    filler = threading.Thread(target=fill)
+    sys.meta_path.insert(0, Slow())
+    filler.start()
+    time.sleep(0.1)
+    for _ in range(3):
+        loader = DataLoader(dataset, int(batch_size), num_workers=2, multiprocessing_context="fork", timeout=30, collate_fn=list)
+        assert [sample.label for batch in loader for sample in batch] == list(range(60))
+    filler.join()
+    print(imported)
 
 
 def daemon_job(host: str, port: str, password: str) -> None:

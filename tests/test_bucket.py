@@ -38,12 +38,15 @@ def test_S2_3_flatten_keeps_values_shapes_and_identity() -> None:
     assert torch.equal(bucket.flattened_tensor(), torch.cat([t.reshape(-1) for t in before]))
 
 
-def test_S2_3_flatten_makes_channels_last_row_major() -> None:
+def test_S2_3_flatten_keeps_channels_last() -> None:
     tensor = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     value = tensor.clone()
-    BaguaBucket(named(tensor), "0", flatten=True)
-    assert tensor.is_contiguous()
+    bucket = BaguaBucket(named(tensor), "0", flatten=True)
+    assert bucket.check_flatten()
+    assert tensor.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(tensor, value)
+    tensor.data = value.contiguous()
+    assert not bucket.check_flatten()
 
 
 def test_S2_3_what_is_contiguous_does_not_move() -> None:

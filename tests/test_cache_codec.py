@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import os
 import pickle
+import time
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -126,6 +131,117 @@ def test_a_tensor_with_attributes_keeps_them_or_needs_permission():
     assert round_trip(tensor, allow_pickle=True).speaker == 3
 
 
+@dataclass
+class Row:
+    pixels: Any
+
+    __hash__ = object.__hash__
+
+
+class Image(torch.Tensor):
+    pass
+
+
+def with_attribute(tensor):
+    tensor.speaker = 3
+    return tensor
+
+
+OBJECTS = {
+    "dataclass": Row,
+    "Parameter": lambda row: torch.nn.Parameter(row),
+    "frozen Parameter": lambda row: torch.nn.Parameter(row, requires_grad=False),
+    "Parameter with an attribute": lambda row: with_attribute(torch.nn.Parameter(row)),
+    "tensor with an attribute": with_attribute,
+    "subclass": lambda row: row.as_subclass(Image),
+    "subclass with an attribute": lambda row: with_attribute(row.as_subclass(Image)),
+    "OrderedDict": lambda row: OrderedDict(pixels=row),
+    "set": lambda row: {row},
+    "frozenset": lambda row: frozenset([row]),
+    "namedtuple": lambda row: Pair(row, 1),
+    "deque": lambda row: deque([row]),
+    "module": lambda row: torch.nn.ParameterList([row]),
+    "nested": lambda row: [{"a": Row(OrderedDict(b={Row((torch.nn.Parameter(row), 1))}))}],
+}
+
+
+@pytest.mark.parametrize("make", OBJECTS.values(), ids=OBJECTS)
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda data: data[7],
+        lambda data: data.T[7],
+        lambda data: data[::2, 3],
+        lambda data: data[5:5],
+        lambda data: data[1:2].expand(3, -1),
+    ],
+    ids=["row", "column", "strided", "empty", "expanded"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_views_in_objects_are_stored_without_the_rest(make, view, dtype):
+    data = torch.arange(40_000).reshape(200, 200).to(dtype)
+    value = make(view(data))
+    encoded = encode(value, allow_pickle=True)
+    assert len(encoded) < view(data).numel() * dtype.itemsize + 2500 < data.numel() * dtype.itemsize
+    again = decode(encoded, allow_pickle=True)
+    assert type(again) is type(value)
+    (found,), (wanted,) = tensors_in(again), tensors_in(value)
+    assert same(found.as_subclass(torch.Tensor).detach(), wanted.as_subclass(torch.Tensor).detach())
+    assert (type(found), found.requires_grad, found.__dict__) == (type(wanted), wanted.requires_grad, wanted.__dict__)
+
+
+def tensors_in(value):
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, torch.nn.Module):
+        return list(value.parameters())
+    if isinstance(value, Row):
+        return tensors_in(value.pixels)
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, Iterable) else ()
+    return [tensor for one in inner for tensor in tensors_in(one)]
+
+
+def test_a_tensor_that_is_twice_in_an_object_is_stored_once_and_comes_back_as_one():
+    row = torch.arange(10_000.0)
+    encoded = encode(Row([row, row]), allow_pickle=True)
+    assert len(encoded) < 50_000
+    first, second = decode(encoded, allow_pickle=True).pixels
+    assert first is second
+    first[0] = 7  # and is writable
+
+
+@pytest.mark.parametrize(
+    ("value", "advice"),
+    [
+        (torch.eye(2).to_sparse(), r"return its to_dense\(\), or its indices and values"),
+        (torch.eye(2).to_sparse_csr(), r"return its to_dense\(\)"),
+        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), r"return a list of its tensors: its unbind\(\)"),
+        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "return a list of its tensors"),
+        (torch.ones(2, device="meta"), r"return its cpu\(\)"),
+        (torch.nn.Parameter(torch.ones(2)), r"return its detach\(\).as_subclass\(torch.Tensor\)"),
+        (with_attribute(torch.ones(2)), r"return its detach\(\).as_subclass\(torch.Tensor\), with attributes beside it in a dict"),
+        (np.array([1, None]), r"return its tolist\(\), or an array of numbers or text"),
+        ({1, 2}, "return tensors, arrays, numbers"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_cannot_be_stored_says_what_to_return_instead(value, advice):
+    for nested in (value, [value], {"a": (1, value)}):
+        with pytest.raises(TypeError, match=rf"allow_pickle=True .*, or {advice}"):
+            encode(nested, allow_pickle=False)
+
+
+@pytest.mark.filterwarnings("ignore:.*quantiz.*")
+def test_quantised_tensors_say_what_to_return_instead():
+    value = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8)
+    with pytest.raises(TypeError, match=r"return its dequantize\(\), or its int_repr\(\) with scale and zero point"):
+        encode(value, allow_pickle=False)
+    rows = torch.quantize_per_tensor(torch.ones(100, 100), 0.1, 0, torch.quint8)
+    encoded = encode(Row(rows[3]), allow_pickle=True)
+    assert len(encoded) < 2000
+    assert torch.equal(decode(encoded, allow_pickle=True).pixels.dequantize(), rows[3].dequantize())
+
+
 def test_a_list_inside_itself_needs_pickle():
     loop: list = [1]
     loop.append(loop)
@@ -140,6 +256,34 @@ def test_nesting_deeper_than_python_reads_is_damage():
     frame = codec._FRAME.pack(codec.VERSION, len(deep) + 16, codec.xxhash.xxh3_64_intdigest(deep))
     with pytest.raises(DamagedValueError, match="RecursionError"):
         decode(frame + deep, allow_pickle=False)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        lambda number: number * (2**61 - 1),
+        lambda number: (None, number * (2**61 - 1)),
+        lambda number: complex(-1000003 * number, number),
+    ],
+    ids=["int", "tuple", "complex"],
+)
+def test_S8_3_keys_that_all_have_one_hash_are_damage(key):
+    """A dict of 100,000 such keys, of about 1 MB, would take more than half a minute."""
+    parts: list = [b"{" + (100_000).to_bytes(4, "little")]
+    for number in range(100_000):
+        codec._write(key(number), parts, allow_pickle=False)
+        parts.append(b"N")
+    entry = b"".join(parts)
+    frame = codec._FRAME.pack(codec.VERSION, len(entry) + 16, codec.xxhash.xxh3_64_intdigest(entry))
+    started = time.process_time()
+    with pytest.raises(DamagedValueError, match="more than 100 of its keys have the hash"):
+        decode(frame + entry, allow_pickle=False)
+    assert time.process_time() - started < 10
+
+
+def test_S8_5_many_numbers_are_keys():
+    value = {key: None for number in range(20_000) for key in (number, -number, number / 7, (number, 1.0), number << 40)}
+    assert round_trip(value) == value
 
 
 @pytest.mark.parametrize("tag", [b"a", b"g"])

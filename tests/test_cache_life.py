@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
+import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,7 +28,8 @@ from bagua_ref.contrib import CachedDataset, CacheLoader
 from bagua_ref.contrib.cache import job_servers
 from bagua_ref.contrib.cache import server as server_module
 from bagua_ref.contrib.cache.server import node_address, start_redis_server
-from bagua_ref.contrib.utils.redis_store import bootstrap_redis_server, shutdown_redis_server
+from bagua_ref.contrib.utils.fake_redis_store import FakeRedisStore
+from bagua_ref.contrib.utils.redis_store import RedisStore, bootstrap_redis_server, shutdown_redis_server
 from bagua_ref.errors import BackendUnavailableError, CommunicationTimeoutError, NotInitializedError
 
 pytestmark = pytest.mark.slow
@@ -143,6 +147,30 @@ def test_the_server_listens_on_loopback_only():
         if hexadecimal in line and line.split()[3] == "0A"
     ]  # fmt: skip
     assert listening == [f"0100007F{hexadecimal.strip()}"]
+
+
+def test_a_worker_that_is_forked_while_a_thread_starts_a_server_finds_the_others(monkeypatch):
+    FakeRedisStore()
+    begun, end = threading.Event(), threading.Event()
+
+    def start(host: str, capacity: int) -> None:
+        begun.set()
+        end.wait()
+        raise BackendUnavailableError("not today")
+
+    monkeypatch.setattr(job_servers, "start_redis_server", start)
+    shutdown_redis_server()
+    with ThreadPoolExecutor() as pool:
+        made = pool.submit(RedisStore)
+        begun.wait()
+        worker = multiprocessing.get_context("fork").Process(target=FakeRedisStore)
+        worker.start()
+        worker.join(30)
+        worker.kill()  # if it waits
+        end.set()
+        assert isinstance(made.exception(), BackendUnavailableError)
+    worker.join()
+    assert worker.exitcode == 0
 
 
 @pytest.mark.redis

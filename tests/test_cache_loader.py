@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import enum
+import os
 import pickle
 import threading
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +18,7 @@ import pytest
 import redis
 import torch
 from tests.cache_servers import Server, eventually, every_backend, need, servers
-from tests.cache_values import Sample, same
+from tests.cache_values import Pair, Sample, same
 
 from bagua_ref.contrib import CacheLoader
 from bagua_ref.contrib.cache import codec, counters
@@ -81,6 +85,127 @@ def test_S8_1_the_names_percent_and_underscore_are_escaped(backend):
     loader = fresh(backend, dataset_name="50%_of")
     loader.get("a_b%", lambda key: 1)
     assert loader.store.contains(["50%25%5Fof_a_b%"]) == [True]
+
+
+class Level(enum.IntEnum):
+    LOW = 3
+
+
+class Recording:
+    def __fspath__(self) -> str:
+        return "a/b.wav"
+
+
+class Name(str):
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return "a name"
+
+    __repr__ = __format__ = __str__
+
+
+@every_backend
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("a", "a"),
+        (1, "1"),
+        (True, "True"),
+        (None, "None"),
+        (0.1, "0.1"),
+        (b"a\xff", "b'a\\xff'"),
+        (np.str_("a"), "a"),
+        (np.bytes_(b"a"), "b'a'"),
+        (Name("a"), "a"),
+        (Level.LOW, "3"),
+        (np.int64(5), "5"),
+        (np.array(5), "5"),
+        (torch.tensor([5]), "5"),
+        (np.float64(0.1), "0.1"),
+        (np.float32(0.1), "0.10000000149011612"),
+        (np.longdouble(0.5), "0.5"),
+        (PurePosixPath("a/b"), "a/b"),
+        (Path("a"), "a"),
+        (Recording(), "a/b.wav"),
+        ((Recording(),), "('a/b.wav',)"),
+        ((1, "1"), "(1, '1')"),
+        ([1], "[1]"),
+        ((np.int64(1), [np.str_("a"), Path("b"), torch.tensor(2)], (Level.LOW,)), "(1, ['a', 'b', 2], (3,))"),
+        (Pair(1, np.float64(2)), "(1, 2.0)"),
+        (torch.Size([2, 3]), "(2, 3)"),
+        (os.fsdecode(b"caf\xe9.wav"), "caf\udce9.wav"),
+        ("\ud83d\ude00", "\ud83d\ude00"),
+    ],
+    ids=lambda value: ascii(value)[:40],
+)
+def test_S8_1_a_key_is_its_text(backend, key, text):
+    loader = fresh(backend, dataset_name="d")
+    assert loader.get(key, lambda key: "value") == "value"
+    assert loader.store.contains([f"d_{text}"]) == [True]
+    assert loader.get(text, lambda key: "other") == "value"
+    assert loader.contains([key]) == [True]
+    assert loader.num_keys() == 1
+
+
+@every_backend
+@pytest.mark.parametrize(
+    "key",
+    [
+        object(), {1}, {"a": 1}, 1j, range(3), slice(2), np.zeros(2), torch.zeros(2), torch.tensor(0.5), np.datetime64("2026"),
+        bytearray(b"a"), Sample(1), torch.float32, np.longdouble(1) + np.finfo(np.longdouble).eps, np.array(None),
+    ],
+    ids=lambda value: repr(value)[:40],
+)  # fmt: skip
+@pytest.mark.parametrize("nested", [lambda key: key, lambda key: ("a", [key])], ids=["alone", "nested"])
+def test_S8_1_what_its_text_need_not_identify_is_no_key(backend, key, nested):
+    if isinstance(key, np.longdouble) and key == float(key):
+        pytest.skip("longdouble is a double here")
+    loader = fresh(backend)
+    for ask in (
+        lambda: loader.get(nested(key), lambda key: 1),
+        lambda: loader.get_many([1, nested(key)], lambda keys: keys),
+        lambda: loader.contains([nested(key)]),
+    ):
+        with pytest.raises(TypeError, match=r"a key of a cache cannot be or have .*; take what names the value, such as an index"):
+            ask()
+    assert loader.num_keys() == 0
+
+
+@every_backend
+def test_S8_1_long_arrays_that_print_alike_do_not_share_a_value(backend):
+    one, other = np.zeros(2000), np.zeros(2000)
+    other[1000] = 1
+    assert str(one) == str(other)
+    loader = fresh(backend)
+    assert [loader.get(tuple(key.tolist()), lambda key: sum(key)) for key in (one, other)] == [0, 1]
+
+
+@every_backend
+@pytest.mark.parametrize("stores", [1, 2])
+def test_S8_1_names_of_files_that_are_not_utf_8_are_names(backend, stores):
+    need(backend)
+    with servers(stores) if backend == "redis" else nullcontext([]) as started:
+        more = {"hosts": [server.host for server in started]} if started else {}
+        loaders = [CacheLoader(backend, os.fsdecode(b"caf\xe9" + end), 2, **more) for end in (b"", b"\xe8")]
+        loaders[0].store.clear()
+        for loader in loaders:
+            for key in ("a", "\udce9", "\ud83d\ude00", "\U0001f600"):
+                assert (
+                    loader.get(key, lambda key, loader=loader: f"{key} of {loader.dataset_name}")
+                    == f"{key} of {loader.dataset_name}"
+                )
+        assert loaders[0].num_keys() == loaders[1].num_keys() == 8
+        if started:
+            found = {key for server in started for key in server.client().keys("*")}
+            assert b"caf\xed\xb3\xa9_\xed\xb3\xa9" in found
+
+
+@every_backend
+def test_a_batch_may_come_from_a_generator(backend):
+    loader = fresh(backend)
+    assert loader.get_many([1, 2, 1], lambda keys: (key + 10 for key in keys)) == [11, 12, 11]
+    assert loader.get_many([1, 2], None) == [11, 12]
 
 
 @every_backend
@@ -313,7 +438,7 @@ def test_a_value_that_is_too_large_is_returned_and_not_kept(backend, monkeypatch
     loader = fresh(backend)
     monkeypatch.setattr(codec, "_LARGEST", 100)
     with pytest.warns(UserWarning, match="at most 100"):
-        assert loader.get_many(["a", "b", "b"], lambda keys: [bytes(200) if key == "b" else key for key in keys]) == [
+        assert loader.get_many(["a", "b", "b"], lambda keys: (bytes(200) if key == "b" else key for key in keys)) == [
             "a", bytes(200), bytes(200),
         ]  # fmt: skip
     assert loader.num_keys() == 1
@@ -483,6 +608,8 @@ def test_threads_share_a_loader(backend):
         ({"backend": "fakeredis", "writer_buffer_size": 0}, ValueError, "writer_buffer_size=0 must be 1 or more"),
         ({"backend": "fakeredis", "hosts": [{"host": "a"}]}, ValueError, "needs backend='redis'"),
         ({"backend": "fakeredis", "capacity": 3}, TypeError, "capacity"),
+        ({"backend": "fakeredis", "dataset_name": 5}, TypeError, "dataset_name=5 is a int; it must be a str"),
+        ({"backend": "fakeredis", "dataset_name": b"a"}, TypeError, "dataset_name=b'a' is a bytes"),
     ],
 )
 def test_wrong_arguments_are_named(options, error, message):

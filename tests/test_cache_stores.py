@@ -15,6 +15,7 @@ import xxhash
 from tests.cache_servers import Server, eventually, every_backend, free_port, need, servers
 
 import bagua_ref
+from bagua_ref.contrib import CacheLoader
 from bagua_ref.contrib.cache.server import start_redis_server
 from bagua_ref.contrib.utils.fake_redis_store import FakeRedisStore
 from bagua_ref.contrib.utils.redis_store import (
@@ -183,6 +184,76 @@ def test_a_wrong_password_is_no_status_and_an_error():
         assert not store.status()
         with pytest.raises(StoreError, match="AuthenticationError"):
             store.set("a", b"")
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("password", [{}, {"password": None}, {"password": ""}])
+def test_a_forgotten_password_is_asked_for(password):
+    with servers(1) as (server,):
+        host = {"host": "127.0.0.1", "port": server.port, **password}
+        with pytest.raises(
+            ValueError, match=rf"redis at 127.0.0.1:{server.port} needs a password; add 'password' to its entry in hosts"
+        ):
+            CacheLoader(hosts=[host])
+        server.kill()
+        store = RedisStore(hosts=[host])
+        server.start()
+        for count in (1, 20):  # before the password, Redis reads no commands of more than 10 words
+            for ask in (store.mget, lambda keys: store.mset(dict.fromkeys(keys, b"1"))):
+                with pytest.raises(StoreError, match="add 'password'") as raised:
+                    ask([str(number) for number in range(count)])
+                assert not raised.value.refused
+
+
+def get_often(loader: CacheLoader) -> None:
+    for _ in range(20):
+        assert loader.get_many(range(20), lambda keys: keys) == list(range(20))
+    assert 1 <= loader.stats().errors <= 10
+
+
+@pytest.mark.redis
+def test_a_server_that_wants_a_password_later_is_asked_now_and_then():
+    with servers(1) as (server,):
+        server.kill()
+        loader = CacheLoader(hosts=[{"host": "127.0.0.1", "port": server.port}])
+        server.start()
+        with pytest.warns(UserWarning, match="add 'password' to its entry in hosts") as said:
+            get_often(loader)
+        assert len(said) == 1
+
+
+@pytest.mark.redis
+def test_a_redis_cluster_is_refused(tmp_path):
+    port = next(port for port in iter(free_port, 0) if port < 55_000)  # its servers talk to each other at port + 10,000
+    server = Server("cluster-enabled yes", f"cluster-config-file {tmp_path}/nodes.conf", port=port)
+    try:
+        server.client().execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+        assert eventually(lambda: b"cluster_state:ok" in server.client().execute_command("CLUSTER", "INFO"))
+        for make in (RedisStore, CacheLoader):
+            with pytest.raises(ValueError, match=r"is part of a Redis Cluster, .*name independent servers in hosts"):
+                make(hosts=[server.host])
+        server.kill()
+        loader = CacheLoader(hosts=[server.host])
+        server.start()
+        with pytest.warns(UserWarning, match="is part of a Redis Cluster") as said:
+            get_often(loader)
+        assert len(said) == 1
+    finally:
+        server.kill()
+
+
+@pytest.mark.parametrize("store", [RedisStore(hosts=[{"host": "127.0.0.1", "port": 1}]), ClusterStore([DictStore(), DictStore()])])
+@pytest.mark.parametrize("key", [5, b"a", None, ("a",)])
+def test_keys_of_stores_are_str(store, key):
+    for ask in (
+        lambda: store.get(key),
+        lambda: store.set(key, b""),
+        lambda: store.mget(["a", key]),
+        lambda: store.mset({"a": b"", key: b""}),
+        lambda: store.contains(["a", key]),
+    ):
+        with pytest.raises(TypeError, match=r"key=.* of a store is a \w+; it must be a str"):
+            ask()
 
 
 @pytest.mark.redis

@@ -15,6 +15,7 @@ import pytest
 import torch
 from tests.cache_jobs import Numbers, Plain, epoch, writer_job
 from tests.cache_servers import Server, eventually, every_backend, need, servers
+from tests.cache_values import same
 from tests.launch import launch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Subset
 
@@ -93,6 +94,14 @@ def test_persistent_workers_that_nobody_ends_lose_nothing(context, batch_size):
     with servers(1) as (server,):
         held_workers(server, context, batch_size)
         assert sorted(server.client().keys("*")) == sorted(f"_{i}".encode() for i in range(30))
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("batch_size", ["1", "8"])
+def test_workers_that_are_forked_while_a_thread_fills_the_cache_do_not_hang(batch_size):
+    with servers(1) as (server,):
+        assert finish(job("filled_while_forking_job", *map(str, server.host.values()), batch_size)) == "[]\n"
+        assert server.client().dbsize() == 60
 
 
 @pytest.mark.redis
@@ -195,6 +204,75 @@ def test_a_dataset_that_makes_batches_makes_what_is_missing_in_one(backend):
     dataset[3]
     assert epoch(DataLoader(dataset, batch_size=5, sampler=range(10))) == list(range(10))
     assert inner.calls == [[0, 1, 2, 4], [5, 6, 7, 8, 9]]
+
+
+class Augmented(CachedDataset):
+    def __getitem__(self, index):
+        return super().__getitem__(index)[1] + 1000
+
+
+class AugmentedBatches(Augmented):
+    def __getitems__(self, indices):
+        return [number + 5000 for _, number, _ in super().__getitems__(indices)]
+
+
+class Doubling:
+    def __getitem__(self, index):
+        return 2 * super().__getitem__(index)[1]
+
+
+class Doubled(Doubling, CachedDataset):
+    pass
+
+
+class SingleSamples(CachedDataset):
+    __getitems__ = None
+
+
+@every_backend
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [
+        (Augmented, lambda index: index + 1000),
+        (AugmentedBatches, lambda index: index + 5000),
+        (Doubled, lambda index: 2 * index),
+        (SingleSamples, lambda index: (torch.full((3,), float(index)), index, f"sample {index}")),
+    ],
+)
+def test_a_subclass_makes_its_own_samples_of_the_cached_ones(backend, kind, wanted, workers):
+    need(backend)
+    dataset = kind(Numbers(20), backend, dataset_name=kind.__name__)
+    dataset.cache_loader.store.clear()
+    for samples in (dataset, Subset(dataset, range(20))):
+        loader = DataLoader(samples, 5, num_workers=workers, multiprocessing_context="fork" if workers else None, collate_fn=list)
+        for _ in range(2):
+            assert same([sample for batch in loader for sample in batch], list(map(wanted, range(20))))
+    assert dataset.dataset.made.tolist() == [1] * 20
+
+
+class Unbatched(Plain):
+    __getitems__ = None
+
+
+class Generating(Plain):
+    def __getitems__(self, indices):
+        return (self[index] for index in indices)
+
+
+@every_backend
+@pytest.mark.parametrize("kind", [Unbatched, Generating])
+def test_a_dataset_may_have_no_batches_or_generate_them(backend, kind):
+    dataset = fresh(backend, kind(20))
+    for _ in range(2):
+        assert epoch(DataLoader(dataset, batch_size=5)) == list(range(20))
+    assert (dataset.stats().hits, dataset.stats().misses) == (20, 20)
+
+
+@every_backend
+def test_an_index_without_a_number_needs_a_key(backend):
+    with pytest.raises(TypeError, match=r"a key of a cache cannot be or have tensor\(\[1, 2\]\)"):
+        fresh(backend)[torch.tensor([1, 2])]
 
 
 @every_backend

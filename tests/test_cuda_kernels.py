@@ -16,6 +16,7 @@ from torch import Tensor
 from bagua_ref.backends import get_backend, get_codec
 from bagua_ref.backends.cuda import movement, plan
 from bagua_ref.backends.cuda.launch import BLOCK, Card
+from bagua_ref.bucket import BaguaBucket
 from bagua_ref.conformance import EXACT, assert_equal
 
 if build.compiler() is None:
@@ -122,6 +123,18 @@ def test_more_tensors_than_fit_into_a_launch():
     emulated.gather_flat(tensors, flat)
     assert torch.equal(flat, torch.cat(tensors))
     assert len(movement.copy(Card(2), flat, list(zip(tensors, [0] * len(tensors), strict=True)), gather=True).launches) == 3
+
+
+@pytest.mark.parametrize("flatten", [True, False])
+def test_S2_3_dense_tensors_move_in_the_order_of_memory_and_without_a_launch_of_their_own(flatten):
+    tensors = [torch.arange(120.0).view(2, 3, 4, 5).permute(order) + 0 for order in ((0, 1, 2, 3), (0, 3, 1, 2), (3, 2, 0, 1))]
+    bucket = BaguaBucket([x.ensure_bagua_tensor(f"{x.shape}") for x in tensors], "0", flatten, backend=emulated)
+    bucket._ops = [lambda flat: seen.append(flat.clone())]
+    seen = []
+    bucket.execute()
+    assert torch.equal(seen[0], torch.arange(120.0).repeat(3))
+    in_order = [layout.in_order(x) for layout, x in zip(bucket.layouts, tensors, strict=True)]
+    assert len(movement.copy(Card(2), seen[0], list(zip(in_order, (0, 120, 240), strict=True)), gather=True).launches) == 1
 
 
 def test_lazy_views_are_copied_as_what_they_stand_for():

@@ -340,6 +340,48 @@ def test_a_sampler_tells_what_it_is() -> None:
     assert repr(batch_sampler).endswith("drop_last=False; epoch 0: 3 of 4 batches drawn)")
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_S7_4_what_a_consumer_does_to_a_batch_changes_no_other(drop_last: bool) -> None:
+    own = [[1, 2], [3]]  # one of the replicas repeats its batches in cycle
+    cuts = [[[0, 1], [2], [3, 4], [5], [6]], own, [[7]] * 3]
+    batch_sampler = batches_of(1, lambda indices: cuts[indices[0] % 3], drop_last, lengths=[0, 1, 2], shuffle=False)
+    wanted = list(map(list, batch_sampler))
+    for _ in range(2):
+        found = []
+        for batch in batch_sampler:
+            found.append(list(batch))
+            batch.append(99)
+            batch[0] = -1
+        assert found == wanted
+    assert own == [[1, 2], [3]]
+
+
+@pytest.mark.parametrize(("lengths", "random_level"), [([0.1, 0.9, 0.5], 1), ([1, 2, 3], 0.4), ([0.0, 1.5], 0.5)])
+def test_S7_2_noise_that_is_always_zero_is_warned_about(lengths: list[float], random_level: float) -> None:
+    with pytest.warns(UserWarning, match=rf"random_level={random_level} has no effect: .* Multiply them so that they range over"):
+        sampler = sampler_of(0, 1, lengths, random_level=random_level)
+    plain = sampler_of(0, 1, lengths)
+    for epoch in range(5):
+        sampler.set_epoch(epoch)
+        plain.set_epoch(epoch)
+        assert sampler.shuffle_chunks() == plain.shuffle_chunks()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options"),
+    [
+        ([0.1, 0.9, 0.5], {"random_level": 0}),
+        ([0.1, 0.9, 0.5], {"random_level": 1, "shuffle": False}),
+        ([100.0, 900.0, 500.0], {"random_level": 1}),
+        ([0, 1], {"random_level": 1}),
+    ],
+)
+def test_S7_2_noise_that_is_not_asked_for_or_not_always_zero_is_not(lengths: list[float], options: dict[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sampler_of(0, 1, lengths, **options)
+
+
 # Epochs and resuming
 
 

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,9 +29,58 @@ from bagua_ref.conformance.vectors import VectorsError, check_outputs, read_mani
 from bagua_ref.conformance.vectors.safetensors_file import write_safetensors
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 from bagua_ref.launch_environment import read_launch
-from bagua_ref.untrusted import NATURAL, SCALAR, check_form, load_json, one_line, read_file
+from bagua_ref.untrusted import NATURAL, SCALAR, check_form, check_hash_collisions, load_json, one_line, read_file
 
 VECTORS = Path(__file__).parents[1] / "vectors" / "v1"
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        lambda number: number * (2**61 - 1),
+        lambda number: (None, number * (2**61 - 1)),
+        lambda number: ((number * (2**61 - 1),), 1.5),
+        lambda number: complex(-1000003 * number, number),
+    ],
+    ids=["int", "tuple", "nested", "complex"],
+)
+def test_keys_with_one_hash_are_refused(key: Any) -> None:
+    colliding = [key(number) for number in range(101)]
+    assert len(set(map(hash, colliding))) == 1
+    check_hash_collisions([*range(1, 10_000), *colliding[:100]])
+    with pytest.raises(ValueError, match="more than 100 of its keys have the hash"):
+        check_hash_collisions([*range(1, 10_000), *colliding])
+
+
+def test_keys_of_different_hashes_that_meet_in_a_dict_are_refused() -> None:
+    """Half of a dict's places are taken in the order in which it looks for a free one, and other keys begin to look there."""
+    last = 2**13 - 1
+    first = [0]
+    while len(first) < 5000:
+        first.append(5 * first[-1] + 1 & last)
+    order = np.full(last + 1, -1)
+    order[first] = range(len(first))
+    found = rest = np.random.default_rng(0).integers(2**20, 2**61 - 1, 2_000_000)
+    place = found & last
+    for _ in range(13):  # then nothing is left of a hash, and the order is that of ``first``
+        taken = order[place] >= 0
+        found, rest, place = found[taken], rest[taken] >> 5, place[taken]
+        place = 5 * place + rest + 1 & last
+    found = found[(order[place] >= 0) & (order[place] < 1000)]
+    keys = [*first, *found[:400].tolist()]
+    assert len(set(map(hash, keys))) == 5400
+    with pytest.raises(ValueError, match="the hashes of its keys collide so often"):
+        check_hash_collisions(keys)
+
+
+@pytest.mark.parametrize("shift", [*range(0, 61, 5), 60, -20, -53])
+def test_numbers_at_equal_distances_are_keys(shift: int) -> None:
+    check_hash_collisions(number * 2**shift for number in range(5000))
+    check_hash_collisions((number * -3 * 2**shift, "a") for number in range(200))
+
+
+def test_powers_of_two_are_keys() -> None:
+    check_hash_collisions(2**k for k in range(1000))
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from bagua_ref.comm_ops import ErrorMemory
     from bagua_ref.communicators.base import Communicator
     from bagua_ref.graphs import PeerSelection
+    from bagua_ref.memory import Layout
     from bagua_ref.types import Group
 
 __all__ = ["BaguaBucket"]
@@ -49,7 +50,8 @@ class BaguaBucket:
         tensors: bagua tensors whose effective tensors share a dtype and a device and do not overlap.
         name: unique among a module's buckets.
         flatten: move the effective tensors into one contiguous storage, unless they are in one already (S2.3); otherwise each
-            operation gathers them into a buffer and copies the result back.
+            operation gathers them into a buffer and copies the result back. In both, dense tensors keep their strides, and their
+            elements come in the order of their memory.
         alignment: if greater than 1, a padding tensor makes the number of elements divisible by it (S2.2).
         backend: the kernels, by name or instance; None chooses as `bagua_ref.backends.get_backend`.
 
@@ -104,6 +106,11 @@ class BaguaBucket:
         )
 
     @property
+    def layouts(self) -> list[Layout]:
+        """The strides of each effective tensor in the flat tensor, which give the order of its elements there (S2.3)."""
+        return self._storage.layouts
+
+    @property
     def kernels(self) -> KernelBackend:
         """The kernel backend of this bucket at the moment; see ``backend``."""
         return get_backend(self.backend, self.device)
@@ -123,10 +130,14 @@ class BaguaBucket:
     def flattened_tensor(self) -> Tensor:
         """Return a new flat tensor of all effective tensors and the padding, in order; missing gradients count as zeros."""
         parts = [
-            torch.zeros(proxy.numel(), dtype=self.dtype, device=self.device) if tensor is None else tensor.detach().reshape(-1)
-            for proxy, tensor in zip(self.tensors, map(effective_tensor, self.tensors), strict=True)
+            torch.zeros(proxy.numel(), dtype=self.dtype, device=self.device) if tensor is None else layout.flat(tensor.detach())
+            for layout, proxy, tensor in zip(self.layouts, self.tensors, map(effective_tensor, self.tensors), strict=True)
         ]
         return torch.cat(parts + ([self.padding_tensor] if self.padding_tensor is not None else []))
+
+    def views_of(self, flat: Tensor) -> list[Tensor]:
+        """Return the part of ``flat``, which has the bucket's size, that is each effective tensor's, in its shape and strides."""
+        return self._storage.views_of(flat)
 
     def check_flatten(self) -> bool:
         """Return whether the effective tensors and the padding are contiguous in memory (S2.3).

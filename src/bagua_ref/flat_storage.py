@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from bagua_ref import streams
+from bagua_ref.memory import Layout
 from bagua_ref.tensor import BaguaTensor, registration
 from bagua_ref.utils import check_contiguous
 
@@ -32,10 +33,11 @@ class FlatStorage:
         tensors: its bagua tensors.
         effective: their effective tensors, which share a dtype and a device and do not overlap.
         flatten: move the effective tensors into one contiguous storage, unless they already are; otherwise `load` gathers them
-            into a buffer and `store` copies that into them.
+            into a buffer and `store` copies that into them. The order of elements is the same in both.
         alignment: the number of elements, padding included, divides by it.
 
     Attributes:
+        layouts: the strides of each effective tensor in flat storage: those that it has now, row-major ones if it is not dense.
         filled: the number of elements, without padding.
         numel: the number of elements, padding included.
         padding_tensor: the padding, None if none is needed.
@@ -45,7 +47,8 @@ class FlatStorage:
         self._tensors, self._flatten = tensors, flatten
         self._registered = [registration(tensor) for tensor in tensors]
         self._dtype, self._device = effective[0].dtype, effective[0].device
-        self._shapes = [t.shape for t in effective]
+        self.layouts = [Layout.of(t) for t in effective]
+        self._shapes = [layout.shape for layout in self.layouts]
         self._one_dimensional = all(len(shape) == 1 for shape in self._shapes)
         self.filled = sum(t.numel() for t in effective)
         self.numel = self.filled + -self.filled % alignment
@@ -56,7 +59,7 @@ class FlatStorage:
         self._flat: Tensor | None = None
         """The effective tensors' own storage if flat, else a buffer made when it is first needed."""
         self._views: list[Tensor] = []
-        """If flat, the part of ``_flat`` that is each tensor's, in its shape."""
+        """If flat, the part of ``_flat`` that is each tensor's, in its shape and strides."""
         if flatten:
             self._move_together(effective)
         self._positions = list(_positions(self._views))
@@ -71,7 +74,12 @@ class FlatStorage:
         if not self._flatten and None in effective:
             return False
         present = [self._views[place] if tensor is None else tensor for place, tensor in enumerate(effective)]
-        return check_contiguous([*present, *([self.padding_tensor] if self.padding_tensor is not None else [])])
+        return check_contiguous([*self._in_order(present), *([self.padding_tensor] if self.padding_tensor is not None else [])])
+
+    def views_of(self, flat: Tensor) -> list[Tensor]:
+        """Return the part of ``flat`` that is each tensor's, in its shape and strides."""
+        parts = flat[: self.filled].split([shape.numel() for shape in self._shapes])
+        return [layout.view(part) for layout, part in zip(self.layouts, parts, strict=True)]
 
     def _move_together(self, effective: Sequence[Tensor]) -> None:
         """Move the effective tensors into one contiguous storage, if they do not lie in one already (S2.3)."""
@@ -81,8 +89,7 @@ class FlatStorage:
             self._flat = first.as_strided((self.numel,), (1,))
         else:
             self._flat = torch.empty(self.numel, dtype=self._dtype, device=self._device)
-        sizes = [tensor.numel() for tensor in effective]
-        self._views = [part.view(shape) for part, shape in zip(self._flat[: self.filled].split(sizes), self._shapes, strict=True)]
+        self._views = self.views_of(self._flat)
         if adjacent:
             return
         torch._foreach_copy_(self._views, [t.detach() for t in effective])
@@ -132,10 +139,10 @@ class FlatStorage:
         else:
             for place, tensor in enumerate(dense):
                 if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-                    dense[place] = tensor.clone(memory_format=torch.contiguous_format)  # the result needs room for each element
+                    dense[place] = self.layouts[place].copy_of(tensor)  # the result needs room for each element
                     self._replace(place, dense[place])
             streams.hold(dense, self._device)
-            kernels.gather_flat([tensor.detach() for tensor in dense], self._flat[: self.filled])
+            kernels.gather_flat(self._in_order(dense), self._flat[: self.filled])
         return self._flat
 
     def _bring_in(self, effective: list[Tensor]) -> None:
@@ -169,7 +176,7 @@ class FlatStorage:
         """Return a new zero tensor where zero_grad() removed a gradient and none came; refuse any other that does not fit."""
         shape, name = self._shapes[place], self._registered[place].name
         if tensor is None:
-            tensor = torch.zeros(shape, dtype=self._dtype, device=self._device)
+            tensor = self.layouts[place].zeros(self._dtype, self._device)
             self._replace(place, tensor)
             return tensor
         if tensor.layout is not torch.strided:
@@ -185,15 +192,17 @@ class FlatStorage:
     def _own_views(self, places: Sequence[int]) -> list[Tensor]:
         """Return views of the tensors' places in flat storage."""
         if not all(map(eq, _positions(self._views), self._positions)):  # one of them was the gradient, and got other ``data``
-            views = cast("Tensor", self._flat)[: self.filled].split([shape.numel() for shape in self._shapes])
-            self._views = [view.view(shape) for view, shape in zip(views, self._shapes, strict=True)]
+            self._views = self.views_of(cast("Tensor", self._flat))
         return [self._views[place] for place in places]
 
     def store(self, flat: Tensor, effective: Sequence[Tensor], kernels: KernelBackend) -> None:
         """Copy ``flat`` into the effective tensors, wherever they are; padding is left out."""
-        tensors = [t.detach() for t in effective]
-        streams.hold(tensors, self._device)
-        kernels.scatter_flat(flat[: self.filled], tensors)
+        streams.hold(effective, self._device)
+        kernels.scatter_flat(flat[: self.filled], self._in_order(effective))
+
+    def _in_order(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return views of the tensors, whatever their strides are, whose row-major order is that of flat storage."""
+        return [layout.in_order(tensor.detach()) for layout, tensor in zip(self.layouts, tensors, strict=True)]
 
 
 _shape = attrgetter("shape")

@@ -1,17 +1,19 @@
-"""Grouping of tensors by dtype and device, and overlaps of their memory."""
+"""Grouping of tensors by dtype and device, overlaps of their memory, and the order of elements in it."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import TYPE_CHECKING, TypeVar
+
+import torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    import torch
     from torch import Tensor
 
-__all__ = ["by_dtype_and_device", "memory_span", "overlapping"]
+__all__ = ["Layout", "by_dtype_and_device", "effective_strides", "is_dense", "memory_span", "overlapping"]
 
 AnyTensor = TypeVar("AnyTensor", bound="Tensor")
 
@@ -41,3 +43,108 @@ def overlapping(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
         if start < end:
             return min(first, second), max(first, second)
     return None
+
+
+class Layout:
+    """Shape and strides of a tensor without gaps, which give the order of its elements in flat storage (S2.3).
+
+    Args:
+        shape: of the tensor.
+        strides: those of a dense tensor of this shape; None: row-major ones.
+
+    Attributes:
+        shape: as given.
+        strides: as given; row-major ones if None was.
+
+    >>> layout = Layout.of(torch.arange(6).reshape(2, 3).t())
+    >>> layout
+    Layout((3, 2), strides (1, 3))
+    >>> layout.view(torch.tensor([0, 10, 20, 1, 11, 21]))
+    tensor([[ 0,  1],
+            [10, 11],
+            [20, 21]])
+    """
+
+    __slots__ = ("_axes", "_effective", "shape", "strides")
+
+    def __init__(self, shape: Sequence[int], strides: Sequence[int] | None = None) -> None:
+        inner_first = itertools.accumulate(reversed(shape[1:]), lambda stride, size: stride * max(size, 1), initial=1)
+        row_major = tuple(reversed([*inner_first]))[: len(shape)]
+        self.shape = torch.Size(shape)
+        self.strides = row_major if strides is None else tuple(strides)
+        self._effective = effective_strides(self.shape, self.strides)
+        self._axes: list[int] | None = None
+        """The axes, the one with the largest strides first; None if that is their order, so that this is row-major."""
+        if self._effective != effective_strides(self.shape, row_major):
+            self._axes = sorted(range(len(shape)), key=self._effective.__getitem__, reverse=True)
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Layout:
+        """Return that of ``tensor`` in flat storage: its own if it is dense (`is_dense`), else the row-major one."""
+        return _layout(tensor.shape, tensor.stride() if is_dense(tensor) else None)
+
+    def __repr__(self) -> str:
+        return f"Layout({tuple(self.shape)}, strides {self.strides})"
+
+    def __str__(self) -> str:
+        return f"{tuple(self.shape)}" + ("" if self.is_row_major else f" with strides {self._effective}")
+
+    @property
+    def is_row_major(self) -> bool:
+        """Whether the last axis is the innermost one, and so on."""
+        return self._axes is None
+
+    def describes(self, tensor: Tensor) -> bool:
+        """Return whether ``tensor``, strided and of this shape, has these strides, apart from axes of length 1."""
+        return tensor.stride() == self.strides or effective_strides(tensor.shape, tensor.stride()) == self._effective
+
+    def view(self, flat: Tensor) -> Tensor:
+        """Return the elements of ``flat``, 1-D and contiguous, in this shape and these strides."""
+        return flat.as_strided(self.shape, self.strides)
+
+    def in_order(self, tensor: Tensor) -> Tensor:
+        """Return a view of ``tensor``, of this shape and any strides, whose row-major order is that of flat storage."""
+        return tensor if self._axes is None else tensor.permute(self._axes)
+
+    def flat(self, tensor: Tensor) -> Tensor:
+        """Return the elements of ``tensor``, of this shape and any strides, in the order of flat storage; a view if possible."""
+        return self.in_order(tensor).reshape(-1)
+
+    def zeros(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a new tensor of zeros."""
+        return torch.empty_strided(self.shape, self.strides, dtype=dtype, device=device).zero_()
+
+    def copy_of(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a copy of ``tensor``, of this shape and any strides, in these strides."""
+        made = torch.empty_strided(self.shape, self.strides, dtype=dtype or tensor.dtype, device=tensor.device)
+        return made.copy_(tensor.detach())
+
+
+@functools.lru_cache(4096)
+def _layout(shape: torch.Size, strides: tuple[int, ...] | None) -> Layout:
+    return Layout(shape, strides)
+
+
+def effective_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """Return ``strides`` with 1 for axes of length 0 or 1, whose strides mean nothing.
+
+    >>> effective_strides((4, 1), (1, 7))
+    (1, 1)
+    """
+    return tuple(stride if size > 1 else 1 for size, stride in zip(shape, strides, strict=True))
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether a strided tensor's elements fill a part of memory without gaps, each at an address of its own.
+
+    >>> is_dense(torch.zeros(2, 3).t()), is_dense(torch.zeros(2, 3)[:, :2]), is_dense(torch.zeros(1).expand(2))
+    (True, False, False)
+    """
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True

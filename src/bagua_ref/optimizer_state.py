@@ -1,4 +1,4 @@
-"""Loading of optimizer state without changing its dtypes or replacing tensors that a user may hold."""
+"""Loading of optimizer state without changing its dtypes or replacing tensors that a user may hold, and its strides."""
 
 from __future__ import annotations
 
@@ -6,7 +6,18 @@ from typing import Any
 
 import torch
 
-__all__ = ["take_over"]
+from bagua_ref.tensor import align
+
+__all__ = ["align_state", "take_over"]
+
+
+def align_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give the state of each parameter its strides in flat storage (S2.3), as torch's fused optimizers need it."""
+    for parameter in (p for group in optimizer.param_groups for p in group["params"] if type(p.data) is torch.Tensor):
+        state = optimizer.state.get(parameter)
+        for value in state.values() if isinstance(state, dict) else ():
+            if type(value) is torch.Tensor and value.layout is torch.strided and value.shape == parameter.shape:
+                align(value, parameter)
 
 
 def take_over(optimizer: torch.optim.Optimizer, state: dict[str, Any], defaults: dict[str, Any]) -> None:

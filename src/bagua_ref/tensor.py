@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bagua_ref.backends.checks import check_beside
+from bagua_ref.memory import Layout
 from bagua_ref.types import BackendTensor
 from bagua_ref.utils import NotCopied, overlapping
 
@@ -25,11 +26,13 @@ __all__ = [
     "BaguaTensor",
     "RegisteredTensor",
     "Registration",
+    "align",
     "check_apart",
     "check_shared",
     "effective_tensor",
     "effective_tensors",
     "registration",
+    "with_aligned_grad",
 ]
 
 _unnamed = itertools.count()
@@ -131,6 +134,24 @@ def registration(tensor: Tensor) -> Registration:
             f"a tensor of shape {tuple(tensor.shape)} is not a bagua tensor; call tensor.ensure_bagua_tensor(name) first"
         )
     return found
+
+
+def align(tensor: Tensor, parameter: Tensor) -> None:
+    """Give ``tensor`` the strides that ``parameter``, of the same shape, has in flat storage (S2.3); values and identity stay.
+
+    Gradients and optimizer state need them: torch's fused optimizers go through all of them in the order of memory.
+    """
+    layout = Layout.of(parameter)
+    if not layout.describes(tensor):
+        tensor.data = layout.copy_of(tensor)
+
+
+def with_aligned_grad(parameter: Tensor) -> Tensor:
+    """Return ``parameter`` after giving it a gradient of zeros, if it has none, and its gradient the strides that `align` does."""
+    gradient = BaguaTensor.bagua_ensure_grad(parameter).grad  # type: ignore[arg-type]
+    if gradient is not None and gradient.layout is torch.strided:
+        align(gradient, parameter)
+    return parameter
 
 
 def check_shared(tensors: list[Tensor], name: str) -> list[Tensor]:
@@ -289,10 +310,13 @@ class BaguaTensor:
         return RegisteredTensor(_as_tensor(self))
 
     def bagua_ensure_grad(self) -> Tensor:
-        """Set the gradient to zeros if there is none; return this parameter."""
+        """Set the gradient to zeros if there is none; return this parameter.
+
+        The gradient has this parameter's strides if it is dense (S2.3), else it is row-major.
+        """
         tensor = _as_tensor(self)
         if tensor.grad is None:
-            tensor.grad = torch.zeros_like(tensor, memory_format=torch.contiguous_format, requires_grad=False)
+            tensor.grad = Layout.of(tensor).zeros(tensor.dtype, tensor.device)
         return tensor
 
     def bagua_mark_communication_ready(self) -> None:
@@ -318,7 +342,9 @@ class BaguaTensor:
         BaguaTensor.bagua_mark_communication_ready(self)
 
     def bagua_set_storage(self, storage: torch.UntypedStorage | torch.TypedStorage, storage_offset: int = 0) -> None:
-        """Make the effective tensor a row-major view of ``storage`` from element ``storage_offset`` on, with the values there.
+        """Make the effective tensor a view of ``storage`` from element ``storage_offset`` on, with the values there.
+
+        It keeps its strides if it is dense, and becomes row-major otherwise (S2.3).
 
         Raises:
             ValueError: the storage is too small, or there is no effective tensor.
@@ -335,7 +361,8 @@ class BaguaTensor:
                 f"storage_offset={storage_offset}: {effective.numel()} elements of {effective.dtype} at this offset need "
                 f"{needed} bytes; the storage has {untyped.nbytes()}"
             )
-        view = torch.empty(0, dtype=effective.dtype, device=effective.device).set_(untyped, storage_offset, effective.shape)  # type: ignore[call-overload]
+        layout, view = Layout.of(effective), torch.empty(0, dtype=effective.dtype, device=effective.device)
+        view.set_(untyped, storage_offset, layout.shape, layout.strides)
         if found is None:
             tensor.data = view
         else:

@@ -1,4 +1,4 @@
-"""Input from outside of this program: regular files, strict JSON, checks of its form, and text that is safe to print."""
+"""Input from outside of this program: regular files, strict JSON, checks of form and keys, and text that is safe to print."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable
     from pathlib import Path
 
-__all__ = ["NATURAL", "SCALAR", "check_form", "load_json", "one_line", "read_file"]
+__all__ = ["NATURAL", "SCALAR", "check_form", "check_hash_collisions", "load_json", "one_line", "read_file"]
 
 _DEEPEST = 50
+_MOST_EQUAL = 100
+_MOST_TAKEN = 32  # of multiples of a large power of two, each finds up to 18
 
 SCALAR = (str, int, float, bool, type(None))
 """The form of a value that is neither a list nor an object."""
@@ -99,6 +102,45 @@ def check_form(value: Any, form: Any, what: str) -> None:
             raise ValueError(f"{what} must be from {form[0]} to {form[-1]}")
     elif form is not object:
         _check_type(value, form if isinstance(form, tuple) else (form,), what)
+
+
+def check_hash_collisions(keys: Iterable[Hashable]) -> None:
+    """Raise if a dict of these keys would take quadratic time, as their hashes are the same or lead to the same places in it.
+
+    Hashes of numbers, and of tuples of them, are no secret: all multiples of 2**61 - 1 have the hash 0.
+
+    Args:
+        keys: the keys in the dict's order, before they are in it.
+
+    Raises:
+        ValueError: more than 100 have the same hash, or on average a key would find more than 32 places taken.
+
+    >>> check_hash_collisions(range(1000))
+    >>> check_hash_collisions(number * (2**61 - 1) for number in range(1000))
+    Traceback (most recent call last):
+    ...
+    ValueError: more than 100 of its keys have the hash 0, so that it would take too long to read
+    """
+    hashes = [hash(key) for key in keys]
+    ordered = sorted(hashes)
+    for one, other in zip(ordered, ordered[_MOST_EQUAL:], strict=False):
+        if one == other:
+            raise ValueError(f"more than {_MOST_EQUAL} of its keys have the hash {one}, so that it would take too long to read")
+    # CPython's dicts grow to twice the places, fill these anew, and look for a free place like this.
+    size, filled, found_taken = 8, 0, 0
+    while len(hashes) > size * 2 // 3:
+        size *= 2
+        taken, last = bytearray(size), size - 1
+        for number in hashes[: size * 2 // 3]:
+            place, rest = number & last, number & (2**64 - 1)
+            while taken[place]:
+                rest >>= 5
+                place = (5 * place + rest + 1) & last
+                found_taken += 1
+            taken[place] = 1
+            filled += 1
+            if found_taken > _MOST_TAKEN * (filled + _MOST_EQUAL):
+                raise ValueError("the hashes of its keys collide so often that it would take too long to read")
 
 
 def one_line(text: str) -> str:

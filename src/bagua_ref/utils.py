@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._utils import _flatten_dense_tensors as flatten
 from torch._utils import _unflatten_dense_tensors as unflatten
+from torch.compiler import is_dynamo_compiling
 
 from bagua_ref.memory import by_dtype_and_device, overlapping
 from bagua_ref.not_provided import explain_missing
@@ -22,11 +23,14 @@ if TYPE_CHECKING:
 __all__ = [
     "NotCopied",
     "OwnHook",
+    "OwnList",
+    "OwnName",
     "apply_flattened_call",
     "apply_flattened_call_all",
     "check_contiguous",
     "flatten",
     "get_flattened_tensor",
+    "inside_backward",
     "overlapping",
     "uncompiled",
     "unflatten",
@@ -44,6 +48,14 @@ class NotCopied:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
+
+
+class OwnList(NotCopied, list):  # type: ignore[type-arg]
+    """A list that is not copied with the module that has it."""
+
+
+class OwnName(NotCopied, str):
+    """A generated name that is not copied with the module that has it."""
 
 
 # Dynamo would also trace what autograd calls in a compiled training step: all that communicates. Unlike torch.compiler.disable,
@@ -64,17 +76,27 @@ class OwnHook:
     def __init__(self, method: Callable[..., Any] | None = None) -> None:
         self._method = None if method is None else weakref.WeakMethod(method)
 
-    @untraced
     def __call__(self, *args: Any) -> Any:
         """Call the method."""
+        if is_dynamo_compiling():  # asking takes a tenth of the time that an untraced call takes
+            return self._untraced(*args)
         method = None if self._method is None else self._method()
         return None if method is None else method(*args)
+
+    @untraced
+    def _untraced(self, *args: Any) -> Any:
+        return self(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnHook:
         return OwnHook()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OwnHook, ()
+
+
+def inside_backward() -> bool:
+    """Return whether this thread is running a backward pass, for instance in a hook."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def uncompiled(module: torch.nn.Module) -> torch.nn.Module:

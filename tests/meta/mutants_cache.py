@@ -8,16 +8,19 @@ LOADER, BUFFER, GUARD, CODEC, ARRAYS = (
     *(f"contrib/cache/{name}.py" for name in ("write_buffer", "guard", "codec", "arrays")),
 )
 DATASET, STORE, REDIS = "contrib/cached_dataset.py", "contrib/utils/store.py", "contrib/utils/redis_store.py"
-NAMES = 'return f"{dataset}_{key}"'
+NAMES = 'return f"{dataset}_{_text(key)}"'
 CACHES: list[tuple[str, str, str, str, str]] = [
-    ("keys go without the dataset's name", "S8.1", LOADER, NAMES, 'return f"{key}"'),
+    ("keys go without the dataset's name", "S8.1", LOADER, NAMES, "return _text(key)"),
     ("keys are written as Python writes them", "S8.1", LOADER, NAMES, 'return f"{dataset}_{key!r}"'),
-    ("lone surrogates become question marks", "S8.1", LOADER, NAMES, 'return f"{dataset}_{key}".encode(errors="replace").decode()'),
-    ("lone surrogates are left out", "S8.1", LOADER, NAMES, 'return f"{dataset}_{key}".encode(errors="ignore").decode()'),
+    ("lone surrogates become question marks", "S8.1", LOADER, NAMES, 'return f"{dataset}_{_text(key)}".encode(errors="replace").decode()'),
+    ("lone surrogates are left out", "S8.1", LOADER, NAMES, 'return f"{dataset}_{_text(key)}".encode(errors="ignore").decode()'),
+    ("lone surrogates are refused", "S8.1", STORE, 'key.encode("utf-8", "surrogatepass")', "key.encode()"),
+    ("whatever has a text is a key", "S8.1", LOADER, "    except TypeError:\n        raise TypeError(", "    except TypeError:\n        return str(key)\n        raise TypeError("),
+    ("whatever has a text may be in a key", "S8.1", LOADER, "items = map(_plain, key)", "items = iter(key)"),
     ("what was read is returned again", "S8.2", LOADER, "                    value = decode(data, self._allow_pickle)\n", "                    value = self.__dict__.setdefault('_seen', {}).setdefault(data, decode(data, self._allow_pickle))\n"),
-    ("the hash is of the key in UTF-16", "S8.1", STORE, "xxh64_intdigest(key.encode())", 'xxh64_intdigest(key.encode("utf-16"))'),
-    ("the hash has another seed", "S8.1", STORE, "xxh64_intdigest(key.encode())", "xxh64_intdigest(key.encode(), seed=1)"),
-    ("the hash leaves the dataset's name out", "S8.1", STORE, "xxh64_intdigest(key.encode())", 'xxh64_intdigest(key.rpartition("_")[2].encode())'),
+    ("the hash is of the key in UTF-16", "S8.1", STORE, "xxh64_intdigest(encoded_key(key))", 'xxh64_intdigest(key.encode("utf-16", "surrogatepass"))'),
+    ("the hash has another seed", "S8.1", STORE, "xxh64_intdigest(encoded_key(key))", "xxh64_intdigest(encoded_key(key), seed=1)"),
+    ("the hash leaves the dataset's name out", "S8.1", STORE, "xxh64_intdigest(encoded_key(key))", 'xxh64_intdigest(encoded_key(key.rpartition("_")[2]))'),
     ("every node uses the first store", "S8.1", REDIS, "hosts[get_node_rank() % len(hosts)]", "hosts[0]"),
     ("a cached None is made again", "S8.2", LOADER, "            values.append(value)\n", "            if value is None and place not in missing:\n                missing.append(place)\n            values.append(value)\n"),
     ("what waits is lost at close()", "S8.2", LOADER, "        self.flush()\n        self._guarded.close()\n", "        self._guarded.close()\n"),

@@ -329,8 +329,8 @@ TRACING = [
     ("a compiled step", "src/bagua_ref/data_parallel/gradient_hook.py", "        if is_dynamo_compiling():", "        if False:", "tests/test_torch_compile.py::test_a_training_step_can_be_compiled_as_a_whole[gradient_allreduce]"),
 ]  # fmt: skip
 CONTEXT_FORM = [
-    ("a first gradient that stands in for the forward pass", HOOKS, "                self._begin_forward(())\n", "", f"{FORM}::test_the_context_gives_the_bits_of_with_bagua[decentralized]"),
-    ("no step after a backward pass that failed", HOOKS, "        if self.without_forward and self._in_backward and not _inside_backward():\n", "        if False:\n", f"{FORM}::test_no_step_follows_a_backward_pass_that_failed"),
+    ("a first gradient that stands in for the forward pass", HOOKS, "                self._begin_forward((), not self.skipping, in_backward=True)\n", "", f"{FORM}::test_the_context_gives_the_bits_of_with_bagua[decentralized]"),
+    ("no step after a backward pass that failed", HOOKS, "        if self.without_forward and self._in_backward and not inside_backward():\n", "        if False:\n", f"{FORM}::test_no_step_follows_a_backward_pass_that_failed"),
     ("DistributedDataParallel around a training", HOOKS, "        refuse_both(self.given_group)\n", "", f"{FORM}::test_DistributedDataParallel_over_the_same_ranks_is_refused"),
 ]  # fmt: skip
 GUARDS = (

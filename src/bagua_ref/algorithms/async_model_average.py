@@ -176,6 +176,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         super().__init__(process_group)
         self.peer_selection_mode, self.sync_interval_ms, self.warmup_steps = peer_selection_mode, sync_interval_ms, warmup_steps
         self._warming_up = warmup_steps > 0
+        self.takes_new_strides = False  # ranks do not step together, and the thread moves weights back at any time
         self._weight_buckets: list[BaguaBucket] = []
 
     @property
@@ -206,6 +207,10 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     def begins_in_forward(self) -> bool:
         """Whether the warm-up is over: from then on the forward-pre hook starts rounds and holds the weights (S5.6)."""
         return not self._warming_up
+
+    def why_refused(self, optimizer: torch.optim.Optimizer) -> str:
+        """Return why another optimizer must not step: a round would overwrite what it does."""
+        return "async holds the weights only while those step"
 
     def need_reset(self) -> bool:
         """Return True once, before the first step after warm-up."""

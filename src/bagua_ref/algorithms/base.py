@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
 from bagua_ref.bucket import BaguaBucket
-from bagua_ref.tensor import BaguaTensor
+from bagua_ref.tensor import BaguaTensor, with_aligned_grad
 from bagua_ref.utils import NotCopied
 
 if TYPE_CHECKING:
@@ -152,6 +152,9 @@ class AlgorithmImpl(NotCopied):
         """
         return False
 
+    takes_new_strides = True
+    """Whether buckets can be made anew during training because the strides of parameters have changed (S2.3)."""
+
     agrees_in_nodes = False
     """Whether ranks compare what they are about to do inside their node first, as some rounds stay there."""
 
@@ -204,6 +207,10 @@ class AlgorithmImpl(NotCopied):
         """
         context = self.context
         context._bagua_backend.run(lambda: [*map(BaguaBucket.shadow, context.bagua_buckets)])
+
+    def why_refused(self, optimizer: torch.optim.Optimizer) -> str:
+        """Return why ``optimizer``, which was not passed when wrapping, must not step the parameters; "" if it may."""
+        return ""
 
     def suspend(self) -> Callable[[], None]:
         """Stop background communication, collectively, because the module is wrapped again; return a function that resumes it."""
@@ -274,7 +281,7 @@ class AlgorithmImpl(NotCopied):
         """Return the tensors to communicate in the order in which they become ready: gradients, last layer first (S2.1)."""
         return [
             BaguaTensor.ensure_bagua_tensor(
-                BaguaTensor.bagua_ensure_grad(parameter),  # type: ignore[arg-type]
+                with_aligned_grad(parameter),  # type: ignore[arg-type]
                 name,
                 bagua_ddp.bagua_module_name,
                 getter_closure=attrgetter("grad"),

@@ -77,6 +77,10 @@ class CompressedGradientsImpl(VersionedStateImpl):
             Fact("{has} finished {value} compressed rounds", self.rounds),
         ]
 
+    def why_refused(self, optimizer: torch.optim.Optimizer) -> str:
+        """Return why another optimizer must not step in the warm-up, which would never end; "" after it."""
+        return "" if self.compressing else f"{self.name} counts the steps of those to tell when its warm-up is over"
+
     def check_join(self, divide_by_initial_world_size: bool) -> bool:
         """Return True: ranks without batches contribute zero gradients, and what they have left out before.
 

@@ -12,6 +12,7 @@ from bagua_ref.comm_ops.low_precision_decentralized import trade_with_neighbours
 from bagua_ref.compression import check_compression
 from bagua_ref.graphs import check_mode
 from bagua_ref.memory import by_dtype_and_device
+from bagua_ref.tensor import registration
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -61,6 +62,10 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
     def begins_in_forward(self) -> bool:
         """True: the forward-pre hook marks the weights ready (S5.3)."""
         return True
+
+    def why_refused(self, optimizer: torch.optim.Optimizer) -> str:
+        """Return why another optimizer must not step, if some were passed; without any, none is needed."""
+        return "decentralized tells from the steps of those whether weights were averaged" if self.context.bagua_optimizers else ""
 
     def facts(self) -> list[Fact]:
         """Return how often weights were averaged, and if not every step averages, the step."""
@@ -209,6 +214,10 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
         self._passes_before = 0
         """Backward passes begun before the last round."""
 
+    def why_refused(self, optimizer: torch.optim.Optimizer) -> str:
+        """Return why another optimizer must not step: nothing would be sent."""
+        return "low_precision_decentralized sends weights after the steps of those"
+
     def facts(self) -> list[Fact]:
         """Return the optimizer steps, on which the interval hangs, and the backward passes, which tell that a rank skips steps."""
         passes = self.context.backward_passes - self._passes_before
@@ -268,7 +277,13 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
             **super().state_dict(),
             "ring": self._place_on_ring(),
             "replicas": replicas,
+            "tensors": self._tensors(),
         }
+
+    def _tensors(self) -> list[str]:
+        """Return the names of the weights in the order of the replicas, with shapes, and with strides that are not row-major."""
+        buckets = self.context.bagua_buckets
+        return [f"{registration(t).name} {layout}" for b in buckets for t, layout in zip(b.tensors, b.layouts, strict=True)]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``; call it on every rank after loading that rank's own weights.
@@ -281,7 +296,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
         buckets = self.context.bagua_buckets
         if not self.rank_state & state.keys():
             weights = [[bucket.flattened_tensor()] * 3 for bucket in buckets]
-            state = {**state, "ring": self._place_on_ring(), "replicas": weights}
+            state = {**state, "ring": self._place_on_ring(), "replicas": weights, "tensors": self._tensors()}
         if tuple(state["ring"]) != self._place_on_ring():
             raise ValueError(
                 f"state was saved by (rank, number of ranks)={tuple(state['ring'])} of a ring, this is {self._place_on_ring()}; "
@@ -293,6 +308,10 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
             for bucket, saved in zip(buckets, state["replicas"], strict=True)
             for pair in zip(_replicas(bucket), saved, strict=True)
         ]
+        here, there = self._tensors(), list(state.get("tensors", ()))
+        if here != there:
+            lacking, new = [t for t in here if t not in there], [t for t in there if t not in here]
+            raise ValueError(f"state holds replicas of other weights: it lacks {lacking or 'none'}, and {new or 'none'} are new")
         for replica, saved in pairs:
             if replica.shape != saved.shape or replica.dtype != saved.dtype:
                 raise ValueError(

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bagua_ref.errors import CommunicationError
-from bagua_ref.optimizer_state import take_over
+from bagua_ref.memory import Layout
+from bagua_ref.optimizer_state import align_state, take_over
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -121,6 +122,7 @@ def load_outer_state(state: Mapping[str, Any], fragments: Sequence[Fragment]) ->
     """Load global weights and outer optimizers into ``fragments``; return what is in flight."""
     for saved, fragment in zip(copy.deepcopy(state["outer_optimizers"]), fragments, strict=True):
         take_over(fragment.optimizer, saved, {})
+        align_state(fragment.optimizer)
         if state["global_weights"] is not None:
             with torch.no_grad():
                 for name, g in zip(fragment.names, fragment.copies, strict=True):
@@ -129,7 +131,10 @@ def load_outer_state(state: Mapping[str, Any], fragments: Sequence[Fragment]) ->
     if flight is None:
         return None
     fragment = fragments[flight["fragment"]]
-    mean = {name: flight["mean"][name].to(g.device, copy=True) for name, g in zip(fragment.names, fragment.copies, strict=True)}
+    mean = {
+        name: Layout.of(g).copy_of(flight["mean"][name].to(g.device))
+        for name, g in zip(fragment.names, fragment.copies, strict=True)
+    }
     return InFlight(flight["fragment"], flight["due"], mean)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from bagua_ref.algorithms.versioned_state import check_saved_here, check_version, saved_by
 from bagua_ref.comm_ops import ErrorMemory
+from bagua_ref.memory import Layout
 from bagua_ref.tensor import registration
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["ErrorMemories", "check_error_feedback", "check_join_with_memory"]
 
 _Key = tuple[tuple[str, ...], int, int]
-"""The tensors with their shapes, the elements with padding, and the number of chunks."""
+"""The tensors with their shapes and strides, the elements with padding, and the number of chunks."""
 
 
 def check_error_feedback(error_feedback: bool) -> None:
@@ -44,7 +45,7 @@ class ErrorMemories:
     """The error memories of one module's buckets on this rank.
 
     A bucket of the same tensors in the same order and the same chunks finds its memory again, also after buckets were rebuilt. A
-    memory whose tensors enter another bucket is dropped.
+    memory whose tensors enter another bucket, or get other strides, is dropped.
 
     Args:
         algorithm: its name, for states.
@@ -85,10 +86,10 @@ class ErrorMemories:
             chunks: the number of chunks into which the elements are cut.
         """
         key = tuple(_described(name, tensor) for name, tensor in zip(names, tensors, strict=True)), numel, chunks
-        device = tensors[0].device
+        device, starts = tensors[0].device, tuple(f"{name} (" for name in names)
         known = self._memories.get(key)
         if known is None:
-            for other in [other for other in self._memories if set(other[0]) & set(key[0])]:
+            for other in [other for other in self._memories if any(tensor.startswith(starts) for tensor in other[0])]:
                 del self._memories[other]
             known = self._memories[key] = ErrorMemory(numel, numel, chunks, device)
         known.filled = sum(tensor.numel() for tensor in tensors)
@@ -175,4 +176,4 @@ def _check_entries(what: str, saved: Any, wanted: set[str]) -> None:
 
 
 def _described(name: str, tensor: Tensor) -> str:
-    return f"{name} {tuple(tensor.shape)}"
+    return f"{name} {Layout.of(tensor)}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils._pytree import tree_map_only
 
-from bagua_ref.memory import by_dtype_and_device
+from bagua_ref.memory import Layout, by_dtype_and_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -126,7 +126,8 @@ class Fragment:
         outer_optimizer: makes the optimizer from g.
 
     Attributes:
-        copies: g: a parameter of float32, float64 for float64, for each of the parameters, in its shape.
+        copies: g: a parameter of float32, float64 for float64, for each of the parameters, in its shape, and its strides if it is
+            dense.
         optimizer: the outer optimizer.
 
     Raises:
@@ -216,13 +217,13 @@ class Fragment:
 
 
 def _copy(parameter: Tensor) -> Tensor:
-    """Return a row-major copy in the dtype of g."""
+    """Return a copy in the dtype of g, in the strides of flat storage (S2.3)."""
     dtype = torch.float64 if parameter.dtype is torch.float64 else torch.float32
-    return parameter.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
+    return Layout.of(parameter).copy_of(parameter, dtype)
 
 
 def _views(flat: Tensor, part: Sequence[Tensor]) -> list[Tensor]:
-    """Return the pieces of ``flat`` that belong to the tensors of ``part``, in their shapes."""
+    """Return the pieces of ``flat`` that belong to the tensors of ``part``, in their shapes and strides."""
     filled = sum(copy.numel() for copy in part)
     pieces = flat[:filled].split([copy.numel() for copy in part])
-    return [piece.view(copy.shape) for piece, copy in zip(pieces, part, strict=True)]
+    return [Layout.of(copy).view(piece) for piece, copy in zip(pieces, part, strict=True)]

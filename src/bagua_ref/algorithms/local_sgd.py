@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import TYPE_CHECKING
 
 from bagua_ref.agreement import Fact
@@ -9,6 +10,7 @@ from bagua_ref.algorithms.base import Algorithm
 from bagua_ref.algorithms.local_updates import LocalUpdatesImpl, check_optimizers, check_whole, drift, norms_of
 from bagua_ref.bucket import BaguaBucket
 from bagua_ref.comm_ops import CentralizedFullPrecision
+from bagua_ref.memory import Layout
 from bagua_ref.tensor import BaguaTensor, registration
 
 if TYPE_CHECKING:
@@ -30,8 +32,7 @@ class _Averaged(BaguaBucket):
 
     def copy_from_flat(self, flat: Tensor) -> None:
         """Copy ``flat`` into the tensors."""
-        means = flat.split([tensor.numel() for tensor in self.tensors])
-        self.drift = norms_of(mean.view_as(x) - x for mean, x in zip(means, self.effective_tensors(), strict=True))
+        self.drift = norms_of(mean - x for mean, x in zip(self.views_of(flat), self.effective_tensors(), strict=True))
         super().copy_from_flat(flat)
 
 
@@ -64,8 +65,13 @@ class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
         return self._averages_in_nodes and not self._averaging_weights
 
     def facts(self) -> list[Fact]:
-        """Return what a round averages, too."""
-        return [*super().facts(), Fact("{is} about to average {value}", int(self._averaging_weights), ("gradients", "weights"))]
+        """Return what a round averages, too, and the order of weights, which may have changed since the last forward pass."""
+        weights = [str(Layout.of(weight)) for part in self._parts for weight in part] if self._averaging_weights else []
+        return [
+            *super().facts(),
+            Fact("{is} about to average {value}", int(self._averaging_weights), ("gradients", "weights")),
+            Fact("{has} weights with shapes and strides of checksum {value}", zlib.crc32(repr(weights).encode())),
+        ]
 
     def tensors_to_buckets(self, tensors: Sequence[Sequence[Tensor]], do_flatten: bool) -> list[BaguaBucket]:
         """Return the gradients' buckets where gradients are averaged."""

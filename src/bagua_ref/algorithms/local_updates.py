@@ -71,6 +71,10 @@ class LocalUpdatesImpl(VersionedStateImpl):
             Fact("{has} run {value} backward passes since the last round", passes),
         ]
 
+    def why_refused(self, optimizer: torch.optim.Optimizer) -> str:
+        """Return why another optimizer must not step: its steps would not be counted."""
+        return f"{self.name} counts the steps of those, and communicates after them"
+
     def need_reset(self) -> bool:
         """Return whether the phase is another than that of the buckets: once after the warm-up, or after loading a checkpoint."""
         return self._past_warmup is not (self.step >= self.warmup_steps)

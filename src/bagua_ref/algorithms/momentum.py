@@ -8,7 +8,6 @@ import torch
 
 from bagua_ref.algorithms.q_adam_optimizer import BLOCK
 from bagua_ref.tensor import BaguaTensor
-from bagua_ref.utils import get_flattened_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -57,15 +56,12 @@ class MomentumBucket:
         self._before = [block.clone() for block in momenta.split(BLOCK)]
         beta1 = {p: group["betas"][0] for group in self._optimizer.param_groups for p in group["params"]}
         scale = 1.0 if self._scaler is None else self._scaler.get_scale()
-        start = 0
+        start, layout_of = 0, dict(zip(self._bucket.tensors, self._bucket.layouts, strict=True))
         for run in _runs(self._bucket.tensors, beta1):
-            single = _gradient(run[0])
-            if len(run) == 1 and single.is_contiguous() and scale == 1:
-                gradients = single.view(-1)
-            else:
-                gradients = get_flattened_tensor([_gradient(parameter) for parameter in run])
-                if scale != 1:
-                    self._kernels.divide_(gradients, scale)
+            parts = [layout_of[parameter].flat(_gradient(parameter)) for parameter in run]
+            gradients = parts[0] if len(run) == 1 and scale == 1 else torch.cat(parts)
+            if scale != 1:
+                self._kernels.divide_(gradients, scale)
             self._kernels.update_momentum_(momenta[start : start + len(gradients)], gradients, beta1[run[0]])
             start += len(gradients)
         assert start == len(momenta), "a gradient has as many elements as its momentum"
@@ -73,7 +69,8 @@ class MomentumBucket:
 
     def _copy_back(self, momenta: Tensor) -> None:
         if not self._bucket.flatten:
-            self._kernels.scatter_flat(momenta, self._bucket.effective_tensors())
+            momenta_of = zip(self._bucket.layouts, self._bucket.effective_tensors(), strict=True)
+            self._kernels.scatter_flat(momenta, [layout.in_order(momentum) for layout, momentum in momenta_of])
 
     def spread_overflow(self, bucket_name: str) -> None:
         """Let every rank's GradScaler see an overflow on any rank, which S4.4 has made a NaN in every rank's momenta."""

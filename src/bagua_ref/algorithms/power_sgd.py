@@ -55,16 +55,16 @@ class PowerSGDAlgorithmImpl(CompressedGradientsImpl):
         """Append S10."""
         options, matrices, start = self.options, [], 0
         wide = torch.promote_types(bucket.dtype, torch.float32)
-        for proxy, tensor in zip(bucket.tensors, bucket.effective_tensors(), strict=True):
-            shape = matrix_shape(tensor.shape, options.matrix_approximation_rank, options.min_compression_rate)
+        for proxy, layout in zip(bucket.tensors, bucket.layouts, strict=True):
+            shape = matrix_shape(layout.shape, options.matrix_approximation_rank, options.min_compression_rate)
             if shape is not None:
                 name, (n, m, r) = registration(proxy).name, shape
                 like = torch.empty((), dtype=wide, device=bucket.device)
                 self.factors.expect(name, like.expand(m, r))
                 if self.has_memory:
                     self.memories.expect(name, like.expand(n, m))
-                matrices.append(Matrix(name, start, n, m, r, self._places[name]))
-            start += tensor.numel()
+                matrices.append(Matrix(name, start, n, m, r, self._places[name], layout))
+            start += layout.shape.numel()
         op = LowRank(
             self.process_group.get_global_communicator(),
             bucket.kernels,

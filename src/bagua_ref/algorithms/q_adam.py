@@ -14,6 +14,7 @@ from bagua_ref.algorithms.error_memories import check_error_feedback
 from bagua_ref.algorithms.momentum import MomentumBucket
 from bagua_ref.algorithms.q_adam_optimizer import QAdamOptimizer
 from bagua_ref.compression import check_compression
+from bagua_ref.optimizer_state import align_state
 from bagua_ref.tensor import BaguaTensor
 from bagua_ref.types import ReduceOp
 
@@ -87,6 +88,10 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
             Fact("{is} in {value}", bool(self._compressing), ("the warm-up", "the compressed phase")),
             Fact("{is} at step {value} of the QAdamOptimizer", self.optimizer_step_id),
         ]
+
+    def why_refused(self, optimizer: torch.optim.Optimizer) -> str:
+        """Return why another optimizer must not step: after the warm-up gradients are those of this rank alone."""
+        return "" if optimizer is self.q_adam_optimizer else "qadam averages the momenta of its own optimizer"
 
     def check_join(self, divide_by_initial_world_size: bool) -> bool:
         """Return True: ranks without batches contribute zero gradients and momenta, which the mean over the others leaves out.
@@ -180,6 +185,7 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
         self._compressing, self._momenta = self._past_warmup, []
         for _, parameter in parameters:
             self.q_adam_optimizer.ensure_state(parameter)
+        align_state(self.q_adam_optimizer)
         if not self._compressing:
             return super().init_tensors(bagua_ddp)
         if freezes and not self._shadows and self.process_group.get_global_communicator().rank() == 0:

@@ -35,14 +35,13 @@ class TopKAlgorithmImpl(CompressedGradientsImpl):
     def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
         """Append S11.2."""
         names = [registration(proxy).name for proxy in bucket.tensors]
-        shapes = [tensor.shape for tensor in bucket.effective_tensors()]
         if self.has_memory:
-            for name, shape in zip(names, shapes, strict=True):
-                self.memories.expect(name, torch.empty((), device=bucket.device).expand(shape))
+            for name, layout in zip(names, bucket.layouts, strict=True):
+                self.memories.expect(name, torch.empty((), device=bucket.device).expand(layout.shape), layout)
         op = TopK(
             self.process_group.get_global_communicator(),
             bucket.kernels,
-            sum(shape.numel() for shape in shapes),
+            sum(layout.shape.numel() for layout in bucket.layouts),
             self.ratio,
             (lambda: self.memories.flat(names)) if self.has_memory else None,
             lambda: self.compressing,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from bagua_ref.utils import OwnHook, untraced
+from bagua_ref.utils import OwnHook, inside_backward, untraced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -88,15 +88,17 @@ class WeightHolder:
         self.drop()
 
     def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:  # a checkpoint computes this forward anew
+        if inside_backward():  # a checkpoint computes this forward anew
             return
         self.collect()
+        if self._held_for_backward():
+            return
         self.drop_forward()
         if module.training:
             self._forward = _Hold(self._ops, self._meter)
 
     def _after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        if self._forward is None or torch._C._current_graph_task_id() != -1:
+        if self._forward is None or inside_backward() or self._held_for_backward():
             return
         tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
         raised = output is None and sys.exc_info()[0] is not None
@@ -105,6 +107,10 @@ class WeightHolder:
             return
         for tensor in tensors:
             tensor.register_hook(_WhenBackwardBegins(self._forward, self._dropped))
+
+    def _held_for_backward(self) -> bool:
+        """Return whether an earlier forward pass than this one, which has no gradients, still holds the weights."""
+        return not torch.is_grad_enabled() and self._forward is not None and self._forward.awaits_backward
 
     def _before_step(self, *_: Any) -> None:
         self.drop_forward()
@@ -121,9 +127,15 @@ class _Hold:
 
     def __init__(self, ops: Sequence[AsynchronousModelAverage], meter: Meter) -> None:
         self._ops, self._once = ops, threading.Lock()
+        self._has_gradients = torch.is_grad_enabled()
         with meter.waiting():
             for op in ops:
                 op.lock_weight()
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether it was acquired for a backward pass, too, and has not been given back."""
+        return self._has_gradients and not self._once.locked()
 
     def release(self) -> None:
         """Give the weights back; later calls do nothing."""

@@ -78,7 +78,7 @@ def _plain_tensor(tensor: Tensor, where: str, stored: set[int]) -> Tensor:
     tensor = tensor.cpu().resolve_conj().resolve_neg()
     storage = tensor.untyped_storage()
     if storage.nbytes() != tensor.nbytes or storage.data_ptr() in stored:  # a view of a bucket, for instance, or a tied weight
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
+        tensor = tensor.clone()  # keeps the strides
     stored.add(tensor.untyped_storage().data_ptr())
     return tensor
 

@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 
     from bagua_ref.backends.base import KernelBackend
     from bagua_ref.communicators.base import Communicator
+    from bagua_ref.memory import Layout
 
 __all__ = ["LowRank", "Matrix"]
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A gradient that is compressed, in the flat tensor of its bucket: n x m, row-major.
+    """A gradient that is compressed, in the flat tensor of its bucket: n x m, in the row-major order of the gradient's axes.
 
     Attributes:
         name: of its error memory e and its factor Q.
@@ -35,6 +36,7 @@ class Matrix:
         m: columns.
         r: the rank of its approximation.
         place: i, which its random columns depend on.
+        layout: the order of the gradient's elements in the flat tensor; None: row-major.
     """
 
     name: str
@@ -43,11 +45,23 @@ class Matrix:
     m: int
     r: int
     place: int
+    layout: Layout | None = None
 
     @property
     def end(self) -> int:
         """The element after its last one."""
         return self.start + self.n * self.m
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Return the matrix: a view of ``flat`` where strides can express it, else a copy."""
+        part = flat[self.start : self.end]
+        return (part if self.layout is None else self.layout.view(part)).reshape(self.n, self.m)
+
+    def put_back(self, matrix: Tensor, flat: Tensor) -> None:
+        """Copy what `of` returned into ``flat``, unless it is a view of it."""
+        part = flat[self.start : self.end]
+        if self.layout is not None and matrix.data_ptr() != part.data_ptr():
+            self.layout.view(part).copy_(matrix.view(self.layout.shape))
 
 
 class LowRank(CommOp):
@@ -99,7 +113,7 @@ class LowRank(CommOp):
             self.comm.allreduce_inplace(x, ReduceOp.AVG)
             return
         wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
-        gradients = [wide[a.start : a.end].view(a.n, a.m) for a in self.matrices]
+        gradients = [a.of(wide) for a in self.matrices]
         if self._memory is not None:
             torch._foreach_add_(gradients, [self._errors[a.name] for a in self.matrices])
         kept = [self._factors[a.name] for a in self.matrices]
@@ -124,6 +138,7 @@ class LowRank(CommOp):
                     self._decompress(a.name, gradient, left[place], right[place], own[place])
                 else:  # on every rank, as the sums are equal; memories would be NaN for ever
                     gradient.fill_(torch.nan)
+                a.put_back(gradient, wide)
         if wide is not x:
             x.copy_(wide)
 
@@ -132,6 +147,15 @@ class LowRank(CommOp):
         number = self._round_number()
         matrices = json.dumps([[a.start, a.n, a.m, a.r, a.place] for a in self.matrices])
         return {"warmup": True} if number is None else {"k": number, "matrices": matrices}
+
+    def row_major(self, x: Tensor) -> Tensor:
+        """Return ``x`` with the elements of each matrix in row-major order, for recorders; a copy if that is another order."""
+        if all(a.layout is None or a.layout.is_row_major for a in self.matrices):
+            return x
+        copy = x.clone()
+        for a in self.matrices:
+            copy[a.start : a.end] = a.of(x).reshape(-1)
+        return copy
 
     def kept(self) -> dict[str, Tensor]:
         """Return Q, and e if there is a memory, each of all matrices as one flat copy, after the warm-up."""

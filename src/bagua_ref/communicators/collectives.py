@@ -79,8 +79,9 @@ def divide_(total: Tensor, nranks: int) -> Tensor:
 
 def broadcast(tensors: Sequence[Tensor], src: int) -> None:
     """Write the tensor of rank ``src`` into every rank's tensor."""
-    for tensor in tensors:
-        _fill(tensor, tensors[src])
+    for rank, tensor in enumerate(tensors):
+        if rank != src:
+            _fill(tensor, tensors[src])
 
 
 def reduce_inplace(tensors: Sequence[Tensor], dst: int, op: ReduceOp) -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import operator
+import os
+import reprlib
 import warnings
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from bagua_ref.contrib.cache.codec import DamagedValueError, TooLargeError, decode, encode
 from bagua_ref.contrib.cache.counters import CacheStats, Counters
@@ -15,7 +20,7 @@ from bagua_ref.contrib.utils.store import ClusterStore
 from bagua_ref.not_provided import explain_missing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from types import TracebackType
 
 __all__ = ["CacheLoader"]
@@ -39,7 +44,8 @@ class CacheLoader:
         kwargs: for `RedisStore`: ``hosts``, ``cluster_mode``, ``capacity_per_node``, ``timeout``.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: an argument is out of range, or a server in ``hosts`` needs a password or is part of a Redis Cluster.
+        TypeError: an argument has another type.
         BackendUnavailableError: the backend cannot run here; the message names alternatives.
 
     >>> from bagua_ref.contrib import CacheLoader
@@ -59,6 +65,8 @@ class CacheLoader:
     ) -> None:
         if backend not in BACKENDS:
             raise ValueError(f"backend={backend!r} must be one of {', '.join(map(repr, BACKENDS))}")
+        if not isinstance(dataset_name, str):
+            raise TypeError(f"dataset_name={dataset_name!r} is a {type(dataset_name).__name__}; it must be a str")
         if not isinstance(writer_buffer_size, int) or writer_buffer_size < 1:
             raise ValueError(f"writer_buffer_size={writer_buffer_size!r} must be 1 or more values")
         if backend == "fakeredis" and kwargs.get("hosts") is not None:
@@ -86,24 +94,26 @@ class CacheLoader:
         """Return the value of ``key``: from the cache, or else ``load_fn(key)``, which is then cached (S8.2).
 
         Args:
-            key: the name of the value, used as ``str(key)``.
+            key: the name of the value: a str, bytes, int, float, bool, None or path, or a tuple or list of these, by its text, so
+                that ``1`` and ``"1"`` are one key (S8.1). Integers and floats of NumPy and integer tensors count as Python's.
             load_fn: computes the value from the key; its exceptions are not caught.
 
         Raises:
-            TypeError: the value is a NumPy structured array, or needs pickle without permission (S8.5).
+            TypeError: the key is something else, the value is a NumPy structured array, or it needs pickle without permission
+                (S8.5).
         """
         return self.get_many([key], lambda keys: [load_fn(keys[0])], flush=False)[0]
 
-    def get_many(self, keys: Sequence[Any], load_many: Callable[[list[Any]], Sequence[Any]], flush: bool = True) -> list[Any]:
+    def get_many(self, keys: Sequence[Any], load_many: Callable[[list[Any]], Iterable[Any]], flush: bool = True) -> list[Any]:
         """Return the values of ``keys`` in order, with one ``mget`` for each store and one ``mset`` for missing values.
 
         Args:
-            keys: the names of the values; they may repeat.
-            load_many: computes the values of a list of distinct keys.
+            keys: the names of the values, as in `get`; they may repeat.
+            load_many: returns the values of a list of distinct keys, as any iterable.
             flush: whether to write new values now instead of when the buffer is full.
 
         Raises:
-            TypeError: a value is a NumPy structured array, or needs pickle without permission (S8.5).
+            TypeError: see `get`.
             ValueError: ``load_many`` returned a different number of values.
         """
         names = [self._stored_name(key) for key in keys]
@@ -113,7 +123,7 @@ class CacheLoader:
         first: dict[str, int] = {}
         for place in missing:
             first.setdefault(names[place], place)
-        made = load_many([keys[place] for place in first.values()])
+        made = list(load_many([keys[place] for place in first.values()]))
         if len(made) != len(first):
             raise ValueError(f"{len(first)} samples were asked for and {len(made)} came back")
         new: dict[str, bytes] = {}
@@ -126,7 +136,7 @@ class CacheLoader:
         for place in missing:
             if place != first[names[place]]:  # a key that repeats gets separate values, as two samples do
                 again = new.get(names[place])
-                values[place] = load_many([keys[place]])[0] if again is None else decode(again, self._allow_pickle)
+                values[place] = next(iter(load_many([keys[place]]))) if again is None else decode(again, self._allow_pickle)
         self._counters.add(misses=len(missing))
         self._buffer.put(new, flush)
         return values
@@ -157,7 +167,7 @@ class CacheLoader:
     def _stored_name(self, key: Any) -> str:
         """Return the name of ``key``'s value in the stores, unique for each dataset name and key (S8.1)."""
         dataset = self.dataset_name.replace("%", "%25").replace("_", "%5F")
-        return f"{dataset}_{key}"
+        return f"{dataset}_{_text(key)}"
 
     def _look_up(self, names: list[str]) -> tuple[list[Any], list[int]]:
         """Return the values that are cached, and the positions of those that are not."""
@@ -190,6 +200,41 @@ class CacheLoader:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(f"{f'{name!r} is computed again: ' if name else ''}{error}", stacklevel=5)
+
+
+def _text(key: Any) -> str:
+    """Return the text of a key, which identifies it."""
+    plain = _plain(key)
+    return plain if isinstance(plain, str) else repr(plain)
+
+
+def _plain(key: Any) -> Any:
+    """Return a key in Python's own types, whose text has all that they are (S8.1).
+
+    Raises:
+        TypeError: it is something else, whose text need not: that of an array leaves out elements, for example.
+    """
+    if key is None or type(key) in (str, int, bool, float, bytes):
+        return key
+    if isinstance(key, (tuple, list)):
+        items = map(_plain, key)
+        return tuple(items) if isinstance(key, tuple) else list(items)
+    if isinstance(key, str):
+        return str.__str__(key)
+    if isinstance(key, bytes):
+        return bytes(key)
+    if isinstance(key, (float, np.floating)) and (float(key) == key or key != key):  # a longdouble may have more digits
+        return float(key)
+    if isinstance(key, os.PathLike):
+        return _plain(os.fspath(key))
+    try:
+        return operator.index(key)
+    except TypeError:
+        raise TypeError(
+            f"a key of a cache cannot be or have {reprlib.repr(key)}, a {type(key).__module__}.{type(key).__qualname__}: its text "
+            "need not identify it. Keys are str, bytes, int, float, bool, None, os.PathLike, and tuples or lists of these; "
+            "take what names the value, such as an index, a path or several in a tuple, or key.tolist() of an array or a tensor"
+        ) from None
 
 
 if not TYPE_CHECKING:  # so that type checkers still find misspelt names

@@ -12,7 +12,7 @@ from bagua_ref.contrib.cache_loader import CacheLoader
 from bagua_ref.runtime import current_world
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from types import TracebackType
 
     from bagua_ref.contrib.cache.counters import CacheStats
@@ -69,6 +69,9 @@ class CachedDataset(Dataset[Any]):
 
     def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
         """Return the samples at ``indices``; a DataLoader calls this for a batch."""
+        # A subclass that changes single samples, and does not say how to make a batch, gets single samples.
+        if type(self).__getitem__ is not CachedDataset.__getitem__ and type(self).__getitems__ is CachedDataset.__getitems__:
+            return [self[index] for index in indices]
         return self.cache_loader.get_many(list(map(_key, indices)), self._load)
 
     def __enter__(self) -> CachedDataset:
@@ -110,11 +113,9 @@ class CachedDataset(Dataset[Any]):
         """Return hits, misses, errors and bytes of this process and its DataLoader workers."""
         return self.cache_loader.stats()
 
-    def _load(self, indices: list[Any]) -> Sequence[Any]:
-        if hasattr(self.dataset, "__getitems__"):
-            samples: Sequence[Any] = self.dataset.__getitems__(indices)
-            return samples
-        return [self.dataset[index] for index in indices]
+    def _load(self, indices: list[Any]) -> Iterable[Any]:
+        load_batch = getattr(self.dataset, "__getitems__", None)
+        return load_batch(indices) if load_batch else [self.dataset[index] for index in indices]
 
     def _place(self) -> tuple[int, int]:
         """Return this rank among those that share a cache, and their number."""

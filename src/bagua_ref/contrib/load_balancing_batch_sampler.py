@@ -140,7 +140,7 @@ class LoadBalancingDistributedBatchSampler(Sampler[list[int]]):
             self._place = place
         for turn in range(place.taken, total):
             place.taken += 1
-            yield batches[turn % len(batches)]
+            yield list(batches[turn % len(batches)])  # the next epoch draws it again, whatever becomes of this list
 
     def _settings(self) -> dict[str, Any]:
         return {**self.sampler._settings(), "drop_last": self.drop_last}

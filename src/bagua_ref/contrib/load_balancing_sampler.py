@@ -111,7 +111,15 @@ class LoadBalancingDistributedSampler(Sampler[int]):
                 "check what complexity_fn or complexities= measures",
                 stacklevel=2,
             )
-        self._ordering = Ordering(numbers, noise_bound(numbers, self.random_level) if self.shuffle else 1, backend)
+        bound = noise_bound(numbers, self.random_level) if self.shuffle else 1
+        if self.shuffle and self.random_level > 0 and bound == 1 and low != high:
+            warnings.warn(
+                f"random_level={random_level!r} has no effect: the noise is an integer below int((max - min) * random_level + 1), "
+                f"and complexities from {shown(low)} to {shown(high)} leave only 0. Multiply them so that they range over 1,000 or "
+                "more",
+                stacklevel=2,
+            )
+        self._ordering = Ordering(numbers, bound, backend)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch, which with shuffle=True determines the order; call it before each epoch (S7.2).

@@ -14,6 +14,7 @@ from bagua_ref.data_parallel.sharding import local, whole
 from bagua_ref.data_parallel.unused_parameters import UnusedParameters
 from bagua_ref.errors import CommunicationError
 from bagua_ref.flight_recorder import explain
+from bagua_ref.memory import Layout
 from bagua_ref.scheduling.engine import Beginning
 
 if TYPE_CHECKING:
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
     from bagua_ref.algorithms.base import TrainingContext
     from bagua_ref.types import Group
 
-__all__ = ["BUFFERS", "JOINED", "ROUND", "STEP", "AgreedRounds", "Told"]
+__all__ = ["BUFFERS", "JOINED", "PLAN", "ROUND", "STEP", "AgreedRounds", "Told"]
 
-JOINED, ROUND, BUFFERS, STEP = UNSAID, 0, 1, 2
-_ACTS = ("exchange buckets", "broadcast buffers", "decide whether to skip an optimizer step")
+JOINED, ROUND, BUFFERS, STEP, PLAN = UNSAID, 0, 1, 2, 3
+_ACTS = ("exchange buckets", "broadcast buffers", "decide whether to skip an optimizer step", "make new buckets")
 _JOINS = tuple(
     f"inside join(divide_by_initial_world_size={divide}, throw_on_early_termination={throw})"
     for divide in (False, True)
@@ -39,7 +40,7 @@ class Told(NamedTuple):
     """What the ranks of a training have told each other.
 
     Attributes:
-        act: what those with batches are about to do: `ROUND`, `BUFFERS` or `STEP`; `JOINED` if all have run out of them.
+        act: what those with batches are about to do: `ROUND`, `BUFFERS`, `STEP` or `PLAN`; `JOINED` if all have run out of them.
         active: the ranks that have batches, as numbers within the group.
         joined: those that have run out of them, inside `bagua_ref.join`.
         flag: whether an active rank has set its flag.
@@ -114,10 +115,12 @@ class AgreedRounds:
                 self._in_node = Agreement(node, ranks, training.bagua_module_name)
 
     def plan(self) -> None:
-        """Note the buckets, which must be equal on all ranks."""
+        """Note the buckets, and the order of elements in them and in those to come, which must be equal on all ranks."""
         buckets = self._trained.bagua_buckets
         described = [(b.name, str(b.dtype), [list(t.shape) for t in b.tensors]) for b in buckets]
-        self._plan = zlib.crc32(repr(described).encode())
+        layouts = {name: Layout.of(parameter) for name, parameter in self._trained.bagua_build_params()}
+        others = {name: str(layout) for name, layout in layouts.items() if not layout.is_row_major}
+        self._plan = zlib.crc32(repr((described, others)).encode())
         if self._plan_of_last_round is None:  # what the first one depends on was compared when wrapping
             self._plan_of_last_round = self._plan
 
@@ -152,10 +155,10 @@ class AgreedRounds:
         return Beginning(begin, waits=self._in_node is not None or not alike or not same_plan)
 
     def tell(self, act: int, flag: bool = False) -> Told:
-        """Tell the other ranks that this one is about to do ``act``, `BUFFERS` or `STEP`; return what all have told. Collective.
+        """Tell the other ranks that this one is about to do ``act``; return what all have told. Collective.
 
         Args:
-            act: what is not a round.
+            act: what is not a round: `BUFFERS`, `STEP` or `PLAN`.
             flag: a flag for the others.
         """
         facts = self._facts(act)

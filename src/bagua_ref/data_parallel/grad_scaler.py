@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bagua_ref.data_parallel.agreed_rounds import STEP
-from bagua_ref.data_parallel.wrapped_module import trainings_of
+from bagua_ref.data_parallel.gradient_hook import trainings_of
 
 if TYPE_CHECKING:
     from bagua_ref.data_parallel.wrapped_module import WrappedModule

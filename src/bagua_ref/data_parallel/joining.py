@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bagua_ref.communicators.scheduler import format_ranks
-from bagua_ref.data_parallel.agreed_rounds import BUFFERS, ROUND
+from bagua_ref.data_parallel.agreed_rounds import BUFFERS, PLAN, ROUND
 from bagua_ref.data_parallel.state_broadcast import share_object, share_state
 from bagua_ref.data_parallel.wrapping import context_of
 
@@ -192,6 +192,8 @@ class Joining:
         while (told := training.rounds.shadow()).active:
             if told.act == BUFFERS:
                 training.broadcast_buffers(told.active[0])
+            elif told.act == PLAN:
+                training.reset()
             elif told.act == ROUND:
                 self._shadowed += 1
                 if self._throws:

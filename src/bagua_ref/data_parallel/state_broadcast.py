@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map_only
 from bagua_ref.communication import broadcast_coalesced
 from bagua_ref.communicators.scheduler import format_ranks
 from bagua_ref.data_parallel.sharding import local, place_state
+from bagua_ref.memory import effective_strides
 from bagua_ref.optimizer_state import take_over
 from bagua_ref.types import ReduceOp
 
@@ -78,7 +79,11 @@ def _described(tensors: dict[str, Tensor], optimizers: Sequence[torch.optim.Opti
     for name, tensor in tensors.items():
         is_parameter = isinstance(tensor, torch.nn.Parameter)
         frozen = ", frozen" if is_parameter and not tensor.requires_grad else ""
-        texts[f"{'parameter' if is_parameter else 'buffer'} {name!r}"] = f"{tuple(local(tensor).shape)} {tensor.dtype}{frozen}"
+        mine = local(tensor)
+        text = f"{tuple(mine.shape)} {tensor.dtype}{frozen}"
+        if tensor.requires_grad and not mine.is_contiguous():  # buckets hold elements in the order of memory (S2.3)
+            text += f", strides {effective_strides(mine.shape, mine.stride())}"
+        texts[f"{'parameter' if is_parameter else 'buffer'} {name!r}"] = text
     for place, optimizer in enumerate(optimizers):
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         texts[f"optimizer {place}"] = f"{type(optimizer).__name__} of {sizes} parameters"

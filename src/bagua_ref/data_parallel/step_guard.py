@@ -1,13 +1,23 @@
-"""Guard against optimizer steps on gradients that bypassed communication."""
+"""Guard against optimizer steps on gradients that bypassed communication, or that communication does not know of."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import threading
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch.compiler import is_dynamo_compiling
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from bagua_ref.data_parallel.sharding import whole
+from bagua_ref.runtime import current_world
+from bagua_ref.utils import inside_backward
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
+
+    from bagua_ref.algorithms.base import TrainingContext
 
 __all__ = ["StepGuard"]
 
@@ -15,54 +25,93 @@ __all__ = ["StepGuard"]
 class StepGuard:
     """Record of the gradients since each optimizer's last step: synchronized ones, and ones that bypassed communication.
 
+    Between `watch` and `unwatch` it checks the steps of all optimizers that hold the module's parameters, also of those that were
+    not passed when the module was wrapped.
+
     Args:
-        module_name: for messages.
-        optimizers: those that step the module's parameters, as far as known.
+        training: of the module; held weakly.
     """
 
-    def __init__(self, module_name: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self._module_name = module_name
-        self._since = {optimizer: _Since() for optimizer in optimizers}
+    def __init__(self, training: TrainingContext) -> None:
+        self._training = weakref.ref(training)
+        self._module_name, self._world = training.bagua_module_name, training.world
+        self._since = {optimizer: _Since() for optimizer in training.bagua_optimizers}
+        self._since_others = _Since()
+        """Events since the last step of an optimizer that was not passed when wrapping."""
+        self._parameters: frozenset[int] = frozenset()
+        """The ids of the module's parameters."""
         self._unstepped: set[torch.optim.Optimizer] = set()
-        self._communicates = False
+        self._communicates = self._stepping = False
         self.followed_backward = False
         """Whether gradients had arrived for the last step, be it from the step's own closure."""
+        self.followed_synchronized: bool | None = None
+        """Whether some of these gradients were synchronized; None if there were none."""
         self.expects_backward = False
         """Whether the steps of all optimizers, or a backward pass if none is known, have yet to follow a training forward pass."""
-        self._reached: tuple[torch.Tensor, int] | None = None
-        """If no optimizer is known: a parameter whose gradient bypassed communication, and the parameter's version at that time."""
+
+    def watch(self) -> None:
+        """Check the steps of all optimizers from now on."""
+        training = self._training()
+        assert training is not None, "it is being wrapped"
+        self._parameters = frozenset(id(whole(parameter)) for _, parameter in training.bagua_build_params())
+        _watch.add(self, id(self._world))
+
+    def unwatch(self) -> None:
+        """Check no steps any more."""
+        _watch.discard(id(self._world), self)
 
     def forward_begins(self) -> None:
         """Note the start of a training forward pass, which a backward pass should follow."""
         self.expects_backward = True
         self._unstepped = set(self._since)
-        self._reached = None
 
     def gradient_arrives(self) -> None:
         """Note a gradient that stays local on purpose, as under `no_sync`."""
-        for since in self._since.values():
+        for since in self._all():
             since.gradients = True
 
     def synchronized(self) -> None:
         """Note the end of a synchronized backward pass."""
-        for since in self._since.values():
+        for since in self._all():
             since.gradients = since.synchronized = True
         self.expects_backward = self.expects_backward and bool(self._since)
 
     def bypassed(self, reason: str, parameter: torch.Tensor) -> None:
-        """Note a gradient of ``parameter`` that bypassed communication unintentionally, and the reason.
-
-        Raises:
-            RuntimeError: no optimizer is known, and the weights have changed since the last such gradient.
-        """
-        for since in self._since.values():
+        """Note a gradient of ``parameter`` that bypassed communication unintentionally, and the reason."""
+        for since in self._all():
             since.gradients = True
             since.bypassed = reason, parameter, parameter.grad
-        if not self._since:  # their steps can only be told from what they change
-            if self._reached is None:
-                self._reached = parameter, parameter._version
-            elif self._reached[0]._version != self._reached[1]:
-                raise RuntimeError(self._message("an optimizer", reason))
+
+    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check a step of any optimizer that is about to begin.
+
+        Raises:
+            RuntimeError: the optimizer holds parameters of the module and steps inside a backward pass, or the algorithm must
+                know it; for another optimizer than the module's, also as `before_step`.
+        """
+        known, inside = optimizer in self._since, inside_backward()
+        if (known and not inside) or not self._holds_parameters(optimizer):
+            return
+        who = type(optimizer).__name__
+        if inside:
+            raise RuntimeError(
+                f"{who} was about to step module {self._module_name!r} inside backward(), as from a hook of a parameter, with "
+                "gradients of this rank alone. Call step() after backward() has returned"
+            )
+        training = self._training()
+        # A step with lr=0 changes no weights: torch.distributed.checkpoint lets an optimizer make its state by one.
+        idle = all(group.get("lr") == 0 for group in optimizer.param_groups)
+        if self._stepping or idle or training is None:  # the step of a known optimizer may consist of another one's
+            return
+        why = training.bagua_algorithm.why_refused(optimizer)
+        if why:
+            raise RuntimeError(
+                f"{who} was about to step module {self._module_name!r}, but was not among the optimizers when it was wrapped, and "
+                f"{why}. Call with_bagua() again on every rank, with this optimizer in its list (train(): leave the context, and "
+                "enter another one)"
+            )
+        self._since_others.check(optimizer, self._module_name)
+        self._since_others = _Since()
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that ``optimizer`` may step.
@@ -71,28 +120,37 @@ class StepGuard:
             RuntimeError: there are gradients since its last step, and all of them bypassed communication.
         """
         since = self._since[optimizer]
-        if since.bypassed is not None and not since.synchronized:
-            reason, parameter, gradient = since.bypassed
-            if parameter.grad is gradient:  # else zero_grad() has dropped it
-                raise RuntimeError(self._message(type(optimizer).__name__, reason))
+        since.check(optimizer, self._module_name)
         self._since[optimizer] = _Since()
-        self.followed_backward = since.gradients
+        self._stepping = True
+        self._note(since)
         # Without gradients and with lr=0: torch.distributed.checkpoint lets an optimizer make its state by such a step.
         self._communicates = since.gradients or any(group.get("lr") != 0 for group in optimizer.param_groups)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Note the end of a step; return whether it counts as one of the training's."""
         since = self._since[optimizer]
-        self.followed_backward, since.gradients = self.followed_backward or since.gradients, False
+        self._stepping = False
+        since, after = self._since[optimizer], _Since()
+        if since.gradients:  # of the step's own closure
+            self._note(since)
+        if not since.synchronized:
+            after.bypassed = since.bypassed
+        self._since[optimizer], self._stepping = after, False
         self._unstepped.discard(optimizer)
         self.expects_backward = self.expects_backward and bool(self._unstepped)
-        return self._communicates or self.followed_backward  # the step's own closure may have made the first gradients
+        return self._communicates or self.followed_backward
 
-    def _message(self, who: str, reason: str) -> str:
-        return (
-            f"{who} was about to step module {self._module_name!r} with gradients of this rank alone: {reason}. Call the wrapped "
-            "module itself, model(x), in training mode for each step; model.no_sync() keeps gradients local on purpose"
-        )
+    def _note(self, since: _Since) -> None:
+        """Note what preceded a step."""
+        self.followed_backward = since.gradients
+        self.followed_synchronized = since.synchronized if since.gradients else None
+
+    def _all(self) -> list[_Since]:
+        return [*self._since.values(), self._since_others]
+
+    def _holds_parameters(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(not self._parameters.isdisjoint(map(id, group["params"])) for group in optimizer.param_groups)
 
 
 class _Since:
@@ -101,3 +159,56 @@ class _Since:
     gradients = synchronized = False
     bypassed: tuple[str, torch.Tensor, torch.Tensor | None] | None = None
     """The reason why a gradient bypassed communication, its parameter, and the gradient."""
+
+    def check(self, optimizer: torch.optim.Optimizer, module_name: str) -> None:
+        """Raise if there are gradients, and all of them bypassed communication."""
+        if self.bypassed is None or self.synchronized:
+            return
+        reason, parameter, gradient = self.bypassed
+        if parameter.grad is gradient:  # else zero_grad() has dropped it
+            raise RuntimeError(
+                f"{type(optimizer).__name__} was about to step module {module_name!r} with gradients of this rank alone: {reason}. "
+                "Call the wrapped module itself, model(x), in training mode for each step; model.no_sync() keeps gradients local "
+                "on purpose"
+            )
+
+
+class _Watch:
+    """The guards of all modules that are wrapped now; while there are any, torch calls `check` before each optimizer step."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # the garbage collector may call `discard` anywhere
+        self._guards: dict[int, tuple[weakref.ref[StepGuard], ...]] = {}
+        """Those of each world, by its id."""
+        self._handle: Any = None
+
+    def add(self, guard: StepGuard, world: int) -> None:
+        """Let `check` ask ``guard`` about the steps in ``world`` until it is discarded or gone."""
+        with self._lock:
+            self._guards[world] = (*self._guards.get(world, ()), weakref.ref(guard, partial(self.discard, world)))
+            if self._handle is None:
+                self._handle = register_optimizer_step_pre_hook(self.check)
+
+    def discard(self, world: int, guard: StepGuard | weakref.ref[StepGuard]) -> None:
+        """Forget ``guard``, and those that are gone."""
+        with self._lock:
+            left = tuple(ref for ref in self._guards.get(world, ()) if ref() not in (None, guard))
+            if left:
+                self._guards[world] = left
+            else:
+                self._guards.pop(world, None)
+            if not self._guards and self._handle is not None:
+                self._handle.remove()
+                self._handle = None
+
+    def check(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Let the guards of this world check a step."""
+        if is_dynamo_compiling():  # a compiled step of another module's optimizer must not break its graph
+            return
+        for ref in self._guards.get(id(current_world()), ()):
+            guard = ref()
+            if guard is not None:
+                guard.check_step(optimizer)
+
+
+_watch = _Watch()

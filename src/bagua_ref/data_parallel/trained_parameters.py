@@ -6,13 +6,17 @@ import weakref
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from bagua_ref.data_parallel.sharding import LocalShard, reshard, stand_in
+from bagua_ref.tensor import align
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    import torch
     from torch.nn import Parameter
+
+    from bagua_ref.algorithms.base import AlgorithmImpl
 
 __all__ = ["TrainedParameters", "refuse_what_cannot_be_flat"]
 
@@ -35,6 +39,8 @@ class TrainedParameters:
         self.named = self._find(module)
         """Those that need a gradient and are not ignored, by names as in ``named_parameters()``; `LocalShard` of sharded ones."""
         self.shards = {name: shard for name, shard in self.named if isinstance(shard, LocalShard)}
+        self._with_strides = [parameter for _, parameter in self.named if parameter.dim() > 1]
+        self.note_strides()
 
     def check(self) -> None:
         """Raise an error if parameters were added, replaced or unfrozen.
@@ -58,6 +64,34 @@ class TrainedParameters:
                 "module._bagua_params_and_buffers_to_ignore before wrapping"
             )
         self._take_stock(module)  # what changed is ignored, or frozen
+
+    def note_strides(self) -> None:
+        """Note the strides that the parameters have now: those of the buckets made last."""
+        self._strides = list(map(torch.Tensor.stride, self._with_strides))
+
+    def align_gradients(self) -> None:
+        """Give gradients the strides of their parameters, if those have changed between a forward pass and its backward pass."""
+        if list(map(torch.Tensor.stride, self._with_strides)) != self._strides:
+            for parameter in self._with_strides:
+                if parameter.grad is not None:
+                    align(parameter.grad, parameter)
+
+    def have_new_strides(self, algorithm: AlgorithmImpl) -> bool:
+        """Return whether strides have changed since `note_strides`, as by ``model.to(memory_format=...)``: then buckets must, too.
+
+        Raises:
+            RuntimeError: they have, and ``algorithm`` cannot make new buckets; the message names a parameter and its strides.
+        """
+        if list(map(torch.Tensor.stride, self._with_strides)) == self._strides:
+            return False
+        if not algorithm.takes_new_strides:
+            before = dict(zip(self._with_strides, self._strides, strict=True))
+            name, parameter = next((n, p) for n, p in self.named if p in before and p.stride() != before[p])
+            raise RuntimeError(
+                f"parameter {name!r} had strides {before[parameter]} when the module was wrapped and has {parameter.stride()} now, "
+                f"and {type(algorithm).__name__} cannot make new buckets during training. Call with_bagua() again on every rank"
+            )
+        return True
 
     def _find(self, module: torch.nn.Module) -> list[tuple[str, Parameter]]:
         sparse = {id(p): m for m in module.modules() if getattr(m, "sparse", False) for p in m.parameters(recurse=False)}

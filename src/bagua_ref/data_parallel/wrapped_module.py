@@ -11,18 +11,20 @@ import torch
 
 from bagua_ref.algorithms.base import GlobalAlgorithmRegistry
 from bagua_ref.communication import broadcast_coalesced
-from bagua_ref.data_parallel.agreed_rounds import BUFFERS, AgreedRounds
+from bagua_ref.data_parallel.agreed_rounds import BUFFERS, PLAN, AgreedRounds
 from bagua_ref.data_parallel.both_reduce import refuse_both, refuse_inside
 from bagua_ref.data_parallel.bucketing import split_into_buckets
-from bagua_ref.data_parallel.gradient_hook import GradientHook
+from bagua_ref.data_parallel.forward_passes import ForwardPasses, trains
+from bagua_ref.data_parallel.gradient_hook import GradientHook, add_last
 from bagua_ref.data_parallel.sharding import reshard, whole
 from bagua_ref.data_parallel.state_broadcast import broadcast_state
 from bagua_ref.data_parallel.step_guard import StepGuard
 from bagua_ref.data_parallel.trained_parameters import TrainedParameters
 from bagua_ref.env import get_default_bucket_size
+from bagua_ref.optimizer_state import align_state
 from bagua_ref.runtime import use_world
 from bagua_ref.scheduling.engine import Engine
-from bagua_ref.utils import NotCopied, OwnHook, uncompiled, untraced
+from bagua_ref.utils import NotCopied, OwnHook, OwnList, OwnName, inside_backward, uncompiled, untraced
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from bagua_ref.runtime import World
     from bagua_ref.types import Group
 
-__all__ = ["WrappedModule", "trainings_of"]
+__all__ = ["WrappedModule"]
 
 _counter = itertools.count()
 
@@ -94,9 +96,9 @@ class WrappedModule(NotCopied):
         self._called = weakref.ref(module)  # hooks on the module inside a compiled one would be compiled
         module = uncompiled(module)
         self._module = weakref.ref(module)
-        self.bagua_module_name = module.__dict__.get("bagua_module_name") or _OwnName(f"bagua_module_{next(_counter)}")
-        self.bagua_optimizers: list[torch.optim.Optimizer] = _OwnList(optimizers)
-        self.bagua_buckets: list[BaguaBucket] = _OwnList()
+        self.bagua_module_name = module.__dict__.get("bagua_module_name") or OwnName(f"bagua_module_{next(_counter)}")
+        self.bagua_optimizers: list[torch.optim.Optimizer] = OwnList(optimizers)
+        self.bagua_buckets: list[BaguaBucket] = OwnList()
         self._train_steps = 0
         self.world, self._do_flatten, self.kernel_backend = world, do_flatten, backend
         self._find_unused_parameters, self._bucket_bytes = find_unused_parameters, bucket_bytes
@@ -106,15 +108,14 @@ class WrappedModule(NotCopied):
             *getattr(module, "_ddp_params_and_buffers_to_ignore", ()),
         }
         """Names of parameters and buffers that are neither communicated nor broadcast."""
-        self._synchronizing = not self.bagua_optimizers
-        """Whether the last training forward pass began outside `no_sync`."""
         self.skipping = False
         """Whether training forward passes that begin now skip communication, as in `no_sync`."""
         self._in_backward = False
         self.without_forward = without_forward
         self._backward_begun = -1
         """The last backward pass that stood in for a forward pass."""
-        self._guard = StepGuard(self.bagua_module_name, self.bagua_optimizers)
+        self._passes = ForwardPasses(self._synchronize, synchronizing=not self.bagua_optimizers)
+        self._guard = StepGuard(self)
         self._bagua_backend = Engine(world, self.bagua_module_name, timeout, GlobalAlgorithmRegistry.name_of(algorithm))
         self._parameters = TrainedParameters(module, self.parameters_to_ignore)
         self.shards = self._parameters.shards
@@ -137,18 +138,20 @@ class WrappedModule(NotCopied):
         self.reset()
         self._handles.append(module.register_load_state_dict_post_hook(OwnHook(self.rounds.note_load)))
         self._handles.append(self.called_module.register_forward_pre_hook(OwnHook(self._forward_called)))
+        self._handles.append(self.called_module.register_forward_hook(OwnHook(self._forward_returned)))
         for name, parameter in self.bagua_build_params():
-            self._handles.append(whole(parameter).register_post_accumulate_grad_hook(GradientHook(self, name)))
+            self._handles.append(add_last(whole(parameter), GradientHook(self, name)))
         for optimizer in self.bagua_optimizers:
             self._handles.append(optimizer.register_step_pre_hook(OwnHook(self._begin_step)))
             self._handles.append(optimizer.register_step_post_hook(OwnHook(self._end_step)))
-            self._handles.append(optimizer.register_load_state_dict_post_hook(OwnHook(self.rounds.note_load)))
+            self._handles.append(optimizer.register_load_state_dict_post_hook(OwnHook(self._optimizer_loaded)))
 
     def publish(self) -> None:
         """Set the attributes of `bagua_ref.distributed.BaguaModule` on the module; unwrapped modules have none of them."""
         names = ("bagua_module_name", "bagua_algorithm", "bagua_optimizers", "bagua_buckets", "bagua_train_step_counter")
         self.module.__dict__.update(_bagua=self, **{name: getattr(self, name) for name in names})
         self.world.engines[self.bagua_module_name] = self._bagua_backend
+        self._guard.watch()
 
     @property
     def bagua_train_step_counter(self) -> int:
@@ -171,6 +174,10 @@ class WrappedModule(NotCopied):
 
     def note_load(self) -> None:
         """Have what is equal on all ranks compared in the next round."""
+        self.rounds.note_load()
+
+    def _optimizer_loaded(self, optimizer: torch.optim.Optimizer) -> None:
+        align_state(optimizer)  # it may have been saved with other strides
         self.rounds.note_load()
 
     @property
@@ -200,6 +207,8 @@ class WrappedModule(NotCopied):
         algorithm = self.bagua_algorithm
         without_gradient = [parameter for _, parameter in self.bagua_build_params() if parameter.grad is None]
         self._bagua_backend.wait_pending_comm_ops()
+        for optimizer in self.bagua_optimizers:
+            align_state(optimizer)
         with use_world(self.world):
             tensors = algorithm.init_tensors(self)
             self.bagua_buckets[:] = algorithm.tensors_to_buckets(split_into_buckets(tensors, self.bucket_bytes), self._do_flatten)
@@ -207,6 +216,7 @@ class WrappedModule(NotCopied):
                 bucket.backend = bucket.backend or self.kernel_backend
                 algorithm.init_operations(self, bucket)
         self._bagua_backend.register_ordered_buckets(self.bagua_buckets)
+        self._parameters.note_strides()
         self.rounds.plan()
         for parameter in without_gradient:  # else torch would not create the optimizer's state when it loads a checkpoint
             parameter.grad = None
@@ -216,29 +226,43 @@ class WrappedModule(NotCopied):
         self._post_step_hook = algorithm.init_post_optimizer_step_hook(self)
 
     def _forward_called(self, module: torch.nn.Module, input: Any) -> None:
-        # Activation checkpointing repeats forward passes; torch.export runs one with stand-ins for the parameters.
-        if not module.training or _inside_backward() or torch.compiler.is_compiling():
+        if not trains(module):
             return
         refuse_both(self.given_group)
-        if not self.without_forward:
-            self._begin_forward(input)
+        if self.without_forward:
+            return
+        if torch.is_grad_enabled():
+            self._begin_forward(input, not self.skipping)
+        else:
+            self._abandon_failed_backward()
+            self._passes.begin_without_gradients(not self.skipping)
 
-    def _begin_forward(self, input: Any) -> None:
-        self.given_group.refuse_in_child()
-        self._parameters.check()
-        if self._in_backward:  # the last backward pass failed
+    def _forward_returned(self, module: torch.nn.Module, input: Any, output: Any) -> None:
+        if not self.without_forward and trains(module) and torch.is_grad_enabled():
+            self._passes.end(output, not self.skipping)
+
+    def _abandon_failed_backward(self) -> None:
+        if self._in_backward:
             self._in_backward = False
             self._bagua_backend.abandon_round()
             if self._bagua_backend.half_done:
                 self.rounds.give_up("one of its backward passes failed after communication had begun")
+
+    def _begin_forward(self, input: Any, synchronized: bool, in_backward: bool = False) -> None:
+        self.given_group.refuse_in_child()
+        self._parameters.check()
+        self._abandon_failed_backward()
         self.rounds.check_usable()
-        self._synchronizing = not self.skipping
+        self._passes.begin(synchronized, in_backward)
         self.bagua_train_step_counter += 1
         self.bagua_algorithm.begin_forward()
+        if synchronized and self._parameters.have_new_strides(self.bagua_algorithm):
+            self.rounds.tell(PLAN)
+            self.reset()
         if self.bagua_algorithm.need_reset():
             self.reset()
         self._guard.forward_begins()
-        if self._synchronizing:
+        if synchronized:
             if self._buffer_group is not None and self.bagua_algorithm.ranks_in_step:
                 self.broadcast_buffers(0 if self.rounds.joining is None else self.rounds.tell(BUFFERS).active[0])
             self._forward_pre_hook(input)
@@ -261,7 +285,7 @@ class WrappedModule(NotCopied):
 
     def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.given_group.refuse_in_child()
-        if self.without_forward and self._in_backward and not _inside_backward():
+        if self.without_forward and self._in_backward and not inside_backward():
             raise RuntimeError("a backward pass failed inside train(), so gradients are of this rank alone; leave the context")
         self.rounds.check_usable()
         self._guard.before_step(optimizer)
@@ -272,35 +296,56 @@ class WrappedModule(NotCopied):
             return
         self.steps_of_optimizers[self.bagua_optimizers.index(optimizer)] += 1
         self._bagua_backend.meter.steps += optimizer is self.bagua_optimizers[-1]
-        synchronizing = self.module.training and self._synchronizing
+        synchronizing = self._guard.followed_synchronized
+        if synchronizing is None:  # gradients that did not come through backward()
+            synchronizing = self.module.training and self._passes.synchronizing
         with self.rounds.giving_up():
             (self._post_step_hook if synchronizing else self.bagua_algorithm.end_unsynchronized_step)(optimizer)
         if synchronizing:
             self.rounds.end_round()
 
     def _begin_backward(self, name: str, parameter: Any) -> bool:
-        """Return whether the backward pass that delivers its first gradient now is synchronized."""
+        """Return whether the backward pass that delivers a gradient now is synchronized; if it is, begin its round."""
         self.given_group.refuse_in_child()
         self.rounds.note_reached(name)
-        if self.without_forward and self.module.training:
+        reached, first_run = self._passes.reached, self._passes.gradient_arrives()
+        if first_run is not None:
+            self._begin_forward((), first_run, in_backward=True)
+        elif self.without_forward and self.module.training:
             backward = torch._C._current_graph_task_id()
             if backward != self._backward_begun:
                 self._backward_begun = backward
-                self._begin_forward(())
-        bypassed = self._why_bypassed()
-        # What counts is whether the forward pass ran under no_sync (S5), and the backward pass only if there was no forward pass.
-        if bypassed is None and self._synchronizing and (self._guard.expects_backward or not self.skipping):
-            self._in_backward = True
-            self.rounds.backward_passes += 1
-            self._bagua_backend.meter.steps += not self.bagua_optimizers
-            self._bagua_backend.begin_backward()
-            torch.autograd.Variable._execution_engine.queue_callback(self._graph_task_ended)
+                self._begin_forward((), not self.skipping, in_backward=True)
+        if reached is None:
+            bypassed = self._why_bypassed()
+            synchronized = bypassed is None and self._passes.synchronizing
+            # Whether the backward pass runs under no_sync counts only if there was no forward pass.
+            synchronized = synchronized and (self._guard.expects_backward or not self.skipping)
+        else:
+            bypassed, synchronized = None, reached.synchronized
+        if synchronized:
+            self._begin_round()
             return True
+        if reached is not None:
+            reached.waiting.append((name, parameter))
         if bypassed is None or self.skipping:
             self._guard.gradient_arrives()
         else:
             self._guard.bypassed(f"the backward that reached parameter {name!r} {bypassed}", parameter)
         return False
+
+    def _begin_round(self) -> None:
+        self._in_backward = True
+        self.rounds.backward_passes += 1
+        self._bagua_backend.meter.steps += not self.bagua_optimizers
+        self._bagua_backend.begin_backward()
+        torch.autograd.Variable._execution_engine.queue_callback(self._graph_task_ended)
+
+    def _synchronize(self, gradients: list[tuple[str, Any]]) -> None:
+        """Synchronize a backward pass of which ``gradients`` have arrived."""
+        self._begin_round()
+        for name, parameter in gradients:
+            self._backward_hook(name, self.shards.get(name, parameter))
 
     def _why_bypassed(self) -> str | None:
         """Return why a backward pass that begins now cannot be synchronized; None if it can, or is not meant to be."""
@@ -330,7 +375,9 @@ class WrappedModule(NotCopied):
             self.rounds.agree_on_unused()
             self._bagua_backend.end_backward(self._find_unused_parameters)
             self._post_backward_hook()
+        self._parameters.align_gradients()
         self._guard.synchronized()
+        self._passes.backward_synchronized()
         self.rounds.end_round()
 
     def reshard(self) -> None:
@@ -356,6 +403,7 @@ class WrappedModule(NotCopied):
         """Remove the hooks, end the background thread and close its connections."""
         for handle in self._handles:
             handle.remove()
+        self._guard.unwatch()
         self.bagua_algorithm.close()
         self._bagua_backend.close()
         if self._owns_group:
@@ -363,22 +411,3 @@ class WrappedModule(NotCopied):
         if self._buffer_group is not None:
             self._buffer_group.close()
         self.rounds.close()
-
-
-def trainings_of(parameter: torch.nn.Parameter) -> list[WrappedModule]:
-    """Return the trainings that ``parameter`` takes part in."""
-    hooks = (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
-    found = (hook.training() for hook in hooks if isinstance(hook, GradientHook))
-    return [training for training in found if training is not None]
-
-
-class _OwnList(NotCopied, list):  # type: ignore[type-arg]
-    """A list that is not copied with the module that has it."""
-
-
-class _OwnName(NotCopied, str):
-    """A generated name that is not copied with the module that has it."""
-
-
-def _inside_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1

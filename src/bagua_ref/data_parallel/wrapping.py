@@ -8,10 +8,11 @@ import torch
 
 from bagua_ref.algorithms.base import Algorithm
 from bagua_ref.backends import get_backend
+from bagua_ref.data_parallel.gradient_hook import trainings_of
 from bagua_ref.data_parallel.metrics import count_from_now
 from bagua_ref.data_parallel.sharding import check_sharded, group_of
 from bagua_ref.data_parallel.trained_parameters import refuse_what_cannot_be_flat
-from bagua_ref.data_parallel.wrapped_module import WrappedModule, trainings_of
+from bagua_ref.data_parallel.wrapped_module import WrappedModule
 from bagua_ref.env import checked_timeout
 from bagua_ref.errors import NotInitializedError
 from bagua_ref.runtime import current_world

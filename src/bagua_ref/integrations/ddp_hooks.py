@@ -17,6 +17,7 @@ from bagua_ref.algorithms.power_sgd import PowerSGDAlgorithmImpl
 from bagua_ref.communication import from_torch_group, init_process_group, is_initialized
 from bagua_ref.errors import CommunicationError, NotInitializedError
 from bagua_ref.flight_recorder import explain
+from bagua_ref.memory import Layout
 from bagua_ref.runtime import current_world, use_world
 from bagua_ref.scheduling.worker import Worker
 from bagua_ref.tensor import BaguaTensor
@@ -257,7 +258,7 @@ class _DDPBucket:
 
     def __init__(self, state: DDPHookState, names: list[str], bucket: Any) -> None:
         self.names, self.address = names, bucket.buffer().data_ptr()
-        self._gradients: dict[str, Tensor] = dict(zip(names, bucket.gradients(), strict=True))
+        self._gradients: dict[str, Tensor] = dict(zip(names, _gradients(bucket), strict=True))
         proxies = [self._proxy(name, state.bagua_module_name) for name in names]
         (self.bucket,) = state.bagua_algorithm.tensors_to_buckets([proxies], True)
         self.bucket.name, self.bucket.backend = str(bucket.index()), state.kernel_backend
@@ -272,13 +273,20 @@ class _DDPBucket:
 
     def load(self, bucket: Any) -> Tensor:
         """Return our flat tensor with the values of DDP's ``bucket``."""
-        self._gradients = dict(zip(self.names, bucket.gradients(), strict=True))
+        self._gradients = dict(zip(self.names, _gradients(bucket), strict=True))
         return self.bucket.load()
 
     def store(self, flat: Tensor, gradients: list[Tensor]) -> None:
         """Copy the result to DDP's ``gradients``, unless it is there."""
         if flat.data_ptr() != gradients[0].data_ptr():
             torch._foreach_copy_(gradients, [self._gradients[name] for name in self.names])
+
+
+def _gradients(bucket: Any) -> list[Tensor]:
+    """Return the gradients in DDP's ``bucket``, in their parameters' strides; its own method takes all of them to be row-major."""
+    parameters, buffer = bucket.parameters(), bucket.buffer()
+    parts = buffer.split([parameter.numel() for parameter in parameters])
+    return [Layout.of(parameter).view(part) for parameter, part in zip(parameters, parts, strict=True)]
 
 
 class _Begin:
@@ -308,7 +316,7 @@ class _Reduction:
 
     def __init__(self, state: DDPHookState, ours: _DDPBucket, bucket: Any) -> None:
         self._state, self._ours = state, ours
-        self._buffer, self._gradients, self._is_last = bucket.buffer(), bucket.gradients(), bucket.is_last()
+        self._buffer, self._gradients, self._is_last = bucket.buffer(), _gradients(bucket), bucket.is_last()
         device = self._buffer.device
         self._flat, self._ready = ours.load(bucket), streams.record(streams.current_stream(device))
         self._done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[device] if device.type == "cuda" else None)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-__all__ = ["TENSORS", "array_sources", "objects", "plain_sources", "tensor_sources", "value_sources"]
+__all__ = ["NO_KEYS", "TENSORS", "array_sources", "key_sources", "objects", "plain_sources", "tensor_sources", "value_sources"]
 
 TENSORS = (
     "float32", "float16", "bfloat16", "float64", "bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64",
@@ -103,3 +103,34 @@ def objects() -> st.SearchStrategy[str]:
     return st.one_of(
         lonely, st.tuples(lonely, st.sampled_from(["[{}]", "(1, {})", "{{'key': {}}}"])).map(lambda two: two[1].format(two[0]))
     )
+
+
+NO_KEYS = (
+    "object()", "{1}", "{'a': 1}", "1j", "range(3)", "slice(2)", "bytearray(b'a')", "numpy.zeros(3)", "torch.zeros(3)",
+    "torch.tensor(0.5)", "numpy.datetime64('2026')",
+)  # fmt: skip
+"""Sources of objects that are no keys."""
+
+
+def key_sources() -> st.SearchStrategy[tuple[str, Any]]:
+    """Source of keys of every kind, each with the key in Python's own types, whose text names the value."""
+    plain = st.one_of(
+        st.integers(0, 11), st.text(max_size=5), st.booleans(), st.none(), st.binary(max_size=3), st.integers(), _finite()
+    )
+    single = st.one_of(
+        plain.map(lambda key: (repr(key), key)),
+        st.integers(-(2**63), 2**63 - 1).map(lambda key: (f"numpy.int64({key})", key)),
+        _finite(width=32).map(lambda key: (f"numpy.float32({key!r})", key)),
+        st.sampled_from([("pathlib.PurePosixPath('a/b')", "a/b"), ("torch.tensor(7)", 7), ("numpy.array(7)", 7)]),
+    )
+    return st.recursive(
+        single,
+        lambda inner: st.tuples(st.sampled_from([tuple, list]), st.lists(inner, max_size=3)).map(
+            lambda two: (f"{two[0].__name__}([{', '.join(source for source, _ in two[1])}])", two[0](key for _, key in two[1]))
+        ),
+        max_leaves=4,
+    )
+
+
+def _finite(**options: Any) -> st.SearchStrategy[float]:
+    return st.floats(allow_nan=False, allow_infinity=False, **options)

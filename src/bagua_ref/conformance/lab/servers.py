@@ -106,7 +106,7 @@ class CacheServer:
     def keys(self) -> list[str]:
         """Return all keys."""
         found: Any = self._client.keys("*")
-        return sorted(key.decode(errors="replace") for key in found)
+        return sorted(map(_text, found))
 
     def get(self, key: str) -> bytes:
         """Return the bytes of an existing key."""
@@ -116,6 +116,13 @@ class CacheServer:
     def set(self, key: str, data: bytes) -> None:
         """Set the bytes of a key."""
         self._client.set(key, data)
+
+
+def _text(key: bytes) -> str:
+    try:
+        return key.decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        return repr(key)
 
 
 class _Full:

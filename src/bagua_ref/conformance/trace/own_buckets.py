@@ -109,7 +109,7 @@ class OwnBuckets:
         name = self._name(bucket, op)
 
         def inputs(follows: bool) -> dict[str, Tensor]:
-            found = {"x": _copy(flat)}
+            found = {"x": _copy(_as_recorded(op, flat))}
             if isinstance(inner, LowPrecisionDecentralized) and not follows:
                 replicas = {"weight": inner.weight, "left": inner.left_peer_weight, "right": inner.right_peer_weight}
                 found.update({role: _copy(replica) for role, replica in replicas.items()})
@@ -127,7 +127,7 @@ class OwnBuckets:
         name = self._name(bucket, op)
         if not isinstance(op, AsynchronousModelAverage):
             kept = op.kept() if isinstance(op, LowRank | TopK) else {}
-            self._recorder.end(name, lambda: {"x": _copy(flat), **{role: _copy(x) for role, x in kept.items()}})
+            self._recorder.end(name, lambda: {"x": _copy(_as_recorded(op, flat)), **{role: _copy(x) for role, x in kept.items()}})
         elif op.get_status() == "stopped":
             self._recorder.forget(name)
         else:
@@ -176,6 +176,11 @@ def _options_of(op: Any) -> dict[str, Any]:
     if isinstance(inner, CentralizedScatterGather):
         options["scattergather"] = True
     return options
+
+
+def _as_recorded(op: Any, flat: Tensor) -> Tensor:
+    """Return ``flat`` in the order that is recorded: that of the wire, but matrices row-major, as is what is kept of them."""
+    return op.row_major(flat) if isinstance(op, LowRank) else flat
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import struct
 import sys
@@ -11,7 +12,16 @@ import numpy as np
 import torch
 import xxhash
 
-from bagua_ref.contrib.cache.arrays import array_parts, is_plain_array, is_plain_tensor, read_array, read_tensor, tensor_parts
+from bagua_ref.contrib.cache.arrays import (
+    array_parts,
+    is_plain_array,
+    is_plain_tensor,
+    read_array,
+    read_tensor,
+    reduced_tensor,
+    tensor_parts,
+)
+from bagua_ref.untrusted import check_hash_collisions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -127,21 +137,46 @@ def _write(value: Any, parts: list[Any], allow_pickle: bool) -> None:
 
 def _write_pickled(value: Any, parts: list[Any], allow_pickle: bool) -> None:
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    plain = "return tensors, arrays, numbers, str, bytes, and tuples, lists and dicts of them"
+    plain = _instead(value)
     if not allow_pickle:
         raise TypeError(
             f"a value of type {kind} cannot be cached without pickle, which is off for hosts= because whoever can write to those "
             f"servers could run code here; pass allow_pickle=True if you trust all of them, or {plain}"
         )
     try:
-        pickled = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+        pickled = io.BytesIO()
+        _Pickler(pickled, pickle.HIGHEST_PROTOCOL).dump(value)
     except RecursionError:
         raise
     except Exception as error:  # the pickling methods of a class can raise anything
         raise TypeError(
             f"a value of type {kind} cannot be cached, as pickle raised {type(error).__name__}: {error}; {plain}"
         ) from error
-    parts.append(_blob(b"p", pickled))
+    parts.append(_blob(b"p", pickled.getvalue()))
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles objects with the elements of their tensors, without the rest of the tensors' storages."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return reduced_tensor(value) if isinstance(value, torch.Tensor) else NotImplemented
+
+
+def _instead(value: Any) -> str:
+    """Return what to return instead of a value that cannot be stored as it is."""
+    if isinstance(value, torch.Tensor):
+        if value.is_quantized:
+            return "return its dequantize(), or its int_repr() with scale and zero point"
+        if value.is_nested:
+            return "return a list of its tensors: its unbind()"
+        if value.layout is not torch.strided:
+            return "return its to_dense(), or its indices and values in a dict"
+        if value.device.type != "cpu":
+            return "return its cpu()"
+        return "return its detach().as_subclass(torch.Tensor), with attributes beside it in a dict"
+    if isinstance(value, np.ndarray) and value.dtype.hasobject:
+        return "return its tolist(), or an array of numbers or text: its astype(...)"
+    return "return tensors, arrays, numbers, str, bytes, and tuples, lists and dicts of them"
 
 
 def _blob(tag: bytes, data: bytes | bytearray) -> bytes:
@@ -201,6 +236,12 @@ def _read(view: memoryview, at: int, allow_pickle: bool) -> tuple[Any, int]:
     return _CONTAINERS[tag](items), at
 
 
+def _dict(items: list[Any]) -> dict[Any, Any]:
+    keys = items[::2]
+    check_hash_collisions(keys)
+    return dict(zip(keys, items[1::2], strict=True))
+
+
 _CONSTANTS = {ord("N"): None, ord("T"): True, ord("F"): False}
 _NUMBERS: dict[int, tuple[struct.Struct, Callable[..., Any]]] = {
     ord("i"): (_INT, int),
@@ -219,5 +260,5 @@ _BLOBS: dict[int, Callable[[memoryview], Any]] = {
 _CONTAINERS: dict[int, Callable[[list[Any]], Any]] = {
     ord("("): tuple,
     ord("["): list,
-    ord("{"): lambda items: dict(zip(items[::2], items[1::2], strict=True)),
+    ord("{"): _dict,
 }

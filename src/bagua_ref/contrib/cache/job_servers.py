@@ -48,7 +48,8 @@ class _Alone:
 
 
 _alone = _Alone()
-_lock = threading.RLock()
+_locks: dict[int, Any] = {}
+"""The lock of each process: a child that is forked while another thread holds its parent's would wait for ever."""
 _own: dict[str, tuple[int, _Server]] = {}
 """For each kind, the process id and the server that the process started."""
 _known: weakref.WeakKeyDictionary[Any, dict[str, tuple[list[dict[str, Any]], int]]] = weakref.WeakKeyDictionary()
@@ -73,7 +74,7 @@ def addresses(kind: str, capacity: int, every_node: bool) -> list[dict[str, Any]
         NotInitializedError: there are several ranks and no process group yet.
         RuntimeError: the caller is a DataLoader worker.
     """
-    with _lock:
+    with _locks.setdefault(os.getpid(), threading.RLock()):
         job = _job()
         known = _known.setdefault(job, {})
         if kind in known and job is _alone and _owned(kind) is not None and not cast("_Server", _owned(kind)).is_running():
@@ -98,7 +99,7 @@ def addresses(kind: str, capacity: int, every_node: bool) -> list[dict[str, Any]
 
 def shutdown(kind: str) -> None:
     """Stop the server of ``kind`` if this process started it, and forget all nodes' servers: the next loader starts new ones."""
-    with _lock:
+    with _locks.setdefault(os.getpid(), threading.RLock()):
         _rounds[kind] = _rounds.get(kind, 0) + 1
         for known in _known.values():
             known.pop(kind, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import encodings.idna  # noqa: F401  (or Python imports it when it first looks up a host)
 import ssl
 import threading
 import time

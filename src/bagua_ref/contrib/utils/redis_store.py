@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from bagua_ref.contrib.cache import job_servers
 from bagua_ref.contrib.cache.server import node_address, start_redis_daemon
-from bagua_ref.contrib.utils.store import ClusterStore, Store, StoreError
+from bagua_ref.contrib.utils.store import ClusterStore, Store, StoreError, encoded_key
 from bagua_ref.env import checked_timeout, get_master_addr, get_node_rank
 from bagua_ref.not_provided import explain_missing
 
@@ -32,6 +32,12 @@ TIMEOUT = 5.0
 _PROBE_SECONDS = 1.0
 _COMMAND_BYTES = 64 * 1024**2  # a longer MSET is split, as Redis drops clients that send more than 1 GB at once
 _ALIASES = {"unix_socket": "unix_socket_path", "tls": "ssl"}
+_IN_CLUSTER = (
+    "is part of a Redis Cluster, whose servers refuse requests for several keys; name independent servers in hosts: keys are "
+    "distributed over them too"
+)
+_OF_CLUSTERS = ("AskError", "ClusterCrossSlotError", "ClusterDownError", "MovedError")
+_WITHOUT_PASSWORD = ("Authentication required", "unauthenticated")
 _OPTIONS = (
     "host", "port", "username", "password", "db", "unix_socket_path", "ssl", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile",
     "ssl_cert_reqs", "ssl_check_hostname",
@@ -40,6 +46,8 @@ _OPTIONS = (
 
 class RedisStore(ClusterStore):
     """Several Redis servers used as one store.
+
+    Servers in ``hosts`` are asked once what they are, for at most a second each. One that does not answer may come later (S8.3).
 
     Args:
         hosts: the servers, each a dict with ``host`` and ``port`` or ``unix_socket_path``, and as needed ``username``,
@@ -51,7 +59,8 @@ class RedisStore(ClusterStore):
             ten times ``timeout``.
 
     Raises:
-        ValueError: an argument is out of range, or a host has an unknown option.
+        ValueError: an argument is out of range, a host has an unknown option, or the server there is part of a Redis Cluster or
+            needs a password that is not given.
         BackendUnavailableError: no server program is installed on this machine.
         NotInitializedError: several ranks must start servers and have no process group yet.
     """
@@ -74,7 +83,10 @@ class RedisStore(ClusterStore):
             raise ValueError("hosts=[] must name at least one server; None starts one on each node")
         elif not cluster_mode:
             hosts = [hosts[get_node_rank() % len(hosts)]]
-        super().__init__([_RedisStore(**_checked_host(host), timeout=timeout) for host in hosts])
+        stores = [_RedisStore(**_checked_host(host), timeout=timeout) for host in hosts]
+        super().__init__(stores)
+        for store in () if self._is_ours else stores:
+            store.check_server()
 
     def shutdown(self) -> None:
         """Stop this node's server if this job started it; all loaders of the node lose it. Servers in ``hosts`` keep running."""
@@ -131,7 +143,7 @@ class _RedisStore(Store):
             if commands[-1] and size + len(value) > _COMMAND_BYTES:
                 commands.append([])
                 size = 0
-            commands[-1] += (key, value)
+            commands[-1] += (encoded_key(key), value)
             size += len(value)
         with self._speaking() as client:
             for command in filter(None, commands):
@@ -142,14 +154,16 @@ class _RedisStore(Store):
         if not keys:
             return []
         with self._speaking(len(keys)) as client:
-            found: list[bytes | None] = self._checked("MGET", client.execute_command("MGET", *keys), _is_value, len(keys))
+            found: list[bytes | None] = self._checked(
+                "MGET", client.execute_command("MGET", *map(encoded_key, keys)), _is_value, len(keys)
+            )
             return found
 
     def contains(self, keys: Sequence[str]) -> list[bool]:
         """Return whether each of ``keys`` has a value, without reading it."""
         with self._speaking() as client, client.pipeline(transaction=False) as pipeline:
             for key in keys:
-                pipeline.execute_command("EXISTS", key)
+                pipeline.execute_command("EXISTS", encoded_key(key))
             return [bool(count) for count in self._checked("EXISTS", pipeline.execute(), _is_count, len(keys))]
 
     def status(self) -> bool:
@@ -163,6 +177,30 @@ class _RedisStore(Store):
         finally:
             probe.close()
 
+    def check_server(self) -> None:
+        """Raise ValueError if the server cannot be used as it is described; do nothing if it does not answer within a second."""
+        probe = _RedisStore(**self._options, timeout=min(self._timeout, _PROBE_SECONDS))
+        try:
+            with probe._speaking() as client:
+                answer = client.execute_command("INFO", "cluster")
+        except StoreError as error:
+            if misuse := self._misuse(error.__cause__):
+                raise ValueError(misuse) from None
+            return
+        finally:
+            probe.close()
+        if isinstance(answer, bytes) and b"cluster_enabled:1" in answer:
+            raise ValueError(f"{self} {_IN_CLUSTER}")
+
+    def _misuse(self, error: BaseException | None) -> str:
+        """Return what to change if ``error`` says that the server cannot be used in this way, else an empty text."""
+        import redis
+
+        is_refusal = isinstance(error, (redis.AuthenticationError, redis.ResponseError))
+        if is_refusal and any(words in str(error) for words in _WITHOUT_PASSWORD):
+            return f"{self} needs a password; add 'password' to its entry in hosts"
+        return f"{self} {_IN_CLUSTER}" if type(error).__name__ in _OF_CLUSTERS else ""
+
     def close(self) -> None:
         """Close this process's connections; they are opened again when needed."""
         client, pid = self._client, self._pid
@@ -171,6 +209,9 @@ class _RedisStore(Store):
             client[0].close()
 
     def _forget(self) -> None:
+        # Not only for the first request: if a thread imports it while another forks a worker, the worker waits for ever.
+        import bagua_ref.contrib.cache.protocol  # noqa: F401
+
         self._client: tuple[Any, Limit] | None = None
         self._pid = 0
 
@@ -187,6 +228,8 @@ class _RedisStore(Store):
         try:
             yield client
         except (redis.RedisError, OSError) as error:
+            if misuse := self._misuse(error):
+                raise StoreError(misuse) from error
             refused = isinstance(error, redis.ResponseError)
             reason = f"{type(error).__name__}: {error}"
             if isinstance(error, redis.TimeoutError):

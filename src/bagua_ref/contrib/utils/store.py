@@ -12,7 +12,7 @@ from bagua_ref.errors import BaguaError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["ClusterStore", "Store", "StoreError"]
+__all__ = ["ClusterStore", "Store", "StoreError", "encoded_key"]
 
 _T = TypeVar("_T")
 
@@ -28,6 +28,17 @@ class StoreError(BaguaError):
     def __init__(self, message: str, refused: bool = False) -> None:
         super().__init__(message)
         self.refused = refused
+
+
+def encoded_key(key: str) -> bytes:
+    """Return a store's key in UTF-8; lone surrogates, as in names of files that are not UTF-8, are encoded too (S8.1).
+
+    Raises:
+        TypeError: it is no str.
+    """
+    if not isinstance(key, str):
+        raise TypeError(f"key={key!r} of a store is a {type(key).__name__}; it must be a str")
+    return key.encode("utf-8", "surrogatepass")
 
 
 class Store(ABC):
@@ -145,7 +156,7 @@ class ClusterStore(Store):
             store.close()
 
     def _index(self, key: str) -> int:
-        return xxhash.xxh64_intdigest(key.encode()) % len(self.stores) if len(self.stores) > 1 else 0
+        return xxhash.xxh64_intdigest(encoded_key(key)) % len(self.stores) if len(self.stores) > 1 else 0
 
     def _ask(self, keys: Sequence[str], ask: Callable[[Store, Sequence[str]], list[_T]]) -> list[_T]:
         if len(self.stores) == 1:

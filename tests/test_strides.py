@@ -1,0 +1,717 @@
+"""Training of parameters that are not row-major: they keep their strides, and algorithms compute what they do otherwise (S2.3)."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.launch import launch
+from tests.trainings import simulate
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import bagua_ref
+from bagua_ref import checkpoint
+from bagua_ref.algorithms import Algorithm, QAdamOptimizer
+from bagua_ref.algorithms.fragments import Fragment
+from bagua_ref.bucket import BaguaBucket
+from bagua_ref.conformance.trace import Recorder, check_trace
+from bagua_ref.errors import CommunicationError
+
+FUSED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.05, fused=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.05, fused=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, fused=True),
+}
+AS_PLAIN: dict[str, dict[str, Any]] = {
+    "gradient_allreduce": {},
+    "decentralized": {"hierarchical": False},
+    "local_sgd": {"period": 1},
+    "diloco": {"period": 1, "outer_optimizer": lambda p: torch.optim.SGD(p, lr=1.0, fused=True)},
+    "async": {"warmup_steps": 100},
+    "topk": {"ratio": 1.0},
+}
+"""Algorithms that train as one process does, if all ranks have the same batch."""
+COMPRESSED: dict[str, dict[str, Any]] = {
+    "bytegrad": {"hierarchical": False, "compression": "OneBit", "error_feedback": True},
+    "topk": {"ratio": 0.3},
+    "powersgd": {"warmup_steps": 0, "min_compression_rate": 0.1, "matrix_approximation_rank": 2},
+    "qadam": {"hierarchical": False},
+    "low_precision_decentralized": {"hierarchical": False},
+    "diloco": {"period": 1, "compression": "MXFP8", "error_feedback": True},
+}
+
+
+class Layers(nn.Module):
+    """Layers whose weights are laid out in memory as users do it: channels last, transposed, permuted."""
+
+    def __init__(self, row_major: bool = False) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.conv = nn.Conv2d(2, 3, 3)
+        self.volume = nn.Conv3d(1, 2, 2)
+        self.turned = nn.Parameter(torch.empty(4, 3).t())
+        self.permuted = nn.Parameter(torch.empty(2, 3, 4).permute(2, 0, 1))
+        self.bias = nn.Parameter(torch.empty(4))
+        self.conv.to(memory_format=torch.channels_last)
+        self.volume.to(memory_format=torch.channels_last_3d)
+        for parameter in self.parameters():
+            if row_major:
+                parameter.data = parameter.data.contiguous()
+            with torch.no_grad():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = self.conv(x).mean((2, 3)) @ self.turned + self.bias
+        deep = self.volume(x.view(x.shape[0], 1, 2, 6, 6)).mean((2, 3, 4))
+        return torch.tanh(torch.einsum("bi,ijk,bj->bk", seen, self.permuted, deep)).square().mean()
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(6, 2, 6, 6, generator=torch.Generator().manual_seed(step))
+
+
+def step_on(module: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    optimizer.zero_grad()
+    module(x).backward()
+    optimizer.step()
+
+
+def weights(module: nn.Module) -> list[Tensor]:
+    return [p.detach().clone(memory_format=torch.contiguous_format) for p in module.parameters()]
+
+
+def train_plainly(make: Callable[[Any], torch.optim.Optimizer], steps: int = 3, row_major: bool = True) -> list[Tensor]:
+    module = Layers(row_major)
+    optimizer = make(module.parameters())
+    for step in range(steps):
+        step_on(module, optimizer, batch(step))
+    return weights(module)
+
+
+def assert_close(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("flatten", [True, False])
+@pytest.mark.parametrize("name", AS_PLAIN)
+@pytest.mark.parametrize("optimizer", FUSED)
+def test_S2_3_fused_optimizers_train_as_without_buckets(optimizer: str, name: str, flatten: bool) -> None:
+    def train(rank: int) -> list[Tensor]:
+        module = Layers()
+        made = FUSED[optimizer](module.parameters())
+        step_on(module, made, batch(0))  # so that weights move into buckets after there is optimizer state
+        module.with_bagua([made], Algorithm.init(name, **AS_PLAIN[name]), do_flatten=flatten or name == "async")
+        strides = [p.stride() for p in Layers().parameters()]
+        for step in (1, 2):
+            step_on(module, made, batch(step))
+            assert [p.stride() for p in module.parameters()] == strides
+            assert [p.grad.stride() for p in module.parameters()] == strides
+        return weights(module)
+
+    expected = train_plainly(FUSED[optimizer])
+    for ranks in (1, 2):
+        for ours in simulate(ranks, train):
+            assert_close(ours, expected)
+
+
+def train_compressed(name: str, rank: int, ranks: int, *, row_major: bool, flatten: bool) -> list[Tensor]:
+    module = Layers(row_major)
+    if name == "qadam":
+        made: torch.optim.Optimizer = QAdamOptimizer(module.parameters(), lr=0.05, warmup_steps=2)
+        algorithm = Algorithm.init(name, q_adam_optimizer=made, **COMPRESSED[name])
+    else:
+        made, algorithm = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9), Algorithm.init(name, **COMPRESSED[name])
+    module.with_bagua([made], algorithm, do_flatten=flatten)
+    for step in range(4):
+        step_on(module, made, batch(step)[rank::ranks])
+    return weights(module)
+
+
+@pytest.mark.parametrize("flatten", [True, False])
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_S2_3_a_single_chunk_is_compressed_as_if_it_was_row_major(name: str, flatten: bool) -> None:
+    (ours,) = simulate(1, lambda rank: train_compressed(name, rank, 1, row_major=False, flatten=flatten))
+    (theirs,) = simulate(1, lambda rank: train_compressed(name, rank, 1, row_major=True, flatten=flatten))
+    # MXFP8's blocks are of 32 elements in the order of memory.
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=0.1 if name == "diloco" else 2e-6)
+
+
+@pytest.mark.parametrize("flatten", [True, False])
+@pytest.mark.parametrize("name", ["topk", "powersgd"])
+def test_S10_1_matrices_and_largest_elements_do_not_depend_on_strides(name: str, flatten: bool) -> None:
+    ours = simulate(3, lambda rank: train_compressed(name, rank, 3, row_major=False, flatten=flatten))
+    theirs = simulate(3, lambda rank: train_compressed(name, rank, 3, row_major=True, flatten=flatten))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_close(mine, other)
+
+
+class Elements(nn.Module):
+    """Weights whose gradients have the same bits for any strides."""
+
+    def __init__(self, row_major: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.images = nn.Parameter(torch.empty(4, 2, 3, 3, dtype=dtype).to(memory_format=torch.channels_last))
+        self.turned = nn.Parameter(torch.empty(5, 6, dtype=dtype).t())
+        self.plain = nn.Parameter(torch.empty(6, 5, dtype=dtype))
+        for parameter in self.parameters():
+            parameter.data = parameter.data.contiguous() if row_major else parameter.data
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
+
+    def forward(self, x: Tensor) -> Tensor:
+        coefficients = [torch.linspace(1, 3, p.numel(), dtype=p.dtype).view(p.shape) for p in self.parameters()]
+        return sum((p * c - x.to(p.dtype)).square().sum() for p, c in zip(self.parameters(), coefficients, strict=True))
+
+
+@pytest.mark.parametrize("flatten", [True, False])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *itertools.product([*AS_PLAIN, "powersgd", "qadam"], [torch.float16, torch.bfloat16, torch.float32]),
+        *((name, torch.float64) for name in ("gradient_allreduce", "decentralized", "local_sgd", "diloco", "powersgd")),
+    ],
+    ids=str,
+)
+def test_S2_3_strides_do_not_change_results_in_any_dtype(name: str, dtype: torch.dtype, flatten: bool) -> None:
+    def train(rank: int, row_major: bool) -> list[Tensor]:
+        module, options = Elements(row_major, dtype), {**COMPRESSED, **AS_PLAIN}[name].copy()
+        made: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+        if name == "qadam":
+            made = options["q_adam_optimizer"] = QAdamOptimizer(module.parameters(), lr=0.05, warmup_steps=2)
+        module.with_bagua([made], Algorithm.init(name, **options), do_flatten=flatten or name == "async")
+        for step in range(4):
+            step_on(module, made, torch.tensor(0.5 + rank + step))
+        return weights(module)
+
+    ranks = 1 if name == "qadam" else 2  # the order of elements decides which chunk they are in
+    ours, theirs = (simulate(ranks, partial(train, row_major=row_major)) for row_major in (False, True))
+    for mine, other in zip(ours, theirs, strict=True):
+        for weight, expected in zip(mine, other, strict=True):
+            torch.testing.assert_close(weight, expected, rtol=16 * torch.finfo(dtype).eps, atol=16 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("name", [*AS_PLAIN, *COMPRESSED])
+def test_S2_3_flat_or_not_the_order_on_the_wire_is_that_of_memory(name: str) -> None:
+    if name == "async":
+        return
+    everything = {**AS_PLAIN, **COMPRESSED}
+    seen: dict[bool, list[Tensor]] = {}
+
+    def train(flatten: bool) -> list[Tensor]:
+        module, flats = Layers(), []
+        made: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+        options = dict(everything[name])
+        if name == "qadam":
+            made = options["q_adam_optimizer"] = QAdamOptimizer(module.parameters(), lr=0.05, warmup_steps=2)
+        run = BaguaBucket._run
+
+        def spy(bucket: BaguaBucket, op: Any, flat: Tensor, label: str) -> None:
+            flats.append(flat.clone())
+            run(bucket, op, flat, label)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(BaguaBucket, "_run", spy)
+            module.with_bagua([made], Algorithm.init(name, **options), do_flatten=flatten)
+            for step in range(4):
+                step_on(module, made, batch(step))
+        return flats
+
+    for flatten in (True, False):
+        (seen[flatten],) = simulate(1, lambda rank, flatten=flatten: train(flatten))
+    assert len(seen[True]) == len(seen[False]) > 0
+    for flat, gathered in zip(seen[True], seen[False], strict=True):
+        torch.testing.assert_close(flat, gathered, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("flatten", [True, False])
+def test_S2_3_a_bucket_holds_dense_tensors_in_the_order_of_memory_and_others_row_major(flatten: bool) -> None:
+    def made() -> dict[str, Tensor]:
+        return {
+            "turned": torch.arange(6.0).view(3, 2).t(),
+            "channels last": torch.arange(16.0).view(2, 2, 2, 2).contiguous(memory_format=torch.channels_last) + 10,
+            "gapped": torch.arange(12.0).view(4, 3).t()[:, ::2] + 0,
+            "with gaps": torch.arange(30, 42.0).view(4, 3)[:, ::2],
+            "expanded": torch.arange(50, 53.0).expand(2, 3),
+            "single": torch.arange(60, 64.0).view(1, 4, 1).permute(1, 2, 0),
+            "empty": torch.empty(0, 3).t(),
+        }
+
+    expected, tensors = made(), made()
+    bucket = BaguaBucket([tensor.ensure_bagua_tensor(name) for name, tensor in tensors.items()], "0", flatten, alignment=5)
+    seen: list[Tensor] = []
+    bucket._ops = [lambda flat: (seen.append(flat.clone()), flat.mul_(2))]
+    in_order = [
+        t.as_strided((t.numel(),), (1,)) if n not in ("with gaps", "expanded") else t.reshape(-1) for n, t in expected.items()
+    ]
+    wanted = torch.cat([*in_order, torch.zeros(4)])
+    assert torch.equal(bucket.flattened_tensor(), wanted)
+    bucket.execute()
+    assert torch.equal(seen[0], wanted)
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, 2 * expected[name]), name
+        if name not in ("with gaps", "expanded"):
+            assert tensor.stride() == expected[name].stride(), name
+        elif flatten or name == "expanded":
+            assert tensor.is_contiguous(), name
+    assert bucket.check_flatten() is flatten
+
+
+def test_S2_3_gradients_and_storage_keep_a_parameter_s_strides() -> None:
+    turned, gapped = torch.ones(3, 2).t(), torch.ones(2, 4)[:, ::2]
+    for tensor, strides in ((turned, (1, 2)), (gapped, (2, 1))):
+        parameter = nn.Parameter(tensor)
+        assert parameter.bagua_ensure_grad().grad.stride() == strides
+    storage = torch.arange(8.0).untyped_storage()
+    turned.bagua_set_storage(storage, 2)
+    assert torch.equal(turned, torch.arange(2, 8.0).view(3, 2).t())
+    assert turned.stride() == (1, 2)
+    gapped.bagua_set_storage(storage, 0)
+    assert torch.equal(gapped, torch.arange(4.0).view(2, 2))
+
+
+@pytest.mark.parametrize("wrapper", [False, True])
+@pytest.mark.parametrize("name", ["gradient_allreduce", "decentralized", "topk", "local_sgd"])
+def test_S2_3_ranks_with_other_strides_are_refused_on_every_rank(name: str, wrapper: bool) -> None:
+    def train(rank: int) -> None:
+        model = nn.Linear(3, 2)
+        if rank == 1:
+            model.weight = nn.Parameter(torch.zeros(3, 2).t())
+        optimizer, algorithm = torch.optim.SGD(model.parameters(), lr=0.1), Algorithm.init(name, **AS_PLAIN[name])
+        wrap = partial(bagua_ref.data_parallel.DistributedDataParallel, model) if wrapper else model.with_bagua
+        with pytest.raises(ValueError, match=r"parameter 'weight': \(2, 3\) .* on rank 0, .* strides \(1, 2\) on rank 1"):
+            wrap(optimizers=[optimizer], algorithm=algorithm)
+
+    simulate(2, train)
+
+
+def test_S2_3_strides_of_axes_of_length_1_and_of_what_is_not_trained_may_differ() -> None:
+    def train(rank: int) -> None:
+        model = nn.Conv2d(4, 4, 1)
+        model.register_buffer("extra", torch.zeros(3, 2).t() if rank else torch.zeros(2, 3))
+        model.frozen = nn.Parameter(torch.zeros(3, 2).t() if rank else torch.zeros(2, 3), requires_grad=False)
+        model.turned = nn.Parameter(torch.zeros(12).as_strided((3, 4, 1), (1, 3, 5 + rank)))
+        if rank:
+            model.to(memory_format=torch.channels_last)
+        model.with_bagua([], Algorithm.init("gradient_allreduce"))
+
+    simulate(2, train)
+
+
+@pytest.mark.parametrize("flatten", [True, False])
+@pytest.mark.parametrize("name", [*AS_PLAIN, "bytegrad", "powersgd", "qadam", "low_precision_decentralized"])
+def test_S2_3_new_strides_make_new_buckets_or_are_refused(name: str, flatten: bool) -> None:
+    if name == "async":
+        flatten = True
+    exact = name in AS_PLAIN
+
+    def train(rank: int) -> list[Tensor]:
+        module = Layers(row_major=True)
+        made: torch.optim.Optimizer = FUSED["Adam"](module.parameters())
+        options = dict((AS_PLAIN if exact else COMPRESSED)[name])
+        if name == "qadam":
+            made = options["q_adam_optimizer"] = QAdamOptimizer(module.parameters(), lr=0.05, warmup_steps=2)
+        module.with_bagua([made], Algorithm.init(name, **options), do_flatten=flatten)
+        for step in range(6):
+            if step in (2, 4):
+                module.conv.to(memory_format=torch.channels_last if step == 2 else torch.contiguous_format)
+                module.turned.data = module.turned.data.t().contiguous().t() if step == 2 else module.turned.data.contiguous()
+            if step == 2 and name == "async":
+                with pytest.raises(RuntimeError, match=r"'turned' had strides .4, 1. when .* has .1, 3. now.*with_bagua\(\) again"):
+                    module(batch(step))
+                return []
+            step_on(module, made, batch(step))
+            assert module.turned.stride() == ((1, 3) if step in (2, 3) else (4, 1))
+            assert module.turned.grad.stride() == module.turned.stride()
+        return weights(module)
+
+    for ours in simulate(2, train):
+        if exact and ours:
+            assert_close(ours, train_plainly(lambda p: torch.optim.Adam(p, lr=0.05), steps=6))
+
+
+@pytest.mark.parametrize("flatten", [True, False])
+@pytest.mark.parametrize("name", ["topk", "powersgd"])
+def test_S11_2_memories_of_parameters_follow_new_strides(name: str, flatten: bool) -> None:
+    def train(rank: int, changes: bool) -> list[Tensor]:
+        module, made = make_run(name, row_major=True, flatten=flatten)
+        for step in range(6):
+            if changes and step in (2, 4):
+                module.conv.to(memory_format=torch.channels_last if step == 2 else torch.contiguous_format)
+            step_on(module, made, batch(step)[rank::2])
+        return [*weights(module), *module.bagua_algorithm.state_dict()["memories"].values()]
+
+    ours, theirs = (simulate(2, partial(train, changes=changes)) for changes in (True, False))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_close(mine, other)
+
+
+def test_S11_1_memories_of_former_strides_are_dropped() -> None:
+    def train(rank: int) -> list[str]:
+        module = nn.Conv2d(2, 3, 3, bias=False)
+        made = torch.optim.SGD(module.parameters(), lr=0.05)
+        module.with_bagua([made], Algorithm.init("bytegrad", hierarchical=False, error_feedback=True))
+        for step in range(2):
+            made.zero_grad()
+            module(batch(step)).square().mean().backward()
+            made.step()
+            module.to(memory_format=torch.channels_last)
+        (memory,) = module.bagua_algorithm.state_dict()["memories"]["buckets"]
+        return memory["tensors"]
+
+    assert simulate(2, train) == [["weight (3, 2, 3, 3) with strides (18, 1, 6, 2)"]] * 2
+
+
+def test_S5_5_momenta_of_other_strides_on_one_rank_enter_buckets_in_the_order_of_the_weights() -> None:
+    def train(rank: int, turns: bool) -> list[Tensor]:
+        module = Layers()
+        made = QAdamOptimizer(module.parameters(), lr=0.05, warmup_steps=3)
+        module.with_bagua([], Algorithm.init("qadam", q_adam_optimizer=made, hierarchical=False))
+        for step in range(5):
+            if turns and rank == 1 and step == 2:
+                for state in made.state.values():
+                    state["exp_avg"] = state["exp_avg"].contiguous()
+            step_on(module, made, batch(step)[rank::2])
+        return weights(module)
+
+    ours, theirs = (simulate(2, partial(train, turns=turns)) for turns in (True, False))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert all(map(torch.equal, mine, other))
+
+
+def test_S9_2_global_weights_of_other_strides_are_loaded() -> None:
+    def make(row_major: bool) -> tuple[Any, torch.optim.Optimizer]:
+        module = Layers(row_major)
+        made = torch.optim.SGD(module.parameters(), lr=0.05)
+        outer = partial(torch.optim.SGD, lr=0.7, momentum=0.9, fused=True)
+        module.with_bagua([made], Algorithm.init("diloco", period=2, delay=1, outer_optimizer=outer))
+        return module, made
+
+    def train(rank: int) -> None:
+        module, made = make(row_major=True)
+        for step in range(3):
+            step_on(module, made, batch(step)[rank::2])
+        again, other = make(row_major=False)
+        again.load_state_dict(module.state_dict())
+        again.bagua_algorithm.load_state_dict(module.bagua_algorithm.state_dict())
+        for step in range(3, 7):
+            step_on(module, made, batch(step)[rank::2])
+            step_on(again, other, batch(step)[rank::2])
+        assert_close(weights(again), weights(module))
+
+    simulate(2, train)
+
+
+def test_S9_5_fragments_are_sent_in_the_order_of_memory() -> None:
+    module = Layers()
+    fragment = Fragment([*dict(module.named_parameters())], [*module.parameters()], lambda p: torch.optim.SGD(p, lr=1.0))
+    with torch.no_grad():
+        for place, parameter in enumerate(module.parameters()):
+            parameter.copy_(-torch.arange(parameter.numel()).view(parameter.shape) - 100 * place)
+        for g in fragment.copies:
+            g.zero_()
+    (flat,) = fragment.differences(1)
+    assert torch.equal(-flat, torch.cat([p.detach().as_strided((p.numel(),), (1,)) for p in module.parameters()]))
+
+
+@pytest.mark.parametrize("flatten", [True, False])
+def test_S2_3_gradients_that_are_there_when_wrapping_get_the_strides_of_the_weights(flatten: bool) -> None:
+    def train(rank: int) -> list[Tensor]:
+        module = Layers()
+        made = FUSED["Adam"](module.parameters())
+        for parameter in module.parameters():
+            parameter.grad = torch.zeros(parameter.shape)
+        module.turned.grad = torch.zeros(4, 3).t() if rank else torch.zeros(3, 4)
+        kept = module.turned.grad
+        module.with_bagua([made], Algorithm.init("gradient_allreduce"), do_flatten=flatten)
+        for step in range(3):
+            made.zero_grad(set_to_none=False)
+            module(batch(step)[rank::2]).backward()
+            made.step()
+        assert module.turned.grad is kept
+        return weights(module)
+
+    for ours in simulate(2, train):
+        assert_close(ours, train_plainly(FUSED["Adam"]))
+
+
+def test_S9_1_the_drift_does_not_depend_on_strides() -> None:
+    def train(rank: int, row_major: bool) -> float:
+        module = Layers(row_major)
+        made = torch.optim.SGD(module.parameters(), lr=0.05)
+        module.with_bagua([made], Algorithm.init("local_sgd", period=2))
+        for step in range(2):
+            step_on(module, made, batch(step)[rank::2])
+        return module.bagua_metrics()["drift"]
+
+    ours, theirs = (simulate(2, partial(train, row_major=row_major)) for row_major in (False, True))
+    assert ours == pytest.approx(theirs, rel=1e-4)
+    assert min(ours) > 0
+
+
+def test_S2_3_gradients_accumulated_before_strides_changed_stay() -> None:
+    def train(rank: int, wrap: bool) -> list[Tensor]:
+        module = Layers(row_major=True)
+        made = torch.optim.SGD(module.parameters(), lr=0.05)
+        if wrap:
+            module.with_bagua([made], Algorithm.init("gradient_allreduce"))
+        with module.no_sync() if wrap else torch.enable_grad():
+            module(batch(0)).backward()
+        module.conv.to(memory_format=torch.channels_last)
+        with module.no_sync() if wrap else torch.enable_grad():
+            plan = module._bagua.rounds._plan if wrap else None
+            module(batch(1)).backward()
+            assert not wrap or module._bagua.rounds._plan == plan, "nothing is communicated under no_sync, so no plan is made"
+        module(batch(2)).backward()
+        assert not wrap or module._bagua.rounds._plan != plan
+        made.step()
+        return weights(module)
+
+    expected = train(0, wrap=False)
+    for ours in simulate(2, lambda rank: train(rank, wrap=True)):
+        assert_close(ours, expected)
+
+
+@pytest.mark.parametrize("name", ["gradient_allreduce", "decentralized", "local_sgd", "topk", "low_precision_decentralized"])
+def test_S2_3_new_strides_on_one_rank_are_an_error_on_every_rank(name: str) -> None:
+    everything = {**AS_PLAIN, **COMPRESSED}
+
+    def train(rank: int) -> None:
+        module = Layers(row_major=True)
+        made = torch.optim.SGD(module.parameters(), lr=0.05)
+        module.with_bagua([made], Algorithm.init(name, **everything[name]))
+        step_on(module, made, batch(0))
+        if rank == 1:
+            module.conv.to(memory_format=torch.channels_last)
+        with pytest.raises(CommunicationError, match="rank 1 is about to make new buckets"):
+            step_on(module, made, batch(1))
+
+    simulate(2, train)
+
+
+def test_S2_3_new_strides_before_backward_reach_the_gradients() -> None:
+    def train(rank: int, wrap: bool) -> list[Tensor]:
+        module = Layers(row_major=True)
+        made = torch.optim.SGD(module.parameters(), lr=0.05, fused=True)
+        if wrap:
+            module.with_bagua([made], Algorithm.init("gradient_allreduce"))
+        for step in range(3):
+            made.zero_grad()
+            loss = module(batch(step))
+            if step == 1:
+                module.turned.data = module.turned.data.t().contiguous().t()
+            loss.backward()
+            made.step()
+        return weights(module)
+
+    expected = train(0, wrap=False)
+    for ours in simulate(2, lambda rank: train(rank, wrap=True)):
+        assert_close(ours, expected)
+
+
+def test_S9_1_weights_of_other_strides_on_one_rank_are_never_averaged() -> None:
+    def train(rank: int) -> None:
+        module = Layers(row_major=True)
+        made = torch.optim.SGD(module.parameters(), lr=0.05)
+        module.with_bagua([made], Algorithm.init("local_sgd", period=1))
+        module(batch(0)).backward()
+        if rank == 1:
+            module.conv.to(memory_format=torch.channels_last)
+        with pytest.raises(CommunicationError, match="weights with shapes and strides of checksum"):
+            made.step()
+
+    simulate(2, train)
+
+
+def test_S2_3_other_new_strides_are_an_error_on_every_rank() -> None:
+    def train(rank: int) -> None:
+        module = Layers(row_major=True)
+        made = torch.optim.SGD(module.parameters(), lr=0.05)
+        module.with_bagua([made], Algorithm.init("local_sgd", period=1))
+        step_on(module, made, batch(0))
+        if rank == 1:
+            module.conv.to(memory_format=torch.channels_last)
+        else:
+            module.turned.data = module.turned.data.t().contiguous().t()
+        with pytest.raises(CommunicationError, match="buckets of plan"):
+            step_on(module, made, batch(1))
+
+    simulate(2, train)
+
+
+def test_S2_3_a_rank_without_batches_follows_new_strides() -> None:
+    def train(rank: int) -> list[Tensor]:
+        module = Layers(row_major=True)
+        made = FUSED["Adam"](module.parameters())
+        module.with_bagua([made], Algorithm.init("gradient_allreduce"))
+        with bagua_ref.join([module]):
+            step_on(module, made, batch(0))
+            module.conv.to(memory_format=torch.channels_last)
+            for step in range(1, 3) if rank == 0 else ():
+                step_on(module, made, batch(step))
+        return weights(module)
+
+    first, second = simulate(2, train)
+    assert_close(first, second)
+
+
+def test_S2_3_train_takes_new_strides() -> None:
+    def train(rank: int) -> list[Tensor]:
+        module = Layers(row_major=True)
+        made = FUSED["Adam"](module.parameters())
+        with bagua_ref.train(module, [made], Algorithm.init("gradient_allreduce")):
+            for step in range(4):
+                if step == 2:
+                    module.conv.to(memory_format=torch.channels_last)
+                step_on(module, made, batch(step))
+        return weights(module)
+
+    expected = train_plainly(lambda p: torch.optim.Adam(p, lr=0.05), steps=4)
+    for ours in simulate(2, train):
+        assert_close(ours, expected)
+
+
+def test_S2_3_loaded_optimizer_state_gets_the_strides_of_the_weights() -> None:
+    row_major = Layers(row_major=True)
+    saving = FUSED["Adam"](row_major.parameters())
+    step_on(row_major, saving, batch(0))
+
+    def train(rank: int) -> list[Tensor]:
+        module = Layers()
+        made = FUSED["Adam"](module.parameters())
+        module.with_bagua([made], Algorithm.init("gradient_allreduce"))
+        module.load_state_dict(row_major.state_dict())
+        made.load_state_dict(copy.deepcopy(saving.state_dict()))
+        for step in (1, 2):
+            step_on(module, made, batch(step))
+        return weights(module)
+
+    for ours in simulate(2, train):
+        assert_close(ours, train_plainly(FUSED["Adam"]))
+
+
+def make_run(
+    name: str, row_major: bool = False, error_feedback: bool = True, flatten: bool = True
+) -> tuple[Any, torch.optim.Optimizer]:
+    module = Layers(row_major)
+    options = dict({**AS_PLAIN, **COMPRESSED}[name])
+    options |= {"error_feedback": error_feedback} if name in ("bytegrad", "qadam", "topk", "diloco") else {}
+    made: torch.optim.Optimizer = FUSED["SGD"](module.parameters())
+    if name == "qadam":
+        made = options["q_adam_optimizer"] = QAdamOptimizer(module.parameters(), lr=0.05, warmup_steps=2)
+    module.with_bagua([made], Algorithm.init(name, **options), do_flatten=flatten)
+    return module, made
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_S2_3_a_restart_continues_to_the_bit(name: str, tmp_path: Path) -> None:
+    def run(rank: int) -> None:
+        module, made = make_run(name)
+        for step in range(8):
+            if step == 4:
+                file = io.BytesIO()
+                torch.save([module.state_dict(), made.state_dict(), module.bagua_algorithm.state_dict()], file)
+                checkpoint.save(tmp_path / name, module, [made], step=step)
+            step_on(module, made, batch(step)[rank::2])
+        ended = weights(module)
+        for from_folder in (False, True):
+            again, other = make_run(name)
+            if from_folder:
+                checkpoint.load(tmp_path / name, again, [other])
+            else:
+                file.seek(0)
+                of_model, of_optimizer, of_algorithm = torch.load(file)
+                again.load_state_dict(of_model)
+                other.load_state_dict(of_optimizer)
+                again.bagua_algorithm.load_state_dict(of_algorithm)
+            for step in range(4, 8):
+                step_on(again, other, batch(step)[rank::2])
+            assert all(map(torch.equal, weights(again), ended)), from_folder
+
+    simulate(2, run)
+
+
+@pytest.mark.parametrize("name", ["bytegrad", "topk", "qadam", "low_precision_decentralized", "diloco"])
+def test_S2_3_memories_of_other_strides_are_refused_by_name(name: str) -> None:
+    def run(rank: int) -> None:
+        module, made = make_run(name)
+        for step in range(4):
+            step_on(module, made, batch(step)[rank::2])
+        saved = module.bagua_algorithm.state_dict()
+        again, _ = make_run(name, row_major=True)
+        before = again.bagua_algorithm.state_dict()
+        with pytest.raises(ValueError, match=r"'(conv.weight|turned).*with strides \((18, 1, 6, 2|1, 3)\)"):
+            again.bagua_algorithm.load_state_dict(saved)
+        assert repr(again.bagua_algorithm.state_dict()) == repr(before)
+
+    simulate(2, run)
+
+
+@pytest.mark.parametrize("name", [*COMPRESSED, "local_sgd", "decentralized", "gradient_allreduce"])
+def test_S2_3_traces_of_weights_that_are_not_row_major_pass(name: str, tmp_path: Path) -> None:
+    def run(rank: int) -> None:
+        module, made = make_run(name, error_feedback=name == "topk")  # memories of chunks cannot be recorded
+        with Recorder(tmp_path):
+            for step in range(4):
+                step_on(module, made, batch(step)[rank::2])
+
+    simulate(2, run)
+    report = check_trace(tmp_path)
+    assert report.passed, report
+
+
+def train_over_gloo() -> list[float]:
+    """Return how far every algorithm and torch's DDP are from plain training, on this rank."""
+    rank, found = bagua_ref.get_rank(), []
+    for name in ("DDP", *AS_PLAIN):
+        for make in FUSED.values():
+            module = Layers()
+            if name == "DDP":
+                module = DistributedDataParallel(module)
+            made = make(module.parameters())
+            if name != "DDP":
+                module.with_bagua([made], Algorithm.init(name, **AS_PLAIN[name]))
+            for step in range(3):
+                step_on(module, made, batch(step)[rank::2] if name in ("DDP", "gradient_allreduce") else batch(step))
+            expected = train_plainly(make)
+            found.append(max((a - b).abs().max().item() for a, b in zip(weights(module), expected, strict=True)))
+    return found
+
+
+def train_with_hook(name: str, options: dict[str, Any], row_major: bool, in_bucket: bool) -> list[Tensor]:
+    module = DistributedDataParallel(Layers(row_major), gradient_as_bucket_view=in_bucket)
+    state, hook = bagua_ref.ddp_comm_hook(name, **options)
+    module.register_comm_hook(state, hook)
+    made = FUSED["SGD"](module.parameters())  # Adam would make large steps of rounding
+    for step in range(4):
+        step_on(module, made, batch(step)[bagua_ref.get_rank() :: 2])
+    return weights(module)
+
+
+def train_with_hooks() -> None:
+    for in_bucket in (True, False):
+        expected = train_plainly(FUSED["SGD"], steps=4)
+        assert_close(train_with_hook("gradient_allreduce", {}, False, in_bucket), expected)
+        for name in ("topk", "powersgd"):
+            ours, theirs = (train_with_hook(name, COMPRESSED[name], row_major, in_bucket) for row_major in (False, True))
+            assert_close(ours, theirs)
+
+
+@pytest.mark.slow
+def test_S2_3_ddp_hooks_compute_the_same_for_any_strides() -> None:
+    launch(train_with_hooks, 2)
+
+
+@pytest.mark.slow
+def test_S2_3_fused_optimizers_train_over_gloo_as_one_process_on_the_whole_batch() -> None:
+    for rank in launch(train_over_gloo, 2):
+        assert max(rank) < 2e-5, rank
