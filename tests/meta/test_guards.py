@@ -233,12 +233,12 @@ STAYS, LEAVES = (
 )
 NOT_REACHED = [
     ("what other ranks have reached", UNUSED_FILE, " for words in notes)", " for words in [note])", f"{STAYS}[gradient_allreduce-True]"),
-    ("what was reached under no_sync", WRAPPED, "            self.rounds.unused.reached.add(name)\n", "            pass\n", f"{UNUSED}::test_S2_5_what_was_reached_under_no_sync_counts[2]"),
+    ("what was reached under no_sync", WRAPPED, "        self.rounds.note_reached(name)\n", "", f"{UNUSED}::test_S2_5_what_was_reached_under_no_sync_counts[2]"),
     ("forgetting what was reached", UNUSED_FILE, "        self.reached.clear()\n", "", f"{STAYS}[gradient_allreduce-True]"),
     ("values in the bucket", UNUSED_FILE, "                before[0].detach().copy_(before[1])", "                pass", f"{UNUSED}::test_S2_5_a_gradient_in_the_bucket_keeps_its_values"),
     ("what memories deliver", UNUSED_FILE, "if delivers and parameter.grad.any():", "if False:", f"{UNUSED}::test_S2_5_what_an_error_memory_delivers_is_a_gradient[topk-True]"),
     ("what a codec makes of zero", UNUSED_FILE, "if delivers and parameter.grad.any():", "if parameter.grad.any():", f"{STAYS}[bytegrad, OneBit-True]"),
-    ("ranks without batches", ROUNDS, "                    self.unused.agree_without_batch()\n", "                    pass\n", f"{UNUSED}::test_S2_5_ranks_without_batches_take_part[gradient_allreduce]"),
+    ("ranks without batches", ROUNDS, "                    self._unused.agree_without_batch()\n", "                    pass\n", f"{UNUSED}::test_S2_5_ranks_without_batches_take_part[gradient_allreduce]"),
     ("momenta that stay", QADAM, '["exp_avg"].copy_(momentum)', '["exp_avg"].add_(0)', LEAVES),
     ("memories of momenta that stay", QADAM, "                        memory.put_back(kept, start, start + proxy.numel(), place)\n", "                        pass\n", LEAVES),
     ("momenta before an overflow", QADAM, "                momentum.undo_overflow()\n", "                pass\n", f"{UNUSED}::test_S2_5_qadam_leaves_the_momentum_that_it_had_before_an_overflow[True]"),

@@ -11,6 +11,7 @@ import torch
 
 from bagua_ref.agreement import UNSAID, Agreement, Fact
 from bagua_ref.data_parallel.sharding import local, whole
+from bagua_ref.data_parallel.unused_parameters import UnusedParameters
 from bagua_ref.errors import CommunicationError
 from bagua_ref.flight_recorder import explain
 from bagua_ref.memory import Layout
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from bagua_ref.agreement import Comparison
     from bagua_ref.algorithms.base import TrainingContext
-    from bagua_ref.data_parallel.unused_parameters import UnusedParameters
+    from bagua_ref.types import Group
 
 __all__ = ["BUFFERS", "JOINED", "PLAN", "ROUND", "STEP", "AgreedRounds", "Told"]
 
@@ -78,19 +79,18 @@ class AgreedRounds:
 
     Args:
         training: the training; held weakly.
+        unused_group: the same ranks once more, to agree on unused parameters; None: these are errors.
 
     Attributes:
         broken: why no round can begin; "" while all is well.
         steps_of_optimizers: the steps that each optimizer has taken.
         backward_passes: those begun outside `no_sync`.
         joining: the `bagua_ref.join` that the module is in.
-        unused: with find_unused_parameters, what the ranks agree on at the end of a backward pass.
     """
 
     joining: JoinContext | None = None
-    unused: UnusedParameters | None = None
 
-    def __init__(self, training: TrainingContext) -> None:
+    def __init__(self, training: TrainingContext, unused_group: Group | None) -> None:
         self._training, self._group = weakref.ref(training), training.process_group
         self.broken = ""
         self._loaded = False
@@ -106,6 +106,7 @@ class AgreedRounds:
         self._in_node: Agreement | None = None
         """If ranks compare inside their node first."""
         self._alone = comm.nranks() == 1
+        self._unused = None if unused_group is None else UnusedParameters(training, unused_group)
         if not self._alone:
             training._bagua_backend.before_round = self._open
             if training.bagua_algorithm.agrees_in_nodes:
@@ -186,18 +187,39 @@ class AgreedRounds:
             comparison = training._bagua_backend.run(begin)
             told = _read(comparison)
             if told.act == ROUND:
-                if self.unused is not None and told.facts[-1]:
-                    self.unused.agree_without_batch()
+                if self._unused is not None and told.facts[-1]:
+                    self._unused.agree_without_batch()
                 algorithm.shadow(told.facts[: len(algorithm.facts())])
                 if alike:
                     training._bagua_backend.run(lambda: comparison.check(self._no_digest))
         return told
 
+    def noting_reached(self, hook: Callable[[str, torch.nn.Parameter], object]) -> Callable[[str, torch.nn.Parameter], object]:
+        """Return ``hook``, or one that also notes which parameters it is called for, if unused ones are no errors."""
+        return hook if self._unused is None else self._unused.noting(hook)
+
+    def note_reached(self, name: str) -> None:
+        """Note that a backward pass of any kind has reached a parameter."""
+        if self._unused is not None:
+            self._unused.reached.add(name)
+
+    def agree_on_unused(self) -> None:
+        """At the end of a backward pass that has marked gradients, agree on the parameters that no rank has reached. Collective."""
+        if self._unused is not None and self._trained._bagua_backend.round_begun:
+            self._unused.agree()
+
     def end_round(self) -> None:
-        """Do what remains to be done after a round inside `bagua_ref.join`."""
+        """Do what remains to be done after a round inside `bagua_ref.join`, and to parameters that no rank has reached."""
         told, self._told = self._told, None
         if self.joining is not None and told is not None:
             self.joining.round_ended(told)
+        if self._unused is not None:
+            self._unused.restore()
+
+    def close(self) -> None:
+        """Close the connections that only rounds use."""
+        if self._unused is not None:
+            self._unused.group.close()
 
     def _facts(self, act: int) -> list[Fact]:
         """Return what this rank says before ``act``: everything if it begins a round, else as many facts, but only the first."""
@@ -215,7 +237,7 @@ class AgreedRounds:
             for place, (optimizer, steps) in enumerate(zip(optimizers, self.steps_of_optimizers, strict=True)):
                 which = f" of optimizer {place}, {type(optimizer).__name__}" if several else ""
                 facts.append(Fact(f"{{has}} taken {{value}} optimizer steps{which}", steps))
-        if self.unused is not None:  # then the ranks agree on unused parameters before the round ends
+        if self._unused is not None:  # then the ranks agree on unused parameters before the round ends
             facts.append(
                 Fact("{is} {value}", int(training._bagua_backend.in_backward), ("outside a backward pass", "in a backward pass"))
             )
@@ -256,8 +278,8 @@ class AgreedRounds:
         if not self.broken and not self._alone:
             self.broken = why
             self._group.abort(why)
-            if self.unused is not None:
-                self.unused.group.abort(why)
+            if self._unused is not None:
+                self._unused.group.abort(why)
 
     @contextmanager
     def giving_up(self) -> Iterator[None]:

@@ -87,10 +87,6 @@ class UnusedParameters:
         self._leave_alone()
         self._set_aside, self._leave_alone = [], _nothing
 
-    def close(self) -> None:
-        """Close the connections."""
-        self.group.close()
-
     def _on_any_rank(self, bits: Sequence[bool]) -> list[bool]:
         """Return for each place whether the bit is set on any rank."""
         algorithm = self._trained.bagua_algorithm

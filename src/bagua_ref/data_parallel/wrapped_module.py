@@ -20,7 +20,6 @@ from bagua_ref.data_parallel.sharding import reshard, whole
 from bagua_ref.data_parallel.state_broadcast import broadcast_state
 from bagua_ref.data_parallel.step_guard import StepGuard
 from bagua_ref.data_parallel.trained_parameters import TrainedParameters
-from bagua_ref.data_parallel.unused_parameters import UnusedParameters
 from bagua_ref.env import get_default_bucket_size
 from bagua_ref.optimizer_state import align_state
 from bagua_ref.runtime import use_world
@@ -55,8 +54,7 @@ class WrappedModule(NotCopied):
         world: this rank's.
         do_flatten: keep each bucket's tensors in one storage.
         backend: the kernels; None chooses as `bagua_ref.backends.get_backend`.
-        find_unused_parameters: treat parameters that a backward pass does not reach as having zero gradients; those that no rank's
-            backward pass reaches keep theirs.
+        find_unused_parameters: treat parameters that a backward pass does not reach as having zero gradients (S2.5).
         timeout: seconds without progress after which waiting raises.
         bucket_bytes: the size at which a bucket is closed; None: `bagua_ref.env.get_default_bucket_size`.
         broadcast_buffers: broadcast the first rank's buffers before each training forward pass, not only now.
@@ -136,9 +134,7 @@ class WrappedModule(NotCopied):
         self.bagua_algorithm = algorithm.reify(self.process_group)
         self.bagua_algorithm._context = weakref.ref(self)
         self._handles: list[Any] = []
-        self.rounds = AgreedRounds(self)
-        if find_unused_parameters:
-            self.rounds.unused = UnusedParameters(self, group.sibling())
+        self.rounds = AgreedRounds(self, group.sibling() if find_unused_parameters else None)
         self.reset()
         self._handles.append(module.register_load_state_dict_post_hook(OwnHook(self.rounds.note_load)))
         self._handles.append(self.called_module.register_forward_pre_hook(OwnHook(self._forward_called)))
@@ -225,9 +221,7 @@ class WrappedModule(NotCopied):
         for parameter in without_gradient:  # else torch would not create the optimizer's state when it loads a checkpoint
             parameter.grad = None
         self._forward_pre_hook = algorithm.init_forward_pre_hook(self)
-        self._backward_hook = algorithm.init_backward_hook(self)
-        if self.rounds.unused is not None:
-            self._backward_hook = self.rounds.unused.noting(self._backward_hook)
+        self._backward_hook = self.rounds.noting_reached(algorithm.init_backward_hook(self))
         self._post_backward_hook = algorithm.init_post_backward_hook(self)
         self._post_step_hook = algorithm.init_post_optimizer_step_hook(self)
 
@@ -313,8 +307,7 @@ class WrappedModule(NotCopied):
     def _begin_backward(self, name: str, parameter: Any) -> bool:
         """Return whether the backward pass that delivers a gradient now is synchronized; if it is, begin its round."""
         self.given_group.refuse_in_child()
-        if self.rounds.unused is not None:
-            self.rounds.unused.reached.add(name)
+        self.rounds.note_reached(name)
         reached, first_run = self._passes.reached, self._passes.gradient_arrives()
         if first_run is not None:
             self._begin_forward((), first_run, in_backward=True)
@@ -377,19 +370,15 @@ class WrappedModule(NotCopied):
             node.register_hook(lambda *_: queue(self._graph_task_ended))
 
     def _post_backward(self) -> None:
-        unused = self.rounds.unused if self._bagua_backend.round_begun else None
         self._in_backward = False
         with self.rounds.giving_up():
-            if unused is not None:
-                unused.agree()
+            self.rounds.agree_on_unused()
             self._bagua_backend.end_backward(self._find_unused_parameters)
             self._post_backward_hook()
         self._parameters.align_gradients()
         self._guard.synchronized()
         self._passes.backward_synchronized()
         self.rounds.end_round()
-        if unused is not None:
-            unused.restore()
 
     def reshard(self) -> None:
         """If the module is sharded, let its next forward pass gather the weights anew, as they have changed."""
@@ -421,5 +410,4 @@ class WrappedModule(NotCopied):
             self.process_group.close()
         if self._buffer_group is not None:
             self._buffer_group.close()
-        if self.rounds.unused is not None:
-            self.rounds.unused.close()
+        self.rounds.close()
