@@ -78,7 +78,10 @@ def _described(tensors: dict[str, Tensor], optimizers: Sequence[torch.optim.Opti
     for name, tensor in tensors.items():
         is_parameter = isinstance(tensor, torch.nn.Parameter)
         frozen = ", frozen" if is_parameter and not tensor.requires_grad else ""
-        texts[f"{'parameter' if is_parameter else 'buffer'} {name!r}"] = f"{tuple(local(tensor).shape)} {tensor.dtype}{frozen}"
+        mine = local(tensor)
+        expanded = any(size > 1 and not stride for size, stride in zip(mine.shape, mine.stride(), strict=True))
+        text = f"{tuple(mine.shape)} {tensor.dtype}{frozen}{', expanded' if expanded else ''}"
+        texts[f"{'parameter' if is_parameter else 'buffer'} {name!r}"] = text
     for place, optimizer in enumerate(optimizers):
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         texts[f"optimizer {place}"] = f"{type(optimizer).__name__} of {sizes} parameters"
