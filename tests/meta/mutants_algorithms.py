@@ -46,7 +46,7 @@ ALGORITHMS: list[tuple[str, str, str, str, str]] = [
     ("always the sum", "S5.1", FULL, "average=self.average, group=", "average=False, group="),
     ("always the mean of gradients", "S5.1", FULL, "average=self.average, group=", "average=True, group="),
     ("the optimizer does not wait for the exchange", "S5.1", BASE, "return bagua_ddp._bagua_backend.wait_pending_comm_ops", "return lambda: None"),
-    ("steps before the first are skipped", "S5.1", WRAPPED, "self._synchronizing = not self.skipping", "self._synchronizing = not self.skipping and self.bagua_train_step_counter > 0"),
+    ("steps before the first are skipped", "S5.1", WRAPPED, "self._synchronizing = not skipping", "self._synchronizing = not skipping and self.bagua_train_step_counter > 0"),
     ("bytegrad never is hierarchical", "S5.2", BYTES, "            hierarchical=self.hierarchical,\n", "            hierarchical=False,\n"),
     ("bytegrad always averages", "S5.2", BYTES, "            average=self.average,\n", "            average=True,\n"),
     ("bytegrad does not compress", "S5.2", BYTES, "            compression=self.compression,\n            group=", "            compression=None,\n            group="),

@@ -8,12 +8,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from bagua_ref.algorithms.base import GlobalAlgorithmRegistry
 from bagua_ref.communication import broadcast_coalesced
 from bagua_ref.data_parallel.agreed_rounds import BUFFERS, AgreedRounds
 from bagua_ref.data_parallel.both_reduce import refuse_both, refuse_inside
 from bagua_ref.data_parallel.bucketing import split_into_buckets
+from bagua_ref.data_parallel.functional_forwards import FunctionalForwards, outside_transforms
 from bagua_ref.data_parallel.gradient_hook import GradientHook
 from bagua_ref.data_parallel.sharding import reshard, whole
 from bagua_ref.data_parallel.state_broadcast import broadcast_state
@@ -111,6 +113,7 @@ class WrappedModule(NotCopied):
         self.skipping = False
         """Whether training forward passes that begin now skip communication, as in `no_sync`."""
         self._in_backward = False
+        self._functional = FunctionalForwards()
         self.without_forward = without_forward
         self._backward_begun = -1
         """The last backward pass that stood in for a forward pass."""
@@ -221,25 +224,30 @@ class WrappedModule(NotCopied):
             return
         refuse_both(self.given_group)
         if not self.without_forward:
-            self._begin_forward(input)
+            with outside_transforms():
+                self._begin_forward(input, self.skipping)
 
-    def _begin_forward(self, input: Any) -> None:
+    def _begin_forward(self, input: Any, skipping: bool) -> None:
         self.given_group.refuse_in_child()
-        self._parameters.check()
+        if not self._parameters.check():
+            if not self._guard.expects_backward:
+                self._functional.note(skipping)
+            return
+        self._functional.take()
         if self._in_backward:  # the last backward pass failed
             self._in_backward = False
             self._bagua_backend.abandon_round()
             if self._bagua_backend.half_done:
                 self.rounds.give_up("one of its backward passes failed after communication had begun")
         self.rounds.check_usable()
-        self._synchronizing = not self.skipping
+        self._synchronizing = not skipping
         self.bagua_train_step_counter += 1
         self.bagua_algorithm.begin_forward()
         if self.bagua_algorithm.need_reset():
             self.reset()
         self._guard.forward_begins()
         if self._synchronizing:
-            if self._buffer_group is not None and self.bagua_algorithm.ranks_in_step:
+            if self._buffer_group is not None and self.bagua_algorithm.ranks_in_step and not _inside_backward():
                 self.broadcast_buffers(0 if self.rounds.joining is None else self.rounds.tell(BUFFERS).active[0])
             self._forward_pre_hook(input)
 
@@ -247,7 +255,7 @@ class WrappedModule(NotCopied):
         """Give every rank the buffers of rank ``source`` of the group. Collective."""
         assert self._buffer_group is not None, "will_broadcast_buffers() is True, and there are other ranks"
         # Autograd must not take this for a change by the user to a saved buffer: data has no version.
-        buffers = [buffer.data for buffer in self._buffers()]
+        buffers = [buffer.data for buffer in self._buffers() if not is_functorch_wrapped_tensor(buffer)]
         with self._bagua_backend.meter.waiting():
             broadcast_coalesced(buffers, source, self._buffer_group.get_global_communicator())
 
@@ -264,6 +272,7 @@ class WrappedModule(NotCopied):
         if self.without_forward and self._in_backward and not _inside_backward():
             raise RuntimeError("a backward pass failed inside train(), so gradients are of this rank alone; leave the context")
         self.rounds.check_usable()
+        self._functional.take()
         self._guard.before_step(optimizer)
 
     def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -285,7 +294,9 @@ class WrappedModule(NotCopied):
             backward = torch._C._current_graph_task_id()
             if backward != self._backward_begun:
                 self._backward_begun = backward
-                self._begin_forward(())
+                self._begin_forward((), self.skipping)
+        if self.module.training and not self._guard.expects_backward and (synchronizes := self._functional.take()) is not None:
+            self._begin_forward((), not synchronizes)
         bypassed = self._why_bypassed()
         # What counts is whether the forward pass ran under no_sync (S5), and the backward pass only if there was no forward pass.
         if bypassed is None and self._synchronizing and (self._guard.expects_backward or not self.skipping):
