@@ -288,6 +288,26 @@ def coalesced(comm) -> None:
     for i, actual in enumerate(mine):
         assert torch.equal(actual, sum((tensors(r)[i] for r in range(1, n)), start=tensors(0)[i].detach()))
     bagua_ref.broadcast_coalesced([], 0, comm)
+    for nan in (False, True):
+        mine = [
+            torch.full((2, 1), math.nan if nan else float(rank)).expand(2, 3),
+            torch.full((1,), rank).expand(4),
+            torch.zeros(3) + rank,
+        ]
+        bagua_ref.broadcast_coalesced(mine, 0, comm)
+        assert str(mine[0].tolist()) == str([[math.nan if nan else 0.0] * 3] * 2)
+        assert [t.tolist() for t in mine[1:]] == [[0] * 4, [0] * 3]
+        assert [t.stride() for t in mine] == [(1, 0), (0,), (1,)]
+    mine = [torch.full((1,), float(rank)).expand(4), torch.ones(2)]
+    bagua_ref.allreduce_coalesced_inplace(mine, comm=comm)
+    assert [t.tolist() for t in mine] == [[n * (n - 1) / 2] * 4, [n] * 2]
+    apart = torch.arange(4.0) if rank == 0 else torch.zeros(1).expand(4)
+    if rank == 0:
+        bagua_ref.broadcast_coalesced([apart, torch.ones(2)], 0, comm)
+    else:
+        with pytest.raises(ValueError, match=r"shape \(4,\) and strides \(0,\) is expanded.*tensor.clone\(\)"):
+            bagua_ref.broadcast_coalesced([apart, torch.ones(2)], 0, comm)
+        assert apart.tolist() == [0.0] * 4
 
 
 def parameters(comm) -> None:

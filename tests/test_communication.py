@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from functools import partial
 
 import pytest
@@ -412,3 +413,17 @@ def test_no_communicator_of_its_own_pretends_to_be_one():
     assert (outside.rank(), outside.nranks(), outside.bytes_sent) == (-1, 3, 0)
     with pytest.raises(AttributeError):
         outside.allredcue  # noqa: B018
+
+
+def test_the_time_to_broadcast_many_small_tensors_grows_with_their_number() -> None:
+    def seconds(count: int) -> float:
+        def main() -> float:
+            tensors = [torch.zeros(2) for _ in range(count)]
+            began = time.thread_time()
+            bagua_ref.broadcast_coalesced(tensors, 0)
+            return time.thread_time() - began
+
+        return max(simulate(main, (2,)))
+
+    seconds(100)
+    assert min(seconds(16_000) for _ in range(3)) < 30 * max(seconds(2_000) for _ in range(3))  # 64 times if each looked at all

@@ -41,6 +41,7 @@ def trained(rank: int, algorithm: str, in_context: bool) -> torch.Tensor:
     if in_context:
         assert set(module.__dict__) == before
         assert not module._forward_pre_hooks
+        assert not module._forward_hooks
         assert not any(p._post_accumulate_grad_hooks for p in module.parameters())
     return weights(module)
 

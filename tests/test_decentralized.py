@@ -14,6 +14,7 @@ import torch
 from tests.launch import launch
 from tests.trainings import batch, network, simulate, weights
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import bagua_ref
 from bagua_ref.algorithms import Algorithm, DecentralizedAlgorithm, GradientAllReduceAlgorithm, LowPrecisionDecentralizedAlgorithm
@@ -21,6 +22,7 @@ from bagua_ref.backends import get_codec
 from bagua_ref.bucket import BaguaBucket
 from bagua_ref.comm_ops import shift_one_peer
 from bagua_ref.conformance import EXACT, SUM, assert_equal
+from bagua_ref.data_parallel import DistributedDataParallel
 from bagua_ref.graphs import hypercube, in_turn
 
 
@@ -379,10 +381,85 @@ def test_S5_3_the_weights_do_not_change_between_forward_and_the_end_of_backward(
         assert module.bagua_buckets[0]._decentralized_op.step == 1
         loss.backward(retain_graph=True)
         assert module.w.item() == 0.5
-        with torch.no_grad():
-            module.w.fill_(r)
-        loss.backward()  # this backward averages nothing
-        assert module.w.item() == r
+
+    simulate(2, rank)
+
+
+def twice(module: nn.Module, forward: Callable[[int], torch.Tensor]) -> None:
+    loss = forward(0)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def in_order(module: nn.Module, forward: Callable[[int], torch.Tensor]) -> None:
+    first, second = forward(0), forward(1)
+    first.backward()
+    second.backward()
+
+
+def reversed_order(module: nn.Module, forward: Callable[[int], torch.Tensor]) -> None:
+    first, second = forward(0), forward(1)
+    second.backward()
+    first.backward()
+
+
+def penalty_first(module: nn.Module, forward: Callable[[int], torch.Tensor]) -> None:
+    loss = forward(0)
+    sum(p.square().sum() for p in module.parameters()).backward()
+    loss.backward()
+
+
+REMEDY = r"replaces the weights by their average.*Add the losses and call backward\(\) once.*no_sync"
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("form", ["flat", "not flat", "wrapper", "train"])
+@pytest.mark.parametrize("use", [twice, in_order, reversed_order, penalty_first])
+def test_S5_3_a_graph_of_before_the_copy_back_is_refused_with_the_remedy(use: Any, form: str, checkpointed: bool) -> None:
+    def rank(r: int) -> None:
+        module = network()
+        module.step = lambda x: module.forward(x).square().mean()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        algorithm = DecentralizedAlgorithm(hierarchical=False)
+
+        def forward(step: int) -> torch.Tensor:
+            call = module.step if form == "train" else lambda x: module(x).square().mean()
+            x = batch(r, step).requires_grad_()
+            return checkpoint(call, x, use_reentrant=False) if checkpointed else call(x)
+
+        if form == "train":
+            if checkpointed:  # nothing shows that the weights are other ones when they are used again
+                return
+            with pytest.raises(RuntimeError, match=REMEDY), bagua_ref.train(module, [optimizer], algorithm):
+                use(module, forward)
+            assert not module._forward_hooks
+            return
+        if form == "wrapper":
+            DistributedDataParallel(module, optimizers=[optimizer], algorithm=algorithm)
+        else:
+            module.with_bagua([optimizer], algorithm, do_flatten=form == "flat")
+        with pytest.raises(RuntimeError, match=REMEDY):
+            use(module, forward)
+        optimizer.zero_grad()
+        train(module, optimizer, r, range(2))  # training goes on
+        with module.no_sync():  # as the message says
+            use(module, forward)
+        (forward(0) + forward(1)).backward()
+        optimizer.step()
+        module.with_bagua([optimizer], GradientAllReduceAlgorithm())
+        use(module, forward)
+
+    simulate(2, rank)
+
+
+def test_S5_3_where_nothing_is_averaged_a_graph_can_be_used_again() -> None:
+    def rank(r: int) -> None:
+        module = network()
+        module.with_bagua([], DecentralizedAlgorithm(hierarchical=False, communication_interval=2))
+        module(batch(r, 0)).sum().backward()
+        loss = module(batch(r, 1)).square().mean()
+        for _ in range(2):
+            loss.backward(retain_graph=True)
 
     simulate(2, rank)
 

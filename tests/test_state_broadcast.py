@@ -14,8 +14,9 @@ from tests.trainings import simulate
 from torch import nn
 
 import bagua_ref
-from bagua_ref.algorithms import GradientAllReduceAlgorithm
+from bagua_ref.algorithms import Algorithm, GradientAllReduceAlgorithm
 from bagua_ref.communicators.scheduler import format_ranks
+from bagua_ref.data_parallel import DistributedDataParallel
 from bagua_ref.data_parallel.state_broadcast import _check_alike
 from bagua_ref.simulation import SimulatedWorld
 
@@ -329,3 +330,67 @@ def test_S5_comparing_ranks_that_agree_takes_one_small_collective() -> None:
         return max(SimulatedWorld(4).run(rank))
 
     assert sent(1) == sent(10_000) < 1000
+
+
+class Expanded(nn.Module):
+    """A buffer and a frozen parameter whose elements share memory, as ``expand()`` makes them."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.ones(3))
+        self.frozen = nn.Parameter(torch.full((3, 1), 1.0 + rank).expand(3, 4), requires_grad=False)
+        self.register_buffer("mask", torch.full((1,), 2.0 + rank).expand(4))
+        self.register_buffer("places", torch.arange(4).expand(1, -1) + rank)
+        self.register_buffer("on", torch.tensor(rank == 0).expand(2, 2))
+        self.register_buffer("none", torch.zeros(1, 0).expand(3, 0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ((self.weight @ self.frozen) * self.mask * x).sum()
+
+    def values(self) -> list[Any]:
+        return [tensor.tolist() for tensor in (*self.parameters(), *self.buffers())]
+
+
+def _expanded(rank: int, wrapper: bool, algorithm: str = "gradient_allreduce") -> Expanded:
+    module = Expanded(rank)
+    optimizer = torch.optim.SGD([module.weight], lr=0.1)
+    if wrapper:
+        model: Any = DistributedDataParallel(module)
+    else:
+        model = module.with_bagua([optimizer], Algorithm.init(algorithm))
+    assert module.values() == Expanded(0).values()
+    assert module.frozen.stride() == (1, 0)
+    assert module.mask.stride() == (0,)
+    module.mask[:1].add_(rank)
+    model(torch.full((4,), 1.0 + rank)).backward()
+    assert module.mask.tolist() == [2.0 + (0 if wrapper else rank)] * 4
+    return module
+
+
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "decentralized"])
+@pytest.mark.parametrize("wrapper", [True, False])
+def test_S5_expanded_buffers_and_frozen_parameters_are_broadcast(wrapper: bool, algorithm: str) -> None:
+    simulate(2, lambda r: _expanded(r, wrapper, algorithm))
+
+
+def _expanded_over_gloo() -> None:
+    for wrapper in (True, False):
+        _expanded(bagua_ref.get_rank(), wrapper)
+
+
+def test_S5_real_ranks_broadcast_expanded_buffers() -> None:
+    launch(_expanded_over_gloo, 2)
+
+
+def test_S5_a_tensor_that_is_expanded_on_some_ranks_only_is_named_on_all() -> None:
+    def rank(r: int) -> None:
+        module = Expanded(0)
+        if r == 0:
+            module.mask = module.mask.clone()
+        with pytest.raises(
+            ValueError, match=r"buffer 'mask': \(4,\) torch.float32 on rank 0, \(4,\) torch.float32, expanded on rank 1"
+        ):
+            module.with_bagua([], GradientAllReduceAlgorithm())
+
+    simulate(2, rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Callable
 from typing import Any
@@ -171,6 +172,50 @@ def _train_all_forms(algorithm: str) -> None:
 )
 def test_compiled_modules_train_bit_for_bit_as_others(algorithm: str) -> None:
     launch(_train_all_forms, 2, algorithm)
+
+
+@torch.compile(backend="eager")
+def _called_by(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return module(x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "before_wrapping", "algorithm"), [(Net, True, "gradient_allreduce"), (sequential, False, "decentralized")]
+)
+@pytest.mark.parametrize("form", ["function", "compile", "method", "container"])
+def test_a_module_of_the_same_class_may_be_compiled_and_run_before(
+    form: str, make: Callable[[], nn.Module], before_wrapping: bool, algorithm: str
+) -> None:
+    """The other one runs between steps, too, as a copy that is evaluated does."""
+    torch._dynamo.config.skip_nnmodule_hook_guards = True  # as it is unless another test has wrapped a module
+
+    def called(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+        if form == "function":
+            return lambda x: _called_by(module, x)
+        if form == "method":
+            module.compile(backend="eager")
+            return module
+        return torch.compile(Containing(module) if form == "container" else module, backend="eager")
+
+    bagua_ref.init_process_group()
+    try:
+        other, module = called(make()), make()
+        x = torch.ones(3, 4)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        if before_wrapping:
+            other(x).sum().backward()
+        module.with_bagua([optimizer], Algorithm.init(algorithm))
+        other(x).sum().backward()
+        run, copied = called(module), called(copy.deepcopy(module))
+        for step in range(2):
+            run(x).sum().backward()
+            optimizer.step()
+            other(x).sum().backward()
+            copied(x).sum().backward()
+            assert module.bagua_train_step_counter == step + 1
+    finally:
+        bagua_ref.destroy_process_group()
 
 
 def _count_breaks(wrap: Callable[[nn.Module], nn.Module]) -> dict[tuple[str, str, bool], int | None]:

@@ -725,10 +725,107 @@ def test_bad_modules_are_refused() -> None:
             nn.ReLU().with_bagua([], GradientAllReduceAlgorithm())
         with pytest.raises(NotImplementedError, match=r"'0\.weight'.*sparse"):
             nn.Sequential(nn.Embedding(3, 2, sparse=True)).with_bagua([], GradientAllReduceAlgorithm())
-        with pytest.raises(TypeError, match="complex64"):
-            nn.Linear(2, 2, dtype=torch.complex64).with_bagua([], GradientAllReduceAlgorithm())
+        with pytest.raises(TypeError, match=r"'0\.weight' is torch.complex64.*view_as_real"):
+            nn.Sequential(nn.Linear(2, 2, dtype=torch.complex64)).with_bagua([], GradientAllReduceAlgorithm())
         with pytest.raises(ValueError, match="differ between ranks"):
             nn.Linear(2, 2 + r).with_bagua([], GradientAllReduceAlgorithm())
+
+    simulate(2, rank)
+
+
+class Spectral(nn.Module):
+    """Has complex weights by the recipe of the error, and others that are not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.view_as_real(torch.randn(4, dtype=torch.complex64)))
+        self.frozen = nn.Parameter(torch.ones(4, dtype=torch.complex64), requires_grad=False)
+        self.register_buffer("phases", torch.ones(4, dtype=torch.complex64))
+        self.ignored = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+        self._bagua_params_and_buffers_to_ignore = ["ignored"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (torch.view_as_complex(self.weight) * self.frozen * self.phases * x).abs().square().mean()
+
+
+def test_S2_1_complex_weights_train_as_the_error_says() -> None:
+    def rank(r: int) -> torch.Tensor:
+        module = Spectral()
+        with torch.no_grad():
+            module.phases.fill_(1 + r)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        module.with_bagua([optimizer], GradientAllReduceAlgorithm())
+        assert torch.equal(module.phases, torch.ones(4, dtype=torch.complex64))
+        for step in range(3):
+            optimizer.zero_grad()
+            module(torch.full((4,), 1.0 + r + step)).backward()
+            optimizer.step()
+        return module.weight.detach().clone()
+
+    alone = Spectral()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        (sum(alone(torch.full((4,), 1.0 + r + step)) for r in range(2)) / 2).backward()
+        optimizer.step()
+    for found in simulate(2, rank):
+        torch.testing.assert_close(found, alone.weight.detach())
+
+
+class LookUp(nn.Module):
+    """Gets sparse gradients from the function, which no attribute tells; its own ``sparse`` means something else."""
+
+    sparse = True
+
+    def __init__(self, sparse: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight, self._sparse = nn.Parameter(torch.randn(5, 3)), sparse
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(rows, self.weight, sparse=self._sparse)
+
+
+class Scaled(nn.Embedding):
+    """An embedding with a parameter of its own, which gets dense gradients."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 3, sparse=True)
+        self.factor = nn.Parameter(torch.ones(1))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return super().forward(rows) * self.factor
+
+
+@pytest.mark.parametrize("name", ["gradient_allreduce", "bytegrad", "decentralized", "local_sgd"])
+def test_S2_1_only_an_embeddings_sparse_counts(name: str) -> None:
+    def rank(r: int) -> None:
+        for made in (nn.Embedding(5, 3, sparse=True), nn.EmbeddingBag(5, 3, sparse=True), Scaled()):
+            with pytest.raises(NotImplementedError, match=r"'0\.weight'.*sparse=False"):
+                nn.Sequential(made).with_bagua([], algorithm())
+        module = nn.Sequential(LookUp(sparse=False), Scaled())
+        module[1]._bagua_params_and_buffers_to_ignore = module._bagua_params_and_buffers_to_ignore = ["1.weight", "weight"]
+        for part in module:
+            optimizer = torch.optim.SGD(part.parameters(), lr=0.1)
+            part.with_bagua([optimizer], algorithm())
+            part(torch.tensor([r, 1 + r])).square().sum().backward()
+            optimizer.step()
+
+    def algorithm() -> Any:
+        return Algorithm.init(name, **({"period": 2} if name == "local_sgd" else {}))
+
+    simulate(2, rank)
+
+
+@pytest.mark.parametrize("do_flatten", [True, False])
+@pytest.mark.parametrize("name", ["gradient_allreduce", "bytegrad", "powersgd", "topk"])
+def test_S2_1_a_sparse_gradient_that_comes_all_the_same_is_refused_by_name(name: str, do_flatten: bool) -> None:
+    def rank(r: int) -> None:
+        module = LookUp()
+        module.with_bagua([torch.optim.SGD(module.parameters(), lr=0.1)], Algorithm.init(name), do_flatten=do_flatten)
+        with pytest.raises(NotImplementedError, match=r"'weight' is torch\.sparse_coo.*sparse=False"):
+            module(torch.tensor([r, 1 + r])).square().sum().backward()
 
     simulate(2, rank)
 

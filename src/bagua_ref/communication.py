@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._utils import _flatten_dense_tensors as flatten
+from torch._utils import _unflatten_dense_tensors as unflatten
 
 from bagua_ref.communicators.base import Communicator, NonMember
 from bagua_ref.memory import by_dtype_and_device
@@ -132,7 +134,8 @@ def broadcast_coalesced(tensors: Sequence[Tensor], src: int = 0, comm: MaybeComm
     communicator = _on(comm)
     for flat, members in _coalesced(tensors):
         communicator.broadcast(flat, src)
-        _scatter_flat(flat, members)
+        if communicator.rank() != src:
+            _scatter_flat(flat, members)
 
 
 def broadcast_object(obj: Any, src: int = 0, comm: MaybeCommunicator | None = None) -> Any:
@@ -270,23 +273,45 @@ def barrier(comm: MaybeCommunicator | None = None) -> None:
 
 def _coalesced(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, list[Tensor]]]:
     """Yield flat copies of tensors of one dtype and device, with the tensors to copy them back to; every rank splits alike."""
-    for alike in by_dtype_and_device(tensors):
+    for alike in by_dtype_and_device(tensor for tensor in tensors if tensor.numel()):
         batches: list[list[Tensor]] = [[]]
+        filled = 0
         for tensor in alike:
-            if batches[-1] and sum(t.nbytes for t in batches[-1]) + tensor.nbytes > _COALESCED_BYTES:
+            filled += tensor.nbytes
+            if batches[-1] and filled > _COALESCED_BYTES:
                 batches.append([])
+                filled = tensor.nbytes
             batches[-1].append(tensor)
         for batch in batches:
             if len(batch) == 1 and batch[0].is_contiguous():
                 yield batch[0], []
             else:
-                yield torch.cat([tensor.reshape(-1) for tensor in batch]), batch
+                yield flatten(batch), batch
 
 
 def _scatter_flat(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     if tensors:
-        for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-            tensor.copy_(values.view(tensor.shape))
+        pairs = zip(tensors, unflatten(flat, tensors), strict=True)
+        once = [_without_repeats(*pair) if 0 in pair[0].stride() else pair for pair in pairs]
+        torch._foreach_copy_([tensor for tensor, _ in once], [values for _, values in once])
+
+
+def _without_repeats(tensor: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the part of an expanded tensor that has each place in memory once, and the part of ``values`` that belongs there.
+
+    Raises:
+        ValueError: ``values`` are not repeated as those of ``tensor`` are.
+    """
+    place, part = tensor, values
+    for dimension, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            place, part = place.narrow(dimension, 0, 1), part.narrow(dimension, 0, 1)
+    if not part.expand_as(values).contiguous().view(torch.uint8).equal(values.view(torch.uint8)):
+        raise ValueError(
+            f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is expanded, so it has no memory for the "
+            "result, whose elements differ along the expanded dimensions; pass tensor.clone(), or use expand() on all ranks"
+        )
+    return place, part
 
 
 if not TYPE_CHECKING:  # so that type checkers still find misspelt names

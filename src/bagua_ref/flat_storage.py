@@ -180,7 +180,7 @@ class FlatStorage:
             self._replace(place, tensor)
             return tensor
         if tensor.layout is not torch.strided:
-            raise NotImplementedError(f"tensor {name!r} is {tensor.layout}; only dense tensors can be communicated")
+            raise NotImplementedError(f"tensor {name!r} is {tensor.layout}; only dense ones can be communicated: use sparse=False")
         raise ValueError(
             f"tensor {name!r} has shape {tuple(tensor.shape)} and {tensor.dtype}, but its bucket was made for shape "
             f"{tuple(shape)} and {self._dtype}; make the bucket, or wrap the module, after changing them"

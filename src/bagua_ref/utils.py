@@ -30,6 +30,7 @@ __all__ = [
     "flatten",
     "get_flattened_tensor",
     "inside_backward",
+    "let_compiler_see_hooks",
     "overlapping",
     "uncompiled",
     "unflatten",
@@ -99,6 +100,19 @@ def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
     while dynamo is not None and isinstance(module, dynamo.OptimizedModule):
         module = module._orig_mod
     return module
+
+
+def let_compiler_see_hooks() -> None:
+    """Have torch.compile check hooks before it runs code again that it compiled for another module of the same class.
+
+    By default, it takes modules of one class for equal, and a wrapped one would run without its hooks if one without had been
+    compiled. The first call discards what was compiled before.
+    """
+    import torch._dynamo  # which the first training forward pass imports, too
+
+    if torch._dynamo.config.skip_nnmodule_hook_guards:
+        torch._dynamo.config.skip_nnmodule_hook_guards = False
+        torch._dynamo.reset()
 
 
 def apply_flattened_call(bucket: Sequence[Tensor], call: Callable[..., object], extra_args: Sequence[Any] | None = None) -> None:

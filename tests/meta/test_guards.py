@@ -317,6 +317,7 @@ GIVING_UP = [
     ("errors that keep no works alive", CONNECTION, "            error.__traceback__ = error.__context__ = None\n", "            error.__traceback__ = None\n", "tests/test_gloo.py::test_works_are_freed_before_abort_can_have_the_turn_even_if_the_error_is_kept[failed]"),
 ]  # fmt: skip
 FORM = "tests/test_context_form.py"
+FUNCTIONAL = "tests/test_functional_forwards.py"
 HOOKS = "src/bagua_ref/data_parallel/wrapped_module.py"
 ROUND_ENDS, NOTE = "src/bagua_ref/scheduling/engine.py", "src/bagua_ref/communicators/notes.py"
 BESIDE_BACKWARD = [
@@ -331,6 +332,10 @@ TRACING = [
 CONTEXT_FORM = [
     ("a first gradient that stands in for the forward pass", HOOKS, "                self._begin_forward((), not self.skipping, in_backward=True)\n", "", f"{FORM}::test_the_context_gives_the_bits_of_with_bagua[decentralized]"),
     ("no step after a backward pass that failed", HOOKS, "        if self.without_forward and self._in_backward and not inside_backward():\n", "        if False:\n", f"{FORM}::test_no_step_follows_a_backward_pass_that_failed"),
+    ("a first gradient that stands in for a functional forward", HOOKS, "            self._begin_forward((), synchronized, in_backward=True)\n", "            pass\n", f"{FUNCTIONAL}::test_S5_a_backward_that_reaches_the_parameters_is_synchronized[fast_weights_alone-flat]"),
+    ("a functional forward of an earlier step", HOOKS, "        self._functional.take()\n        self._guard.before_step(optimizer)\n", "        self._guard.before_step(optimizer)\n", f"{FUNCTIONAL}::test_a_functional_forward_of_an_earlier_step_makes_no_backward_legal"),
+    ("buffers during a backward pass", HOOKS, " and self.bagua_algorithm.ranks_in_step and not in_backward:", " and self.bagua_algorithm.ranks_in_step:", f"{FUNCTIONAL}::test_S5_buffers_are_not_broadcast_during_a_functional_backward"),
+    ("a forward pass inside transforms", HOOKS, "        with outside_transforms():\n", "        if True:\n", f"{FUNCTIONAL}::test_S5_a_backward_that_reaches_the_parameters_is_synchronized[slopes_of_inputs-wrapper]"),
     ("DistributedDataParallel around a training", HOOKS, "        refuse_both(self.given_group)\n", "", f"{FORM}::test_DistributedDataParallel_over_the_same_ranks_is_refused"),
 ]  # fmt: skip
 GUARDS = (

@@ -184,6 +184,9 @@ class AlgorithmImpl(NotCopied):
         """Whether the algorithm needs the module's training forward pass in each step; if not, a backward pass alone suffices."""
         return False
 
+    why_one_backward = ""
+    """Why graphs cannot be used again after a backward pass, and what to do instead; "" if they can."""
+
     average = True
     """Whether the buckets' result is the mean over all ranks of what they contribute."""
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from bagua_ref.agreement import Fact
 from bagua_ref.algorithms.base import Algorithm
+from bagua_ref.algorithms.graph_guard import GraphGuard, weights_averaged
 from bagua_ref.algorithms.weight_averaging import WeightAveragingImpl, bagua_tensor, check_interval, register_weights
 from bagua_ref.comm_ops.low_precision_decentralized import trade_with_neighbours
 from bagua_ref.compression import check_compression
@@ -52,6 +53,9 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
         """Whether the last training forward pass marked the weights ready, and no backward pass has copied the result back yet."""
         self._rounds = 0
         """How often the weights were marked ready."""
+        self._guard = GraphGuard(weights_averaged)
+
+    why_one_backward = weights_averaged
 
     @property
     def steps_together(self) -> bool:
@@ -82,6 +86,7 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
 
     def init_tensors(self, bagua_ddp: TrainingContext) -> list[Tensor]:
         """Return the weights, last layer first."""
+        self._guard.watch(bagua_ddp.called_module)
         self.tensors = register_weights(bagua_ddp)
         return self.tensors
 
@@ -123,6 +128,11 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
     def _copy_back(self) -> None:
         for bucket in self.context.bagua_buckets:
             bucket._decentralized_op.copy_back_peer_weight(bucket)
+        self._guard.overwritten += 1
+
+    def close(self) -> None:
+        """Take the hook off the module."""
+        self._guard.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the step and how often each bucket was averaged, which determines the next graph."""

@@ -90,6 +90,11 @@ def train(
         context = context_of(model)
         if context is not None:
             context._bagua_backend.wait_pending_comm_ops()
+    except RuntimeError as error:
+        context = context_of(model)
+        if context is not None and context.bagua_algorithm.why_one_backward and "modified by an inplace operation" in str(error):
+            raise RuntimeError(context.bagua_algorithm.why_one_backward) from error
+        raise
     finally:
         context = context_of(model)
         if context is not None:

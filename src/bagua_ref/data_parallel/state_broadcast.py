@@ -80,7 +80,8 @@ def _described(tensors: dict[str, Tensor], optimizers: Sequence[torch.optim.Opti
         is_parameter = isinstance(tensor, torch.nn.Parameter)
         frozen = ", frozen" if is_parameter and not tensor.requires_grad else ""
         mine = local(tensor)
-        text = f"{tuple(mine.shape)} {tensor.dtype}{frozen}"
+        expanded = any(size > 1 and not stride for size, stride in zip(mine.shape, mine.stride(), strict=True))
+        text = f"{tuple(mine.shape)} {tensor.dtype}{frozen}{', expanded' if expanded else ''}"
         if tensor.requires_grad and not mine.is_contiguous():  # buckets hold elements in the order of memory (S2.3)
             text += f", strides {effective_strides(mine.shape, mine.stride())}"
         texts[f"{'parameter' if is_parameter else 'buffer'} {name!r}"] = text

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bagua_ref.data_parallel.functional_forwards import are_for_a_call
 from bagua_ref.data_parallel.sharding import LocalShard, reshard, stand_in
 from bagua_ref.tensor import align
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainedParameters", "refuse_what_cannot_be_flat"]
 
+_EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+
 
 class TrainedParameters:
     """The parameters that a module had when it was wrapped, by name; `check` detects later ones.
@@ -30,6 +33,7 @@ class TrainedParameters:
 
     Raises:
         NotImplementedError: a parameter gets sparse gradients.
+        TypeError: a parameter is complex.
     """
 
     def __init__(self, module: torch.nn.Module, ignored: Collection[str]) -> None:
@@ -42,19 +46,24 @@ class TrainedParameters:
         self._with_strides = [parameter for _, parameter in self.named if parameter.dim() > 1]
         self.note_strides()
 
-    def check(self) -> None:
-        """Raise an error if parameters were added, replaced or unfrozen.
+    def check(self) -> bool:
+        """Return whether the module has its trained parameters now.
+
+        It has not in a forward pass with other tensors in their place, as `torch.func.functional_call` runs it.
 
         Raises:
-            RuntimeError: some were; the message names them.
+            RuntimeError: parameters were added, replaced or unfrozen for good; the message names them.
         """
         if self.shards:  # FSDP2 itself replaces parameters, and refuses later ones
-            return
+            return True
         if list(map(id, chain.from_iterable(self._members))) == self._ids and not any(p.requires_grad for p in self._frozen):
-            return
+            return True
         module = self._module()
         assert module is not None, "its forward is under way"
         known = dict(self.named)
+        held = [tensor for inside in module.modules() for tensor in inside._parameters.values() if tensor is not None]
+        if are_for_a_call(held):
+            return {*map(id, held)}.issuperset(map(id, known.values()))
         new = [name for name, parameter in self._find(module) if known.get(name) is not parameter]
         if new:
             raise RuntimeError(
@@ -64,6 +73,7 @@ class TrainedParameters:
                 "module._bagua_params_and_buffers_to_ignore before wrapping"
             )
         self._take_stock(module)  # what changed is ignored, or frozen
+        return True
 
     def note_strides(self) -> None:
         """Note the strides that the parameters have now: those of the buckets made last."""
@@ -94,13 +104,18 @@ class TrainedParameters:
         return True
 
     def _find(self, module: torch.nn.Module) -> list[tuple[str, Parameter]]:
-        sparse = {id(p): m for m in module.modules() if getattr(m, "sparse", False) for p in m.parameters(recurse=False)}
+        sparse = {id(m._parameters.get("weight")): m for m in module.modules() if isinstance(m, _EMBEDDINGS) and m.sparse}
         found = [(name, stand_in(p)) for name, p in module.named_parameters() if p.requires_grad and name not in self._ignored]
         for name, parameter in found:
             if id(parameter) in sparse:
                 raise NotImplementedError(
                     f"parameter {name!r} of {sparse[id(parameter)]!r} gets sparse gradients, which cannot be communicated; use "
                     f"sparse=False or list it in module._bagua_params_and_buffers_to_ignore"
+                )
+            if parameter.dtype.is_complex:
+                raise TypeError(
+                    f"parameter {name!r} is {parameter.dtype}, which cannot be trained; make its real view the parameter, "
+                    "nn.Parameter(torch.view_as_real(weight)), and use torch.view_as_complex(parameter) in forward()"
                 )
         return found
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from bagua_ref.algorithms.base import GlobalAlgorithmRegistry
 from bagua_ref.communication import broadcast_coalesced
@@ -15,6 +16,7 @@ from bagua_ref.data_parallel.agreed_rounds import BUFFERS, PLAN, AgreedRounds
 from bagua_ref.data_parallel.both_reduce import refuse_both, refuse_inside
 from bagua_ref.data_parallel.bucketing import split_into_buckets
 from bagua_ref.data_parallel.forward_passes import ForwardPasses, trains
+from bagua_ref.data_parallel.functional_forwards import FunctionalForwards, inside_transform, outside_transforms
 from bagua_ref.data_parallel.gradient_hook import GradientHook, add_last
 from bagua_ref.data_parallel.sharding import reshard, whole
 from bagua_ref.data_parallel.state_broadcast import broadcast_state
@@ -111,6 +113,7 @@ class WrappedModule(NotCopied):
         self.skipping = False
         """Whether training forward passes that begin now skip communication, as in `no_sync`."""
         self._in_backward = False
+        self._functional = FunctionalForwards()
         self.without_forward = without_forward
         self._backward_begun = -1
         """The last backward pass that stood in for a forward pass."""
@@ -231,14 +234,17 @@ class WrappedModule(NotCopied):
         refuse_both(self.given_group)
         if self.without_forward:
             return
-        if torch.is_grad_enabled():
-            self._begin_forward(input, not self.skipping)
-        else:
-            self._abandon_failed_backward()
-            self._passes.begin_without_gradients(not self.skipping)
+        with outside_transforms():
+            if torch.is_grad_enabled():
+                self._begin_forward(input, not self.skipping)
+            else:
+                self._abandon_failed_backward()
+                self._passes.begin_without_gradients(not self.skipping)
 
     def _forward_returned(self, module: torch.nn.Module, input: Any, output: Any) -> None:
-        if not self.without_forward and trains(module) and torch.is_grad_enabled():
+        if self.without_forward or not trains(module) or not torch.is_grad_enabled():
+            return
+        if not self._functional.under_way and not inside_transform():
             self._passes.end(output, not self.skipping)
 
     def _abandon_failed_backward(self) -> None:
@@ -250,7 +256,12 @@ class WrappedModule(NotCopied):
 
     def _begin_forward(self, input: Any, synchronized: bool, in_backward: bool = False) -> None:
         self.given_group.refuse_in_child()
-        self._parameters.check()
+        self._functional.under_way = not self._parameters.check()
+        if self._functional.under_way:
+            if not self._guard.expects_backward:
+                self._functional.note(synchronized)
+            return
+        self._functional.take()
         self._abandon_failed_backward()
         self.rounds.check_usable()
         self._passes.begin(synchronized, in_backward)
@@ -263,7 +274,7 @@ class WrappedModule(NotCopied):
             self.reset()
         self._guard.forward_begins()
         if synchronized:
-            if self._buffer_group is not None and self.bagua_algorithm.ranks_in_step:
+            if self._buffer_group is not None and self.bagua_algorithm.ranks_in_step and not in_backward:
                 self.broadcast_buffers(0 if self.rounds.joining is None else self.rounds.tell(BUFFERS).active[0])
             self._forward_pre_hook(input)
 
@@ -271,7 +282,7 @@ class WrappedModule(NotCopied):
         """Give every rank the buffers of rank ``source`` of the group. Collective."""
         assert self._buffer_group is not None, "will_broadcast_buffers() is True, and there are other ranks"
         # Autograd must not take this for a change by the user to a saved buffer: data has no version.
-        buffers = [buffer.data for buffer in self._buffers()]
+        buffers = [buffer.data for buffer in self._buffers() if not is_functorch_wrapped_tensor(buffer)]
         with self._bagua_backend.meter.waiting():
             broadcast_coalesced(buffers, source, self._buffer_group.get_global_communicator())
 
@@ -288,6 +299,7 @@ class WrappedModule(NotCopied):
         if self.without_forward and self._in_backward and not inside_backward():
             raise RuntimeError("a backward pass failed inside train(), so gradients are of this rank alone; leave the context")
         self.rounds.check_usable()
+        self._functional.take()
         self._guard.before_step(optimizer)
 
     def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -316,6 +328,8 @@ class WrappedModule(NotCopied):
             if backward != self._backward_begun:
                 self._backward_begun = backward
                 self._begin_forward((), not self.skipping, in_backward=True)
+        if self.module.training and not self._guard.expects_backward and (synchronized := self._functional.take()) is not None:
+            self._begin_forward((), synchronized, in_backward=True)
         if reached is None:
             bypassed = self._why_bypassed()
             synchronized = bypassed is None and self._passes.synchronizing

@@ -16,7 +16,7 @@ from bagua_ref.data_parallel.wrapped_module import WrappedModule
 from bagua_ref.env import checked_timeout
 from bagua_ref.errors import NotInitializedError
 from bagua_ref.runtime import current_world
-from bagua_ref.utils import uncompiled
+from bagua_ref.utils import let_compiler_see_hooks, uncompiled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,6 +67,7 @@ def wrap(
         )
     group.refuse_in_child()
     check_sharded(module, algorithm, group)
+    let_compiler_see_hooks()
     before = context_of(module)
     if before is not None and (without_forward or before.without_forward):
         active = "train()" if before.without_forward else "with_bagua()"

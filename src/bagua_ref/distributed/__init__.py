@@ -74,7 +74,7 @@ class BaguaModule:
 
         Raises:
             NotInitializedError: ``init_process_group()`` was not called (a RuntimeError).
-            TypeError: ``algorithm``, ``optimizers`` or ``process_group`` is something else.
+            TypeError: ``algorithm``, ``optimizers`` or ``process_group`` is something else, or a parameter is complex.
             ValueError: modules differ between ranks; nothing to train; this rank is not in the group.
             NotImplementedError: a parameter gets sparse gradients, or is sharded in a way that cannot be trained.
 
