@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import time
 
 import numpy as np
 import pytest
@@ -140,6 +141,34 @@ def test_nesting_deeper_than_python_reads_is_damage():
     frame = codec._FRAME.pack(codec.VERSION, len(deep) + 16, codec.xxhash.xxh3_64_intdigest(deep))
     with pytest.raises(DamagedValueError, match="RecursionError"):
         decode(frame + deep, allow_pickle=False)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        lambda number: number * (2**61 - 1),
+        lambda number: (None, number * (2**61 - 1)),
+        lambda number: complex(-1000003 * number, number),
+    ],
+    ids=["int", "tuple", "complex"],
+)
+def test_S8_3_keys_that_all_have_one_hash_are_damage(key):
+    """A dict of 100,000 such keys, of about 1 MB, would take more than half a minute."""
+    parts: list = [b"{" + (100_000).to_bytes(4, "little")]
+    for number in range(100_000):
+        codec._write(key(number), parts, allow_pickle=False)
+        parts.append(b"N")
+    entry = b"".join(parts)
+    frame = codec._FRAME.pack(codec.VERSION, len(entry) + 16, codec.xxhash.xxh3_64_intdigest(entry))
+    started = time.process_time()
+    with pytest.raises(DamagedValueError, match="more than 100 of its keys have the hash"):
+        decode(frame + entry, allow_pickle=False)
+    assert time.process_time() - started < 10
+
+
+def test_S8_5_many_numbers_are_keys():
+    value = {key: None for number in range(20_000) for key in (number, -number, number / 7, (number, 1.0), number << 40)}
+    assert round_trip(value) == value
 
 
 @pytest.mark.parametrize("tag", [b"a", b"g"])

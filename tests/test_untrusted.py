@@ -28,9 +28,53 @@ from bagua_ref.conformance.vectors import VectorsError, check_outputs, read_mani
 from bagua_ref.conformance.vectors.safetensors_file import write_safetensors
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 from bagua_ref.launch_environment import read_launch
-from bagua_ref.untrusted import NATURAL, SCALAR, check_form, load_json, one_line, read_file
+from bagua_ref.untrusted import NATURAL, SCALAR, check_form, check_hash_collisions, load_json, one_line, read_file
 
 VECTORS = Path(__file__).parents[1] / "vectors" / "v1"
+
+
+class _Key:
+    """A key with the hash 0 that counts comparisons."""
+
+    compared = 0
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __eq__(self, other: object) -> bool:
+        type(self).compared += 1
+        return isinstance(other, _Key) and self.number == other.number
+
+
+_WITH_ONE_HASH = [
+    lambda number: number * (2**61 - 1),
+    lambda number: (None, number * (2**61 - 1)),
+    lambda number: ((number * (2**61 - 1),), 1.5),
+    lambda number: complex(-1000003 * number, number),
+]
+
+
+@pytest.mark.parametrize("key", _WITH_ONE_HASH, ids=["int", "tuple", "nested", "complex"])
+def test_keys_with_one_hash_are_refused(key: Any) -> None:
+    colliding = [key(number) for number in range(101)]
+    assert len(set(map(hash, colliding))) == 1
+    check_hash_collisions([*range(10_000), *colliding[:100] * 100])
+    with pytest.raises(ValueError, match="more than 100 of its keys have the hash"):
+        check_hash_collisions([*range(10_000), *colliding])
+
+
+def test_keys_with_one_hash_are_refused_after_few_comparisons() -> None:
+    _Key.compared = 0
+    with pytest.raises(ValueError, match="the hash 0"):
+        check_hash_collisions(map(_Key, range(100_000)))
+    assert _Key.compared <= 101 * 102 / 2
+
+
+def test_powers_of_two_are_keys() -> None:
+    check_hash_collisions([*(2**k for k in range(5000)), *(2.0**k for k in range(-1074, 1024))])
 
 
 @pytest.mark.parametrize(

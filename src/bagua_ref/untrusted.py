@@ -1,4 +1,4 @@
-"""Input from outside of this program: regular files, strict JSON, checks of its form, and text that is safe to print."""
+"""Input from outside of this program: regular files, strict JSON, checks of form and keys, and text that is safe to print."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable
     from pathlib import Path
 
-__all__ = ["NATURAL", "SCALAR", "check_form", "load_json", "one_line", "read_file"]
+__all__ = ["NATURAL", "SCALAR", "check_form", "check_hash_collisions", "load_json", "one_line", "read_file"]
 
 _DEEPEST = 50
+_MOST_COLLISIONS = 100  # of chosen keys, the powers of two collide most: 2**k and 2**(k + 61)
 
 SCALAR = (str, int, float, bool, type(None))
 """The form of a value that is neither a list nor an object."""
@@ -99,6 +101,36 @@ def check_form(value: Any, form: Any, what: str) -> None:
             raise ValueError(f"{what} must be from {form[0]} to {form[-1]}")
     elif form is not object:
         _check_type(value, form if isinstance(form, tuple) else (form,), what)
+
+
+def check_hash_collisions(keys: Iterable[Hashable]) -> None:
+    """Raise if a dict or set of these keys would take quadratic time, as more than 100 different ones have the same hash.
+
+    Hashes of numbers, and of tuples of them, are no secret: all multiples of 2**61 - 1 have the hash 0.
+
+    Args:
+        keys: the keys before they are in a dict or set; they may repeat.
+
+    Raises:
+        ValueError: too many have the same hash.
+
+    >>> check_hash_collisions(range(1000))
+    >>> check_hash_collisions(number * (2**61 - 1) for number in range(1000))
+    Traceback (most recent call last):
+    ...
+    ValueError: more than 100 of its keys have the hash 0, so that it would take too long to read
+    """
+    keys = list(keys)
+    shared = {number for number, count in Counter(map(hash, keys)).items() if count > _MOST_COLLISIONS}
+    different: dict[int, list[Hashable]] = {number: [] for number in shared}
+    for key in keys if shared else ():
+        same = different.get(hash(key))
+        if same is not None and key not in same:
+            same.append(key)
+            if len(same) > _MOST_COLLISIONS:
+                raise ValueError(
+                    f"more than {_MOST_COLLISIONS} of its keys have the hash {hash(key)}, so that it would take too long to read"
+                )
 
 
 def one_line(text: str) -> str:

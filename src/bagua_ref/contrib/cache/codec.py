@@ -12,6 +12,7 @@ import torch
 import xxhash
 
 from bagua_ref.contrib.cache.arrays import array_parts, is_plain_array, is_plain_tensor, read_array, read_tensor, tensor_parts
+from bagua_ref.untrusted import check_hash_collisions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -201,6 +202,12 @@ def _read(view: memoryview, at: int, allow_pickle: bool) -> tuple[Any, int]:
     return _CONTAINERS[tag](items), at
 
 
+def _dict(items: list[Any]) -> dict[Any, Any]:
+    keys = items[::2]
+    check_hash_collisions(keys)
+    return dict(zip(keys, items[1::2], strict=True))
+
+
 _CONSTANTS = {ord("N"): None, ord("T"): True, ord("F"): False}
 _NUMBERS: dict[int, tuple[struct.Struct, Callable[..., Any]]] = {
     ord("i"): (_INT, int),
@@ -219,5 +226,5 @@ _BLOBS: dict[int, Callable[[memoryview], Any]] = {
 _CONTAINERS: dict[int, Callable[[list[Any]], Any]] = {
     ord("("): tuple,
     ord("["): list,
-    ord("{"): lambda items: dict(zip(items[::2], items[1::2], strict=True)),
+    ord("{"): _dict,
 }
