@@ -57,7 +57,12 @@ if sys.version_info < (3, 11):  # which transformers needs
     collect_ignore += [f"tests/integrations/test_{name}.py" for name in ("accelerate", "examples", "page", "transformers")]
 
 
-SKIPPED_IN_CI = ("needs a CUDA device", "async asks for flat buckets", "may not create network namespaces")
+SKIPPED_IN_CI = (
+    "needs a CUDA device",
+    "async asks for flat buckets",
+    "may not create network namespaces",
+    "may not mount file systems",
+)
 """Reasons for which CI may skip a test; any other skip fails there, as CI has every program and package."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from itertools import chain
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ import bagua_ref
 from bagua_ref.algorithms import Algorithm, GradientAllReduceAlgorithm
 from bagua_ref.communicators.scheduler import format_ranks
 from bagua_ref.data_parallel import DistributedDataParallel
-from bagua_ref.data_parallel.state_broadcast import _check_alike
+from bagua_ref.data_parallel.state_broadcast import _differences_between
 from bagua_ref.simulation import SimulatedWorld
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
@@ -277,11 +278,7 @@ def test_S5_the_first_three_differences_are_told_of_every_rank(entries: list[dic
     """Whatever the ranks have, each is listed with its own text, and names of which all have the same text are not listed."""
 
     def rank(comm: Any) -> str:
-        try:
-            _check_alike(entries[comm.rank()], comm, range(len(entries)))
-        except ValueError as error:
-            return str(error).partition("together. ")[2]
-        return ""
+        return _differences_between(entries[comm.rank()], comm, range(len(entries)))
 
     (said,) = set(SimulatedWorld(len(entries)).run(rank))
     names = [*entries[0], *sorted({*chain(*entries)} - entries[0].keys())]
@@ -296,6 +293,32 @@ def test_S5_the_first_three_differences_are_told_of_every_rank(entries: list[dic
         assert said == "; ".join([*expected[:3], "and more"][: len(expected)])
     else:
         assert "order: that of the group's first rank on rank" in said or len(expected) >= 3
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "algorithm", "says"),
+    [
+        ("Adam", "gradient_allreduce", "CPU kernels: AVX2 on ranks 0, 2, DEFAULT on rank 1"),
+        ("Adafactor", "bytegrad", "CPU kernels: AVX2 on ranks 0, 2, DEFAULT on rank 1; threads: 4 on ranks 0, 2, 8 on rank 1"),
+        ("Adam", "decentralized", ""),
+    ],
+)
+def test_S5_ranks_whose_optimizers_round_differently_are_named_on_every_rank(
+    monkeypatch: pytest.MonkeyPatch, optimizer: str, algorithm: str, says: str
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: ("AVX2", "DEFAULT")[bagua_ref.get_rank() % 2])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: (4, 8)[bagua_ref.get_rank() % 2])
+
+    def rank(r: int) -> None:
+        module: Any = network(0)
+        module.with_bagua([getattr(torch.optim, optimizer)(module.parameters(), lr=0.1)], Algorithm.init(algorithm))
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")  # else equal ones are shown once
+        simulate(3, rank)
+    said = [str(warning.message) for warning in warned]
+    assert len(said) == (3 if says else 0)
+    assert all(f"gradients are equal: {says}. Use one torch on all ranks" in text for text in said)
 
 
 def wraps_in_vain_first() -> Any:
@@ -324,7 +347,7 @@ def test_S5_comparing_ranks_that_agree_takes_one_small_collective() -> None:
     def sent(parameters: int) -> int:
         def rank(comm: Any) -> int:
             before = comm.bytes_sent
-            _check_alike({f"parameter {k}": "(3, 4) torch.float32" for k in range(parameters)}, comm, range(4))
+            _differences_between({f"parameter {k}": "(3, 4) torch.float32" for k in range(parameters)}, comm, range(4))
             return int(comm.bytes_sent - before)
 
         return max(SimulatedWorld(4).run(rank))

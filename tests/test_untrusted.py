@@ -29,7 +29,17 @@ from bagua_ref.conformance.vectors import VectorsError, check_outputs, read_mani
 from bagua_ref.conformance.vectors.safetensors_file import write_safetensors
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 from bagua_ref.launch_environment import read_launch
-from bagua_ref.untrusted import NATURAL, SCALAR, check_form, check_hash_collisions, load_json, one_line, read_file
+from bagua_ref.untrusted import (
+    NATURAL,
+    SCALAR,
+    NotRegularError,
+    check_form,
+    check_hash_collisions,
+    load_json,
+    one_line,
+    open_file,
+    read_file,
+)
 
 VECTORS = Path(__file__).parents[1] / "vectors" / "v1"
 
@@ -324,3 +334,24 @@ def test_a_proposal_that_is_no_text_is_not_an_answer() -> None:
     store.set("proposed", b"\xff")
     with pytest.raises(CommunicationTimeoutError, match="rank 1 timed out after"):
         meet(store, 1, 2, None, 0.1)
+
+
+def test_a_file_that_becomes_a_pipe_between_looking_and_opening_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "pipe"
+    path.write_bytes(b"")
+    found = path.stat()
+    path.unlink()
+    os.mkfifo(path)
+    monkeypatch.setattr(Path, "stat", lambda self: found)
+    with pytest.raises(NotRegularError, match="not a regular file"):
+        open_file(path)
+
+
+def test_a_file_larger_than_allowed_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "large"
+    path.write_bytes(b"12345")
+    assert read_file(path, 5) == b"12345"
+    with pytest.raises(ValueError, match="larger than 4 bytes"):
+        read_file(path, 4)

@@ -1,14 +1,20 @@
-"""Loading of optimizer state without changing its dtypes or replacing tensors that a user may hold, and its strides."""
+"""Checks of optimizer state, its strides, and loading without changing dtypes or replacing tensors that a user may hold."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from bagua_ref.tensor import align
 
-__all__ = ["align_state", "take_over"]
+__all__ = ["align_state", "check_optimizer_state", "take_over"]
+
+_ADAM = {"step", "exp_avg", "exp_avg_sq"}
+_STATE = {"Adam": _ADAM, "AdamW": _ADAM, "QAdamOptimizer": _ADAM, "Adagrad": {"step", "sum"}, "SGD": set[str]()}
+"""What optimizers keep of each parameter that has been stepped. Kernels of these read as many elements as the parameter has."""
+_LIKE_PARAMETER = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum"}
 
 
 def align_state(optimizer: torch.optim.Optimizer) -> None:
@@ -18,6 +24,88 @@ def align_state(optimizer: torch.optim.Optimizer) -> None:
         for value in state.values() if isinstance(state, dict) else ():
             if type(value) is torch.Tensor and value.layout is torch.strided and value.shape == parameter.shape:
                 align(value, parameter)
+
+
+def check_optimizer_state(optimizer: torch.optim.Optimizer, state: Any) -> None:
+    """Raise ValueError unless `take_over` can load ``state``; of torch's Adam, AdamW, Adagrad and SGD, also the shapes are checked.
+
+    torch checks neither: the kernels of ``fused=True`` read beyond the end of momenta that are too short.
+    """
+    kind = type(optimizer)
+    if kind.load_state_dict is not torch.optim.Optimizer.load_state_dict or optimizer._optimizer_load_state_dict_pre_hooks:
+        return  # only they know the form
+    if not isinstance(state, dict) or not isinstance(state.get("state"), dict) or type(state.get("param_groups")) is not list:
+        raise ValueError(f"this is not what state_dict() of a {kind.__name__} returns: it lacks state or param_groups")
+    groups = state["param_groups"]
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    if not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
+        raise ValueError("a parameter group has no list of parameters")
+    if [len(group["params"]) for group in groups] != sizes:
+        raise ValueError(f"it has groups of {[len(g['params']) for g in groups]} parameters, and this {kind.__name__} of {sizes}")
+    numbers = [number for group in groups for number in group["params"]]
+    if not all(type(number) is int for number in numbers) or len(set(numbers)) < len(numbers):
+        raise ValueError("the parameters of its groups are not numbered")
+    for place, (mine, group) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+        for name, value in group.items():
+            if not isinstance(name, str):
+                raise ValueError(f"option {name!r} of group {place} is no name")
+            known = [options[name] for options in (mine, optimizer.defaults) if name in options and name != "params"]
+            if known and not any(_fits(option, value) for option in known):
+                raise ValueError(f"option {name!r} of group {place} is {_shown(value)}, and {_shown(known[0])} here")
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    kept = next((_STATE[of] for of in _kinds(optimizer) if of in _STATE), None)
+    for number, parameter in zip(numbers, parameters, strict=True):
+        entry = state["state"].get(number, {})
+        if not isinstance(entry, dict):
+            raise ValueError(f"the state of parameter {number} is {_shown(entry)}, not a dict")
+        if kept is not None and entry:
+            _check_entry(number, parameter, entry, kept)
+
+
+def _kinds(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the names of those of its classes that are torch's or ours."""
+    return [kind.__name__ for kind in type(optimizer).__mro__ if kind.__module__.startswith(("torch.optim.", "bagua_ref."))]
+
+
+def _check_entry(number: int, parameter: torch.Tensor, entry: dict[str, Any], kept: set[str]) -> None:
+    if missing := sorted(kept - entry.keys()):
+        raise ValueError(f"the state of parameter {number} lacks {', '.join(missing)}")
+    for name, value in entry.items():
+        if name == "step" and not (_is_number(value) and math.isfinite(value) and value >= 0):
+            raise ValueError(f"the step of parameter {number} is {_shown(value)}")
+        if name in _LIKE_PARAMETER and value is not None:
+            alike = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+            if not alike or not (value.is_floating_point() or value.dtype == parameter.dtype):
+                raise ValueError(
+                    f"{name} of parameter {number} is {_shown(value)}, and the parameter has {tuple(parameter.shape)} "
+                    f"{parameter.dtype}"
+                )
+
+
+def _fits(mine: Any, theirs: Any) -> bool:
+    """Return whether an option can take ``theirs`` for its value where it has ``mine``."""
+    if mine is None:
+        return theirs is None or type(theirs) in (bool, int, float, str)
+    if type(mine) is bool:
+        return theirs is None or type(theirs) is bool
+    if _is_number(mine):
+        return _is_number(theirs)
+    if isinstance(mine, (list, tuple)):
+        return isinstance(theirs, (list, tuple)) and len(mine) == len(theirs) and all(map(_fits, mine, theirs))
+    return type(mine) is type(theirs)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and value.dtype is not torch.bool and not value.is_complex()
+    return type(value) is float or (type(value) is int and -(2**63) <= value < 2**63)
+
+
+def _shown(value: Any) -> str:
+    """Return a value in at most a few words."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of {tuple(value.shape)} {value.dtype}"
+    return repr(value) if value is None or type(value) is bool or _is_number(value) else f"a {type(value).__name__}"
 
 
 def take_over(optimizer: torch.optim.Optimizer, state: dict[str, Any], defaults: dict[str, Any]) -> None:

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import stat
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable
     from pathlib import Path
+    from typing import BinaryIO
 
-__all__ = ["NATURAL", "SCALAR", "check_form", "check_hash_collisions", "load_json", "one_line", "read_file"]
+__all__ = [
+    "NATURAL",
+    "SCALAR",
+    "NotRegularError",
+    "check_form",
+    "check_hash_collisions",
+    "load_json",
+    "one_line",
+    "open_file",
+    "read_file",
+]
 
 _DEEPEST = 50
 _MOST_EQUAL = 100
@@ -26,15 +39,49 @@ NATURAL = range(2**63)
 _NAMES = {dict: "an object", list: "a list", str: "a string", int: "an integer", float: "a number", bool: "a boolean"}
 
 
-def read_file(path: Path) -> bytes:
-    """Return a file's bytes.
+class NotRegularError(OSError):
+    """A file is a pipe, a device, a socket or a folder."""
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a regular file, or a link to one, for reading.
 
     Raises:
-        OSError: it cannot be read, or is not a regular file: pipes and devices may have no end.
+        OSError: it cannot be opened.
+        NotRegularError: it is not a regular file: pipes and devices may have no end, and opening them can wait or have effects.
     """
-    if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return path.read_bytes()
+    _check_regular(path, path.stat())
+    # Should it have become a pipe since, opening it does not wait.
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0)))  # noqa: SIM115
+    try:
+        _check_regular(path, os.fstat(file.fileno()))
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def read_file(path: Path, most: int | None = None) -> bytes:
+    """Return a file's bytes.
+
+    Args:
+        path: the file.
+        most: the largest size that it may have.
+
+    Raises:
+        OSError: it cannot be read, or is not a regular file.
+        ValueError: it is larger than ``most``.
+    """
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if most is not None and size > most:
+            raise ValueError(f"it is larger than {most} bytes")
+        return file.read() if most is None else file.read(size)
+
+
+def _check_regular(path: Path, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise NotRegularError(errno.EINVAL, "not a regular file", str(path))
 
 
 def load_json(data: bytes) -> Any:

@@ -39,7 +39,7 @@ LOW_RANK: list[tuple[str, str, str, str, str]] = [
     ("steps of the warm-up count as rounds", "S10.1", BOTH, "            self.rounds += self.compressing\n", "            self.rounds += 1\n"),
     ("new buckets have new memories", "S10.1", POWERSGD, BUCKET, BUCKET + "; self.memories.load({})"),
     ("new buckets have new factors", "S10.1", POWERSGD, BUCKET, BUCKET + "; self.factors.load({})"),
-    ("a restart forgets the memories", "S10.1", BOTH, "        self.memories.load(memories)\n", ""),
+    ("a restart forgets the memories", "S10.1", BOTH, "        self.memories.load(state.get(\"memories\", {}))\n", ""),
     ("a restart forgets the factors", "S10.1", BOTH, '        self.factors.load(state["factors"])\n', ""),
     ("a restart counts rounds from 0", "S10.1", BOTH, '        self.rounds = state["rounds"]\n', ""),
     # rounds
@@ -125,7 +125,7 @@ LOW_RANK: list[tuple[str, str, str, str, str]] = [
     ("new buckets have new memories of topk", "S11.2", TOPK, NAMES, NAMES + "        self.memories.load({})\n"),
     ("gradients of the warm-up are remembered", "S11.2", SPARSE, "        if not self._compresses():\n", "        if not self._compresses():\n            if self._error is not None:\n                self._error().add_(x[: self._numel])\n"),
     ("the warm-up of topk is one step longer", "S11.2", BOTH, "steps_of_optimizers[-1] >= self.warmup_steps", "steps_of_optimizers[-1] > self.warmup_steps"),
-    ("a restart of topk forgets the memories", "S11.2", BOTH, "        self.memories.load(memories)\n", ""),
+    ("a restart of topk forgets the memories", "S11.2", BOTH, "        self.memories.load(state.get(\"memories\", {}))\n", ""),
 ]  # fmt: skip
 """Left out, as nothing here distinguishes them from the reference:
 

@@ -221,7 +221,7 @@ REMEMBERING = [
     ("saying that memories are dropped", ERROR_MEMORIES, "        if lost:\n", "        if False:\n", OTHER_BUCKETS),
     ("memories that were not saved", ERROR_MEMORIES, "            memory.restore(None)\n", "            pass\n", OTHER_BUCKETS),
     ("memories of a fragment that is not applied", STATE, "                memory.restore(kept)\n", "                pass\n", f"{MEMORY}::test_S9_5_a_mean_that_is_not_finite_leaves_all_memories_of_its_fragment[0]"),
-    ("memories of fragments in states", DILOCO, "        self.error_memories.load(memories)\n", "", f"{MEMORY}::test_a_restart_at_any_step_equals_an_undisturbed_run_to_the_bit[all ranks-diloco]"),
+    ("memories of fragments in states", DILOCO, "        self.error_memories.load(self.error_memories.check(state, drop_local))\n", "", f"{MEMORY}::test_a_restart_at_any_step_equals_an_undisturbed_run_to_the_bit[all ranks-diloco]"),
     ("codecs that need a memory", TO_CODEC, "codec.biased and not has_memory", "codec.biased", f"{MEMORY}::test_one_bit_warns_without_error_memory_only[bytegrad]"),
     ("momenta with memory in join", QADAM, "        if self.error_memories.error_feedback:\n", "        if False:\n", "tests/test_uneven.py::test_what_has_no_meaning_is_refused_on_entering[qadam with error_feedback=True cannot tr]"),
     ("replaying what depends on memories", REPLAY, "        if any(record.info", "        if False and any(record.info", "tests/test_trace.py::test_operations_with_error_memory_are_not_checked[bytegrad]"),

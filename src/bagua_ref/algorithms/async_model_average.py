@@ -17,6 +17,7 @@ from bagua_ref.flight_recorder import explain
 from bagua_ref.memory import by_dtype_and_device
 from bagua_ref.meter import use_meter
 from bagua_ref.tensor import BaguaTensor
+from bagua_ref.untrusted import check_form
 from bagua_ref.utils import uncompiled
 
 if TYPE_CHECKING:
@@ -112,13 +113,7 @@ class Rounds:
             self._go(State.IDLE)
 
     def restore(self, aborted: bool) -> None:
-        """Take over whether averaging was aborted, which all ranks have saved alike, without communication.
-
-        Raises:
-            RuntimeError: averaging is under way.
-        """
-        if self.state not in (State.IDLE, State.ABORTED):
-            raise RuntimeError("averaging is under way, so no state can be loaded; call abort(model) on every rank before loading")
+        """Take over whether averaging was aborted, which all ranks have saved alike, without communication."""
         if not aborted:
             self.resume()
         elif self.state is State.IDLE:
@@ -360,13 +355,20 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         return {**super().state_dict(), "aborted": self._rounds.state is State.ABORTED}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``; averaging must not be under way.
-
-        Raises:
-            RuntimeError: it is.
-        """
-        self._rounds.restore(state["aborted"])
+        """Continue from ``state``; raise RuntimeError if averaging is under way."""
+        self.check_idle()
         super().load_state_dict(state)
+        self._rounds.restore(state["aborted"])
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise ValueError unless `load_state_dict` can load ``state``."""
+        super().check_state(state)
+        check_form(state, {"aborted": bool}, "state")
+
+    def check_idle(self) -> None:
+        """Raise RuntimeError if averaging is under way."""
+        if self._rounds.state not in (State.IDLE, State.ABORTED):
+            raise RuntimeError("averaging is under way, so no state can be loaded; call abort(model) on every rank before loading")
 
 
 class AsyncModelAverageAlgorithm(Algorithm):

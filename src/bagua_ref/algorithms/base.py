@@ -6,6 +6,7 @@ import inspect
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
+from bagua_ref.algorithms.saved_counters import check_saved_counters
 from bagua_ref.bucket import BaguaBucket
 from bagua_ref.tensor import BaguaTensor, with_aligned_grad
 from bagua_ref.utils import NotCopied
@@ -239,14 +240,17 @@ class AlgorithmImpl(NotCopied):
         It does not communicate.
 
         Raises:
-            ValueError: it was saved with other shards of parameters that fully_shard (FSDP2) has sharded.
+            ValueError: it is not this algorithm's, or of other shards of parameters (FSDP2); nothing has been loaded.
         """
-        saved = {"shard": state["shard"]} if "shard" in state else {}
-        if saved != self._shard():
-            raise ValueError(
-                f"state was saved for {saved or 'whole parameters'}, and this rank has {self._shard() or 'whole ones'}"
-            )
+        self.check_state(state)
         self.load_counters(state)
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise ValueError unless `load_state_dict` can load ``state``; change nothing."""
+        check_saved_counters(state, self.counters(), self._shard())
+
+    def check_idle(self) -> None:
+        """Raise RuntimeError if something must be stopped before a state is loaded."""
 
     def _shard(self) -> dict[str, Any]:
         """Return which shard of its parameters this rank has, and of how many; nothing if they are whole."""

@@ -95,9 +95,14 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
         Raises:
             ValueError: it has error memories of another rank, version or model; nothing has been loaded.
         """
-        memories = self.error_memories.check(state, drop_local)
+        state = {name: value for name, value in state.items() if not drop_local or name not in self.rank_state}
         super().load_state_dict(state)
-        self.error_memories.load(memories)
+        self.error_memories.load(self.error_memories.check(state, drop_local))
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise ValueError unless `load_state_dict` can load ``state``."""
+        super().check_state(state)
+        self.error_memories.check(state, drop_local=False)
 
 
 class ByteGradAlgorithm(Algorithm):

@@ -127,19 +127,14 @@ class CompressedGradientsImpl(VersionedStateImpl):
         Raises:
             ValueError: it is a state of another algorithm, version, model or, with memories, rank; nothing has been loaded.
         """
-        self.check_state(state)
         if drop_local or not self.has_memory:
             state = {name: value for name, value in state.items() if name != "memories"}
-        memories = state.get("memories", {})
-        if memories:
-            check_saved_here(state, self.process_group)
-            self.memories.check(memories)
         super().load_state_dict(state)
         self.factors.load(state["factors"])
-        self.memories.load(memories)
+        self.memories.load(state.get("memories", {}))
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Raise ValueError unless `load_state_dict` can load ``state``, apart from memories."""
+        """Raise ValueError unless `load_state_dict` can load ``state``."""
         super().check_state(state)
         missing = sorted({"algorithm", "factors", "rank", "world_size"} - state.keys())
         if missing:
@@ -147,6 +142,10 @@ class CompressedGradientsImpl(VersionedStateImpl):
         if state["algorithm"] != self.name:
             raise ValueError(f"state was saved by {state['algorithm']}, and this training uses {self.name}")
         self.factors.check(state["factors"])
+        memories = state.get("memories", {})
+        if self.has_memory and memories != {}:
+            check_saved_here(state, self.process_group)
+            self.memories.check(memories)
 
     def counters(self) -> dict[str, Any]:
         """Return the steps and the compressed rounds so far."""

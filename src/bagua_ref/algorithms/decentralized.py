@@ -16,7 +16,7 @@ from bagua_ref.memory import by_dtype_and_device
 from bagua_ref.tensor import registration
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
     from torch import Tensor
@@ -144,12 +144,15 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
         steps = [bucket._decentralized_op.step for bucket in self.context.bagua_buckets]
         return {**super().counters(), "averaging_steps": steps}
 
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise ValueError unless `load_state_dict` can load ``state``."""
+        super().check_state(state)
+        _check_count("averaging_steps", state["averaging_steps"], self.context.bagua_buckets)
+
     def load_counters(self, state: dict[str, Any]) -> None:
         """Continue from the numbers that `counters` returned."""
-        buckets = self.context.bagua_buckets
-        _check_count("averaging_steps", state["averaging_steps"], buckets)
         super().load_counters(state)
-        for bucket, step in zip(buckets, state["averaging_steps"], strict=True):
+        for bucket, step in zip(self.context.bagua_buckets, state["averaging_steps"], strict=True):
             bucket._decentralized_op.step = self._rounds = step
 
 
@@ -303,34 +306,39 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
         Raises:
             ValueError: the state is another rank's, or of other weights or another number of ranks.
         """
-        buckets = self.context.bagua_buckets
+        super().load_state_dict(state)
+        for replica, saved in self._pairs(state):
+            replica.copy_(saved)
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise ValueError unless `load_state_dict` can load ``state``."""
+        super().check_state(state)
         if not self.rank_state & state.keys():
-            weights = [[bucket.flattened_tensor()] * 3 for bucket in buckets]
-            state = {**state, "ring": self._place_on_ring(), "replicas": weights, "tensors": self._tensors()}
+            return
         if tuple(state["ring"]) != self._place_on_ring():
             raise ValueError(
                 f"state was saved by (rank, number of ranks)={tuple(state['ring'])} of a ring, this is {self._place_on_ring()}; "
                 "each rank must load the state that it saved itself, in a ring of the same size"
             )
-        _check_count("replicas", state["replicas"], buckets)
-        pairs = [
-            pair
-            for bucket, saved in zip(buckets, state["replicas"], strict=True)
-            for pair in zip(_replicas(bucket), saved, strict=True)
-        ]
-        here, there = self._tensors(), list(state.get("tensors", ()))
+        _check_count("replicas", state["replicas"], self.context.bagua_buckets)
+        here, there = self._tensors(), list(state["tensors"])
         if here != there:
             lacking, new = [t for t in here if t not in there], [t for t in there if t not in here]
             raise ValueError(f"state holds replicas of other weights: it lacks {lacking or 'none'}, and {new or 'none'} are new")
-        for replica, saved in pairs:
+        for replica, saved in self._pairs(state):
             if replica.shape != saved.shape or replica.dtype != saved.dtype:
                 raise ValueError(
                     f"state holds a replica of {tuple(saved.shape)} {saved.dtype}, where the bucket has {tuple(replica.shape)} "
                     f"{replica.dtype}; it was saved for other weights"
                 )
-        super().load_state_dict(state)
-        for replica, saved in pairs:
-            replica.copy_(saved)
+
+    def _pairs(self, state: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
+        """Return the replicas with what ``state`` holds for them, this rank's weights if it holds none."""
+        buckets = self.context.bagua_buckets
+        all_saved = state["replicas"] if "replicas" in state else [[bucket.flattened_tensor()] * 3 for bucket in buckets]
+        return [
+            pair for bucket, saved in zip(buckets, all_saved, strict=True) for pair in zip(_replicas(bucket), saved, strict=True)
+        ]
 
     def counters(self) -> dict[str, Any]:
         """Return the step, the number of optimizer steps, and that of backward passes since the last round."""

@@ -242,12 +242,12 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         Raises:
             ValueError: it is a state of another algorithm, version or training, or has error memories of another rank.
         """
+        state = {name: value for name, value in state.items() if not drop_local or name not in self.rank_state}
         self.check_state(state)
-        memories = self.error_memories.check(state, drop_local)
         if self._in_flight is not None:
             self.context._bagua_backend.wait_pending_comm_ops()
         super().load_state_dict(state, drop_local)
-        self.error_memories.load(memories)
+        self.error_memories.load(self.error_memories.check(state, drop_local))
         self._in_flight, self._taken = load_outer_state(state, self._fragments), state["global_weights"] is not None
 
     def counters(self) -> dict[str, Any]:
@@ -266,6 +266,7 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise ValueError unless `load_state_dict` can load ``state``."""
         super().check_state(state)
+        self.error_memories.check(state, drop_local=False)
         missing = sorted({"fragments", "global_weights", "outer_optimizers", "outer_entries", "in_flight"} - state.keys())
         if missing:
             raise ValueError(f"state is not one of diloco: it lacks {', '.join(missing)}")

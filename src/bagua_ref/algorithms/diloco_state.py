@@ -9,7 +9,7 @@ import torch
 
 from bagua_ref.errors import CommunicationError
 from bagua_ref.memory import Layout
-from bagua_ref.optimizer_state import align_state, take_over
+from bagua_ref.optimizer_state import align_state, check_optimizer_state, take_over
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -104,6 +104,7 @@ def check_outer_state(state: Mapping[str, Any], fragments: Sequence[Fragment], a
                 f"state holds an outer optimizer of fragment {place} with groups of {sizes[0]} tensors, and this training's has "
                 f"{sizes[1]}"
             )
+        check_optimizer_state(fragment.optimizer, saved)
         entries, found = state["outer_entries"][place], len(saved["state"])
         if entries != found:  # torch.distributed.checkpoint loads only what the training that loads has already
             raise ValueError(f"state lacks part of the outer optimizer of fragment {place}: {found} of {entries} entries are there")

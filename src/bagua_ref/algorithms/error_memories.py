@@ -11,6 +11,7 @@ from bagua_ref.algorithms.versioned_state import check_saved_here, check_version
 from bagua_ref.comm_ops import ErrorMemory
 from bagua_ref.memory import Layout
 from bagua_ref.tensor import registration
+from bagua_ref.untrusted import NATURAL, check_form
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -126,6 +127,8 @@ class ErrorMemories:
         buckets: list[dict[str, Any]] = saved["buckets"]
         for bucket in buckets:
             _check_entries("a bucket's memories", bucket, {"tensors", "numel", "chunks", "worker", "server"})
+            form = {"tensors": [str], "numel": NATURAL, "chunks": range(1, 2**63), "worker": object, "server": object}
+            check_form(bucket, form, "a bucket's memories")
         here = {tensor for tensors, _, _ in self._memories for tensor in tensors}
         there = {tensor for bucket in buckets for tensor in bucket["tensors"]}
         if here and here != there:

@@ -84,6 +84,8 @@ class NamedTensors(Mapping[str, Tensor]):
 
     def check(self, saved: Mapping[str, Tensor]) -> None:
         """Raise ValueError unless `load` can load ``saved``; where nothing is expected yet, `expect` checks it later."""
+        if not isinstance(saved, Mapping) or not all(isinstance(tensor, Tensor) for tensor in saved.values()):
+            raise ValueError(f"state holds {self._what} that are no tensors")
         if not self._like:
             return
         if saved.keys() != self._like.keys():

@@ -6,6 +6,7 @@ A folder has one folder for each checkpoint, ``step_00000012``, with the parts `
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bagua_ref.errors import CheckpointError
-from bagua_ref.untrusted import NATURAL, check_form, load_json
+from bagua_ref.untrusted import NATURAL, NotRegularError, check_form, load_json, one_line, open_file, read_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,6 +29,7 @@ __all__ = [
     "Part",
     "checked_step",
     "commit",
+    "discard",
     "found_steps",
     "read_manifest",
     "remove_old",
@@ -43,6 +45,7 @@ _FILE_NAME = re.compile(r"(common|rank[0-9]{1,9})-[0-9a-f]{8}\.pt(\.tmp)?|manife
 _PART_FORM = {"name": str, "size": NATURAL, "sha256": str}
 _FORM = {"step": NATURAL, "ranks": NATURAL, "algorithm": str, "token": str, "parts": [_PART_FORM]}
 _BLOCK = 1024**2
+_LARGEST_MANIFEST = 64 * 1024**2  # that of 100,000 ranks has 20 MB
 
 
 @dataclass(frozen=True)
@@ -72,10 +75,10 @@ class Manifest:
     token: str
     parts: list[Part]
 
-    def part(self, owner: str) -> str | None:
-        """Return the name of the file of ``owner``, "common" or "rank0", "rank1", ...; None if it has none."""
+    def part(self, owner: str) -> Part | None:
+        """Return the file of ``owner``, "common" or "rank0", "rank1", ...; None if it has none."""
         name = part_name(owner, self.token)
-        return name if any(part.name == name for part in self.parts) else None
+        return next((part for part in self.parts if part.name == name), None)
 
 
 def checked_step(step: Any) -> int:
@@ -101,7 +104,8 @@ def found_steps(folder: Path) -> list[int]:
     """Return the steps of the checkpoints in ``folder``, complete or not, newest first."""
     if not folder.is_dir():
         return []
-    return sorted((int(match[1]) for path in folder.iterdir() if (match := _FOLDER_NAME.fullmatch(path.name))), reverse=True)
+    found = (path for path in folder.iterdir() if path.is_dir())
+    return sorted((int(match[1]) for path in found if (match := _FOLDER_NAME.fullmatch(path.name))), reverse=True)
 
 
 def write_part(place: Path, owner: str, token: str, state: Any) -> Part:
@@ -136,11 +140,7 @@ def read_manifest(place: Path) -> Manifest | None:
     """
     path = place / _MANIFEST
     try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    try:
-        whole = load_json(data)
+        whole = load_json(read_file(path, _LARGEST_MANIFEST))
         check_form(whole, {"manifest": {"format": int}, "sha256": str}, "its content")
         content = whole["manifest"]
         if whole["sha256"] != _checksum(content):
@@ -154,8 +154,10 @@ def read_manifest(place: Path) -> Manifest | None:
                 raise ValueError(f"{part.name!r} is not the name of a part")
         if step_folder(place.parent, manifest.step) != place:
             raise ValueError(f"it is that of step {manifest.step}")
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from error
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, NotRegularError) as error:
+        raise CheckpointError(f"{path} is damaged: {one_line(str(error))}") from error
     return manifest
 
 
@@ -168,15 +170,18 @@ def verify(place: Path, manifest: Manifest) -> None:
     for part in manifest.parts:
         path = place / part.name
         try:
-            size = path.stat().st_size
-            if size != part.size:
-                raise CheckpointError(f"{path} is damaged: it has {size} bytes instead of {part.size}")
-            with path.open("rb") as file:
+            with open_file(path) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != part.size:
+                    raise CheckpointError(f"{path} is damaged: it has {size} bytes instead of {part.size}")
                 checksum = hashlib.sha256()
-                while block := file.read(_BLOCK):
+                while size > 0 and (block := file.read(min(size, _BLOCK))):
                     checksum.update(block)
+                    size -= len(block)
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing") from None
+        except NotRegularError as error:
+            raise CheckpointError(f"{path} is damaged: {error}") from None
         if checksum.hexdigest() != part.sha256:
             raise CheckpointError(f"{path} is damaged: it does not match its checksum")
 
@@ -187,6 +192,8 @@ def remove_old(folder: Path, manifest: Manifest, keep: int | None) -> None:
         complete = 0
         for step in found_steps(folder):
             place = step_folder(folder, step)
+            if place.is_symlink():
+                continue  # what it leads to may be another training's
             if step == manifest.step:
                 complete += 1
                 _remove_files(place, {_MANIFEST, *(part.name for part in manifest.parts)})
@@ -202,6 +209,21 @@ def remove_old(folder: Path, manifest: Manifest, keep: int | None) -> None:
         warnings.warn(f"an old checkpoint could not be removed: {error}", stacklevel=4)
 
 
+def discard(place: Path, token: str) -> None:
+    """Remove what an attempt that failed has written, so that it does not fill the disk, unless its manifest is there."""
+    try:
+        with contextlib.suppress(CheckpointError):
+            manifest = read_manifest(place)
+            if manifest is not None and manifest.token == token:
+                return
+        for path in list(place.glob(f"*-{token}.pt")):
+            path.unlink(missing_ok=True)  # other ranks remove them, too
+        with contextlib.suppress(OSError):  # it has other files
+            place.rmdir()
+    except OSError as error:
+        warnings.warn(f"what a failed attempt to save has left could not be removed: {error}", stacklevel=4)
+
+
 def _remove_files(place: Path, kept: set[str]) -> None:
     """Remove our files at ``place`` but those ``kept``, and ``place`` itself if it is then empty."""
     for path in list(place.iterdir()):
@@ -212,28 +234,45 @@ def _remove_files(place: Path, kept: set[str]) -> None:
 
 
 def _write_durably(path: Path, write: Callable[[Any], object]) -> Part:
-    """Write ``path`` so that after a crash it is there as a whole or not at all."""
+    """Write ``path`` so that after a crash it is there as a whole or not at all; if that fails, remove what is written.
+
+    Raises:
+        OSError: the disk is full, for instance.
+    """
     temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("wb") as file:
-        hashing = _HashingFile(file)
-        write(hashing)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    _sync_folder(path.parent)
+    temporary.unlink(missing_ok=True)  # a crash has left it, or somebody has put a link here
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
+    file = os.fdopen(os.open(temporary, flags, 0o666), "wb")
+    hashing = _HashingFile(file)
+    try:
+        with file:
+            write(hashing)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        _sync_folder(path.parent)
+    except Exception as error:
+        temporary.unlink(missing_ok=True)
+        # torch.save hides the error of a write behind its own, about its position in the file.
+        raise hashing.error or error from None
     return Part(path.name, hashing.size, hashing.checksum.hexdigest())
 
 
 class _HashingFile:
-    """A file to write to that computes the checksum of what it is given."""
+    """A file to write to that computes the checksum of what it is given, and keeps the error of a write."""
 
     def __init__(self, file: Any) -> None:
         self._file, self.size, self.checksum = file, 0, hashlib.sha256()
+        self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
         self.checksum.update(data)
         self.size += len(data)
-        self._file.write(data)
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
         return len(data)
 
     def flush(self) -> None:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from bagua_ref.checkpoint.folder import Manifest, checked_step, found_steps, read_manifest, step_folder, verify
 from bagua_ref.checkpoint.plain import read_plain
-from bagua_ref.checkpoint.training_state import State, Training
+from bagua_ref.checkpoint.training_state import RestoreError, State, Training, listed
 from bagua_ref.errors import CheckpointError
+from bagua_ref.untrusted import one_line
 
 if TYPE_CHECKING:
     import os
@@ -50,7 +51,8 @@ def load(
 
     Each rank loads by itself, without communication, after wrapping: its own state, and what was equal on all ranks. It reads and
     compares the checksums of all ranks' files, so that all ranks come to the same conclusion: if any file is damaged, a warning
-    names it, and all of them load the checkpoint before. Nothing in a file is executed.
+    names it, and all of them load the checkpoint before. Nothing in a file is executed, and if this raises, model, optimizers,
+    algorithm and random generators are as they were.
 
     Args:
         folder: as passed to `save`.
@@ -64,8 +66,10 @@ def load(
 
     Raises:
         ValueError: the checkpoint was saved by another number of ranks and some of it belongs to single ranks (the message lists
-            what), with another algorithm, or for another model, other optimizers or another sampler.
+            what), with another algorithm, or for another model, other optimizers or another sampler, or holds something that no
+            training saves; the message names the file.
         CheckpointError: there are checkpoints, but all of them are damaged; the checkpoint of ``step`` is damaged or missing.
+        RuntimeError: the algorithm works in the background; the message says how to stop it.
     """
     training = Training(model, optimizers, sampler)
     if isinstance(sampler, Mapping):
@@ -79,8 +83,12 @@ def load(
     if found is None:
         return None
     place, manifest = found
-    state = _to_load(training, place, manifest, drop_rank_state)
-    training.restore(state)
+    state, files = _to_load(training, place, manifest, drop_rank_state)
+    try:
+        training.restore(state)
+    except RestoreError as error:
+        names = " and ".join(files[error.component])
+        raise ValueError(f"{error.component} in {names} of {place} cannot be loaded: {one_line(str(error))}") from error
     return Checkpoint(manifest.step, state["extra"]["extra"], place)
 
 
@@ -111,26 +119,15 @@ def _newest(folder: Path, step: int | None) -> tuple[Path, Manifest] | None:
     return None
 
 
-def _read(place: Path, manifest: Manifest, owner: str) -> State:
-    """Return the part of ``owner``, which is empty if it has no file."""
-    name = manifest.part(owner)
-    if name is None:
-        return {}
-    state: State = read_plain(place / name)
-    if not isinstance(state, dict) or not all(isinstance(entries, dict) for entries in state.values()):
-        raise CheckpointError(f"{place / name} holds no state of a training")
-    return state
-
-
-def _to_load(training: Training, place: Path, manifest: Manifest, drop: bool) -> State:
-    """Return the state that this rank continues from."""
+def _to_load(training: Training, place: Path, manifest: Manifest, drop: bool) -> tuple[State, dict[str, list[str]]]:
+    """Return the state that this rank continues from, and the names of the files of each of its components."""
     rank, ranks = training.place()
     rank_state = training.algorithm.rank_state if training.context is not None else frozenset()
     resized = training.context is None or ranks != manifest.ranks
-    common = _read(place, manifest, "common")
-    own = _read(place, manifest, "rank0" if resized else f"rank{rank}")
+    parts = {owner: manifest.part(owner) for owner in ("common", "rank0" if resized else f"rank{rank}")}
+    common, own = ({} if part is None else _read(place / part.name, part.size) for part in parts.values())
     state = {component: common.get(component, {}) | own.get(component, {}) for component in {**common, **own}}
-    if not {"model", "versions", "algorithm", "extra"} <= state.keys():
+    if not {"model", "versions", "algorithm", "extra"} <= state.keys() or "extra" not in state["extra"]:
         raise CheckpointError(f"{place} holds no state of a training, only {sorted(state)}")
     _check_fit(training, place, manifest, state, drop)
     if resized:
@@ -139,32 +136,33 @@ def _to_load(training: Training, place: Path, manifest: Manifest, drop: bool) ->
         if not drop and any(bound.values()):
             raise ValueError(
                 f"{place} was saved by {manifest.ranks} ranks and this training has {ranks}, but part of it belongs to single "
-                f"ranks: {_listed(bound)}. Load it with {manifest.ranks} ranks, or pass drop_rank_state=True to continue with the "
-                "first rank's model and optimizers and without the rest of this"
+                f"ranks: {one_line(listed(bound))}. Load it with {manifest.ranks} ranks, or pass drop_rank_state=True to continue "
+                "with the first rank's model and optimizers and without the rest of this"
             )
     if resized and drop:
         state.pop("sampler", None)
         state["rng"] = common.get("rng", {})
         state["algorithm"] = {name: value for name, value in state["algorithm"].items() if name not in rank_state}
+    read = [(part.name, entries) for part, entries in zip(parts.values(), (common, own), strict=True) if part is not None]
+    return state, {component: [name for name, entries in read if component in entries] for component in state}
+
+
+def _read(path: Path, size: int) -> State:
+    """Return a part of a checkpoint."""
+    state: State = read_plain(path, size)
+    if type(state) is not dict or not all(type(name) is str and type(entries) is dict for name, entries in state.items()):
+        raise CheckpointError(f"{path} holds no state of a training")
     return state
-
-
-def _listed(bound: State) -> str:
-    """Return what ``bound`` contains, in words."""
-    return ", ".join(
-        f"{component} ({', '.join(list(entries)[:3])}{f' and {len(entries) - 3} more' if len(entries) > 3 else ''})"
-        for component, entries in bound.items()
-        if entries
-    )
 
 
 def _check_fit(training: Training, place: Path, manifest: Manifest, state: State, drop: bool) -> None:
     """Raise ValueError if ``state`` is of another kind of training."""
     wrapped = training.context is not None
     if wrapped and type(training.algorithm).__name__ != manifest.algorithm:
+        saved_with, here = one_line(manifest.algorithm), type(training.algorithm).__name__
         raise ValueError(
-            f"{place} was saved with {manifest.algorithm}, and the model is wrapped with {type(training.algorithm).__name__}; to "
-            "continue with another algorithm, load with drop_rank_state=True before wrapping"
+            f"{place} was saved with {saved_with}, and the model is wrapped with {here}; to continue with another algorithm, load "
+            "with drop_rank_state=True before wrapping"
         )
     saved, given = len(state.get("optimizers", ())), len(training.optimizers)
     if saved != given and (wrapped or given):

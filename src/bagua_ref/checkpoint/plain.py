@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import os
 import pickletools
+import sys
 import zipfile
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
 
 from bagua_ref.errors import CheckpointError
+from bagua_ref.untrusted import check_hash_collisions, one_line, open_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,17 +29,17 @@ _STORAGES = {
     torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float32: "Float", torch.float64: "Double",
     torch.complex64: "ComplexFloat", torch.complex128: "ComplexDouble",
 }  # fmt: skip
-_GLOBALS = {
-    "collections Counter",
-    "collections OrderedDict",
-    "torch._utils _rebuild_tensor_v2",
-    *(f"torch {name}Storage" for name in _STORAGES.values()),
-}
-"""What the pickle in a file may name. `torch.load` allows more, such as ``bytearray``, which takes any amount of memory."""
-_OTHER_WAYS_TO_NAME = {"STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4"}
+_DTYPES = {f"torch {name}Storage": dtype for dtype, name in _STORAGES.items()}
+_REBUILD, _COUNTER, _HOOKS = "torch._utils _rebuild_tensor_v2", "collections Counter", "collections OrderedDict"
+_NAMES = {*_DTYPES, _REBUILD, _COUNTER, _HOOKS}
+"""What the pickle in a file may name."""
+_SIMPLE = {"BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "BINUNICODE"}
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+_DEEPEST = 100
+_MOST_DIMENSIONS = 64  # as in torch
 
 
-def plain(value: Any, where: str, stored: set[int] | None = None) -> Any:
+def plain(value: Any, where: str, stored: set[int] | None = None, depth: int = 0) -> Any:
     """Return ``value`` as a plain tree whose tensors are in the host's memory, each with a storage of its own.
 
     Tensors that are already like this are not copied.
@@ -44,11 +48,15 @@ def plain(value: Any, where: str, stored: set[int] | None = None) -> Any:
         value: the value to save.
         where: its name in messages.
         stored: for recursion: addresses of the storages in the tree so far.
+        depth: for recursion: the containers around the value.
 
     Raises:
         TypeError: it contains something else.
+        ValueError: it is nested more than 100 deep.
     """
     stored = set() if stored is None else stored
+    if depth > _DEEPEST:
+        raise ValueError(f"{where.partition('[')[0]} is nested more than {_DEEPEST} deep, which a checkpoint cannot hold")
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, torch.Tensor):
@@ -60,9 +68,12 @@ def plain(value: Any, where: str, stored: set[int] | None = None) -> Any:
             return kind(value)
     for container in (list, tuple):
         if isinstance(value, container):
-            return container(plain(item, f"{where}[{place}]", stored) for place, item in enumerate(value))
+            return container(plain(item, f"{where}[{place}]", stored, depth + 1) for place, item in enumerate(value))
     if isinstance(value, dict):
-        items = {plain(key, f"a key of {where}"): plain(item, f"{where}[{key!r}]", stored) for key, item in value.items()}
+        items = {
+            plain(key, f"a key of {where}", None, depth + 1): plain(item, f"{where}[{key!r}]", stored, depth + 1)
+            for key, item in value.items()
+        }
         return Counter(items) if isinstance(value, Counter) else items
     advice = "; torch.as_tensor makes a tensor of it" if isinstance(value, np.ndarray) else ""
     raise TypeError(
@@ -102,59 +113,190 @@ def _update(content: Any, value: Any) -> None:
         content.update(f"{type(value).__name__} {value!r};".encode())
 
 
-def read_plain(path: Path) -> Any:
-    """Return the plain tree that ``torch.save`` wrote to ``path``, in memory of at most about the file's size; execute nothing.
+def read_plain(path: Path, size: int | None = None) -> Any:
+    """Return the plain tree that ``torch.save`` wrote to ``path``, in memory of at most about the file's size.
+
+    Nothing in the file is executed or looked up by name: of the operations of pickles, this takes those that build plain trees.
+
+    Args:
+        path: the file.
+        size: that it must have; None: any.
 
     Raises:
         CheckpointError: the file is damaged, or was not written by `bagua_ref.checkpoint.save`.
     """
     try:
-        size = path.stat().st_size
-        _check_archive(path, size)
-        value = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
-        return _Reader(size).read(value)
+        with open_file(path) as file:
+            found = os.fstat(file.fileno()).st_size
+            if size not in (None, found):
+                raise ValueError(f"it has {found} bytes instead of {size}")
+            with zipfile.ZipFile(file) as archive:
+                return _Reader(archive, found).read()
     except Exception as error:  # whoever wrote the file chose what goes wrong
-        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {one_line(str(error))}") from error
 
 
-def _check_archive(path: Path, size: int) -> None:
-    with zipfile.ZipFile(path) as archive:
+class _Name(str):
+    """One of `_NAMES` in a pickle, which is not a string of the tree."""
+
+
+class _Storage(NamedTuple):
+    """The elements of a tensor, which is not a tuple of the tree."""
+
+    flat: Tensor
+
+
+class _Pairs(list[tuple[Any, Any]]):
+    """A dict to be, as it must be whole when the hashes of its keys are checked."""
+
+
+class _Item(NamedTuple):
+    """A value on the stack of a pickle.
+
+    Attributes:
+        value: itself.
+        depth: how deep it is nested.
+        partial: whether it, or something inside, is a part of a tensor's description and not of the tree.
+    """
+
+    value: Any
+    depth: int = 0
+    partial: bool = False
+
+
+class _Reader:
+    """Reads an archive that ``torch.save`` wrote.
+
+    Args:
+        archive: the archive.
+        size: of the file in bytes, which bounds the size of the tree.
+    """
+
+    def __init__(self, archive: zipfile.ZipFile, size: int) -> None:
         entries = archive.infolist()
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries) or sum(e.file_size for e in entries) > size:
             raise ValueError("its entries are compressed or overlap")
         pickled = [entry for entry in entries if entry.filename.endswith("/data.pkl")]
         if len(pickled) != 1:
             raise ValueError("it is not a file of torch.save")
-        for operation, argument, _ in pickletools.genops(archive.read(pickled[0])):
-            named = argument if operation.name == "GLOBAL" else operation.name
-            if named in _OTHER_WAYS_TO_NAME or (operation.name == "GLOBAL" and named not in _GLOBALS):
-                raise ValueError(f"it refers to {named!r}")
+        self._archive, self._pickled = archive, pickled[0]
+        folder = self._pickled.filename.removesuffix("data.pkl")
+        self._entries = {entry.filename.removeprefix(folder): entry for entry in entries}
+        order = self._entries.get("byteorder")
+        if order is not None and archive.read(order) != sys.byteorder.encode():
+            raise ValueError(f"its numbers have another byte order than this machine's, which is {sys.byteorder}-endian")
+
+    def read(self) -> Any:
+        """Return the tree."""
+        stack: list[_Item] = []
+        marked: list[list[_Item]] = []
+        memo: dict[int, _Item] = {}
+        for operation, argument, _ in pickletools.genops(self._archive.read(self._pickled)):
+            name = operation.name
+            if name == "STOP":
+                return _whole(stack.pop()).value
+            if name in _SIMPLE:
+                stack.append(_Item(argument))
+            elif name in _CONSTANTS:
+                stack.append(_Item(_CONSTANTS[name]))
+            elif name == "GLOBAL":
+                if argument not in _NAMES:
+                    raise ValueError(f"it refers to {argument!r}")
+                stack.append(_Item(_Name(argument), partial=True))
+            elif name in ("EMPTY_LIST", "EMPTY_DICT"):
+                stack.append(_Item([] if name == "EMPTY_LIST" else _Pairs()))
+            elif name == "MARK":
+                marked.append(stack)
+                stack = []
+            elif name in ("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"):
+                if name == "TUPLE":
+                    inside, stack = stack, marked.pop()
+                else:
+                    inside = [stack.pop() for _ in range(int(name[-1]))][::-1]
+                stack.append(_tuple(inside))
+            elif name in ("APPENDS", "SETITEMS"):
+                inside, stack = stack, marked.pop()
+                stack.append(_extended(stack.pop(), inside, _Pairs if name == "SETITEMS" else list))
+            elif name in ("APPEND", "SETITEM"):
+                inside = [stack.pop() for _ in range(1 if name == "APPEND" else 2)][::-1]
+                stack.append(_extended(stack.pop(), inside, _Pairs if name == "SETITEM" else list))
+            elif name in ("BINPUT", "LONG_BINPUT"):
+                memo[cast("int", argument)] = stack[-1]
+            elif name in ("BINGET", "LONG_BINGET"):
+                known = memo[cast("int", argument)]
+                if not isinstance(known.value, str):
+                    raise ValueError("it contains a value in several places")
+                stack.append(known)
+            elif name == "BINPERSID":
+                stack.append(_Item(self._storage(*stack.pop().value), partial=True))
+            elif name == "REDUCE":
+                arguments = stack.pop()
+                stack.append(_made(stack.pop().value, arguments))
+            elif name != "PROTO":
+                raise ValueError(f"it contains the operation {name!r}")
+        raise ValueError("it has no end")
+
+    def _storage(self, kind: str, dtype: str, key: str, location: str, numel: int) -> _Storage:
+        """Return the elements of an entry, each of which belongs to one tensor."""
+        if kind != "storage" or not isinstance(dtype, _Name):
+            raise ValueError("it contains something else than the storage of a tensor")
+        entry = self._entries.pop(f"data/{key}", None)
+        if entry is None:
+            raise ValueError(f"the storage {key!r} is missing, or that of several tensors")
+        data = bytearray(self._archive.read(entry))
+        flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        if len(data) != numel * _DTYPES[dtype].itemsize:
+            raise ValueError(f"the storage {key!r} has {len(data)} bytes, which are not {numel} elements of {_DTYPES[dtype]}")
+        # A bool that is neither 0 nor 1 would be undefined behaviour.
+        return _Storage(flat != 0 if _DTYPES[dtype] is torch.bool else flat.view(_DTYPES[dtype]))
 
 
-class _Reader:
-    """Copies a loaded tree, whose tensors are windows into the mapped file.
+def _whole(item: _Item) -> _Item:
+    """Return a value that will not change any more."""
+    if item.partial:
+        raise ValueError("it contains a part of a tensor in another place")
+    if not isinstance(item.value, _Pairs):
+        return item
+    check_hash_collisions(key for key, _ in item.value)
+    return item._replace(value=dict(item.value))
 
-    Args:
-        size: of the file in bytes, which bounds the size of the copy.
-    """
 
-    def __init__(self, size: int) -> None:
-        self._left = size
+def _tuple(inside: list[_Item]) -> _Item:
+    items = [item if item.partial else _whole(item) for item in inside]
+    depth = 1 + max((item.depth for item in items), default=0)
+    if depth > _DEEPEST:
+        raise ValueError(f"it is nested more than {_DEEPEST} deep")
+    return _Item(tuple(item.value for item in items), depth, any(item.partial for item in items))
 
-    def read(self, value: Any) -> Any:
-        """Return the copy."""
-        tensor = isinstance(value, torch.Tensor)
-        self._left -= value.nbytes if tensor else 1  # each node takes at least a byte of the pickle
-        if self._left < 0:
-            raise ValueError("its content is larger than the file")
-        if tensor:
-            if type(value) is not torch.Tensor or value.untyped_storage().nbytes() != value.nbytes:
-                raise ValueError("a tensor is not of the size of its storage")
-            return value.clone()
-        if isinstance(value, (list, tuple)):
-            return type(value)(map(self.read, value))
-        if isinstance(value, dict):
-            return type(value)({self.read(key): self.read(item) for key, item in value.items()})
-        if value is None or type(value) in (bool, int, float, str):
-            return value
-        raise ValueError(f"it contains a {type(value).__name__}")
+
+def _extended(container: _Item, inside: list[_Item], kind: type[list[Any]]) -> _Item:
+    """Return a container with more items, in pairs of keys and values if it is to be a dict."""
+    if type(container.value) is not kind:
+        raise ValueError("it adds to something else than a list or a dict")
+    added = _tuple([_whole(item) for item in inside])
+    container.value.extend(zip(added.value[::2], added.value[1::2], strict=True) if kind is _Pairs else added.value)
+    return container._replace(depth=max(container.depth, added.depth))
+
+
+def _made(name: Any, arguments: _Item) -> _Item:
+    """Return what a call in a pickle stands for: a Counter, or a tensor and the empty dict of its hooks."""
+    if name == _HOOKS and isinstance(name, _Name) and arguments.value == ():
+        return _Item(name, partial=True)
+    if name == _COUNTER and isinstance(name, _Name):
+        (counts,) = _whole(arguments).value
+        if type(counts) is dict:
+            return arguments._replace(value=Counter(counts))
+    if name == _REBUILD and isinstance(name, _Name):
+        return _Item(_tensor(*arguments.value))
+    raise ValueError("it contains a call that makes no tensor")
+
+
+def _tensor(storage: Any, offset: int, size: tuple[int, ...], stride: tuple[int, ...], requires_grad: bool, hooks: str) -> Tensor:
+    """Return the tensor of a storage, whose elements it has all."""
+    if not isinstance(storage, _Storage) or hooks != _HOOKS:
+        raise ValueError("it contains a call that makes no tensor")
+    if not all(type(number) is int and number >= 0 for number in (offset, *size, *stride)) or len(size) > _MOST_DIMENSIONS:
+        raise ValueError(f"a tensor has more than {_MOST_DIMENSIONS} dimensions, or something else than natural numbers for sizes")
+    if offset != 0 or math.prod(size) != storage.flat.numel():
+        raise ValueError("a tensor is not of the size of its storage")
+    return storage.flat.as_strided(size, stride).clone() if storage.flat.numel() else storage.flat.reshape(size)

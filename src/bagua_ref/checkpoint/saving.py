@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import secrets
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bagua_ref.checkpoint.folder import Manifest, Part, checked_step, commit, remove_old, step_folder, write_part
+from bagua_ref.checkpoint.folder import Manifest, Part, checked_step, commit, discard, remove_old, step_folder, write_part
 from bagua_ref.checkpoint.plain import digest, plain
-from bagua_ref.checkpoint.training_state import State, Training
-from bagua_ref.errors import CheckpointError
+from bagua_ref.checkpoint.training_state import State, Training, listed
+from bagua_ref.communicators.scheduler import format_ranks
+from bagua_ref.errors import CheckpointError, CommunicationError
 
 if TYPE_CHECKING:
     import os
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
     from bagua_ref.communicators.base import Communicator
 
 __all__ = ["save"]
+
+_Key = tuple[str, str]
+"""Component and name of an entry."""
 
 
 def save(
@@ -39,6 +44,10 @@ def save(
     manifest is written, which the first rank does after all parts are durable; a crash at any moment before leaves the earlier
     checkpoints as they were. Saving a step again replaces it.
 
+    Weights and optimizer state that the algorithm keeps equal on all ranks, but that have drifted apart because ranks have other
+    versions of torch or other CPU kernels, are saved as the first rank has them, so that the checkpoint can be loaded; a warning
+    on every rank says so.
+
     Args:
         folder: holds the checkpoints of one training, and is shared by all ranks.
         model: the wrapped model.
@@ -57,6 +66,7 @@ def save(
         ValueError: the model is not wrapped, steps differ between ranks, or an argument is out of range.
         TypeError: an argument, or what a state contains, is of the wrong type.
         CheckpointError: it failed on another rank; raised on all of them.
+        OSError: the disk is full, for instance; what was written of this checkpoint is removed.
 
     >>> import tempfile
     >>> from bagua_ref.algorithms import GradientAllReduceAlgorithm
@@ -83,45 +93,64 @@ def save(
     try:
         state: State = {}
 
-        def collect() -> tuple[int, str, dict[tuple[str, str], bytes]]:
+        def collect() -> tuple[int, str, set[_Key], dict[_Key, bytes]]:
             state.update(training.collect(algorithm), extra={"extra": plain(extra, "extra")})
             place.mkdir(parents=True, exist_ok=True)
-            return step, secrets.token_hex(4), {key: digest(value) for key, value in _entries(state)} if comm.nranks() > 1 else {}
+            digests = {key: digest(value) for key, value in _entries(state)} if comm.nranks() > 1 else {}
+            return step, secrets.token_hex(4), training.replicated(state), digests
 
-        steps, tokens, digests = zip(*_together(comm, step, collect), strict=True)
+        steps, tokens, replicated, digests = zip(*_together(comm, step, collect), strict=True)
         if len(set(steps)) > 1:
             raise ValueError(f"step differs between ranks, which called save() with step={list(steps)}")
+        first = digests[0]
+        drifted = {key for key in replicated[0] if any(found.get(key) != first.get(key) for found in digests)}
+        if drifted:
+            ranks = training.context.given_group.ranks
+            others = [
+                rank for rank, found in zip(ranks, digests, strict=True) if any(found.get(k) != first.get(k) for k in drifted)
+            ]
+            warnings.warn(
+                f"{listed(_selected(state, drifted.__contains__))} of {format_ranks(others)} differ from those of rank {ranks[0]}, "
+                f"though {type(training.algorithm).__name__} keeps them equal; the checkpoint of step {step} has those of rank "
+                f"{ranks[0]} alone. Call model.bagua_resynchronize() on every rank to train on with them",
+                stacklevel=2,
+            )
 
         def write() -> list[Part]:
-            equal = {key for key, _ in _entries(state) if all(found.get(key) == digests[0].get(key) for found in digests)}
-            common, own = _selected(state, lambda key: key in equal), _selected(state, lambda key: key not in equal)
+            equal = {key for key, _ in _entries(state) if all(found.get(key) == first.get(key) for found in digests)} | drifted
+            common, own = _selected(state, equal.__contains__), _selected(state, lambda key: key not in equal)
             return [
                 write_part(place, owner, tokens[0], entries)
                 for owner, entries in (("common", common if comm.rank() == 0 else {}), (f"rank{comm.rank()}", own))
                 if entries
             ]
 
-        parts = [part for of_rank in _together(comm, step, write) for part in of_rank]
-        manifest = Manifest(step, comm.nranks(), type(training.algorithm).__name__, tokens[0], parts)
-
-        def complete() -> None:
+        def complete(parts: list[Part]) -> None:
             if comm.rank() == 0:
+                manifest = Manifest(step, comm.nranks(), type(training.algorithm).__name__, tokens[0], parts)
                 commit(place, manifest)
                 remove_old(place.parent, manifest, keep)
 
-        _together(comm, step, complete)
+        try:
+            parts = [part for of_rank in _together(comm, step, write) for part in of_rank]
+            _together(comm, step, lambda: complete(parts))
+        except CommunicationError:
+            raise  # the other ranks may complete it
+        except Exception:
+            discard(place, tokens[0])
+            raise
     finally:
         resume()
     return place
 
 
-def _entries(state: State) -> Iterator[tuple[tuple[str, str], Any]]:
+def _entries(state: State) -> Iterator[tuple[_Key, Any]]:
     for component, entries in state.items():
         for name, value in entries.items():
             yield (component, name), value
 
 
-def _selected(state: State, chosen: Callable[[tuple[str, str]], bool]) -> State:
+def _selected(state: State, chosen: Callable[[_Key], bool]) -> State:
     selected: State = {}
     for (component, name), value in _entries(state):
         if chosen((component, name)):

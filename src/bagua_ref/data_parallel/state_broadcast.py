@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,10 +23,12 @@ if TYPE_CHECKING:
 
     from bagua_ref.communicators.base import Communicator
 
-__all__ = ["broadcast_state", "share_object", "share_state"]
+__all__ = ["broadcast_state", "share_object", "share_state", "warn_of_drift"]
 
 _SHOWN = 3  # differences in a message
 _ABSENT, _ORDER = "none", "order"
+_SUMMING = {"Adafactor", "LBFGS"}
+"""Those of torch's optimizers whose results depend on the number of threads, as they sum over a parameter's elements."""
 
 
 def broadcast_state(
@@ -53,8 +56,34 @@ def broadcast_state(
         return
     named = dict(module.named_parameters()) | dict(module.named_buffers())
     tensors = {name: tensor for name, tensor in named.items() if name not in ignored}
-    _check_alike({**_described(tensors, optimizers), **settings}, comm, ranks)
+    if differences := _differences_between({**_described(tensors, optimizers), **settings}, comm, ranks):
+        raise ValueError(f"module, optimizers or settings differ between ranks, so they cannot train together. {differences}")
     share_state(tensors.values(), optimizers, comm, 0)
+
+
+def warn_of_drift(
+    parameters: Iterable[Tensor], optimizers: Iterable[torch.optim.Optimizer], comm: Communicator, ranks: Sequence[int]
+) -> None:
+    """Warn on every rank if optimizers can step to other bits with equal gradients: ranks have other versions of torch or kernels.
+
+    Args:
+        parameters: those that are equal on all ranks.
+        optimizers: of the parameters.
+        comm: the ranks that train together.
+        ranks: the global ranks of ``comm``.
+    """
+    kernels = {"torch": str(torch.__version__)}
+    if any(parameter.device.type == "cpu" for parameter in parameters):
+        kernels["CPU kernels"] = torch.backends.cpu.get_cpu_capability()
+        if any(kind.__name__ in _SUMMING for optimizer in optimizers for kind in type(optimizer).__mro__):
+            kernels["threads"] = str(torch.get_num_threads())
+    if comm.nranks() > 1 and (differences := _differences_between(kernels, comm, ranks)):
+        warnings.warn(
+            "ranks can round differently, so that weights drift apart in optimizer steps though gradients are equal: "
+            f"{differences}. Use one torch on all ranks, and set ATEN_CPU_CAPABILITY and OMP_NUM_THREADS to what all have; or call "
+            "model.bagua_resynchronize() on every rank from time to time",
+            stacklevel=2,
+        )
 
 
 def share_state(tensors: Iterable[Tensor], optimizers: Iterable[torch.optim.Optimizer], comm: Communicator, source: int) -> None:
@@ -91,13 +120,13 @@ def _described(tensors: dict[str, Tensor], optimizers: Sequence[torch.optim.Opti
     return texts
 
 
-def _check_alike(mine: dict[str, str], comm: Communicator, ranks: Sequence[int]) -> None:
-    """Raise ValueError on every rank unless all have the same texts under the same names, in the same order."""
+def _differences_between(mine: dict[str, str], comm: Communicator, ranks: Sequence[int]) -> str:
+    """Return on every rank who differs in what, "" if all have the same texts under the same names, in the same order."""
     digest = torch.tensor(list(hashlib.sha256(repr(list(mine.items())).encode()).digest()), dtype=torch.int32)
     extremes = torch.stack([digest, -digest])
     comm.allreduce_inplace(extremes, ReduceOp.MIN)
     if extremes[0].equal(-extremes[1]):
-        return
+        return ""
     first: dict[str, str] = comm.broadcast_object(mine, 0)
     found = [comm.broadcast_object(_differences(mine, first) if r == comm.rank() else None, r) for r in range(comm.nranks())]
     usual = {**first, _ORDER: "that of the group's first rank"}
@@ -109,10 +138,7 @@ def _check_alike(mine: dict[str, str], comm: Communicator, ranks: Sequence[int])
         for rank, theirs in zip(ranks, found, strict=True):
             ranks_with.setdefault(theirs.get(name, usual.get(name, _ABSENT)), []).append(rank)
         sentences.append(f"{name}: {', '.join(f'{text} on {format_ranks(sorted(on))}' for text, on in ranks_with.items())}")
-    raise ValueError(
-        "module, optimizers or settings differ between ranks, so they cannot train together. "
-        f"{'; '.join(sentences)}{'; and more' if len(names) > _SHOWN else ''}"
-    )
+    return f"{'; '.join(sentences)}{'; and more' if len(names) > _SHOWN else ''}"
 
 
 def _differences(mine: dict[str, str], first: dict[str, str]) -> dict[str, str]:

@@ -19,7 +19,7 @@ from bagua_ref.data_parallel.forward_passes import ForwardPasses, trains
 from bagua_ref.data_parallel.functional_forwards import FunctionalForwards, inside_transform, outside_transforms
 from bagua_ref.data_parallel.gradient_hook import GradientHook, add_last
 from bagua_ref.data_parallel.sharding import reshard, whole
-from bagua_ref.data_parallel.state_broadcast import broadcast_state
+from bagua_ref.data_parallel.state_broadcast import broadcast_state, warn_of_drift
 from bagua_ref.data_parallel.step_guard import StepGuard
 from bagua_ref.data_parallel.trained_parameters import TrainedParameters
 from bagua_ref.env import get_default_bucket_size
@@ -138,6 +138,8 @@ class WrappedModule(NotCopied):
         self.bagua_algorithm._context = weakref.ref(self)
         self._handles: list[Any] = []
         self.rounds = AgreedRounds(self, group.sibling() if find_unused_parameters else None)
+        if self.bagua_algorithm.replicas_are_equal:
+            warn_of_drift([parameter for _, parameter in self.bagua_build_params()], self.bagua_optimizers, comm, group.ranks)
         self.reset()
         self._handles.append(module.register_load_state_dict_post_hook(OwnHook(self.rounds.note_load)))
         self._handles.append(self.called_module.register_forward_pre_hook(OwnHook(self._forward_called)))
