@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import bagua_ref.contrib
-from bagua_ref.contrib.fuse import layout
+from bagua_ref.contrib.fuse.run import flat_view
 from bagua_ref.contrib.fuse.optimizer import fuse_optimizer, fuse_step, is_fused_optimizer
 
 Optimizer = torch.optim.Optimizer
@@ -150,7 +150,7 @@ def test_neighbours_in_memory_but_in_two_storages_are_not_taken_for_one() -> Non
     memory = torch.zeros(8).numpy()
     first, second = torch.from_numpy(memory[:4]), torch.from_numpy(memory[4:])
     assert first.data_ptr() + 16 == second.data_ptr()
-    assert not layout.adjacent(first, second)
+    assert flat_view([first, second]) is None
     ps: list[Tensor] = [nn.Parameter(torch.from_numpy(memory[:4])), nn.Parameter(torch.from_numpy(memory[4:]))]
     optimizer = fuse_optimizer(sgd(ps), do_flatten=False)
     give(0, ps)
@@ -244,7 +244,7 @@ def test_a_step_without_change_plans_nothing_and_allocates_no_storage(monkeypatc
         give(step, ps, kept=True)
         fused.fuse_step()
     give(3, ps, kept=True)
-    monkeypatch.setattr("bagua_ref.contrib.fuse.fuser.FusePlan", None)
+    monkeypatch.setattr("bagua_ref.contrib.fuse.fuser.Plan", None)
     with Storages([*ps, *(p.grad for p in ps), *(state["momentum_buffer"] for state in fused.state.values())]) as storages:
         fused.fuse_step()
     assert storages.start == 3 * 4 * sum(p.numel() for p in ps)
