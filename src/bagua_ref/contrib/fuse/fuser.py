@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bagua_ref.contrib.fuse.run import NUMBERS, PLAIN_TYPES, Run, find_runs, flatten_weights, held_by_bucket, is_plain
+from bagua_ref.contrib.fuse.run import NUMBERS, PLAIN_TYPES, Run, find_runs, flatten_weights, held_by_bucket, is_plain, neighbours
 from bagua_ref.memory import overlapping
 from bagua_ref.utils import NotCopied
 
@@ -171,16 +171,16 @@ class Fuser(NotCopied):
             optimizer.state[key] = optimizer.state.pop(key)
 
     def _look_after_weights(self) -> None:
-        """Warn once about weights that have left their flat tensor, unless a bucket holds them; forget empty flat tensors."""
+        """Warn once about weights that have left their flat tensor, unless they have neighbours elsewhere; forget these."""
         weights = [entry for _, moved in self._flats for entry in moved]
-        gone = [p for p, address in weights if p.data_ptr() != address and held_by_bucket(p) is not p]
         here = [(flat, [(p, address) for p, address in moved if p.data_ptr() == address]) for flat, moved in self._flats]
         self._flats = [(flat, moved) for flat, moved in here if moved]
-        if gone and self._check_flatten:
+        gone = [p for p, address in weights if p.data_ptr() != address and held_by_bucket(p) is not p]
+        apart = sum(len(chain) == 1 for chain in neighbours(gone))
+        if apart and self._check_flatten:
             warnings.warn(
-                f"{len(gone)} of {len(weights)} parameters have left the storage into which fuse_optimizer() moved them, as .to() "
-                "or setting .data makes them do; they are now stepped one by one. Create and fuse the optimizer after moving the "
-                "model",
+                f"{apart} of {len(weights)} parameters have left the storage into which fuse_optimizer() moved them, as .to() or "
+                "setting .data makes them do; they are now stepped one by one. Create and fuse the optimizer after moving the model",
                 stacklevel=2,
             )
 

@@ -207,7 +207,7 @@ def _compare(what: str, plain: Any, fused: Any, allow_inexact: bool) -> None:
     pairs = [(f"state {name!r}", fused.state.get(name), plain.state[name]) for name in names]
     for p, q in zip(_parameters(plain), _parameters(fused), strict=True):
         ours, theirs, of = fused.state.get(q, {}), plain.state.get(p, {}), f"for a parameter of shape {tuple(p.shape)}"
-        pairs += [(f"weights {of}", q.detach(), p.detach()), (f"attributes {of}", attributes(q), attributes(p))]
+        pairs += [(f"weights {of}", q.detach(), p.detach()), (f"attributes {of}", str(attributes(q)), str(attributes(p)))]
         pairs += [(f"keys of state {of}", str(list(ours)), str(list(theirs)))]
         pairs += [(f"state {key!r} {of}", ours[key], value) for key, value in theirs.items() if key in ours]
     for name, mine, right in pairs:
