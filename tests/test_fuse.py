@@ -161,6 +161,10 @@ def test_a_class_that_needs_an_attribute_is_tried_with_it() -> None:
         def update(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
             p.add_(p.grad, alpha=-p.factor)
 
+    class Orthogonal(Plain):  # as Muon, which steps only matrices of hidden layers so
+        def update(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+            p.sub_(p.grad / p.grad.norm() if getattr(p, "is_hidden", False) else p.grad)
+
     class Writes(Plain):
         def update(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
             p.count = getattr(p, "count", 0) + 1
@@ -171,6 +175,10 @@ def test_a_class_that_needs_an_attribute_is_tried_with_it() -> None:
     for p in ps:
         p.factor = 0.5
     fuse_optimizer(Needs(ps))
+    fuse_optimizer(Orthogonal(ps))
+    ps[2].is_hidden = True
+    with pytest.raises(ValueError, match=r"Orthogonal cannot be fused: .*combines elements"):
+        fuse_optimizer(Orthogonal(ps))
     with pytest.raises(ValueError, match=r"Writes cannot be fused: .* different attributes for a parameter"):
         fuse_optimizer(Writes(ps))
 

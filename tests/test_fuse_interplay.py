@@ -109,7 +109,7 @@ def test_S6_a_wrapped_module_trains_as_with_the_unfused_optimizer(
     ):
         for mine, right in zip(ours, theirs, strict=True):
             assert torch.equal(mine, right)
-        # Weights that a bucket holds are not moved, even if they lie apart; momenta there are not stepped as one, after qadam's warm-up of 3 steps.
+        # Weights that a bucket holds are not moved, and momenta there, after a warm-up of 3 steps, are not stepped as one.
         apart = name == "decentralized" and not do_flatten and not fuse_first
         assert count == (0 if apart else 3 if name == "qadam" else 8)
         assert moved == (6 if name not in ("decentralized", "async") and not fuse_first else 0)

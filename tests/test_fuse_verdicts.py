@@ -181,7 +181,7 @@ def test_a_class_that_updates_each_element_by_itself_is_fused(cls: Any) -> None:
         (WholeSteps, r"combines elements .* by sum\(\)"),
         (Noisy, "depends on shapes or order"),
         (Rows, r"combines elements .* by mean\(\)"),
-        (Blocks, r"state 'blocks' .* is a list, which cannot be split between them"),
+        (Blocks, r"state 'blocks' .* is a list, which cannot be split"),
         (Counts, "different weights"),
         (NeedsClosure, r"step\(\) of a small copy of it raised TypeError: .*closure.* pass verify=False"),
     ],
@@ -378,7 +378,7 @@ def test_verify_false_is_at_the_users_risk() -> None:
     blocks: Any = fuse_optimizer(Blocks(parameters()), verify=False)
     for p in blocks.param_groups[0]["params"]:
         p.grad = torch.ones_like(p)
-    with pytest.raises(RuntimeError, match=r"state 'blocks' of 90 elements in 4 parameters is a list.* cannot be fused"):
+    with pytest.raises(RuntimeError, match=r"state 'blocks' of 90 elements in 4 parameters is a list, .* cannot be fused"):
         blocks.fuse_step()
 
 

@@ -47,25 +47,18 @@ class Fuser(NotCopied):
     """
 
     def __init__(
-        self,
-        do_flatten: bool,
-        check_flatten: bool,
-        allow_inexact: bool,
-        check: Callable[[torch.optim.Optimizer], object],
-        small: int | None = None,
+        self, do_flatten: bool, check_flatten: bool, allow_inexact: bool, check: Callable[[Any], object], small: int | None = None
     ) -> None:
         self._do_flatten, self._check_flatten, self._allow_inexact = do_flatten, check_flatten, allow_inexact
         self._check, self._small = check, small
-        self._checked: list[tuple[Any, ...]] | None = None
-        """The options of all groups at the last check."""
+        self._checked: list[tuple[Any, ...]] | None = None  # the options of all groups at the last check
         self._plan: _Plan | None = None
-        self._exchanged: list[list[Tensor]] | None = None
-        """While they are exchanged: the parameters of each group."""
+        self._exchanged: list[list[Tensor]] | None = None  # while they are exchanged: the parameters of each group
         self._num_states = 0
         self._loss: Any = None
+        # The flat tensors, and the weights that were moved there, with their addresses. Weak references would keep
+        # ``torch.utils.swap_tensors`` from converting the weights.
         self._flats: list[tuple[Tensor, list[tuple[Tensor, int]]]] = []
-        """The flat tensors, and the weights that were moved there, with their addresses. Weak references would keep
-        ``torch.utils.swap_tensors`` from converting the weights."""
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Check the optimizer, unless its groups' options are those of the last check."""
@@ -180,7 +173,7 @@ class Fuser(NotCopied):
         if apart and self._check_flatten:
             warnings.warn(
                 f"{apart} of {len(weights)} parameters have left the storage into which fuse_optimizer() moved them, as .to() or "
-                "setting .data makes them do; they are now stepped one by one. Create and fuse the optimizer after moving the model",
+                "setting .data makes them do; they are now stepped one by one. Move the model before you fuse its optimizer",
                 stacklevel=2,
             )
 
@@ -191,11 +184,7 @@ class _Plan:
     The check looks at identities, addresses and lengths, not at versions, which torch's fused steps do not increase. It does not
     loop in Python over single parameters, as that would take longer than the step.
 
-    Args:
-        optimizer: the optimizer; the state of a run's parameters is moved together.
-        small: for each group, up to how many elements parameters are fused.
-        allow_inexact: also fuse parameters whose last bits may then differ.
-        flats: flat tensors of weights; None: weights are not moved, so that large ones do not count as fused.
+    Parameters of up to ``small`` elements, for each group, are fused; ``flats`` are flat tensors of weights, None if none move.
     """
 
     def __init__(
@@ -203,8 +192,7 @@ class _Plan:
     ) -> None:
         self.state = optimizer.state
         self.runs: list[Run] = []
-        self.stepped: list[list[Tensor]] = []
-        """For each group, the parameters that are stepped in place of its own."""
+        self.stepped: list[list[Tensor]] = []  # for each group, the parameters that are stepped in place of its own
         self.num_fused_groups = 0
         self._groups = [(list(group["params"]), options(group)) for group in optimizer.param_groups]
         single: list[Tensor] = []
@@ -221,13 +209,9 @@ class _Plan:
             self.runs += runs
             single += alone
         self.parameters = [parameter for run in self.runs for parameter in run.parameters]
-        """The parameters of all runs, in order."""
-        self._pointers = list(map(data_ptr, self.parameters))
-        """The addresses of all weights in runs, then those of their gradients at the last step."""
-        self._idle = [p for p in single if p.grad is None]
-        """If one gets a gradient, the plan is out of date."""
-        self._single = [p for p in single if p.grad is not None and type(p) in PLAIN_TYPES]
-        """If one is moved, it may overlap a run, and then the order of updates matters."""
+        self._pointers = list(map(data_ptr, self.parameters))  # of weights in runs, then of their gradients at the last step
+        self._idle = [p for p in single if p.grad is None]  # if one gets a gradient, it may join a run
+        self._single = [p for p in single if p.grad is not None and type(p) in PLAIN_TYPES]  # if one moves, it may overlap a run
         self._matrices = [p for p in self.parameters if p.ndim > 1]
         # Only these can change their dtype in place without changing their size: the others are floats that need gradients.
         self._convertible = [p for p in self.parameters if p.dtype in SHORT or not p.requires_grad]

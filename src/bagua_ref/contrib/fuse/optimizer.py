@@ -80,12 +80,7 @@ def fuse_optimizer(
 def fuse_step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
     """Take a step as ``optimizer.step(closure)`` does, updating small parameters that are adjacent in memory as one (S6).
 
-    Args:
-        optimizer: a fused optimizer.
-        closure: computes loss and gradients; called first.
-
-    Returns:
-        The result of ``closure``, None without one.
+    ``closure`` computes loss and gradients; it is called first, and its result is returned.
 
     Raises:
         TypeError: closure is not callable.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from bagua_ref.utils import flatten
 
@@ -94,7 +95,7 @@ def flatten_weights(parameters: Sequence[Tensor]) -> Iterator[tuple[Tensor, list
         if len(moving) > 1:
             flat = flatten(moving).detach()
             for p, part in zip(moving, flat.split([p.numel() for p in moving]), strict=True):
-                p.data = torch.from_dlpack(part.view(p.shape))
+                p.data = from_dlpack(part.view(p.shape))
             yield flat, moving
 
 
@@ -105,16 +106,11 @@ def find_runs(parameters: Sequence[Tensor], store: MutableMapping[Any, Any], fla
     kinds = {} if model is None else {key: _kind(value, model) for key, value in store[model].items()}
     for chain in neighbours(parameters, flats):
         longest = LONGEST_ON_CPU if chain[0].device.type == "cpu" else LONGEST
-        signatures = [_signature(p, store.get(p), kinds) for p in chain]
-        cuts, size = [0], 0
-        for place, parameter in enumerate(chain):
-            size += parameter.numel()
-            if place and (signatures[place] != signatures[place - 1] or size > longest):
-                cuts.append(place)
-                size = parameter.numel()
-        for start, end in itertools.pairwise([*cuts, len(chain)]):
-            part = chain[start:end]
-            if len(part) > 1 and signatures[start] is not None and any(p.numel() > 1 for p in part):
+        totals = itertools.accumulate(p.numel() for p in chain)
+        alike = {id(p): (_signature(p, store.get(p), kinds), total // longest) for p, total in zip(chain, totals, strict=True)}
+        for (signature, _), members in itertools.groupby(chain, key=lambda p: alike[id(p)]):
+            part = list(members)
+            if len(part) > 1 and signature is not None and any(p.numel() > 1 for p in part):
                 flat = flat_view(part, flats)
                 assert flat is not None, "neighbours are not adjacent"
                 yield Run(part, flat, [store[p] for p in part] if part[0] in store else None, kinds)
@@ -149,13 +145,9 @@ def _signature(parameter: Tensor, state: Any, kinds: dict[Any, str | None]) -> t
 
 
 class Run:
-    """Adjacent parameters and the flat one that is stepped in their place.
+    """Adjacent parameters and the flat one, whose parts they are, that is stepped in their place.
 
-    Args:
-        parameters: the parameters, in order.
-        flat: the tensor of which their weights are the parts.
-        states: their entries of the optimizer's state, alike, whose tensors are put beside each other; None: none.
-        kinds: the kinds of state.
+    ``states`` are their entries of the optimizer's state, whose tensors are put beside each other, and None if there are none.
     """
 
     def __init__(
@@ -165,30 +157,23 @@ class Run:
         self.flat = torch.nn.Parameter(flat, requires_grad=parameters[0].requires_grad)
         for name, _, value in attributes(parameters[0]) or ():
             setattr(self.flat, name, value)
-        self.state: dict[Any, Any] | None = None if states is None else {}
-        """The flat parameter's state."""
-        self._parts: dict[Any, tuple[list[Any], list[int]]] = {}
-        """For each entry of the state: the parameters' entries, and the addresses of tensors."""
-        self._vectors: dict[Any, Tensor] = {}
-        """For each entry that is a tensor of one number, such as ``step``: those of all parameters."""
+        self.state: dict[Any, Any] | None = None if states is None else {}  # that of the flat parameter
+        self._parts: dict[Any, tuple[list[Any], list[int]]] = {}  # for each key: the parameters' entries, addresses of tensors
+        self._vectors: dict[Any, Tensor] = {}  # for tensors of one number, such as ``step``: those of all parameters
         for key, value in (states or [{}])[0].items():
             entries = [state[key] for state in states or ()]
-            if kinds[key] == ELEMENTS:
-                whole = flat_view(entries)
-                value = flatten(entries) if whole is None else whole
-            self._set_state(key, value.clone() if kinds[key] == ONE else value, entries)
+            whole = flat_view(entries) if kinds[key] == ELEMENTS else None
+            joined = whole if whole is not None else flatten(entries) if kinds[key] == ELEMENTS else value
+            self._set_state(key, joined.clone() if kinds[key] == ONE else joined, entries)
         sizes = [p.numel() * p.element_size() for p in parameters]
         self._offsets = list(itertools.accumulate(sizes[:-1], initial=0))
         self._one_dimensional = all(p.ndim == 1 for p in parameters)
-        self._in_place = False
-        """Whether the gradients lie as the weights do."""
+        self._in_place = False  # whether the gradients lie as the weights do
+        # A copy of gradients that lie otherwise, and its parts; kept, because allocating it costs more than the step.
         self._copy: Tensor | None = None
-        """A copy of gradients that lie otherwise; kept, because allocating it costs more than the step."""
         self._copied: list[Tensor] = []
-        """Its parts."""
         self._copy_version = 0
-        self._seen: Tensor | None = None
-        """The first gradient of the last step."""
+        self._seen: Tensor | None = None  # the first gradient of the last step
 
     def _split(self, flat: Tensor) -> list[Tensor]:
         """Return the part of ``flat`` that belongs to each parameter, in its shape."""
@@ -205,11 +190,9 @@ class Run:
             self._vectors[key] = torch.stack(parts)
             parts = list(self._vectors[key].unbind())
         elif type(value) not in NUMBERS:
-            what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-            raise RuntimeError(
-                f"the optimizer's state {key!r} of {self.flat.numel()} elements in {len(self.parameters)} parameters is {what}, "
-                "which cannot be split between them; this optimizer cannot be fused"
-            )
+            what = f"tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            count = f"{self.flat.numel()} elements in {len(self.parameters)} parameters"
+            raise RuntimeError(f"state {key!r} of {count} is a {what}, which cannot be split: this optimizer cannot be fused")
         if entries is not None and isinstance(value, Tensor):
             for entry, part in zip(entries, parts, strict=True):
                 entry.data = part

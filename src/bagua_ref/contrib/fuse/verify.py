@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import time
 import warnings
 from collections import OrderedDict, defaultdict
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,7 @@ from bagua_ref.contrib.fuse.fuser import Fuser
 from bagua_ref.contrib.fuse.run import NUMBERS, attributes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 __all__ = ["ELEMENTWISE", "NOT_ELEMENTWISE", "check_elementwise", "try_on_clones"]
 
@@ -115,13 +115,17 @@ class _Watch(TorchDispatchMode):
         return result
 
 
-def _try_shapes(
-    optimizer: torch.optim.Optimizer, allow_inexact: bool, shapes: Sequence[tuple[int, ...]], watch: _Watch | None
-) -> None:
+@contextmanager
+def _refusing(what: str, advice: str = f". {UNTRIED}") -> Iterator[None]:
     try:
-        plain, fused = _clone(optimizer, shapes), _clone(optimizer, shapes)
+        yield
     except Exception as error:
-        raise _RefusedError(f"it cannot be copied for a trial, {type(error).__name__}: {error}. {UNTRIED}") from error
+        raise _RefusedError(f"{what} raised {type(error).__name__}: {error}{advice}") from error
+
+
+def _try_shapes(optimizer: Any, allow_inexact: bool, shapes: Sequence[tuple[int, ...]], watch: _Watch | None) -> None:
+    with _refusing("copying it for a trial"):
+        plain, fused = _clone(optimizer, shapes), _clone(optimizer, shapes)
     fuser = Fuser(True, False, allow_inexact, check=lambda _: None, small=2**62)
     fused._bagua_fused_count = 0
     fuser.flatten(fused.param_groups)
@@ -135,20 +139,15 @@ def _try_shapes(
                 else:
                     twin.grad = None if step == STEPS - 2 and place == 0 else grad.clone()
         torch.manual_seed(step)
-        try:
-            with watch or warnings.catch_warnings():
-                plain.step()
-        except Exception as error:
-            raise _RefusedError(f"step() of a small copy of it raised {type(error).__name__}: {error}. {UNTRIED}") from error
+        with _refusing("step() of a small copy of it"), watch or nullcontext():
+            plain.step()
         for p, state in plain.state.items():
             kept = sum(value.numel() for value in tree_leaves(state) if isinstance(value, Tensor))
             if isinstance(p, Tensor) and kept > MOST_STATE * (p.numel() + 1):
                 raise _RefusedError(f"it keeps {kept} numbers for a parameter of shape {tuple(p.shape)}. {UNTRIED}")
         torch.manual_seed(step)
-        try:
+        with _refusing("step() with flat parameters", advice=""):
             fused.step() if step == ORDINARY_STEP else fuser.step(fused, None)
-        except Exception as error:
-            raise _RefusedError(f"step() with flat parameters raised {type(error).__name__}: {error}") from error
         _compare(f"step {step + 1} of a small copy of it with flat parameters gave different", plain, fused, allow_inexact)
     if not fused._bagua_fused_count:
         raise _RefusedError("its state or its options do not allow any parameters to be fused")
@@ -167,25 +166,24 @@ def _clone(optimizer: torch.optim.Optimizer, shapes: Sequence[tuple[int, ...]]) 
             clone.__dict__[name] = OrderedDict() if is_hooks else copy.deepcopy(value, memo)
     clone.param_groups = []
     store.update({key: copy.deepcopy(value, memo) for key, value in optimizer.state.items() if not isinstance(key, Tensor)})
-    distinct = {}  # groups that differ only in parameters and learning rates are tried once
+    distinct: dict[Any, tuple[dict[str, Any], list[Tensor]]] = {}  # parameters that differ in learning rates are tried once
     for group in optimizer.param_groups:
-        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        dtypes = {p.dtype for p in group["params"]} & {torch.float32, torch.float64} or {torch.float32}
-        told = repr([(k, v) for k, v in options.items() if k not in ("lr", "initial_lr", "name")])
-        distinct[told, frozenset(dtypes)] = group["params"], options
-    for number, ((_, dtypes), (members, options)) in enumerate(distinct.items()):
+        options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+        told = repr([item for item in options.items() if item[0] not in ("lr", "initial_lr", "name")])
+        for p in group["params"]:
+            dtype = torch.float64 if p.dtype is torch.float64 else torch.float32
+            distinct.setdefault((told, dtype, attributes(p)), (options, []))[1].append(p)
+    for number, ((_, dtype, own), (options, members)) in enumerate(distinct.items()):
         generator = torch.Generator().manual_seed(number)
         clone.param_groups.append({"params": (parameters := []), **copy.deepcopy(options, memo)})
         model = next((p for p in members if p.numel() > 1 and optimizer.state.get(p)), None)
-        for dtype, (place, shape) in itertools.product(sorted(dtypes, key=str), enumerate(shapes)):
-            # In a small weight, the last bits of an update show.
-            value = torch.randn(shape, generator=generator) * (1, 1e-6)[place % 2]
-            parameter = torch.nn.Parameter(value.to(members[0].device if members else "cpu", dtype))
-            for name, _, own in (members and attributes(members[0])) or ():
-                setattr(parameter, name, own)
+        for place, shape in enumerate(shapes):
+            value = torch.randn(shape, generator=generator) * (1, 1e-6)[place % 2]  # in small weights, last bits of updates show
+            parameters.append(torch.nn.Parameter(value.to(members[0].device, dtype)))
+            for name, _, attribute in own or ():
+                setattr(parameters[-1], name, attribute)
             if model is not None:
-                store[parameter] = {key: _resize(kept, model, parameter) for key, kept in optimizer.state[model].items()}
-            parameters.append(parameter)
+                store[parameters[-1]] = {key: _resize(kept, model, value) for key, kept in optimizer.state[model].items()}
     return clone
 
 
