@@ -414,9 +414,12 @@ def test_a_step_without_change_plans_nothing_and_allocates_no_storage(monkeypatc
     assert storages.peak - storages.start <= 8  # one scalar of an operation
 
 
-def test_a_value_that_is_in_a_graph_cannot_be_used_after_a_fused_step() -> None:
-    ps, fused, _, _ = twins(sgd)
-    losses = [p.square().sum() for p in ps]
+@pytest.mark.parametrize("flags", [{}, {"fused": True}])
+@pytest.mark.parametrize("allow_inexact", [False, True])
+def test_a_value_that_is_in_a_graph_cannot_be_used_after_a_fused_step(flags: dict[str, bool], allow_inexact: bool) -> None:
+    ps = parameters((3, 5), (7,), (20_000,))
+    fused: Any = fuse_optimizer(torch.optim.SGD(ps, lr=0.1, **flags), allow_inexact=allow_inexact)
+    losses = [(p * p).sum() for p in ps]
     give(0, ps)
     fused.fuse_step()
     for loss in losses:

@@ -147,8 +147,8 @@ class Fuser(NotCopied):
         for run, state in zip(plan.runs, found, strict=True):
             run.give_gradient_back()
             run.give_state_back(state, optimizer.state)
-        if plan.parameters:  # tell autograd, as a graph may have saved them
-            torch.autograd.graph.increment_version(plan.parameters)
+        if plan.parameters or plan.single:  # tell autograd, as a graph may have saved them: fused=True does not
+            torch.autograd.graph.increment_version([*plan.parameters, *plan.single])
         if len(optimizer.state) > self._num_states:
             self._order(optimizer, stepped, plan)
 
@@ -211,7 +211,7 @@ class _Plan:
         self.parameters = [parameter for run in self.runs for parameter in run.parameters]
         self._pointers = list(map(data_ptr, self.parameters))  # of weights in runs, then of their gradients at the last step
         self._idle = [p for p in single if p.grad is None]  # if one gets a gradient, it may join a run
-        self._single = [p for p in single if p.grad is not None and type(p) in PLAIN_TYPES]  # if one moves, it may overlap a run
+        self.single = [p for p in single if p.grad is not None and type(p) in PLAIN_TYPES]  # if one moves, it may overlap a run
         self._matrices = [p for p in self.parameters if p.ndim > 1]
         # Only these can change their dtype in place without changing their size: the others are floats that need gradients.
         self._convertible = [p for p in self.parameters if p.dtype in SHORT or not p.requires_grad]
@@ -249,7 +249,7 @@ class _Plan:
         registered = [getattr(run.parameters[0], "_bagua_registration", None) for run in self.runs]
         getters = [None if known is None else known.getter for known in registered]
         dtypes = list(map(get_dtype, self._convertible))
-        return list(map(numel, self.parameters)), list(map(data_ptr, self._single)), dtypes, getters
+        return list(map(numel, self.parameters)), list(map(data_ptr, self.single)), dtypes, getters
 
     def _weights_are_current(self) -> bool:
         """Return whether weights are what they were, except for the addresses of those in runs."""
