@@ -21,7 +21,7 @@ FUSED_OPTIMIZERS: list[tuple[str, str, str, str, str]] = [
     ("parameters that have taken different numbers of steps are put together", "S6", RUN, "(value.shape, value.item()) if", "(value.shape,) if"),
     ("a gradient that is None counts as zero", "S6", FUSER, NO_GRAD, "    if p.grad is None and p.requires_grad:\n        p.grad = torch.zeros_like(p)\n" + NO_GRAD),
     ("new gradients are not copied into the flat one", "S6", RUN, "            if self._one_dimensional:\n", "            if self._copy_version:\n                pass\n            elif self._one_dimensional:\n"),
-    ("gradients are always taken to lie as the weights do", "S6", RUN, "self._in_place = pointers == [pointers[0] + offset for offset in self._offsets]", "self._in_place = True"),
+    ("gradients are always taken to lie as the weights do", "S6", RUN, "self._in_place = pointers[-1] == first + last and pointers == [first + offset for offset in self._offsets]", "self._in_place = True"),
     ("weights that were moved away are updated where they were", "S6", FUSER, " or (changed and pointers[:count] != self._pointers[:count]):", ":"),
     ("nobody is told of weights that were moved away", "S6", FUSER, "        if apart and self._check_flatten:\n", "        if False:\n"),
     ("groups that are added later are forgotten", "S6", FUSER, "        return len(optimizer.param_groups) == len(self._groups) and all(", "        optimizer.param_groups = optimizer.param_groups[: len(self._groups)]\n        return all("),

@@ -249,7 +249,8 @@ class Run:
         them. After ``zero_grad()``, which sets them to None, moving new ones would cost time in each step.
         """
         if pointers is not None:
-            self._in_place = pointers == [pointers[0] + offset for offset in self._offsets]
+            first, last = pointers[0], self._offsets[-1]  # asked first, as new gradients rarely lie so
+            self._in_place = pointers[-1] == first + last and pointers == [first + offset for offset in self._offsets]
         if self._in_place and row_major:
             try:
                 self.flat.grad = grads[0].detach().as_strided(self.flat.shape, (1,))
