@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import warnings
 from typing import Any
 
 import pytest
@@ -209,44 +208,6 @@ def live(twins: Twins, days: list[tuple[str, bool, list[int], str]], extra: list
 def test_S6_fuse_step_is_step_bit_for_bit(name: str, data: st.DataObject) -> None:
     twins = Twins(name, data.draw(groups(name)), do_flatten=data.draw(st.integers(0, 4)) > 0)
     live(twins, data.draw(days), data.draw(groups(name)))
-
-
-@every_optimizer
-@given(data=st.data())
-def test_S6_many_alike_parameters_are_fused_and_equal(name: str, data: st.DataObject) -> None:
-    sizes = data.draw(st.lists(st.integers(1, 40), min_size=2, max_size=9).filter(lambda sizes: max(sizes) > 1))
-    dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
-    chosen = {**data.draw(options(name)), "differentiable": False}
-    group = {"params": [torch.nn.Parameter(torch.linspace(-1, 1, n, dtype=dtype)) for n in sizes], **chosen}
-    twins = Twins(name, [group])
-    for kept in data.draw(st.lists(st.booleans(), min_size=1, max_size=6)):
-        twins.give_gradients(kept, [])
-        twins.step("fuse_step")
-        twins.check()
-    betas = chosen.get("betas", (0.9,))
-    exact = betas[0] != 0 and not (chosen.get("centered") and chosen["alpha"] == 0)
-    assert (twins.fused._bagua_fused_count > 0) == exact
-
-
-@given(data=st.data())
-def test_S6_the_copy_of_a_fused_optimizer_is_an_ordinary_one(data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from(ELEMENTWISE))
-    twins = Twins(name, data.draw(groups(name)))
-    twins.give_gradients(True, data.draw(st.lists(st.integers(0, 9), max_size=2)))
-    twins.step("fuse_step")
-    copied = copy.deepcopy(twins.fused)
-    assert not hasattr(copied, "fuse_step")
-    assert not hasattr(copied, "_bagua_fused_optimizer")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        twins.give_gradients(True, [])
-        for (p, _), r in zip(twins.pairs(), (p for group in copied.param_groups for p in group["params"]), strict=True):
-            r.grad = None if p.grad is None else p.grad.clone()  # before the step: foreach with nesterov changes gradients
-        twins.step("fuse_step")
-        twins.check()
-        twins.fused = fuse_optimizer(copied)
-        twins.fused.fuse_step()
-        twins.check()
 
 
 def put(stray: str, x: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import bagua_ref.contrib
-from bagua_ref.contrib.fuse import layout
 from bagua_ref.contrib.fuse.optimizer import fuse_optimizer, fuse_step, is_fused_optimizer
+from bagua_ref.contrib.fuse.verify import ELEMENTWISE
 
 Optimizer = torch.optim.Optimizer
 
@@ -43,6 +43,7 @@ def give(step: int, *sides: list[Tensor], kept: bool = False) -> None:
 
 
 def assert_alike(ours: Optimizer, theirs: Optimizer) -> None:
+    assert list(ours.state_dict()["state"]) == list(theirs.state_dict()["state"])
     for mine, right in zip(ours.param_groups, theirs.param_groups, strict=True):
         for p, q in zip(mine["params"], right["params"], strict=True):
             assert torch.equal(p, q)
@@ -65,9 +66,6 @@ def adam(params: Any) -> Optimizer:
 
 def sgd(params: Any) -> Optimizer:
     return torch.optim.SGD(params, lr=0.1, momentum=0.9)
-
-
-# Names and bad input
 
 
 def test_the_names_are_there() -> None:
@@ -98,6 +96,220 @@ def test_bad_input_is_named() -> None:
         optimizer.fuse_step(3)
 
 
+OPTIONS: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9, "weight_decay": 0.1}, "Rprop": {}}
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_small_and_large_parameters_have_the_bits_of_step(name: str) -> None:
+    options = OPTIONS.get(name, {"weight_decay": 0.1})
+    shapes = [(33,), (200, 90), (5,), (9, 4), (), (7, 3), (20_000,), (1,)]
+    ps, qs = parameters(*shapes), parameters(*shapes)
+    large = [p.data_ptr() for p in (ps[1], ps[6])]
+    fused, plain = (getattr(torch.optim, name)(params, lr=0.1, **options) for params in (ps, qs))
+    fuse_optimizer(fused)
+    for step in range(7):
+        give(step, ps, qs, kept=step < 4)
+        if step in (4, 5):  # state of these appears later, or not at all
+            ps[0].grad = qs[0].grad = ps[6].grad = qs[6].grad = None
+        held = [ps[place].grad for place in (1, 3)]
+        fused.step() if step == 3 else fused.fuse_step()
+        plain.step()
+        assert_alike(fused, plain)
+        assert [ps[place].grad for place in (1, 3)] == held
+    assert [p.data_ptr() for p in (ps[1], ps[6])] == large
+    assert fused._bagua_fused_count == 6
+
+
+class Plain(torch.optim.Optimizer):
+    """Plain gradient descent, the base of optimizers that do one thing more."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.update(p, self.state[p], group)
+
+    def update(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.add_(p.grad, alpha=-group["lr"] * getattr(p, "lr_mult", 1.0))
+
+
+def test_attributes_of_parameters_are_honoured() -> None:
+    ps, qs = ([nn.Parameter(part) for part in torch.linspace(-1, 1, 28).split(4)] for _ in range(2))
+    for side in (ps, qs):
+        side[1].lr_mult = side[3].lr_mult = 0.5
+        side[5].lr_mult, side[6].lr_mult = torch.tensor(3.0), torch.tensor(7.0)
+    fused, plain = fuse_optimizer(Plain(ps)), Plain(qs)
+    for step in range(6):
+        give(step, ps, qs, kept=True)
+        for side in (ps, qs):
+            if step == 2:
+                side[0].lr_mult = 4.0
+            if step == 3:
+                del side[1].lr_mult
+            if step == 4:
+                side[3].lr_mult = torch.tensor(0.25)
+        fused.fuse_step()
+        plain.step()
+        assert_alike(fused, plain)
+    assert fused._bagua_fused_count == 6
+
+
+def test_a_class_that_needs_an_attribute_is_tried_with_it() -> None:
+    class Needs(Plain):
+        def update(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+            p.add_(p.grad, alpha=-p.factor)
+
+    class Orthogonal(Plain):  # as Muon, which steps only matrices of hidden layers so
+        def update(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+            p.sub_(p.grad / p.grad.norm() if getattr(p, "is_hidden", False) else p.grad)
+
+    class Writes(Plain):
+        def update(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+            p.count = getattr(p, "count", 0) + 1
+
+    ps = parameters()
+    with pytest.raises(ValueError, match=r"Needs cannot be fused: step\(\) of a small copy of it raised AttributeError.*factor"):
+        fuse_optimizer(Needs(ps))
+    for p in ps:
+        p.factor = 0.5
+    fuse_optimizer(Needs(ps))
+    fuse_optimizer(Orthogonal(ps))
+    ps[2].is_hidden = True
+    with pytest.raises(ValueError, match=r"Orthogonal cannot be fused: .*combines elements"):
+        fuse_optimizer(Orthogonal(ps))
+    with pytest.raises(ValueError, match=r"Writes cannot be fused: .* different attributes for a parameter"):
+        fuse_optimizer(Writes(ps))
+
+
+class Madgrad(Plain):
+    """Counts steps in the state, under a string, as MADGRAD does."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.k = self.state.setdefault("k", torch.zeros(1))
+        super().step()
+        self.state["k"] += 1
+        self.state["last"] = float(self.k)
+
+    def update(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state.setdefault("sum", torch.zeros_like(p)).add_(p.grad * (self.k + 1).sqrt())
+        p.sub_(state["sum"])
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_state_under_strings_is_left_where_it_is(steps_before: int) -> None:
+    ps, qs = parameters(), parameters()
+    fused, plain = Madgrad(ps), Madgrad(qs)
+    for step in range(steps_before + 4):
+        if step == steps_before:
+            fuse_optimizer(fused)
+        give(step, ps, qs)
+        plain.step()
+        fused.fuse_step() if step >= steps_before else fused.step()
+        assert_alike(fused, plain)
+        assert fused.state["k"] == plain.state["k"] == step + 1
+    assert fused._bagua_fused_count == 4
+
+
+class DiffGrad(Plain):
+    """Multiplies by a sigmoid, whose last bits depend on an element's place in memory, as DiffGrad does."""
+
+    def update(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        before = state.get("before", torch.zeros_like(p))
+        p.sub_(group["lr"] * p.grad * torch.sigmoid((before - p.grad).abs()))
+        state["before"] = p.grad.clone()
+
+
+class DAdapt(Plain):
+    """Learns its step size from sums over all parameters, as D-Adaptation does; the first steps do not show it."""
+
+    d = 1e-6
+
+    def update(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state.setdefault("s", torch.zeros_like(p)).add_(p.grad, alpha=self.d)
+        self.d = max(self.d, float(state["s"].abs().sum()) - 1e30)
+        p.sub_(p.grad, alpha=self.d)
+
+
+@pytest.mark.parametrize(
+    ("cls", "why"), [(DiffGrad, "rounds differently"), (DAdapt, r"combines elements .* by sum\(\)")], ids=["DiffGrad", "DAdapt"]
+)
+def test_classes_whose_bits_would_change_are_refused(cls: Any, why: str) -> None:
+    with pytest.raises(ValueError, match=f"optimizer={cls.__name__} cannot be fused: .*{why}"):
+        fuse_optimizer(cls(parameters(), lr=1e-6))
+
+
+def test_a_weight_is_saved_alone_and_can_be_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = [nn.Sequential(*[nn.Linear(40, 40) for _ in range(30)]) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    fused, plain = (torch.optim.SGD(model.parameters(), lr=0.1) for model in models)
+    fuse_optimizer(fused)
+    for dtype in (torch.float32, torch.float64):
+        for model, step in zip(models, (fused.fuse_step, plain.step), strict=True):
+            torch.__future__.set_swap_module_params_on_conversion(True)
+            try:
+                model.to(dtype)
+            finally:
+                torch.__future__.set_swap_module_params_on_conversion(False)
+            model(torch.ones(2, 40, dtype=dtype)).square().mean().backward()
+            for p in model.parameters():  # safetensors refuses others
+                assert p.untyped_storage().nbytes() == p.numel() * p.element_size()
+            if dtype is torch.float64 and model is models[0]:
+                with pytest.warns(UserWarning, match="60 of 60 parameters have left the storage"):
+                    step()
+            else:
+                step()
+        assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+        stream = io.BytesIO()
+        torch.save(models[0][3].state_dict(), stream)
+        assert len(stream.getvalue()) < 1.4 * 41 * 40 * dtype.itemsize
+
+
+def test_each_dtype_of_a_group_is_fused() -> None:
+    ps = [*parameters((3,), (4,)), *parameters((3,), (4,), dtype=torch.float64)]
+    qs = copy.deepcopy(ps)
+    fused, plain = fuse_optimizer(adam(ps)), adam(qs)
+    for step in range(3):
+        give(step, ps, qs)
+        fused.fuse_step()
+        plain.step()
+        assert_alike(fused, plain)
+    (stepped,) = fused._bagua_fused_optimizer._plan.stepped
+    assert {(p.dtype, p.numel()) for p in stepped} == {(torch.float32, 7), (torch.float64, 7)}
+    assert fused._bagua_fused_count == 3  # once a step and group (S6)
+
+
+@pytest.mark.parametrize("allow_inexact", [False, True])
+@pytest.mark.parametrize("flags", [{"fused": True}, {"foreach": True}, {}])
+def test_parameters_that_are_not_row_major_are_stepped_in_their_own_order(flags: dict[str, bool], allow_inexact: bool) -> None:
+    def make() -> list[Tensor]:
+        conv = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+        weights = [conv.weight.detach(), torch.randn(5, 4).t(), conv.bias.detach(), torch.randn(7, 3)]
+        return [nn.Parameter(weight) for weight in weights]
+
+    torch.manual_seed(0)
+    ps = make()
+    strides = [p.stride() for p in ps]
+    qs = [nn.Parameter(p.detach().clone()) for p in ps]  # keeps strides
+    rows = [nn.Parameter(p.detach().clone(memory_format=torch.contiguous_format)) for p in ps]
+    fused = fuse_optimizer(torch.optim.Adam(ps, lr=0.1, **flags), allow_inexact=allow_inexact)
+    plain, row_major = torch.optim.Adam(qs, lr=0.1, **flags), torch.optim.Adam(rows, lr=0.1, foreach=False)
+    for step in range(4):
+        for p, q, row in zip(ps, qs, rows, strict=True):
+            row.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
+            p.grad, q.grad = (torch.empty_like(x).copy_(row.grad) for x in (p, q))
+        fused.fuse_step()
+        plain.step()
+        row_major.step()
+    assert [p.stride() for p in ps] == strides
+    for p, q, row in zip(ps, qs, rows, strict=True):
+        assert torch.equal(p, q) or allow_inexact
+        assert torch.allclose(p, row, rtol=1e-5, atol=1e-6)
+
+
 def test_check_flatten_without_do_flatten_does_nothing() -> None:
     ps = parameters()
     before = [p.data_ptr() for p in ps]
@@ -112,14 +324,13 @@ def test_check_flatten_without_do_flatten_does_nothing() -> None:
     assert optimizer._bagua_fused_count == 0
 
 
-# Storage
-
-
 def test_flattening_keeps_identity_values_and_strides() -> None:
     ps = parameters()
     before = [(id(p), p.detach().clone(), p.stride()) for p in ps]
     fuse_optimizer(adam(ps))
-    assert len({p.untyped_storage().data_ptr() for p in ps}) == 1
+    sizes = [4 * p.numel() for p in ps]
+    last = ps[-1].data_ptr()
+    assert [p.data_ptr() - last for p in ps] == [sum(sizes[place + 1 :]) for place in range(4)]
     for p, (name, value, stride) in zip(ps, before, strict=True):
         assert (id(p), p.stride()) == (name, stride)
         assert torch.equal(p, value)
@@ -146,18 +357,6 @@ def test_what_lies_beside_each_other_is_fused_where_it_is() -> None:
         assert torch.equal(storage[gap], outside[gap])
 
 
-def test_neighbours_in_memory_but_in_two_storages_are_not_taken_for_one() -> None:
-    memory = torch.zeros(8).numpy()
-    first, second = torch.from_numpy(memory[:4]), torch.from_numpy(memory[4:])
-    assert first.data_ptr() + 16 == second.data_ptr()
-    assert not layout.adjacent(first, second)
-    ps: list[Tensor] = [nn.Parameter(torch.from_numpy(memory[:4])), nn.Parameter(torch.from_numpy(memory[4:]))]
-    optimizer = fuse_optimizer(sgd(ps), do_flatten=False)
-    give(0, ps)
-    optimizer.fuse_step()
-    assert optimizer._bagua_fused_count == 0
-
-
 def test_gradients_that_are_neighbours_by_chance_are_copied() -> None:
     ps, fused, qs, plain = twins(sgd, (4,), (4,))
     for step in range(4):
@@ -170,31 +369,6 @@ def test_gradients_that_are_neighbours_by_chance_are_copied() -> None:
         plain.step()
     assert_alike(fused, plain)
     assert fused._bagua_fused_count == 4
-
-
-def test_gradients_in_place_that_are_transposed_are_not_read_row_major() -> None:
-    ps, fused, qs, plain = twins(sgd, (3, 3), (3, 3))
-    for step in range(6):
-        give(step, ps, qs, kept=True)
-        if step == 4:
-            for p, q in zip(ps, qs, strict=True):
-                p.grad, q.grad = p.grad.t(), q.grad.t()
-        fused.fuse_step()
-        plain.step()
-        assert_alike(fused, plain)
-
-
-def test_weights_that_are_transposed_where_they_are_leave_their_run() -> None:
-    ps, fused, qs, plain = twins(sgd, (3, 3), (3, 3), (4,))
-    for step in range(6):
-        if step == 3:
-            for side in (ps, qs):
-                side[0].data = side[0].data.t()
-                side[0].grad = None
-        give(step, ps, qs, kept=True)
-        fused.fuse_step()
-        plain.step()
-        assert_alike(fused, plain)
 
 
 def test_a_parameter_of_a_class_of_its_own_is_stepped_by_itself() -> None:
@@ -211,15 +385,6 @@ def test_a_parameter_of_a_class_of_its_own_is_stepped_by_itself() -> None:
     assert all(map(torch.equal, ps[:3], qs))
     assert ps[2].data_ptr() == pointer
     assert fused._bagua_fused_count == 3
-
-
-def test_gradients_that_are_there_move_together_with_the_weights_before_any_step() -> None:
-    ps = parameters()
-    give(0, ps)
-    before = [p.grad.clone() for p in ps]
-    fuse_optimizer(sgd(ps))
-    assert len({p.grad.untyped_storage().data_ptr() for p in ps}) == 1
-    assert all(torch.equal(p.grad, grad) for p, grad in zip(ps, before, strict=True))
 
 
 def test_kept_gradients_move_together_once_and_new_ones_stay_where_they_are() -> None:
@@ -239,43 +404,31 @@ def test_kept_gradients_move_together_once_and_new_ones_stay_where_they_are() ->
 
 
 def test_a_step_without_change_plans_nothing_and_allocates_no_storage(monkeypatch: pytest.MonkeyPatch) -> None:
-    ps, fused, _, _ = twins(sgd)
+    storage = torch.zeros(110)
+    ps: list[Tensor] = [nn.Parameter(part) for part in storage.split(22)]
+    fused: Any = fuse_optimizer(sgd(ps))
     for step in range(3):
         give(step, ps, kept=True)
         fused.fuse_step()
     give(3, ps, kept=True)
-    monkeypatch.setattr("bagua_ref.contrib.fuse.fuser.FusePlan", None)
+    monkeypatch.setattr("bagua_ref.contrib.fuse.fuser._Plan", None)
     with Storages([*ps, *(p.grad for p in ps), *(state["momentum_buffer"] for state in fused.state.values())]) as storages:
         fused.fuse_step()
-    assert storages.start == 3 * 4 * sum(p.numel() for p in ps)
+    assert storages.start == 3 * 4 * 110
     assert storages.peak - storages.start <= 8  # one scalar of an operation
 
 
-def test_state_into_which_nobody_looks_is_not_looked_through_again() -> None:
-    ps = parameters()
-    fused = fuse_optimizer(adam(ps))
-    for step in range(4):
-        give(step, ps)
-        fused.fuse_step()
-    assert fused.state.untouched
-    fused.state[ps[0]]["exp_avg"].mul_(2)
-    assert not fused.state.untouched
-    give(4, ps)
-    fused.fuse_step()
-    assert fused.state.untouched
-
-
-def test_a_value_that_is_in_a_graph_cannot_be_used_after_a_fused_step() -> None:
-    ps, fused, _, _ = twins(sgd)
-    losses = [p.square().sum() for p in ps]
+@pytest.mark.parametrize("flags", [{}, {"fused": True}])
+@pytest.mark.parametrize("allow_inexact", [False, True])
+def test_a_value_that_is_in_a_graph_cannot_be_used_after_a_fused_step(flags: dict[str, bool], allow_inexact: bool) -> None:
+    ps = parameters((3, 5), (7,), (20_000,))
+    fused: Any = fuse_optimizer(torch.optim.SGD(ps, lr=0.1, **flags), allow_inexact=allow_inexact)
+    losses = [(p * p).sum() for p in ps]
     give(0, ps)
     fused.fuse_step()
     for loss in losses:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
-
-
-# Memory
 
 
 class Storages(TorchDispatchMode):
@@ -318,16 +471,13 @@ def test_flattening_holds_one_copy_at_most_and_keeps_none(stepped: bool) -> None
         del tensors
         fuse_optimizer(optimizer)
         assert storages.start == kept * size
-        assert storages.peak <= (kept + 1) * size + 50 * 4
-        assert storages.now() <= kept * size
+        assert storages.peak <= (kept + 2) * size  # a weight's storage is counted beside the flat one of which it is a part
+        assert storages.now() <= (kept + 1) * size
         for _ in range(4):
             optimizer.fuse_step()
         gc.collect()
-        assert storages.now() <= 3 * size
-        assert storages.peak <= 4 * size + 50 * 4
-
-
-# Training over time
+        assert storages.now() <= 4 * size
+        assert storages.peak <= 5 * size + 50 * 4
 
 
 @pytest.mark.parametrize("make", [sgd, adam])
@@ -400,17 +550,6 @@ def test_parameters_moved_after_fusing_give_a_warning_and_right_results() -> Non
         plain.step()
         assert_alike(fused, plain)
     assert fused._bagua_fused_count == 3
-
-
-def test_no_warning_is_given_where_none_is_wanted() -> None:
-    ps, fused, qs, plain = twins(adam, check_flatten=False)
-    ps[1].data = ps[1].data.clone()
-    give(0, ps, qs)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        fused.fuse_step()
-    plain.step()
-    assert_alike(fused, plain)
 
 
 def test_a_state_that_is_replaced_behind_its_back_counts() -> None:
@@ -552,40 +691,6 @@ def test_groups_before_the_one_that_raises_are_stepped_with_their_state(steps_be
         graph.backward()
 
 
-def test_sparse_gradients_are_stepped_as_step_does() -> None:
-    embedding = nn.Embedding(6, 4, sparse=True)
-    ps = [*parameters(), embedding.weight]
-    qs = copy.deepcopy(ps)
-    for make, works in ((lambda params: torch.optim.SGD(params, lr=0.1), True), (adam, False)):
-        fused, plain = fuse_optimizer(make(ps)), make(qs)
-        give(0, ps[:-1], qs[:-1])
-        for side in (ps, qs):
-            side[-1].grad = None
-            nn.functional.embedding(torch.tensor([1, 1, 4]), side[-1], sparse=True).square().sum().backward()
-        if works:
-            fused.fuse_step()
-            plain.step()
-            assert fused._bagua_fused_count == 1
-            for p, q in zip(ps, qs, strict=True):
-                assert torch.equal(p, q)
-        else:
-            with pytest.raises(RuntimeError, match="Adam does not support sparse gradients"):
-                fused.fuse_step()
-
-
-def test_capturable_on_a_cpu_is_the_error_of_step() -> None:
-    ps, fused, _, plain = twins(lambda params: torch.optim.Adam(params, capturable=True))
-    give(0, ps, plain.param_groups[0]["params"])
-    errors = []
-    for step in (plain.step, fused.fuse_step):
-        try:
-            step()
-        except Exception as error:
-            errors.append((type(error), str(error)))
-    assert not errors or errors[0] == errors[1]
-    assert len(errors) in (0, 2)
-
-
 def test_a_tied_parameter_and_views_of_one_another_are_stepped_one_by_one() -> None:
     base = torch.randn(10)
     ps: list[Tensor] = [nn.Parameter(base[:6]), nn.Parameter(base[4:]), *parameters((5,), (5,))]
@@ -597,7 +702,7 @@ def test_a_tied_parameter_and_views_of_one_another_are_stepped_one_by_one() -> N
         fused.fuse_step()
         plain.step()
         assert_alike(fused, plain)
-    assert fused._bagua_fused_count == 3
+    assert fused._bagua_fused_count == 0
 
 
 @pytest.mark.parametrize(
@@ -646,19 +751,6 @@ def test_the_count_grows_by_one_for_each_group_with_a_run() -> None:
     optimizer.zero_grad()
     optimizer.fuse_step()
     assert optimizer._bagua_fused_count == 3
-
-
-def test_an_optimizer_without_parameters_or_gradients_does_nothing() -> None:
-    optimizer = fuse_optimizer(sgd([{"params": []}]))
-    optimizer.fuse_step()
-    ps = parameters()
-    before = [p.detach().clone() for p in ps]
-    optimizer.add_param_group({"params": ps})
-    optimizer.fuse_step()
-    assert all(torch.equal(p, q) for p, q in zip(ps, before, strict=True))
-    give(0, ps)
-    optimizer.fuse_step()
-    assert optimizer._bagua_fused_count == 1
 
 
 def test_named_parameters_keep_their_names() -> None:

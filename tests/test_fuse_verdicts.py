@@ -14,7 +14,6 @@ import torch
 from tests.scripts import load_script
 from torch import Tensor, nn
 
-from bagua_ref.algorithms import QAdamOptimizer
 from bagua_ref.contrib.fuse.optimizer import fuse_optimizer, is_fused_optimizer
 from bagua_ref.contrib.fuse.verify import ELEMENTWISE, NOT_ELEMENTWISE, try_on_clones
 
@@ -140,7 +139,7 @@ class Blocks(Base):
     """Has state that parameters cannot share."""
 
     def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
-        state["blocks"] = [grad.sum()]
+        state["blocks"] = [grad]
         p.sub_(grad, alpha=group["lr"])
 
 
@@ -176,13 +175,13 @@ def test_a_class_that_updates_each_element_by_itself_is_fused(cls: Any) -> None:
 @pytest.mark.parametrize(
     ("cls", "why"),
     [
-        (Lamb, "elements affect each other"),
-        (OnlyLate, "step 6 of a small copy"),
+        (Lamb, r"combines elements of a parameter, or takes only some, by linalg_vector_norm\(\)"),
+        (OnlyLate, r"combines elements .* by max\(\)"),
         (MatricesOnly, "elements affect each other, or it depends on shapes or order"),
-        (WholeSteps, "different weights"),
+        (WholeSteps, r"combines elements .* by sum\(\)"),
         (Noisy, "depends on shapes or order"),
-        (Rows, "different weights"),
-        (Blocks, r"state 'blocks' .* is a list, which cannot be split between them"),
+        (Rows, r"combines elements .* by mean\(\)"),
+        (Blocks, r"state 'blocks' .* is a list, which cannot be split"),
         (Counts, "different weights"),
         (NeedsClosure, r"step\(\) of a small copy of it raised TypeError: .*closure.* pass verify=False"),
     ],
@@ -207,7 +206,6 @@ def test_a_class_that_does_not_is_refused_with_the_reason(cls: Any, why: str) ->
     [
         lambda p: p.ndim > 3,  # like gradient centralization, which is often applied to convolutions only
         lambda p: p.ndim == 5,
-        lambda p: p.ndim == 0,
         lambda p: p.ndim == 2 and p.shape[0] == p.shape[1],
         lambda p: p.ndim > 1 and min(p.shape) >= 128,  # like Adafactor's factors in most implementations
         lambda p: p.numel() >= 4096,  # like 8-bit state
@@ -225,14 +223,10 @@ def test_a_class_that_treats_a_few_shapes_otherwise_is_refused(special: Any) -> 
 class Shampoo(Base):
     """Multiplies by a root of a matrix for each dimension, as Shampoo does; of a vector of n elements, that has n x n."""
 
-    keeps = True
-
     def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
         for dim, size in enumerate(grad.shape):
-            matrix = (state if self.keeps else {}).setdefault(dim, torch.eye(size) * 1e-4)
             rows = grad.transpose(0, dim).reshape(size, -1)
-            matrix += rows @ rows.t()
-            values, vectors = torch.linalg.eigh(matrix)
+            values, vectors = torch.linalg.eigh(state.setdefault(dim, torch.eye(size) * 1e-4).add_(rows @ rows.t()))
             rows = vectors @ (values.clamp_min(1e-6).pow(-1 / grad.ndim).unsqueeze(1) * (vectors.t() @ rows))
             grad = rows.view(grad.transpose(0, dim).shape).transpose(0, dim)
         p.sub_(grad, alpha=group["lr"])
@@ -248,20 +242,20 @@ class Slow(Base):
         p.sub_(grad, alpha=group["lr"])
 
 
-class Hoarding(Base):
-    """Keeps all its gradients, or a matrix of all pairs of elements."""
+class Pairs(Base):
+    """Makes a matrix of all pairs of elements."""
 
     def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
-        state["pairs"] = torch.outer(grad.flatten(), grad.flatten())
+        torch.outer(grad.flatten(), grad.flatten())
         p.sub_(grad, alpha=group["lr"])
 
 
-@pytest.mark.parametrize(("keeps", "why"), [(True, "it keeps 4096 numbers"), (False, "step 1 of a small copy of it")])
-def test_a_trial_takes_no_roots_of_matrices_with_a_row_for_each_element_of_large_parameters(keeps: bool, why: str) -> None:
-    optimizer = Shampoo(parameters())
-    optimizer.keeps = keeps
-    with pytest.raises(ValueError, match=f"optimizer=Shampoo cannot be fused: {why}"):
-        fuse_optimizer(optimizer)
+@pytest.mark.parametrize("cls", [Shampoo, Pairs])
+def test_a_trial_makes_no_matrices_with_a_row_for_each_element(cls: Any) -> None:
+    with pytest.raises(
+        ValueError, match=rf"optimizer={cls.__name__} cannot be fused: its step combines elements .* by m(m|ul)\(\)"
+    ):
+        fuse_optimizer(cls(parameters()))
 
 
 def test_a_trial_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,39 +271,32 @@ def test_a_trial_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class SlowInside(Base):
-    """Takes its elements one by one."""
+    """Takes many operations."""
 
     def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
-        for place in range(p.numel()):
+        for _ in range(50):
             time.sleep(0.001)
-            p.view(-1)[place] -= group["lr"] * grad.view(-1)[place]
+            p.sub_(grad, alpha=group["lr"] / 50)
 
 
-class LargeInside(Base):
-    """Makes a matrix with a row for each element of a large parameter, and keeps nothing."""
+class Stubborn(SlowInside):
+    """Handles all errors."""
 
     def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
-        scale = torch.ones(1).expand(p.numel(), p.numel()).mean() if p.numel() > 4096 else 1.0
-        p.sub_(grad * scale, alpha=group["lr"])
+        try:
+            super().update(p, grad, state, group)
+        except Exception:
+            state["failed"] = True
 
 
-def test_a_trial_ends_in_the_middle_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cls", [SlowInside, Stubborn])
+def test_a_trial_ends_in_the_middle_of_a_step(monkeypatch: pytest.MonkeyPatch, cls: Any) -> None:
     steps: list[int] = []
-    monkeypatch.setattr("bagua_ref.contrib.fuse.verify.MOST_SECONDS", 0.05)
-    monkeypatch.setattr(SlowInside, "step", lambda self, step=Base.step: (step(self), steps.append(1)))
-    with pytest.raises(ValueError, match=r"optimizer=SlowInside cannot be fused: .* more than 0.05 s\. .* pass verify=False"):
-        fuse_optimizer(SlowInside(parameters()))
+    monkeypatch.setattr("bagua_ref.contrib.fuse.verify.MOST_SECONDS", 0.03)
+    monkeypatch.setattr(cls, "step", lambda self, step=Base.step: (step(self), steps.append(1)))
+    with pytest.raises(ValueError, match=rf"{cls.__name__} cannot be fused: .* more than 0.03 s\. .* pass verify=False"):
+        fuse_optimizer(cls(parameters()))
     assert not steps
-
-
-def test_a_trial_ends_where_a_step_makes_a_tensor_out_of_proportion() -> None:
-    with pytest.raises(ValueError, match=r"LargeInside cannot be fused: .* makes a tensor of 281232900 elements\. .* verify=False"):
-        fuse_optimizer(LargeInside(parameters()))
-
-
-def test_a_trial_ends_where_state_grows_out_of_proportion() -> None:
-    with pytest.raises(ValueError, match=r"Hoarding cannot be fused: it keeps 576 numbers for a parameter of shape \(2, 3, 4\)"):
-        fuse_optimizer(Hoarding(parameters()))
 
 
 @pytest.mark.parametrize(
@@ -337,19 +324,6 @@ def test_the_log_says_once_where_torch_has_a_fused_step(make: Any, said: bool, c
         fused.fuse_step()
     entries = [record for record in caplog.records if "fused=True" in record.getMessage()]
     assert [record.levelname for record in entries] == ["INFO"] * said
-
-
-class Wholes(Base):
-    """Element-wise up to 10,000 elements, and beyond, too, but not in parts."""
-
-    def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
-        state["m"] = 0.9 * state.get("m", torch.zeros_like(p)) + grad
-        p.sub_(state["m"].sign() if 1000 < p.numel() < 10_000 else state["m"], alpha=group["lr"])
-
-
-def test_a_class_that_is_element_wise_only_in_whole_parameters_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"optimizer=Wholes cannot be fused: .*\(130, 129\)"):
-        fuse_optimizer(Wholes(parameters()))
 
 
 def test_every_groups_options_are_tried() -> None:
@@ -388,7 +362,7 @@ def test_verify_false_is_at_the_users_risk() -> None:
     blocks: Any = fuse_optimizer(Blocks(parameters()), verify=False)
     for p in blocks.param_groups[0]["params"]:
         p.grad = torch.ones_like(p)
-    with pytest.raises(RuntimeError, match=r"state 'blocks' of 90 elements in 4 parameters is a list.* cannot be fused"):
+    with pytest.raises(RuntimeError, match=r"state 'blocks' of 90 elements in 4 parameters is a list, .* cannot be fused"):
         blocks.fuse_step()
 
 
@@ -425,10 +399,6 @@ def test_an_optimizer_that_was_stepped_before_is_tried_from_where_it_is() -> Non
     fused.fuse_step()
     assert [state["calls"] for state in fused.state.values()] == [4] * 4
     assert fused._bagua_fused_count == 1
-
-
-def test_the_packages_own_optimizer_passes() -> None:
-    assert try_on_clones(QAdamOptimizer(parameters(), warmup_steps=5)) is None
 
 
 def test_a_third_party_optimizer_passes_and_the_example_runs() -> None:

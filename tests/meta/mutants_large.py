@@ -7,7 +7,7 @@ BACKEND, BLOCKS, CODEC = (f"backends/reference/{name}.py" for name in ("backend"
 COLL, COMM = "communicators/collectives.py", "communicators/base.py"
 DEC = "comm_ops/decentralized.py"
 ASYNC, DECENTRALIZED, BYTES = (f"algorithms/{name}.py" for name in ("async_model_average", "decentralized", "bytegrad"))
-BUFFER, BATCH, PLAN = "contrib/cache/write_buffer.py", "contrib/load_balancing_batch_sampler.py", "contrib/fuse/plan.py"
+BUFFER, BATCH = "contrib/cache/write_buffer.py", "contrib/load_balancing_batch_sampler.py"
 SAMP, COST = "contrib/load_balancing_sampler.py", "contrib/complexities.py"
 
 GATHERED = "view(tensor.shape).copy_(tensor.detach())\n"
@@ -69,9 +69,6 @@ LATE = {
     ],
     "cache": [
         ("of more than 64 values that wait one is lost", "S8.2", BUFFER, "            self._values.update(values)\n", "            self._values.update(values)\n            if len(self._values) > 64:\n                del self._values[next(iter(self._values))]\n"),
-    ],
-    "fused_optimizer": [
-        ("weights transposed in place are read row-major", "S6", PLAN, "            all(map(is_contiguous, self._matrices))\n            and ", "            True\n            and "),
     ],
     "samplers": [
         ("the third time the order is reversed", "S7.3", SAMP, "        order, chunks = self._plan(epoch)\n", "        order, chunks = self._plan(epoch)\n        self._times = getattr(self, \"_times\", 0) + 1\n        chunks = chunks.flip(0) if self._times == 3 else chunks\n"),

@@ -41,7 +41,7 @@ TESTS = (
     "engine", "bucket", "gloo", "gloo_training", "async", "ddp", "communication", "collectives", "decentralized", "flat_storage",
     "functional", "qadam", "rendezvous", "simulated", "scheduler", "state_broadcast", "streams", "tensor", "training", "trace",
     "rank_world", "checkpoint", "simulation", "samplers", "cache_codec", "cache_faults", "cache_life", "cache_loader",
-    "cache_stores", "cached_dataset", "fork", "fuse", "fuse_blocks", "fuse_interplay", "fuse_verdicts", "bypassing", "job_store",
+    "cache_stores", "cached_dataset", "fork", "fuse", "fuse_interplay", "fuse_verdicts", "bypassing", "job_store",
     "timeout", "torch_checkpoint",
 )  # fmt: skip
 """Files of tests/ that exercise the rooms; the rooms' own doctests are added."""

@@ -112,33 +112,34 @@ LOCAL_UPDATES = [
     ("training inside global_weights()", DILOCO, '        self._refuse_while_showing("an optimizer step")\n', "", f"{UPDATES}::test_training_inside_global_weights_is_refused"),
     ("comparing inside nodes first", ROUNDS, "                self._in_node.begin(facts, loaded).check(self._digest)\n", "", f"{UPDATES}::test_a_step_that_a_rank_of_a_node_skips_is_an_error_on_every_rank_of_every_node"),
 ]  # fmt: skip
-FUSER, PLAN, RUN, SIZES, VERIFY = (f"src/bagua_ref/contrib/fuse/{name}.py" for name in ("fuser", "plan", "run", "sizes", "verify"))
-BLOCKS = "tests/test_fuse_blocks.py"
-IN_BLOCKS = f"{BLOCKS}::test_S6_steps_in_blocks_have_the_bits_of_step[Adam-False]"
+FUSER, RUN, VERIFY = (f"src/bagua_ref/contrib/fuse/{name}.py" for name in ("fuser", "run", "verify"))
+FUSE, VERDICTS = "tests/test_fuse.py", "tests/test_fuse_verdicts.py"
+BITS, HONOURED = (
+    f"{FUSE}::test_small_and_large_parameters_have_the_bits_of_step[Adam]",
+    f"{FUSE}::test_attributes_of_parameters_are_honoured",
+)
+TRIED_WITH, SAVED = (
+    f"{FUSE}::test_a_class_that_needs_an_attribute_is_tried_with_it",
+    f"{FUSE}::test_a_weight_is_saved_alone_and_can_be_swapped",
+)
 FUSED = [
-    ("the last, short block", RUN, "for part in flat.split(block)]", "for part in flat[: len(flat) // block * block or None].split(block)]", IN_BLOCKS),
-    ("gradients of each block", RUN, "        for block, grad in zip(self.blocks, flat.split(self._block), strict=True):\n", "        for block, grad in zip(self.blocks, flat.split(self._block)[::-1], strict=False):\n", IN_BLOCKS),
-    ("a step count of each block's own", RUN, "self.values = list(self._of_blocks.unbind())", "self.values = [self._of_blocks[0]] * num_blocks", f"{BLOCKS}::test_each_step_is_counted_once_however_many_blocks_there_are"),
-    ("step counts that were changed between steps", RUN, "        self._of_blocks[:] = self._vector[0]\n", "        self._of_blocks[0] = self._vector[0]\n", f"{BLOCKS}::test_state_that_is_loaded_or_changed_counts"),
-    ("step counts that differ between blocks", RUN, "        if len(self.values) > 1 and not torch.equal(", "        if not self.values and not torch.equal(", f"{BLOCKS}::test_counts_that_differ_between_blocks_are_an_error"),
-    ("numbers that differ between blocks", RUN, "values.count(values[0]) == len(values)", "len(values) > 0", f"{BLOCKS}::test_blocks_that_disagree_are_an_error[float-1]"),
-    ("tensors that differ between blocks", RUN, "            if not all(torch.equal(value, tensors[0]) for value in tensors):\n", "            if False:\n", f"{BLOCKS}::test_blocks_that_disagree_are_an_error[clone-2]"),
-    ("entries that only some blocks have", RUN, "        if len(states) < len(found) or any(state.keys() != keys for state in states):\n", "        if False:\n", f"{BLOCKS}::test_blocks_with_different_entries_are_an_error"),
-    ("state that appears in all blocks", RUN, "torch.cat(tensors) if len(tensors) > 1 else tensors[0]", "tensors[0]", f"{BLOCKS}::test_state_that_appears_in_blocks_is_put_together"),
-    ("numbers of all blocks, read again", RUN, "            for state in self.block_states or ():\n", "            for state in (self.block_states or ())[:1]:\n", f"{BLOCKS}::test_numbers_that_were_changed_between_steps_reach_all_blocks"),
-    ("large parameters staying where they are", FUSER, "flatten_weights(candidates, self._sizes(group).small)", "flatten_weights(candidates, 2**62)", f"{BLOCKS}::test_large_parameters_and_gradients_stay_where_they_are"),
-    ("blocks of each group's own size", PLAN, "            chosen = sizes(group)\n", "            chosen = sizes(optimizer.param_groups[0])\n", f"{BLOCKS}::test_each_group_has_its_own_sizes"),
-    ("gradients that are no longer row-major", PLAN, " or not all(map(_can_stay, self.runs))", "", f"{BLOCKS}::test_sparse_and_transposed_gradients_are_not_cut"),
-    ("large parameters that get state", FUSER, "all(lasting) and not plan.may_be_extended()", "all(lasting)", f"{BLOCKS}::test_each_step_is_counted_once_however_many_blocks_there_are"),
-    ("large parameters, which count", PLAN, "or (large and len(joinable) > 1)", "", f"{BLOCKS}::test_large_parameters_count_as_if_they_were_joined"),
-    ("foreach stepped whole", SIZES, '    if group.get("foreach"):\n', "    if False:\n", f"{BLOCKS}::test_foreach_and_fused_steps_are_not_cut"),
-    ("blocks for each thread", SIZES, " * torch.get_num_threads()", "", f"{BLOCKS}::test_threads_and_caches_decide_on_blocks"),
-    ("the share of a core", SIZES, " // int(sharing.replace(\",\", \"\"), 16).bit_count()", "", f"{BLOCKS}::test_the_cache_of_a_core_is_what_linux_says"),
-    ("looking into state after a step", FUSER, "        plan.state.__class__ = ObservedState\n", "", f"{BLOCKS}::test_state_that_is_loaded_or_changed_counts"),
-    ("the time of a trial", VERIFY, "        elif time.monotonic() > self._deadline:\n", "        elif False:\n", "tests/test_fuse_verdicts.py::test_a_trial_ends_in_the_middle_of_a_step"),
-    ("the size of a trial", VERIFY, "        if most > MOST_ELEMENTS:\n", "        if False:\n", "tests/test_fuse_verdicts.py::test_a_trial_ends_where_a_step_makes_a_tensor_out_of_proportion"),
-    ("the state of a trial", VERIFY, "        if kept > MOST_STATE", "        if False and kept > MOST_STATE", "tests/test_fuse_verdicts.py::test_a_trial_ends_where_state_grows_out_of_proportion"),
-    ("blocks in a trial", VERIFY, ", (SHAPES, CUT))", ")", "tests/test_fuse_verdicts.py::test_a_class_that_is_element_wise_only_in_whole_parameters_is_refused"),
+    ("large parameters staying where they are", FUSER, "[p for p in movable if p.numel() <= small and held_by_bucket(p) is not p]", "movable", BITS),
+    ("the order of new state", FUSER, "            self._order(optimizer, stepped, plan)\n", "            pass\n", BITS),
+    ("strings in state", FUSER, "next(in_order) if id(key) in places else key for key in keys]:", "*in_order]:", f"{FUSE}::test_state_under_strings_is_left_where_it_is[0]"),
+    ("a copy of the state that a step changes", FUSER, "dict(run.state) for run", "run.state for run", f"{VERDICTS}::test_a_class_that_updates_each_element_by_itself_is_fused[Signs]"),
+    ("attributes that have changed", FUSER, "(self._describe_weights(), self._attributes) == self._expected", "self._describe_weights() == self._expected[0]", HONOURED),
+    ("attributes that differ", RUN, "parameter.requires_grad, own, state is None", "parameter.requires_grad, state is None", HONOURED),
+    ("attributes of the flat parameter", RUN, "            setattr(self.flat, name, value)\n", "            pass\n", HONOURED),
+    ("attributes that are tensors", RUN, "    if own is None or is_state_held", "    if is_state_held", HONOURED),
+    ("attributes in a trial", VERIFY, "                setattr(parameters[-1], name, attribute)\n", "                pass\n", TRIED_WITH),
+    ("each set of attributes in a trial", VERIFY, "(told, dtype, attributes(p)), (", "(told, dtype, attributes(group[\"params\"][0])), (", TRIED_WITH),
+    ("attributes that steps change", VERIFY, ", str(attributes(q)), str(attributes(p)))", ", 0, 0)", TRIED_WITH),
+    ("a storage for each weight", RUN, "from_dlpack(part.view(p.shape))", "part.view(p.shape)", SAVED),
+    ("sums in a trial", VERIFY, "if most > 1 and size != most and", "if False and", f"{FUSE}::test_classes_whose_bits_would_change_are_refused[DAdapt]"),
+    ("small weights in a trial", VERIFY, " * (1, 1e-6)[place % 2]", " * (1, 1)[place % 2]", f"{FUSE}::test_classes_whose_bits_would_change_are_refused[DiffGrad]"),
+    ("momenta in a bucket", RUN, "    if own is None or is_state_held or not", "    if own is None or not", "tests/test_fuse_interplay.py::test_S6_gradients_and_momenta_stay_in_their_buckets[200]"),
+    ("the time of a trial", VERIFY, "        if time.monotonic() > self._deadline:\n", "        if False:\n", f"{VERDICTS}::test_a_trial_ends_in_the_middle_of_a_step[SlowInside]"),
+    ("an error that no optimizer handles", VERIFY, "class _RefusedError(BaseException):", "class _RefusedError(Exception):", f"{VERDICTS}::test_a_trial_ends_in_the_middle_of_a_step[Stubborn]"),
 ]  # fmt: skip
 LOW_RANK, LOW_RANK_OP, TOP_K_OP, COMPRESSED, TENSORS, HOOKS = (
     f"src/bagua_ref/{name}.py"

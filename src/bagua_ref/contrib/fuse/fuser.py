@@ -1,66 +1,64 @@
-"""The object that steps a fused optimizer, with blocks of parameters in its groups while ``step`` runs (S6)."""
+"""The object that steps a fused optimizer, with flat parameters in its groups while ``step`` runs (S6)."""
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import warnings
-import weakref
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from bagua_ref.contrib.fuse.layout import chains, flatten_weights, held_by_bucket, is_plain, owns_storage
-from bagua_ref.contrib.fuse.plan import FusePlan, can_fuse, options
-from bagua_ref.contrib.fuse.sizes import sizes_for
-from bagua_ref.contrib.fuse.state import ObservedState, QuietState
+from bagua_ref.contrib.fuse.run import NUMBERS, PLAIN_TYPES, Run, find_runs, flatten_weights, held_by_bucket, is_plain, neighbours
+from bagua_ref.memory import overlapping
 from bagua_ref.utils import NotCopied
 
 if TYPE_CHECKING:
     from collections import OrderedDict
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from bagua_ref.contrib.fuse.sizes import Sizes
+    from collections.abc import Callable, Iterable, Sequence
 
 __all__ = ["Fuser"]
 
+EXACT, SHORT = (torch.float32, torch.float64), (torch.float16, torch.bfloat16)
+
+data_ptr, numel, is_contiguous = Tensor.data_ptr, Tensor.numel, Tensor.is_contiguous
+get_grad, get_dtype = attrgetter("grad"), attrgetter("dtype")
+
 _HOOK: Any = "bagua_ref.fuse_step"
+
+SMALL_ON_CPU, SMALL = 2**14, 2**20
+"""Up to so many elements, an operation's launch costs more than copying a new gradient beside others, measured with SGD."""
 
 
 class Fuser(NotCopied):
-    """Steps one optimizer with blocks in place of runs of its parameters.
+    """Steps one optimizer with a flat parameter in place of each run.
 
     It calls the optimizer's own ``step``, so that hooks, schedulers and locks around it work. The groups are exchanged after the
     last pre-step hook, and restored before the first post-step hook.
 
     Args:
-        do_flatten: move weights, and gradients that are kept, into one storage.
-        check_flatten: warn when weights have left that storage.
+        do_flatten: move small weights beside each other.
+        check_flatten: warn when they have left the place to which they were moved.
         allow_inexact: also fuse parameters whose last bits may then differ.
         check: raises if fusing would change an optimizer's steps; called first, and again when groups or options have changed.
-        sizes: gives a group's sizes.
+        small: fuse parameters of up to so many elements; None: as many as pays on their device.
     """
 
     def __init__(
-        self,
-        do_flatten: bool,
-        check_flatten: bool,
-        allow_inexact: bool,
-        check: Callable[[torch.optim.Optimizer], object],
-        sizes: Callable[[dict[str, Any]], Sizes] = sizes_for,
+        self, do_flatten: bool, check_flatten: bool, allow_inexact: bool, check: Callable[[Any], object], small: int | None = None
     ) -> None:
         self._do_flatten, self._check_flatten, self._allow_inexact = do_flatten, check_flatten, allow_inexact
-        self._plan: FusePlan | None = None
-        self._groups: list[tuple[dict[str, Any], list[Tensor]]] | None = None
-        """While they are exchanged: the groups and their parameters."""
+        self._check, self._small = check, small
+        self._checked: list[tuple[Any, ...]] | None = None  # the options of all groups at the last check
+        self._plan: _Plan | None = None
+        self._exchanged: list[list[Tensor]] | None = None  # while they are exchanged: the parameters of each group
+        self._num_states = 0
         self._loss: Any = None
-        self._check, self._sizes = check, sizes
-        self._checked: list[tuple[Any, ...]] | None = None
-        """The options of all groups at the last check."""
-        self._flattened: list[tuple[weakref.ref[Tensor], int]] = []
-        """The weights that were moved, and their addresses."""
+        # The flat tensors, and the weights that were moved there, with their addresses. Weak references would keep
+        # ``torch.utils.swap_tensors`` from converting the weights.
+        self._flats: list[tuple[Tensor, list[tuple[Tensor, int]]]] = []
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Check the optimizer, unless its groups' options are those of the last check."""
@@ -68,26 +66,27 @@ class Fuser(NotCopied):
             self._check(optimizer)
             self._checked = found
 
-    def flatten(self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
-        """If asked to, move the small weights of each of ``groups`` into one storage, with existing gradients and state."""
+    def flatten(self, groups: list[dict[str, Any]]) -> None:
+        """If asked to, move the small weights of each of ``groups`` beside each other; those that a bucket holds stay."""
         # The C library keeps freed memory of up to twice the largest block ever freed, and returns the rest to the system.
         # Allocating a step's temporary tensors from the system would take longer than the step. This block is never written.
         np.empty(2**24, dtype=np.uint8)
-        if not self._do_flatten:
-            return
-        with torch.no_grad():
-            for group in groups:
-                candidates = [p for p in group["params"] if can_fuse(group, p.dtype, p.device, self._allow_inexact)]
-                moved = flatten_weights(candidates, self._sizes(group).small)
-                self._flattened += [(weakref.ref(p), p.data_ptr()) for p in moved]
-            for run in self._new_plan(optimizer).runs:
-                run.move_gradients(_is_movable)
+        for group in groups if self._do_flatten else ():
+            small = self._small_in(group)
+            movable = [p for p in group["params"] if is_plain(p) and can_fuse(group, p, self._allow_inexact)]
+            if not has_overlap(group["params"]):
+                for flat, moved in flatten_weights([p for p in movable if p.numel() <= small and held_by_bucket(p) is not p]):
+                    self._flats.append((flat, [(p, p.data_ptr()) for p in moved]))
+
+    def _small_in(self, group: dict[str, Any]) -> int:
+        usual = SMALL_ON_CPU if all(p.device.type == "cpu" for p in group["params"]) else SMALL
+        return usual if self._small is None else self._small
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> Any:
-        """Step ``optimizer`` with blocks; return the result of ``closure``."""
+        """Step ``optimizer`` with flat parameters; return the result of ``closure``."""
         before, after = optimizer._optimizer_step_pre_hooks, cast("OrderedDict[Any, Any]", optimizer._optimizer_step_post_hooks)
         before[_HOOK] = self._exchange
-        after[_HOOK] = self._put_back
+        after[_HOOK] = self._finish
         after.move_to_end(_HOOK, last=False)
         try:
             result = optimizer.step() if closure is None else optimizer.step(closure)
@@ -95,12 +94,12 @@ class Fuser(NotCopied):
         finally:
             del before[_HOOK], after[_HOOK]
             self._loss = None
-            if self._groups is not None:  # the step raised
-                self._put_back_partly(optimizer)
+            if self._exchanged is not None:  # the step raised
+                self._restore(optimizer)
 
     def _exchange(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """Exchange the groups' parameters, as the last pre-step hook; first run the closure, as it computes gradients."""
-        if self._groups is not None:  # if the step of a class calls that of another, all hooks run twice
+        if self._exchanged is not None:  # if the step of a class calls that of another, all hooks run twice
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is not None:
@@ -108,98 +107,213 @@ class Fuser(NotCopied):
                 self._loss = closure()
             args = (*args[:1], *(None for _ in args[1:2]), *args[2:])
             kwargs = {name: value for name, value in kwargs.items() if name != "closure"}
-        plan = self._plan_with_gradients(optimizer)
-        plan.state.__class__ = QuietState  # type: ignore[assignment]
-        self._groups = []
-        for group, planned in zip(optimizer.param_groups, plan.groups, strict=True):
-            self._groups.append((group, group["params"]))
-            group["params"] = planned.stepped
-        for run in plan.runs:
-            if run.block_states is not None:
-                plan.state.update(zip(run.blocks, run.block_states, strict=True))
+        plan = self._current_plan(optimizer)
+        self._num_states = len(optimizer.state)
+        self._exchanged = [group["params"] for group in optimizer.param_groups]
+        for group, stepped in zip(optimizer.param_groups, plan.stepped, strict=True):
+            group["params"] = stepped
+        optimizer.state.update({run.flat: dict(run.state) for run in plan.runs if run.state is not None})
         return args, kwargs
 
-    def _new_plan(self, optimizer: torch.optim.Optimizer) -> FusePlan:
-        return FusePlan(optimizer, self._allow_inexact, self._sizes, self._do_flatten)
-
-    def _plan_with_gradients(self, optimizer: torch.optim.Optimizer) -> FusePlan:
+    def _current_plan(self, optimizer: torch.optim.Optimizer) -> _Plan:
         """Return the plan, or a new one if it is out of date, after setting the gradients of its runs."""
-        if self._plan is None or not self._plan.take_gradients(optimizer):
+        if self._plan is None or not self._plan.take_gradients(optimizer, self._do_flatten):
             self._look_after_weights()
             self.check(optimizer)
+            flats = [flat for flat, _ in self._flats] if self._do_flatten else None
+            small = [self._small_in(group) for group in optimizer.param_groups]
             with torch.no_grad():
-                self._plan = self._new_plan(optimizer)
-            current = self._plan.take_gradients(optimizer)
+                self._plan = _Plan(optimizer, small, self._allow_inexact, flats)
+            current = self._plan.take_gradients(optimizer, self._do_flatten)
             assert current, "a new plan is out of date"
-        if self._do_flatten:
-            for run in self._plan.runs:
-                run.keep_gradients(_is_movable)
         return self._plan
 
-    def _restore(self, optimizer: torch.optim.Optimizer, plan: FusePlan) -> list[list[dict[Any, Any] | None]]:
-        """Restore the groups; return the states of the blocks of each run."""
-        for group, parameters in self._groups or ():
-            group["params"] = parameters
-        self._groups = None
-        plan.state.__class__ = ObservedState
-        for run in plan.runs:
-            run.give_gradient_back()
-        return [[optimizer.state.pop(block, None) for block in run.blocks] for run in plan.runs]
-
-    def _put_back(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Restore the groups, as the first post-step hook, and copy the runs' state to the parameters."""
-        if self._groups is None:
-            return
-        assert self._plan is not None
-        plan, self._plan = self._plan, None
-        states = self._restore(optimizer, plan)
-        lasting = [run.push(state, optimizer.state) for run, state in zip(plan.runs, states, strict=True)]
-        _mark_changed(plan.parameters)
-        optimizer._bagua_fused_count += plan.num_fused_groups  # type: ignore[attr-defined]
-        if all(lasting) and not plan.may_be_extended():
-            plan.stepped()
+    def _finish(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Restore the groups, as the first post-step hook, and count the step."""
+        if self._exchanged is not None and (plan := self._plan) is not None:
+            self._restore(optimizer)
             self._plan = plan
+            optimizer._bagua_fused_count += plan.num_fused_groups  # type: ignore[attr-defined]
 
-    def _put_back_partly(self, optimizer: torch.optim.Optimizer) -> None:
-        """Restore the groups after a step that raised, and copy the state of the runs that it has stepped."""
-        assert self._plan is not None
+    def _restore(self, optimizer: torch.optim.Optimizer) -> None:
+        """Restore the groups, copy the state of runs to their parameters, and forget the plan."""
         plan, self._plan = self._plan, None
-        for run, states in zip(plan.runs, self._restore(optimizer, plan), strict=True):
-            with contextlib.suppress(RuntimeError):  # it raised between two blocks, so that their counts differ
-                run.push(states, optimizer.state)
-        _mark_changed(plan.parameters)
+        assert plan is not None
+        for group, parameters in zip(optimizer.param_groups, self._exchanged or (), strict=True):
+            group["params"] = parameters
+        self._exchanged = None
+        stepped = list(itertools.islice(optimizer.state, self._num_states, None))
+        found = [optimizer.state.pop(run.flat, None) for run in plan.runs]
+        for run, state in zip(plan.runs, found, strict=True):
+            run.give_gradient_back()
+            run.give_state_back(state, optimizer.state)
+        if plan.parameters or plan.single:  # tell autograd, as a graph may have saved them: fused=True does not
+            torch.autograd.graph.increment_version([*plan.parameters, *plan.single])
+        if len(optimizer.state) > self._num_states:
+            self._order(optimizer, stepped, plan)
+
+    def _order(self, optimizer: torch.optim.Optimizer, stepped: list[Any], plan: _Plan) -> None:
+        """Put new entries of the state in the order of ``step()``, that of parameters in groups, as ``state_dict()`` keeps it."""
+        new = {id(key) for key in itertools.islice(optimizer.state, self._num_states, None)}
+        members = {id(run.flat): run.parameters for run in plan.runs}
+        keys = [key for one in stepped for key in members.get(id(one), [one]) if id(key) in new]
+        everyone = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        places = {id(parameter): place for place, parameter in enumerate(everyone)}
+        in_order = iter(sorted((key for key in keys if id(key) in places), key=lambda key: places[id(key)]))
+        for key in [next(in_order) if id(key) in places else key for key in keys]:  # others, as strings, keep their places
+            optimizer.state[key] = optimizer.state.pop(key)
 
     def _look_after_weights(self) -> None:
-        """Warn once about weights that have left the common storage, unless they have neighbours elsewhere."""
-        here: list[tuple[weakref.ref[Tensor], int]] = []
-        moved = []
-        for weak, pointer in self._flattened:
-            parameter = weak()
-            if parameter is not None and parameter.data_ptr() == pointer:
-                here.append((weak, pointer))
-            elif parameter is not None and held_by_bucket(parameter) is not parameter:
-                moved.append(parameter)
-        left = sum(len(chain) == 1 for chain in chains(moved))
-        total, self._flattened = len(self._flattened), here
-        if left and self._check_flatten:
+        """Warn once about weights that have left their flat tensor, unless they have neighbours elsewhere; forget these."""
+        weights = [entry for _, moved in self._flats for entry in moved]
+        here = [(flat, [(p, address) for p, address in moved if p.data_ptr() == address]) for flat, moved in self._flats]
+        self._flats = [(flat, moved) for flat, moved in here if moved]
+        gone = [p for p, address in weights if p.data_ptr() != address and held_by_bucket(p) is not p]
+        apart = sum(len(chain) == 1 for chain in neighbours(gone))
+        if apart and self._check_flatten:
             warnings.warn(
-                f"{left} of {total} parameters have left the storage into which fuse_optimizer() moved them, as .to() or setting "
-                ".data makes them do; they are now stepped one by one. Create and fuse the optimizer after moving the model",
+                f"{apart} of {len(weights)} parameters have left the storage into which fuse_optimizer() moved them, as .to() or "
+                "setting .data makes them do; they are now stepped one by one. Move the model before you fuse its optimizer",
                 stacklevel=2,
             )
 
 
-def _mark_changed(parameters: list[Tensor]) -> None:
-    """Tell autograd that weights have changed, as a graph may have saved them."""
-    if parameters:
-        torch.autograd.graph.increment_version(parameters)
+class _Plan:
+    """Runs of parameters, and a cheap check whether they are still valid.
+
+    The check looks at identities, addresses and lengths, not at versions, which torch's fused steps do not increase. It does not
+    loop in Python over single parameters, as that would take longer than the step.
+
+    Parameters of up to ``small`` elements, for each group, are fused; ``flats`` are flat tensors of weights, None if none move.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, small: Sequence[int], allow_inexact: bool, flats: Sequence[Tensor] | None
+    ) -> None:
+        self.state = optimizer.state
+        self.runs: list[Run] = []
+        self.stepped: list[list[Tensor]] = []  # for each group, the parameters that are stepped in place of its own
+        self.num_fused_groups = 0
+        self._groups = [(list(group["params"]), options(group)) for group in optimizer.param_groups]
+        single: list[Tensor] = []
+        overlap = has_overlap(p for parameters, _ in self._groups for p in parameters)
+        for group, most in zip(optimizer.param_groups, small, strict=True):
+            joinable = [p for p in group["params"] if not overlap and _may_join(p, group, allow_inexact)]
+            runs = list(find_runs([p for p in joinable if p.numel() <= most], self.state, flats or ()))
+            joined = {id(p) for run in runs for p in run.parameters}
+            alone = [p for p in group["params"] if id(p) not in joined]
+            # Large parameters count as members of a run, though nothing is gained by moving them together.
+            large = flats is not None and len(joinable) > 1 and any(p.numel() > most for p in joinable)
+            self.num_fused_groups += bool(runs) or large
+            self.stepped.append([*(run.flat for run in runs), *alone])
+            self.runs += runs
+            single += alone
+        self.parameters = [parameter for run in self.runs for parameter in run.parameters]
+        self._pointers = list(map(data_ptr, self.parameters))  # of weights in runs, then of their gradients at the last step
+        self._idle = [p for p in single if p.grad is None]  # if one gets a gradient, it may join a run
+        self.single = [p for p in single if p.grad is not None and type(p) in PLAIN_TYPES]  # if one moves, it may overlap a run
+        self._matrices = [p for p in self.parameters if p.ndim > 1]
+        # Only these can change their dtype in place without changing their size: the others are floats that need gradients.
+        self._convertible = [p for p in self.parameters if p.dtype in SHORT or not p.requires_grad]
+        self._attributes = list(map(vars, self.parameters))
+        self._expected = self._describe_weights(), list(map(dict, self._attributes))
+        self._states = list(self.state.values())
+
+    def take_gradients(self, optimizer: torch.optim.Optimizer, keep: bool) -> bool:
+        """Set the gradient of each run; return False, with the optimizer unchanged, if the plan is out of date."""
+        if not (self._groups_are_current(optimizer) and self._weights_are_current() and self._state_is_current(optimizer)):
+            return False
+        grads = list(map(get_grad, self.parameters))
+        try:
+            pointers = list(map(data_ptr, itertools.chain(self.parameters, grads)))
+        except (TypeError, RuntimeError):  # a gradient is None, or not dense
+            return False
+        row_major, count = all(map(is_contiguous, grads)), len(grads)
+        changed = pointers != self._pointers
+        if (not row_major and any(map(_is_expanded, grads))) or (changed and pointers[:count] != self._pointers[:count]):
+            return False
+        self._pointers, start = pointers, 0
+        for run in self.runs:
+            end = start + len(run.parameters)
+            run.take_gradient(grads[start:end], pointers[count + start : count + end] if changed else None, row_major, keep)
+            start = end
+        return True
+
+    def _groups_are_current(self, optimizer: torch.optim.Optimizer) -> bool:
+        return len(optimizer.param_groups) == len(self._groups) and all(
+            len(group["params"]) == len(parameters) and all(map(is_, group["params"], parameters)) and options(group) == known
+            for group, (parameters, known) in zip(optimizer.param_groups, self._groups, strict=True)
+        )
+
+    def _describe_weights(self) -> tuple[list[Any], ...]:
+        registered = [getattr(run.parameters[0], "_bagua_registration", None) for run in self.runs]
+        getters = [None if known is None else known.getter for known in registered]
+        dtypes = list(map(get_dtype, self._convertible))
+        return list(map(numel, self.parameters)), list(map(data_ptr, self.single)), dtypes, getters
+
+    def _weights_are_current(self) -> bool:
+        """Return whether weights are what they were, except for the addresses of those in runs."""
+        if not all(map(is_, map(get_grad, self._idle), itertools.repeat(None))) or not all(map(is_contiguous, self._matrices)):
+            return False
+        try:
+            return (self._describe_weights(), self._attributes) == self._expected
+        except RuntimeError:  # an attribute has become a tensor, which has no truth value
+            return False
+
+    def _state_is_current(self, optimizer: torch.optim.Optimizer) -> bool:
+        if optimizer.state is not self.state:
+            return False
+        if len(self.state) != len(self._states) or not all(map(is_, self.state.values(), self._states)):
+            for run in self.runs:
+                if not all(map(is_, map(self.state.get, run.parameters), run.states or itertools.repeat(None))):
+                    return False
+            self._states = list(self.state.values())
+        try:
+            return all(run.take_state() for run in self.runs)
+        except (KeyError, TypeError, RuntimeError):  # a value is missing, or not a dense tensor any more
+            return False
 
 
-def _is_movable(parameter: Tensor, grad: Tensor) -> bool:
-    """Return whether only the parameter uses the memory of its gradient."""
-    return (
-        is_plain(grad)
-        and owns_storage(grad)
-        and held_by_bucket(parameter) is not grad
-        and not (grad.device.type == "cpu" and grad.is_shared())
-    )
+def has_overlap(parameters: Iterable[Tensor]) -> bool:
+    """Return whether plain parameters share memory: then the order of updates matters."""
+    return overlapping([p for p in parameters if type(p) in PLAIN_TYPES and p.layout is torch.strided]) is not None
+
+
+def can_fuse(group: dict[str, Any], parameter: Tensor, allow_inexact: bool) -> bool:
+    """Return whether fused steps give the same results for a group's options and a parameter's dtype (S6)."""
+    # An operation of two numbers uses the wider dtype, one of a vector and a number does not.
+    if group.get("differentiable") or parameter.dtype not in EXACT + SHORT or parameter.ndim == 0:
+        return False
+    if allow_inexact or (parameter.device.type != "cpu" and not group.get("fused")):
+        return True
+    return not group.get("fused") and parameter.dtype in EXACT and not _replaces_average(group)
+
+
+def options(group: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the options that may decide how a group is stepped: flags, zeros among the numbers, `_replaces_average`."""
+    values = [value == 0 if type(value) in (int, float) else value for value in group.values() if type(value) in NUMBERS]
+    return *values, _replaces_average(group)
+
+
+def _replaces_average(group: dict[str, Any]) -> bool:
+    """Return whether a running average forgets its old value.
+
+    Then ``lerp_`` has weight 1, and on a CPU, the sign of a resulting zero depends on the element's place in memory.
+    """
+    betas = group.get("betas")
+    zero = isinstance(betas, (tuple, list)) and bool(betas) and bool(betas[0] == 0)
+    return zero or (bool(group.get("centered")) and group.get("alpha") == 0)
+
+
+def _may_join(p: Tensor, group: dict[str, Any], allow_inexact: bool) -> bool:
+    """Return whether ``p`` may be a member of a run: if it has a gradient, and both are ordinary."""
+    grad = p.grad
+    if grad is None or not is_plain(p) or not can_fuse(group, p, allow_inexact) or not p.numel():
+        return False
+    dense = type(grad) in PLAIN_TYPES and grad.layout is torch.strided and (grad.dtype, grad.shape) == (p.dtype, p.shape)
+    return dense and not grad.is_neg() and not _is_expanded(grad)
+
+
+def _is_expanded(grad: Tensor) -> bool:
+    """Return whether ``grad`` is expanded; then torch's sums have other last bits than with a copy of it."""
+    return any(size > 1 and not stride for size, stride in zip(grad.shape, grad.stride(), strict=True))

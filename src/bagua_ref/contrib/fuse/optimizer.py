@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bagua_ref.contrib.fuse.fuser import Fuser
-from bagua_ref.contrib.fuse.verify import check_elementwise, has_fused_kernel
+from bagua_ref.contrib.fuse.verify import check_elementwise
 from bagua_ref.not_provided import explain_missing
-from bagua_ref.utils import NotCopied
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,32 +29,27 @@ def fuse_optimizer(
     verify: bool = True,
     allow_inexact: bool = False,
 ) -> torch.optim.Optimizer:
-    """Add a method ``fuse_step`` to ``optimizer``, which updates parameters that are adjacent in memory as one (S6); return it.
+    """Add a method ``fuse_step`` to ``optimizer``, which updates small adjacent parameters as one (S6); return it.
 
-    ``optimizer.step()`` is unchanged, and the two may be mixed. Results are those of ``step()``, bit for bit. Learning rate
-    schedulers, hooks, ``state_dict`` and ``load_state_dict`` work as before; a deep copy or pickle is an ordinary optimizer.
-
-    Fuse after moving the model to its device: ``.to()`` moves parameters out of the common storage. Weights are moved here, and
-    those of later groups in ``add_param_group``, so views and ``.data`` taken afterwards stay valid; steps never move weights.
-    Large parameters stay where they are, as moving each new gradient would take longer than is gained; on a CPU they are stepped in
-    blocks that fit the cache. If torch's ``fused=True`` is available for the parameters, a log entry at INFO says so.
+    ``optimizer.step()`` is unchanged, and the two may be mixed: results are equal bit for bit. Learning rate schedulers, hooks,
+    ``state_dict`` and ``load_state_dict`` work as before; a deep copy or pickle is an ordinary optimizer. Fuse after moving the
+    model to its device: ``.to()`` moves parameters apart. Small weights move here and in ``add_param_group``, never in a step.
 
     Args:
         optimizer: an optimizer that updates each element independently. torch's own are known; other classes are tried on small
             clones.
-        do_flatten: move the small weights of each group, and their gradients if kept between steps, into one storage; False: update
-            only parameters as one that are already adjacent. Memory of a Bagua bucket is never moved.
-        check_flatten: warn when weights have left the storage to which ``do_flatten`` moved them.
+        do_flatten: move the small weights of each group beside each other, and gradients that are kept between steps; False:
+            update only parameters as one that are already adjacent. Memory of a Bagua bucket is never moved.
+        check_flatten: warn when weights have left the place to which ``do_flatten`` moved them.
         verify: False: do not try classes that are not torch's, at your own risk. True: try them now, and again when groups or
-            options have changed. A trial that takes more than a minute, or much state, ends in a ValueError.
+            options have changed.
         allow_inexact: also fuse 16-bit parameters on a CPU and groups with ``fused=True``, for which the last bit of an element
             depends on its place in memory. Otherwise they are stepped one by one.
 
     Raises:
         TypeError: optimizer is not a torch optimizer.
         RuntimeError: it is already fused.
-        ValueError: its elements affect each other, it depends on shapes, or it cannot be tried or not in time; the message says
-            which.
+        ValueError: its elements affect each other, it depends on shapes, or it cannot be tried; the message says which.
 
     >>> model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(20)])
     >>> optimizer = bagua_ref.contrib.fuse_optimizer(torch.optim.Adam(model.parameters()))
@@ -70,33 +64,23 @@ def fuse_optimizer(
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
     if is_fused_optimizer(optimizer):
         raise RuntimeError(f"this {type(optimizer).__name__} is already fused; call fuse_optimizer only once")
-    fuser = Fuser(do_flatten, check_flatten, allow_inexact, partial(check_elementwise, allow_inexact=allow_inexact, verify=verify))
+    check = partial(check_elementwise, allow_inexact=allow_inexact, verify=verify)
+    fuser = Fuser(do_flatten, check_flatten, allow_inexact, check)
     fuser.check(optimizer)
-    fuser.flatten(optimizer, optimizer.param_groups)
-    if has_fused_kernel(optimizer):
-        _logger.info(
-            "%s has fused=True for these parameters, which is faster than fuse_step() unless most of them are small; "
-            "last bits differ from those of its for-loop",
-            type(optimizer).__name__,
-        )
+    fuser.flatten(optimizer.param_groups)
+    if any(group["params"] and "fused" in group and not group["fused"] for group in optimizer.param_groups):
+        _logger.info("%s has fused=True, which is faster unless most parameters are small", type(optimizer).__name__)
     optimizer._bagua_fused_optimizer = fuser  # type: ignore[attr-defined]
     optimizer._bagua_fused_count = 0  # type: ignore[attr-defined]
-    optimizer.fuse_step = _Method(optimizer, fuse_step)  # type: ignore[attr-defined]
+    optimizer.fuse_step = MethodType(fuse_step, optimizer)  # type: ignore[attr-defined]
     optimizer.add_param_group = MethodType(add_param_group, optimizer)  # type: ignore[method-assign]
     return optimizer
 
 
 def fuse_step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-    """Take a step as ``optimizer.step(closure)`` does, updating parameters that are adjacent in memory as one (S6).
+    """Take a step as ``optimizer.step(closure)`` does, updating small parameters that are adjacent in memory as one (S6).
 
-    It does not move weights: `fuse_optimizer` and ``add_param_group`` do. If no parameters are adjacent, this is ``step()``.
-
-    Args:
-        optimizer: a fused optimizer.
-        closure: computes loss and gradients; called first.
-
-    Returns:
-        The result of ``closure``, None without one.
+    ``closure`` computes loss and gradients; it is called first, and its result is returned.
 
     Raises:
         TypeError: closure is not callable.
@@ -120,25 +104,11 @@ def is_fused_optimizer(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def add_param_group(optimizer: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
-    """Add a group as the optimizer's class does; if ``optimizer`` is fused with ``do_flatten``, move its weights into one storage.
-
-    It is a bound method; a copy of the optimizer gets it bound to the copy, where it only does what the class does.
-    """
+    """Add a group as the optimizer's class does; if ``optimizer``, maybe a copy, is fused, flatten its weights."""
     type(optimizer).add_param_group(optimizer, param_group)
     fuser = getattr(optimizer, "_bagua_fused_optimizer", None)
     if fuser is not None:
-        fuser.flatten(optimizer, optimizer.param_groups[-1:])
-
-
-class _Method(NotCopied):
-    """A method of one optimizer, which copies of the optimizer do not get."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, function: Callable[..., Any]) -> None:
-        self._optimizer, self._function = optimizer, function
-        self.__doc__ = function.__doc__
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(self._optimizer, *args, **kwargs)
+        fuser.flatten(optimizer.param_groups[-1:])
 
 
 if not TYPE_CHECKING:  # so that type checkers still find misspelt names

@@ -1,327 +1,290 @@
-"""Runs of adjacent parameters: their state, and the blocks that are stepped in their place (S6)."""
+"""Runs of adjacent parameters, each stepped as one flat parameter, and their memory (S6)."""
 
 from __future__ import annotations
 
 import itertools
-import weakref
-from collections import deque
-from functools import partial
 from operator import attrgetter, is_, itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
-from bagua_ref.contrib.fuse.layout import lay_out
-from bagua_ref.contrib.fuse.sizes import WHOLE
-from bagua_ref.tensor import Registration, registration
 from bagua_ref.utils import flatten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, MutableMapping, Sequence
+    from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 
-    from torch import Tensor
+__all__ = ["NUMBERS", "PLAIN_TYPES", "Run", "attributes", "find_runs", "flatten_weights", "held_by_bucket", "is_plain"]
 
-    from bagua_ref.tensor import Getter
+LONGEST_ON_CPU, LONGEST = 2**19, 2**24
+"""About so many elements are stepped at once, as more of them fit no cache."""
 
-__all__ = ["NUMBERS", "Run", "SharedScalar", "getter_of"]
-
+data_ptr = Tensor.data_ptr
 get_grad = attrgetter("grad")
 
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 NUMBERS = (int, float, bool, str, type(None))
 """Types of immutable values, which parameters can share."""
 
 
-class SharedScalar:
-    """A state tensor with one element, such as ``step``: each parameter has one, and all are equal.
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether the memory of ``tensor`` contains exactly its elements, in row-major order."""
+    kind = type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided and not tensor.is_complex()
+    return kind and tensor.is_contiguous() and not tensor.is_neg()
 
-    They become views of one vector, so that a single operation writes or compares all of them. Blocks have their own vector, as
-    each step of a block counts on.
+
+def attributes(parameter: Tensor) -> tuple[Any, ...] | None:
+    """Return the attributes that users have given to ``parameter``, which its optimizer may read; None if some are mutable."""
+    own = [(name, type(value), value) for name, value in vars(parameter).items() if not name.startswith("_bagua")]
+    return tuple(own) if all(kind in NUMBERS for _, kind, _ in own) else None
+
+
+def held_by_bucket(parameter: Tensor) -> Tensor | None:
+    """Return the effective tensor of ``parameter`` - weight, gradient or momentum - that a live Bagua bucket holds, if any."""
+    known = getattr(parameter, "_bagua_registration", None)
+    if known is None or known.sink is None or known.sink() is None:
+        return None
+    held: Tensor | None = known.getter(parameter)
+    return held
+
+
+def flat_view(tensors: Sequence[Tensor], flats: Sequence[Tensor] = ()) -> Tensor | None:
+    """Return the flat tensor of which row-major, non-empty ``tensors`` are the consecutive parts, None if there is none.
+
+    They must lie in one storage or in one of ``flats``: neighbours by chance may be separated at any time.
     """
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    start, item = tensors[0].data_ptr(), tensors[0].element_size()
+    if [tensor.data_ptr() for tensor in tensors] == list(itertools.accumulate(sizes[:-1], initial=start)):
+        for whole in (tensors[0], *flats):
+            storage = whole.untyped_storage()
+            offset = start - storage.data_ptr()
+            if offset >= 0 and offset + sum(sizes) <= storage.nbytes() and whole.dtype is tensors[0].dtype:
+                return whole.detach().as_strided((sum(sizes) // item,), (1,), offset // item)
+    return None
 
-    def __init__(self, key: Any, states: Sequence[dict[Any, Any]], num_blocks: int) -> None:
-        self._key = key
-        self._vector = torch.stack([state[key] for state in states])
-        for state, own in zip(states, self._vector.unbind(), strict=True):
-            state[key].data = own
-        self._of_blocks = torch.stack([self._vector[0]] * num_blocks)
-        self.values = list(self._of_blocks.unbind())
-        """The number of each block."""
-        self._repeated = self._of_blocks[0].expand_as(self._vector)
 
-    def pull(self) -> bool:
-        """Read the parameters' number; return False if they differ."""
-        if torch.equal(self._vector, self._repeated):
-            return True
-        self._of_blocks[:] = self._vector[0]
-        return torch.equal(self._vector, self._repeated)
+def neighbours(tensors: Iterable[Tensor], flats: Sequence[Tensor] = ()) -> Iterator[list[Tensor]]:
+    """Yield, by address, the longest lists of tensors that have a `flat_view`; a tensor without neighbours is its own list."""
+    chain: list[Tensor] = []
+    for tensor in sorted(tensors, key=torch.Tensor.data_ptr):
+        if chain and flat_view((chain[-1], tensor), flats) is None:
+            yield chain
+            chain = []
+        chain.append(tensor)
+    if chain:
+        yield chain
 
-    def push(self) -> None:
-        """Write the blocks' number to the parameters' state."""
-        if len(self.values) > 1 and not torch.equal(self._of_blocks, self._of_blocks[0].expand_as(self._of_blocks)):
-            raise RuntimeError(_differs(self._key))
-        self._vector.copy_(self._repeated)
+
+def flatten_weights(parameters: Sequence[Tensor]) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    """Move row-major weights into flat tensors, one for each kind and last first; yield each with the parameters in it.
+
+    The order is that of buckets (S2.1), so that gradients and weights match. Each weight keeps a storage of its own, a part of the
+    flat tensor's memory, as ``torch.save`` writes whole storages. Weights stay where they are if they are shared between
+    processes or beside another one.
+    """
+    kinds: dict[Any, list[Tensor]] = {}
+    for p in reversed(parameters):
+        shared = p.device.type not in ("cpu", "cuda") or (p.device.type == "cpu" and p.is_shared())
+        if p.numel() and p.is_leaf and not shared and (own := attributes(p)) is not None:
+            kinds.setdefault((p.dtype, p.device, p.requires_grad, own), []).append(p)
+    for candidates in kinds.values():
+        lonely = {id(chain[0]) for chain in neighbours(candidates) if len(chain) == 1}
+        moving = [p for p in candidates if id(p) in lonely]
+        if len(moving) > 1:
+            flat = flatten(moving).detach()
+            for p, part in zip(moving, flat.split([p.numel() for p in moving]), strict=True):
+                p.data = from_dlpack(part.view(p.shape))
+            yield flat, moving
+
+
+def find_runs(parameters: Sequence[Tensor], store: MutableMapping[Any, Any], flats: Sequence[Tensor]) -> Iterator[Run]:
+    """Yield the runs among ``parameters`` of one group, which have gradients, and maybe state in ``store``."""
+    # For a single element, the state does not show which entries are per element: it has the kinds of a longer one.
+    model = next((p for p in parameters if p.numel() > 1 and type(store.get(p)) is dict), None)
+    kinds = {} if model is None else {key: _kind(value, model) for key, value in store[model].items()}
+    for chain in neighbours(parameters, flats):
+        longest = LONGEST_ON_CPU if chain[0].device.type == "cpu" else LONGEST
+        totals = itertools.accumulate(p.numel() for p in chain)
+        alike = {id(p): (_signature(p, store.get(p), kinds), total // longest) for p, total in zip(chain, totals, strict=True)}
+        for (signature, _), members in itertools.groupby(chain, key=lambda p: alike[id(p)]):
+            part = list(members)
+            if len(part) > 1 and signature is not None and any(p.numel() > 1 for p in part):
+                flat = flat_view(part, flats)
+                assert flat is not None, "neighbours are not adjacent"
+                yield Run(part, flat, [store[p] for p in part] if part[0] in store else None, kinds)
+
+
+ELEMENTS, ONE, NUMBER = "a number per element", "a tensor of one number", "a number"
+
+
+def _kind(value: Any, parameter: Tensor) -> str | None:
+    """Return the kind of a state of ``parameter``, None if it cannot be part of a run."""
+    if not isinstance(value, Tensor):
+        return NUMBER if type(value) in NUMBERS else None
+    if value.requires_grad or not is_plain(value):
+        return None
+    return ELEMENTS if value.shape == parameter.shape else ONE if value.numel() == 1 else None
+
+
+def _signature(parameter: Tensor, state: Any, kinds: dict[Any, str | None]) -> tuple[Any, ...] | None:
+    """Return the properties that parameters of a run have in common, None if the parameter cannot be in a run."""
+    own, held = attributes(parameter), held_by_bucket(parameter)
+    is_state_held = not (held is None or held is parameter or held is parameter.grad)
+    if own is None or is_state_held or not (state is None or type(state) is dict):
+        return None
+    entries: list[tuple[Any, ...]] = []
+    for key, value in (state or {}).items():
+        kind, wanted = _kind(value, parameter), kinds.get(key)
+        if kind is None or (kind != wanted and not (parameter.numel() == 1 and (kind, wanted) == (ELEMENTS, ONE))):
+            return None
+        of_tensor = (value.dtype, value.device) if isinstance(value, Tensor) else (type(value), value)
+        entries.append((key, wanted, *of_tensor, *((value.shape, value.item()) if wanted == ONE else ())))
+    return parameter.dtype, parameter.device, parameter.requires_grad, own, state is None, entries
 
 
 class Run:
-    """Contiguous parameters that are updated as one, block by block. A single parameter, too, is a run if it has several blocks.
+    """Adjacent parameters and the flat one, whose parts they are, that is stepped in their place.
 
-    Args:
-        parameters: parameters that are adjacent in one storage, in order.
-        states: the optimizer's state of each, with the same keys and numbers; its tensors are moved together. None: no state.
-        per_element: keys of ``states`` that have a number for each element.
-        held: the one of these keys whose tensors a bucket holds, if any.
-        block: the number of elements of each block; the last one has what is left.
+    ``states`` are their entries of the optimizer's state, whose tensors are put beside each other, and None if there are none.
     """
 
     def __init__(
-        self,
-        parameters: list[Tensor],
-        states: list[dict[Any, Any]] | None,
-        per_element: Sequence[Any] = (),
-        held: Any = None,
-        block: int = WHOLE,
+        self, parameters: list[Tensor], flat: Tensor, states: list[dict[Any, Any]] | None, kinds: dict[Any, str | None]
     ) -> None:
-        self.parameters, self.states, self._block = parameters, states, block
-        flat = lay_out(parameters)
-        self._size = flat.size()
-        self.blocks = [torch.nn.Parameter(part, requires_grad=parameters[0].requires_grad) for part in flat.split(block)]
-        """All elements, in the parameters' own memory."""
-        self.block_states: list[dict[Any, Any]] | None = None
-        """The states of `blocks`; entries per element use the memory of the parameters' state."""
-        self._tensors: dict[Any, Sequence[Tensor]] = {}
-        """Those of the blocks, for each key."""
-        self._scalars: dict[Any, SharedScalar] = {}
-        self._numbers: dict[Any, Any] = {}
-        self._readers: dict[Any, Callable[[Any], Any]] = {}
-        if states is not None:
-            for key, value in states[0].items():
-                if key in per_element:
-                    self._tensors[key] = lay_out([state[key] for state in states]).split(block)
-                elif isinstance(value, torch.Tensor):
-                    self._scalars[key] = SharedScalar(key, states, len(self.blocks))
-                    self._tensors[key] = self._scalars[key].values
-                else:
-                    self._numbers[key], self._readers[key] = value, itemgetter(key)
-            self.block_states = [
-                {**{key: parts[place] for key, parts in self._tensors.items()}, **self._numbers}
-                for place in range(len(self.blocks))
-            ]
-        self.num_entries = sum(map(len, states or ()))
-        """The total number of entries of the parameters' states."""
-        self.getter = getter_of(parameters[0])
-        if held is not None:
-            self._register(held)
+        self.parameters, self.states = parameters, states
+        self.flat = torch.nn.Parameter(flat, requires_grad=parameters[0].requires_grad)
+        for name, _, value in attributes(parameters[0]) or ():
+            setattr(self.flat, name, value)
+        self.state: dict[Any, Any] | None = None if states is None else {}  # that of the flat parameter
+        self._parts: dict[Any, tuple[list[Any], list[int]]] = {}  # for each key: the parameters' entries, addresses of tensors
+        self._vectors: dict[Any, Tensor] = {}  # for tensors of one number, such as ``step``: those of all parameters
+        for key, value in (states or [{}])[0].items():
+            entries = [state[key] for state in states or ()]
+            whole = flat_view(entries) if kinds[key] == ELEMENTS else None
+            joined = whole if whole is not None else flatten(entries) if kinds[key] == ELEMENTS else value
+            self._set_state(key, joined.clone() if kinds[key] == ONE else joined, entries)
         sizes = [p.numel() * p.element_size() for p in parameters]
         self._offsets = list(itertools.accumulate(sizes[:-1], initial=0))
         self._one_dimensional = all(p.ndim == 1 for p in parameters)
-        self._in_place = False
-        """Whether the gradients are laid out as the parameters are."""
+        self._in_place = False  # whether the gradients lie as the weights do
+        # A copy of gradients that lie otherwise, and its parts; kept, because allocating it costs more than the step.
         self._copy: Tensor | None = None
-        """A copy of gradients that are laid out differently; kept, because allocating it costs more than the step."""
         self._copied: list[Tensor] = []
-        """Its parts."""
         self._copy_version = 0
-        self._seen_grad: weakref.ref[Tensor] | None = None
+        self._seen: Tensor | None = None  # the first gradient of the last step
 
-    @property
-    def tensor_keys(self) -> list[Any]:
-        """The keys of tensors in the parameters' states."""
-        return list(self._tensors)
+    def _split(self, flat: Tensor) -> list[Tensor]:
+        """Return the part of ``flat`` that belongs to each parameter, in its shape."""
+        parts = flat.split([p.numel() for p in self.parameters])
+        return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
 
-    def pull(self) -> bool:
-        """Read the parameters' numbers, which ordinary steps may have changed; return False if they differ."""
-        for scalar in self._scalars.values():
-            if not scalar.pull():
+    def _set_state(self, key: Any, value: Any, entries: list[Any] | None = None) -> None:
+        """Make ``value`` the flat parameter's state, and its parts those of the parameters, which have ``entries`` already."""
+        parts: list[Any] = [value] * len(self.parameters)
+        self._vectors.pop(key, None)
+        if isinstance(value, Tensor) and value.shape == self.flat.shape:
+            parts = self._split(value)
+        elif isinstance(value, Tensor) and value.numel() == 1:
+            self._vectors[key] = torch.stack(parts)
+            parts = list(self._vectors[key].unbind())
+        elif type(value) not in NUMBERS:
+            what = f"tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            count = f"{self.flat.numel()} elements in {len(self.parameters)} parameters"
+            raise RuntimeError(f"state {key!r} of {count} is a {what}, which cannot be split: this optimizer cannot be fused")
+        if entries is not None and isinstance(value, Tensor):
+            for entry, part in zip(entries, parts, strict=True):
+                entry.data = part
+            parts = entries
+        for state, part in zip(self.states or (), parts, strict=True):
+            state[key] = part
+        self._parts[key] = parts, list(map(data_ptr, parts)) if isinstance(value, Tensor) else []
+        self.state = {**(self.state or {}), key: value}
+
+    def take_state(self) -> bool:
+        """Read the numbers of the parameters' state; return False if anything else has changed since the last step."""
+        if self.states is None or self.state is None:
+            return True
+        if sum(map(len, self.states)) != len(self.states) * len(self.state):
+            return False
+        for key, (parts, pointers) in self._parts.items():
+            if not all(map(is_, map(itemgetter(key), self.states), parts)):
                 return False
-        for key, read in self._readers.items():
-            assert self.states is not None
-            values = list(map(read, self.states))
-            if values.count(values[0]) < len(values):
+            if pointers and not (list(map(data_ptr, parts)) == pointers and all(map(Tensor.is_contiguous, parts))):
                 return False
-            self._numbers[key] = values[0]
-            for state in self.block_states or ():
-                state[key] = values[0]
+        for key, vector in self._vectors.items():
+            value = self.state[key]
+            if not torch.equal(vector, value.expand_as(vector)) and not torch.equal(
+                vector, value.copy_(vector[0]).expand_as(vector)
+            ):
+                return False
         return True
 
-    def push(self, found: list[dict[Any, Any] | None], store: MutableMapping[Any, Any]) -> bool:
-        """Copy the states of `blocks` after a step to the parameters.
-
-        Args:
-            found: the state of each block, None if it has none.
-            store: the optimizer's state, to which new entries of the parameters are added.
-
-        Returns:
-            Whether this run can be used again: False if state has appeared or disappeared.
-
-        Raises:
-            RuntimeError: a state is neither per element nor one number, or blocks differ, so this optimizer is not element-wise.
-        """
-        states = [state for state in found if state is not None]
-        if not states:
+    def give_state_back(self, found: dict[Any, Any] | None, store: MutableMapping[Any, Any]) -> None:
+        """Put the parts of the flat parameter's state after a step, ``found``, into the parameters' entries of ``store``."""
+        before, self.state = self.state or {}, found
+        if found is None:
             for parameter in self.parameters if self.states is not None else ():
                 store.pop(parameter, None)
-            return self.states is None
-        keys = states[0].keys()
-        if len(states) < len(found) or any(state.keys() != keys for state in states):
-            raise RuntimeError(_differs([*keys]))
-        lasting = self.states is not None and keys == self._tensors.keys() | self._numbers.keys()
+            self.states = None
+            return
         if self.states is None:
             self.states = [store.setdefault(parameter, {}) for parameter in self.parameters]
-        for key in keys:
-            values = [state[key] for state in states]
-            places = self._tensors.get(key)
-            if places is not None and all(map(is_, values, places)):
-                pass
-            elif places is not None and all(map(_alike, values, places)):  # an optimizer that does not work in place
-                for state, place in zip(states, places, strict=True):
-                    place.copy_(state[key])
-                    state[key] = place
-            elif key in self._numbers and _same_number(values):
-                if values[0] != self._numbers[key]:
-                    self._numbers[key] = values[0]
-                    deque(map(dict.__setitem__, self.states, itertools.repeat(key), itertools.repeat(values[0])), maxlen=0)
-            else:
-                self._publish(key, values)
-                lasting = False
-        for scalar in self._scalars.values():
-            scalar.push()
-        for key in (self._tensors.keys() | self._numbers.keys()) - keys:
-            deque(map(dict.pop, self.states, itertools.repeat(key), itertools.repeat(None)), maxlen=0)
-        self.block_states = states
-        return lasting
+        for key, value in list(found.items()):
+            if key not in before or value is not before[key]:
+                self._set_state(key, value)
+        for key, vector in self._vectors.items():
+            vector.copy_(found[key])
+        for key in before.keys() - found.keys():
+            del self._parts[key]
+            self._vectors.pop(key, None)
+            for state in self.states:
+                state.pop(key, None)
 
-    def _publish(self, key: Any, values: list[Any]) -> None:
-        """Add a new entry, of which each block has a value, to the parameters' states."""
-        assert self.states is not None
-        tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        if len(tensors) == len(values) and all(value.shape == own.shape for value, own in zip(tensors, self.blocks, strict=True)):
-            parts: list[Any] = self._parts(torch.cat(tensors) if len(tensors) > 1 else tensors[0])
-        elif len(tensors) == len(values) and all(value.numel() == 1 for value in tensors):
-            if not all(torch.equal(value, tensors[0]) for value in tensors):
-                raise RuntimeError(_differs(key))
-            parts = [tensors[0].clone() for _ in self.parameters]
-        elif _same_number(values):
-            parts = [values[0]] * len(self.parameters)
-        elif all(type(value) in NUMBERS for value in values):
-            raise RuntimeError(_differs(key))
-        else:
-            value = values[0]
-            what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-            raise RuntimeError(
-                f"the optimizer's state {key!r} of {self._size.numel()} elements in {len(self.parameters)} parameters is {what}, "
-                "which cannot be split between them; this optimizer cannot be fused"
-            )
-        for state, part in zip(self.states, parts, strict=True):
-            state[key] = part
+    def take_gradient(self, grads: list[Tensor], pointers: list[int] | None, row_major: bool, keep: bool) -> None:
+        """Set the flat gradient for one step: a view of ``grads``, which are at ``pointers`` (None: as before), or a copy of them.
 
-    def find_gradients(self, pointers: list[int]) -> None:
-        """Find out from the gradients' data pointers whether they are laid out as the parameters are."""
-        first = pointers[0]
-        self._in_place = pointers[-1] == first + self._offsets[-1] and pointers == [first + offset for offset in self._offsets]
-
-    def take_gradient(self, row_major: bool) -> None:
-        """Set the blocks' gradients for one step: views of the gradients, or of a copy if they are laid out differently.
-
-        Args:
-            row_major: whether the gradients of all runs are row-major.
+        If ``keep``, gradients become parts of the copy if they are still those of the last step and only these parameters use
+        them. After ``zero_grad()``, which sets them to None, moving new ones would cost time in each step.
         """
-        if self._in_place and (row_major or all(map(torch.Tensor.is_contiguous, map(get_grad, self.parameters)))):
-            first: Tensor = self.parameters[0].grad  # type: ignore[assignment]
+        if pointers is not None:
+            first, last = pointers[0], self._offsets[-1]  # asked first, as new gradients rarely lie so
+            self._in_place = pointers[-1] == first + last and pointers == [first + offset for offset in self._offsets]
+        if self._in_place and row_major:
             try:
-                # Raises if they are neighbours by chance, as then the first one's storage ends before the second.
-                flat = first.detach().as_strided(self._size, (1,))
-            except RuntimeError:
-                pass
+                self.flat.grad = grads[0].detach().as_strided(self.flat.shape, (1,))
+            except RuntimeError:  # neighbours by chance: the first one's storage ends before the second
+                self._in_place = False
             else:
-                self._copy = None
-                self._set_gradients(flat)
+                self._copy = self._seen = None
                 return
-        self._in_place = False
-        grads = list(map(get_grad, self.parameters))
         if self._copy is None:
-            self._copy = self.parameters[0].new_empty(self._size)
-            self._copied = self._parts(self._copy)
+            self._copy = torch.empty_like(self.flat, requires_grad=False)
+            self._copied = self._split(self._copy)
         with torch.no_grad():
             if self._one_dimensional:
                 torch.cat(grads, out=self._copy)  # twice as fast
             else:
                 torch._foreach_copy_(self._copied, grads)
-        self._set_gradients(self._copy)
-        self._copy_version = self._copy._version
-
-    def _set_gradients(self, flat: Tensor) -> None:
-        for block, grad in zip(self.blocks, flat.split(self._block), strict=True):
-            block.grad = grad
+        self.flat.grad, self._copy_version = self._copy, self._copy._version
+        if keep and self._seen is grads[0] and all(map(_is_movable, self.parameters, grads)):
+            for grad, part in zip(grads, self._copied, strict=True):
+                grad.data = part
+            self._copy = None
+        self._seen = grads[0]
 
     def give_gradient_back(self) -> None:
-        """Drop the blocks' gradients, after copying changes that the step made in them to the parameters' gradients."""
-        copy = self._copy
-        for block in self.blocks:
-            block.grad = None
-        if copy is not None and copy._version != self._copy_version:  # foreach=True with nesterov=True adds momentum to it
+        """Drop the flat gradient, after copying changes that the step made in a copy to the parameters' gradients."""
+        self.flat.grad = None
+        if self._copy is not None and self._copy._version != self._copy_version:  # foreach=True with nesterov=True
             with torch.no_grad():
                 torch._foreach_copy_(list(map(get_grad, self.parameters)), self._copied)
-        if copy is not None and copy.device.type != "cpu":  # there, memory is scarcer and allocation is fast
-            self._copy, self._copied = None, []
-
-    def keep_gradients(self, movable: Callable[[Tensor, Tensor], bool]) -> None:
-        """Move the gradients permanently into the flat one, if they are still those of the last step.
-
-        If ``zero_grad()`` sets gradients to None, which is its default, moving them would cost time in each step.
-
-        Args:
-            movable: tells whether a parameter's gradient may be moved.
-        """
-        if self._in_place:
-            return
-        first = self.parameters[0].grad
-        if self._seen_grad is None or self._seen_grad() is not first:
-            self._seen_grad = None if first is None else weakref.ref(first)
-        else:
-            self.move_gradients(movable)
-
-    def move_gradients(self, movable: Callable[[Tensor, Tensor], bool]) -> None:
-        """Make the gradients views of one tensor, if all may be moved: of the copy, if there is one."""
-        if len(self.parameters) == 1:
-            return
-        grads = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        if all(map(movable, self.parameters, grads)):
-            for grad, part in zip(grads, self._copied if self._copy is not None else self._parts(flatten(grads)), strict=True):
-                grad.data = part
-            self._copy, self._copied = None, []
-
-    def _parts(self, flat: Tensor) -> list[Tensor]:
-        """Return the part of ``flat`` that belongs to each parameter, in its shape."""
-        parts = flat.split([p.numel() for p in self.parameters])
-        return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
-
-    def _register(self, held: Any) -> None:
-        """Register the blocks as parameters whose state is in a bucket, for which `QAdamOptimizer` checks."""
-        first = registration(self.parameters[0])
-        for block, tensor in zip(self.blocks, self._tensors[held], strict=True):
-            known = Registration(first.name, first.module_name, partial(_constant, tensor), None)
-            known.sink = first.sink
-            block._bagua_registration = known  # type: ignore[attr-defined]
+        if self._copy is not None and self._copy.device.type != "cpu":  # there, memory is scarcer and allocation is fast
+            self._copy = None
 
 
-def _constant(tensor: Tensor, _: Tensor) -> Tensor:
-    return tensor
-
-
-def getter_of(parameter: Tensor) -> Getter | None:
-    """Return what finds the effective tensor of ``parameter``, None if it is no bagua tensor; registering it again replaces it."""
-    known: Registration | None = getattr(parameter, "_bagua_registration", None)
-    return None if known is None else known.getter
-
-
-def _alike(value: Any, place: Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and (value.shape, value.dtype, value.device) == (place.shape, place.dtype, place.device)
-
-
-def _same_number(values: list[Any]) -> bool:
-    """Return whether all blocks have the same immutable value."""
-    return all(type(value) in NUMBERS for value in values) and values.count(values[0]) == len(values)
-
-
-def _differs(key: Any) -> str:
-    return f"the optimizer's state {key!r} differs between parts of parameters: elements affect each other, so it cannot be fused"
+def _is_movable(parameter: Tensor, grad: Tensor) -> bool:
+    """Return whether only the parameter uses the memory of its gradient."""
+    owned = is_plain(grad) and grad.untyped_storage().nbytes() == grad.numel() * grad.element_size()
+    return owned and held_by_bucket(parameter) is not grad and not (grad.device.type == "cpu" and grad.is_shared())
