@@ -268,6 +268,17 @@ def test_S2_3_a_bucket_holds_dense_tensors_in_the_order_of_memory_and_others_row
     assert bucket.check_flatten() is flatten
 
 
+def test_S2_3_an_expanded_gradient_becomes_one_with_the_weight_s_strides() -> None:
+    parameter = nn.Parameter(torch.zeros(3, 2).t())
+    parameter.bagua_ensure_grad().ensure_bagua_tensor("p", "", lambda p: p.grad, lambda p, grad: setattr(p, "grad", grad))
+    bucket = BaguaBucket([parameter], "0", flatten=False)
+    bucket._ops = [lambda flat: flat.mul_(2)]
+    parameter.grad = torch.arange(3.0).expand(2, 3)
+    bucket.execute()
+    assert parameter.grad.stride() == (1, 2)
+    assert parameter.grad.tolist() == [[0, 2, 4]] * 2
+
+
 def test_S2_3_gradients_and_storage_keep_a_parameter_s_strides() -> None:
     turned, gapped = torch.ones(3, 2).t(), torch.ones(2, 4)[:, ::2]
     for tensor, strides in ((turned, (1, 2)), (gapped, (2, 1))):

@@ -141,6 +141,8 @@ def align(tensor: Tensor, parameter: Tensor) -> None:
 
     Gradients and optimizer state need them: torch's fused optimizers go through all of them in the order of memory.
     """
+    if parameter.is_contiguous() and tensor.is_contiguous():
+        return  # most are
     layout = Layout.of(parameter)
     if not layout.describes(tensor):
         tensor.data = layout.copy_of(tensor)

@@ -118,9 +118,9 @@ class AgreedRounds:
         """Note the buckets, and the order of elements in them and in those to come, which must be equal on all ranks."""
         buckets = self._trained.bagua_buckets
         described = [(b.name, str(b.dtype), [list(t.shape) for t in b.tensors]) for b in buckets]
-        layouts = {name: Layout.of(parameter) for name, parameter in self._trained.bagua_build_params()}
-        others = {name: str(layout) for name, layout in layouts.items() if not layout.is_row_major}
-        self._plan = zlib.crc32(repr((described, others)).encode())
+        named = self._trained.bagua_build_params()
+        layouts = {name: str(Layout.of(parameter)) for name, parameter in named if not parameter.is_contiguous()}
+        self._plan = zlib.crc32(repr((described, layouts)).encode())
         if self._plan_of_last_round is None:  # what the first one depends on was compared when wrapping
             self._plan_of_last_round = self._plan
 
