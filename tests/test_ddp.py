@@ -328,7 +328,7 @@ def test_a_wrapper_without_buffers_or_without_other_ranks_makes_no_connections_f
         bare, full = DistributedDataParallel(nn.Linear(2, 2)), DistributedDataParallel(network())
         full(batch(r, 0)).sum().backward()
         assert not bare.will_sync_module_buffers()
-        return bare.inner._buffer_group is None, full.inner._buffer_group is None
+        return bare.inner.buffers.group is None, full.inner.buffers.group is None
 
     assert simulate(2, rank) == [(True, False)] * 2
     assert simulate(1, rank) == [(True, True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,7 @@ from bagua_ref.utils import inside_backward, untraced
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["ForwardPasses", "trains"]
+__all__ = ["ForwardPasses", "call_after_backward", "trains"]
 
 
 class Reached:
@@ -135,6 +136,24 @@ def trains(module: torch.nn.Module) -> bool:
     """Return whether a forward pass of ``module`` that begins now may be part of a training step."""
     # Activation checkpointing repeats forward passes; torch.export runs one with stand-ins for the parameters.
     return module.training and not inside_backward() and not torch.compiler.is_compiling()
+
+
+def call_after_backward(callback: Callable[[], object]) -> None:
+    """Call ``callback`` at the end of the outermost backward pass under way.
+
+    A reentrant checkpoint runs a backward pass inside another one: a node of the outer one is still being evaluated at its end, so
+    the call waits until that node is done.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(partial(_graph_task_ended, callback))
+
+
+@untraced
+def _graph_task_ended(callback: Callable[[], object]) -> None:
+    node = torch._C._current_autograd_node()
+    if node is None:
+        callback()
+    else:
+        node.register_hook(lambda *_: call_after_backward(callback))
 
 
 def _nothing() -> None:

@@ -191,7 +191,7 @@ class Joining:
             )
         while (told := training.rounds.shadow()).active:
             if told.act == BUFFERS:
-                training.broadcast_buffers(told.active[0])
+                training.buffers.broadcast(told.active[0], training._bagua_backend.meter)
             elif told.act == PLAN:
                 training.reset()
             elif told.act == ROUND:
@@ -213,7 +213,7 @@ class Joining:
         comm.allgather_inplace(shadowed)
         source = int(shadowed.argmin())
         if training.will_broadcast_buffers():
-            training.broadcast_buffers(source)
+            training.buffers.broadcast(source, training._bagua_backend.meter)
         if not shadowed.any():
             return
         if algorithm.replicas_are_equal:

@@ -36,5 +36,5 @@ def count_from_now(context: WrappedModule) -> None:
 
 
 def _bytes_sent(context: WrappedModule) -> int:
-    groups = [context.process_group, *([] if context._buffer_group is None else [context._buffer_group])]
+    groups = [context.process_group, *([] if context.buffers.group is None else [context.buffers.group])]
     return sum(group.bytes_sent for group in groups)

@@ -8,14 +8,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor
 
 from bagua_ref.algorithms.base import GlobalAlgorithmRegistry
-from bagua_ref.communication import broadcast_coalesced
 from bagua_ref.data_parallel.agreed_rounds import BUFFERS, PLAN, AgreedRounds
 from bagua_ref.data_parallel.both_reduce import refuse_both, refuse_inside
 from bagua_ref.data_parallel.bucketing import split_into_buckets
-from bagua_ref.data_parallel.forward_passes import ForwardPasses, trains
+from bagua_ref.data_parallel.buffers import Buffers
+from bagua_ref.data_parallel.forward_passes import ForwardPasses, call_after_backward, trains
 from bagua_ref.data_parallel.functional_forwards import FunctionalForwards, inside_transform, outside_transforms
 from bagua_ref.data_parallel.gradient_hook import GradientHook, add_last
 from bagua_ref.data_parallel.sharding import reshard, whole
@@ -26,7 +25,7 @@ from bagua_ref.env import get_default_bucket_size
 from bagua_ref.optimizer_state import align_state
 from bagua_ref.runtime import use_world
 from bagua_ref.scheduling.engine import Engine
-from bagua_ref.utils import NotCopied, OwnHook, OwnList, OwnName, inside_backward, uncompiled, untraced
+from bagua_ref.utils import NotCopied, OwnHook, OwnList, OwnName, inside_backward, uncompiled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -63,6 +62,7 @@ class WrappedModule(NotCopied):
         without_forward: a backward pass's first gradient stands in for the beginning of a training forward pass.
 
     Attributes:
+        buffers: the module's buffers.
         options: the keyword arguments, from which `wrapping.resynchronize` makes the training anew.
         rounds: what the ranks agree on before each round of communication.
         shards: this rank's shards of parameters that fully_shard (FSDP2) has sharded, by name.
@@ -104,7 +104,6 @@ class WrappedModule(NotCopied):
         self._train_steps = 0
         self.world, self._do_flatten, self.kernel_backend = world, do_flatten, backend
         self._find_unused_parameters, self._bucket_bytes = find_unused_parameters, bucket_bytes
-        self._broadcast_buffers = broadcast_buffers
         self.parameters_to_ignore = {
             *getattr(module, "_bagua_params_and_buffers_to_ignore", ()),
             *getattr(module, "_ddp_params_and_buffers_to_ignore", ()),
@@ -130,10 +129,7 @@ class WrappedModule(NotCopied):
         settings |= {"broadcast_buffers": str(broadcast_buffers), "find_unused_parameters": str(find_unused_parameters)}
         comm = self.process_group.get_global_communicator()
         broadcast_state(module, optimizers, comm, self.parameters_to_ignore, settings, group.ranks)
-        # The training thread must not use the worker's connections.
-        self._buffer_group = group.sibling() if broadcast_buffers and self._buffers() and comm.nranks() > 1 else None
-        if self._buffer_group is not None:
-            self._buffer_group.get_global_communicator()
+        self.buffers = Buffers(module, self.parameters_to_ignore, group, broadcast_buffers)
         self.bagua_algorithm = algorithm.reify(self.process_group)
         self.bagua_algorithm._context = weakref.ref(self)
         self._handles: list[Any] = []
@@ -276,25 +272,14 @@ class WrappedModule(NotCopied):
             self.reset()
         self._guard.forward_begins()
         if synchronized:
-            if self._buffer_group is not None and self.bagua_algorithm.ranks_in_step and not in_backward:
-                self.broadcast_buffers(0 if self.rounds.joining is None else self.rounds.tell(BUFFERS).active[0])
+            if self.buffers.group is not None and self.bagua_algorithm.ranks_in_step and not in_backward:
+                source = 0 if self.rounds.joining is None else self.rounds.tell(BUFFERS).active[0]
+                self.buffers.broadcast(source, self._bagua_backend.meter)
             self._forward_pre_hook(input)
-
-    def broadcast_buffers(self, source: int) -> None:
-        """Give every rank the buffers of rank ``source`` of the group. Collective."""
-        assert self._buffer_group is not None, "will_broadcast_buffers() is True, and there are other ranks"
-        # Autograd must not take this for a change by the user to a saved buffer: data has no version.
-        buffers = [buffer.data for buffer in self._buffers() if not is_functorch_wrapped_tensor(buffer)]
-        with self._bagua_backend.meter.waiting():
-            broadcast_coalesced(buffers, source, self._buffer_group.get_global_communicator())
 
     def will_broadcast_buffers(self) -> bool:
         """Return whether training forward passes outside `no_sync` begin with a broadcast of buffers."""
-        return self._broadcast_buffers and bool(self._buffers()) and self.bagua_algorithm.ranks_in_step
-
-    def _buffers(self) -> list[torch.Tensor]:
-        """Return the current buffers that are broadcast; modules may replace theirs at any time."""
-        return [buffer for name, buffer in self.module.named_buffers() if name not in self.parameters_to_ignore]
+        return self.buffers.are_broadcast() and self.bagua_algorithm.ranks_in_step
 
     def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.given_group.refuse_in_child()
@@ -355,7 +340,7 @@ class WrappedModule(NotCopied):
         self.rounds.backward_passes += 1
         self._bagua_backend.meter.steps += not self.bagua_optimizers
         self._bagua_backend.begin_backward()
-        torch.autograd.Variable._execution_engine.queue_callback(self._graph_task_ended)
+        call_after_backward(self._post_backward)
 
     def _synchronize(self, gradients: list[tuple[str, Any]]) -> None:
         """Synchronize a backward pass of which ``gradients`` have arrived."""
@@ -370,20 +355,6 @@ class WrappedModule(NotCopied):
         if self._guard.expects_backward or (not self.bagua_optimizers and not self.bagua_algorithm.begins_in_forward):
             return None
         return "followed no training forward of the module, as when one of its children or methods is called instead of it"
-
-    @untraced
-    def _graph_task_ended(self) -> None:
-        """Run the post-backward hook at the end of the outermost backward pass.
-
-        A reentrant checkpoint runs a backward pass inside another one: a node of the outer one is still being evaluated then, so
-        this waits until that node is done.
-        """
-        node = torch._C._current_autograd_node()
-        if node is None:
-            self._post_backward()
-        else:
-            queue = torch.autograd.Variable._execution_engine.queue_callback
-            node.register_hook(lambda *_: queue(self._graph_task_ended))
 
     def _post_backward(self) -> None:
         self._in_backward = False
@@ -424,6 +395,5 @@ class WrappedModule(NotCopied):
         self._bagua_backend.close()
         if self._owns_group:
             self.process_group.close()
-        if self._buffer_group is not None:
-            self._buffer_group.close()
+        self.buffers.close()
         self.rounds.close()
