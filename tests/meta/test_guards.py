@@ -261,8 +261,11 @@ OVERLAPPING = [
 SOCKETS, OVER_SOCKETS = "src/bagua_ref/communicators/notes.py", "tests/test_notes.py"
 MESH = "src/bagua_ref/communicators/mesh.py"
 NOTES = [
-    ("strangers at the port of notes", MESH, "    if hmac.compare_digest(greeting[:_TOKEN], token):\n", "    if True:\n", f"{OVER_SOCKETS}::test_a_stranger_at_the_port_is_sent_away"),
-    ("strangers that say nothing", MESH, "min(_SILENCE, _left(deadline))", "_left(deadline)", f"{OVER_SOCKETS}::test_a_stranger_at_the_port_is_sent_away"),
+    ("strangers at the port of notes", MESH, "hmac.compare_digest(greeting[:_TOKEN], token) and ", "", f"{OVER_SOCKETS}::test_a_stranger_at_the_port_is_sent_away_and_delays_nobody"),
+    ("processes of other users", MESH, "        if user != os.geteuid():\n", "        if False:\n", f"{OVER_SOCKETS}::test_processes_of_another_user_are_not_heard"),
+    ("more strangers than may be open", MESH, " or len(greetings) > len(missing) + _STRANGERS:\n", ":\n", f"{OVER_SOCKETS}::test_strangers_beyond_a_number_are_sent_away"),
+    ("a backlog full of strangers", MESH, "        except BlockingIOError:  # a Unix", "        except ZeroDivisionError:  # a Unix", f"{OVER_SOCKETS}::test_ranks_connect_though_strangers_fill_the_backlog[Unix]"),
+    ("ranks that do not connect", MESH, "min(_LIMIT, timeout / 2)", "_LIMIT", f"{OVER_SOCKETS}::test_where_a_rank_does_not_connect_the_others_give_up_before_the_timeout[Unix]"),
     ("agreeing on the sockets", MESH, "        if not all(reached):\n", "        if len(sockets) != nranks - 1:\n", f"{OVER_SOCKETS}::test_where_a_rank_cannot_be_reached_no_rank_uses_sockets[1]"),
     ("a time limit for notes", SOCKETS, "                self._failed = \"timed out\"\n", "                raise RuntimeError(\"timed out\")\n", f"{OVER_SOCKETS}::test_waiting_ends_at_its_limit_and_has_failed_at_the_timeout"),
     ("a rank whose socket is closed", SOCKETS, "            if not more:\n", "            if False:\n", f"{OVER_SOCKETS}::test_a_rank_that_leaves_is_noticed_at_once_whoever_else_is_late[1-TCP]"),

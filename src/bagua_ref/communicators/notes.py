@@ -134,7 +134,7 @@ def connect(
         timeout: seconds without progress after which waiting for notes raises.
     """
     try:
-        sockets = connect_all(rank, nranks, lambda: listen_towards(host, nranks) if host else listen_locally(nranks), share)
+        sockets = connect_all(rank, nranks, lambda: listen_towards(host) if host else listen_locally(), share, timeout)
     except Unreachable as why:
         _logger.info("ranks compare their notes over gloo, as %s; a step takes a little longer", why)
         return None

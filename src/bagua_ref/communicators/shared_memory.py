@@ -44,7 +44,7 @@ _LARGEST = 2**19
 _BUDGET = 2**23
 """Bytes that a rank shares with all others of a group."""
 _LIMIT = 5.0
-"""Seconds in which every rank must have shared its memory."""
+"""Seconds in which every rank must have shared its memory, or half of the group's timeout if that is less."""
 _BOOT = "/proc/sys/kernel/random/boot_id"
 """A name that a machine gets whenever it starts."""
 _MESSAGE = struct.Struct("<qq")
@@ -295,15 +295,16 @@ def connect(rank: int, nranks: int, share: Callable[[Sequence[int]], list[list[i
         timeout: seconds without progress after which waiting for a rank has failed.
     """
     try:
-        sockets = connect_all(rank, nranks, lambda: listen_locally(nranks), share)
+        sockets = connect_all(rank, nranks, listen_locally, share, timeout)
     except Unreachable as unreachable:
         _logger.info("ranks of one machine communicate over gloo, as %s; this takes longer", unreachable)
         return None
     slots, why = {}, ""
     try:
-        slots = _share_slots(rank, sockets)
+        slots = _share_slots(rank, sockets, min(_LIMIT, timeout / 2))
     except OSError as error:
         why = f": {error}"
+        close_sockets(sockets, os.getpid())  # or the others would wait for this rank's memory
     if all(has_slots for (has_slots,) in share([int(bool(slots))])):
         return SharedMemory(rank, sockets, slots, timeout)
     close_sockets(sockets, os.getpid())
@@ -311,7 +312,7 @@ def connect(rank: int, nranks: int, share: Callable[[Sequence[int]], list[list[i
     return None
 
 
-def _share_slots(rank: int, sockets: dict[int, socket.socket]) -> dict[int, tuple[list[Tensor], list[Tensor]]]:
+def _share_slots(rank: int, sockets: dict[int, socket.socket], limit: float) -> dict[int, tuple[list[Tensor], list[Tensor]]]:
     """Return the slots that this rank fills for each peer, in memory of its own, and those that the peer fills."""
     nranks = len(sockets) + 1
     piece = min(_LARGEST, _BUDGET // (_SLOTS * (nranks - 1))) // mmap.PAGESIZE * mmap.PAGESIZE or mmap.PAGESIZE
@@ -326,9 +327,10 @@ def _share_slots(rank: int, sockets: dict[int, socket.socket]) -> dict[int, tupl
     try:
         os.posix_fallocate(own, 0, size * (nranks - 1))  # or writing would end the process where memory is short
         for connected in sockets.values():
-            connected.settimeout(_LIMIT)
             socket.send_fds(connected, [b"m"], [own])
+        deadline = time.monotonic() + limit
         for peer, connected in sockets.items():
+            connected.settimeout(max(0.001, deadline - time.monotonic()))
             said, found, _, _ = socket.recv_fds(connected, 1, 1)
             if len(found) != 1:
                 raise OSError(f"rank {peer} of the group has said {said!r} instead of sharing its memory")
