@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from tests import faults
 from tests.launch import launch, outcomes
 
 import bagua_ref
@@ -147,17 +148,8 @@ def test_S1_the_store_ends_while_ranks_meet() -> None:
     assert isinstance(raised.value.__cause__, RuntimeError)
 
 
-def serve_myself() -> None:
-    """Let rank 0 serve the store, as without torchrun, at a port that it finds."""
-    agents = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), wait_for_workers=False)
-    if os.environ["RANK"] == "0":
-        agents.set("port", str(bagua_ref.env.find_free_network_port()))
-    os.environ["MASTER_PORT"] = agents.get("port").decode()
-    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
-
-
 def without_rank_2() -> str:
-    serve_myself()
+    faults.serve_the_store()
     rank = bagua_ref.get_rank()
     if rank == 2:
         return ""
@@ -181,7 +173,7 @@ def die_once_rank_1_waits() -> None:
 
 
 def rank_0_is_killed() -> str:
-    serve_myself()
+    faults.serve_the_store()
     rank = bagua_ref.get_rank()
     if rank == 0:
         threading.Thread(target=die_once_rank_1_waits, daemon=True).start()

@@ -49,7 +49,7 @@ HOUSE = (
             "communicators", "communicators.torch_distributed", "communicators.connection", "communicators.rendezvous",
             "communicators.watch", "communicators.job_store", "communicators.forked", "communicators.last_words",
             "communicators.waiting", "communicators.pieces", "communicators.notes", "communicators.mesh",
-            "communicators.shared_memory",
+            "communicators.shared_memory", "communicators.gloo_sockets", "communicators.processes",
             "communicators.simulated", "communicators.scheduler",
         ),
         layers(range(3)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import re
 import threading
 import time
@@ -15,9 +14,13 @@ import torch
 import torch.distributed as dist
 
 from bagua_ref.communicators import notes, shared_memory
+from bagua_ref.communicators.forked import keep_forever
+from bagua_ref.communicators.gloo_sockets import GlooSockets, open_sockets
 from bagua_ref.communicators.last_words import LastWords
 from bagua_ref.communicators.pieces import ComputingError
-from bagua_ref.communicators.rendezvous import another_connection, ask, host_of, prefixed
+from bagua_ref.communicators.rendezvous import another_connection, ask, first_sentence, host_of, prefixed
+from bagua_ref.communicators.scheduler import format_ranks
+from bagua_ref.communicators.waiting import has_ended
 from bagua_ref.communicators.watch import Watch
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 from bagua_ref.runtime import is_background_thread
@@ -36,6 +39,12 @@ __all__ = ["Connection"]
 
 _TICK = timedelta(milliseconds=200)  # seconds until a waiting collective notices abort() or Ctrl-C
 _watch = Watch()
+_QUESTION = 5.0
+"""Seconds for a question to the store about a rank that has gone."""
+_LAST_QUESTION = 0.5
+"""The same if a rank's process has ended, which perhaps served the store."""
+_LAST_BREATH = 0.2
+"""Seconds between the end of a rank's sockets and that of its process."""
 
 
 class Connection:
@@ -79,18 +88,21 @@ class Connection:
         self._closed = ""
         self._kind_of_end: type[CommunicationError] = CommunicationError
         self._gloo: Any = None
+        self._gloo_sockets: GlooSockets | None = None
         self._nccl: Any = None
         self._place = ""
         """The collective waited in last, among the waits."""
         try:
             self._await_members()
+            before = open_sockets()
             self._gloo = dist.ProcessGroupGloo(prefixed("gloo", store), rank, len(ranks), timeout=self._timeout)
+            self._gloo_sockets = GlooSockets(before)
         except CommunicationError:
             raise
         except RuntimeError as error:
             raise self._failure("connect", error) from None
-        # The rank that serves the store must not exit before all are connected.
-        self.run("connect", lambda group: [group.barrier()])
+        # The rank that serves the store must not exit before all are connected, so every rank waits for all.
+        self._gloo_sockets.find(self._exchange_over_gloo(self._gloo_sockets.listening, "connect")(), rank)
 
     def exchange_notes(self, note: Sequence[int]) -> Callable[[], list[list[int]]]:
         """Send ``note`` to every rank; return a function that waits for the notes of all, while other collectives may run before.
@@ -194,7 +206,7 @@ class Connection:
                     else:
                         self._wait_in_ticks(work)
         except CommunicationError:
-            _keep_forever(group)
+            keep_forever(group)  # destroying it joins its threads, one of which may be waiting for a peer
             self._drop()
             raise
         except ComputingError as failed:
@@ -213,7 +225,7 @@ class Connection:
             raise self._failure(collective, error) from None
         except BaseException as interruption:  # Ctrl-C, for example: what has been started cannot be undone
             self._closed = self._closed or f"it was interrupted earlier, in {collective}"
-            _keep_forever(group)
+            keep_forever(group)
             self._drop()
             self._last_words.tell(f"{type(interruption).__name__} in {collective}")
             raise
@@ -285,8 +297,10 @@ class Connection:
         return self._waits.waiting(what, self._place, members, self._interrupt, is_background_thread(), timeout, who_gave_up)
 
     def _interrupt(self, reason: str) -> None:
-        """Let the collective in progress raise, as far as gloo can."""
+        """Let the collective in progress raise."""
         self._closed = self._closed or reason
+        if self._gloo_sockets is not None:  # gloo itself cannot be interrupted in send and recv
+            self._gloo_sockets.shut_down()
 
     def _wait_in_ticks(self, work: Any) -> None:
         while True:
@@ -300,6 +314,14 @@ class Connection:
                 if self._closed:
                     del work  # the error's traceback would keep it alive
                     raise CommunicationError(f"a collective on {self._title} was aborted: {self._closed}") from None
+
+    def close_in_child(self) -> None:
+        """Let go of all sockets in a forked child: they must end with the parent, or its peers would wait for it."""
+        for direct in (self._sockets, self.memory):
+            if direct is not None:
+                direct.close()
+        if self._gloo_sockets is not None:
+            self._gloo_sockets.close_in_child()
 
     def give_up_late(self, collective: str) -> None:
         """Abort the connection because ``collective`` has not finished within the timeout."""
@@ -320,22 +342,43 @@ class Connection:
 
     def _failure(self, collective: str, error: RuntimeError) -> CommunicationError:
         """Close for good, which the other ranks notice, and return the exception to raise."""
+        interrupted, why = self._closed, first_sentence(error)
+        hung_up = sorted({peer for direct in (self._sockets, self.memory) if direct is not None for peer in direct.hung_up()})
         self._closed = self._closed or f"it failed earlier, in {collective}"
         self._drop()
-        why = _reason(error)
+        if interrupted:
+            return self._kind_of_end(f"{collective} on {self._title} failed; {interrupted} ({why})")
         if re.search(r"time(d )?out", why, re.IGNORECASE):
             who = self._waits.who_is_missing(self._place, self._ranks) or "all ranks wait in it, but not all data arrive"
             return CommunicationTimeoutError(
                 f"{collective} on {self._title}: timed out after {self._timeout.total_seconds():g} s; {who} ({why})"
             )
-        who = self._last_words.of_others() or self._waits.why_gone(self._ranks) or "a rank has died or left"
+        who = self._who_is_gone([self._ranks[peer] for peer in hung_up])
         return CommunicationError(f"{collective} on {self._title} failed; {who} ({why})")
+
+    def _who_is_gone(self, hung_up: Sequence[int]) -> str:
+        """Return what is known of why a connection has ended, if the sockets of the ranks ``hung_up`` are closed."""
+        others = [rank for place, rank in enumerate(self._ranks) if place != self._rank]
+        ended = self._waits.ended(others, 0)
+        limit = _LAST_QUESTION if ended else _QUESTION  # the store may have ended with the rank that served it
+        began = time.monotonic()
+        told = self._last_words.of_others(limit)
+        if not told and time.monotonic() - began < limit:
+            told = self._waits.why_gone(self._ranks, limit)
+        # Its sockets close a little before a process has ended.
+        if told or (ended := ended or self._waits.ended(hung_up or others, _LAST_BREATH)):
+            return told or has_ended(ended)
+        if hung_up:
+            return f"{format_ranks(hung_up)} {'have' if len(hung_up) > 1 else 'has'} died or left"
+        return "a rank has died or left"
 
     def _drop(self) -> None:
         nccl, self._nccl, self._gloo, self._begun = self._nccl, None, None, []
         for direct in (self._sockets, self.memory):
             if direct is not None:
                 direct.close()
+        if self._gloo_sockets is not None:  # gloo closes them later, or never while it waits
+            self._gloo_sockets.shut_down()
         if nccl is not None:
             nccl.abort()
 
@@ -350,15 +393,3 @@ def _late(connection: Connection, collective: str) -> Callable[[], None]:
             found.give_up_late(collective)
 
     return give_up
-
-
-def _reason(error: RuntimeError) -> str:
-    """Return the first sentence of torch's message, without the source location."""
-    text = re.sub(r"^\[[^\]]*\.(cc|cpp):\d+\]\s*", "", str(error)) or type(error).__name__
-    return text.split(". This is typically", 1)[0].splitlines()[0].rstrip(".")
-
-
-def _keep_forever(group: Any) -> None:
-    """Keep ``group`` until the process ends: destroying it joins its threads, one of which may be waiting for a peer."""
-    if group is not None:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

@@ -39,10 +39,10 @@ class LastWords:
 
         ask(self._store, write)
 
-    def of_others(self) -> str:
-        """Return what the other ranks told, "" if they told nothing, or the store cannot be reached."""
+    def of_others(self, limit: float = 5.0) -> str:
+        """Return what the other ranks told, "" if they told nothing, or the store does not answer within ``limit`` seconds."""
         heard: list[str] = []
-        ask(self._store, lambda store: heard.append(self._read(store)))
+        ask(self._store, lambda store: heard.append(self._read(store)), limit)
         return heard[0] if heard else ""
 
     def heard_so_far(self) -> str:

@@ -6,6 +6,7 @@ import hmac
 import json
 import os
 import secrets
+import select
 import socket
 import struct
 import time
@@ -17,12 +18,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["Unreachable", "close_sockets", "connect_all", "listen_locally", "listen_towards"]
+__all__ = ["Unreachable", "close_sockets", "connect_all", "hung_up", "listen_locally", "listen_towards"]
 
 _LIMIT = 5.0
 """Seconds in which all sockets must be connected, or half of the group's timeout if that is less."""
 _STRANGERS = 64
 """Connections, beyond one for each rank, that may be open without having shown that they come from a rank."""
+_HANG_UP = getattr(select, "POLLRDHUP", 0)
+"""Only Linux tells before what was sent has been read."""
 _PAUSE = 0.005
 """Seconds between two attempts to connect to a rank whose backlog is full."""
 _LONGEST = 256
@@ -110,6 +113,14 @@ def close_sockets(sockets: Mapping[int, socket.socket], pid: int) -> None:
             with suppress(OSError):  # the other end has closed it
                 connected.shutdown(socket.SHUT_RDWR)
         connected.close()
+
+
+def hung_up(sockets: Mapping[int, socket.socket]) -> list[int]:
+    """Return the ranks whose ends of ``sockets`` are closed."""
+    poll, peers = select.poll(), {connected.fileno(): peer for peer, connected in sockets.items() if connected.fileno() >= 0}
+    for file in peers:
+        poll.register(file, _HANG_UP)
+    return [peers[file] for file, _ in poll.poll(0)]
 
 
 def _address(server: socket.socket) -> list[Any]:

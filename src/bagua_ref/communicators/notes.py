@@ -15,7 +15,7 @@ from datetime import timedelta
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING
 
-from bagua_ref.communicators.mesh import Unreachable, close_sockets, connect_all, listen_locally, listen_towards
+from bagua_ref.communicators.mesh import Unreachable, close_sockets, connect_all, hung_up, listen_locally, listen_towards
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -94,6 +94,10 @@ class NoteSockets:
                     self._failed = f"rank {peer} of the group sent a note of {length} numbers, this rank one of {len(self._note)}"
                     break
         return not self._failed and not self._missing
+
+    def hung_up(self) -> list[int]:
+        """Return the ranks that have closed their sockets."""
+        return hung_up(self._sockets)
 
     def wait(self, limit: timedelta = timedelta.max) -> None:
         """Wait until all notes have come, for ``limit`` at most.

@@ -31,6 +31,7 @@ __all__ = [
     "another_connection",
     "connecting",
     "first_line",
+    "first_sentence",
     "heard",
     "host_of",
     "limited",
@@ -91,7 +92,11 @@ def ask(store: Store, use: Callable[[Store], object], limit: float = 5.0) -> Non
     """
 
     def run() -> None:
-        with suppress(RuntimeError):
+        with suppress(RuntimeError, OSError):
+            server = getattr(store, "_underlying_non_prefix_store", store)
+            if isinstance(server, dist.TCPStore):  # type: ignore[attr-defined]
+                # If nobody listens any more, torch would try again and again, for as long as the store's timeout.
+                socket.create_connection((server.host, server.port), limit).close()
             use(another_connection(store))
 
     thread = threading.Thread(target=run, name="bagua_ref question to the store", daemon=True)
@@ -116,6 +121,12 @@ def host_of(store: Store) -> str:
 def first_line(error: Exception) -> str:
     """Return the message of an error of torch without the stack of C++ that may follow."""
     return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
+
+
+def first_sentence(error: RuntimeError) -> str:
+    """Return the first sentence of torch's message, without the source location."""
+    text = re.sub(r"^\[[^\]]*\.(cc|cpp):\d+\]\s*", "", str(error)) or type(error).__name__
+    return text.split(". This is typically", 1)[0].splitlines()[0].rstrip(".")
 
 
 class Unanswered(Exception):  # noqa: N818  it is never raised to a user

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from bagua_ref.communicators.collectives import combine
-from bagua_ref.communicators.mesh import Unreachable, close_sockets, connect_all, listen_locally
+from bagua_ref.communicators.mesh import Unreachable, close_sockets, connect_all, hung_up, listen_locally
 from bagua_ref.communicators.pieces import ComputingError, compute
 from bagua_ref.env import shares_memory
 from bagua_ref.errors import CommunicationError
@@ -188,6 +188,10 @@ class SharedMemory:
             pipe.read()
             if pipe.gone:
                 self._poll.unregister(file)
+
+    def hung_up(self) -> list[int]:
+        """Return the ranks that have closed their sockets."""
+        return hung_up({pipe.peer: pipe.socket for pipe in self._pipes.values()})
 
     def exchange(
         self,

@@ -18,7 +18,9 @@ from bagua_ref.communicators.base import Communicator
 from bagua_ref.communicators.collectives import combine, divide_
 from bagua_ref.communicators.connection import Connection
 from bagua_ref.communicators.forked import OfParent, leave_to_parent
+from bagua_ref.communicators.gloo_sockets import close_served
 from bagua_ref.communicators.pieces import move_in_pieces
+from bagua_ref.communicators.processes import Processes, this_process
 from bagua_ref.communicators.rendezvous import another_connection, meet, prefixed
 from bagua_ref.communicators.shared_memory import machine
 from bagua_ref.communicators.waiting import Waiting
@@ -36,8 +38,8 @@ if TYPE_CHECKING:
 
 __all__ = ["TorchDistributedCommunicator", "TorchDistributedTransport"]
 
-_CARD = [str, NATURAL, (str, type(None)), str]
-"""What ranks tell each other: node, number of GPUs, CUDA_VISIBLE_DEVICES, machine (see `machine`)."""
+_CARD = [str, NATURAL, (str, type(None)), [str, NATURAL, NATURAL], str]
+"""What ranks tell each other: node, number of GPUs, CUDA_VISIBLE_DEVICES, process (see `this_process`), machine (see `machine`)."""
 
 
 class TorchDistributedTransport:
@@ -64,7 +66,7 @@ class TorchDistributedTransport:
             node = str(rank // local_world_size)
         gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
         self._machine = machine()
-        card = [node, gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), self._machine]
+        card = [node, gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), this_process(), self._machine]
         job, found = meet(prefixed("bagua_ref", store), rank, world_size, card, timeout, _CARD)
         # The job's name is unique, so the caller's prefix is not needed; without it, `another_connection` works in every torch.
         self.store = prefixed(f"bagua_ref/{job}", getattr(store, "_underlying_non_prefix_store", store))
@@ -75,11 +77,13 @@ class TorchDistributedTransport:
         names = list(dict.fromkeys(name for name, *_ in found))
         self.node_of = tuple(names.index(name) for name, *_ in found)
         self.owns_gpu = all(
-            gpus >= len(peers) or (gpus > 0 and len({v for _, _, v, _ in peers}) == len(peers))
+            gpus >= len(peers) or (gpus > 0 and len({v for _, _, v, *_ in peers}) == len(peers))
             for (name, gpus, *_) in found
             for peers in [[other for other in found if other[0] == name]]
         )
-        self.waits = Waiting(prefixed("waiting", self.store), rank, world_size)
+        self.waits = Waiting(
+            prefixed("waiting", self.store), rank, world_size, Processes([process for *_, process, _ in found], rank)
+        )
         self._places = [(node, where) for node, (*_, where) in zip(self.node_of, found, strict=True)]
         self.uses_nccl = False
         """Whether CUDA tensors use NCCL; otherwise they are copied to the host and use gloo."""
@@ -115,7 +119,8 @@ class TorchDistributedTransport:
     def leave_to_parent(self) -> None:
         """Leave every communicator to the parent of this process, a forked child; using them raises CommunicationError."""
         for communicator in list(self._communicators):
-            communicator._connection = OfParent(communicator._connection)
+            communicator.leave_to_parent()
+        close_served(self.store)
 
 
 class TorchDistributedCommunicator(Communicator):
@@ -152,6 +157,12 @@ class TorchDistributedCommunicator(Communicator):
         self.ranks, self._uses_nccl = tuple(ranks), uses_nccl
         self._sent_to, self._received_from = [0] * self._nranks, [0] * self._nranks
         self._connection: Connection | OfParent = Connection(store, name, self._rank, self.ranks, timeout, waits, shares_memory)
+
+    def leave_to_parent(self) -> None:
+        """Leave the connection to the parent of this process, a forked child."""
+        if isinstance(self._connection, Connection):
+            self._connection.close_in_child()
+            self._connection = OfParent(self._connection)
 
     def abort(self, reason: str = "") -> None:
         """Abort the connection; operations in progress and later ones raise CommunicationError, with the reason if one is given."""
