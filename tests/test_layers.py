@@ -50,6 +50,7 @@ HOUSE = (
             "communicators.watch", "communicators.job_store", "communicators.forked", "communicators.last_words",
             "communicators.waiting", "communicators.pieces", "communicators.notes", "communicators.mesh",
             "communicators.shared_memory", "communicators.gloo_sockets", "communicators.processes",
+            "communicators.torch_transport",
             "communicators.simulated", "communicators.scheduler",
         ),
         layers(range(3)),

@@ -21,7 +21,7 @@ from property_tests import fuzz, test_hostile_input
 
 from bagua_ref.cli import main
 from bagua_ref.communicators.rendezvous import meet
-from bagua_ref.communicators.torch_distributed import TorchDistributedTransport
+from bagua_ref.communicators.torch_transport import TorchDistributedTransport
 from bagua_ref.conformance.run.xfails import read_xfails
 from bagua_ref.conformance.trace import Recorder, TraceError, check_trace, read_trace
 from bagua_ref.conformance.vectors import VectorsError, check_outputs, read_manifest

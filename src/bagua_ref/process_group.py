@@ -19,7 +19,7 @@ from bagua_ref.communicators.forked import refuse_in_child
 from bagua_ref.communicators.job_store import job_store
 from bagua_ref.communicators.rendezvous import connecting
 from bagua_ref.communicators.topology import Topology
-from bagua_ref.communicators.torch_distributed import TorchDistributedTransport
+from bagua_ref.communicators.torch_transport import TorchDistributedTransport
 from bagua_ref.env import checked_timeout, get_default_timeout
 from bagua_ref.errors import NotInitializedError
 from bagua_ref.runtime import Identity, current_world
@@ -185,7 +185,9 @@ class BaguaProcessGroup:
             raise NotInitializedError(f"{self!r} was closed; call init_process_group() and make a new group")
         name = f"{self.group_name}/{name}"
         if self._rank in ranks and self._rank in self.ranks:
-            self._communicators[kind] = self._job.transport.connect(name, ranks, self._job.timeout)
+            communicator = self._job.transport.connect(name, ranks, self._job.timeout)
+            communicator.compares_calls = not self.is_background  # rounds are compared as a whole
+            self._communicators[kind] = communicator
         else:
             self._communicators[kind] = NonMember(len(ranks), name)
         return self._communicators[kind]

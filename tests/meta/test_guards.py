@@ -288,7 +288,7 @@ SHARING = [
     ("messages about slots that come in pieces", SLOTS, "        self._received = whole[end:]\n", "", f"{SHARED}::test_messages_about_slots_may_come_in_pieces"),
     ("agreeing on shared memory", SLOTS, "    if all(has_slots for (has_slots,) in share([int(bool(slots))])):\n", "    if share([int(bool(slots))]) and slots:\n", f"{SHARED}::test_where_a_rank_cannot_share_memory_no_rank_does[_share_slots-1]"),
     ("networks of their own", SLOTS, " {os.stat('/proc/self/ns/net').st_ino}", "", TOGETHER),
-    ("nodes of their own", GLOO, "[(node, where) for node, (*_, where) in zip", "[(0, where) for node, (*_, where) in zip", TOGETHER),
+    ("nodes of their own", "src/bagua_ref/communicators/torch_transport.py", "[(node, where) for node, (*_, where) in zip", "[(0, where) for node, (*_, where) in zip", TOGETHER),
     ("closing shared memory with the connection", CONNECTION, "        for direct in (self._sockets, self.memory):\n", "        for direct in (self._sockets,):\n", f"{SHARED}::test_a_rank_that_gives_up_is_noticed_at_once_though_it_lives_on"),
 ]  # fmt: skip
 WAITING, TOLD = (

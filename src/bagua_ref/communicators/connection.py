@@ -7,6 +7,7 @@ import threading
 import time
 import traceback
 import weakref
+import zlib
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +18,8 @@ from bagua_ref.communicators import notes, shared_memory
 from bagua_ref.communicators.forked import keep_forever
 from bagua_ref.communicators.gloo_sockets import GlooSockets, open_sockets
 from bagua_ref.communicators.last_words import LastWords
-from bagua_ref.communicators.pieces import ComputingError
+from bagua_ref.communicators.pieces import ComputingError, OtherCallError
 from bagua_ref.communicators.rendezvous import another_connection, ask, first_sentence, host_of, prefixed
-from bagua_ref.communicators.scheduler import format_ranks
-from bagua_ref.communicators.waiting import has_ended
 from bagua_ref.communicators.watch import Watch
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 from bagua_ref.runtime import is_background_thread
@@ -39,12 +38,6 @@ __all__ = ["Connection"]
 
 _TICK = timedelta(milliseconds=200)  # seconds until a waiting collective notices abort() or Ctrl-C
 _watch = Watch()
-_QUESTION = 5.0
-"""Seconds for a question to the store about a rank that has gone."""
-_LAST_QUESTION = 0.5
-"""The same if a rank's process has ended, which perhaps served the store."""
-_LAST_BREATH = 0.2
-"""Seconds between the end of a rank's sockets and that of its process."""
 
 
 class Connection:
@@ -126,6 +119,14 @@ class Connection:
             self.memory = shared_memory.connect(self._rank, len(self._ranks), share, self._timeout.total_seconds())
             self._shares_memory = False
 
+    def compare(self, collective: str, call: str) -> None:
+        """Raise CommunicationError, on all ranks, if they do not make the same ``call``. Collective."""
+        number = zlib.crc32(call.encode())
+        if any(theirs != [number] for theirs in self.exchange_notes([number])()):
+            why = self._last_words.of_different_calls(call)
+            self.abort(why)
+            raise CommunicationError(f"in group {self._name!r} {why}")
+
     def _exchange_over_gloo(self, note: Sequence[int], collective: str = "agreement") -> Callable[[], list[list[int]]]:
         """Exchange notes by an all-to-all, which can be interrupted; unlike an all-gather, it does not pass them around a ring."""
         copies = torch.tensor(note, dtype=torch.int64).repeat(len(self._ranks))
@@ -161,6 +162,7 @@ class Connection:
         *,
         waits: bool = True,
         place: str = "",
+        call: str = "",
     ) -> None:
         """Start ``collective`` on a process group and wait until it is done; with NCCL, the current stream waits, not the host.
 
@@ -173,6 +175,7 @@ class Connection:
             peers: the ranks of this group that it sends to and receives from; None: it is a collective of all.
             waits: whether to wait, rather than to keep the works for later.
             place: its name among the waits of this connection; "": the number of collectives waited for.
+            call: what all ranks must call, in words; "": they need not.
 
         Raises:
             CommunicationTimeoutError: no progress within the timeout.
@@ -211,6 +214,8 @@ class Connection:
             raise
         except ComputingError as failed:
             own = failed.error
+            if call and isinstance(failed, OtherCallError):
+                own = CommunicationError(f"in group {self._name!r} {self._last_words.of_different_calls(call)}")
             self._closed = self._closed or f"it failed earlier, in {collective}"
             self._last_words.tell(f"{type(own).__name__}: {own}")
             del group, works, work
@@ -353,24 +358,8 @@ class Connection:
             return CommunicationTimeoutError(
                 f"{collective} on {self._title}: timed out after {self._timeout.total_seconds():g} s; {who} ({why})"
             )
-        who = self._who_is_gone([self._ranks[peer] for peer in hung_up])
+        who = self._last_words.why_gone(self._waits, hung_up)
         return CommunicationError(f"{collective} on {self._title} failed; {who} ({why})")
-
-    def _who_is_gone(self, hung_up: Sequence[int]) -> str:
-        """Return what is known of why a connection has ended, if the sockets of the ranks ``hung_up`` are closed."""
-        others = [rank for place, rank in enumerate(self._ranks) if place != self._rank]
-        ended = self._waits.ended(others, 0)
-        limit = _LAST_QUESTION if ended else _QUESTION  # the store may have ended with the rank that served it
-        began = time.monotonic()
-        told = self._last_words.of_others(limit)
-        if not told and time.monotonic() - began < limit:
-            told = self._waits.why_gone(self._ranks, limit)
-        # Its sockets close a little before a process has ended.
-        if told or (ended := ended or self._waits.ended(hung_up or others, _LAST_BREATH)):
-            return told or has_ended(ended)
-        if hung_up:
-            return f"{format_ranks(hung_up)} {'have' if len(hung_up) > 1 else 'has'} died or left"
-        return "a rank has died or left"
 
     def _drop(self) -> None:
         nccl, self._nccl, self._gloo, self._begun = self._nccl, None, None, []

@@ -24,7 +24,7 @@ import torch
 
 from bagua_ref.communicators.collectives import combine
 from bagua_ref.communicators.mesh import Unreachable, close_sockets, connect_all, hung_up, listen_locally
-from bagua_ref.communicators.pieces import ComputingError, compute
+from bagua_ref.communicators.pieces import OtherCallError, compute
 from bagua_ref.env import shares_memory
 from bagua_ref.errors import CommunicationError
 
@@ -51,6 +51,7 @@ _MESSAGE = struct.Struct("<qq")
 """What comes through a socket: the call and the size that a filled slot belongs to, or that a slot may be filled again."""
 _TAKEN = (0, 0)
 
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 _logger = logging.getLogger(__name__)
 
 
@@ -108,11 +109,11 @@ class _Pipe:
         """Return the ``size`` bytes in the first filled slot, which belong to ``call``.
 
         Raises:
-            ComputingError: the peer has put them in another collective, or there with another size.
+            OtherCallError: the peer has put them in another collective, or there with another size.
         """
         if (theirs := self._filled[0]) != call:
             what = f"{theirs[1]} bytes" if theirs[0] == call[0] else "what belongs to another collective"
-            raise ComputingError(
+            raise OtherCallError(
                 CommunicationError(f"rank {self.peer} of the group has sent {what}, where this rank expects {call[1]} bytes")
             )
         return self._theirs[self._taken % _SLOTS][:size]
@@ -200,9 +201,16 @@ class SharedMemory:
         name: str,
         before: Callable[[slice], object] | None = None,
         after: Callable[[slice], object] | None = None,
+        everyone: bool = False,
     ) -> Iterator[Until]:
-        """Send and receive tensors, as `move_in_pieces` does; all ranks that take part give the same ``name``."""
+        """Send and receive tensors, as `move_in_pieces` does; all ranks that take part give the same ``name`` ("": the dtypes').
+
+        With ``everyone``, ranks that have nothing to send to each other send the name, so that all notice if one gives another.
+        """
         outgoing, incoming = self._pieces_by_peer(sends, name), self._pieces_by_peer(recvs, name)
+        for pipe in self._pipes.values() if everyone else ():
+            for by_peer in (outgoing, incoming):
+                by_peer.setdefault(pipe, [(_NOTHING, _call(name, _NOTHING))])
         number = max(len(pieces) for pieces in (*outgoing.values(), *incoming.values()))
         for place in range(number + 1):
             if place < number:
@@ -254,7 +262,7 @@ class SharedMemory:
     ) -> dict[_Pipe, list[tuple[Tensor, tuple[int, int]]]]:
         found: dict[_Pipe, list[tuple[Tensor, tuple[int, int]]]] = {}
         for tensor, peer in tensors:
-            call = _call(name, tensor)
+            call = _call(name or f"exchange of {tensor.dtype}", tensor)
             pieces = found.setdefault(self._pipes[peer], [])
             pieces += [(piece, call) for piece in _in_pieces(tensor.detach().view(-1).view(torch.uint8), self._piece)]
         return found
