@@ -38,7 +38,7 @@ from bagua_ref.errors import CommunicationError
 from bagua_ref.runtime import current_world
 
 WIDTH = 32
-LIFE = 15
+LIFE = 20
 """Seconds that a child of a killed rank lives on."""
 
 

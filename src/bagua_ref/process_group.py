@@ -17,7 +17,7 @@ from bagua_ref import streams
 from bagua_ref.communicators.base import Communicator, NonMember
 from bagua_ref.communicators.forked import refuse_in_child
 from bagua_ref.communicators.job_store import job_store
-from bagua_ref.communicators.rendezvous import connecting
+from bagua_ref.communicators.rendezvous import StoreLostError, connecting
 from bagua_ref.communicators.topology import Topology
 from bagua_ref.communicators.torch_transport import TorchDistributedTransport
 from bagua_ref.env import checked_timeout, get_default_timeout
@@ -44,6 +44,8 @@ __all__ = [
     "new_group",
 ]
 MaybeCommunicator = Communicator | NonMember
+_AGAIN = 10.0
+"""Seconds to wait for rank 0's next store, if the last job's has just ended."""
 
 
 @dataclass
@@ -247,7 +249,7 @@ def _join(
 ) -> _Job:
     owns_torch_group = not dist.is_initialized()
     if owns_torch_group:
-        store, rank, world_size = job_store(store, rank, world_size, timeout)
+        transport, rank, world_size = _meet(world, store, rank, world_size, local_world_size, timeout)
     else:
         for name, given, known in (("rank", rank, dist.get_rank()), ("world_size", world_size, dist.get_world_size())):
             if given not in (-1, known):
@@ -256,7 +258,7 @@ def _join(
         if backend is not None and backend not in existing:
             raise ValueError(f"backend={backend!r} disagrees with torch.distributed, which is initialized with {existing!r}")
         store, rank, world_size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
-    transport = TorchDistributedTransport(store, rank, world_size, local_world_size if local_world_size > 0 else None, timeout)
+        transport = TorchDistributedTransport(store, rank, world_size, local_world_size, timeout)
     if owns_torch_group:
         chosen = backend or ("nccl" if transport.owns_gpu else "gloo")
         own = transport.store  # a prefix that no earlier attempt of an elastic launch has written to
@@ -278,6 +280,25 @@ def _join(
     # Connections that are open during the interpreter's shutdown can abort the process.
     atexit.register(_destroy_at_exit, world, job.pid, transport.waits)
     return job
+
+
+def _meet(
+    world: RealWorld, store: Any, rank: int, world_size: int, local_world_size: int, timeout: float
+) -> tuple[TorchDistributedTransport, int, int]:
+    """Return the connections of a new job, this rank and the number of ranks."""
+    limit = timeout
+    while True:
+        found, known_rank, size = job_store(store, rank, world_size, limit)
+        try:
+            transport = TorchDistributedTransport(found, known_rank, size, local_world_size, timeout)
+        except StoreLostError:
+            # A rank that begins its next job at once may still find the last one's store, which then ends.
+            if store is not None or not world.has_met:
+                raise
+            world.has_met, limit = False, min(timeout, _AGAIN)
+        else:
+            world.has_met = True
+            return transport, known_rank, size
 
 
 def destroy_process_group() -> None:

@@ -97,20 +97,20 @@ class Connection:
         # The rank that serves the store must not exit before all are connected, so every rank waits for all.
         self._gloo_sockets.find(self._exchange_over_gloo(self._gloo_sockets.listening, "connect")(), rank)
 
-    def exchange_notes(self, note: Sequence[int]) -> Callable[[], list[list[int]]]:
+    def exchange_notes(self, note: Sequence[int], collective: str = "agreement") -> Callable[[], list[list[int]]]:
         """Send ``note`` to every rank; return a function that waits for the notes of all, while other collectives may run before.
 
         One exchange can be under way at a time; errors as `run`.
         """
-        self.share_memory("agreement")
+        self.share_memory(collective)
         if not self._has_tried_sockets:
             host = "" if self.memory is not None else host_of(self._store)
-            share = lambda note: self._exchange_over_gloo(note)()  # noqa: E731
+            share = lambda note: self._exchange_over_gloo(note, collective)()  # noqa: E731
             self._sockets = notes.connect(self._rank, len(self._ranks), host, share, self._timeout.total_seconds())
             self._has_tried_sockets = True
         if (sockets := self._sockets) is None:
-            return self._exchange_over_gloo(note)
-        return self._begin(lambda _: sockets.send(note), sockets.notes, has_come=sockets.have_come)
+            return self._exchange_over_gloo(note, collective)
+        return self._begin(lambda _: sockets.send(note), sockets.notes, collective, sockets.have_come)
 
     def share_memory(self, collective: str) -> None:
         """Let the ranks share memory before their first ``collective``, if they can. Collective; errors as `run`."""
@@ -122,7 +122,7 @@ class Connection:
     def compare(self, collective: str, call: str) -> None:
         """Raise CommunicationError, on all ranks, if they do not make the same ``call``. Collective."""
         number = zlib.crc32(call.encode())
-        if any(theirs != [number] for theirs in self.exchange_notes([number])()):
+        if any(theirs != [number] for theirs in self.exchange_notes([number], collective)()):
             why = self._last_words.of_different_calls(call)
             self.abort(why)
             raise CommunicationError(f"in group {self._name!r} {why}")
@@ -247,10 +247,12 @@ class Connection:
         if reason and not self._closed:
             self._last_words.tell(reason)
         self._closed = self._closed or reason or "it was aborted or its process group destroyed"
-        # A collective in progress notices this within a tick and drops the groups itself.
+        # A collective in progress notices this within a tick and drops the groups itself, unless gloo waits for a message.
         if self._turn.acquire(timeout=5 * _TICK.total_seconds()):
             self._drop()
             self._turn.release()
+        elif self._gloo_sockets is not None:
+            self._gloo_sockets.shut_down()
 
     def _await_members(self) -> None:
         """Wait until every rank is about to connect, as gloo would, but so that the wait can be interrupted."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 __all__ = [
+    "StoreLostError",
     "Unanswered",
     "address_of",
     "another_connection",
@@ -129,6 +130,10 @@ def first_sentence(error: RuntimeError) -> str:
     return text.split(". This is typically", 1)[0].splitlines()[0].rstrip(".")
 
 
+class StoreLostError(CommunicationError):
+    """The process that served the job's store has ended, or an earlier job's, whose store was still there."""
+
+
 class Unanswered(Exception):  # noqa: N818  it is never raised to a user
     """A call had not returned within the limit."""
 
@@ -151,7 +156,10 @@ def limited(function: Callable[[], T], seconds: float) -> T:
     wait([future], seconds)
     if not future.done():
         raise Unanswered
-    return future.result()
+    try:
+        return future.result()
+    finally:
+        future = Future()  # an exception's traceback refers to this variable: the cycle would keep a store that has failed
 
 
 def heard(data: bytes, form: Any, whose: str) -> Any:
@@ -192,7 +200,8 @@ def meet(store: Store, rank: int, world_size: int, card: Any, timeout: float, fo
 
     Raises:
         CommunicationTimeoutError: they did not come in time; names the missing ranks as far as they are known.
-        CommunicationError: the store failed, as when the process that serves it ends, or what a rank wrote cannot be understood.
+        StoreLostError: the store failed, as when the process that serves it ends.
+        CommunicationError: what a rank wrote cannot be understood.
     """
     began = time.monotonic()
     try:
@@ -205,7 +214,7 @@ def meet(store: Store, rank: int, world_size: int, card: Any, timeout: float, fo
     except CommunicationError:
         raise
     except RuntimeError as error:
-        raise CommunicationError(
+        raise StoreLostError(
             f"rank {rank} lost the store at {address_of(store)} after {time.monotonic() - began:.1f} s of waiting for the other "
             f"ranks; the process that serves it, often rank 0's, has ended ({first_line(error)})"
         ) from error

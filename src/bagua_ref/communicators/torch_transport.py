@@ -42,7 +42,7 @@ class TorchDistributedTransport:
         store: the job's torch store; consecutive jobs may use the same one.
         rank: the rank of this process.
         world_size: the number of processes.
-        local_world_size: ranks per node, consecutive; None: the node is given by GROUP_RANK or NODE_RANK, else by the host name.
+        local_world_size: ranks per node, consecutive; -1: the node is given by GROUP_RANK or NODE_RANK, else by the host name.
         timeout: seconds to wait for the other ranks.
 
     Attributes:
@@ -51,9 +51,9 @@ class TorchDistributedTransport:
         store: the part of the store that only this job uses.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, local_world_size: int | None, timeout: float) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int, local_world_size: int, timeout: float) -> None:
         node = os.environ.get("GROUP_RANK", os.environ.get("NODE_RANK", socket.gethostname()))
-        if local_world_size is not None:
+        if local_world_size > 0:
             node = str(rank // local_world_size)
         gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
         self._machine = machine()

@@ -240,7 +240,8 @@ class Waiting:
 
     def _has_left(self, rank: int) -> bool:
         said: list[bytes] = []
-        ask(self._job_store, lambda store: said.extend(store.multi_get([f"waits/{rank}"])), _GRACE)
+        key = f"waits/{rank}"
+        ask(self._job_store, lambda store: said.append(store.get(key) if store.check([key]) else b""), _GRACE)
         return said == [_HAS_LEFT.encode()]
 
     def _look(self, said_before: list[Any] | None) -> tuple[list[Any], str]:
