@@ -75,12 +75,15 @@ def test_waiting_can_be_ended(program: subprocess.Popen[bytes]) -> None:
 
 @pytest.mark.parametrize(("said", "interrupted"), [("", True), (waiting._HAS_LEFT, False)], ids=["killed", "left"])
 def test_waits_for_a_rank_whose_process_has_ended_are_interrupted_unless_it_has_left(
-    program: subprocess.Popen[bytes], said: str, interrupted: bool, no_thread_is_left: None
+    program: subprocess.Popen[bytes], said: str, interrupted: bool, monkeypatch: pytest.MonkeyPatch, no_thread_is_left: None
 ) -> None:
     store, reasons, others = dist.HashStore(), list[str](), list[str]()
     if said:
         store.set("waits/1", said)
-    waits = Waiting(store, 0, 3, watched(program))
+    found, looks = watched(program), list[float]()
+    look = found.ended
+    monkeypatch.setattr(found, "ended", lambda ranks, seconds: looks.append(seconds) or look(ranks, seconds))
+    waits = Waiting(store, 0, 3, found)
     with waits.waiting("in allreduce", "all/7", (0, 1), reasons.append):
         program.kill()
         until = time.monotonic() + (20 if interrupted else 1)
@@ -91,3 +94,4 @@ def test_waits_for_a_rank_whose_process_has_ended_are_interrupted_unless_it_has_
     waits.close()
     assert set(reasons) == ({"the process of rank 1 has ended"} if interrupted else set())
     assert not others
+    assert len(looks) < 200  # it sleeps in between

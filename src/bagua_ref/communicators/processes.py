@@ -67,7 +67,7 @@ class Processes:
             poll = select.poll()
             for file in (*rank_of, self._wakes):
                 poll.register(file, select.POLLIN)
-            ready = poll.poll(None if math.isinf(seconds) else math.ceil(1000 * seconds)) if rank_of else []
+            ready = poll.poll(None if math.isinf(seconds) else math.ceil(1000 * seconds))
             self._ended.update(rank_of[file] for file, event in ready if file in rank_of and event & select.POLLIN)
         return self._ended & among
 
