@@ -44,8 +44,7 @@ __all__ = [
     "new_group",
 ]
 MaybeCommunicator = Communicator | NonMember
-_AGAIN = 10.0
-"""Seconds to wait for rank 0's next store, if the last job's has just ended."""
+_AGAIN = 10.0  # seconds to wait for rank 0's next store, if the last job's has just ended
 
 
 @dataclass
@@ -187,9 +186,8 @@ class BaguaProcessGroup:
             raise NotInitializedError(f"{self!r} was closed; call init_process_group() and make a new group")
         name = f"{self.group_name}/{name}"
         if self._rank in ranks and self._rank in self.ranks:
-            communicator = self._job.transport.connect(name, ranks, self._job.timeout)
+            communicator = self._communicators[kind] = self._job.transport.connect(name, ranks, self._job.timeout)
             communicator.compares_calls = not self.is_background  # rounds are compared as a whole
-            self._communicators[kind] = communicator
         else:
             self._communicators[kind] = NonMember(len(ranks), name)
         return self._communicators[kind]
@@ -249,7 +247,8 @@ def _join(
 ) -> _Job:
     owns_torch_group = not dist.is_initialized()
     if owns_torch_group:
-        transport, rank, world_size = _meet(world, store, rank, world_size, local_world_size, timeout)
+        transport = _meet(world, store, rank, world_size, local_world_size, timeout)
+        rank, world_size = transport.rank, len(transport.node_of)
     else:
         for name, given, known in (("rank", rank, dist.get_rank()), ("world_size", world_size, dist.get_world_size())):
             if given not in (-1, known):
@@ -275,30 +274,24 @@ def _join(
         local_world_size=transport.node_of.count(node),
         node_rank=node,
     )
-    world.transport = transport
+    world.transport, world.has_met = transport, True
     job = _Job(world, transport, timeout, owns_transport=True, owns_torch_group=owns_torch_group)
     # Connections that are open during the interpreter's shutdown can abort the process.
     atexit.register(_destroy_at_exit, world, job.pid, transport.waits)
     return job
 
 
-def _meet(
-    world: RealWorld, store: Any, rank: int, world_size: int, local_world_size: int, timeout: float
-) -> tuple[TorchDistributedTransport, int, int]:
-    """Return the connections of a new job, this rank and the number of ranks."""
+def _meet(world: RealWorld, store: Any, rank: int, size: int, local_size: int, timeout: float) -> TorchDistributedTransport:
+    """Return the connections of a new job."""
     limit = timeout
     while True:
-        found, known_rank, size = job_store(store, rank, world_size, limit)
         try:
-            transport = TorchDistributedTransport(found, known_rank, size, local_world_size, timeout)
+            return TorchDistributedTransport(*job_store(store, rank, size, limit), local_size, timeout)
         except StoreLostError:
             # A rank that begins its next job at once may still find the last one's store, which then ends.
             if store is not None or not world.has_met:
                 raise
             world.has_met, limit = False, min(timeout, _AGAIN)
-        else:
-            world.has_met = True
-            return transport, known_rank, size
 
 
 def destroy_process_group() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 import time
@@ -9,6 +10,7 @@ import traceback
 import weakref
 import zlib
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +21,7 @@ from bagua_ref.communicators.forked import keep_forever
 from bagua_ref.communicators.gloo_sockets import GlooSockets, open_sockets
 from bagua_ref.communicators.last_words import LastWords
 from bagua_ref.communicators.pieces import ComputingError, OtherCallError
-from bagua_ref.communicators.rendezvous import another_connection, ask, first_sentence, host_of, prefixed
+from bagua_ref.communicators.rendezvous import another_connection, ask, first_sentence, host_of, interruptible, prefixed
 from bagua_ref.communicators.watch import Watch
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 from bagua_ref.runtime import is_background_thread
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["Connection"]
 
 _TICK = timedelta(milliseconds=200)  # seconds until a waiting collective notices abort() or Ctrl-C
+_PATIENCE = 0.5  # seconds after which a rank that connects asks whether another one could not
 _watch = Watch()
 
 
@@ -88,11 +91,13 @@ class Connection:
         try:
             self._await_members()
             before = open_sockets()
-            self._gloo = dist.ProcessGroupGloo(prefixed("gloo", store), rank, len(ranks), timeout=self._timeout)
+            self._gloo = self._connect(partial(dist.ProcessGroupGloo, prefixed("gloo", store), rank, len(ranks), self._timeout))
             self._gloo_sockets = GlooSockets(before)
         except CommunicationError:
             raise
         except RuntimeError as error:
+            # Descriptors may be what this rank lacks; the others wait inside gloo until they hear of it.
+            self._last_words.tell(first_sentence(error), anew=False)
             raise self._failure("connect", error) from None
         # The rank that serves the store must not exit before all are connected, so every rank waits for all.
         self._gloo_sockets.find(self._exchange_over_gloo(self._gloo_sockets.listening, "connect")(), rank)
@@ -190,8 +195,7 @@ class Connection:
             raise self._kind_of_end(f"{collective} on {self._title}: {why}")
         group = works = work = None
         try:
-            if self._closed:
-                raise self._kind_of_end(f"{collective} on {self._title}: {self._closed}")
+            self._check_open(collective)
             group = self._nccl_group() if over_nccl else self._gloo
             works = start(group)
             if not waits:
@@ -275,8 +279,7 @@ class Connection:
                 threading.Thread(target=watch, name="bagua_ref connect", daemon=True).start()
                 deadline = time.monotonic() + self._timeout.total_seconds()
                 while not done.wait(max(0.0, min(_TICK.total_seconds(), deadline - time.monotonic()))):
-                    if self._closed:
-                        raise CommunicationError(f"connect on {self._title}: {self._closed}")
+                    self._check_open("connect")
                     if time.monotonic() >= deadline:
                         raise self._nobody_came(keys)
                 if errors:
@@ -287,6 +290,15 @@ class Connection:
             ask(self._store, lambda store: store.delete_key(here))
             raise
 
+    def _connect(self, make: Callable[[], Any]) -> Any:
+        """Return ``make()``, during which gloo waits for other ranks and cannot be interrupted."""
+        with self._waiting("connect", None, "gloo", _PATIENCE):
+            return interruptible(make, lambda: self._check_open("connect"), _TICK.total_seconds())
+
+    def _check_open(self, collective: str) -> None:
+        if self._closed:
+            raise self._kind_of_end(f"{collective} on {self._title}: {self._closed}")
+
     def _nobody_came(self, keys: dict[int, str]) -> CommunicationTimeoutError:
         missing: list[int] = []
         ask(self._store, lambda store: missing.extend(rank for rank, key in keys.items() if not store.check([key])))
@@ -294,12 +306,14 @@ class Connection:
         limit = self._timeout.total_seconds()
         return CommunicationTimeoutError(f"connect on {self._title}: timed out after {limit:g} s; {who}")
 
-    def _waiting(self, collective: str, peers: Collection[int] | None, place: str) -> AbstractContextManager[None]:
+    def _waiting(
+        self, collective: str, peers: Collection[int] | None, place: str, patience: float = math.inf
+    ) -> AbstractContextManager[None]:
         if peers is None and not place:
             self._collectives += 1
         members = self._ranks if peers is None else [self._ranks[peer] for peer in {self._rank, *peers}]
         self._place = f"{self._name}/{place or ('exchange' if peers else self._collectives)}"
-        what, timeout = f"in {collective} of group {self._name!r}", self._timeout.total_seconds()
+        what, timeout = f"in {collective} of group {self._name!r}", min(self._timeout.total_seconds(), 2 * patience)
         who_gave_up = self._last_words.heard_so_far
         return self._waits.waiting(what, self._place, members, self._interrupt, is_background_thread(), timeout, who_gave_up)
 
@@ -360,7 +374,7 @@ class Connection:
             return CommunicationTimeoutError(
                 f"{collective} on {self._title}: timed out after {self._timeout.total_seconds():g} s; {who} ({why})"
             )
-        who = self._last_words.why_gone(self._waits, hung_up)
+        who = self._last_words.why_gone(self._waits, hung_up) or "this rank failed, or another one has died or left"
         return CommunicationError(f"{collective} on {self._title} failed; {who} ({why})")
 
     def _drop(self) -> None:

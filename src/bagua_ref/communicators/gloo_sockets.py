@@ -25,9 +25,9 @@ _MOST = 4
 
 
 def open_sockets() -> dict[int, int]:
-    """Return the inode of each socket of this process, by descriptor; none on systems without /proc."""
+    """Return the inode of each socket of this process, by descriptor; none without /proc or with all descriptors in use."""
     found = {}
-    with suppress(FileNotFoundError):
+    with suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
             with suppress(OSError):  # the descriptor of the folder itself
                 status = os.stat(int(name))

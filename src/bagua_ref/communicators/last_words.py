@@ -43,14 +43,14 @@ class LastWords:
         self._store, self._ranks, self._rank = store, ranks, rank
         self._own_connection: Store | None = None
 
-    def tell(self, why: str) -> None:
-        """Tell the other ranks why this one gives up."""
+    def tell(self, why: str, anew: bool = True) -> None:
+        """Tell the other ranks why this one gives up; without ``anew``, no connection to the store is opened for that."""
 
         def write(store: Store) -> None:
             store.set(f"last words/{self._rank}", why)
             store.set(_SOMEBODY, "")
 
-        ask(self._store, write)
+        ask(self._store, write, anew=anew)
 
     def of_others(self, limit: float = 5.0) -> str:
         """Return what the other ranks told, "" if they told nothing, or the store does not answer within ``limit`` seconds."""
@@ -59,7 +59,7 @@ class LastWords:
         return heard[0] if heard else ""
 
     def why_gone(self, waits: Waiting, hung_up: Sequence[int]) -> str:
-        """Return what is known of why a connection has ended.
+        """Return what is known of why a connection has ended, "" if nothing is.
 
         Args:
             waits: the job's.
@@ -76,9 +76,7 @@ class LastWords:
         # Its sockets close a little before a process has ended.
         if told or (ended := ended or waits.ended(closed or others, _LAST_BREATH)):
             return told or has_ended(ended)
-        if closed:
-            return f"{format_ranks(closed)} {'have' if len(closed) > 1 else 'has'} died or left"
-        return "a rank has died or left"
+        return f"{format_ranks(closed)} {'have' if len(closed) > 1 else 'has'} died or left" if closed else ""
 
     def of_different_calls(self, call: str) -> str:
         """Tell the others which ``call`` this rank makes, as theirs are different; return who calls what."""

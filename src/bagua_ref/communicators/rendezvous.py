@@ -35,6 +35,7 @@ __all__ = [
     "first_sentence",
     "heard",
     "host_of",
+    "interruptible",
     "limited",
     "meet",
     "prefixed",
@@ -83,17 +84,21 @@ def another_connection(store: Store) -> Store:
         raise CommunicationError(f"the store through which the ranks find each other cannot be reached: {error}") from error
 
 
-def ask(store: Store, use: Callable[[Store], object], limit: float = 5.0) -> None:
+def ask(store: Store, use: Callable[[Store], object], limit: float = 5.0, anew: bool = True) -> None:
     """Call ``use`` with a connection of its own to ``store``, whose server may have died.
 
     Args:
         store: a torch store, or a `prefixed` view of one.
         use: reads or writes it; an error of the store ends it without effect for the caller.
         limit: seconds after which this returns in any case.
+        anew: whether to open a connection, for which descriptors may be short, rather than use ``store`` itself.
     """
 
     def run() -> None:
         with suppress(RuntimeError, OSError):
+            if not anew:
+                use(store)
+                return
             server = getattr(store, "_underlying_non_prefix_store", store)
             if isinstance(server, dist.TCPStore):  # type: ignore[attr-defined]
                 # If nobody listens any more, torch would try again and again, for as long as the store's timeout.
@@ -144,6 +149,17 @@ def limited(function: Callable[[], T], seconds: float) -> T:
     Raises:
         Unanswered: it had not returned after ``seconds``; the thread goes on.
     """
+    deadline = time.monotonic() + seconds
+
+    def check() -> None:
+        if time.monotonic() >= deadline:
+            raise Unanswered
+
+    return interruptible(function, check, seconds)
+
+
+def interruptible(function: Callable[[], T], check: Callable[[], None], pause: float) -> T:
+    """Return ``function()``, run on another thread, unless ``check()``, called every ``pause`` seconds, raises; it goes on then."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -153,9 +169,8 @@ def limited(function: Callable[[], T], seconds: float) -> T:
             future.set_exception(error)
 
     threading.Thread(target=run, name="bagua_ref rendezvous", daemon=True).start()
-    wait([future], seconds)
-    if not future.done():
-        raise Unanswered
+    while not wait([future], pause).done:
+        check()
     try:
         return future.result()
     finally:
