@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["GlooSockets", "close_served", "open_sockets"]
 
-_libc = ctypes.CDLL(None)
+_libc: Any = ctypes.CDLL(None) if os.name == "posix" else None
+"""Used where `open_sockets` finds any."""
 _MOST = 4
 """Sockets that may begin to listen while a group is made; one is gloo's."""
 

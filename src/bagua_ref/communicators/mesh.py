@@ -202,7 +202,7 @@ def _received(connected: socket.socket, size: int) -> bytes:
 
 def _check_user(connected: socket.socket) -> None:
     """Raise OSError if a process of another user is at the other end of a Unix socket."""
-    if connected.family == socket.AF_UNIX:
+    if hasattr(socket, "SO_PEERCRED") and connected.family == socket.AF_UNIX:  # Linux; others do not listen on Unix sockets
         _, user, _ = struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
         if user != os.geteuid():
             raise PermissionError(f"a process of user {user} is at the other end")
