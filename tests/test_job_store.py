@@ -208,7 +208,10 @@ def dies_after_meeting(place: str, name: str) -> str:
 
 @pytest.mark.parametrize(
     ("place", "name", "why"),
-    [("bagua_ref.process_group", "connecting", "rank 1 of 2 did not come"), ("torch.distributed", "barrier", "a rank has died")],
+    [
+        ("bagua_ref.process_group", "connecting", r".*\(the process of rank 1 has ended\)"),
+        ("torch.distributed", "barrier", "a rank has died"),
+    ],
 )
 def test_S1_a_rank_that_dies_while_ranks_connect(place: str, name: str, why: str) -> None:
     survivor = outcomes(dies_after_meeting, 2, place, name, init=False)[0]
@@ -280,10 +283,10 @@ def lacks(descriptors: int) -> tuple[float, str]:
     return time.monotonic() - begin, error
 
 
-@pytest.mark.parametrize("descriptors", [0, 2, 6])
+@pytest.mark.parametrize("descriptors", [0, 2])
 def test_S2_5_a_rank_that_lacks_descriptors_does_not_make_the_others_wait_until_the_timeout(descriptors: int) -> None:
-    """With the fewest, gloo cannot connect; with more, ranks cannot share memory, and train over gloo."""
+    """With a few more, gloo itself ends the process; with more than these, ranks cannot share memory, and train over gloo."""
     (seconds, error), (_, own) = (o.result for o in outcomes(lacks, 2, descriptors, init=False))
     assert seconds < 20
-    assert bool(error) == bool(own)
-    assert ("rank 1 gave up: " in error) == bool(error)
+    assert own
+    assert "rank 1 gave up: " in error

@@ -9,6 +9,7 @@ import sys
 import weakref
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from bagua_ref import streams
 from bagua_ref.communicators.base import Communicator, NonMember
 from bagua_ref.communicators.forked import refuse_in_child
 from bagua_ref.communicators.job_store import job_store
-from bagua_ref.communicators.rendezvous import StoreLostError, connecting
+from bagua_ref.communicators.rendezvous import StoreLostError, check_others, connecting, interruptible
 from bagua_ref.communicators.topology import Topology
 from bagua_ref.communicators.torch_transport import TorchDistributedTransport
 from bagua_ref.env import checked_timeout, get_default_timeout
@@ -44,7 +45,6 @@ __all__ = [
     "new_group",
 ]
 MaybeCommunicator = Communicator | NonMember
-_AGAIN = 10.0  # seconds to wait for rank 0's next store, if the last job's has just ended
 
 
 @dataclass
@@ -262,8 +262,11 @@ def _join(
         chosen = backend or ("nccl" if transport.owns_gpu else "gloo")
         own = transport.store  # a prefix that no earlier attempt of an elastic launch has written to
         with connecting(own, rank, world_size):
-            dist.init_process_group(chosen, store=own, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
-            if chosen == "gloo":
+            run = partial(dist.init_process_group, chosen, None, timedelta(seconds=timeout), world_size, rank, own)
+            if chosen == "nccl":
+                run()  # on this thread, which may have chosen its device
+            else:
+                interruptible(run, check_others(own, rank, world_size, transport.waits.ended), 0.2)
                 dist.barrier()  # a rank that exits at once must not make the others fail, which may still be connecting
     transport.uses_nccl = "nccl" in dist.get_backend()
     node = transport.node_of[rank]
@@ -288,10 +291,10 @@ def _meet(world: RealWorld, store: Any, rank: int, size: int, local_size: int, t
         try:
             return TorchDistributedTransport(*job_store(store, rank, size, limit), local_size, timeout)
         except StoreLostError:
-            # A rank that begins its next job at once may still find the last one's store, which then ends.
+            # A rank that begins its next job at once may still find the last one's store, which then ends, and the next one's soon.
             if store is not None or not world.has_met:
                 raise
-            world.has_met, limit = False, min(timeout, _AGAIN)
+            world.has_met, limit = False, min(timeout, 10.0)
 
 
 def destroy_process_group() -> None:

@@ -21,7 +21,7 @@ from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 from bagua_ref.untrusted import check_form, load_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
     from torch._C._distributed_c10d import Store
 
@@ -30,6 +30,7 @@ __all__ = [
     "Unanswered",
     "address_of",
     "another_connection",
+    "check_others",
     "connecting",
     "first_line",
     "first_sentence",
@@ -137,6 +138,10 @@ def first_sentence(error: RuntimeError) -> str:
 
 class StoreLostError(CommunicationError):
     """The process that served the job's store has ended, or an earlier job's, whose store was still there."""
+
+
+class _OtherFailed(RuntimeError):  # noqa: N818  it is never raised to a user
+    """Another rank cannot connect."""
 
 
 class Unanswered(Exception):  # noqa: N818  it is never raised to a user
@@ -293,12 +298,33 @@ def connecting(store: Store, rank: int, world_size: int) -> Iterator[None]:
         waited = time.monotonic() - began
         if dist.is_initialized():
             dist.destroy_process_group()
-        missing: list[int] = []
+        missing, why = list[int](), first_line(error)
         with suppress(RuntimeError, Unanswered):
-            missing = limited(lambda: [r for r in range(world_size) if not store.check([f"connecting{r}"])], _GRACE)
+            if not isinstance(error, _OtherFailed):  # or gloo still uses the store
+                limited(lambda: store.set(f"failed{rank}", why), _GRACE)
+                missing = limited(lambda: [r for r in range(world_size) if not store.check([f"connecting{r}"])], _GRACE)
         timed_out = re.search(r"time(d )?out", str(error), re.IGNORECASE)
         raise (CommunicationTimeoutError if timed_out else CommunicationError)(
             f"rank {rank} could not connect to the ranks that it met in the store at {address_of(store)}, after {waited:.1f} s: "
             f"{f'{format_ranks(missing)} of {world_size} did not come' if missing else 'a rank has died or left'} "
-            f"({first_line(error)})"
+            f"({why})"
         ) from error
+
+
+def check_others(
+    store: Store, rank: int, world_size: int, ended: Callable[[list[int], float], Collection[int]]
+) -> Callable[[], None]:
+    """Return a function that raises RuntimeError if another rank cannot connect, as it says in the store, or has ``ended``."""
+    others = [other for other in range(world_size) if other != rank]
+    connections: list[Store] = []
+
+    def check() -> None:
+        if gone := ended(others, 0):
+            raise _OtherFailed(f"the process of {format_ranks(sorted(gone))} has ended")
+        if not connections:  # the other one is in use
+            connections.append(another_connection(store))
+        for other in others:
+            if connections[0].check([f"failed{other}"]):
+                raise _OtherFailed(f"rank {other} says: {connections[0].get(f'failed{other}').decode(errors='replace')}")
+
+    return check

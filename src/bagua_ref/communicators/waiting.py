@@ -174,7 +174,7 @@ class Waiting:
         ask(self._job_store, read, limit)
         return "; ".join(filter(None, said))
 
-    def ended(self, members: Sequence[int], seconds: float) -> set[int]:
+    def ended(self, members: Collection[int], seconds: float) -> set[int]:
         """Return which of ``members`` are known to have no process any more, waiting at most ``seconds`` for the first."""
         return self._processes.ended(members, seconds) if self._processes else set()
 
