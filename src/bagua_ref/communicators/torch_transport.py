@@ -90,14 +90,12 @@ class TorchDistributedTransport:
             connection = self._idle.pop()
         except IndexError:  # another thread is connecting, perhaps to ranks that wait for this thread's group
             connection = another_connection(self.store)
-        try:
-            store = prefixed(name, connection)
-            shares_memory = self._machine != "" and {self._places[rank] for rank in ranks} == {self._places[self.rank]}
-            communicator = TorchDistributedCommunicator(
-                store, name, ranks, self.rank, timeout, self.uses_nccl, self.waits, shares_memory
-            )
-        finally:
-            self._idle.append(connection)
+        store = prefixed(name, connection)
+        shares_memory = self._machine != "" and {self._places[rank] for rank in ranks} == {self._places[self.rank]}
+        communicator = TorchDistributedCommunicator(
+            store, name, ranks, self.rank, timeout, self.uses_nccl, self.waits, shares_memory
+        )
+        self._idle.append(connection)  # if that has failed, gloo may still wait in it
         self._communicators.add(communicator)
         return communicator
 
