@@ -63,6 +63,12 @@ FAULTS = {
     "is killed in the first step": faults.dies_in_backward,
     "is killed between steps": faults.dies,
     "is killed in backward": faults.dies_in_backward,
+    "is killed; workers of its DataLoader are busy": partial(faults.dies_before_its_children, children=faults.workers),
+    "is killed; a process that it forked lives on": partial(faults.dies_before_its_children, children=faults.fork),
+    "is killed; a process that C forked lives on": partial(faults.dies_before_its_children, children=faults.fork_unseen),
+    "is killed; workers are busy, over gloo": partial(faults.dies_before_its_children, children=faults.workers),
+    "is killed; a process of C lives on, over gloo": partial(faults.dies_before_its_children, children=faults.fork_unseen),
+    "serves the store and is killed (rank 0)": faults.serves_and_dies,
     "loses its link for 5 s": partial(faults.loses_its_link, device=namespaces.DEVICE, seconds=5),
     "loses its link for ever": partial(faults.loses_its_link, device=namespaces.DEVICE, seconds=None),
 }
@@ -91,6 +97,8 @@ def train(fault: str, algorithm: str, nodes: list[int] | None) -> tuple[list[str
     start = time.monotonic()
     try:
         comes_to("init_process_group()")
+        if "serves the store" in fault:
+            faults.serve_the_store()
         bagua_ref.init_process_group(timeout=TIMEOUT)
         comes_to("wrapping")
         options = {"timeout": 1.0} if "module's timeout" in fault else {}
@@ -123,7 +131,8 @@ def row(fault: str, algorithm: str) -> dict[str, Any]:
     has_link = fault in LINKS
     with namespaces.joined(2) if has_link else nullcontext() as nodes:
         shape = (1, 1) if has_link else (2,)
-        ends = outcomes(train, 2, fault, algorithm, nodes, nodes=shape, init=False, limit=LIMIT)
+        over_gloo = "over gloo" in fault
+        ends = outcomes(train, 2, fault, algorithm, nodes, nodes=shape, init=False, limit=LIMIT, over_gloo=over_gloo)
     results = [outcome.result for outcome in ends if outcome.result is not None]
     found = [ending(outcome) for outcome in ends]
     if found == ["trains on"] * 2:

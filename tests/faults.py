@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.utils.data
 from torch import nn
 
 import bagua_ref
@@ -36,6 +38,8 @@ from bagua_ref.errors import CommunicationError
 from bagua_ref.runtime import current_world
 
 WIDTH = 32
+LIFE = 20
+"""Seconds that a child of a killed rank lives on."""
 
 
 @dataclass
@@ -218,6 +222,71 @@ def dies(training: Training) -> None:
     if training.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     training.go_on()
+
+
+def dies_before_its_children(training: Training, children: Callable[[], object]) -> None:
+    """Rank 1 is killed between two steps, and processes that it has started live on for a while."""
+    if training.rank == 1:
+        kept = children()
+        os.kill(os.getpid(), signal.SIGKILL)
+        del kept
+    training.go_on()
+
+
+class Slow(torch.utils.data.Dataset[int]):
+    """Samples of which all but the first ones take long."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> int:
+        if index > 3:
+            time.sleep(LIFE)
+        return index
+
+
+def workers() -> Any:
+    """Start workers of a DataLoader, which soon load a sample that takes long."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # daemons may not have children
+    samples = iter(torch.utils.data.DataLoader(Slow(), num_workers=2, multiprocessing_context="fork"))
+    next(samples)
+    return samples
+
+
+def fork() -> None:
+    """Fork a process by os.fork()."""
+    if os.fork() == 0:
+        time.sleep(LIFE)
+        os._exit(0)
+
+
+def fork_unseen() -> None:
+    """Fork a process of which Python does not know, as libraries do, by the function of C."""
+    if ctypes.CDLL(None).fork() == 0:
+        ctypes.CDLL(None).sleep(int(LIFE))
+        ctypes.CDLL(None)._exit(0)
+
+
+def start_a_program() -> Any:
+    """Start a program that inherits all descriptors that programs may inherit."""
+    return subprocess.Popen(["sleep", str(LIFE)], close_fds=False)
+
+
+def serves_and_dies(training: Training) -> None:
+    """Rank 0, which serves the job's store, is killed between two steps, while a process that it has forked lives on."""
+    if training.rank == 0:
+        fork()
+        os.kill(os.getpid(), signal.SIGKILL)
+    training.go_on()
+
+
+def serve_the_store() -> None:
+    """Let rank 0 serve the store, as without torchrun, at a port that it finds."""
+    agents = torch.distributed.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), wait_for_workers=False)
+    if os.environ["RANK"] == "0":
+        agents.set("port", str(bagua_ref.env.find_free_network_port()))
+    os.environ["MASTER_PORT"] = agents.get("port").decode()
+    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
 
 
 def dies_in_backward(training: Training) -> None:

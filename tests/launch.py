@@ -118,12 +118,18 @@ def let_gloo_end() -> None:
 def _collect(workers: list[Any], pipes: list[Connection], limit: float) -> list[Outcome]:
     ended = [Outcome() for _ in workers]
     deadline = time.monotonic() + limit
-    waiting = dict(zip(pipes, range(len(pipes)), strict=True))
-    while waiting and (ready := wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))):
-        for pipe in ready:
-            rank = waiting.pop(pipe)
+    waiting = set(range(len(workers)))
+    while waiting:
+        # A child of a worker that died may hold its pipe.
+        ends: dict[Any, int] = {end: rank for rank in waiting for end in (pipes[rank], workers[rank].sentinel)}
+        if not (ready := wait(list(ends), timeout=max(0.0, deadline - time.monotonic()))):
+            break
+        for rank in {ends[end] for end in ready}:
+            waiting.remove(rank)
             try:
-                ended[rank] = pickle.loads(pipe.recv_bytes())
+                if not pipes[rank].poll():
+                    raise EOFError
+                ended[rank] = pickle.loads(pipes[rank].recv_bytes())
             except EOFError:  # it died
                 ended[rank].traceback = "the process ended without a result\n"
     for outcome, worker in zip(ended, workers, strict=True):

@@ -198,6 +198,13 @@ def test_what_breaks_the_protocol_is_said(fault: str, said: str) -> None:
     target.end()
 
 
+def test_a_program_that_says_nothing_ends_the_command_at_the_time_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    begin = time.monotonic()
+    assert main(["verify", "--command", "sleep 600", "--time-limit", "1"]) == 2
+    assert time.monotonic() - begin < 15
+    assert "answer to hello: no answer within 1 s" in capsys.readouterr().err
+
+
 def test_another_version_is_refused() -> None:
     with pytest.raises(ProgramError, match="speaks version 2 of the protocol, and this is version 1"):
         ProcessTarget(faulty("version"))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from typing import Any
 
 import pytest
 from tests import faults
-from tests.launch import launch
+from tests.launch import launch, outcomes
 
 import bagua_ref
 from bagua_ref.communicators import waiting
@@ -113,6 +114,58 @@ def test_ranks_that_wait_for_each_other_learn_it_at_once(algorithm: str, collect
         assert seconds < 15
         assert f"none can go on: rank 0 waits in {collective} of group 'default/background" in errors[0], errors
         assert "rank 1 waits in connect of group 'default/global'" in errors[0], errors
+
+
+CHILDREN = {
+    "workers": faults.workers,
+    "os.fork": faults.fork,
+    "fork of C": faults.fork_unseen,
+    "a program": faults.start_a_program,
+    "none": lambda: None,
+}
+
+
+def run_with_children(children: str, algorithm: str) -> tuple[list[str], float]:
+    training = faults.begin(algorithm)
+    start = time.monotonic()
+    faults.dies_before_its_children(training, CHILDREN[children])
+    return training.errors, time.monotonic() - start
+
+
+@pytest.mark.parametrize("over_gloo", [False, True], ids=["memory", "gloo"])
+@pytest.mark.parametrize(
+    ("children", "algorithm"),
+    # The first reduces by a collective, the second exchanges messages, which gloo cannot interrupt.
+    [*((children, "gradient_allreduce") for children in CHILDREN), ("fork of C", "low_precision_decentralized")],
+)
+def test_S2_5_a_killed_rank_is_noticed_and_named_at_once_whoever_holds_its_sockets(
+    children: str, algorithm: str, over_gloo: bool
+) -> None:
+    """Its children live for 20 s, and the timeout is a minute."""
+    ended = outcomes(run_with_children, 2, children, algorithm, over_gloo=over_gloo)
+    assert ended[1].exitcode == -signal.SIGKILL
+    assert ended[0].result is not None, ended[0].traceback
+    errors, seconds = ended[0].result
+    assert "the process of rank 1 has ended" in errors[0]
+    assert seconds < 10
+
+
+def run_until_the_store_ends() -> tuple[list[str], float]:
+    faults.serve_the_store()
+    bagua_ref.init_process_group(timeout=60)
+    training = faults.begin("gradient_allreduce")
+    start = time.monotonic()
+    faults.serves_and_dies(training)
+    return training.errors, time.monotonic() - start
+
+
+@pytest.mark.parametrize("over_gloo", [False, True], ids=["memory", "gloo"])
+def test_S2_5_the_end_of_the_rank_that_serves_the_store_is_noticed_and_named_at_once(over_gloo: bool) -> None:
+    ended = outcomes(run_until_the_store_ends, 2, init=False, over_gloo=over_gloo)[1]
+    assert ended.result is not None, ended.traceback
+    errors, seconds = ended.result
+    assert "the process of rank 0 has ended" in errors[0]
+    assert seconds < 10
 
 
 def run_until_stuck(algorithm: str) -> tuple[list[str], float]:

@@ -13,12 +13,16 @@ from typing import Any
 
 import pytest
 import torch
+from tests import faults
 from tests.launch import launch
 from tests.trainings import batch, network
 from torch.utils.data import DataLoader, Dataset
 
 import bagua_ref
 from bagua_ref.algorithms import Algorithm, GradientAllReduceAlgorithm
+from bagua_ref.communicators import gloo_sockets
+from bagua_ref.communicators.gloo_sockets import open_sockets
+from bagua_ref.env import shares_memory
 
 REFUSED = "CommunicationError: this process was forked after init_process_group() and cannot use its parent's process groups; "
 
@@ -141,6 +145,40 @@ def harmless_children() -> list[str]:
 def test_S1_a_forked_child_that_does_not_communicate_disturbs_nobody() -> None:
     for rank, said in enumerate(launch(harmless_children, 2)):
         assert said == [f"({rank}, 2, True)", "torch.Size([4, 3])", "None", "0", REFUSED]
+
+
+def sockets_in_a_child() -> tuple[dict[str, int], dict[str, int]]:
+    """Return how many sockets of each kind this process has, and its child of them."""
+    faults.serve_the_store()
+    bagua_ref.init_process_group(timeout=60)
+    training = Training(GradientAllReduceAlgorithm())
+    training.step()
+    communicator: Any = training.module._bagua.process_group.get_global_communicator()
+    found, port = open_sockets(), int(os.environ["MASTER_PORT"])
+    kinds = {
+        "notes": {os.fstat(one.fileno()).st_ino for one in communicator._connection._sockets._sockets.values()},
+        "memory": {os.fstat(pipe.socket.fileno()).st_ino for pipe in communicator._connection.memory._pipes.values()}
+        if communicator._connection.memory is not None
+        else set(),
+        "gloo": set(communicator._connection._gloo_sockets._sockets.values()),
+        "store": {inode for file, inode in found.items() if (ports := gloo_sockets._ports(file)) and ports[0] == port},
+    }
+
+    def counts() -> dict[str, int]:
+        return {kind: len(sockets & set(open_sockets().values())) for kind, sockets in kinds.items()}
+
+    in_child = json.loads(forked(lambda: json.dumps(counts())))
+    assert_undisturbed(training)
+    return counts(), in_child
+
+
+@pytest.mark.parametrize("over_gloo", [False, True], ids=["memory", "gloo"])
+def test_S2_5_a_forked_child_holds_no_socket_of_its_parents_groups(over_gloo: bool) -> None:
+    for rank, (here, in_child) in enumerate(launch(sockets_in_a_child, 2, init=False, over_gloo=over_gloo)):
+        assert here["notes"] == here["gloo"] == 1
+        assert here["memory"] == (shares_memory() and not over_gloo)
+        assert here["store"] > 1 if rank == 0 else here["store"] == 0  # it listens, and both ranks have connections
+        assert in_child == {"notes": 0, "memory": 0, "gloo": 0, "store": 0}
 
 
 def starts_its_own() -> str:

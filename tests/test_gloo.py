@@ -387,6 +387,61 @@ def test_two_threads_in_one_group_are_an_error_and_never_mixed_up(over_gloo):
 # Failures
 
 
+def caught(function, *arguments):
+    """Return the error that a call ends with, as text."""
+    try:
+        function(*arguments)
+    except CommunicationError as error:
+        return str(error)
+    return "no error"
+
+
+def call_differently():
+    """Return the error of each case, and of the call after it; each case has a group of its own."""
+    last, found = bagua_ref.get_rank() == bagua_ref.get_world_size() - 1, {}
+    for name, (call, other, *_) in cases.DIFFERENT_CALLS.items():
+        comm = bagua_ref.new_group().get_global_communicator()
+        begin = time.monotonic()
+        found[name] = caught(other if last else call, comm), caught(comm.barrier), time.monotonic() - begin
+    return found
+
+
+@transports
+@pytest.mark.parametrize("nranks", [2, 3])
+def test_S3_9_ranks_that_make_different_calls_are_told_at_once_who_calls_what(nranks, over_gloo):
+    others = "ranks 0-1 call" if nranks == 3 else "rank 0 calls"
+    for found in launch(call_differently, nranks, over_gloo=over_gloo):
+        for name, (message, then, seconds) in found.items():
+            _, _, first, last = cases.DIFFERENT_CALLS[name]
+            assert f"{others} {first}" in message or first in message.partition(others)[2].partition(", rank")[0], (name, message)
+            assert last in message.partition(f", rank {nranks - 1} calls ")[2], (name, message)
+            assert "all ranks must call the same collective" in message, name
+            assert then != "no error", name
+            assert seconds < 5, name
+
+
+def send_something_else():
+    rank, found = bagua_ref.get_rank(), {}
+    for name, (send, receive, *_) in cases.DIFFERENT_MESSAGES.items():
+        comm = bagua_ref.new_group().get_global_communicator()
+        warm_up(comm)
+        begin = time.monotonic()
+        found[name] = [caught(receive if rank else send, comm), caught(comm.barrier)], time.monotonic() - begin
+    return found
+
+
+@transports
+def test_S3_9_a_message_of_another_size_or_dtype_is_an_error_on_both_ranks(over_gloo):
+    sender, receiver = launch(send_something_else, 2, over_gloo=over_gloo)
+    for name, (_, _, sent, received) in cases.DIFFERENT_MESSAGES.items():
+        (message, then), seconds = receiver[name]
+        assert then != "no error"
+        assert seconds < 5
+        assert not over_gloo or f"rank 0 sent {sent}, but rank 1 receives {received}" in message, name
+        assert over_gloo or "rank 0 of the group has sent" in message, name
+        assert any("rank 1 gave up" in text for text in sender[name][0]), (name, sender[name])
+
+
 def late():
     """A timeout of one second, shorter than one uninterruptible wait."""
     if bagua_ref.get_rank() == 1:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import re
+import resource
 import signal
 import socket
 import threading
@@ -16,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from tests import faults
 from tests.launch import launch, outcomes
 
 import bagua_ref
@@ -147,17 +151,8 @@ def test_S1_the_store_ends_while_ranks_meet() -> None:
     assert isinstance(raised.value.__cause__, RuntimeError)
 
 
-def serve_myself() -> None:
-    """Let rank 0 serve the store, as without torchrun, at a port that it finds."""
-    agents = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), wait_for_workers=False)
-    if os.environ["RANK"] == "0":
-        agents.set("port", str(bagua_ref.env.find_free_network_port()))
-    os.environ["MASTER_PORT"] = agents.get("port").decode()
-    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
-
-
 def without_rank_2() -> str:
-    serve_myself()
+    faults.serve_the_store()
     rank = bagua_ref.get_rank()
     if rank == 2:
         return ""
@@ -181,7 +176,7 @@ def die_once_rank_1_waits() -> None:
 
 
 def rank_0_is_killed() -> str:
-    serve_myself()
+    faults.serve_the_store()
     rank = bagua_ref.get_rank()
     if rank == 0:
         threading.Thread(target=die_once_rank_1_waits, daemon=True).start()
@@ -213,7 +208,10 @@ def dies_after_meeting(place: str, name: str) -> str:
 
 @pytest.mark.parametrize(
     ("place", "name", "why"),
-    [("bagua_ref.process_group", "connecting", "rank 1 of 2 did not come"), ("torch.distributed", "barrier", "a rank has died")],
+    [
+        ("bagua_ref.process_group", "connecting", r".*\(the process of rank 1 has ended\)"),
+        ("torch.distributed", "barrier", "a rank has died"),
+    ],
 )
 def test_S1_a_rank_that_dies_while_ranks_connect(place: str, name: str, why: str) -> None:
     survivor = outcomes(dies_after_meeting, 2, place, name, init=False)[0]
@@ -247,3 +245,48 @@ def store_is_stopped() -> str:
 def test_S1_a_store_that_is_stopped() -> None:
     message = launch(store_is_stopped, 2, init=False)[0]
     assert re.match(r"rank 0 timed out after 0\.5 s: the store at 127\.0\.0\.1:\d+ does not answer", message)
+
+
+def come_and_go_on_one_port(times: int) -> list[int]:
+    """Return the number of open descriptors after each job; the ranks do not wait for each other, and nothing is collected."""
+    faults.serve_the_store()
+    gc.disable()
+    counts = []
+    for _ in range(times):
+        bagua_ref.init_process_group(timeout=30)
+        bagua_ref.allreduce_inplace(torch.ones(3))
+        bagua_ref.destroy_process_group()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    gc.enable()
+    return counts
+
+
+def test_S1_jobs_may_follow_each_other_on_one_port_and_leave_no_descriptors() -> None:
+    """A rank that is faster than rank 0 meets the store of the last job, sooner or later: alone, torch loses it within 21 jobs."""
+    for counts in launch(come_and_go_on_one_port, 2, 30, init=False):
+        assert max(counts[2:]) <= counts[1]
+
+
+def lacks(descriptors: int) -> tuple[float, str]:
+    """Rank 1 may open so few more descriptors; return how long this rank was held up by that, and its error."""
+    bagua_ref.init_process_group(timeout=60)
+    begin = time.monotonic()
+    if bagua_ref.get_rank() == 1:
+        limit = len(os.listdir("/proc/self/fd")) - 1 + descriptors
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    error = ""
+    try:
+        faults.begin("gradient_allreduce", 1)
+    except CommunicationError as raised:
+        error = str(raised)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    return time.monotonic() - begin, error
+
+
+@pytest.mark.parametrize("descriptors", [0, 2])
+def test_S2_5_a_rank_that_lacks_descriptors_does_not_make_the_others_wait_until_the_timeout(descriptors: int) -> None:
+    """With a few more, gloo itself ends the process; with more than these, ranks cannot share memory, and train over gloo."""
+    (seconds, error), (_, own) = (o.result for o in outcomes(lacks, 2, descriptors, init=False))
+    assert seconds < 20
+    assert own
+    assert "rank 1 gave up: " in error

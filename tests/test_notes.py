@@ -9,7 +9,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -173,10 +174,10 @@ def test_where_a_rank_cannot_listen_no_rank_uses_sockets(
     listen: Callable[..., socket.socket] = notes.listen_towards
     ranks, hosts = Ranks(3), ["localhost" if rank != broken else "no such host" for rank in range(3)]
 
-    def maybe(host: str, backlog: int) -> socket.socket:
+    def maybe(host: str) -> socket.socket:
         if host == "no such host":
             raise OSError("Name or service not known")
-        return listen(host, backlog)
+        return listen(host)
 
     monkeypatch.setattr(notes, "listen_towards", maybe)
     with caplog.at_level(logging.INFO):
@@ -203,28 +204,123 @@ def test_where_a_rank_cannot_be_reached_no_rank_uses_sockets(broken: int, monkey
     gc.collect()  # an open socket would warn
 
 
-@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(20), bytes(7)])
-def test_a_stranger_at_the_port_is_sent_away(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mesh, "_SILENCE", 0.2)
-    listen: Callable[..., socket.socket] = notes.listen_towards
-    strangers: list[socket.socket] = []
+@contextmanager
+def disturbed(host: str, disturb: Callable[[socket.socket], None]) -> Iterator[None]:
+    """Call ``disturb(server)`` for every socket that listens, before the ranks learn of it."""
+    name = "listen_towards" if host else "listen_locally"
+    listen: Callable[..., socket.socket] = getattr(notes, name)
 
-    def disturbed(host: str, backlog: int) -> socket.socket:
-        server = listen(host, backlog)
-        strangers.append(socket.create_connection(server.getsockname()[:2]))
-        strangers[-1].sendall(said)
+    def listen_and_disturb(*args: Any) -> socket.socket:
+        server = listen(*args)
+        disturb(server)
         return server
 
-    monkeypatch.setattr(notes, "listen_towards", disturbed)
-    with connected(2) as (one, other):
-        one.send([1])
-        other.send([2])
-        one.wait()
-        assert one.notes() == [[1], [2]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(notes, name, listen_and_disturb)
+        yield
+
+
+def exchange_once(nranks: int, host: str, timeout: float = 20.0) -> float:
+    """Connect and exchange notes; return the seconds that it took."""
+    begin = time.monotonic()
+    with connected(nranks, timeout, host) as ranks:
+        for place, rank in enumerate(ranks):
+            rank.send([place])
+        for rank in ranks:
+            rank.wait()
+            assert rank.notes() == [[place] for place in range(nranks)]
+        return time.monotonic() - begin
+
+
+@pytest.mark.parametrize("host", ["localhost", ""], ids=["TCP", "Unix"])
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(19) + b"\2", bytes(7)])
+def test_a_stranger_at_the_port_is_sent_away_and_delays_nobody(said: bytes, host: str) -> None:
+    strangers: list[socket.socket] = []
+
+    def disturb(server: socket.socket) -> None:
+        strangers.append(socket.socket(server.family))
+        strangers[-1].connect(server.getsockname())
+        strangers[-1].sendall(said)
+
+    with disturbed(host, disturb):
+        assert exchange_once(3, host) < 2
     for stranger in strangers:
         stranger.settimeout(5)
         with stranger, suppress(ConnectionResetError):  # the last rank accepts nobody
             assert stranger.recv(1) == b""
+
+
+@pytest.mark.parametrize("host", ["localhost", ""], ids=["TCP", "Unix"])
+def test_a_stranger_who_sends_a_byte_now_and_then_delays_nobody(host: str) -> None:
+    """Each byte once renewed the time that a stranger had, so that the ranks in their collective timed out."""
+    over = threading.Event()
+
+    def dribble(stranger: socket.socket) -> None:
+        with stranger, suppress(OSError):
+            while not over.wait(0.85):
+                stranger.sendall(b"x")
+
+    def disturb(server: socket.socket) -> None:
+        for _ in range(3):
+            stranger = socket.socket(server.family)
+            stranger.connect(server.getsockname())
+            threading.Thread(target=dribble, args=(stranger,), daemon=True).start()
+
+    try:
+        with disturbed(host, disturb):
+            assert exchange_once(3, host, timeout=4.0) < 2
+    finally:
+        over.set()
+
+
+@pytest.mark.parametrize("host", ["localhost", ""], ids=["TCP", "Unix"])
+def test_ranks_connect_though_strangers_fill_the_backlog(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "SOMAXCONN", 1)
+    strangers: list[socket.socket] = []
+
+    def disturb(server: socket.socket) -> None:
+        for _ in range(4):
+            stranger = socket.socket(server.family)
+            stranger.setblocking(False)
+            stranger.connect_ex(server.getsockname())
+            strangers.append(stranger)
+
+    with disturbed(host, disturb):
+        assert exchange_once(2, host) < 5
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_strangers_beyond_a_number_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would use up the descriptors of the process; the rank that they wait with here never comes."""
+    monkeypatch.setattr(mesh, "_STRANGERS", 2)
+    with notes.listen_towards("localhost") as server, ThreadPoolExecutor(1) as pool, ExitStack() as opened:
+        waiting = pool.submit(mesh._welcome, server, bytes(16), {1}, {}, opened, time.monotonic() + 3)
+        strangers = [socket.create_connection(server.getsockname()[:2]) for _ in range(8)]
+        for stranger in strangers[:5]:
+            stranger.settimeout(2)
+            assert stranger.recv(1) == b""
+        strangers[-1].sendall(bytes(19) + b"\1")
+        waiting.result()
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_processes_of_another_user_are_not_heard(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    monkeypatch.setattr(mesh, "_LIMIT", 0.3)
+    with caplog.at_level(logging.INFO):
+        assert connect_all(Ranks(2), hosts=["", ""]) == [None] * 2
+    assert f"a process of user {os.getuid()} is at the other end" in caplog.text
+    assert all(one is not None for one in connect_all(Ranks(2)))  # over TCP there are no users
+
+
+@pytest.mark.parametrize("host", ["localhost", ""], ids=["TCP", "Unix"])
+def test_where_a_rank_does_not_connect_the_others_give_up_before_the_timeout(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mesh, "_greet", refuse)
+    begin = time.monotonic()
+    assert connect_all(Ranks(2), timeout=1.0, hosts=[host] * 2) == [None] * 2
+    assert time.monotonic() - begin < 1
 
 
 def test_an_error_of_the_other_exchange_closes_everything() -> None:

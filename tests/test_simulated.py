@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from tests.collective_cases import DIFFERENT_CALLS
 
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError, SimulationError
 from bagua_ref.runtime import current_world
@@ -86,6 +87,16 @@ def test_ranks_that_disagree_all_get_the_same_error_and_can_go_on(first, second,
     (kind, message), total = results[0]
     assert (kind, total) == (error, 3)
     assert all(part in message for part in [*parts, "group 'simulated'"]), message
+
+
+@pytest.mark.parametrize("name", DIFFERENT_CALLS)
+def test_S3_9_ranks_that_make_different_calls_are_told_who_calls_what(name):
+    call, other, first, last = DIFFERENT_CALLS[name]
+    said = SimulatedWorld(3).run(lambda comm: caught(other if comm.rank() == 2 else call, comm))
+    assert len(set(said)) == 1
+    before, _, after = said[0][1].partition(", but rank 2 calls ")
+    assert first in before
+    assert last in after
 
 
 def test_a_disagreement_that_is_not_caught_ends_the_run():

@@ -22,7 +22,7 @@ from property_tests import fuzz, test_hostile_input
 
 from bagua_ref.cli import main
 from bagua_ref.communicators.rendezvous import meet
-from bagua_ref.communicators.torch_distributed import TorchDistributedTransport
+from bagua_ref.communicators.torch_transport import TorchDistributedTransport
 from bagua_ref.conformance.run.xfails import read_xfails
 from bagua_ref.conformance.trace import Recorder, TraceError, check_trace, read_trace
 from bagua_ref.conformance.vectors import VectorsError, check_outputs, read_manifest
@@ -325,8 +325,8 @@ def test_ranks_of_another_version_are_named(monkeypatch: pytest.MonkeyPatch) -> 
     store = dist.HashStore()
     store.set("bagua_ref/m/answer1", json.dumps(["mark", ["node", 1]]))
     monkeypatch.setattr("uuid.uuid4", lambda: SimpleNamespace(hex="m"))
-    with pytest.raises(CommunicationError, match=r"what rank 1 wrote .*it\[1\] must have 4 items, not 2. All ranks must run one"):
-        TorchDistributedTransport(store, 0, 2, None, 0.2)
+    with pytest.raises(CommunicationError, match=r"what rank 1 wrote .*it\[1\] must have 5 items, not 2. All ranks must run one"):
+        TorchDistributedTransport(store, 0, 2, -1, 0.2)
 
 
 def test_a_proposal_that_is_no_text_is_not_an_answer() -> None:

@@ -150,8 +150,8 @@ def test_a_store_that_does_not_answer_keeps_no_wait_from_ending(monkeypatch: pyt
     waits.tell_why(ValueError("no data"))
     waits.close()
     answer.set()
-    assert waits._thread is not None
-    waits._thread.join(10)
+    assert waits._threads
+    waits._threads[0].join(10)
 
 
 def test_who_is_missing_from_a_collective_is_known_with_what_it_waits_for(ranks: list[Waiting], enter: Enter) -> None:

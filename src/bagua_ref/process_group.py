@@ -9,6 +9,7 @@ import sys
 import weakref
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
@@ -17,9 +18,9 @@ from bagua_ref import streams
 from bagua_ref.communicators.base import Communicator, NonMember
 from bagua_ref.communicators.forked import refuse_in_child
 from bagua_ref.communicators.job_store import job_store
-from bagua_ref.communicators.rendezvous import connecting
+from bagua_ref.communicators.rendezvous import StoreLostError, check_others, connecting, interruptible
 from bagua_ref.communicators.topology import Topology
-from bagua_ref.communicators.torch_distributed import TorchDistributedTransport
+from bagua_ref.communicators.torch_transport import TorchDistributedTransport
 from bagua_ref.env import checked_timeout, get_default_timeout
 from bagua_ref.errors import NotInitializedError
 from bagua_ref.runtime import Identity, current_world
@@ -185,7 +186,8 @@ class BaguaProcessGroup:
             raise NotInitializedError(f"{self!r} was closed; call init_process_group() and make a new group")
         name = f"{self.group_name}/{name}"
         if self._rank in ranks and self._rank in self.ranks:
-            self._communicators[kind] = self._job.transport.connect(name, ranks, self._job.timeout)
+            communicator = self._communicators[kind] = self._job.transport.connect(name, ranks, self._job.timeout)
+            communicator.compares_calls = not self.is_background  # rounds are compared as a whole
         else:
             self._communicators[kind] = NonMember(len(ranks), name)
         return self._communicators[kind]
@@ -245,7 +247,8 @@ def _join(
 ) -> _Job:
     owns_torch_group = not dist.is_initialized()
     if owns_torch_group:
-        store, rank, world_size = job_store(store, rank, world_size, timeout)
+        transport = _meet(world, store, rank, world_size, local_world_size, timeout)
+        rank, world_size = transport.rank, len(transport.node_of)
     else:
         for name, given, known in (("rank", rank, dist.get_rank()), ("world_size", world_size, dist.get_world_size())):
             if given not in (-1, known):
@@ -254,13 +257,16 @@ def _join(
         if backend is not None and backend not in existing:
             raise ValueError(f"backend={backend!r} disagrees with torch.distributed, which is initialized with {existing!r}")
         store, rank, world_size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
-    transport = TorchDistributedTransport(store, rank, world_size, local_world_size if local_world_size > 0 else None, timeout)
+        transport = TorchDistributedTransport(store, rank, world_size, local_world_size, timeout)
     if owns_torch_group:
         chosen = backend or ("nccl" if transport.owns_gpu else "gloo")
         own = transport.store  # a prefix that no earlier attempt of an elastic launch has written to
         with connecting(own, rank, world_size):
-            dist.init_process_group(chosen, store=own, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
-            if chosen == "gloo":
+            run = partial(dist.init_process_group, chosen, None, timedelta(seconds=timeout), world_size, rank, own)
+            if chosen == "nccl":
+                run()  # on this thread, which may have chosen its device
+            else:
+                interruptible(run, check_others(own, rank, world_size, transport.waits.ended), 0.2)
                 dist.barrier()  # a rank that exits at once must not make the others fail, which may still be connecting
     transport.uses_nccl = "nccl" in dist.get_backend()
     node = transport.node_of[rank]
@@ -271,11 +277,24 @@ def _join(
         local_world_size=transport.node_of.count(node),
         node_rank=node,
     )
-    world.transport = transport
+    world.transport, world.has_met = transport, True
     job = _Job(world, transport, timeout, owns_transport=True, owns_torch_group=owns_torch_group)
     # Connections that are open during the interpreter's shutdown can abort the process.
     atexit.register(_destroy_at_exit, world, job.pid, transport.waits)
     return job
+
+
+def _meet(world: RealWorld, store: Any, rank: int, size: int, local_size: int, timeout: float) -> TorchDistributedTransport:
+    """Return the connections of a new job."""
+    limit = timeout
+    while True:
+        try:
+            return TorchDistributedTransport(*job_store(store, rank, size, limit), local_size, timeout)
+        except StoreLostError:
+            # A rank that begins its next job at once may still find the last one's store, which then ends, and the next one's soon.
+            if store is not None or not world.has_met:
+                raise
+            world.has_met, limit = False, min(timeout, 10.0)
 
 
 def destroy_process_group() -> None:

@@ -186,6 +186,8 @@ class RealWorld(World):
     def __init__(self) -> None:
         self.known_identity: Identity | None = None
         """Set by ``init_process_group()``, which may know more than the environment variables."""
+        self.has_met = False
+        """Whether this process has been in a job before, whose store may be found in place of the next one's."""
 
     @property
     def identity(self) -> Identity:

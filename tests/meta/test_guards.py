@@ -65,7 +65,7 @@ AGREEMENT = [
     ("a wait shorter than five seconds", WAITING, ", timeout / 2)", ")", f"{WAITS}::test_a_wait_with_a_short_timeout_is_published_before_it_ends"),
     ("a verdict that has not been read yet", WAITING, "            said.append(self._verdict(store, self._published))\n", "", f"{WAITS}::test_a_connection_that_closes_because_none_could_go_on_is_known_for_that"),
     ("a store that does not answer", WAITING, "self._lock.acquire(timeout=_LIMIT)", "self._lock.acquire()", f"{WAITS}::test_a_store_that_does_not_answer_keeps_no_wait_from_ending"),
-    ("who has left", WAITING, '                self._publish([[_LEFT, "", []]])\n', "                pass\n", f"{WAITS}::test_a_rank_that_has_left_never_comes"),
+    ("who has left", WAITING, '                (self._store or self._job_store).set(f"waits/{self._rank}", _HAS_LEFT)\n', "                pass\n", f"{WAITS}::test_a_rank_that_has_left_never_comes"),
 ]  # fmt: skip
 OP, DIFFERS = (
     "src/bagua_ref/comm_ops/decentralized.py",
@@ -279,9 +279,15 @@ OVERLAPPING = [
 ]  # fmt: skip
 SOCKETS, OVER_SOCKETS = "src/bagua_ref/communicators/notes.py", "tests/test_notes.py"
 MESH = "src/bagua_ref/communicators/mesh.py"
+DROPS = (
+    "            if direct is not None:\n                direct.close()\n        if self._gloo_sockets is not None:  # gloo closes"
+)
 NOTES = [
-    ("strangers at the port of notes", MESH, "    if hmac.compare_digest(greeting[:_TOKEN], token):\n", "    if True:\n", f"{OVER_SOCKETS}::test_a_stranger_at_the_port_is_sent_away"),
-    ("strangers that say nothing", MESH, "min(_SILENCE, _left(deadline))", "_left(deadline)", f"{OVER_SOCKETS}::test_a_stranger_at_the_port_is_sent_away"),
+    ("strangers at the port of notes", MESH, "hmac.compare_digest(greeting[:_TOKEN], token) and ", "", f"{OVER_SOCKETS}::test_a_stranger_at_the_port_is_sent_away_and_delays_nobody"),
+    ("processes of other users", MESH, "        if user != os.geteuid():\n", "        if False:\n", f"{OVER_SOCKETS}::test_processes_of_another_user_are_not_heard"),
+    ("more strangers than may be open", MESH, " or len(greetings) > len(missing) + _STRANGERS:\n", ":\n", f"{OVER_SOCKETS}::test_strangers_beyond_a_number_are_sent_away"),
+    ("a backlog full of strangers", MESH, "        except BlockingIOError:  # a Unix", "        except ZeroDivisionError:  # a Unix", f"{OVER_SOCKETS}::test_ranks_connect_though_strangers_fill_the_backlog[Unix]"),
+    ("ranks that do not connect", MESH, "min(_LIMIT, timeout / 2)", "_LIMIT", f"{OVER_SOCKETS}::test_where_a_rank_does_not_connect_the_others_give_up_before_the_timeout[Unix]"),
     ("agreeing on the sockets", MESH, "        if not all(reached):\n", "        if len(sockets) != nranks - 1:\n", f"{OVER_SOCKETS}::test_where_a_rank_cannot_be_reached_no_rank_uses_sockets[1]"),
     ("a time limit for notes", SOCKETS, "                self._failed = \"timed out\"\n", "                raise RuntimeError(\"timed out\")\n", f"{OVER_SOCKETS}::test_waiting_ends_at_its_limit_and_has_failed_at_the_timeout"),
     ("a rank whose socket is closed", SOCKETS, "            if not more:\n", "            if False:\n", f"{OVER_SOCKETS}::test_a_rank_that_leaves_is_noticed_at_once_whoever_else_is_late[1-TCP]"),
@@ -289,7 +295,7 @@ NOTES = [
     ("notes of another length", SOCKETS, "                if (length := array(\"q\", self._received[peer])[0]) != len(self._note):\n", "                if False:\n", f"{OVER_SOCKETS}::test_notes_of_different_lengths_are_an_error_on_both_ranks"),
     ("notes that were not waited for", SOCKETS, "        if self._missing:\n            raise", "        if False:\n            raise", f"{OVER_SOCKETS}::test_an_exchange_that_was_not_waited_for_is_an_error_at_the_next"),
     ("sockets of a forked child", MESH, "        if os.getpid() == pid:", "        if True:", f"{OVER_SOCKETS}::test_a_forked_child_that_lets_go_of_the_sockets_leaves_them_to_its_parent"),
-    ("closing sockets with the connection", CONNECTION, "        for direct in (self._sockets, self.memory):\n", "        for direct in (self.memory,):\n", f"{OVER_SOCKETS}::test_a_rank_that_gives_up_is_noticed_by_those_that_wait_for_its_note"),
+    ("closing sockets with the connection", CONNECTION, "        for direct in (self._sockets, self.memory):\n" + DROPS, "        for direct in (self.memory,):\n" + DROPS, f"{OVER_SOCKETS}::test_a_rank_that_gives_up_is_noticed_by_those_that_wait_for_its_note"),
 ]  # fmt: skip
 SLOTS, SHARED = "src/bagua_ref/communicators/shared_memory.py", "tests/test_shared_memory.py"
 TOGETHER = f"{SHARED}::test_ranks_share_memory_if_all_are_on_one_node_of_one_machine_and_may"
@@ -304,8 +310,8 @@ SHARING = [
     ("messages about slots that come in pieces", SLOTS, "        self._received = whole[end:]\n", "", f"{SHARED}::test_messages_about_slots_may_come_in_pieces"),
     ("agreeing on shared memory", SLOTS, "    if all(has_slots for (has_slots,) in share([int(bool(slots))])):\n", "    if share([int(bool(slots))]) and slots:\n", f"{SHARED}::test_where_a_rank_cannot_share_memory_no_rank_does[_share_slots-1]"),
     ("networks of their own", SLOTS, " {os.stat('/proc/self/ns/net').st_ino}", "", TOGETHER),
-    ("nodes of their own", GLOO, "[(node, where) for node, (*_, where) in zip", "[(0, where) for node, (*_, where) in zip", TOGETHER),
-    ("closing shared memory with the connection", CONNECTION, "        for direct in (self._sockets, self.memory):\n", "        for direct in (self._sockets,):\n", f"{SHARED}::test_a_rank_that_gives_up_is_noticed_at_once_though_it_lives_on"),
+    ("nodes of their own", "src/bagua_ref/communicators/torch_transport.py", "[(node, where) for node, (*_, where) in zip", "[(0, where) for node, (*_, where) in zip", TOGETHER),
+    ("closing shared memory with the connection", CONNECTION, "        for direct in (self._sockets, self.memory):\n" + DROPS, "        for direct in (self._sockets,):\n" + DROPS, f"{SHARED}::test_a_rank_that_gives_up_is_noticed_at_once_though_it_lives_on"),
 ]  # fmt: skip
 WAITING, TOLD = (
     "src/bagua_ref/communicators/waiting.py",
@@ -316,6 +322,28 @@ GIVING_UP = [
     ("telling that a rank was interrupted", CONNECTION, '            self._last_words.tell(f"{type(interruption).__name__} in {collective}")\n', "", f"{TOLD}[Ctrl-C-KeyboardInterrupt in allreduce-gloo]"),
     ("ending long waits alone", WAITING, "else self._long().values()):\n", "else self._waits.values()):\n", "tests/test_waiting.py::test_a_wait_that_a_rank_has_given_up_ends_once_it_is_long"),
     ("errors that keep no works alive", CONNECTION, "            error.__traceback__ = error.__context__ = None\n", "            error.__traceback__ = None\n", "tests/test_gloo.py::test_works_are_freed_before_abort_can_have_the_turn_even_if_the_error_is_kept[failed]"),
+]  # fmt: skip
+PROCESSES, DYING, KILLED = (
+    "src/bagua_ref/communicators/processes.py",
+    "tests/test_processes.py",
+    "tests/test_faults.py::test_S2_5_a_killed_rank_is_noticed_and_named_at_once_whoever_holds_its_sockets",
+)
+FOUND, TRANSPORT = "src/bagua_ref/communicators/gloo_sockets.py", "src/bagua_ref/communicators/torch_transport.py"
+DIFFERENT = "tests/test_gloo.py::test_S3_9_ranks_that_make_different_calls_are_told_at_once_who_calls_what"
+ENDING = [
+    ("PIDs that are used again", PROCESSES, "            if _start_time(pid) != started:", "            if False:", f"{DYING}::test_a_process_that_has_the_number_of_an_earlier_one_is_another"),
+    ("processes of other machines", PROCESSES, "if other != rank and where and where == found[rank][0]:", "if other != rank:", f"{DYING}::test_processes_elsewhere_are_not_watched"),
+    ("ranks that have left", WAITING, "                if not self._has_left(rank):\n", "                if True:\n", f"{DYING}::test_waits_for_a_rank_whose_process_has_ended_are_interrupted_unless_it_has_left[left]"),
+    ("waits for other ranks than the one that has ended", WAITING, "                gone = ended.keys() & set(wait.members)\n", "                gone = ended.keys()\n", f"{DYING}::test_waits_for_a_rank_whose_process_has_ended_are_interrupted_unless_it_has_left[killed]"),
+    ("interrupting messages over gloo", CONNECTION, "            self._gloo_sockets.shut_down()\n\n    def _wait_in_ticks", "            pass\n\n    def _wait_in_ticks", f"{KILLED}[fork of C-low_precision_decentralized-gloo]"),
+    ("aborting messages over gloo", CONNECTION, "        elif self._gloo_sockets is not None:\n            self._gloo_sockets.shut_down()\n", "", f"{SHARED}::test_abort_ends_a_wait_for_a_message_at_once[gloo]"),
+    ("gloo's sockets in a forked child", FOUND, "        for file in self._open():\n            os.close(file)\n", "        pass\n", "tests/test_fork.py::test_S2_5_a_forked_child_holds_no_socket_of_its_parents_groups[gloo]"),
+    ("the store's sockets in a forked child", TRANSPORT, "        close_served(self.store)\n", "        pass\n", "tests/test_fork.py::test_S2_5_a_forked_child_holds_no_socket_of_its_parents_groups[gloo]"),
+    ("comparing calls over gloo", GLOO, "                self._connection.compare(_name(call), call)\n", "                pass\n", f"{DIFFERENT}[2-gloo]"),
+    ("comparing calls in shared memory", GLOO, "            everyone = self.compares_calls and name != \"\"\n", "            everyone = False\n", f"{DIFFERENT}[2-memory]"),
+    ("comparing calls with little to send", GLOO, "            elif tensor is None or tensor.numel() < self._nranks**2:\n", "            elif False:\n", f"{DIFFERENT}[3-memory]"),
+    ("messages of other dtypes in shared memory", SLOTS, "_call(name or f\"exchange of {tensor.dtype}\", tensor)", "_call(name, tensor)", "tests/test_gloo.py::test_S3_9_a_message_of_another_size_or_dtype_is_an_error_on_both_ranks[memory]"),
+    ("the next job's store", "src/bagua_ref/process_group.py", "            if store is not None or not world.has_met:\n", "            if True:\n", "tests/test_job_store.py::test_S1_jobs_may_follow_each_other_on_one_port_and_leave_no_descriptors"),
 ]  # fmt: skip
 FORM = "tests/test_context_form.py"
 FUNCTIONAL = "tests/test_functional_forwards.py"
@@ -353,6 +381,7 @@ GUARDS = (
     + NOTES
     + SHARING
     + GIVING_UP
+    + ENDING
     + BESIDE_BACKWARD
     + TRACING
     + CONTEXT_FORM

@@ -30,10 +30,11 @@ def verify(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
     from bagua_ref.conformance.targets.process import ProcessTarget
     from bagua_ref.conformance.targets.target import assemble, resolve
 
+    time_limit = arguments.time_limit or (10.0 if arguments.command_line is None else 60.0)
     sys.path.insert(0, os.getcwd())  # pkg.mod:Class is usually in the current folder
     try:
         if arguments.command_line is not None:
-            target = resolve(ProcessTarget(arguments.command_line, arguments.launch, arguments.ranks))
+            target = resolve(ProcessTarget(arguments.command_line, arguments.launch, arguments.ranks, time_limit))
         else:
             target = assemble(arguments.backend, arguments.communicator)
     except Exception as error:  # importing or creating a foreign target may raise anything
@@ -50,7 +51,7 @@ def verify(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
             checks=arguments.check,
             seed=arguments.seed,
             jobs=arguments.jobs,
-            time_limit=arguments.time_limit or (10.0 if arguments.command_line is None else 60.0),
+            time_limit=time_limit,
             progress=_show,
         )
     except ValueError as error:

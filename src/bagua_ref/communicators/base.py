@@ -61,7 +61,11 @@ class Communicator(ABC):
         bytes_sent: the bytes that this rank has sent so far, by formula: 2(n-1)/n of the tensor for all-reduce; (n-1)/n of the
             full buffer for all-gather, reduce-scatter and all-to-all; (n-1)/n for reduce and broadcast (the mean over ranks of
             n-1 copies); what leaves this rank for send, gather and scatter.
+        compares_calls: whether ranks find out, before anything is sent, that they call different collectives or with different
+            arguments. Off where they have already compared what they do; equal on all ranks.
     """
+
+    compares_calls = True
 
     def __init__(self, rank: int, nranks: int, name: str) -> None:
         self._rank, self._nranks, self.name = rank, nranks, name

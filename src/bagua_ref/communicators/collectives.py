@@ -22,6 +22,7 @@ __all__ = [
     "alltoall",
     "broadcast",
     "combine",
+    "describe",
     "divide_",
     "gather",
     "reduce_inplace",
@@ -75,6 +76,15 @@ def divide_(total: Tensor, nranks: int) -> Tensor:
         return total.mul_(1 / nranks)  # the same bits as a division by a power of two, in half the time
     # A divisor on the tensor's device: torch multiplies a CUDA tensor by the rounded reciprocal of a Python number.
     return total.div_(torch.tensor(nranks, dtype=total.dtype, device=total.device))
+
+
+def describe(tensor: Tensor) -> str:
+    """Return size and dtype of a tensor, for messages.
+
+    >>> describe(torch.zeros(3))
+    '3 float32 elements'
+    """
+    return f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')} element{'s' * (tensor.numel() != 1)}"
 
 
 def broadcast(tensors: Sequence[Tensor], src: int) -> None:

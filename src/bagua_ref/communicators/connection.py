@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import ctypes
+import math
 import re
 import threading
 import time
 import traceback
 import weakref
+import zlib
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from bagua_ref.communicators import notes, shared_memory
+from bagua_ref.communicators.forked import keep_forever
+from bagua_ref.communicators.gloo_sockets import GlooSockets, open_sockets
 from bagua_ref.communicators.last_words import LastWords
-from bagua_ref.communicators.pieces import ComputingError
-from bagua_ref.communicators.rendezvous import another_connection, ask, host_of, prefixed
+from bagua_ref.communicators.pieces import ComputingError, OtherCallError
+from bagua_ref.communicators.rendezvous import another_connection, ask, first_sentence, host_of, interruptible, prefixed
 from bagua_ref.communicators.watch import Watch
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 from bagua_ref.runtime import is_background_thread
@@ -35,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["Connection"]
 
 _TICK = timedelta(milliseconds=200)  # seconds until a waiting collective notices abort() or Ctrl-C
+_PATIENCE = 0.5  # seconds after which a rank that connects asks whether another one could not
 _watch = Watch()
 
 
@@ -79,33 +84,38 @@ class Connection:
         self._closed = ""
         self._kind_of_end: type[CommunicationError] = CommunicationError
         self._gloo: Any = None
+        self._gloo_sockets: GlooSockets | None = None
         self._nccl: Any = None
         self._place = ""
         """The collective waited in last, among the waits."""
         try:
             self._await_members()
-            self._gloo = dist.ProcessGroupGloo(prefixed("gloo", store), rank, len(ranks), timeout=self._timeout)
+            before = open_sockets()
+            self._gloo = self._connect(partial(dist.ProcessGroupGloo, prefixed("gloo", store), rank, len(ranks), self._timeout))
+            self._gloo_sockets = GlooSockets(before)
         except CommunicationError:
             raise
         except RuntimeError as error:
+            # Descriptors may be what this rank lacks; the others wait inside gloo until they hear of it.
+            self._last_words.tell(first_sentence(error), anew=False)
             raise self._failure("connect", error) from None
-        # The rank that serves the store must not exit before all are connected.
-        self.run("connect", lambda group: [group.barrier()])
+        # The rank that serves the store must not exit before all are connected, so every rank waits for all.
+        self._gloo_sockets.find(self._exchange_over_gloo(self._gloo_sockets.listening, "connect")(), rank)
 
-    def exchange_notes(self, note: Sequence[int]) -> Callable[[], list[list[int]]]:
+    def exchange_notes(self, note: Sequence[int], collective: str = "agreement") -> Callable[[], list[list[int]]]:
         """Send ``note`` to every rank; return a function that waits for the notes of all, while other collectives may run before.
 
         One exchange can be under way at a time; errors as `run`.
         """
-        self.share_memory("agreement")
+        self.share_memory(collective)
         if not self._has_tried_sockets:
             host = "" if self.memory is not None else host_of(self._store)
-            share = lambda note: self._exchange_over_gloo(note)()  # noqa: E731
+            share = lambda note: self._exchange_over_gloo(note, collective)()  # noqa: E731
             self._sockets = notes.connect(self._rank, len(self._ranks), host, share, self._timeout.total_seconds())
             self._has_tried_sockets = True
         if (sockets := self._sockets) is None:
-            return self._exchange_over_gloo(note)
-        return self._begin(lambda _: sockets.send(note), sockets.notes, has_come=sockets.have_come)
+            return self._exchange_over_gloo(note, collective)
+        return self._begin(lambda _: sockets.send(note), sockets.notes, collective, sockets.have_come)
 
     def share_memory(self, collective: str) -> None:
         """Let the ranks share memory before their first ``collective``, if they can. Collective; errors as `run`."""
@@ -113,6 +123,14 @@ class Connection:
             share = lambda note: self._exchange_over_gloo(note, collective)()  # noqa: E731
             self.memory = shared_memory.connect(self._rank, len(self._ranks), share, self._timeout.total_seconds())
             self._shares_memory = False
+
+    def compare(self, collective: str, call: str) -> None:
+        """Raise CommunicationError, on all ranks, if they do not make the same ``call``. Collective."""
+        number = zlib.crc32(call.encode())
+        if any(theirs != [number] for theirs in self.exchange_notes([number], collective)()):
+            why = self._last_words.of_different_calls(call)
+            self.abort(why)
+            raise CommunicationError(f"in group {self._name!r} {why}")
 
     def _exchange_over_gloo(self, note: Sequence[int], collective: str = "agreement") -> Callable[[], list[list[int]]]:
         """Exchange notes by an all-to-all, which can be interrupted; unlike an all-gather, it does not pass them around a ring."""
@@ -149,6 +167,7 @@ class Connection:
         *,
         waits: bool = True,
         place: str = "",
+        call: str = "",
     ) -> None:
         """Start ``collective`` on a process group and wait until it is done; with NCCL, the current stream waits, not the host.
 
@@ -161,6 +180,7 @@ class Connection:
             peers: the ranks of this group that it sends to and receives from; None: it is a collective of all.
             waits: whether to wait, rather than to keep the works for later.
             place: its name among the waits of this connection; "": the number of collectives waited for.
+            call: what all ranks must call, in words; "": they need not.
 
         Raises:
             CommunicationTimeoutError: no progress within the timeout.
@@ -175,8 +195,7 @@ class Connection:
             raise self._kind_of_end(f"{collective} on {self._title}: {why}")
         group = works = work = None
         try:
-            if self._closed:
-                raise self._kind_of_end(f"{collective} on {self._title}: {self._closed}")
+            self._check_open(collective)
             group = self._nccl_group() if over_nccl else self._gloo
             works = start(group)
             if not waits:
@@ -194,11 +213,13 @@ class Connection:
                     else:
                         self._wait_in_ticks(work)
         except CommunicationError:
-            _keep_forever(group)
+            keep_forever(group)  # destroying it joins its threads, one of which may be waiting for a peer
             self._drop()
             raise
         except ComputingError as failed:
             own = failed.error
+            if call and isinstance(failed, OtherCallError):
+                own = CommunicationError(f"in group {self._name!r} {self._last_words.of_different_calls(call)}")
             self._closed = self._closed or f"it failed earlier, in {collective}"
             self._last_words.tell(f"{type(own).__name__}: {own}")
             del group, works, work
@@ -213,7 +234,7 @@ class Connection:
             raise self._failure(collective, error) from None
         except BaseException as interruption:  # Ctrl-C, for example: what has been started cannot be undone
             self._closed = self._closed or f"it was interrupted earlier, in {collective}"
-            _keep_forever(group)
+            keep_forever(group)
             self._drop()
             self._last_words.tell(f"{type(interruption).__name__} in {collective}")
             raise
@@ -230,10 +251,12 @@ class Connection:
         if reason and not self._closed:
             self._last_words.tell(reason)
         self._closed = self._closed or reason or "it was aborted or its process group destroyed"
-        # A collective in progress notices this within a tick and drops the groups itself.
+        # A collective in progress notices this within a tick and drops the groups itself, unless gloo waits for a message.
         if self._turn.acquire(timeout=5 * _TICK.total_seconds()):
             self._drop()
             self._turn.release()
+        elif self._gloo_sockets is not None:
+            self._gloo_sockets.shut_down()
 
     def _await_members(self) -> None:
         """Wait until every rank is about to connect, as gloo would, but so that the wait can be interrupted."""
@@ -256,8 +279,7 @@ class Connection:
                 threading.Thread(target=watch, name="bagua_ref connect", daemon=True).start()
                 deadline = time.monotonic() + self._timeout.total_seconds()
                 while not done.wait(max(0.0, min(_TICK.total_seconds(), deadline - time.monotonic()))):
-                    if self._closed:
-                        raise CommunicationError(f"connect on {self._title}: {self._closed}")
+                    self._check_open("connect")
                     if time.monotonic() >= deadline:
                         raise self._nobody_came(keys)
                 if errors:
@@ -268,6 +290,15 @@ class Connection:
             ask(self._store, lambda store: store.delete_key(here))
             raise
 
+    def _connect(self, make: Callable[[], Any]) -> Any:
+        """Return ``make()``, during which gloo waits for other ranks and cannot be interrupted."""
+        with self._waiting("connect", None, "gloo", _PATIENCE):
+            return interruptible(make, lambda: self._check_open("connect"), _TICK.total_seconds())
+
+    def _check_open(self, collective: str) -> None:
+        if self._closed:
+            raise self._kind_of_end(f"{collective} on {self._title}: {self._closed}")
+
     def _nobody_came(self, keys: dict[int, str]) -> CommunicationTimeoutError:
         missing: list[int] = []
         ask(self._store, lambda store: missing.extend(rank for rank, key in keys.items() if not store.check([key])))
@@ -275,18 +306,22 @@ class Connection:
         limit = self._timeout.total_seconds()
         return CommunicationTimeoutError(f"connect on {self._title}: timed out after {limit:g} s; {who}")
 
-    def _waiting(self, collective: str, peers: Collection[int] | None, place: str) -> AbstractContextManager[None]:
+    def _waiting(
+        self, collective: str, peers: Collection[int] | None, place: str, patience: float = math.inf
+    ) -> AbstractContextManager[None]:
         if peers is None and not place:
             self._collectives += 1
         members = self._ranks if peers is None else [self._ranks[peer] for peer in {self._rank, *peers}]
         self._place = f"{self._name}/{place or ('exchange' if peers else self._collectives)}"
-        what, timeout = f"in {collective} of group {self._name!r}", self._timeout.total_seconds()
+        what, timeout = f"in {collective} of group {self._name!r}", min(self._timeout.total_seconds(), 2 * patience)
         who_gave_up = self._last_words.heard_so_far
         return self._waits.waiting(what, self._place, members, self._interrupt, is_background_thread(), timeout, who_gave_up)
 
     def _interrupt(self, reason: str) -> None:
-        """Let the collective in progress raise, as far as gloo can."""
+        """Let the collective in progress raise."""
         self._closed = self._closed or reason
+        if self._gloo_sockets is not None:  # gloo itself cannot be interrupted in send and recv
+            self._gloo_sockets.shut_down()
 
     def _wait_in_ticks(self, work: Any) -> None:
         while True:
@@ -300,6 +335,14 @@ class Connection:
                 if self._closed:
                     del work  # the error's traceback would keep it alive
                     raise CommunicationError(f"a collective on {self._title} was aborted: {self._closed}") from None
+
+    def close_in_child(self) -> None:
+        """Let go of all sockets in a forked child: they must end with the parent, or its peers would wait for it."""
+        for direct in (self._sockets, self.memory):
+            if direct is not None:
+                direct.close()
+        if self._gloo_sockets is not None:
+            self._gloo_sockets.close_in_child()
 
     def give_up_late(self, collective: str) -> None:
         """Abort the connection because ``collective`` has not finished within the timeout."""
@@ -320,15 +363,18 @@ class Connection:
 
     def _failure(self, collective: str, error: RuntimeError) -> CommunicationError:
         """Close for good, which the other ranks notice, and return the exception to raise."""
+        interrupted, why = self._closed, first_sentence(error)
+        hung_up = sorted({peer for direct in (self._sockets, self.memory) if direct is not None for peer in direct.hung_up()})
         self._closed = self._closed or f"it failed earlier, in {collective}"
         self._drop()
-        why = _reason(error)
+        if interrupted:
+            return self._kind_of_end(f"{collective} on {self._title} failed; {interrupted} ({why})")
         if re.search(r"time(d )?out", why, re.IGNORECASE):
             who = self._waits.who_is_missing(self._place, self._ranks) or "all ranks wait in it, but not all data arrive"
             return CommunicationTimeoutError(
                 f"{collective} on {self._title}: timed out after {self._timeout.total_seconds():g} s; {who} ({why})"
             )
-        who = self._last_words.of_others() or self._waits.why_gone(self._ranks) or "a rank has died or left"
+        who = self._last_words.why_gone(self._waits, hung_up) or "this rank failed, or another one has died or left"
         return CommunicationError(f"{collective} on {self._title} failed; {who} ({why})")
 
     def _drop(self) -> None:
@@ -336,6 +382,8 @@ class Connection:
         for direct in (self._sockets, self.memory):
             if direct is not None:
                 direct.close()
+        if self._gloo_sockets is not None:  # gloo closes them later, or never while it waits
+            self._gloo_sockets.shut_down()
         if nccl is not None:
             nccl.abort()
 
@@ -350,15 +398,3 @@ def _late(connection: Connection, collective: str) -> Callable[[], None]:
             found.give_up_late(collective)
 
     return give_up
-
-
-def _reason(error: RuntimeError) -> str:
-    """Return the first sentence of torch's message, without the source location."""
-    text = re.sub(r"^\[[^\]]*\.(cc|cpp):\d+\]\s*", "", str(error)) or type(error).__name__
-    return text.split(". This is typically", 1)[0].splitlines()[0].rstrip(".")
-
-
-def _keep_forever(group: Any) -> None:
-    """Keep ``group`` until the process ends: destroying it joins its threads, one of which may be waiting for a peer."""
-    if group is not None:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

@@ -1,4 +1,4 @@
-"""Connections in a forked child, which shares them with its parent: they are refused there and never closed."""
+"""Connections in a forked child: they are refused there, and the child lets go of their sockets, which belong to its parent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from bagua_ref.errors import CommunicationError
 
-__all__ = ["Connected", "OfParent", "leave_to_parent", "refuse_in_child"]
+__all__ = ["Connected", "OfParent", "keep_forever", "leave_to_parent", "refuse_in_child"]
 
 _connected: WeakSet[Connected] = WeakSet()
 
@@ -21,17 +21,17 @@ class Connected(Protocol):
     """An owner of connections."""
 
     def leave_to_parent(self) -> None:
-        """Put `OfParent` in the place of every connection."""
+        """Put `OfParent` in the place of every connection, and close its sockets here, so that they end with the parent."""
 
 
 class OfParent:
     """Stands in for a connection of the parent process; every use of it raises `CommunicationError`.
 
-    Closing the connection would end the parent's, too: both processes share its sockets and the epoll set that watches them.
+    Destroying the connection would end the parent's, too: both processes share the epoll set that watches its sockets.
     """
 
     def __init__(self, connection: Any) -> None:
-        _keep_forever(connection)
+        keep_forever(connection)
 
     def __getattr__(self, name: str) -> NoReturn:
         _refuse()
@@ -53,6 +53,11 @@ def refuse_in_child(pid: int) -> None:
         _refuse()
 
 
+def keep_forever(thing: Any) -> None:
+    """Keep ``thing`` until the process ends, even when the interpreter frees all modules."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
 def _refuse() -> NoReturn:
     raise CommunicationError(
         "this process was forked after init_process_group() and cannot use its parent's process groups; call init_process_group() "
@@ -67,12 +72,7 @@ def _watch_forks() -> None:
 
 def _in_child() -> None:
     for connected in list(_connected):
-        _keep_forever(connected)
+        keep_forever(connected)
         connected.leave_to_parent()
     if _connected:
-        _keep_forever(dict(dist.distributed_c10d._world.pg_map))
-
-
-def _keep_forever(thing: Any) -> None:
-    """Keep ``thing`` until the process ends, even when the interpreter frees all modules."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+        keep_forever(dict(dist.distributed_c10d._world.pg_map))

@@ -6,21 +6,28 @@ import hmac
 import json
 import os
 import secrets
+import select
 import socket
+import struct
 import time
 from array import array
 from contextlib import ExitStack, nullcontext, suppress
+from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["Unreachable", "close_sockets", "connect_all", "listen_locally", "listen_towards"]
+__all__ = ["Unreachable", "close_sockets", "connect_all", "hung_up", "listen_locally", "listen_towards"]
 
 _LIMIT = 5.0
-"""Seconds in which all sockets must be connected."""
-_SILENCE = 1.0
-"""Seconds after which a connection that says nothing does not come from a rank."""
+"""Seconds in which all sockets must be connected, or half of the group's timeout if that is less."""
+_STRANGERS = 64
+"""Connections, beyond one for each rank, that may be open without having shown that they come from a rank."""
+_HANG_UP = getattr(select, "POLLRDHUP", 0)
+"""Only Linux tells before what was sent has been read."""
+_PAUSE = 0.005
+"""Seconds between two attempts to connect to a rank whose backlog is full."""
 _LONGEST = 256
 """Bytes in which a rank says where it listens."""
 _TOKEN = 16
@@ -32,18 +39,26 @@ class Unreachable(Exception):  # noqa: N818  it is never raised to a user
 
 
 def connect_all(
-    rank: int, nranks: int, listen: Callable[[], socket.socket], share: Callable[[Sequence[int]], list[list[int]]]
+    rank: int,
+    nranks: int,
+    listen: Callable[[], socket.socket],
+    share: Callable[[Sequence[int]], list[list[int]]],
+    timeout: float,
 ) -> dict[int, socket.socket]:
     """Connect all ranks of a group; return this one's socket to each other rank.
+
+    Anybody may connect to a rank that listens. Over Unix sockets, only processes of the same user are heard; over TCP, whoever
+    has the group's secret. Others are sent away and delay nobody.
 
     Args:
         rank: this rank.
         nranks: the number of ranks.
         listen: returns a socket that listens where the other ranks reach it; OSError means that this rank cannot.
         share: exchanges equally many int64 with every rank; what it raises is raised here, too.
+        timeout: seconds that the other ranks wait in ``share``.
 
     Raises:
-        Unreachable: not all ranks were connected within five seconds.
+        Unreachable: not all ranks were connected within five seconds, or half of ``timeout``.
     """
     token, server, place, why = secrets.token_bytes(_TOKEN), None, [], ""
     try:
@@ -54,14 +69,13 @@ def connect_all(
     sockets = dict[int, socket.socket]()
     with server or nullcontext(), ExitStack() as opened:
         places = [json.loads(array("q", numbers).tobytes()) for numbers in share(_padded(place))]
-        deadline = time.monotonic() + _LIMIT
+        deadline = time.monotonic() + min(_LIMIT, timeout / 2)
         try:
             if server is not None and all(places):
                 for peer in range(rank):
                     *where, secret = places[peer]
                     sockets[peer] = opened.enter_context(_greet(where, bytes.fromhex(secret) + rank.to_bytes(4, "big"), deadline))
-                while len(sockets) < nranks - 1:
-                    _welcome(server, token, sockets, opened, deadline)
+                _welcome(server, token, set(range(rank + 1, nranks)), sockets, opened, deadline)
         except OSError as error:
             why = f": {error}"
         reached = [bool(all_of_them) for (all_of_them,) in share([int(len(sockets) == nranks - 1)])]
@@ -71,21 +85,21 @@ def connect_all(
     return sockets
 
 
-def listen_towards(host: str, nranks: int) -> socket.socket:
+def listen_towards(host: str) -> socket.socket:
     """Return a socket that listens on the address with which this rank would talk to ``host``."""
     for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
         with socket.socket(family, kind) as probe, suppress(OSError):
             probe.connect(address)  # this sends nothing, but chooses the address
-            return socket.create_server((probe.getsockname()[0], 0), family=family, backlog=nranks)
+            return socket.create_server((probe.getsockname()[0], 0), family=family, backlog=socket.SOMAXCONN)
     raise OSError(f"there is no way to {host!r}")
 
 
-def listen_locally(nranks: int) -> socket.socket:
+def listen_locally() -> socket.socket:
     """Return a socket that listens for processes of this machine, under a new name that belongs to no file (Linux)."""
     server = socket.socket(socket.AF_UNIX)
     try:
         server.bind(f"\0bagua_ref/{secrets.token_hex(8)}")
-        server.listen(nranks)
+        server.listen(socket.SOMAXCONN)
     except OSError:
         server.close()
         raise
@@ -101,6 +115,14 @@ def close_sockets(sockets: Mapping[int, socket.socket], pid: int) -> None:
         connected.close()
 
 
+def hung_up(sockets: Mapping[int, socket.socket]) -> list[int]:
+    """Return the ranks whose ends of ``sockets`` are closed."""
+    poll, peers = select.poll(), {connected.fileno(): peer for peer, connected in sockets.items() if connected.fileno() >= 0}
+    for file in peers:
+        poll.register(file, _HANG_UP)
+    return [peers[file] for file, _ in poll.poll(0)]
+
+
 def _address(server: socket.socket) -> list[Any]:
     name = server.getsockname()
     return [name.decode()] if isinstance(name, bytes) else list(name[:2])
@@ -113,33 +135,81 @@ def _padded(place: Sequence[Any]) -> Sequence[int]:
 def _greet(where: Sequence[Any], greeting: bytes, deadline: float) -> socket.socket:
     """Return a socket connected to ``where``, an address family and an address."""
     family, *address = where
-    connected = socket.socket(family)
+    while True:
+        connected = socket.socket(family)
+        try:
+            connected.settimeout(_left(deadline))
+            connected.connect(tuple(address) if len(address) > 1 else address[0])
+            _check_user(connected)
+            connected.sendall(greeting)
+            return connected
+        except BlockingIOError:  # a Unix socket whose backlog is full, perhaps of strangers, which the rank sends away
+            connected.close()
+            time.sleep(_PAUSE)
+        except OSError:
+            connected.close()
+            raise
+
+
+def _welcome(
+    server: socket.socket, token: bytes, missing: set[int], sockets: dict[int, socket.socket], opened: ExitStack, deadline: float
+) -> None:
+    """Accept connections until all ranks ``missing`` have connected, in any order; close those that do not come from them."""
+    server.setblocking(False)
+    greetings: dict[socket.socket, bytes] = {}  # what has come so far, in the order of connecting
     try:
-        connected.settimeout(_left(deadline))
-        connected.connect(tuple(address) if len(address) > 1 else address[0])
-        connected.sendall(greeting)
+        while missing:
+            ready = wait([server, *greetings], _left(deadline))
+            if server in ready:
+                with suppress(BlockingIOError, ConnectionError):  # it has gone again
+                    _accept(server, greetings)
+            for connected in list(greetings):
+                more = _received(connected, _TOKEN + 4 - len(greetings[connected])) if connected in ready else None
+                greetings[connected] += more or b""
+                if len(greetings[connected]) == _TOKEN + 4:
+                    greeting = greetings.pop(connected)
+                    peer = int.from_bytes(greeting[_TOKEN:], "big")
+                    if hmac.compare_digest(greeting[:_TOKEN], token) and peer in missing:
+                        missing.remove(peer)
+                        sockets[peer] = opened.enter_context(connected)
+                    else:
+                        connected.close()
+                elif more == b"" or len(greetings) > len(missing) + _STRANGERS:
+                    del greetings[connected]
+                    connected.close()
+    finally:
+        for connected in greetings:
+            connected.close()
+
+
+def _accept(server: socket.socket, greetings: dict[socket.socket, bytes]) -> None:
+    connected, _ = server.accept()
+    try:
+        _check_user(connected)
     except OSError:
         connected.close()
-        raise
-    return connected
-
-
-def _welcome(server: socket.socket, token: bytes, sockets: dict[int, socket.socket], opened: ExitStack, deadline: float) -> None:
-    """Accept a connection; close it unless it comes from a rank."""
-    server.settimeout(_left(deadline))
-    connected, greeting = server.accept()[0], b""
-    connected.settimeout(min(_SILENCE, _left(deadline)))
-    with suppress(OSError):
-        while len(greeting) < _TOKEN + 4 and (more := connected.recv(_TOKEN + 4 - len(greeting))):
-            greeting += more
-    if hmac.compare_digest(greeting[:_TOKEN], token):
-        sockets[int.from_bytes(greeting[_TOKEN:], "big")] = opened.enter_context(connected)
     else:
-        connected.close()
+        connected.setblocking(False)
+        greetings[connected] = b""
+
+
+def _received(connected: socket.socket, size: int) -> bytes:
+    try:
+        return connected.recv(size)
+    except OSError:
+        return b""
+
+
+def _check_user(connected: socket.socket) -> None:
+    """Raise OSError if a process of another user is at the other end of a Unix socket."""
+    if hasattr(socket, "SO_PEERCRED") and connected.family == socket.AF_UNIX:  # Linux; others do not listen on Unix sockets
+        _, user, _ = struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+        if user != os.geteuid():
+            raise PermissionError(f"a process of user {user} is at the other end")
 
 
 def _left(deadline: float) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
-        raise TimeoutError(f"not within {_LIMIT:g} s")
+        raise TimeoutError("not in time")
     return left

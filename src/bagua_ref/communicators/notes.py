@@ -15,7 +15,7 @@ from datetime import timedelta
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING
 
-from bagua_ref.communicators.mesh import Unreachable, close_sockets, connect_all, listen_locally, listen_towards
+from bagua_ref.communicators.mesh import Unreachable, close_sockets, connect_all, hung_up, listen_locally, listen_towards
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -95,6 +95,10 @@ class NoteSockets:
                     break
         return not self._failed and not self._missing
 
+    def hung_up(self) -> list[int]:
+        """Return the ranks that have closed their sockets."""
+        return hung_up(self._sockets)
+
     def wait(self, limit: timedelta = timedelta.max) -> None:
         """Wait until all notes have come, for ``limit`` at most.
 
@@ -134,7 +138,7 @@ def connect(
         timeout: seconds without progress after which waiting for notes raises.
     """
     try:
-        sockets = connect_all(rank, nranks, lambda: listen_towards(host, nranks) if host else listen_locally(nranks), share)
+        sockets = connect_all(rank, nranks, lambda: listen_towards(host) if host else listen_locally(), share, timeout)
     except Unreachable as why:
         _logger.info("ranks compare their notes over gloo, as %s; a step takes a little longer", why)
         return None

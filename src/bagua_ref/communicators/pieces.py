@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["ComputingError", "compute", "move_in_pieces"]
+__all__ = ["ComputingError", "OtherCallError", "compute", "move_in_pieces"]
 
 PIECE = 2**19
 """Bytes per message: each costs a wait, and the link is idle until the first is computed and while the last is read."""
@@ -30,6 +30,10 @@ class ComputingError(Exception):
     def __init__(self, error: Exception) -> None:
         super().__init__(error)
         self.error = error
+
+
+class OtherCallError(ComputingError):
+    """Another rank has made another call than this one."""
 
 
 def move_in_pieces(

@@ -21,18 +21,22 @@ from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 from bagua_ref.untrusted import check_form, load_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
     from torch._C._distributed_c10d import Store
 
 __all__ = [
+    "StoreLostError",
     "Unanswered",
     "address_of",
     "another_connection",
+    "check_others",
     "connecting",
     "first_line",
+    "first_sentence",
     "heard",
     "host_of",
+    "interruptible",
     "limited",
     "meet",
     "prefixed",
@@ -81,17 +85,25 @@ def another_connection(store: Store) -> Store:
         raise CommunicationError(f"the store through which the ranks find each other cannot be reached: {error}") from error
 
 
-def ask(store: Store, use: Callable[[Store], object], limit: float = 5.0) -> None:
+def ask(store: Store, use: Callable[[Store], object], limit: float = 5.0, anew: bool = True) -> None:
     """Call ``use`` with a connection of its own to ``store``, whose server may have died.
 
     Args:
         store: a torch store, or a `prefixed` view of one.
         use: reads or writes it; an error of the store ends it without effect for the caller.
         limit: seconds after which this returns in any case.
+        anew: whether to open a connection, for which descriptors may be short, rather than use ``store`` itself.
     """
 
     def run() -> None:
-        with suppress(RuntimeError):
+        with suppress(RuntimeError, OSError):
+            if not anew:
+                use(store)
+                return
+            server = getattr(store, "_underlying_non_prefix_store", store)
+            if isinstance(server, dist.TCPStore):  # type: ignore[attr-defined]
+                # If nobody listens any more, torch would try again and again, for as long as the store's timeout.
+                socket.create_connection((server.host, server.port), limit).close()
             use(another_connection(store))
 
     thread = threading.Thread(target=run, name="bagua_ref question to the store", daemon=True)
@@ -118,6 +130,20 @@ def first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
 
 
+def first_sentence(error: RuntimeError) -> str:
+    """Return the first sentence of torch's message, without the source location."""
+    text = re.sub(r"^\[[^\]]*\.(cc|cpp):\d+\]\s*", "", str(error)) or type(error).__name__
+    return text.split(". This is typically", 1)[0].splitlines()[0].rstrip(".")
+
+
+class StoreLostError(CommunicationError):
+    """The process that served the job's store has ended, or an earlier job's, whose store was still there."""
+
+
+class _OtherFailed(RuntimeError):  # noqa: N818  it is never raised to a user
+    """Another rank cannot connect."""
+
+
 class Unanswered(Exception):  # noqa: N818  it is never raised to a user
     """A call had not returned within the limit."""
 
@@ -128,6 +154,17 @@ def limited(function: Callable[[], T], seconds: float) -> T:
     Raises:
         Unanswered: it had not returned after ``seconds``; the thread goes on.
     """
+    deadline = time.monotonic() + seconds
+
+    def check() -> None:
+        if time.monotonic() >= deadline:
+            raise Unanswered
+
+    return interruptible(function, check, seconds)
+
+
+def interruptible(function: Callable[[], T], check: Callable[[], None], pause: float) -> T:
+    """Return ``function()``, run on another thread, unless ``check()``, called every ``pause`` seconds, raises; it goes on then."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -137,10 +174,12 @@ def limited(function: Callable[[], T], seconds: float) -> T:
             future.set_exception(error)
 
     threading.Thread(target=run, name="bagua_ref rendezvous", daemon=True).start()
-    wait([future], seconds)
-    if not future.done():
-        raise Unanswered
-    return future.result()
+    while not wait([future], pause).done:
+        check()
+    try:
+        return future.result()
+    finally:
+        future = Future()  # an exception's traceback refers to this variable: the cycle would keep a store that has failed
 
 
 def heard(data: bytes, form: Any, whose: str) -> Any:
@@ -181,7 +220,8 @@ def meet(store: Store, rank: int, world_size: int, card: Any, timeout: float, fo
 
     Raises:
         CommunicationTimeoutError: they did not come in time; names the missing ranks as far as they are known.
-        CommunicationError: the store failed, as when the process that serves it ends, or what a rank wrote cannot be understood.
+        StoreLostError: the store failed, as when the process that serves it ends.
+        CommunicationError: what a rank wrote cannot be understood.
     """
     began = time.monotonic()
     try:
@@ -194,7 +234,7 @@ def meet(store: Store, rank: int, world_size: int, card: Any, timeout: float, fo
     except CommunicationError:
         raise
     except RuntimeError as error:
-        raise CommunicationError(
+        raise StoreLostError(
             f"rank {rank} lost the store at {address_of(store)} after {time.monotonic() - began:.1f} s of waiting for the other "
             f"ranks; the process that serves it, often rank 0's, has ended ({first_line(error)})"
         ) from error
@@ -258,12 +298,33 @@ def connecting(store: Store, rank: int, world_size: int) -> Iterator[None]:
         waited = time.monotonic() - began
         if dist.is_initialized():
             dist.destroy_process_group()
-        missing: list[int] = []
+        missing, why = list[int](), first_line(error)
         with suppress(RuntimeError, Unanswered):
-            missing = limited(lambda: [r for r in range(world_size) if not store.check([f"connecting{r}"])], _GRACE)
+            if not isinstance(error, _OtherFailed):  # or gloo still uses the store
+                limited(lambda: store.set(f"failed{rank}", why), _GRACE)
+                missing = limited(lambda: [r for r in range(world_size) if not store.check([f"connecting{r}"])], _GRACE)
         timed_out = re.search(r"time(d )?out", str(error), re.IGNORECASE)
         raise (CommunicationTimeoutError if timed_out else CommunicationError)(
             f"rank {rank} could not connect to the ranks that it met in the store at {address_of(store)}, after {waited:.1f} s: "
             f"{f'{format_ranks(missing)} of {world_size} did not come' if missing else 'a rank has died or left'} "
-            f"({first_line(error)})"
+            f"({why})"
         ) from error
+
+
+def check_others(
+    store: Store, rank: int, world_size: int, ended: Callable[[list[int], float], Collection[int]]
+) -> Callable[[], None]:
+    """Return a function that raises RuntimeError if another rank cannot connect, as it says in the store, or has ``ended``."""
+    others = [other for other in range(world_size) if other != rank]
+    connections: list[Store] = []
+
+    def check() -> None:
+        if gone := ended(others, 0):
+            raise _OtherFailed(f"the process of {format_ranks(sorted(gone))} has ended")
+        if not connections:  # the other one is in use
+            connections.append(another_connection(store))
+        for other in others:
+            if connections[0].check([f"failed{other}"]):
+                raise _OtherFailed(f"rank {other} says: {connections[0].get(f'failed{other}').decode(errors='replace')}")
+
+    return check

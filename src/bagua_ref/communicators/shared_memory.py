@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from bagua_ref.communicators.collectives import combine
-from bagua_ref.communicators.mesh import Unreachable, close_sockets, connect_all, listen_locally
-from bagua_ref.communicators.pieces import ComputingError, compute
+from bagua_ref.communicators.mesh import Unreachable, close_sockets, connect_all, hung_up, listen_locally
+from bagua_ref.communicators.pieces import OtherCallError, compute
 from bagua_ref.env import shares_memory
 from bagua_ref.errors import CommunicationError
 
@@ -44,13 +44,14 @@ _LARGEST = 2**19
 _BUDGET = 2**23
 """Bytes that a rank shares with all others of a group."""
 _LIMIT = 5.0
-"""Seconds in which every rank must have shared its memory."""
+"""Seconds in which every rank must have shared its memory, or half of the group's timeout if that is less."""
 _BOOT = "/proc/sys/kernel/random/boot_id"
 """A name that a machine gets whenever it starts."""
 _MESSAGE = struct.Struct("<qq")
 """What comes through a socket: the call and the size that a filled slot belongs to, or that a slot may be filled again."""
 _TAKEN = (0, 0)
 
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 _logger = logging.getLogger(__name__)
 
 
@@ -108,11 +109,11 @@ class _Pipe:
         """Return the ``size`` bytes in the first filled slot, which belong to ``call``.
 
         Raises:
-            ComputingError: the peer has put them in another collective, or there with another size.
+            OtherCallError: the peer has put them in another collective, or there with another size.
         """
         if (theirs := self._filled[0]) != call:
             what = f"{theirs[1]} bytes" if theirs[0] == call[0] else "what belongs to another collective"
-            raise ComputingError(
+            raise OtherCallError(
                 CommunicationError(f"rank {self.peer} of the group has sent {what}, where this rank expects {call[1]} bytes")
             )
         return self._theirs[self._taken % _SLOTS][:size]
@@ -189,6 +190,10 @@ class SharedMemory:
             if pipe.gone:
                 self._poll.unregister(file)
 
+    def hung_up(self) -> list[int]:
+        """Return the ranks that have closed their sockets."""
+        return hung_up({pipe.peer: pipe.socket for pipe in self._pipes.values()})
+
     def exchange(
         self,
         sends: Sequence[tuple[Tensor, int]],
@@ -196,9 +201,16 @@ class SharedMemory:
         name: str,
         before: Callable[[slice], object] | None = None,
         after: Callable[[slice], object] | None = None,
+        everyone: bool = False,
     ) -> Iterator[Until]:
-        """Send and receive tensors, as `move_in_pieces` does; all ranks that take part give the same ``name``."""
+        """Send and receive tensors, as `move_in_pieces` does; all ranks that take part give the same ``name`` ("": the dtypes').
+
+        With ``everyone``, ranks that have nothing to send to each other send the name, so that all notice if one gives another.
+        """
         outgoing, incoming = self._pieces_by_peer(sends, name), self._pieces_by_peer(recvs, name)
+        for pipe in self._pipes.values() if everyone else ():
+            for by_peer in (outgoing, incoming):
+                by_peer.setdefault(pipe, [(_NOTHING, _call(name, _NOTHING))])
         number = max(len(pieces) for pieces in (*outgoing.values(), *incoming.values()))
         for place in range(number + 1):
             if place < number:
@@ -250,7 +262,7 @@ class SharedMemory:
     ) -> dict[_Pipe, list[tuple[Tensor, tuple[int, int]]]]:
         found: dict[_Pipe, list[tuple[Tensor, tuple[int, int]]]] = {}
         for tensor, peer in tensors:
-            call = _call(name, tensor)
+            call = _call(name or f"exchange of {tensor.dtype}", tensor)
             pieces = found.setdefault(self._pipes[peer], [])
             pieces += [(piece, call) for piece in _in_pieces(tensor.detach().view(-1).view(torch.uint8), self._piece)]
         return found
@@ -295,15 +307,16 @@ def connect(rank: int, nranks: int, share: Callable[[Sequence[int]], list[list[i
         timeout: seconds without progress after which waiting for a rank has failed.
     """
     try:
-        sockets = connect_all(rank, nranks, lambda: listen_locally(nranks), share)
+        sockets = connect_all(rank, nranks, listen_locally, share, timeout)
     except Unreachable as unreachable:
         _logger.info("ranks of one machine communicate over gloo, as %s; this takes longer", unreachable)
         return None
     slots, why = {}, ""
     try:
-        slots = _share_slots(rank, sockets)
+        slots = _share_slots(rank, sockets, min(_LIMIT, timeout / 2))
     except OSError as error:
         why = f": {error}"
+        close_sockets(sockets, os.getpid())  # or the others would wait for this rank's memory
     if all(has_slots for (has_slots,) in share([int(bool(slots))])):
         return SharedMemory(rank, sockets, slots, timeout)
     close_sockets(sockets, os.getpid())
@@ -311,7 +324,7 @@ def connect(rank: int, nranks: int, share: Callable[[Sequence[int]], list[list[i
     return None
 
 
-def _share_slots(rank: int, sockets: dict[int, socket.socket]) -> dict[int, tuple[list[Tensor], list[Tensor]]]:
+def _share_slots(rank: int, sockets: dict[int, socket.socket], limit: float) -> dict[int, tuple[list[Tensor], list[Tensor]]]:
     """Return the slots that this rank fills for each peer, in memory of its own, and those that the peer fills."""
     nranks = len(sockets) + 1
     piece = min(_LARGEST, _BUDGET // (_SLOTS * (nranks - 1))) // mmap.PAGESIZE * mmap.PAGESIZE or mmap.PAGESIZE
@@ -326,9 +339,10 @@ def _share_slots(rank: int, sockets: dict[int, socket.socket]) -> dict[int, tupl
     try:
         os.posix_fallocate(own, 0, size * (nranks - 1))  # or writing would end the process where memory is short
         for connected in sockets.values():
-            connected.settimeout(_LIMIT)
             socket.send_fds(connected, [b"m"], [own])
+        deadline = time.monotonic() + limit
         for peer, connected in sockets.items():
+            connected.settimeout(max(0.001, deadline - time.monotonic()))
             said, found, _, _ = socket.recv_fds(connected, 1, 1)
             if len(found) != 1:
                 raise OSError(f"rank {peer} of the group has said {said!r} instead of sharing its memory")

@@ -30,7 +30,7 @@ class _Call:
         self.error: Exception | None = None
 
     def __str__(self) -> str:
-        return self.what if self.alike is None else f"{self.what} of {_describe(self.alike)}"
+        return self.what if self.alike is None else f"{self.what} of {collectives.describe(self.alike)}"
 
 
 class _Board:
@@ -245,13 +245,12 @@ class SimulatedCommunicator(Communicator):
         while not messages:
             if path in group.receiving:
                 raise SimulationError(f"two threads of {receiver} receive from {src} of group {self.name!r} at once")
-            what = f"in recv(src={src}) of {_describe(tensor)} of group {self.name!r}"
+            what = f"in recv(src={src}) of {collectives.describe(tensor)} of group {self.name!r}"
             group.receiving[path] = group.scheduler.ticket(what, collective=True)
             group.wait(group.receiving[path], self._rank)
         message = messages.popleft()
-        sentence = (
-            f"in group {self.name!r} rank {group.ranks[src]} sent {_describe(message)}, but {receiver} receives {_describe(tensor)}"
-        )
+        sent, received = collectives.describe(message), collectives.describe(tensor)
+        sentence = f"in group {self.name!r} rank {group.ranks[src]} sent {sent}, but {receiver} receives {received}"
         if message.dtype != tensor.dtype:
             raise TypeError(f"{sentence}; the dtypes must be equal")
         if message.numel() != tensor.numel():
@@ -340,7 +339,3 @@ class SimulatedTransport:
         for communicator in self._communicators:
             communicator.close()
         self._communicators.clear()
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')} element{'s' * (tensor.numel() != 1)}"

@@ -1,29 +1,23 @@
 """Ranks as processes, connected by torch.distributed: gloo for CPU tensors, NCCL for CUDA tensors (S3.9).
 
 Each communicator builds its own process groups from the job's store, so that threads never share one by accident and torch's
-registry of groups is not needed. `bagua_ref.process_group` finds the store.
+registry of groups is not needed.
 """
 
 from __future__ import annotations
 
-import os
-import socket
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from bagua_ref.communicators.base import Communicator
-from bagua_ref.communicators.collectives import combine, divide_
+from bagua_ref.communicators.collectives import combine, describe, divide_
 from bagua_ref.communicators.connection import Connection
-from bagua_ref.communicators.forked import OfParent, leave_to_parent
+from bagua_ref.communicators.forked import OfParent
 from bagua_ref.communicators.pieces import move_in_pieces
-from bagua_ref.communicators.rendezvous import another_connection, meet, prefixed
-from bagua_ref.communicators.shared_memory import machine
-from bagua_ref.communicators.waiting import Waiting
+from bagua_ref.errors import CommunicationError
 from bagua_ref.types import ReduceOp
-from bagua_ref.untrusted import NATURAL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,89 +27,14 @@ if TYPE_CHECKING:
 
     from bagua_ref.communicators.overlap import Overlap
     from bagua_ref.communicators.shared_memory import SharedMemory
+    from bagua_ref.communicators.waiting import Waiting
 
-__all__ = ["TorchDistributedCommunicator", "TorchDistributedTransport"]
+__all__ = ["TorchDistributedCommunicator"]
 
-_CARD = [str, NATURAL, (str, type(None)), str]
-"""What ranks tell each other: node, number of GPUs, CUDA_VISIBLE_DEVICES, machine (see `machine`)."""
-
-
-class TorchDistributedTransport:
-    """The connections between the processes of one job, which find each other through a shared store.
-
-    Making one is collective: every rank of the job does so with the same ``world_size``, and it returns when all have.
-
-    Args:
-        store: the job's torch store; consecutive jobs may use the same one.
-        rank: the rank of this process.
-        world_size: the number of processes.
-        local_world_size: ranks per node, consecutive; None: the node is given by GROUP_RANK or NODE_RANK, else by the host name.
-        timeout: seconds to wait for the other ranks.
-
-    Attributes:
-        node_of: the node of each global rank; nodes are numbered as they first appear.
-        owns_gpu: whether every rank has a GPU of its own.
-        store: the part of the store that only this job uses.
-    """
-
-    def __init__(self, store: Store, rank: int, world_size: int, local_world_size: int | None, timeout: float) -> None:
-        node = os.environ.get("GROUP_RANK", os.environ.get("NODE_RANK", socket.gethostname()))
-        if local_world_size is not None:
-            node = str(rank // local_world_size)
-        gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
-        self._machine = machine()
-        card = [node, gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), self._machine]
-        job, found = meet(prefixed("bagua_ref", store), rank, world_size, card, timeout, _CARD)
-        # The job's name is unique, so the caller's prefix is not needed; without it, `another_connection` works in every torch.
-        self.store = prefixed(f"bagua_ref/{job}", getattr(store, "_underlying_non_prefix_store", store))
-        self._idle = [self.store]
-        self.has_streams = True
-        self.rank = rank
-        self._communicators: weakref.WeakSet[TorchDistributedCommunicator] = weakref.WeakSet()
-        names = list(dict.fromkeys(name for name, *_ in found))
-        self.node_of = tuple(names.index(name) for name, *_ in found)
-        self.owns_gpu = all(
-            gpus >= len(peers) or (gpus > 0 and len({v for _, _, v, _ in peers}) == len(peers))
-            for (name, gpus, *_) in found
-            for peers in [[other for other in found if other[0] == name]]
-        )
-        self.waits = Waiting(prefixed("waiting", self.store), rank, world_size)
-        self._places = [(node, where) for node, (*_, where) in zip(self.node_of, found, strict=True)]
-        self.uses_nccl = False
-        """Whether CUDA tensors use NCCL; otherwise they are copied to the host and use gloo."""
-        leave_to_parent(self)
-
-    def connect(self, name: str, ranks: Sequence[int], timeout: float) -> TorchDistributedCommunicator:
-        """Return this rank's communicator for the global ``ranks``; wait until all of them have called this.
-
-        Raises:
-            CommunicationTimeoutError: one of them has not called this within ``timeout`` seconds.
-        """
-        try:
-            connection = self._idle.pop()
-        except IndexError:  # another thread is connecting, perhaps to ranks that wait for this thread's group
-            connection = another_connection(self.store)
-        try:
-            store = prefixed(name, connection)
-            shares_memory = self._machine != "" and {self._places[rank] for rank in ranks} == {self._places[self.rank]}
-            communicator = TorchDistributedCommunicator(
-                store, name, ranks, self.rank, timeout, self.uses_nccl, self.waits, shares_memory
-            )
-        finally:
-            self._idle.append(connection)
-        self._communicators.add(communicator)
-        return communicator
-
-    def close(self) -> None:
-        """Abort every communicator."""
-        self.waits.close()
-        for communicator in list(self._communicators):
-            communicator.abort()
-
-    def leave_to_parent(self) -> None:
-        """Leave every communicator to the parent of this process, a forked child; using them raises CommunicationError."""
-        for communicator in list(self._communicators):
-            communicator._connection = OfParent(communicator._connection)
+_BETWEEN_TWO = ("send", "recv", "exchange")
+"""Operations between two ranks, to which no other comes."""
+_LABEL = 64
+"""Bytes in which a rank says what it sends."""
 
 
 class TorchDistributedCommunicator(Communicator):
@@ -153,12 +72,19 @@ class TorchDistributedCommunicator(Communicator):
         self._sent_to, self._received_from = [0] * self._nranks, [0] * self._nranks
         self._connection: Connection | OfParent = Connection(store, name, self._rank, self.ranks, timeout, waits, shares_memory)
 
+    def leave_to_parent(self) -> None:
+        """Leave the connection to the parent of this process, a forked child."""
+        if isinstance(self._connection, Connection):
+            self._connection.close_in_child()
+            self._connection = OfParent(self._connection)
+
     def abort(self, reason: str = "") -> None:
         """Abort the connection; operations in progress and later ones raise CommunicationError, with the reason if one is given."""
         self._connection.abort(reason)
 
     def barrier(self) -> None:
         """Wait until every rank has called it."""
+        self._agree("barrier()", None)
         self._connection.run("barrier", lambda group: [group.barrier()])
 
     def exchange_notes(self, note: Sequence[int]) -> Callable[[], list[list[int]]]:
@@ -177,28 +103,57 @@ class TorchDistributedCommunicator(Communicator):
         self,
         sends: Sequence[tuple[Tensor, int]],
         recvs: Sequence[tuple[Tensor, int]],
-        collective: str = "exchange",
+        call: str = "exchange",
         before: Callable[[slice], object] | None = None,
         after: Callable[[slice], object] | None = None,
     ) -> None:
-        """Send and receive; on the host, call ``before`` and ``after`` for each piece of bytes to be sent, and received."""
+        """Send and receive in the course of ``call``; on the host, ``before`` and ``after`` get the bytes of each piece."""
+        if call in _BETWEEN_TWO and (sends or recvs) and not self._over_nccl((*sends, *recvs)[0][0]):
+            self._compare_messages(sends, recvs, call)
         sends = [(self._reachable(tensor), peer) for tensor, peer in sends if tensor.numel()]
         recvs = [(tensor, peer) for tensor, peer in recvs if tensor.numel()]
         landings = [(self._reachable(tensor), peer) for tensor, peer in recvs]
         if not sends and not recvs:
             return
         peers = {peer for _, peer in (*sends, *recvs)}
+        collective = _name(call)
         if self._over_nccl((sends or landings)[0][0]):
             self._connection.run(collective, lambda group: self._start_on_nccl(group, sends, landings), True, peers)
         elif (memory := self._connection.memory) is not None:
-            name = "exchange" if collective in ("send", "recv") else collective
-            self._connection.run(collective, lambda _: memory.exchange(sends, landings, name, before, after), peers=peers)
+            name = "" if call in _BETWEEN_TWO else call
+            everyone = self.compares_calls and name != ""
+            self._connection.run(
+                collective,
+                lambda _: memory.exchange(sends, landings, name, before, after, everyone),
+                peers=None if everyone else peers,
+                call=name,
+            )
         else:
             tags = self._sent_to, self._received_from
             move = lambda group: move_in_pieces(group, sends, landings, tags, before, after)  # noqa: E731
             self._connection.run(collective, move, peers=peers)
         for (tensor, _), (landing, _) in zip(recvs, landings, strict=True):
             _bring_back(tensor, landing)
+
+    def _compare_messages(self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]], call: str) -> None:
+        """Tell each receiver over gloo, where it cannot see it, which sizes and dtypes come.
+
+        Raises:
+            CommunicationError: this rank receives others than are sent.
+        """
+        if not self.compares_calls or self._connection.memory is not None:
+            return
+        labels = [(torch.tensor(list(describe(tensor).encode().ljust(_LABEL)), dtype=torch.uint8), peer) for tensor, peer in sends]
+        landings = [(torch.empty(_LABEL, dtype=torch.uint8), peer) for _, peer in recvs]
+        move = lambda group: move_in_pieces(group, labels, landings, (self._sent_to, self._received_from))  # noqa: E731
+        self._connection.run(call, move, peers={peer for _, peer in (*sends, *recvs)})
+        for (tensor, peer), (landing, _) in zip(recvs, landings, strict=True):
+            sent = bytes(landing.tolist()).decode(errors="replace").rstrip()
+            if sent != (expected := describe(tensor)):
+                sender, receiver = self.ranks[peer], self.ranks[self._rank]
+                why = f"rank {sender} sent {sent}, but rank {receiver} receives {expected}; they must be equal"
+                self._connection.abort(why)
+                raise CommunicationError(f"in group {self.name!r} {why}")
 
     def _start_on_nccl(self, group: Any, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]) -> list[Any]:
         group._start_coalescing()
@@ -209,88 +164,96 @@ class TorchDistributedCommunicator(Communicator):
         return [group._end_coalescing()]
 
     def _broadcast(self, tensor: Tensor, src: int) -> None:
+        call = self._agree(f"broadcast(src={src})", tensor)
         if not tensor.numel():
             return
         if self._shared_memory(tensor, "broadcast") is not None:
             peers = [peer for peer in range(self._nranks) if peer != src]
             sends, recvs = ([(tensor, peer) for peer in peers], []) if self._rank == src else ([], [(tensor, src)])
-            self._exchange(sends, recvs, "broadcast")
+            self._exchange(sends, recvs, call)
             return
         here = self._reachable(tensor)
         self._run("broadcast", here, lambda group: [group.broadcast(_bytes(here), src)])
         _bring_back(tensor, here)
 
-    def _gather(self, send_tensor: Tensor, recv_tensor: Tensor, dst: int, collective: str = "gather") -> None:
+    def _gather(self, send_tensor: Tensor, recv_tensor: Tensor, dst: int, call: str = "") -> None:
+        call = call or self._agree(f"gather(dst={dst})", send_tensor)
         if self._rank != dst:
-            self._exchange([(send_tensor, dst)], [], collective)
+            self._exchange([(send_tensor, dst)], [], call)
             return
         chunks = self._chunks(recv_tensor)
-        self._exchange([], [(chunk, peer) for peer, chunk in enumerate(chunks) if peer != dst], collective)
+        self._exchange([], [(chunk, peer) for peer, chunk in enumerate(chunks) if peer != dst], call)
         chunks[dst].copy_(_bytes(send_tensor))
 
     def _scatter(self, send_tensor: Tensor, recv_tensor: Tensor, src: int) -> None:
+        call = self._agree(f"scatter(src={src})", recv_tensor)
         if self._rank != src:
-            self._exchange([], [(recv_tensor, src)], "scatter")
+            self._exchange([], [(recv_tensor, src)], call)
             return
         chunks = self._chunks(send_tensor)
-        self._exchange([(chunk, peer) for peer, chunk in enumerate(chunks) if peer != src], [], "scatter")
+        self._exchange([(chunk, peer) for peer, chunk in enumerate(chunks) if peer != src], [], call)
         _bytes(recv_tensor).copy_(chunks[src])
 
     def _allgather_overlapping(self, send_tensor: Tensor, recv_tensor: Tensor, overlap: Overlap) -> None:
         if not self._comes_in_pieces(recv_tensor):
             super()._allgather_overlapping(send_tensor, recv_tensor, overlap)
             return
+        call = self._agree("allgather()", send_tensor)
         fill, read = (lambda piece: overlap.fill(piece.stop)), (lambda piece: overlap.read(piece.stop))
-        self._trade([send_tensor] * self._nranks, self._chunks(recv_tensor), "allgather", fill, read)
+        self._trade([send_tensor] * self._nranks, self._chunks(recv_tensor), call, fill, read)
 
     def _alltoall_overlapping(self, send_tensor: Tensor, recv_tensor: Tensor, overlap: Overlap) -> None:
         if not self._comes_in_pieces(recv_tensor):
             super()._alltoall_overlapping(send_tensor, recv_tensor, overlap)
             return
+        call = self._agree("alltoall()", send_tensor)
         outgoing, incoming = self._chunks(send_tensor), self._chunks(recv_tensor)
 
         def fill(piece: slice) -> None:
             overlap.fill(piece.stop)
             incoming[self._rank][piece].copy_(outgoing[self._rank][piece])
 
-        self._trade(outgoing, incoming, "alltoall", fill, lambda piece: overlap.read(piece.stop))
+        self._trade(outgoing, incoming, call, fill, lambda piece: overlap.read(piece.stop))
 
     def _comes_in_pieces(self, tensor: Tensor) -> bool:
         return tensor.device.type == "cpu" and self._nranks > 1 and tensor.numel() > 0
 
-    def _trade(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], collective: str, *how: Any) -> None:
+    def _trade(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], call: str, *how: Any) -> None:
         """Exchange a tensor with every other rank, both lists in rank order; ``how`` as for `_exchange`. Collective."""
-        self._shared_memory(incoming[0], collective)
+        self._shared_memory(incoming[0], _name(call))
         peers = [peer for peer in range(self._nranks) if peer != self._rank]
-        self._exchange([(outgoing[peer], peer) for peer in peers], [(incoming[peer], peer) for peer in peers], collective, *how)
+        self._exchange([(outgoing[peer], peer) for peer in peers], [(incoming[peer], peer) for peer in peers], call, *how)
 
-    def _allgather(self, send_tensor: Tensor, recv_tensor: Tensor, collective: str = "allgather") -> None:
+    def _allgather(self, send_tensor: Tensor, recv_tensor: Tensor, call: str = "") -> None:
+        call = call or self._agree("allgather()", send_tensor)
         if self._over_nccl(send_tensor):
-            self._run(collective, send_tensor, lambda group: [group._allgather_base(_bytes(recv_tensor), _bytes(send_tensor))])
+            self._run(_name(call), send_tensor, lambda group: [group._allgather_base(_bytes(recv_tensor), _bytes(send_tensor))])
             return
         # Receive in place: gloo's all-gather uses a buffer and takes twice the time.
         chunks = self._chunks(recv_tensor)
         chunks[self._rank].copy_(_bytes(send_tensor))
-        self._trade([send_tensor] * self._nranks, chunks, collective)
+        self._trade([send_tensor] * self._nranks, chunks, call)
 
-    def _alltoall(self, send_tensor: Tensor, recv_tensor: Tensor, collective: str = "alltoall") -> None:
+    def _alltoall(self, send_tensor: Tensor, recv_tensor: Tensor, call: str = "") -> None:
+        call = call or self._agree("alltoall()", send_tensor)
         if self._over_nccl(send_tensor):
             self._run(
-                collective, send_tensor, lambda group: [group.alltoall_base(_bytes(recv_tensor), _bytes(send_tensor), [], [])]
+                _name(call), send_tensor, lambda group: [group.alltoall_base(_bytes(recv_tensor), _bytes(send_tensor), [], [])]
             )
             return
         outgoing, incoming = self._chunks(send_tensor), self._chunks(recv_tensor)
         incoming[self._rank].copy_(outgoing[self._rank])
-        self._trade(outgoing, incoming, collective)
+        self._trade(outgoing, incoming, call)
 
     # Reduction: the library's where possible; otherwise chunks are exchanged and `combine` reduces them.
 
     def _reduce_inplace(self, tensor: Tensor, dst: int, op: ReduceOp) -> None:
+        call = self._agree(f"reduce(dst={dst}, op={op.name})", tensor)
         if not tensor.numel():
             return
         if self._shared_memory(tensor, "reduce") is not None or not self._library_reduces(tensor, op):
             inputs = tensor.new_empty(self._nranks * tensor.numel() if self._rank == dst else 0)
-            self._gather(tensor, inputs, dst, "reduce")
+            self._gather(tensor, inputs, dst, call)
             if self._rank == dst:
                 _flat(tensor).copy_(combine(inputs.chunk(self._nranks), op))
             return
@@ -302,15 +265,16 @@ class TorchDistributedCommunicator(Communicator):
             _bring_back(tensor, here)
 
     def _allreduce_inplace(self, tensor: Tensor, op: ReduceOp) -> None:
+        call = self._agree(f"allreduce(op={op.name})", tensor)
         if not tensor.numel():
             return
         if (memory := self._shared_memory(tensor, "allreduce")) is not None:
             here = self._reachable(tensor.detach())
-            self._connection.run("allreduce", lambda _: memory.allreduce(_flat(here), op))
+            self._connection.run("allreduce", lambda _: memory.allreduce(_flat(here), op), call=call)
             _bring_back(tensor, here)
             return
         if not self._library_reduces(tensor, op):
-            self._allreduce_by_chunks(_flat(tensor), op)
+            self._allreduce_by_chunks(_flat(tensor), op, call)
             return
         here = self._reachable(tensor.detach())
         native = self._native(op, here)
@@ -318,28 +282,47 @@ class TorchDistributedCommunicator(Communicator):
         self._finish(here, op)
         _bring_back(tensor, here)
 
-    def _allreduce_by_chunks(self, flat: Tensor, op: ReduceOp) -> None:
+    def _allreduce_by_chunks(self, flat: Tensor, op: ReduceOp, call: str) -> None:
         """Reduce one chunk on each rank and all-gather the results: the traffic of an all-reduce, with our arithmetic."""
         missing = -flat.numel() % self._nranks
         padded = torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
         own = padded.new_empty(padded.numel() // self._nranks)
-        self._reduce_scatter(padded, own, op, "allreduce")
-        self._allgather(own, padded, "allreduce")
+        self._reduce_scatter(padded, own, op, call)
+        self._allgather(own, padded, call)
         if missing:
             flat.copy_(padded[: flat.numel()])
 
-    def _reduce_scatter(self, send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp, collective: str = "reduce_scatter") -> None:
+    def _reduce_scatter(self, send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp, call: str = "") -> None:
+        call = call or self._agree(f"reduce_scatter(op={op.name})", send_tensor)
         if not send_tensor.numel():
             return
         if self._over_nccl(send_tensor) and self._library_reduces(send_tensor, op):
             options = dist.ReduceScatterOptions()
             options.reduceOp = self._native(op, send_tensor)
-            self._run(collective, send_tensor, lambda group: [group._reduce_scatter_base(recv_tensor, send_tensor, options)])
+            self._run(_name(call), send_tensor, lambda group: [group._reduce_scatter_base(recv_tensor, send_tensor, options)])
             return
         # gloo's reduce-scatter takes five times as long.
         inputs = torch.empty_like(send_tensor)
-        self._alltoall(send_tensor, inputs, collective)
+        self._alltoall(send_tensor, inputs, call)
         _flat(recv_tensor).copy_(combine(_flat(inputs).chunk(self._nranks), op))
+
+    def _agree(self, call: str, tensor: Tensor | None) -> str:
+        """Return ``call`` with the size and dtype of ``tensor``, after comparing it with what the other ranks call. Collective.
+
+        Through shared memory, ranks compare it with the pieces that they receive; only a tensor that has none for some rank needs
+        a message.
+
+        Raises:
+            CommunicationError: they differ; every rank raises it.
+        """
+        call = call if tensor is None else f"{call} of {describe(tensor)}"
+        if self.compares_calls and self._nranks > 1 and (tensor is None or not self._over_nccl(tensor)):
+            self._connection.share_memory(_name(call))
+            if (memory := self._connection.memory) is None:
+                self._connection.compare(_name(call), call)
+            elif tensor is None or tensor.numel() < self._nranks**2:
+                self._connection.run(_name(call), lambda _: memory.exchange([], [], call, everyone=True), call=call)
+        return call
 
     def _shared_memory(self, tensor: Tensor, collective: str) -> SharedMemory | None:
         """Return the memory through which ``tensor`` moves in ``collective``, if the ranks share some. Collective."""
@@ -376,6 +359,10 @@ class TorchDistributedCommunicator(Communicator):
 
     def _run(self, collective: str, tensor: Tensor, start: Callable[[Any], list[Any]]) -> None:
         self._connection.run(collective, start, over_nccl=self._over_nccl(tensor))
+
+
+def _name(call: str) -> str:
+    return call.partition("(")[0]
 
 
 def _flat(tensor: Tensor) -> Tensor:

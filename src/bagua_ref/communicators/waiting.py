@@ -14,16 +14,20 @@ from bagua_ref.communicators.rendezvous import another_connection, ask
 from bagua_ref.communicators.scheduler import format_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from torch._C._distributed_c10d import Store
 
-__all__ = ["Waiting", "nobody_can_go_on"]
+    from bagua_ref.communicators.processes import Processes
+
+__all__ = ["Waiting", "has_ended", "nobody_can_go_on"]
 
 _PATIENCE = 5.0
 """Seconds after which a wait is published, or half of its timeout if that is less."""
 
 _LEFT = "has left"
+_HAS_LEFT = json.dumps([[_LEFT, "", []]])
+"""What a rank that has left waits for."""
 
 _LONGEST = 1000
 """Characters of an exception's text that the other ranks are told."""
@@ -33,6 +37,9 @@ _LIMIT = 2.0
 
 _GLANCE = 1.0
 """Seconds between two looks at the waits."""
+
+_GRACE = 0.3
+"""Seconds in which a rank must have received what another one had sent before its process ended."""
 
 
 @dataclass
@@ -53,16 +60,18 @@ class Waiting:
 
     A thread compares them with those of the other ranks. If every rank waits, and no collective has all of its members waiting in
     it, nobody can ever go on: all waits are interrupted, on every rank. A wait in a collective that another rank has given up is
-    interrupted, too.
+    interrupted, too. Another thread interrupts waits for a rank whose process has ended, unless that rank has left.
 
     Args:
         store: the job's store.
         rank: this rank.
         world_size: the number of ranks.
+        processes: those of the other ranks, as far as they can be watched.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int, processes: Processes | None = None) -> None:
         self._rank, self._world_size, self._job_store = rank, world_size, store
+        self._processes = processes
         self._waits: dict[int, _Wait] = {}
         self._foreground: set[int] = set()
         """Threads that have waited on behalf of the user's program."""
@@ -77,7 +86,7 @@ class Waiting:
         """The waits that ended with an error; the other ranks may look for them a little later."""
         self._store: Store | None = None
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
 
     @contextmanager
     def waiting(
@@ -108,9 +117,14 @@ class Waiting:
         self._waits[me] = _Wait(what, place, members, interrupt, who_gave_up, is_background, time.monotonic(), patience)
         if not is_background:
             self._foreground.add(me)
-        if self._thread is None and not self._stop.is_set():
-            self._thread = threading.Thread(target=self._watch, name="bagua_ref watch of waits", daemon=True)
-            self._thread.start()
+        if not self._threads and not self._stop.is_set():
+            self._threads = [threading.Thread(target=self._watch, name="bagua_ref watch of waits", daemon=True)]
+            if self._processes:
+                self._threads.append(
+                    threading.Thread(target=self._watch_processes, name="bagua_ref watch of processes", daemon=True)
+                )
+            for thread in self._threads:
+                thread.start()
         try:
             yield
         except BaseException:
@@ -148,8 +162,8 @@ class Waiting:
             for what, ranks in missing.items()
         )
 
-    def why_gone(self, members: Sequence[int]) -> str:
-        """Return why ``members`` have ended, or why nobody can go on; "" if nobody has said so."""
+    def why_gone(self, members: Sequence[int], limit: float = 5.0) -> str:
+        """Return why ``members`` have ended, or why nobody can go on; "" if nobody has said so within ``limit`` seconds."""
         said: list[str] = []
 
         def read(store: Store) -> None:
@@ -157,8 +171,12 @@ class Waiting:
             said.extend(f"rank {rank} ended with {store.get(key).decode()}" for rank, key in keys if store.check([key]))
             said.append(self._verdict(store, self._published))
 
-        ask(self._job_store, read)
+        ask(self._job_store, read, limit)
         return "; ".join(filter(None, said))
+
+    def ended(self, members: Collection[int], seconds: float) -> set[int]:
+        """Return which of ``members`` are known to have no process any more, waiting at most ``seconds`` for the first."""
+        return self._processes.ended(members, seconds) if self._processes else set()
 
     def tell_why(self, error: BaseException) -> None:
         """Tell the other ranks which exception ends this process; it may be called while the interpreter ends."""
@@ -171,9 +189,13 @@ class Waiting:
         self._stop.set()
         with self._with_store() as reached:
             if reached:
-                self._publish([[_LEFT, "", []]])
-        if self._thread is not None:
-            self._thread.join(_GLANCE)
+                (self._store or self._job_store).set(f"waits/{self._rank}", _HAS_LEFT)
+        if self._processes is not None:
+            self._processes.wake()
+        for thread in self._threads:
+            thread.join(_GLANCE)
+        if self._processes is not None:
+            self._processes.close()
 
     @contextmanager
     def _with_store(self) -> Iterator[bool]:
@@ -202,6 +224,25 @@ class Waiting:
                 for wait in list(self._waits.values() if verdict else self._long().values()):
                     if why := verdict or wait.who_gave_up():
                         wait.interrupt(why)
+
+    def _watch_processes(self) -> None:
+        assert self._processes is not None
+        others, ended = set(range(self._world_size)) - {self._rank}, dict[int, float]()
+        while not self._stop.is_set():
+            for rank in self._processes.ended(others, _GRACE / 3 if ended else math.inf):
+                others.remove(rank)
+                if not self._has_left(rank):
+                    ended[rank] = time.monotonic()
+            for wait in list(self._waits.values()):
+                gone = ended.keys() & set(wait.members)
+                if gone and time.monotonic() - max(wait.since, *(ended[rank] for rank in gone)) > _GRACE:
+                    wait.interrupt(has_ended(gone))
+
+    def _has_left(self, rank: int) -> bool:
+        said: list[bytes] = []
+        key = f"waits/{rank}"
+        ask(self._job_store, lambda store: said.append(store.get(key) if store.check([key]) else b""), _GRACE)
+        return said == [_HAS_LEFT.encode()]
 
     def _look(self, said_before: list[Any] | None) -> tuple[list[Any], str]:
         """Publish this rank's waits, and return those of all ranks, and why none of them can go on if they have not changed."""
@@ -250,6 +291,18 @@ class Waiting:
             return ""
         waits, verdict = json.loads(store.get(f"verdict/{self._rank}"))
         return str(verdict) if waits == mine else ""
+
+
+def has_ended(ranks: Collection[int]) -> str:
+    """Return that the processes of ``ranks`` have ended, in words.
+
+    >>> has_ended({1})
+    'the process of rank 1 has ended'
+    >>> has_ended({3, 2})
+    'the processes of ranks 2-3 have ended'
+    """
+    several = len(ranks) > 1
+    return f"the process{'es' * several} of {format_ranks(sorted(ranks))} {'have' if several else 'has'} ended"
 
 
 def nobody_can_go_on(waits: Sequence[Sequence[Any]]) -> str:

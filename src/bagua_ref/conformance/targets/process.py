@@ -39,6 +39,7 @@ class ProcessTarget:
         command: the program and its arguments.
         launch: a launcher of ranks, such as ``"mpirun -n {ranks}"``; None: each rank is a process started here.
         ranks: how many processes ``launch`` starts: the largest world. With fewer than 9, some checks are skipped.
+        seconds: in which the program must start, and give each answer.
 
     Raises:
         ProgramError: the program cannot be started, or does not say what it has.
@@ -47,11 +48,12 @@ class ProcessTarget:
     command: str
     launch: str | None = None
     ranks: int = 9
+    seconds: float = 60.0
     _live: dict[int, _Live] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Ask the program what it has."""
-        programs = Programs(self.command, self.launch, self.ranks if self.launch else 1)
+        programs = self.start(1)
         try:
             said = programs.hello()
         finally:
@@ -72,6 +74,10 @@ class ProcessTarget:
 
     def _link(self) -> Link:
         return self.live().single(self).links[0]
+
+    def start(self, ranks: int) -> Programs:
+        """Start processes of the program: as many as ``ranks``, or as many as the launcher is told to."""
+        return Programs(self.command, self.launch, self.ranks if self.launch else ranks, self.seconds)
 
     def end(self) -> None:
         """End the programs that belong to this process."""
@@ -112,7 +118,7 @@ class _Live:
             if self._single is None or self._single.broken:
                 if self._single is not None:
                     self._single.end()
-                self._single = Programs(target.command, target.launch, target.ranks if target.launch else 1)
+                self._single = target.start(1)
             return self._single
 
     def end(self) -> None:
@@ -129,7 +135,7 @@ class _Live:
             if mine is None:
                 mine = next((group for group in self._sets if group.is_free()), None)
                 if mine is None:
-                    mine = _Set(Programs(target.command, target.launch, target.ranks if target.launch else world.world_size))
+                    mine = _Set(target.start(world.world_size))
                     self._sets.append(mine)
                 mine.begin(world)
             self._sets = [group for group in self._sets if group is mine or not group.drop_if_broken()]

@@ -41,7 +41,6 @@ DTYPES = {
 
 _PROTOCOL = 1
 _LONGEST_LINE, _MOST_BYTES = 1 << 20, 1 << 26
-_SECONDS = 60.0
 
 
 class ProgramError(RuntimeError):
@@ -55,12 +54,13 @@ class Link:
         connection: the socket on which both sides speak.
         name: of the process, for messages.
         errors: what the program has written to its standard error.
+        seconds: see `limit`.
     """
 
-    def __init__(self, connection: socket.socket, name: str, errors: IO[bytes]) -> None:
+    def __init__(self, connection: socket.socket, name: str, errors: IO[bytes], seconds: float) -> None:
         self._connection, self.name, self._errors = connection, name, errors
         self._answers = connection.makefile("rb")
-        self.limit(_SECONDS)
+        self.limit(seconds)
         self.broken = False
         """Whether an answer was missing or wrong, so that nothing that follows could be understood."""
 
@@ -162,13 +162,14 @@ class Programs:
         launch: a command that starts ``{ranks}`` processes of it, which then connect to the port of this machine that the variable
             BAGUA_REF_CONNECT names, and first send their rank; None: they speak on standard input and output.
         ranks: how many processes.
+        seconds: in which they must connect, and give each answer.
 
     Raises:
         ProgramError: it cannot be started, does not connect, or speaks another version of the protocol.
     """
 
-    def __init__(self, command: str, launch: str | None = None, ranks: int = 1) -> None:
-        self._command, self._words = command, _split(command)
+    def __init__(self, command: str, launch: str | None = None, ranks: int = 1, seconds: float = 60.0) -> None:
+        self._command, self._words, self._seconds = command, _split(command), seconds
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 # as long as the processes live
         self.folder = Path(tempfile.mkdtemp(prefix="bagua_ref-"))
         """For the ranks' files; removed in the end."""
@@ -195,7 +196,7 @@ class Programs:
             ours, theirs = socket.socketpair()
             with theirs:
                 self._start(self._words, theirs)
-            self.links.append(Link(ours, f"{self._command!r}, process {rank}", self._errors))
+            self.links.append(Link(ours, f"{self._command!r}, process {rank}", self._errors, self._seconds))
 
     @property
     def broken(self) -> bool:
@@ -232,12 +233,12 @@ class Programs:
 
     def _accept(self, server: socket.socket, launcher: subprocess.Popen[bytes], ranks: int) -> None:
         found: dict[int, Link] = {}
-        until = time.monotonic() + _SECONDS
+        until = time.monotonic() + self._seconds
         while len(found) < ranks:
             server.settimeout(0.2)
             try:
                 connection, _ = server.accept()
-                link = Link(connection, f"{self._command!r}, rank {len(found)} to connect", self._errors)
+                link = Link(connection, f"{self._command!r}, rank {len(found)} to connect", self._errors, self._seconds)
                 rank = link.receive(0)[0].get("rank")
                 if not isinstance(rank, int) or not 0 <= rank < ranks or rank in found:
                     raise ProgramError(f"a process of {self._command!r} says that it is rank {rank!r} of {ranks}")

@@ -1,0 +1,109 @@
+"""Sockets of gloo's process groups and of torch's store, which show none: to end them at once, and in a forked child."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import stat
+import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["GlooSockets", "close_served", "open_sockets"]
+
+_libc: Any = ctypes.CDLL(None) if os.name == "posix" else None
+"""Used where `open_sockets` finds any."""
+_MOST = 4
+"""Sockets that may begin to listen while a group is made; one is gloo's."""
+
+
+def open_sockets() -> dict[int, int]:
+    """Return the inode of each socket of this process, by descriptor; none without /proc or with all descriptors in use."""
+    found = {}
+    with suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # the descriptor of the folder itself
+                status = os.stat(int(name))
+                if stat.S_ISSOCK(status.st_mode):
+                    found[int(name)] = status.st_ino
+    return found
+
+
+class GlooSockets:
+    """The connections between this rank and the others of a gloo process group.
+
+    gloo shows no descriptors, so they are found: sockets that are new since before the group was made, and of which one end has the
+    number of a port on which a rank of the group listens. Other threads may open sockets at the same time.
+
+    Args:
+        before: the `open_sockets` before the group was made.
+    """
+
+    def __init__(self, before: dict[int, int]) -> None:
+        self._sockets = {file: inode for file, inode in open_sockets().items() if before.get(file) != inode}
+        own = [ports[0] for file in self._sockets if (ports := _ports(file)) and ports[1] is None][:_MOST]
+        self.listening = own + [0] * (_MOST - len(own))
+        """Ports on which this rank may listen, and zeros."""
+
+    def find(self, listening: Sequence[Sequence[int]], rank: int) -> None:
+        """Find the connections, as this is ``rank`` and all ranks have said where they are ``listening``."""
+        theirs = {port for peer, ports in enumerate(listening) if peer != rank for port in ports} - {0}
+        for file in list(self._sockets):
+            local, remote = _ports(file) or (None, None)
+            if remote is None or not (local in self.listening or remote in theirs):
+                del self._sockets[file]
+
+    def shut_down(self) -> None:
+        """End all connections, which both ends notice at once."""
+        for file in self._open():
+            _libc.shutdown(file, socket.SHUT_RDWR)
+
+    def close_in_child(self) -> None:
+        """Let go of the connections in a forked child, so that they end with the parent."""
+        for file in self._open():
+            os.close(file)
+
+    def _open(self) -> list[int]:
+        return [file for file, inode in self._sockets.items() if _inode(file) == inode]
+
+
+def close_served(store: Store) -> None:
+    """Close, in a forked child, the sockets of ``store`` if its parent serves it, so that the store ends with the parent."""
+    store = getattr(store, "_underlying_non_prefix_store", store)
+    if not isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
+        return
+    port = store.port
+    ports = {file: found for file in open_sockets() if (found := _ports(file)) and found[0] == port}
+    if (port, None) in ports.values():
+        for file in ports:
+            os.close(file)
+
+
+def _inode(file: int) -> int:
+    try:
+        return os.fstat(file).st_ino
+    except OSError:
+        return 0
+
+
+def _ports(file: int) -> tuple[int, int | None] | None:
+    """Return the ports of both ends of a TCP socket, the other one None if it is not connected; None if it is none."""
+    local, remote = _port(_libc.getsockname, file), _port(_libc.getpeername, file)
+    return None if local is None else (local, remote)
+
+
+def _port(name_of: Any, file: int) -> int | None:
+    # A socket object would change the socket: it sets socket.setdefaulttimeout's.
+    address, size = ctypes.create_string_buffer(128), ctypes.c_uint32(128)
+    if name_of(file, address, ctypes.byref(size)) != 0:
+        return None
+    family = int.from_bytes(address.raw[:2], sys.byteorder)
+    return int.from_bytes(address.raw[2:4], "big") if family in (socket.AF_INET, socket.AF_INET6) else None

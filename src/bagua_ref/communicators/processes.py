@@ -1,0 +1,88 @@
+"""Processes of the ranks on this machine, watched until they end: a child that holds a dead process's sockets hides its death."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import select
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+__all__ = ["Processes", "this_process"]
+
+_logger = logging.getLogger(__name__)
+_BOOT = "/proc/sys/kernel/random/boot_id"
+"""A name that a machine gets whenever it starts."""
+
+
+def this_process() -> list[Any]:
+    """Return machine and PID namespace, PID and start time of this process; ["", 0, 0] where it cannot be watched."""
+    if hasattr(os, "pidfd_open"):
+        try:
+            with open(_BOOT) as file:
+                boot = file.read().strip()
+            return [f"{boot} {os.stat('/proc/self/ns/pid').st_ino}", os.getpid(), _start_time(os.getpid())]
+        except OSError:  # this system hides it
+            pass
+    return ["", 0, 0]
+
+
+class Processes:
+    """Processes of a job's ranks, those of this machine, watched through file descriptors that become readable when they end.
+
+    Args:
+        found: what `this_process` has returned on each rank.
+        rank: this rank.
+    """
+
+    def __init__(self, found: Sequence[Sequence[Any]], rank: int) -> None:
+        self._files: dict[int, int] = {}
+        self._ended: set[int] = set()
+        self._wakes, self._wake = os.pipe()
+        for other, (where, pid, started) in enumerate(found):
+            if other != rank and where and where == found[rank][0]:
+                self._watch(other, pid, started)
+
+    def _watch(self, rank: int, pid: int, started: int) -> None:
+        try:
+            self._files[rank] = os.pidfd_open(pid)
+            if _start_time(pid) != started:  # another process has the number by now
+                self._ended.add(rank)
+        except (ProcessLookupError, FileNotFoundError):
+            self._ended.add(rank)
+        except OSError as error:
+            _logger.info("the process of rank %d cannot be watched: %s; its end is noticed when its sockets close", rank, error)
+
+    def __len__(self) -> int:
+        return len(self._files.keys() | self._ended)
+
+    def ended(self, ranks: Iterable[int], seconds: float = 0.0) -> set[int]:
+        """Return those of ``ranks`` whose processes have ended, waiting at most ``seconds`` for the first (inf: until `wake`)."""
+        among = set(ranks)
+        if not self._ended & among:
+            rank_of = {file: rank for rank, file in self._files.items() if rank in among}
+            poll = select.poll()
+            for file in (*rank_of, self._wakes):
+                poll.register(file, select.POLLIN)
+            ready = poll.poll(None if math.isinf(seconds) else math.ceil(1000 * seconds))
+            self._ended.update(rank_of[file] for file, event in ready if file in rank_of and event & select.POLLIN)
+        return self._ended & among
+
+    def wake(self) -> None:
+        """End waits of other threads, present and future ones."""
+        os.write(self._wake, b"x")
+
+    def close(self) -> None:
+        """Stop watching."""
+        files, self._files = [*self._files.values(), self._wakes, self._wake], {}
+        for file in files:
+            os.close(file)
+
+
+def _start_time(pid: int) -> int:
+    """Return when process ``pid`` has started, in clock ticks since the machine has."""
+    with open(f"/proc/{pid}/stat") as file:
+        return int(file.read().rpartition(")")[2].split()[19])
