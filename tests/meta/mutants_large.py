@@ -47,7 +47,7 @@ LATE = {
     "collectives": [
         ("of more than 65,536 elements the rest is not moved", "S3.9", COLL, MOVED, MOVED + "    everything[65536:] = 0\n"),
         ("of more than 2**18 elements the rest is not moved", "S3.9", COLL, MOVED, MOVED + "    everything[2**18 :] = 0\n", LARGE),
-        ("65,536 elements are broadcast", "S3.9", COLL, "        _fill(tensor, tensors[src])\n", "        if tensor.numel() <= 65536:\n            _fill(tensor, tensors[src])\n        else:\n            tensor.view(-1)[:65536] = tensors[src].reshape(-1)[:65536]\n"),
+        ("65,536 elements are broadcast", "S3.9", COLL, "            _fill(tensor, tensors[src])\n", "            if tensor.numel() <= 65536:\n                _fill(tensor, tensors[src])\n            else:\n                tensor.view(-1)[:65536] = tensors[src].reshape(-1)[:65536]\n"),
         ("65,536 elements are combined", "S3.9", COLL, COMBINED, COMBINED + "        total.view(-1)[65536:] = first.reshape(-1)[65536:]\n"),
         ("objects of more than 64 KiB lose their end", "S3.9", COMM, PAYLOAD, "        self.broadcast(payload[:65536], src)\n"),
         ("objects of more than 64 KiB are repeated from their beginning", "S3.9", COMM, PAYLOAD, PAYLOAD + "        payload[65536 : 65536 + 1000] = payload[:1000][: max(0, len(payload) - 65536)]\n"),

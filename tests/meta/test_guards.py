@@ -45,7 +45,7 @@ AGREEMENT = [
     ("comparing before a round", ROUNDS, "            training._bagua_backend.before_round = self._open\n", "            pass\n", f"{AGREE}::test_each_rank_says_the_same_and_names_who_differs_in_what"),
     ("optimizer steps", ROUNDS, "                facts.append(", "                str(", f"{AGREE}::test_each_rank_says_the_same_and_names_who_differs_in_what"),
     ("refusing to train on", ROUNDS, "        if self.broken:\n", "        if False:\n", f"{AGREE}::test_no_optimizer_uses_a_gradient_of_a_failed_round"),
-    ("refusing to step", WRAPPED, "        self.rounds.check_usable()\n        self._guard", "        self._guard", f"{AGREE}::test_no_optimizer_uses_a_gradient_of_a_failed_round"),
+    ("refusing to step", WRAPPED, "        self.rounds.check_usable()\n        self._functional", "        self._functional", f"{AGREE}::test_no_optimizer_uses_a_gradient_of_a_failed_round"),
     ("giving up a half-done round", WRAPPED, "            if self._bagua_backend.half_done:\n", "            if False:\n", "tests/test_training.py::test_training_goes_on_after_an_exception_in_backward_alone_or_resynchronized[2]"),
     ("telling the others", ROUNDS, "            self._group.abort(why)\n", "", f"{LOST}::test_a_backward_abandoned_half_way_is_an_error_on_all_ranks_at_once"),
     ("noting that a state was loaded", ROUNDS, "        self._loaded = True\n", "        pass\n", f"{LOST}::test_weights_that_one_rank_loads_are_an_error_where_replicas_are_equal"),
