@@ -1,4 +1,4 @@
-"""Mutation runner: ``python tests/meta/mutate.py`` changes one statement at a time and runs the tests that execute it.
+"""Mutation runner: ``python -m tests.meta.mutate`` changes one statement at a time and runs the tests that execute it.
 
 The first run traces which test executes which line, child processes included; this takes minutes. Each mutant is then planted in a
 copy of this checkout and its tests run, quickest first, up to the first failure. A surviving mutant is a line that no test checks:
@@ -29,6 +29,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.meta import edit
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src/bagua_ref"
 LOG = Path(__file__).with_name("mutation_run.json")
@@ -53,9 +55,9 @@ BUDGET, LONGEST = 10.0, 3.0
 """Time limits for a mutant's tests, in seconds under the slow tracer: for all together, and for each where there is a choice."""
 
 SWAPS = {
-    ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
-    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And,
-    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv,
+    "==": "!=", "!=": "==", "<": "<=", "<=": "<", ">": ">=", ">=": ">", "is": "is not", "is not": "is",
+    "in": "not in", "not in": "in",
+    "and": "or", "or": "and", "+": "-", "-": "+", "*": "/", "/": "*", "//": "*", "%": "//",
 }  # fmt: skip
 WORDING = ("__repr__", "describe")
 """Functions that only produce text."""
@@ -63,33 +65,35 @@ WORDING = ("__repr__", "describe")
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change of the source; ``nth`` distinguishes equal changes in one function."""
+    """One change, as `tests.meta.edit` names it."""
 
     room: str
-    file: str
     where: str
     function: tuple[int, int]
     lines: tuple[int, int]
     operator: str
-    before: str
-    after: str
-    nth: int
+    part: str
+    new: str
 
     @property
     def id(self) -> str:
-        """An identifier that stays the same as long as the function still contains the changed text."""
-        return hashlib.sha1(repr((self.file, self.where, self.before, self.after, self.nth)).encode()).hexdigest()[:8]
+        return f"{self.where} | {self.part} | {self.new}"
+
+    @property
+    def file(self) -> str:
+        return f"{self.where.partition(':')[0]}.py"
 
 
 def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST, str]]:
-    """Yield the possible changes of ``node`` itself: the operator, the part to replace and its new text."""
+    """Yield the possible changes of ``node`` itself: the operator, the part to replace and its replacement."""
     match node:
-        case ast.Compare(ops=[op]) if type(op) in SWAPS:
-            yield "comparison", node, ast.unparse(ast.Compare(node.left, [SWAPS[type(op)]()], node.comparators))
+        case ast.Compare(ops=[op]) if (symbol := edit.SYMBOLS[type(op).__name__]) in SWAPS:
+            yield "comparison", node, f"$1 {SWAPS[symbol]} $2"
         case ast.BoolOp(op=op):
-            yield "and/or", node, ast.unparse(ast.BoolOp(SWAPS[type(op)](), node.values))
-        case ast.BinOp(op=op) if type(op) in SWAPS:
-            yield "arithmetic", node, ast.unparse(ast.BinOp(node.left, SWAPS[type(op)](), node.right))
+            other = SWAPS[type(op).__name__.lower()]
+            yield "and/or", node, f" {other} ".join(f"${place}" for place in range(1, len(node.values) + 1))
+        case ast.BinOp(op=op) if (symbol := edit.SYMBOLS[type(op).__name__]) in SWAPS:
+            yield "arithmetic", node, f"$1 {SWAPS[symbol]} $2"
         case ast.Constant(value=bool()):
             yield "constant", node, repr(not node.value)
         case ast.Constant(value=int() | float()):
@@ -97,16 +101,15 @@ def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST, str]]:
         case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test) | ast.comprehension(ifs=[test]) if not negated_by_swap(
             test
         ):
-            yield "condition", test, f"not {ast.unparse(test)}" if isinstance(test, ast.Name) else f"not ({ast.unparse(test)})"
+            yield "condition", test, "not $"
         case ast.Expr(value=ast.Call()) | ast.Raise() | ast.Delete() | ast.Break() | ast.Continue():
-            yield "dropped", node, "pass"
+            yield "dropped", node, ""
         case ast.Assign(targets=[ast.Attribute() | ast.Subscript()]) | ast.AugAssign():
-            yield "dropped", node, "pass"
+            yield "dropped", node, ""
         case ast.Return(value=ast.expr() as value) if not (isinstance(value, ast.Constant) and value.value is None):
             yield "result", node, "return None"
         case ast.With(items=[ast.withitem(optional_vars=None, context_expr=manager)]):
-            end = {"end_lineno": manager.end_lineno, "end_col_offset": manager.end_col_offset}
-            yield "with", ast.Pass(lineno=node.lineno, col_offset=node.col_offset, **end), "if True"
+            yield "with", manager, "__import__('contextlib').nullcontext()"
 
 
 def negated_by_swap(test: ast.expr) -> bool:
@@ -129,31 +132,23 @@ def mutable(node: ast.AST, where: str = "", function: Any = None, statement: Any
         yield from mutable(child, where, function, statement)
 
 
-def mutants_of(file: Path, room: str) -> Iterator[tuple[Mutant, bytes]]:
-    """Yield every mutant of ``file``, with the file's text."""
-    lines = file.read_bytes().splitlines(keepends=True)  # ast counts columns in bytes
-    seen: Counter[tuple[str, ...]] = Counter()
-    for where, function, statement, node in mutable(ast.parse(b"".join(lines))):
+def mutants_of(file: Path, room: str) -> Iterator[Mutant]:
+    """Yield every mutant of ``file``."""
+    module = str(file.relative_to(PACKAGE).with_suffix(""))
+    for name, function, statement, node in mutable(edit.tree_of(module)):
         for operator, part, new in changes(node):
             first, last = part.lineno, part.end_lineno
-            new = f"({new})" if isinstance(part, ast.expr) and not isinstance(part, ast.Constant) else new
-            changed = lines[first - 1][: part.col_offset] + new.encode() + lines[last - 1][part.end_col_offset :]
-            text = b"".join((*lines[: first - 1], changed, *lines[last:]))
-            before, after = b"".join(lines[first - 1 : last]).decode().strip(), changed.decode().strip()
-            if not isinstance(
-                statement, (ast.If, ast.While, ast.For, ast.With, ast.Try)
-            ):  # a statement with a body spans more than its own lines
+            # A statement with a body spans more than its own lines.
+            if not isinstance(statement, (ast.If, ast.While, ast.For, ast.With, ast.Try)):
                 first, last = statement.lineno, statement.end_lineno
-            key = where, before, after
-            name, whole = str(file.relative_to(PACKAGE)), (function.lineno + 1, function.end_lineno)
-            yield Mutant(room, name, where, whole, (first, last), operator, before, after, seen[key]), text
-            seen[key] += 1
+            lines, whole = (first, last), (function.lineno + 1, function.end_lineno)
+            yield Mutant(room, f"{module}:{name}", whole, lines, operator, edit.name_of(function, part), new)
 
 
-def all_mutants(room: str) -> dict[str, tuple[Mutant, bytes]]:
+def all_mutants(room: str) -> dict[str, Mutant]:
     """Return the mutants of a room, a file or a folder of the package, by id."""
     files = [PACKAGE / f"{room}.py"] if (PACKAGE / f"{room}.py").exists() else sorted((PACKAGE / room).rglob("*.py"))
-    return {mutant.id: (mutant, text) for file in files for mutant, text in mutants_of(file, room)}
+    return {mutant.id: mutant for file in files for mutant in mutants_of(file, room)}
 
 
 @contextmanager
@@ -231,23 +226,32 @@ def tests_for(mutant: Mutant, traced: dict[str, Any]) -> list[str]:
     return chosen
 
 
-def plant(file: Path, text: bytes) -> None:
-    file.write_bytes(text)
+def write(file: Path, text: str) -> None:
+    file.write_text(text, encoding="utf-8")
     for compiled in file.parent.glob(f"__pycache__/{file.stem}.*"):
         compiled.unlink()  # Python would reuse the old bytecode if both texts have the same size and came in the same second
 
 
-def run_mutant(copy: Path, mutant: Mutant, text: bytes, tests: list[str], limit: float = LIMIT) -> tuple[str, str]:
+@contextmanager
+def planted_in(copy: Path, where: str, *changes: str) -> Iterator[None]:
+    """Plant a fault in ``copy``, as `tests.meta.edit` names it."""
+    file = copy / edit.path_of(where).relative_to(ROOT)
+    original, changed = file.read_text(encoding="utf-8"), edit.planted(where, *changes)
+    try:
+        write(file, changed)
+        yield
+    finally:
+        write(file, original)
+
+
+def run_mutant(copy: Path, mutant: Mutant, tests: list[str], limit: float = LIMIT) -> tuple[str, str]:
     """Return "killed", "timeout", "survived" or "not covered", and the test that killed the mutant.
 
     A kill counts only if the test also fails alone, as tests can time out on a busy machine.
     """
     if not tests:
         return "not covered", ""
-    file = copy / "src/bagua_ref" / mutant.file
-    original = file.read_bytes()
-    try:
-        plant(file, text)
+    with planted_in(copy, mutant.where, mutant.part, mutant.new):
         while tests:
             code, output = run_pytest(copy, ["-x", f"--session-timeout={limit}", "--timeout=10", *tests], limit + 30)
             if code == 4:
@@ -262,8 +266,6 @@ def run_mutant(copy: Path, mutant: Mutant, text: bytes, tests: list[str], limit:
                 return "killed", by
             tests = tests[tests.index(by) + 1 :]
         return "survived", ""
-    finally:
-        plant(file, original)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -279,11 +281,6 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def describe(mutant: Mutant) -> str:
-    before, after = (" ".join(text.split()) for text in (mutant.before, mutant.after))
-    return f"{mutant.file}:{mutant.lines[0]} {mutant.where}: {before} -> {after}"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=200, help="mutants, divided evenly over the rooms")
@@ -295,9 +292,8 @@ def main() -> None:
     arguments = parser.parse_args()
     with copy_of_checkout() as copy:
         if arguments.only:
-            mutant, text = next(found[arguments.only] for room in ROOMS if arguments.only in (found := all_mutants(room)))
-            print(describe(mutant))
-            print(*run_mutant(copy, mutant, text, arguments.tests or tests_for(mutant, trace(copy)), limit=120))
+            mutant = next(found[arguments.only] for room in ROOMS if arguments.only in (found := all_mutants(room)))
+            print(*run_mutant(copy, mutant, arguments.tests or tests_for(mutant, trace(copy)), limit=120))
             return
         traced = trace(copy)
         import torch
@@ -312,9 +308,9 @@ def main() -> None:
         head = {"date": str(datetime.date.today()), "seed": arguments.seed}
         head |= {"torch": torch.__version__, "python": platform.python_version()}
         start = time.monotonic()
-        for place, (mutant, text) in enumerate(todo, 1):
+        for place, mutant in enumerate(todo, 1):
             tests = tests_for(mutant, traced)
-            outcome, by = run_mutant(copy, mutant, text, tests)
+            outcome, by = run_mutant(copy, mutant, tests)
             row = {
                 "id": mutant.id,
                 **asdict(mutant),
@@ -327,7 +323,7 @@ def main() -> None:
             rows = sorted([*rows, row], key=lambda row: ROOMS.index(row["room"]))
             arguments.log.write_text(json.dumps({**head, "mutants": rows}, indent=1) + "\n")
             left = (time.monotonic() - start) / place * (len(todo) - place) / 60
-            print(f"{place}/{len(todo)}, {left:.0f} min left: {outcome:11} {mutant.id} {describe(mutant)} {by}", flush=True)
+            print(f"{place}/{len(todo)}, {left:.0f} min left: {outcome:11} {mutant.id} {by}", flush=True)
         print(table(rows))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -10,30 +9,28 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.meta.planted import FAULTS
 
 from bagua_ref.conformance.suites.checks import all_checks
 
 ROOT = Path(__file__).parents[2]
-MUTANTS = ROOT / "tests" / "meta" / "mutants.py"
 SEED = 0 if "CI" in os.environ else int.from_bytes(os.urandom(4), "big")  # CI must give the same result every time
-
-
-def load(path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def mutants():
-    return load(MUTANTS).MUTANTS
 
 
 @pytest.mark.parametrize("suite", sorted({check.suite for check in all_checks().values()}))
 def test_every_planted_fault_is_found_with_any_seed(suite, tmp_path):
-    command = [sys.executable, str(MUTANTS), "--suite", suite, "--seed", str(SEED), "--json", str(tmp_path / "kills.json")]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    command = [
+        sys.executable,
+        "-m",
+        "tests.meta.mutants",
+        "--suite",
+        suite,
+        "--seed",
+        str(SEED),
+        "--json",
+        str(tmp_path / "kills.json"),
+    ]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=ROOT)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     kills = json.loads((tmp_path / "kills.json").read_text())
     assert len(kills) >= 8
@@ -41,10 +38,10 @@ def test_every_planted_fault_is_found_with_any_seed(suite, tmp_path):
 
 
 def test_every_clause_that_a_suite_covers_has_a_mutant():
-    planted = {(mutant.suite, mutant.clause) for mutant in mutants()}
+    planted = {(mutant.suite, mutant.clause) for mutant in FAULTS}
     assert planted == {(check.suite, check.clause) for check in all_checks().values()}
 
 
 def test_no_two_mutants_share_a_name():
-    names = [mutant.name for mutant in mutants()]
+    names = [mutant.name for mutant in FAULTS]
     assert len(set(names)) == len(names)

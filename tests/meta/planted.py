@@ -1,0 +1,49 @@
+"""The table of planted faults, `planted.jsonl`: a fault a line, as `tests.meta.edit` names it, and what must find it.
+
+A line has ``name``, ``where`` and ``edit`` (parts and replacements in turn), and either ``suite`` and ``clause``, whose checks must
+find it in the profile "quick" or the one that it names, or ``test``, which must fail.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+TABLE = Path(__file__).with_suffix(".jsonl")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault that the checks of a clause must find.
+
+    Attributes:
+        name: what is wrong.
+        where: the module and function.
+        edit: parts and replacements in turn.
+        suite: the checks that must find it.
+        clause: the clause that it breaks.
+        profile: of the checks that must find it.
+    """
+
+    name: str
+    where: str
+    edit: list[str]
+    suite: str
+    clause: str
+    profile: str = "quick"
+
+
+@dataclass(frozen=True)
+class Guard:
+    """A guard without which ``test`` must fail."""
+
+    name: str
+    where: str
+    edit: list[str]
+    test: str
+
+
+ROWS = [json.loads(line) for line in TABLE.read_text(encoding="utf-8").splitlines()]
+FAULTS = [Fault(**row) for row in ROWS if "suite" in row]
+GUARDS = [Guard(**row) for row in ROWS if "test" in row]
