@@ -20,7 +20,7 @@ from torch import nn
 
 import bagua_ref
 from bagua_ref.algorithms import AsyncModelAverageAlgorithm, GradientAllReduceAlgorithm
-from bagua_ref.algorithms.async_model_average import TRANSITIONS, State
+from bagua_ref.algorithms.async_rounds import TRANSITIONS, State
 from bagua_ref.bucket import BaguaBucket
 from bagua_ref.conformance import SUM, assert_equal
 from bagua_ref.errors import CommunicationError

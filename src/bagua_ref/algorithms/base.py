@@ -1,4 +1,4 @@
-"""The interface of algorithms and the registry of their names (S5, S5.7)."""
+"""The interface of algorithms (S5)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import inspect
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
+from bagua_ref.algorithms.registry import GlobalAlgorithmRegistry
 from bagua_ref.algorithms.saved_counters import check_saved_counters
 from bagua_ref.bucket import BaguaBucket
 from bagua_ref.tensor import BaguaTensor, with_aligned_grad
@@ -360,50 +361,6 @@ class Algorithm:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
-
-
-class _AlgorithmRegistry(dict):  # type: ignore[type-arg]
-    """Algorithms by name."""
-
-    def register(self, name: str, algorithm: Callable[..., Algorithm], description: str | None = None) -> None:
-        """Let ``Algorithm.init(name, **kwargs)`` call ``algorithm(**kwargs)``.
-
-        Raises:
-            ValueError: the name is taken by another algorithm.
-            TypeError: ``name`` is no string, or ``algorithm`` cannot be called.
-        """
-        if not isinstance(name, str):
-            raise TypeError(f"name={name!r} must be a string")
-        if not callable(algorithm):
-            raise TypeError(f"algorithm={algorithm!r} must be an Algorithm class, or a function that returns an Algorithm")
-        if name in self and self[name][0] is not algorithm:
-            raise ValueError(f"name={name!r} is already registered for {self[name][0]!r}; choose another")
-        self[name] = (algorithm, description or (algorithm.__doc__ or "").partition("\n")[0])
-
-    def get(self, name: str) -> Callable[..., Algorithm]:  # type: ignore[override]
-        """Return the algorithm that is registered as ``name``.
-
-        Raises:
-            ValueError: there is none.
-        """
-        if name not in self:
-            raise ValueError(f"name={name!r} is not a registered algorithm; there are {', '.join(map(repr, sorted(self)))}")
-        found: Callable[..., Algorithm] = self[name][0]
-        return found
-
-    def name_of(self, algorithm: Algorithm) -> str:
-        """Return the name of the algorithm's class, or the class's own if it is not registered."""
-        return next((name for name, (known, _) in self.items() if known is type(algorithm)), type(algorithm).__name__)
-
-    def available_algorithms(self) -> list[str]:
-        """Return the registered names."""
-        return list(self)
-
-    def __str__(self) -> str:
-        return "\n".join(f"{name}: {description}" for name, (_, description) in self.items())
-
-
-GlobalAlgorithmRegistry = _AlgorithmRegistry()
 
 
 def _set_grad(parameter: Tensor, grad: Tensor) -> None:

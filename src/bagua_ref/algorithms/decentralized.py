@@ -1,4 +1,4 @@
-"""Decentralized algorithms: weights are averaged with all ranks, along a graph (S5.3, S13), or on a ring in 8 bits (S5.4)."""
+"""Decentralized averaging of weights with all ranks, or along a graph (S5.3, S13)."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Any
 from bagua_ref.agreement import Fact
 from bagua_ref.algorithms.base import Algorithm
 from bagua_ref.algorithms.graph_guard import GraphGuard, weights_averaged
-from bagua_ref.algorithms.weight_averaging import WeightAveragingImpl, bagua_tensor, check_interval, register_weights
-from bagua_ref.comm_ops.low_precision_decentralized import trade_with_neighbours
-from bagua_ref.compression import check_compression
+from bagua_ref.algorithms.low_precision_decentralized import (
+    LowPrecisionDecentralizedAlgorithm,
+    LowPrecisionDecentralizedAlgorithmImpl,
+)
+from bagua_ref.algorithms.weight_averaging import WeightAveragingImpl, bagua_tensor, check_count, check_interval, register_weights
 from bagua_ref.graphs import check_mode
 from bagua_ref.memory import by_dtype_and_device
-from bagua_ref.tensor import registration
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
     from torch import Tensor
@@ -147,7 +148,7 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise ValueError unless `load_state_dict` can load ``state``."""
         super().check_state(state)
-        _check_count("averaging_steps", state["averaging_steps"], self.context.bagua_buckets)
+        check_count("averaging_steps", state["averaging_steps"], self.context.bagua_buckets)
 
     def load_counters(self, state: dict[str, Any]) -> None:
         """Continue from the numbers that `counters` returned."""
@@ -203,217 +204,3 @@ class DecentralizedAlgorithm(Algorithm):
     def reify(self, process_group: Group) -> DecentralizedAlgorithmImpl:
         """Return the implementation for one module."""
         return DecentralizedAlgorithmImpl(process_group, self.hierarchical, self.peer_selection_mode, self.communication_interval)
-
-
-class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
-    """`LowPrecisionDecentralizedAlgorithm` at work on one module."""
-
-    rank_state = frozenset({"ring", "replicas"})
-
-    def __init__(
-        self,
-        process_group: Group,
-        hierarchical: bool = True,
-        communication_interval: int = 1,
-        *,
-        compression: str = "MinMaxUInt8",
-    ) -> None:
-        super().__init__(process_group)
-        check_interval(communication_interval)
-        self.hierarchical, self.communication_interval = hierarchical, communication_interval
-        self.compression = compression
-        self._optimizer_steps = 0
-        """Steps that the last optimizer has taken."""
-        self._passes_before = 0
-        """Backward passes begun before the last round."""
-
-    def why_refused(self, optimizer: torch.optim.Optimizer) -> str:
-        """Return why another optimizer must not step: nothing would be sent."""
-        return "low_precision_decentralized sends weights after the steps of those"
-
-    def facts(self) -> list[Fact]:
-        """Return the optimizer steps, on which the interval hangs, and the backward passes, which tell that a rank skips steps."""
-        passes = self.context.backward_passes - self._passes_before
-        return [
-            Fact("{has} taken {value} steps with the last optimizer", self._optimizer_steps),
-            Fact("{has} run {value} backward passes since the last round", passes),
-        ]
-
-    def init_tensors(self, bagua_ddp: TrainingContext) -> list[Tensor]:
-        """Return the weights, last layer first.
-
-        Raises:
-            ValueError: no optimizer holds one of them, or an optimizer is fused.
-        """
-        _check_optimizers(bagua_ddp)
-        self.tensors = register_weights(bagua_ddp)
-        return self.tensors
-
-    def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
-        """Append S3.5; the replicas are ``bucket._weight``, ``_left_peer_weight`` and ``_right_peer_weight``."""
-        weight = bucket.flattened_tensor()
-        # They equal this rank's weights after wrapping, but not when a failed attempt to wrap again repeats this during training.
-        ring = self._ring()
-        left, right = (weight.clone(), weight.clone()) if ring.rank() < 0 else trade_with_neighbours(weight, ring)
-        bucket.append_low_precision_decentralized_synchronous_op(
-            bagua_tensor(weight),
-            bagua_tensor(left),
-            bagua_tensor(right),
-            self.hierarchical,
-            self.compression,
-            group=self.process_group,
-        )
-
-    def init_post_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[], object]:
-        """Return a hook that does nothing; communication follows the optimizer step."""
-        return lambda: None
-
-    def init_post_optimizer_step_hook(self, bagua_ddp: TrainingContext) -> Callable[[torch.optim.Optimizer], object]:
-        """Average the weights after those steps of the last optimizer, counted from 0, that the interval divides."""
-
-        def hook(optimizer: torch.optim.Optimizer) -> None:
-            if optimizer is not bagua_ddp.bagua_optimizers[-1]:
-                return
-            step, self._optimizer_steps = self._optimizer_steps, self._optimizer_steps + 1
-            if step % self.communication_interval == 0:
-                for tensor in self.tensors:
-                    bagua_ddp._bagua_backend.mark_ready(tensor)
-                self._passes_before = bagua_ddp.backward_passes
-                bagua_ddp._bagua_backend.wait_pending_comm_ops()
-
-        return hook
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the step, the number of optimizer steps, the place on the ring and the replicas, in order of buckets."""
-        replicas = [[replica.clone() for replica in _replicas(bucket)] for bucket in self.context.bagua_buckets]
-        return {
-            **super().state_dict(),
-            "ring": self._place_on_ring(),
-            "replicas": replicas,
-            "tensors": self._tensors(),
-        }
-
-    def _tensors(self) -> list[str]:
-        """Return the names of the weights in the order of the replicas, with shapes, and with strides that are not row-major."""
-        buckets = self.context.bagua_buckets
-        return [f"{registration(t).name} {layout}" for b in buckets for t, layout in zip(b.tensors, b.layouts, strict=True)]
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``; call it on every rank after loading that rank's own weights.
-
-        Without ring and replicas, the replicas begin as copies of this rank's weights, which must then be equal on all ranks.
-
-        Raises:
-            ValueError: the state is another rank's, or of other weights or another number of ranks.
-        """
-        super().load_state_dict(state)
-        for replica, saved in self._pairs(state):
-            replica.copy_(saved)
-
-    def check_state(self, state: dict[str, Any]) -> None:
-        """Raise ValueError unless `load_state_dict` can load ``state``."""
-        super().check_state(state)
-        if not self.rank_state & state.keys():
-            return
-        if tuple(state["ring"]) != self._place_on_ring():
-            raise ValueError(
-                f"state was saved by (rank, number of ranks)={tuple(state['ring'])} of a ring, this is {self._place_on_ring()}; "
-                "each rank must load the state that it saved itself, in a ring of the same size"
-            )
-        _check_count("replicas", state["replicas"], self.context.bagua_buckets)
-        here, there = self._tensors(), list(state["tensors"])
-        if here != there:
-            lacking, new = [t for t in here if t not in there], [t for t in there if t not in here]
-            raise ValueError(f"state holds replicas of other weights: it lacks {lacking or 'none'}, and {new or 'none'} are new")
-        for replica, saved in self._pairs(state):
-            if replica.shape != saved.shape or replica.dtype != saved.dtype:
-                raise ValueError(
-                    f"state holds a replica of {tuple(saved.shape)} {saved.dtype}, where the bucket has {tuple(replica.shape)} "
-                    f"{replica.dtype}; it was saved for other weights"
-                )
-
-    def _pairs(self, state: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
-        """Return the replicas with what ``state`` holds for them, this rank's weights if it holds none."""
-        buckets = self.context.bagua_buckets
-        all_saved = state["replicas"] if "replicas" in state else [[bucket.flattened_tensor()] * 3 for bucket in buckets]
-        return [
-            pair for bucket, saved in zip(buckets, all_saved, strict=True) for pair in zip(_replicas(bucket), saved, strict=True)
-        ]
-
-    def counters(self) -> dict[str, Any]:
-        """Return the step, the number of optimizer steps, and that of backward passes since the last round."""
-        passes = self.context.backward_passes - self._passes_before
-        return {**super().counters(), "optimizer_steps": self._optimizer_steps, "passes": passes}
-
-    def load_counters(self, state: dict[str, Any]) -> None:
-        """Continue from the numbers that `counters` returned."""
-        super().load_counters(state)
-        self._optimizer_steps = state["optimizer_steps"]
-        self._passes_before = self.context.backward_passes - state.get("passes", 0)
-
-    def _ring(self) -> Any:
-        group = self.process_group
-        return group.get_inter_node_communicator() if self.hierarchical else group.get_global_communicator()
-
-    def _place_on_ring(self) -> tuple[int, int]:
-        return self._ring().rank(), self._ring().nranks()
-
-
-class LowPrecisionDecentralizedAlgorithm(Algorithm):
-    """Averages weights with the two ring neighbours after each optimizer step, and sends changes compressed (S5.4).
-
-    Every rank keeps replicas of its own and its neighbours' weights, bitwise equal to those that the neighbours keep, and sends
-    only the difference between its weights and its own replica (S3.5).
-
-    Args:
-        hierarchical: average inside nodes, the ring between their leaders.
-        communication_interval: number of optimizer steps from one averaging to the next; the first one averages.
-        compression: the name of a codec, one of `bagua_ref.list_codecs` (S4, S12).
-
-    Raises:
-        ValueError: an interval below 1, no such codec; on wrapping: a parameter that no optimizer holds, a fused optimizer.
-        TypeError: an interval that is no int; on wrapping: float64 parameters.
-
-    Source: decentralized low precision in Gan et al., "BAGUA", VLDB 2022 (arXiv:2107.01499); difference compression in Tang et
-    al., "Communication Compression for Decentralized Training", NeurIPS 2018 (arXiv:1803.06443).
-    """
-
-    def __init__(self, hierarchical: bool = True, communication_interval: int = 1, *, compression: str = "MinMaxUInt8") -> None:
-        check_interval(communication_interval)
-        check_compression(compression)
-        self.hierarchical, self.communication_interval = hierarchical, communication_interval
-        self.compression = compression
-
-    def reify(self, process_group: Group) -> LowPrecisionDecentralizedAlgorithmImpl:
-        """Return the implementation for one module."""
-        return LowPrecisionDecentralizedAlgorithmImpl(
-            process_group, self.hierarchical, self.communication_interval, compression=self.compression
-        )
-
-
-def _replicas(bucket: BaguaBucket) -> list[Tensor]:
-    return [bucket._weight, bucket._left_peer_weight, bucket._right_peer_weight]
-
-
-def _check_count(what: str, entries: Sequence[Any], buckets: Sequence[BaguaBucket]) -> None:
-    if len(entries) != len(buckets):
-        raise ValueError(
-            f"state holds {what} of {len(entries)} buckets, this module has {len(buckets)}; it was saved for other weights"
-        )
-
-
-def _check_optimizers(context: TrainingContext) -> None:
-    """Refuse what S5.4 refuses."""
-    for optimizer in context.bagua_optimizers:
-        if getattr(optimizer, "_bagua_fused_optimizer", None) is not None:
-            raise ValueError(
-                f"optimizers hold a fused {type(optimizer).__name__}, which low_precision_decentralized does not take; pass the "
-                "optimizer without fuse_optimizer()"
-            )
-    held = {id(p) for optimizer in context.bagua_optimizers for group in optimizer.param_groups for p in group["params"]}
-    loose = [name for name, parameter in context.bagua_build_params() if id(parameter) not in held]
-    if loose:
-        raise ValueError(
-            f"no optimizer passed to with_bagua holds {', '.join(map(repr, loose))}; low_precision_decentralized averages weights "
-            "after their optimizer's step. Pass that optimizer, or list the names in module._bagua_params_and_buffers_to_ignore"
-        )

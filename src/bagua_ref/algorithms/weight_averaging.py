@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bagua_ref.algorithms.base import AlgorithmImpl
 from bagua_ref.tensor import BaguaTensor
@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bagua_ref.algorithms.base import TrainingContext
+    from bagua_ref.bucket import BaguaBucket
 
-__all__ = ["WeightAveragingImpl", "bagua_tensor", "check_interval", "register_weights"]
+__all__ = ["WeightAveragingImpl", "bagua_tensor", "check_count", "check_interval", "register_weights"]
 
 
 class WeightAveragingImpl(AlgorithmImpl):
@@ -61,3 +62,11 @@ def check_interval(interval: int) -> None:
         raise TypeError(f"communication_interval={interval!r} must be an int, 1 or more")
     if interval < 1:
         raise ValueError(f"communication_interval={interval} must be 1 or more")
+
+
+def check_count(what: str, entries: Sequence[Any], buckets: Sequence[BaguaBucket]) -> None:
+    """Raise ValueError unless a state's ``entries`` are one for each bucket; ``what`` they are is for the message."""
+    if len(entries) != len(buckets):
+        raise ValueError(
+            f"state holds {what} of {len(entries)} buckets, this module has {len(buckets)}; it was saved for other weights"
+        )
