@@ -15,7 +15,8 @@ import pytest
 import torch
 from tests import hostile_backends as hostile
 from tests.launch import run_script
-from tests.meta.mutants import MUTANTS
+from tests.meta.edit import edited
+from tests.meta.planted import FAULTS, GUARDS
 
 from bagua_ref.backends.reference import ReferenceBackend
 from bagua_ref.cli import main
@@ -424,5 +425,5 @@ def test_the_plugin_needs_no_test_file(tmp_path):
 
 
 def test_every_planted_fault_still_has_its_place_in_the_source():
-    """The quoted source lines still exist; `make proof` plants the faults."""
-    assert all(mutant.source() for mutant in MUTANTS)
+    """Each part that a fault changes still exists; `make proof` plants the faults."""
+    assert all(edited(fault.where, *fault.edit) for fault in [*FAULTS, *GUARDS])

@@ -74,16 +74,21 @@ def test_algorithms_are_called_as_the_suites_page_says() -> None:
     assert "gradient_allreduce is called with" in str(report)
 
 
-def in_float64(group: dict[str, Any], parameters: list[torch.Tensor], states: list[dict[str, torch.Tensor]], s: int) -> None:
+def in_float64(
+    group: dict[str, Any], parameters: list[torch.Tensor], states: list[dict[str, torch.Tensor]], s: int, warmup: int
+) -> None:
     """Step along m as S5.5 has it, rounded once."""
     beta1, beta2 = group["betas"]
     for parameter, state in zip(parameters, states, strict=True):
         state["step"] += 1
         p, m, v = (x.double() for x in (parameter, state["exp_avg"], state["exp_avg_sq"]))
-        parameter.copy_(p - group["lr"] / (1 - beta1**s) * m / (v.sqrt() / (1 - beta2**s) ** 0.5 + group["eps"]))
+        step = group["lr"] / (1 - beta1**s) * m / (v.sqrt() / (1 - beta2**s) ** 0.5 + group["eps"])
+        parameter.copy_(p - torch.where((v > 0) | (s <= warmup), step, 0))
 
 
-def in_another_order(group: dict[str, Any], parameters: list[torch.Tensor], states: list[dict[str, torch.Tensor]], s: int) -> None:
+def in_another_order(
+    group: dict[str, Any], parameters: list[torch.Tensor], states: list[dict[str, torch.Tensor]], s: int, warmup: int
+) -> None:
     """Step along m with the corrections in other places."""
     beta1, beta2 = group["betas"]
     correction = (1 - beta2**s) ** 0.5
@@ -91,7 +96,7 @@ def in_another_order(group: dict[str, Any], parameters: list[torch.Tensor], stat
         state["step"] += 1
         v = state["exp_avg_sq"].float()
         step = state["exp_avg"].float() / (v.sqrt() + group["eps"] * correction) * (group["lr"] * correction / (1 - beta1**s))
-        parameter.copy_(parameter.float() - step)
+        parameter.copy_(parameter.float() - torch.where((v > 0) | (s <= warmup), step, 0))
 
 
 @pytest.mark.usefixtures("few_inputs")

@@ -301,9 +301,12 @@ def check_everybody_learns_of_it(fault: Callable[[Training], None], algorithm: s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", [faults.abandons_a_backward, faults.skips_an_optimizer_step, dies])
-def test_a_fault_is_an_error_on_both_ranks_in_every_schedule_with_one_deviation(fault: Any) -> None:
-    assert check_everybody_learns_of_it(fault, "gradient_allreduce", 1).runs > 20
+@pytest.mark.parametrize(
+    ("fault", "more_than"), [(faults.abandons_a_backward, 10), (faults.skips_an_optimizer_step, 20), (dies, 20)]
+)
+def test_a_fault_is_an_error_on_both_ranks_in_every_schedule_with_one_deviation(fault: Any, more_than: int) -> None:
+    """Few schedules follow a backward pass that fails before the other rank begins its own: that rank is told at once."""
+    assert check_everybody_learns_of_it(fault, "gradient_allreduce", 1).runs > more_than
 
 
 @pytest.mark.proof

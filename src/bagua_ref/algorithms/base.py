@@ -6,7 +6,7 @@ import inspect
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
-from bagua_ref.algorithms.registry import GlobalAlgorithmRegistry
+from bagua_ref.algorithms.registry import GlobalAlgorithmRegistry, _AlgorithmRegistry  # noqa: F401 - a name of the original's
 from bagua_ref.algorithms.saved_counters import check_saved_counters
 from bagua_ref.bucket import BaguaBucket
 from bagua_ref.tensor import BaguaTensor, with_aligned_grad
