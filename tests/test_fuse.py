@@ -310,6 +310,22 @@ def test_parameters_that_are_not_row_major_are_stepped_in_their_own_order(flags:
         assert torch.allclose(p, row, rtol=1e-5, atol=1e-6)
 
 
+def test_weights_that_change_their_shape_in_their_memory_are_stepped_as_by_step() -> None:
+    fused, plain = (parameters((3, 3), (3, 3)) for _ in range(2))
+    for ours, theirs in zip(fused, plain, strict=True):
+        theirs.data.copy_(ours.data)
+    optimizers = fuse_optimizer(torch.optim.SGD(fused, lr=0.1)), torch.optim.SGD(plain, lr=0.1)
+    for shape in ((3, 3), (3, 3), (9,), (1, 9)):
+        for place, pair in enumerate(zip(fused, plain, strict=True)):
+            for p in pair:
+                p.data = p.data.view(shape if place == 0 else (3, 3))
+                p.grad = torch.arange(9.0).view(p.shape)
+        optimizers[0].fuse_step()
+        optimizers[1].step()
+        for ours, theirs in zip(fused, plain, strict=True):
+            assert torch.equal(ours, theirs)
+
+
 def test_check_flatten_without_do_flatten_does_nothing() -> None:
     ps = parameters()
     before = [p.data_ptr() for p in ps]

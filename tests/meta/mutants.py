@@ -21,7 +21,6 @@ Left out, as no input distinguishes them from the reference:
 from __future__ import annotations
 
 import argparse
-import ast
 import gc
 import importlib.abc
 import importlib.machinery
@@ -56,11 +55,11 @@ class Kill:
 
 
 class _Patched(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoader):
-    """Loads one module of the package from a changed tree."""
+    """Loads one module of the package from changed source."""
 
-    def __init__(self, module: str, path: str, tree: ast.Module) -> None:
+    def __init__(self, module: str, path: str, source: str) -> None:
         super().__init__(module, path)
-        self.tree = tree
+        self.source = source
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         if fullname != self.name:
@@ -69,14 +68,14 @@ class _Patched(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoade
         return importlib.util.spec_from_file_location(fullname, self.path, loader=self, submodule_search_locations=locations)
 
     def get_code(self, fullname: str) -> Any:
-        return compile(self.tree, self.path, "exec")
+        return compile(self.source, self.path, "exec")
 
 
 def _try_in_child(mutant: Fault, seed: int, outbox: Any) -> None:
     assert "bagua_ref" not in sys.modules, "the package must be imported through the change"
     file = edit.path_of(mutant.where)
     module = ".".join(file.relative_to(edit.PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
-    sys.meta_path.insert(0, _Patched(module, str(file), edit.edited(mutant.where, *mutant.edit)))
+    sys.meta_path.insert(0, _Patched(module, str(file), edit.planted(mutant.where, *mutant.edit)))
     from bagua_ref.conformance import run_conformance
     from bagua_ref.conformance.run.search import PROFILES
     from bagua_ref.conformance.targets.reference_target import ReferenceTarget
@@ -95,7 +94,7 @@ def _try_in_child(mutant: Fault, seed: int, outbox: Any) -> None:
 
 def run(mutant: Fault, seed: int = 0) -> Kill:
     """Run the checks of the mutant's clause."""
-    edit.edited(mutant.where, *mutant.edit)  # an error here says more
+    edit.planted(mutant.where, *mutant.edit)  # an error here says more
     context = multiprocessing.get_context("fork")
     inbox, outbox = context.Pipe(duplex=False)
     begun = time.perf_counter()

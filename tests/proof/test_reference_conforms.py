@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from tests.proof.test_conformance import MUTANTS, SEED, load
+from tests.meta.mutants import FEW
+from tests.proof.test_conformance import SEED
 
 from bagua_ref.conformance import run_conformance
 from bagua_ref.conformance.run.search import PROFILES
@@ -22,7 +23,7 @@ def test_nobody_is_blamed_wrongly_for_large_inputs():
     assert report.passed, report
 
 
-@pytest.mark.parametrize("inputs", load(MUTANTS).FEW)
+@pytest.mark.parametrize("inputs", FEW)
 def test_nobody_is_blamed_wrongly_for_lack_of_inputs(inputs, monkeypatch):
     """Planted faults are first looked for with so few."""
     monkeypatch.setitem(PROFILES, "quick", inputs)

@@ -26,7 +26,7 @@ _LAST_QUESTION = 0.5
 """The same if a rank's process has ended, which perhaps served the store."""
 _LAST_BREATH = 0.2
 """Seconds between the end of a rank's sockets and that of its process."""
-_ANSWER = 1.0
+_ANSWER = 3.0
 """Seconds in which ranks whose calls differ have told each other what they call."""
 
 

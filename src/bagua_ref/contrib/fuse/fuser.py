@@ -235,7 +235,12 @@ class _Plan:
         self._pointers, start = pointers, 0
         for run in self.runs:
             end = start + len(run.parameters)
-            run.take_gradient(grads[start:end], pointers[count + start : count + end] if changed else None, row_major, keep)
+            try:
+                run.take_gradient(grads[start:end], pointers[count + start : count + end] if changed else None, row_major, keep)
+            except RuntimeError:
+                if run.has_its_shapes():
+                    raise
+                return False
             start = end
         return True
 

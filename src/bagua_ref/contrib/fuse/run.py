@@ -274,6 +274,10 @@ class Run:
             self._copy = None
         self._seen = grads[0]
 
+    def has_its_shapes(self) -> bool:
+        """Return whether parameters have the shapes that they had when their gradients were copied first."""
+        return all(p.shape == part.shape for p, part in zip(self.parameters, self._copied, strict=True))
+
     def give_gradient_back(self) -> None:
         """Drop the flat gradient, after copying changes that the step made in a copy to the parameters' gradients."""
         self.flat.grad = None
