@@ -215,7 +215,7 @@ def _replicas(bucket: BaguaBucket) -> list[Tensor]:
 
 
 def _check_optimizers(context: TrainingContext) -> None:
-    """Refuse what S5.4 refuses."""
+    """Raise ValueError for a fused optimizer, and for parameters that no optimizer holds (S5.4)."""
     for optimizer in context.bagua_optimizers:
         if getattr(optimizer, "_bagua_fused_optimizer", None) is not None:
             raise ValueError(
