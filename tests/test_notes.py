@@ -238,9 +238,10 @@ def test_a_stranger_at_the_port_is_sent_away_and_delays_nobody(said: bytes, host
     strangers: list[socket.socket] = []
 
     def disturb(server: socket.socket) -> None:
-        strangers.append(socket.socket(server.family))
-        strangers[-1].connect(server.getsockname())
-        strangers[-1].sendall(said)
+        stranger = socket.socket(server.family)  # each rank's thread calls this
+        stranger.connect(server.getsockname())
+        stranger.sendall(said)
+        strangers.append(stranger)
 
     with disturbed(host, disturb):
         assert exchange_once(3, host) < 2
