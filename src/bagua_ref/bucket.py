@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from bagua_ref import streams
 from bagua_ref.backends import get_backend
-from bagua_ref.backends.base import FLOATS
+from bagua_ref.backends.base import FLOATS, KernelBackend
 from bagua_ref.comm_ops import (
     AsynchronousModelAverage,
     CentralizedErrorFeedback,
@@ -17,28 +19,21 @@ from bagua_ref.comm_ops import (
     CentralizedScatterGather,
     CommOp,
     Decentralized,
+    ErrorMemory,
     Hierarchical,
     LowPrecisionDecentralized,
     PythonOp,
 )
+from bagua_ref.communicators.base import Communicator
 from bagua_ref.compression import codec_named
 from bagua_ref.errors import NotInitializedError
 from bagua_ref.flat_storage import FlatStorage
+from bagua_ref.graphs import PeerSelection
+from bagua_ref.memory import Layout
 from bagua_ref.meter import Recorded, profiled
 from bagua_ref.runtime import current_world
 from bagua_ref.tensor import check_apart, check_shared, effective_tensor, effective_tensors
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from bagua_ref.backends.base import KernelBackend
-    from bagua_ref.comm_ops import ErrorMemory
-    from bagua_ref.communicators.base import Communicator
-    from bagua_ref.graphs import PeerSelection
-    from bagua_ref.memory import Layout
-    from bagua_ref.types import Group
+from bagua_ref.types import Group
 
 __all__ = ["BaguaBucket"]
 

@@ -6,9 +6,11 @@ nothing.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch._utils import _flatten_dense_tensors as flatten
 from torch._utils import _unflatten_dense_tensors as unflatten
 
@@ -31,11 +33,6 @@ from bagua_ref.process_group import (
 from bagua_ref.runtime import current_world
 from bagua_ref.torch_group_patch import BaguaProcessGroupPatch
 from bagua_ref.types import ReduceOp
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from torch import Tensor
 
 __all__ = [
     "BaguaProcessGroup",

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+
+import torch
 
 from bagua_ref.backends import get_codec, is_codec, list_codecs
-from bagua_ref.backends.codec import COMPRESSIBLE
-
-if TYPE_CHECKING:
-    import torch
-
-    from bagua_ref.backends.base import KernelBackend
-    from bagua_ref.backends.codec import Codec
+from bagua_ref.backends.base import KernelBackend
+from bagua_ref.backends.codec import COMPRESSIBLE, Codec
 
 __all__ = ["check_compression", "codec_named"]
 

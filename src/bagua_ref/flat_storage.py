@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from operator import attrgetter, eq
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
+from torch import Tensor
 
 from bagua_ref import streams
+from bagua_ref.backends.base import KernelBackend
 from bagua_ref.memory import Layout
 from bagua_ref.tensor import BaguaTensor, registration
 from bagua_ref.utils import check_contiguous
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from torch import Tensor
-
-    from bagua_ref.backends.base import KernelBackend
 
 __all__ = ["FlatStorage"]
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 __all__ = [
     "MODES", "Graph", "GraphFunction", "Mode", "PeerSelection",

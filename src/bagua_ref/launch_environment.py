@@ -5,11 +5,8 @@ from __future__ import annotations
 import os
 import re
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 __all__ = ["Identity", "Launch", "read_launch"]
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from torch import Tensor
+from torch import Tensor
 
 __all__ = ["Layout", "by_dtype_and_device", "effective_strides", "is_dense", "memory_span", "overlapping"]
 

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.profiler import record_function
 
-from bagua_ref.runtime import current_world
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from contextlib import AbstractContextManager
-
-    from bagua_ref.runtime import World
+from bagua_ref.runtime import World, current_world
 
 __all__ = ["Meter", "Operation", "Recorded", "codec_phase", "codec_steps", "operations", "profiled", "use_meter"]
 

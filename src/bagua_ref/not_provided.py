@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from bagua_ref.errors import NotProvidedError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = ["MISSING", "REPLACEMENTS", "explain_missing", "not_provided"]
 

@@ -7,11 +7,13 @@ import itertools
 import os
 import sys
 import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 
 from bagua_ref import streams
@@ -21,18 +23,11 @@ from bagua_ref.communicators.job_store import job_store
 from bagua_ref.communicators.rendezvous import StoreLostError, check_others, connecting, interruptible
 from bagua_ref.communicators.topology import Topology
 from bagua_ref.communicators.torch_transport import TorchDistributedTransport
+from bagua_ref.communicators.waiting import Waiting
 from bagua_ref.env import checked_timeout, get_default_timeout
 from bagua_ref.errors import NotInitializedError
-from bagua_ref.runtime import Identity, current_world
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    import torch
-
-    from bagua_ref.communicators.waiting import Waiting
-    from bagua_ref.runtime import RealWorld, World
-    from bagua_ref.types import Transport
+from bagua_ref.runtime import Identity, RealWorld, World, current_world
+from bagua_ref.types import Transport
 
 __all__ = [
     "BaguaProcessGroup",

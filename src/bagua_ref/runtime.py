@@ -13,16 +13,13 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from bagua_ref.launch_environment import Identity
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from bagua_ref.types import BucketObserver, Group, Transport
+from bagua_ref.types import BucketObserver, Group, Transport
 
 __all__ = [
     "Event",

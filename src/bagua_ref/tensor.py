@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -10,15 +12,10 @@ from torch import Tensor
 
 from bagua_ref.backends.checks import check_beside
 from bagua_ref.memory import Layout
-from bagua_ref.types import BackendTensor
+from bagua_ref.types import BackendTensor, ReadinessSink
 from bagua_ref.utils import NotCopied, overlapping
 
 if TYPE_CHECKING:
-    import weakref
-    from collections.abc import Callable
-
-    from bagua_ref.types import ReadinessSink
-
     Getter = Callable[[Tensor], Tensor | None]
     Setter = Callable[[Tensor, Tensor], object]
 

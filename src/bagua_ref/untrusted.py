@@ -7,12 +7,9 @@ import json
 import os
 import stat
 from collections import Counter
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable
-    from pathlib import Path
-    from typing import BinaryIO
+from collections.abc import Hashable, Iterable
+from pathlib import Path
+from typing import Any, BinaryIO
 
 __all__ = [
     "NATURAL",

@@ -5,19 +5,16 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch._utils import _flatten_dense_tensors as flatten
 from torch._utils import _unflatten_dense_tensors as unflatten
 
 from bagua_ref.memory import by_dtype_and_device, overlapping
 from bagua_ref.not_provided import explain_missing
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
 
 __all__ = [
     "NotCopied",

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
-from bagua_ref.agreement.facts import describe_differences
+from bagua_ref.agreement.facts import Fact, describe_differences
+from bagua_ref.communicators.base import Communicator
 from bagua_ref.errors import CommunicationError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from bagua_ref.agreement.facts import Fact
-    from bagua_ref.communicators.base import Communicator
 
 __all__ = ["Agreement", "Comparison"]
 

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import math
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from bagua_ref.algorithms.async_rounds import Rounds, State
-from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl
+from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext
 from bagua_ref.algorithms.weight_holder import WeightHolder
 from bagua_ref.bucket import BaguaBucket
 from bagua_ref.memory import by_dtype_and_device
 from bagua_ref.tensor import BaguaTensor
+from bagua_ref.types import Group
 from bagua_ref.untrusted import check_form
 from bagua_ref.utils import uncompiled
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from bagua_ref.algorithms.base import TrainingContext
-    from bagua_ref.types import Group
 
 __all__ = ["AsyncModelAverageAlgorithm", "AsyncModelAverageAlgorithmImpl", "State"]
 

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING
 
+from bagua_ref.bucket import BaguaBucket
+from bagua_ref.comm_ops import AsynchronousModelAverage
 from bagua_ref.errors import CommunicationError
 from bagua_ref.flight_recorder import explain
-from bagua_ref.meter import use_meter
-
-if TYPE_CHECKING:
-    from bagua_ref.bucket import BaguaBucket
-    from bagua_ref.comm_ops import AsynchronousModelAverage
-    from bagua_ref.meter import Meter
-    from bagua_ref.runtime import Thread, World
-    from bagua_ref.types import Group
+from bagua_ref.meter import Meter, use_meter
+from bagua_ref.runtime import Thread, World
+from bagua_ref.types import Group
 
 __all__ = ["TRANSITIONS", "Rounds", "State"]
 

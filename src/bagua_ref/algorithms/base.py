@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import inspect
+import weakref
+from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+import torch
+from torch import Tensor
+
+from bagua_ref.agreement import Fact
 from bagua_ref.algorithms.registry import GlobalAlgorithmRegistry, _AlgorithmRegistry  # noqa: F401 - a name of the original's
 from bagua_ref.algorithms.saved_counters import check_saved_counters
+from bagua_ref.backends.base import KernelBackend
 from bagua_ref.bucket import BaguaBucket
+from bagua_ref.runtime import World
+from bagua_ref.scheduling.engine import Engine
 from bagua_ref.tensor import BaguaTensor, with_aligned_grad
+from bagua_ref.types import Group
 from bagua_ref.utils import NotCopied
-
-if TYPE_CHECKING:
-    import weakref
-    from collections.abc import Callable, Sequence
-
-    import torch
-    from torch import Tensor
-
-    from bagua_ref.agreement import Fact
-    from bagua_ref.backends.base import KernelBackend
-    from bagua_ref.runtime import World
-    from bagua_ref.scheduling.engine import Engine
-    from bagua_ref.types import Group
 
 __all__ = ["Algorithm", "AlgorithmImpl", "GlobalAlgorithmRegistry", "TrainingContext"]
 

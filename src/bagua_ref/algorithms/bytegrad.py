@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
-from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl
+from torch import Tensor
+
+from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext
 from bagua_ref.algorithms.error_memories import ErrorMemories, check_error_feedback, check_join_with_memory
 from bagua_ref.bucket import BaguaBucket
 from bagua_ref.compression import check_compression
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from bagua_ref.algorithms.base import TrainingContext
-    from bagua_ref.types import Group
+from bagua_ref.types import Group
 
 __all__ = ["ByteGradAlgorithm", "ByteGradAlgorithmImpl"]
 

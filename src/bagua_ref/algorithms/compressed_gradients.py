@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from bagua_ref.agreement import Fact
+from bagua_ref.algorithms.base import TrainingContext
 from bagua_ref.algorithms.error_memories import check_join_with_memory
 from bagua_ref.algorithms.named_tensors import NamedTensors
 from bagua_ref.algorithms.versioned_state import VersionedStateImpl, check_saved_here
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import torch
-    from torch import Tensor
-
-    from bagua_ref.algorithms.base import TrainingContext
-    from bagua_ref.types import Group
+from bagua_ref.types import Group
 
 __all__ = ["CompressedGradientsImpl"]
 

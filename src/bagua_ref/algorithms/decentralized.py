@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from bagua_ref.agreement import Fact
-from bagua_ref.algorithms.base import Algorithm
+from bagua_ref.algorithms.base import Algorithm, TrainingContext
 from bagua_ref.algorithms.graph_guard import GraphGuard, weights_averaged
 from bagua_ref.algorithms.low_precision_decentralized import (
     LowPrecisionDecentralizedAlgorithm,
     LowPrecisionDecentralizedAlgorithmImpl,
 )
 from bagua_ref.algorithms.weight_averaging import WeightAveragingImpl, bagua_tensor, check_count, check_interval, register_weights
-from bagua_ref.graphs import check_mode
+from bagua_ref.bucket import BaguaBucket
+from bagua_ref.graphs import PeerSelection, check_mode
 from bagua_ref.memory import by_dtype_and_device
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import torch
-    from torch import Tensor
-
-    from bagua_ref.algorithms.base import TrainingContext
-    from bagua_ref.bucket import BaguaBucket
-    from bagua_ref.graphs import PeerSelection
-    from bagua_ref.types import Group
+from bagua_ref.types import Group
 
 __all__ = [
     "DecentralizedAlgorithm",

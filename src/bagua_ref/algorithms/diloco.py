@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from bagua_ref.algorithms.base import Algorithm
 from bagua_ref.algorithms.diloco_impl import DiLoCoAlgorithmImpl
@@ -12,13 +13,7 @@ from bagua_ref.algorithms.error_memories import check_error_feedback
 from bagua_ref.algorithms.fragments import Schedule, named_fragments
 from bagua_ref.algorithms.local_updates import check_optimizers, check_whole
 from bagua_ref.compression import check_compression
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from bagua_ref.types import Group
+from bagua_ref.types import Group
 
 __all__ = ["DiLoCoAlgorithm", "DiLoCoAlgorithmImpl"]
 

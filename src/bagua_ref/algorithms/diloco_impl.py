@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from bagua_ref.agreement import Fact
+from bagua_ref.algorithms.base import TrainingContext
 from bagua_ref.algorithms.diloco_state import InFlight, check_outer_state, load_outer_state, outer_state
 from bagua_ref.algorithms.error_memories import ErrorMemories
 from bagua_ref.algorithms.fragments import Fragment, Schedule, named_fragments
 from bagua_ref.algorithms.local_updates import LocalUpdatesImpl, drift, norms_of
+from bagua_ref.comm_ops import ErrorMemory
 from bagua_ref.errors import CommunicationError
 from bagua_ref.meter import profiled
 from bagua_ref.tensor import BaguaTensor
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from torch import Tensor
-
-    from bagua_ref.algorithms.base import TrainingContext
-    from bagua_ref.comm_ops import ErrorMemory
-    from bagua_ref.types import Group
+from bagua_ref.types import Group
 
 __all__ = ["DiLoCoAlgorithmImpl"]
 

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from bagua_ref.algorithms.fragments import Fragment
+from bagua_ref.comm_ops import ErrorMemory
 from bagua_ref.errors import CommunicationError
 from bagua_ref.memory import Layout
 from bagua_ref.optimizer_state import align_state, check_optimizer_state, take_over
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch import Tensor
-
-    from bagua_ref.algorithms.fragments import Fragment
-    from bagua_ref.comm_ops import ErrorMemory
-    from bagua_ref.scheduling.engine import Engine
+from bagua_ref.scheduling.engine import Engine
 
 __all__ = ["InFlight", "check_outer_state", "load_outer_state", "outer_state"]
 

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from bagua_ref.algorithms.versioned_state import check_saved_here, check_version, saved_by
+from bagua_ref.bucket import BaguaBucket
 from bagua_ref.comm_ops import ErrorMemory
 from bagua_ref.memory import Layout
 from bagua_ref.tensor import registration
+from bagua_ref.types import Group
 from bagua_ref.untrusted import NATURAL, check_form
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch import Tensor
-
-    from bagua_ref.bucket import BaguaBucket
-    from bagua_ref.types import Group
 
 __all__ = ["ErrorMemories", "check_error_feedback", "check_join_with_memory"]
 

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._pytree import tree_map_only
 
 from bagua_ref.memory import Layout, by_dtype_and_device
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from torch import Tensor
-    from torch.nn import Parameter
 
 __all__ = ["Fragment", "Schedule", "named_fragments", "split_into_fragments"]
 

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl
-
-if TYPE_CHECKING:
-    from bagua_ref.algorithms.base import TrainingContext
-    from bagua_ref.bucket import BaguaBucket
-    from bagua_ref.types import Group
+from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext
+from bagua_ref.bucket import BaguaBucket
+from bagua_ref.types import Group
 
 __all__ = ["GradientAllReduceAlgorithm", "GradientAllReduceAlgorithmImpl"]
 

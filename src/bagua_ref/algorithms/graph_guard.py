@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from bagua_ref.utils import NotCopied, OwnHook, untraced
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch.utils.hooks import RemovableHandle
 
 __all__ = ["GraphGuard", "weights_averaged"]
 

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
 
 from bagua_ref.agreement import Fact
-from bagua_ref.algorithms.base import Algorithm
+from bagua_ref.algorithms.base import Algorithm, TrainingContext
 from bagua_ref.algorithms.local_updates import LocalUpdatesImpl, check_optimizers, check_whole, drift, norms_of
 from bagua_ref.bucket import BaguaBucket
 from bagua_ref.comm_ops import CentralizedFullPrecision
 from bagua_ref.memory import Layout
 from bagua_ref.tensor import BaguaTensor, registration
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import torch
-    from torch import Tensor
-
-    from bagua_ref.algorithms.base import TrainingContext
-    from bagua_ref.types import Group
+from bagua_ref.types import Group
 
 __all__ = ["LocalSGDAlgorithm", "LocalSGDAlgorithmImpl"]
 

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from bagua_ref.agreement import Fact
+from bagua_ref.algorithms.base import TrainingContext
 from bagua_ref.algorithms.versioned_state import VersionedStateImpl
 from bagua_ref.bucket import BaguaBucket
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from torch import Tensor
-
-    from bagua_ref.algorithms.base import TrainingContext
-    from bagua_ref.types import Group
+from bagua_ref.types import Group
 
 __all__ = ["LocalUpdatesImpl", "check_optimizers", "check_whole", "drift", "norms_of"]
 

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from bagua_ref.agreement import Fact
-from bagua_ref.algorithms.base import Algorithm
+from bagua_ref.algorithms.base import Algorithm, TrainingContext
 from bagua_ref.algorithms.weight_averaging import WeightAveragingImpl, bagua_tensor, check_count, check_interval, register_weights
+from bagua_ref.bucket import BaguaBucket
 from bagua_ref.comm_ops.low_precision_decentralized import trade_with_neighbours
 from bagua_ref.compression import check_compression
 from bagua_ref.tensor import registration
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    import torch
-    from torch import Tensor
-
-    from bagua_ref.algorithms.base import TrainingContext
-    from bagua_ref.bucket import BaguaBucket
-    from bagua_ref.types import Group
+from bagua_ref.types import Group
 
 __all__ = ["LowPrecisionDecentralizedAlgorithm", "LowPrecisionDecentralizedAlgorithmImpl"]
 

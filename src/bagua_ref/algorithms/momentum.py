@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
 
 import torch
+from torch import Tensor
 
-from bagua_ref.algorithms.q_adam_optimizer import BLOCK
+from bagua_ref.algorithms.q_adam_optimizer import BLOCK, QAdamOptimizer
+from bagua_ref.bucket import BaguaBucket
 from bagua_ref.tensor import BaguaTensor
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from torch import Tensor
-
-    from bagua_ref.algorithms.q_adam_optimizer import QAdamOptimizer
-    from bagua_ref.bucket import BaguaBucket
 
 __all__ = ["MomentumBucket"]
 

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import isfinite
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
+from torch import Tensor
 
-from bagua_ref.algorithms.base import Algorithm
+from bagua_ref.algorithms.base import Algorithm, TrainingContext
 from bagua_ref.algorithms.compressed_gradients import CompressedGradientsImpl
 from bagua_ref.algorithms.local_updates import check_optimizers, check_whole
+from bagua_ref.bucket import BaguaBucket
 from bagua_ref.comm_ops import LowRank
 from bagua_ref.comm_ops.low_rank import Matrix
 from bagua_ref.low_rank import matrix_shape
 from bagua_ref.tensor import registration
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from bagua_ref.algorithms.base import TrainingContext
-    from bagua_ref.bucket import BaguaBucket
-    from bagua_ref.types import Group
+from bagua_ref.types import Group
 
 __all__ = ["PowerSGDAlgorithm", "PowerSGDAlgorithmImpl"]
 

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from bagua_ref.agreement import Fact
-from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl
+from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext
 from bagua_ref.algorithms.bytegrad import ByteGradAlgorithmImpl
 from bagua_ref.algorithms.error_memories import check_error_feedback
 from bagua_ref.algorithms.momentum import MomentumBucket
 from bagua_ref.algorithms.q_adam_optimizer import QAdamOptimizer
+from bagua_ref.bucket import BaguaBucket
 from bagua_ref.compression import check_compression
 from bagua_ref.optimizer_state import align_state
 from bagua_ref.tensor import BaguaTensor
-from bagua_ref.types import ReduceOp
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from bagua_ref.algorithms.base import TrainingContext
-    from bagua_ref.bucket import BaguaBucket
-    from bagua_ref.types import Group
+from bagua_ref.types import Group, ReduceOp
 
 __all__ = ["QAdamAlgorithm", "QAdamAlgorithmImpl", "QAdamOptimizer"]
 

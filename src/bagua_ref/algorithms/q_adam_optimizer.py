@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch.optim.adam import adam
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from torch import Tensor
-
-    from bagua_ref.tensor import Registration
+from bagua_ref.tensor import Registration
 
 __all__ = ["BLOCK", "QAdamOptimizer"]
 

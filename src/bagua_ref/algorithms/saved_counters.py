@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from bagua_ref.untrusted import check_form
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 __all__ = ["check_saved_counters"]
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from bagua_ref.algorithms.base import AlgorithmImpl
 from bagua_ref.runtime import current_world
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from bagua_ref.types import Group
+from bagua_ref.types import Group
 
 __all__ = ["VersionedStateImpl", "check_saved_here", "check_version", "saved_by"]
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from bagua_ref.algorithms.base import AlgorithmImpl
+import torch
+from torch import Tensor
+
+from bagua_ref.algorithms.base import AlgorithmImpl, TrainingContext
+from bagua_ref.bucket import BaguaBucket
 from bagua_ref.tensor import BaguaTensor
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import torch
-    from torch import Tensor
-
-    from bagua_ref.algorithms.base import TrainingContext
-    from bagua_ref.bucket import BaguaBucket
 
 __all__ = ["WeightAveragingImpl", "bagua_tensor", "check_count", "check_interval", "register_weights"]
 

@@ -7,18 +7,15 @@ import sys
 import threading
 import types
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from bagua_ref.comm_ops import AsynchronousModelAverage
+from bagua_ref.meter import Meter
 from bagua_ref.utils import OwnHook, inside_backward, untraced
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from bagua_ref.comm_ops import AsynchronousModelAverage
-    from bagua_ref.meter import Meter
 
 __all__ = ["WeightHolder"]
 

@@ -8,9 +8,11 @@ returns a backend.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from bagua_ref.backends.checks import (
     at_least_one,
@@ -22,14 +24,7 @@ from bagua_ref.backends.checks import (
     chunk_size_of,
     rounded,
 )
-from bagua_ref.backends.codec import COMPRESSIBLE
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch import Tensor
-
-    from bagua_ref.backends.codec import Codec
+from bagua_ref.backends.codec import COMPRESSIBLE, Codec
 
 __all__ = ["FLOATS", "KernelBackend"]
 

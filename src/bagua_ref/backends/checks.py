@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import operator
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from bagua_ref.memory import memory_span
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = [
     "at_least_one",

@@ -8,17 +8,14 @@ underscore, and `payload_bytes`. `bagua_ref.backends.get_codec` returns a codec;
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from collections.abc import Iterator
+from typing import ClassVar, Protocol
 
 import torch
+from torch import Tensor
 
 from bagua_ref.backends.checks import check_beside, check_device, check_flat, check_target_chunk, chunk_size_of
 from bagua_ref.meter import codec_phase, codec_steps
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
 
 __all__ = ["ALIGNMENT", "COMPRESSIBLE", "Codec", "Kernels"]
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
 
 from bagua_ref.backends.codec import ALIGNMENT, Codec
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["BLOCK_SIZE", "HEADER_BYTES", "MXFP4", "MXFP8", "MXINT8", "Microscaling", "MinMaxUInt8", "OneBit"]
 

@@ -12,17 +12,15 @@ import json
 import os
 import re
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from bagua_ref.errors import CheckpointError
 from bagua_ref.untrusted import NATURAL, NotRegularError, check_form, load_json, one_line, open_file, read_file
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 __all__ = [
     "Manifest",

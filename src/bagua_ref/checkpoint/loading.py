@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from bagua_ref.checkpoint.folder import Manifest, checked_step, found_steps, read_manifest, step_folder, verify
 from bagua_ref.checkpoint.plain import read_plain
 from bagua_ref.checkpoint.training_state import RestoreError, State, Training, listed
 from bagua_ref.errors import CheckpointError
 from bagua_ref.untrusted import one_line
-
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Sequence
-
-    import torch
 
 __all__ = ["Checkpoint", "load"]
 

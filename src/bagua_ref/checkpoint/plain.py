@@ -9,18 +9,15 @@ import pickletools
 import sys
 import zipfile
 from collections import Counter
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from bagua_ref.errors import CheckpointError
 from bagua_ref.untrusted import check_hash_collisions, one_line, open_file
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch import Tensor
 
 __all__ = ["digest", "plain", "read_plain"]
 

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import warnings
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from bagua_ref.checkpoint.folder import Manifest, Part, checked_step, commit, discard, remove_old, step_folder, write_part
 from bagua_ref.checkpoint.plain import digest, plain
 from bagua_ref.checkpoint.training_state import State, Training, listed
+from bagua_ref.communicators.base import Communicator
 from bagua_ref.communicators.scheduler import format_ranks
 from bagua_ref.errors import CheckpointError, CommunicationError
-
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable, Iterator, Sequence
-
-    import torch
-
-    from bagua_ref.communicators.base import Communicator
 
 __all__ = ["save"]
 

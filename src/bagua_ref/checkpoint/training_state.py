@@ -5,25 +5,21 @@ from __future__ import annotations
 import copy
 import random
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
 from bagua_ref.checkpoint.plain import plain
+from bagua_ref.data_parallel.wrapped_module import WrappedModule
 from bagua_ref.data_parallel.wrapping import context_of
 from bagua_ref.optimizer_state import check_optimizer_state, take_over
 from bagua_ref.runtime import current_world
 from bagua_ref.untrusted import check_form
 from bagua_ref.utils import uncompiled
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from bagua_ref.data_parallel.wrapped_module import WrappedModule
 
 __all__ = ["RestoreError", "State", "Training", "listed"]
 

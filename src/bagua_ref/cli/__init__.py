@@ -11,9 +11,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import bagua_ref
 from bagua_ref.cli import graph, trace, vectors
@@ -21,9 +21,6 @@ from bagua_ref.cli.command import CommandError, Commands, PrintCompletion, add_c
 from bagua_ref.cli.recipes import RECIPES, Settings
 from bagua_ref.conformance.clauses import SUITES
 from bagua_ref.extras import install_command
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = ["main"]
 

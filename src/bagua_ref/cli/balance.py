@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,9 +14,6 @@ from torch.utils.data import DistributedSampler
 from bagua_ref.contrib.load_balancing_data_loader import LoadBalancingDistributedSampler
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
     from rich.console import Console
 
 __all__ = ["Epoch", "as_json", "draw_epochs", "is_installed", "print_epochs", "read_lengths", "simulate_epochs"]

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bagua_ref.extras import install_command
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = ["CommandError", "Commands", "PrintCompletion", "add_command", "add_json_options", "write_file", "write_json"]
 

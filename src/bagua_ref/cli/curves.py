@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bagua_ref.cli.recipes import ALONE
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from bagua_ref.cli.results import TrainingOutcome
+from bagua_ref.cli.results import TrainingOutcome
 
 __all__ = ["draw_curves", "trailing_mean"]
 

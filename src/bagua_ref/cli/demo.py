@@ -8,23 +8,18 @@ import signal
 import sys
 import tempfile
 import uuid
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from bagua_ref.cli.recipes import Digits
+from bagua_ref.cli.recipes import Digits, Settings
 from bagua_ref.cli.results import Reports
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from bagua_ref.cli.recipes import Settings
 
 __all__ = ["missing_packages", "run_demo"]
 

@@ -6,9 +6,10 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -17,10 +18,6 @@ from torch.nn.utils import parameters_to_vector
 
 import bagua_ref
 from bagua_ref.cli.recipes import ALONE, RECIPES, Digits, Recipe, Settings, make_model
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 __all__ = ["main", "train"]
 

@@ -8,9 +8,10 @@ import re
 import shutil
 import subprocess
 import textwrap
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,9 +20,6 @@ import torch.distributed as dist
 import bagua_ref
 from bagua_ref import env
 from bagua_ref.errors import BackendUnavailableError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 __all__ = ["examine", "print_findings", "tested_versions"]
 

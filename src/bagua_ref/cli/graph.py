@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from bagua_ref.cli.command import CommandError, add_command, add_json_options, write_json
+from bagua_ref.cli.command import CommandError, Commands, add_command, add_json_options, write_json
 from bagua_ref.extras import install_command
-from bagua_ref.graphs import MODES, checked_graph
+from bagua_ref.graphs import MODES, Graph, checked_graph
 from bagua_ref.mixing import Mixing, mixing
-
-if TYPE_CHECKING:
-    import argparse
-
-    from bagua_ref.cli.command import Commands
-    from bagua_ref.graphs import Graph
 
 __all__ = ["add_parser", "period_of", "verdict"]
 

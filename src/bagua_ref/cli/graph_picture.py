@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from bagua_ref.graphs import Graph
+from bagua_ref.graphs import Graph
 
 __all__ = ["draw_graphs"]
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bagua_ref.cli.recipes import ALONE
+from bagua_ref.cli.recipes import ALONE, Settings
+from bagua_ref.cli.results import Reports
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from rich.console import Console
     from rich.progress import TaskID
-
-    from bagua_ref.cli.recipes import Settings
-    from bagua_ref.cli.results import Reports
 
 __all__ = ["readable_bytes", "shown"]
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import platform
 from base64 import b64encode
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from html import escape
 from io import BytesIO
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,16 +19,11 @@ import bagua_ref
 from bagua_ref.algorithms import GlobalAlgorithmRegistry
 from bagua_ref.cli.curves import draw_curves
 from bagua_ref.cli.progress import readable_bytes
-from bagua_ref.cli.recipes import ALONE, make_model
+from bagua_ref.cli.recipes import ALONE, Settings, make_model
+from bagua_ref.cli.results import TrainingOutcome
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
     from rich.console import Console
-
-    from bagua_ref.cli.recipes import Settings
-    from bagua_ref.cli.results import TrainingOutcome
 
 __all__ = ["print_table", "table_rows", "write_report"]
 

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from bagua_ref.cli.recipes import ALONE, make_model
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bagua_ref.cli.recipes import Settings
+from bagua_ref.cli.recipes import ALONE, Settings, make_model
 
 __all__ = ["RankReport", "Reports", "TrainingOutcome"]
 

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from bagua_ref.cli.command import CommandError, add_command, add_json_options, write_json
+from bagua_ref.cli.command import CommandError, Commands, add_command, add_json_options, write_json
+from bagua_ref.conformance.trace import RankTrace, TraceReport
 from bagua_ref.extras import install_command
 from bagua_ref.untrusted import one_line
-
-if TYPE_CHECKING:
-    import argparse
-    from typing import Any
-
-    from bagua_ref.cli.command import Commands
-    from bagua_ref.conformance.trace import RankTrace, TraceReport
 
 __all__ = ["add_parser"]
 

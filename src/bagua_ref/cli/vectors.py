@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from bagua_ref.cli.command import CommandError, add_command, add_json_options, write_json
+from bagua_ref.cli.command import CommandError, Commands, add_command, add_json_options, write_json
 from bagua_ref.conformance.clauses import VECTORS_VERSION, VECTORS_VERSIONS
+from bagua_ref.conformance.vectors import VectorsReport, Verdict
 from bagua_ref.untrusted import one_line
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Iterator
-    from typing import Any
-
-    from bagua_ref.cli.command import Commands
-    from bagua_ref.conformance.vectors import VectorsReport, Verdict
 
 __all__ = ["add_parser"]
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
-from typing import TYPE_CHECKING
 
 from bagua_ref.cli.command import CommandError, write_file, write_json
+from bagua_ref.conformance.run.report import Result
 from bagua_ref.errors import BaguaError
-
-if TYPE_CHECKING:
-    import argparse
-
-    from bagua_ref.conformance.run.report import Result
 
 __all__ = ["verify"]
 

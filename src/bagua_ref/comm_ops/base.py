@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
-    from bagua_ref.backends.base import KernelBackend
-    from bagua_ref.communicators.base import Communicator
+from bagua_ref.backends.base import KernelBackend
+from bagua_ref.communicators.base import Communicator
 
 __all__ = ["CommOp"]
 

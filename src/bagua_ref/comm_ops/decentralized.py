@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
+from bagua_ref.backends.base import KernelBackend
 from bagua_ref.comm_ops.base import CommOp
 from bagua_ref.comm_ops.hierarchical import reduce_to_leader
-from bagua_ref.graphs import MODES, check_mode, checked_graph
+from bagua_ref.communicators.base import Communicator
+from bagua_ref.graphs import MODES, Graph, GraphFunction, PeerSelection, check_mode, checked_graph
 from bagua_ref.meter import profiled
 from bagua_ref.types import ReduceOp
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from bagua_ref.backends.base import KernelBackend
-    from bagua_ref.communicators.base import Communicator
-    from bagua_ref.graphs import Graph, GraphFunction, PeerSelection
 
 __all__ = ["Decentralized"]
 

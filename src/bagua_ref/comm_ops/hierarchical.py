@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
+from bagua_ref.backends.base import KernelBackend
 from bagua_ref.comm_ops.base import CommOp
+from bagua_ref.communicators.base import Communicator
 from bagua_ref.types import ReduceOp
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from bagua_ref.backends.base import KernelBackend
-    from bagua_ref.communicators.base import Communicator
 
 __all__ = ["Hierarchical", "reduce_to_leader"]
 

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
+from bagua_ref.backends.base import KernelBackend
+from bagua_ref.backends.codec import Codec
 from bagua_ref.comm_ops.base import CommOp
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from bagua_ref.backends.base import KernelBackend
-    from bagua_ref.backends.codec import Codec
-    from bagua_ref.communicators.base import Communicator
+from bagua_ref.communicators.base import Communicator
 
 __all__ = ["LowPrecisionDecentralized", "trade_with_neighbours"]
 

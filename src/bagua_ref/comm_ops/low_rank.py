@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
+from bagua_ref.backends.base import KernelBackend
 from bagua_ref.comm_ops.base import CommOp
+from bagua_ref.communicators.base import Communicator
 from bagua_ref.low_rank import orthonormalize, starting_columns
+from bagua_ref.memory import Layout
 from bagua_ref.meter import codec_phase
 from bagua_ref.types import ReduceOp
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from torch import Tensor
-
-    from bagua_ref.backends.base import KernelBackend
-    from bagua_ref.communicators.base import Communicator
-    from bagua_ref.memory import Layout
 
 __all__ = ["LowRank", "Matrix"]
 

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from bagua_ref.backends.base import KernelBackend
 from bagua_ref.comm_ops.base import CommOp
+from bagua_ref.communicators.base import Communicator
 from bagua_ref.meter import codec_phase
 from bagua_ref.types import ReduceOp
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from bagua_ref.backends.base import KernelBackend
-    from bagua_ref.communicators.base import Communicator
 
 __all__ = ["TopK", "count_of", "largest"]
 

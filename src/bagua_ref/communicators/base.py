@@ -9,19 +9,15 @@ from __future__ import annotations
 import functools
 import pickle
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
+from bagua_ref.communicators.overlap import Overlap
 from bagua_ref.meter import profiled
 from bagua_ref.types import BackendTensor, ReduceOp
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from bagua_ref.communicators.overlap import Overlap
 
 __all__ = ["Communicator", "NonMember"]
 

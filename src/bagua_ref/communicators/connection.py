@@ -9,32 +9,28 @@ import time
 import traceback
 import weakref
 import zlib
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from bagua_ref.communicators import notes, shared_memory
 from bagua_ref.communicators.forked import keep_forever
 from bagua_ref.communicators.gloo_sockets import GlooSockets, open_sockets
 from bagua_ref.communicators.last_words import LastWords
+from bagua_ref.communicators.notes import NoteSockets
 from bagua_ref.communicators.pieces import ComputingError, OtherCallError
 from bagua_ref.communicators.rendezvous import another_connection, ask, first_sentence, host_of, interruptible, prefixed
+from bagua_ref.communicators.shared_memory import SharedMemory
+from bagua_ref.communicators.waiting import Waiting
 from bagua_ref.communicators.watch import Watch
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 from bagua_ref.runtime import is_background_thread
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
-    from contextlib import AbstractContextManager
-
-    from torch._C._distributed_c10d import Store
-
-    from bagua_ref.communicators.notes import NoteSockets
-    from bagua_ref.communicators.shared_memory import SharedMemory
-    from bagua_ref.communicators.waiting import Waiting
 
 __all__ = ["Connection"]
 

@@ -7,15 +7,12 @@ import os
 import socket
 import stat
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import Store
 
 __all__ = ["GlooSockets", "close_served", "open_sockets"]
 

@@ -7,16 +7,14 @@ import os
 import socket
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from bagua_ref.communicators.rendezvous import Unanswered, first_line, limited
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 from bagua_ref.launch_environment import Identity, read_launch
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
 
 __all__ = ["job_store"]
 

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+
+from torch._C._distributed_c10d import Store
 
 from bagua_ref.communicators.rendezvous import another_connection, ask
 from bagua_ref.communicators.scheduler import format_ranks
-from bagua_ref.communicators.waiting import has_ended
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch._C._distributed_c10d import Store
-
-    from bagua_ref.communicators.waiting import Waiting
+from bagua_ref.communicators.waiting import Waiting, has_ended
 
 __all__ = ["LastWords"]
 

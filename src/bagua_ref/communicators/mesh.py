@@ -11,12 +11,10 @@ import socket
 import struct
 import time
 from array import array
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 __all__ = ["Unreachable", "close_sockets", "connect_all", "hung_up", "listen_locally", "listen_towards"]
 

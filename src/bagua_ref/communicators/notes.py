@@ -11,14 +11,11 @@ import socket
 import time
 import weakref
 from array import array
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING
 
 from bagua_ref.communicators.mesh import Unreachable, close_sockets, connect_all, hung_up, listen_locally, listen_towards
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 __all__ = ["NoteSockets", "connect"]
 

@@ -6,10 +6,8 @@ import logging
 import math
 import os
 import select
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 __all__ = ["Processes", "this_process"]
 

@@ -8,22 +8,19 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from bagua_ref.communicators.scheduler import format_ranks
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 from bagua_ref.untrusted import check_form, load_json
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
-
-    from torch._C._distributed_c10d import Store
 
 __all__ = [
     "StoreLostError",

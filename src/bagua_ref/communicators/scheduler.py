@@ -10,14 +10,12 @@ import gc
 import math
 import random
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from bagua_ref.errors import SimulationError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 __all__ = ["Scheduler", "Task", "Ticket", "format_ranks"]
 

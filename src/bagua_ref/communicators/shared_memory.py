@@ -17,23 +17,18 @@ import time
 import weakref
 import zlib
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from bagua_ref.communicators.collectives import combine
 from bagua_ref.communicators.mesh import Unreachable, close_sockets, connect_all, hung_up, listen_locally
 from bagua_ref.communicators.pieces import OtherCallError, compute
 from bagua_ref.env import shares_memory
 from bagua_ref.errors import CommunicationError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from torch import Tensor
-
-    from bagua_ref.types import ReduceOp
+from bagua_ref.types import ReduceOp
 
 __all__ = ["SharedMemory", "Until", "connect", "machine"]
 

@@ -5,19 +5,16 @@ from __future__ import annotations
 import copy
 import math
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
 
 from bagua_ref.communicators import collectives
 from bagua_ref.communicators.base import Communicator
 from bagua_ref.communicators.scheduler import Scheduler, Ticket, format_ranks
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError, SimulationError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from bagua_ref.types import ReduceOp
+from bagua_ref.types import ReduceOp
 
 __all__ = ["SimulatedCommunicator", "SimulatedNetwork", "SimulatedTransport"]
 

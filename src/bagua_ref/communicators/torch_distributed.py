@@ -6,28 +6,24 @@ registry of groups is not needed.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 from bagua_ref.communicators.base import Communicator
 from bagua_ref.communicators.collectives import combine, describe, divide_
 from bagua_ref.communicators.connection import Connection
 from bagua_ref.communicators.forked import OfParent
+from bagua_ref.communicators.overlap import Overlap
 from bagua_ref.communicators.pieces import move_in_pieces
+from bagua_ref.communicators.shared_memory import SharedMemory
+from bagua_ref.communicators.waiting import Waiting
 from bagua_ref.errors import CommunicationError
 from bagua_ref.types import ReduceOp
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-    from torch._C._distributed_c10d import Store
-
-    from bagua_ref.communicators.overlap import Overlap
-    from bagua_ref.communicators.shared_memory import SharedMemory
-    from bagua_ref.communicators.waiting import Waiting
 
 __all__ = ["TorchDistributedCommunicator"]
 

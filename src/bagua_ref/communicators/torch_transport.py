@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 import socket
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from bagua_ref.communicators.forked import leave_to_parent
 from bagua_ref.communicators.gloo_sockets import close_served
@@ -21,11 +22,6 @@ from bagua_ref.communicators.shared_memory import machine
 from bagua_ref.communicators.torch_distributed import TorchDistributedCommunicator
 from bagua_ref.communicators.waiting import Waiting
 from bagua_ref.untrusted import NATURAL
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch._C._distributed_c10d import Store
 
 __all__ = ["TorchDistributedTransport"]
 

@@ -6,19 +6,16 @@ import json
 import math
 import threading
 import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch._C._distributed_c10d import Store
+
+from bagua_ref.communicators.processes import Processes
 from bagua_ref.communicators.rendezvous import another_connection, ask
 from bagua_ref.communicators.scheduler import format_ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
-
-    from torch._C._distributed_c10d import Store
-
-    from bagua_ref.communicators.processes import Processes
 
 __all__ = ["Waiting", "has_ended", "nobody_can_go_on"]
 

@@ -6,6 +6,8 @@ import operator
 import os
 import reprlib
 import warnings
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,10 +20,6 @@ from bagua_ref.contrib.utils.fake_redis_store import FakeRedisStore
 from bagua_ref.contrib.utils.redis_store import RedisStore
 from bagua_ref.contrib.utils.store import ClusterStore
 from bagua_ref.not_provided import explain_missing
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-    from types import TracebackType
 
 __all__ = ["CacheLoader"]
 

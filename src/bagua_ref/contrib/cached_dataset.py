@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any
 
 import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset
 
+from bagua_ref.contrib.cache.counters import CacheStats
 from bagua_ref.contrib.cache.progress import tracked
 from bagua_ref.contrib.cache_loader import CacheLoader
 from bagua_ref.runtime import current_world
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from types import TracebackType
-
-    from bagua_ref.contrib.cache.counters import CacheStats
 
 __all__ = ["CachedDataset"]
 

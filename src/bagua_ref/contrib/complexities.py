@@ -5,21 +5,16 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bagua_ref.backends import get_backend
+from bagua_ref.backends import KernelBackend, get_backend
 from bagua_ref.extras import install_command
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from bagua_ref.backends import KernelBackend
 
 __all__ = ["Numbers", "Ordering", "ends", "noise_bound", "numbers_of", "read_complexities", "shown", "to_number"]
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 from torch.utils.data import Sampler
 
 from bagua_ref.contrib.load_balancing_sampler import LoadBalancingDistributedSampler
 from bagua_ref.contrib.sampler_state import Place, check_settings, checked_count
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
 
 __all__ = ["LoadBalancingDistributedBatchSampler"]
 

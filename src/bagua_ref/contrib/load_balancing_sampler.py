@@ -7,20 +7,16 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from bagua_ref.backends import get_backend
+from bagua_ref.backends import KernelBackend, get_backend
 from bagua_ref.contrib.complexities import Ordering, ends, noise_bound, numbers_of, read_complexities, shown, to_number
 from bagua_ref.contrib.sampler_state import Place, check_settings, checked_count, replica_of, whole
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from bagua_ref.backends import KernelBackend
 
 __all__ = ["LoadBalancingDistributedSampler"]
 

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import weakref
 import zlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from bagua_ref.agreement import UNSAID, Agreement, Fact
+from bagua_ref.agreement import UNSAID, Agreement, Comparison, Fact
+from bagua_ref.algorithms.base import TrainingContext
 from bagua_ref.data_parallel.sharding import local, whole
 from bagua_ref.data_parallel.unused_parameters import UnusedParameters
 from bagua_ref.errors import CommunicationError
 from bagua_ref.flight_recorder import explain
 from bagua_ref.memory import Layout
 from bagua_ref.scheduling.engine import Beginning
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from bagua_ref.agreement import Comparison
-    from bagua_ref.algorithms.base import TrainingContext
-    from bagua_ref.types import Group
+from bagua_ref.types import Group
 
 __all__ = ["BUFFERS", "JOINED", "PLAN", "ROUND", "STEP", "AgreedRounds", "Told"]
 

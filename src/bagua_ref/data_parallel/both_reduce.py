@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-if TYPE_CHECKING:
-    import torch
-
-    from bagua_ref.types import Group
+from bagua_ref.types import Group
 
 __all__ = ["refuse_both", "refuse_inside"]
 

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Collection
 
+import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from bagua_ref.communication import broadcast_coalesced
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    import torch
-
-    from bagua_ref.meter import Meter
-    from bagua_ref.types import Group
+from bagua_ref.meter import Meter
+from bagua_ref.types import Group
 
 __all__ = ["Buffers"]
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from bagua_ref.algorithms import AsyncModelAverageAlgorithm
+from bagua_ref.algorithms.base import Algorithm
+from bagua_ref.backends.base import KernelBackend
+from bagua_ref.data_parallel.wrapped_module import WrappedModule
 from bagua_ref.data_parallel.wrapping import context_of, wrap
+from bagua_ref.types import Group
 from bagua_ref.utils import NotCopied
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    import torch
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from bagua_ref.algorithms.base import Algorithm
-    from bagua_ref.backends.base import KernelBackend
-    from bagua_ref.data_parallel.wrapped_module import WrappedModule
-    from bagua_ref.types import Group
 
 __all__ = ["train"]
 

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map
 
+from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl
 from bagua_ref.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
+from bagua_ref.backends.base import KernelBackend
+from bagua_ref.bucket import BaguaBucket
 from bagua_ref.data_parallel.joining import join
 from bagua_ref.data_parallel.metrics import metrics_of
 from bagua_ref.data_parallel.sharding import group_of
+from bagua_ref.data_parallel.wrapped_module import WrappedModule
 from bagua_ref.data_parallel.wrapping import context_of, wrap
 from bagua_ref.errors import NotInitializedError
 from bagua_ref.process_group import BaguaProcessGroup, _get_default_group
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from contextlib import AbstractContextManager
-
-    from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl
-    from bagua_ref.backends.base import KernelBackend
-    from bagua_ref.bucket import BaguaBucket
-    from bagua_ref.data_parallel.wrapped_module import WrappedModule
 
 __all__ = [
     "DistributedDataParallel",

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
 from torch.nn.parallel.distributed import _find_tensors
 
 from bagua_ref.utils import inside_backward, untraced
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = ["ForwardPasses", "call_after_backward", "trains"]
 

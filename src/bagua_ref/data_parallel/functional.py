@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.autograd import Function
 
 from bagua_ref.data_parallel.distributed import to_bagua_process_group
+from bagua_ref.process_group import BaguaProcessGroup
 from bagua_ref.types import ReduceOp
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from bagua_ref.process_group import BaguaProcessGroup
 
 __all__ = ["ReduceOp", "all_reduce", "torch_reduce_op_to_bagua"]
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import FrameType
+from typing import Any
 
 import torch
 from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn.utils.stateless import _functional_call
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from contextlib import AbstractContextManager
-    from types import FrameType
 
 __all__ = ["FunctionalForwards", "are_for_a_call", "inside_transform", "outside_transforms"]
 

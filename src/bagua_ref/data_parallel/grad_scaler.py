@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from bagua_ref.data_parallel.agreed_rounds import STEP
 from bagua_ref.data_parallel.gradient_hook import trainings_of
-
-if TYPE_CHECKING:
-    from bagua_ref.data_parallel.wrapped_module import WrappedModule
+from bagua_ref.data_parallel.wrapped_module import WrappedModule
 
 __all__ = ["GradScaler"]
 

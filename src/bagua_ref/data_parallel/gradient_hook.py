@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch.compiler import is_dynamo_compiling
+from torch.utils.hooks import RemovableHandle
 
 from bagua_ref.utils import NotCopied, untraced
-
-if TYPE_CHECKING:
-    import torch
-    from torch.utils.hooks import RemovableHandle
 
 __all__ = ["GradientHook", "add_last", "trainings_of"]
 

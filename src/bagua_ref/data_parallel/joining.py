@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from bagua_ref.communicators.scheduler import format_ranks
-from bagua_ref.data_parallel.agreed_rounds import BUFFERS, PLAN, ROUND
+from bagua_ref.data_parallel.agreed_rounds import BUFFERS, PLAN, ROUND, Told
 from bagua_ref.data_parallel.state_broadcast import share_object, share_state
+from bagua_ref.data_parallel.wrapped_module import WrappedModule
 from bagua_ref.data_parallel.wrapping import context_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from bagua_ref.data_parallel.agreed_rounds import Told
-    from bagua_ref.data_parallel.wrapped_module import WrappedModule
 
 __all__ = ["Joining", "join"]
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from bagua_ref.data_parallel.wrapped_module import WrappedModule
+from bagua_ref.data_parallel.wrapped_module import WrappedModule
 
 __all__ = ["PER_STEP", "count_from_now", "metrics_of"]
 

@@ -6,17 +6,14 @@ is sent here goes between ranks that hold the same shards, so the mesh of the sh
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from bagua_ref.algorithms.base import Algorithm
 from bagua_ref.process_group import from_torch_group
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from bagua_ref.algorithms.base import Algorithm
-    from bagua_ref.types import Group
+from bagua_ref.types import Group
 
 __all__ = ["LocalShard", "check_sharded", "group_of", "local", "place_state", "reshard", "stand_in", "whole"]
 

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from bagua_ref.communication import broadcast_coalesced
+from bagua_ref.communicators.base import Communicator
 from bagua_ref.communicators.scheduler import format_ranks
 from bagua_ref.data_parallel.sharding import local, place_state
 from bagua_ref.memory import effective_strides
 from bagua_ref.optimizer_state import take_over
 from bagua_ref.types import ReduceOp
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
-
-    from torch import Tensor
-
-    from bagua_ref.communicators.base import Communicator
 
 __all__ = ["broadcast_state", "share_object", "share_state", "warn_of_drift"]
 

@@ -5,19 +5,16 @@ from __future__ import annotations
 import threading
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch.compiler import is_dynamo_compiling
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from bagua_ref.algorithms.base import TrainingContext
 from bagua_ref.data_parallel.sharding import whole
 from bagua_ref.runtime import current_world
 from bagua_ref.utils import inside_backward
-
-if TYPE_CHECKING:
-    import torch
-
-    from bagua_ref.algorithms.base import TrainingContext
 
 __all__ = ["StepGuard"]
 

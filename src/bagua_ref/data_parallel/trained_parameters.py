@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Collection
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.nn import Parameter
 
+from bagua_ref.algorithms.base import AlgorithmImpl
 from bagua_ref.data_parallel.functional_forwards import are_for_a_call
 from bagua_ref.data_parallel.sharding import LocalShard, reshard, stand_in
 from bagua_ref.tensor import align
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from torch.nn import Parameter
-
-    from bagua_ref.algorithms.base import AlgorithmImpl
 
 __all__ = ["TrainedParameters", "refuse_what_cannot_be_flat"]
 

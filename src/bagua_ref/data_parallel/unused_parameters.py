@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
+from bagua_ref.algorithms.base import TrainingContext
+from bagua_ref.communicators.base import Communicator
 from bagua_ref.errors import CommunicationError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from bagua_ref.algorithms.base import TrainingContext
-    from bagua_ref.communicators.base import Communicator
-    from bagua_ref.types import Group
+from bagua_ref.types import Group
 
 __all__ = ["UnusedParameters"]
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from bagua_ref.algorithms.base import GlobalAlgorithmRegistry
+from bagua_ref.algorithms.base import Algorithm, GlobalAlgorithmRegistry
+from bagua_ref.backends.base import KernelBackend
+from bagua_ref.bucket import BaguaBucket
 from bagua_ref.data_parallel.agreed_rounds import BUFFERS, PLAN, AgreedRounds
 from bagua_ref.data_parallel.both_reduce import refuse_both, refuse_inside
 from bagua_ref.data_parallel.bucketing import split_into_buckets
@@ -23,18 +26,10 @@ from bagua_ref.data_parallel.step_guard import StepGuard
 from bagua_ref.data_parallel.trained_parameters import TrainedParameters
 from bagua_ref.env import get_default_bucket_size
 from bagua_ref.optimizer_state import align_state
-from bagua_ref.runtime import use_world
+from bagua_ref.runtime import World, use_world
 from bagua_ref.scheduling.engine import Engine
+from bagua_ref.types import Group
 from bagua_ref.utils import NotCopied, OwnHook, OwnList, OwnName, inside_backward, uncompiled
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from bagua_ref.algorithms.base import Algorithm
-    from bagua_ref.backends.base import KernelBackend
-    from bagua_ref.bucket import BaguaBucket
-    from bagua_ref.runtime import World
-    from bagua_ref.types import Group
 
 __all__ = ["WrappedModule"]
 

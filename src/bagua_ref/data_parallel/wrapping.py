@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from collections.abc import Sequence
+from typing import cast
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from bagua_ref.algorithms.base import Algorithm
 from bagua_ref.backends import get_backend
+from bagua_ref.backends.base import KernelBackend
 from bagua_ref.data_parallel.gradient_hook import trainings_of
 from bagua_ref.data_parallel.metrics import count_from_now
 from bagua_ref.data_parallel.sharding import check_sharded, group_of
@@ -16,15 +19,8 @@ from bagua_ref.data_parallel.wrapped_module import WrappedModule
 from bagua_ref.env import checked_timeout
 from bagua_ref.errors import NotInitializedError
 from bagua_ref.runtime import current_world
+from bagua_ref.types import Group
 from bagua_ref.utils import let_compiler_see_hooks, uncompiled
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from bagua_ref.backends.base import KernelBackend
-    from bagua_ref.types import Group
 
 __all__ = ["context_of", "wrap"]
 

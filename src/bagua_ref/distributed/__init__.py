@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
 
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl
+from bagua_ref.backends.base import KernelBackend
+from bagua_ref.bucket import BaguaBucket
 from bagua_ref.data_parallel.metrics import metrics_of
 from bagua_ref.data_parallel.wrapping import context_of, resynchronize, wrap
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from contextlib import AbstractContextManager
-
-    import torch
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl
-    from bagua_ref.backends.base import KernelBackend
-    from bagua_ref.bucket import BaguaBucket
-    from bagua_ref.types import Group
+from bagua_ref.types import Group
 
 __all__ = ["BaguaModule"]
 

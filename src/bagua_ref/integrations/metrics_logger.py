@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
+
+import torch
 
 from bagua_ref.data_parallel.metrics import PER_STEP
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
 
 __all__ = ["MetricsLogger"]
 

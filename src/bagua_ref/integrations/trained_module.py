@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
+
+import torch
 
 from bagua_ref.algorithms import QAdamOptimizer
 from bagua_ref.algorithms.base import Algorithm, GlobalAlgorithmRegistry
 from bagua_ref.data_parallel.wrapping import context_of, wrap
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import torch
 
 __all__ = ["Recipe", "call_if_there"]
 

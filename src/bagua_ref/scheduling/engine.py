@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 from torch.profiler import record_function
 
 from bagua_ref import streams
+from bagua_ref.bucket import BaguaBucket
 from bagua_ref.errors import CommunicationError
 from bagua_ref.meter import Meter, Recorded, profiled, use_meter
+from bagua_ref.runtime import World
 from bagua_ref.scheduling.readiness import Readiness
 from bagua_ref.scheduling.worker import Worker
-from bagua_ref.tensor import registration
+from bagua_ref.tensor import Registration, registration
 from bagua_ref.utils import overlapping
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from bagua_ref.bucket import BaguaBucket
-    from bagua_ref.runtime import World
-    from bagua_ref.tensor import Registration
 
 __all__ = ["Beginning", "Engine"]
 

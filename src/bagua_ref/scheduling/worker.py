@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 import weakref
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
-
-if TYPE_CHECKING:
-    from bagua_ref.runtime import Thread, World
+from bagua_ref.runtime import Thread, World
 
 __all__ = ["Job", "Worker"]
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import queue
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
+from bagua_ref.communicators.scheduler import Scheduler, Task, Ticket
+from bagua_ref.communicators.simulated import SimulatedTransport
 from bagua_ref.runtime import Identity, World
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from bagua_ref.communicators.scheduler import Scheduler, Task, Ticket
-    from bagua_ref.communicators.simulated import SimulatedTransport
 
 __all__ = ["SimulatedEvent", "SimulatedLock", "SimulatedQueue", "SimulatedRankWorld", "SimulatedThread"]
 

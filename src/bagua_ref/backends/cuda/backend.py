@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from bagua_ref.backends import formats
 from bagua_ref.backends.base import KernelBackend
 from bagua_ref.backends.codec import Codec
 from bagua_ref.backends.cuda import codec_plans, movement, plan
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from bagua_ref.backends.cuda.launch import Card, Plan
+from bagua_ref.backends.cuda.launch import Card, Plan
 
 __all__ = ["PlannedBackend", "PlannedCodec"]
 

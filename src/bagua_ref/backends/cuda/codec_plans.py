@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from bagua_ref.backends.cuda.launch import WORKSPACE, Card, Launch, Plan
 from bagua_ref.backends.cuda.plan import PACK, WAVES, long, name_of, one_launch, pointer
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["ON_CHIP", "compress_blocks", "compress_minmax", "compress_signs", "decompress"]
 

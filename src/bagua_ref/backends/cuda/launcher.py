@@ -14,21 +14,17 @@ import functools
 import importlib.util
 import os
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from bagua_ref.backends.cuda.backend import PlannedBackend
 from bagua_ref.backends.cuda.disk_cache import cached
-from bagua_ref.backends.cuda.launch import Card, Plan, pack, source_of
+from bagua_ref.backends.cuda.launch import Card, Launch, Plan, pack, source_of
 from bagua_ref.extras import install_command
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from bagua_ref.backends.cuda.launch import Launch
 
 __all__ = ["CudaBackend", "compile_source", "header_folder"]
 

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
-from bagua_ref.backends.cuda.launch import Launch, Plan
+from torch import Tensor
+
+from bagua_ref.backends.cuda.launch import Card, Launch, Plan
 from bagua_ref.backends.cuda.plan import pointer
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from torch import Tensor
-
-    from bagua_ref.backends.cuda.launch import Card
 
 __all__ = ["PIECE", "SEGMENTS", "Segments", "Strided", "copy", "is_plain"]
 

@@ -7,16 +7,11 @@ tensors' values, nor results on the grid.
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from bagua_ref.backends.cuda.launch import BLOCK, Card, Launch, Plan
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from bagua_ref.backends.cuda.launch import Argument
+from bagua_ref.backends.cuda.launch import BLOCK, Argument, Card, Launch, Plan
 
 __all__ = ["PACK", "WAVES", "element_wise", "long", "name_of", "one_launch", "order_keys", "pointer", "reduce_chunks"]
 

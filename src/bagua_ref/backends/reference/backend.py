@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from bagua_ref.backends.base import KernelBackend
 from bagua_ref.backends.reference.blocks import BLOCK, Array, blocks, reader, rows_of, scratch
 from bagua_ref.backends.reference.codecs import CODECS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
 
 __all__ = ["ReferenceBackend"]
 

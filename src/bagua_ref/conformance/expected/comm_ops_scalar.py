@@ -5,14 +5,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from bagua_ref.conformance.expected.codec_scalar import compress_chunk, decompress_chunk
 from bagua_ref.conformance.expected.kernels_scalar import reduce_in_order
 from bagua_ref.conformance.expected.rounding import arithmetic, divide, to
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 Ranks = list[list[float]]
 

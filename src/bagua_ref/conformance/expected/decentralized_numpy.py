@@ -7,17 +7,15 @@ each node has, in rank order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from bagua_ref.conformance.expected.codec_scalar import compress_chunk, decompress_chunk
 from bagua_ref.conformance.expected.graphs_numpy import Weights, averaged
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 Array: TypeAlias = npt.NDArray[Any]
 Mode: TypeAlias = "str | Sequence[Weights]"

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from bagua_ref.conformance.expected.codec_scalar import compress_chunk as compress_minmax
 from bagua_ref.conformance.expected.codec_scalar import decompress_chunk as decompress_minmax
 from bagua_ref.conformance.expected.codecs_scalar import compress_chunk, decompress_chunk
-from bagua_ref.conformance.expected.decentralized_numpy import stored
-
-if TYPE_CHECKING:
-    from bagua_ref.conformance.expected.decentralized_numpy import Array
+from bagua_ref.conformance.expected.decentralized_numpy import Array, stored
 
 __all__ = ["coded", "error_feedback_round"]
 

@@ -8,13 +8,11 @@ round by round from equal e and Q.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-if TYPE_CHECKING:
-    from bagua_ref.conformance.expected.decentralized_numpy import Array
+from bagua_ref.conformance.expected.decentralized_numpy import Array
 
 __all__ = ["Round", "compressed_rank", "is_tame", "norm", "orthonormal", "power_sgd_round", "start"]
 

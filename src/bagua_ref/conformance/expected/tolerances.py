@@ -14,12 +14,9 @@ SUM(world) world * eps * magnitude, where magnitude is the sum (for a mean: the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
 __all__ = ["EXACT", "SUM", "ULP", "Tolerance", "assert_equal", "places", "where_equal"]
 

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bagua_ref.conformance.expected.decentralized_numpy import stored
-
-if TYPE_CHECKING:
-    from bagua_ref.conformance.expected.decentralized_numpy import Array
+from bagua_ref.conformance.expected.decentralized_numpy import Array, stored
 
 __all__ = ["kept", "sent_count", "topk_round"]
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import copy
 import pickle
 import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 __all__ = ["Source", "Thing", "Trap", "array", "assert_same", "double", "spoil", "tensor", "without_pickle"]
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
+from bagua_ref.conformance.inputs.strategies import Draw
 from bagua_ref.types import ReduceOp
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from bagua_ref.conformance.inputs.strategies import Draw
 
 __all__ = [
     "BITWISE",

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bagua_ref.conformance.inputs.strategies import seeds
-from bagua_ref.conformance.inputs.training_cases import grid_weights
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from bagua_ref.conformance.inputs.strategies import Draw
-    from bagua_ref.conformance.inputs.training_cases import ByRank
+from bagua_ref.conformance.inputs.strategies import Draw, seeds
+from bagua_ref.conformance.inputs.training_cases import ByRank, grid_weights
 
 __all__ = [
     "PLAIN",

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
 from bagua_ref.conformance.inputs.strategies import Draw, bulk, seeds
 from bagua_ref.conformance.inputs.training_cases import grid_weights
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 __all__ = [
     "BOUNDARY",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from hypothesis import assume
@@ -10,9 +11,6 @@ from hypothesis import strategies as st
 
 from bagua_ref.conformance.expected import samplers_plain
 from bagua_ref.conformance.inputs.strategies import seeds
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = ["about_an_edge", "cases", "complexities", "cut", "few_or_many", "levels", "noisy_cases"]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,9 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bagua_ref.conformance.inputs.strategies import Draw, bulk, seeds
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = [
     "ONE_BUCKET",

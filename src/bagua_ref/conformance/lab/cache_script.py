@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
+from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.play import Play
 from bagua_ref.conformance.lab.servers import ServerPool
 from bagua_ref.conformance.lab.violation import Violation
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from bagua_ref.conformance.lab.lab import Lab
 
 __all__ = ["LOADER", "CacheScript", "cache_script"]
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from bagua_ref.conformance.lab.violation import Script, literal
-from bagua_ref.conformance.targets.target import load
+from bagua_ref.conformance.targets.target import Target, load
 from bagua_ref.conformance.targets.world import own_communicator
 from bagua_ref.types import ReduceOp
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from bagua_ref.conformance.targets.target import Target
 
 __all__ = ["script_of_collective", "script_of_ranks"]
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bagua_ref.conformance.expected.tolerances import EXACT, Tolerance, assert_equal
 from bagua_ref.conformance.lab.canary import Canary
+from bagua_ref.conformance.lab.journal import Journal
 from bagua_ref.conformance.lab.violation import Script, Violation, literal
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from bagua_ref.conformance.lab.journal import Journal
-    from bagua_ref.conformance.targets.target import Target
+from bagua_ref.conformance.targets.target import Target
 
 __all__ = ["KernelCall", "Lab", "script_of_call"]
 

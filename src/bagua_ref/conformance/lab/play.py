@@ -5,13 +5,11 @@ from __future__ import annotations
 import ast
 import sys
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.violation import Script, Violation
-
-if TYPE_CHECKING:
-    from bagua_ref.conformance.lab.lab import Lab
-    from bagua_ref.conformance.targets.target import Target
+from bagua_ref.conformance.targets.target import Target
 
 __all__ = ["Play", "source_of_part"]
 

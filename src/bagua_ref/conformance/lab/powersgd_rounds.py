@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,11 +13,9 @@ from bagua_ref.conformance.expected import power_sgd_numpy as plain
 from bagua_ref.conformance.expected.algorithms_plain import buckets
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM
 from bagua_ref.conformance.inputs.strategies import Draw, name_of
+from bagua_ref.conformance.inputs.training_cases import ByRank
+from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.rounds import Rounds, wide
-
-if TYPE_CHECKING:
-    from bagua_ref.conformance.inputs.training_cases import ByRank
-    from bagua_ref.conformance.lab.lab import Lab
 
 __all__ = ["ROUNDED", "PowerSGDRounds"]
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
+from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.violation import Violation
 from bagua_ref.conformance.targets.world import own_communicator, run_world
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from bagua_ref.conformance.lab.lab import Lab
 
 __all__ = ["run_ranks"]
 

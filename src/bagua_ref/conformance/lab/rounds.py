@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
 from bagua_ref.conformance.expected.tolerances import EXACT, Tolerance
-from bagua_ref.conformance.inputs.strategies import seeds
-from bagua_ref.conformance.inputs.training_cases import ONE_BUCKET, copies
+from bagua_ref.conformance.inputs.strategies import Draw, seeds
+from bagua_ref.conformance.inputs.training_cases import ONE_BUCKET, ByRank, copies
+from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.training import Training
-
-if TYPE_CHECKING:
-    from bagua_ref.conformance.inputs.strategies import Draw
-    from bagua_ref.conformance.inputs.training_cases import ByRank
-    from bagua_ref.conformance.lab.lab import Lab
 
 __all__ = ["Rounds", "check_rounds", "wide"]
 

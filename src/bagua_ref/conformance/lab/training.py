@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
 from bagua_ref.conformance.expected.tolerances import EXACT, Tolerance, assert_equal
+from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.violation import Script, Violation, literal
 from bagua_ref.conformance.targets.reference_algorithms import ReferenceAlgorithms
 from bagua_ref.conformance.targets.world import RankWorld
 from bagua_ref.simulation import SimulatedWorld
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from bagua_ref.conformance.lab.lab import Lab
 
 __all__ = ["Training", "check_form"]
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM, Tolerance
 from bagua_ref.conformance.inputs.strategies import Draw, name_of, seeds
 from bagua_ref.conformance.inputs.training_cases import ONE_BUCKET, ByRank, array, copies
+from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.training import Training
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from bagua_ref.conformance.lab.lab import Lab
 
 __all__ = ["Trial"]
 

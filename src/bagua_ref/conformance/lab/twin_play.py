@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
 
+from bagua_ref.conformance.inputs.strategies import Draw
+from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.play import Play
-
-if TYPE_CHECKING:
-    from bagua_ref.conformance.inputs.strategies import Draw
-    from bagua_ref.conformance.lab.lab import Lab
 
 __all__ = ["MOMENTA", "OPTIONS", "WITH_FUSED", "TwinPlay", "any_twins", "groups_of", "options_of", "seeds"]
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from bagua_ref.conformance.expected.tolerances import EXACT, Tolerance, assert_equal
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
 
 __all__ = [
     "LAMB",

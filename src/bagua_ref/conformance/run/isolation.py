@@ -16,20 +16,16 @@ import signal
 import threading
 import time
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection
+from typing import Any
 
 import torch
 
 from bagua_ref.conformance.lab.journal import Journal
 from bagua_ref.conformance.lab.lab import script_of_call
 from bagua_ref.conformance.run.search import Outcome, Search, search
-from bagua_ref.conformance.suites.checks import prepare
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from bagua_ref.conformance.suites.checks import Check
-    from bagua_ref.conformance.targets.target import Target
+from bagua_ref.conformance.suites.checks import Check, prepare
+from bagua_ref.conformance.targets.target import Target
 
 __all__ = ["CheckTask", "InProcess", "OnThread", "Worker", "can_fork"]
 

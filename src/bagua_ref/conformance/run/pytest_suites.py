@@ -8,7 +8,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import pytest
 
@@ -16,11 +17,7 @@ from bagua_ref.conformance.clauses import SUITES
 from bagua_ref.conformance.run.runner import OneByOne, check_ids, reason_to_skip, row_id
 from bagua_ref.conformance.run.search import Search
 from bagua_ref.conformance.suites.checks import Check, all_checks, checks_of, variants
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from bagua_ref.conformance.targets.target import Target
+from bagua_ref.conformance.targets.target import Target
 
 __all__ = [
     "AlgorithmSuite",

@@ -6,17 +6,15 @@ import time
 import traceback
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from bagua_ref.conformance.lab.journal import Journal
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.violation import Violation
 from bagua_ref.conformance.run.story import Story
+from bagua_ref.conformance.suites.checks import Check
+from bagua_ref.conformance.targets.target import Target
 from bagua_ref.conformance.targets.world import MOST_RANKS
-
-if TYPE_CHECKING:
-    from bagua_ref.conformance.lab.journal import Journal
-    from bagua_ref.conformance.suites.checks import Check
-    from bagua_ref.conformance.targets.target import Target
 
 __all__ = ["PROFILES", "Outcome", "Search", "search"]
 

@@ -6,7 +6,7 @@ and `algorithms_topk` S11.2.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,11 +38,9 @@ from bagua_ref.conformance.inputs.training_cases import (
     lists,
     tensor,
 )
+from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.training import Training
 from bagua_ref.conformance.suites.checks import check
-
-if TYPE_CHECKING:
-    from bagua_ref.conformance.lab.lab import Lab
 
 _bucket_bytes = st.sampled_from([1, 40, ONE_BUCKET])
 

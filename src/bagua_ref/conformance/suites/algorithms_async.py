@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -12,14 +13,10 @@ from bagua_ref.conformance.expected import algorithms_plain as plain
 from bagua_ref.conformance.expected.tolerances import SUM
 from bagua_ref.conformance.inputs.strategies import Draw, dtype_named, name_of, seeds, worlds
 from bagua_ref.conformance.inputs.training_cases import ONE_BUCKET, copies, lists, on_a_grid, tensor
+from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.training import Training
 from bagua_ref.conformance.suites.checks import check
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from bagua_ref.conformance.lab.lab import Lab
-    from bagua_ref.conformance.targets.reference_algorithms import Action
+from bagua_ref.conformance.targets.reference_algorithms import Action
 
 _INTERVAL_MS = 100
 _LONG_SLEEP = ("sleep", 20 * _INTERVAL_MS / 1000)

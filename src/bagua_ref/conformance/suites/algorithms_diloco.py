@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,11 +31,9 @@ from bagua_ref.conformance.inputs.training_cases import (
     exact_gradients,
     grid_weights,
 )
+from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.trial import Trial
 from bagua_ref.conformance.suites.checks import check
-
-if TYPE_CHECKING:
-    from bagua_ref.conformance.lab.lab import Lab
 
 _DILOCO = ("diloco",)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
 from bagua_ref.conformance.expected import local_updates_numpy as plain
 from bagua_ref.conformance.inputs.local_update_cases import (
@@ -18,13 +19,9 @@ from bagua_ref.conformance.inputs.local_update_cases import (
 )
 from bagua_ref.conformance.inputs.strategies import FLOATS, Draw
 from bagua_ref.conformance.inputs.training_cases import ByRank, any_gradients, exact_gradients, grid_weights
+from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.trial import Trial
 from bagua_ref.conformance.suites.checks import check
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from bagua_ref.conformance.lab.lab import Lab
 
 _LOCAL_SGD = ("local_sgd",)
 

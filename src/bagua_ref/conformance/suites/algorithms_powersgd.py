@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -22,15 +22,10 @@ from bagua_ref.conformance.inputs.low_rank_cases import (
     usual,
 )
 from bagua_ref.conformance.inputs.strategies import FLOATS, Draw, bulk, seeds, worlds
-from bagua_ref.conformance.inputs.training_cases import ONE_BUCKET, any_gradients, exact_gradients, grid_weights
+from bagua_ref.conformance.inputs.training_cases import ONE_BUCKET, ByRank, any_gradients, exact_gradients, grid_weights
+from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.powersgd_rounds import ROUNDED, PowerSGDRounds
 from bagua_ref.conformance.suites.checks import check
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from bagua_ref.conformance.inputs.training_cases import ByRank
-    from bagua_ref.conformance.lab.lab import Lab
 
 _NEEDS = ("powersgd",)
 _some_worlds = st.sampled_from([(2,), (1, 1), (3,), (2, 2), (1,)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,13 +16,10 @@ from bagua_ref.conformance.expected.topk_numpy import kept, sent_count, topk_rou
 from bagua_ref.conformance.inputs.local_update_cases import multi_rank_worlds, used_parts
 from bagua_ref.conformance.inputs.low_rank_cases import ratios
 from bagua_ref.conformance.inputs.strategies import COMPRESSIBLE, Draw, name_of, seeds, worlds
-from bagua_ref.conformance.inputs.training_cases import ONE_BUCKET, any_gradients, exact_gradients, grid_weights
+from bagua_ref.conformance.inputs.training_cases import ONE_BUCKET, ByRank, any_gradients, exact_gradients, grid_weights
+from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.rounds import Rounds
 from bagua_ref.conformance.suites.checks import check
-
-if TYPE_CHECKING:
-    from bagua_ref.conformance.inputs.training_cases import ByRank
-    from bagua_ref.conformance.lab.lab import Lab
 
 _NEEDS = ("topk",)
 

@@ -6,20 +6,16 @@ What values come back as is next door.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
+from bagua_ref.conformance.inputs.strategies import Draw
 from bagua_ref.conformance.inputs.value_sources import NO_KEYS, key_sources, value_sources
 from bagua_ref.conformance.lab.cache_script import LOADER, cache_script
+from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.servers import reason_without_servers
 from bagua_ref.conformance.suites.checks import check
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from bagua_ref.conformance.inputs.strategies import Draw
-    from bagua_ref.conformance.lab.lab import Lab
 
 _names = st.one_of(st.sampled_from(["", "data", "a_b"]), st.text(max_size=6))
 _keys = st.one_of(st.integers(0, 11), st.text(max_size=5))

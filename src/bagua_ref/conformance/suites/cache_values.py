@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from hypothesis import strategies as st
 
+from bagua_ref.conformance.inputs.strategies import Draw
 from bagua_ref.conformance.inputs.value_sources import TENSORS, array_sources, objects, plain_sources, tensor_sources, value_sources
 from bagua_ref.conformance.lab.cache_script import LOADER, cache_script
+from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.suites.checks import check
-
-if TYPE_CHECKING:
-    from bagua_ref.conformance.inputs.strategies import Draw
-    from bagua_ref.conformance.lab.lab import Lab
 
 _keys = st.one_of(st.integers(0, 11), st.text(max_size=5))
 _sizes = st.integers(1, 5)

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from types import ModuleType
 
 from bagua_ref.conformance.clauses import CLAUSES, SUITES
+from bagua_ref.conformance.inputs.strategies import Draw
+from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.extras import install_command
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-    from types import ModuleType
-
-    from bagua_ref.conformance.inputs.strategies import Draw
-    from bagua_ref.conformance.lab.lab import Lab
 
 __all__ = ["Check", "all_checks", "check", "checks_of", "prepare", "reason_to_skip_suite", "require_hypothesis", "variants"]
 

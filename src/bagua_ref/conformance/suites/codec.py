@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 from hypothesis import strategies as st
@@ -14,13 +14,9 @@ from bagua_ref.conformance.expected.codecs_scalar import BLOCK, FORMATS, payload
 from bagua_ref.conformance.expected.tolerances import ULP, assert_equal
 from bagua_ref.conformance.inputs.codec_inputs import any_payload, near_ties
 from bagua_ref.conformance.inputs.strategies import COMPRESSIBLE, Draw, bulk, chunked, seeds, tensors
+from bagua_ref.conformance.lab.lab import KernelCall, Lab
 from bagua_ref.conformance.lab.violation import Violation
 from bagua_ref.conformance.suites.checks import check
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from bagua_ref.conformance.lab.lab import KernelCall, Lab
 
 MX = tuple(FORMATS)
 CODECS = (*MX, "OneBit")

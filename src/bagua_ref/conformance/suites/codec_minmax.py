@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from hypothesis import strategies as st
@@ -21,11 +20,9 @@ from bagua_ref.conformance.inputs.strategies import (
     seeds,
     tensors,
 )
+from bagua_ref.conformance.lab.lab import KernelCall, Lab
 from bagua_ref.conformance.lab.violation import Violation, literal
 from bagua_ref.conformance.suites.checks import check
-
-if TYPE_CHECKING:
-    from bagua_ref.conformance.lab.lab import KernelCall, Lab
 
 _NEEDS = ("MinMaxUInt8",)
 

@@ -5,7 +5,8 @@ Messages, objects and refusals are next door, and so are several collectives in 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -24,15 +25,11 @@ from bagua_ref.conformance.inputs.collective_cases import (
 )
 from bagua_ref.conformance.inputs.strategies import Draw, seeds, worlds
 from bagua_ref.conformance.lab.collective_script import script_of_collective
+from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.ranks import run_ranks
 from bagua_ref.conformance.lab.violation import Violation, written_down
 from bagua_ref.conformance.suites.checks import check
 from bagua_ref.types import ReduceOp
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from bagua_ref.conformance.lab.lab import Lab
 
 
 def _check(

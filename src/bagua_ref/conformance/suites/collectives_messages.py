@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -12,13 +12,11 @@ from bagua_ref.conformance.expected.tolerances import EXACT, assert_equal
 from bagua_ref.conformance.inputs.collective_cases import BITWISE, MOVABLE, counts, nothing, root_of, values
 from bagua_ref.conformance.inputs.strategies import Draw, seeds, worlds
 from bagua_ref.conformance.lab.collective_script import script_of_ranks
+from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.ranks import run_ranks
 from bagua_ref.conformance.lab.violation import Violation, literal, written_down
 from bagua_ref.conformance.suites.checks import check
 from bagua_ref.types import ReduceOp
-
-if TYPE_CHECKING:
-    from bagua_ref.conformance.lab.lab import Lab
 
 
 @check("collectives", "S3.9", "exchange")

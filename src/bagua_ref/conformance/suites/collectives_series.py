@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -14,13 +14,11 @@ from bagua_ref.conformance.expected.tolerances import EXACT, SUM, assert_equal
 from bagua_ref.conformance.inputs.collective_cases import MOVABLE, REDUCTIONS, nothing, reduced, root_of, terms, values
 from bagua_ref.conformance.inputs.strategies import Draw, seeds, worlds
 from bagua_ref.conformance.lab.collective_script import script_of_ranks
+from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.ranks import run_ranks
 from bagua_ref.conformance.lab.violation import Violation, literal, written_down
 from bagua_ref.conformance.suites.checks import check
 from bagua_ref.types import ReduceOp
-
-if TYPE_CHECKING:
-    from bagua_ref.conformance.lab.lab import Lab
 
 _REDUCTIONS = ("allreduce_inplace", "allreduce", "reduce_inplace", "reduce", "reduce_scatter")
 _MOVEMENTS = ("broadcast", "allgather", "gather", "scatter", "alltoall")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,14 +14,12 @@ from bagua_ref.conformance.expected import comm_ops_scalar, decentralized_numpy
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM, Tolerance, assert_equal
 from bagua_ref.conformance.inputs.graph_cases import doubly_stochastic, flawed, graph_cases, sized_worlds, sizes_of
 from bagua_ref.conformance.inputs.strategies import COMPRESSIBLE, FLOATS, Draw, bulk, mixed, paired_worlds, seeds, tensors, worlds
+from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.ranks import run_ranks
 from bagua_ref.conformance.lab.violation import Script, Violation, literal
 from bagua_ref.conformance.suites.checks import check
 from bagua_ref.conformance.targets.reference_ops import ReferenceCommOps
 from bagua_ref.conformance.targets.world import RankWorld
-
-if TYPE_CHECKING:
-    from bagua_ref.conformance.lab.lab import Lab
 
 
 def _inputs(lab: Lab, draw: Draw, ranks: int, multiple: int, finite: bool = False) -> list[Tensor]:

@@ -6,18 +6,15 @@ Where weights and gradients lie in memory is next door.
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING
 
 import torch
 from hypothesis import strategies as st
 
+from bagua_ref.conformance.inputs.strategies import Draw
+from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.twin_play import MOMENTA, WITH_FUSED, TwinPlay, any_twins, groups_of, options_of, seeds
 from bagua_ref.conformance.lab.twins import takes_later_parameters
 from bagua_ref.conformance.suites.checks import check
-
-if TYPE_CHECKING:
-    from bagua_ref.conformance.inputs.strategies import Draw
-    from bagua_ref.conformance.lab.lab import Lab
 
 _without: st.SearchStrategy[list[int]] = st.one_of(
     st.just([]), st.just([]), st.just([]), st.lists(st.integers(0, 5), max_size=3, unique=True)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from hypothesis import strategies as st
 
+from bagua_ref.conformance.inputs.strategies import Draw
+from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.twin_play import OPTIONS, TwinPlay, any_twins, options_of, seeds
 from bagua_ref.conformance.lab.twins import LAYOUTS
 from bagua_ref.conformance.suites.checks import check
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from bagua_ref.conformance.inputs.strategies import Draw
-    from bagua_ref.conformance.lab.lab import Lab
 
 SHARING = LAYOUTS[-3:]
 """Layouts in which elements share memory."""

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from hypothesis import strategies as st
 
+from bagua_ref.conformance.inputs.strategies import Draw
+from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.twin_play import MOMENTA, TwinPlay, options_of, seeds
 from bagua_ref.conformance.suites.checks import check
-
-if TYPE_CHECKING:
-    from bagua_ref.conformance.inputs.strategies import Draw
-    from bagua_ref.conformance.lab.lab import Lab
 
 
 @check("fused_optimizer", "S6", "storages", dtypes=("float32", "float64"), effort=1.5)

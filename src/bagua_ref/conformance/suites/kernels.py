@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -11,11 +11,9 @@ from torch import Tensor
 
 from bagua_ref.conformance.expected import kernels_scalar
 from bagua_ref.conformance.inputs.strategies import FLOATS, Draw, bulk, chunked, numbers, operands, seeds, tensors
+from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.violation import Violation
 from bagua_ref.conformance.suites.checks import check
-
-if TYPE_CHECKING:
-    from bagua_ref.conformance.lab.lab import Lab
 
 _factors = st.one_of(
     st.sampled_from([1 / 3, -5 / 3, 0.1, -0.5, 0.0, 1.0, 1e-30, 1e30]),

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
 
 from bagua_ref.conformance.expected import samplers_plain
 from bagua_ref.conformance.inputs.sampler_cases import about_an_edge, cases, complexities, cut, few_or_many, levels, noisy_cases
+from bagua_ref.conformance.inputs.strategies import Draw
+from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.violation import Script, Violation
 from bagua_ref.conformance.suites.checks import check
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from bagua_ref.conformance.inputs.strategies import Draw
-    from bagua_ref.conformance.lab.lab import Lab
 
 _SAMPLER = ("LoadBalancingDistributedSampler",)
 _BATCHES = (*_SAMPLER, "LoadBalancingDistributedBatchSampler")

@@ -6,24 +6,20 @@ import os
 import shutil
 import threading
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from bagua_ref.backends.base import KernelBackend
 from bagua_ref.backends.codec import Codec
 from bagua_ref.communicators.base import Communicator
 from bagua_ref.conformance.targets.process_link import DTYPES, Link, ProgramError, Programs
 from bagua_ref.conformance.targets.process_samplers import ProcessSamplers
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from bagua_ref.conformance.targets.world import RankWorld
-    from bagua_ref.types import ReduceOp
+from bagua_ref.conformance.targets.world import RankWorld
+from bagua_ref.types import ReduceOp
 
 __all__ = ["ProcessTarget"]
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 from bagua_ref import contrib
 from bagua_ref.conformance.expected import samplers_plain
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from bagua_ref.conformance.targets.process_link import Link
+from bagua_ref.conformance.targets.process_link import Link
 
 __all__ = ["ProcessSamplers"]
 

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from bagua_ref.algorithms import Algorithm, AsyncModelAverageAlgorithm, QAdamAlgorithm, QAdamOptimizer
 from bagua_ref.conformance.targets.reference_compressed import CompressedTrainings
+from bagua_ref.conformance.targets.world import RankWorld
 from bagua_ref.data_parallel.wrapping import wrap
 from bagua_ref.errors import CommunicationError
 from bagua_ref.graphs import in_turn
 from bagua_ref.process_group import init_process_group
 from bagua_ref.runtime import current_world
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from bagua_ref.conformance.targets.world import RankWorld
 
 __all__ = ["Action", "Gradients", "ReferenceAlgorithms"]
 

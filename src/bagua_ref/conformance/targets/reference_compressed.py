@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
-
-    from bagua_ref.conformance.targets.world import RankWorld
+from bagua_ref.conformance.targets.world import RankWorld
 
 __all__ = ["CompressedTrainings"]
 

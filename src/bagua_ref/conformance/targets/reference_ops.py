@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from bagua_ref.bucket import BaguaBucket
+from bagua_ref.conformance.targets.world import RankWorld
 from bagua_ref.graphs import in_turn
 from bagua_ref.process_group import init_process_group
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from bagua_ref.conformance.targets.world import RankWorld
 
 __all__ = ["ReferenceCommOps"]
 

@@ -6,21 +6,17 @@ another group, write a factory like `gloo`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from bagua_ref.communicators.base import Communicator
+from bagua_ref.conformance.targets.world import RankWorld
 from bagua_ref.types import ReduceOp
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from bagua_ref.conformance.targets.world import RankWorld
 
 __all__ = ["TorchGroup", "gloo"]
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from bagua_ref.communicators.base import Communicator
 from bagua_ref.simulation import SimulatedWorld
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from bagua_ref.communicators.base import Communicator
 
 __all__ = ["MOST_RANKS", "RankWorld", "own_communicator", "run_world"]
 

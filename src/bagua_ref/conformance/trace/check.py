@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from bagua_ref.conformance.expected.tolerances import EXACT, places, where_equal
 from bagua_ref.conformance.trace.files import MANIFEST, Record, TraceError, read_trace
@@ -15,11 +17,6 @@ from bagua_ref.conformance.trace.recognise import recognise
 from bagua_ref.conformance.trace.replay import Expected, NotReplayable, Replay
 from bagua_ref.conformance.trace.report import Divergence, Execution, TraceReport
 from bagua_ref.untrusted import one_line
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
-
-    from torch import Tensor
 
 __all__ = ["check_trace"]
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from bagua_ref.conformance.expected.tolerances import EXACT, Tolerance
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["Expected", "NotReplayable"]
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from bagua_ref.conformance.vectors.safetensors_file import DamagedFileError, read_safetensors, write_safetensors
 from bagua_ref.untrusted import NATURAL, SCALAR, check_form, load_json, read_file
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch import Tensor
 
 __all__ = ["FORMAT", "INDEX", "MANIFEST", "TRACE_VERSION", "RankTrace", "Record", "TraceError", "Writer", "read_trace"]
 

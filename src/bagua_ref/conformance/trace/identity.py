@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as dist
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from bagua_ref.runtime import World
+from bagua_ref.runtime import World
 
 __all__ = ["find_identity"]
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from bagua_ref.backends import list_codecs
 from bagua_ref.conformance.trace.wire import WIRES
 from bagua_ref.graphs import MODES
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
 
 __all__ = ["ALGORITHMS", "merged_options", "parse_options"]
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Mapping, MutableMapping
+from typing import Any, Protocol
 
+from torch import Tensor
+
+from bagua_ref.bucket import BaguaBucket
 from bagua_ref.comm_ops import (
     AsynchronousModelAverage,
     CentralizedErrorFeedback,
@@ -21,13 +25,6 @@ from bagua_ref.comm_ops import (
     TopK,
 )
 from bagua_ref.tensor import registration
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, MutableMapping
-
-    from torch import Tensor
-
-    from bagua_ref.bucket import BaguaBucket
 
 __all__ = ["Notebook", "OwnBuckets"]
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from bagua_ref.conformance.trace.report import TraceReport
+from bagua_ref.conformance.trace.report import TraceReport
 
 __all__ = ["draw_errors"]
 

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
 from bagua_ref.backends import get_backend
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM, where_equal
-from bagua_ref.graphs import MODES
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from bagua_ref.conformance.trace.replay import Expected, Replay
-    from bagua_ref.graphs import Graph
+from bagua_ref.conformance.trace.replay import Expected, Replay
+from bagua_ref.graphs import MODES, Graph
 
 __all__ = ["recognise"]
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import platform
 import threading
 import warnings
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -17,13 +19,7 @@ from bagua_ref.conformance.trace.identity import find_identity
 from bagua_ref.conformance.trace.own_buckets import OwnBuckets
 from bagua_ref.conformance.trace.steps import Sampling, Steps
 from bagua_ref.conformance.trace.values import bucket_name, described, flat_copy, named_tensors, plain_values
-from bagua_ref.runtime import current_world
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
-    from types import TracebackType
-
-    from bagua_ref.runtime import World
+from bagua_ref.runtime import World, current_world
 
 __all__ = ["Recorder"]
 

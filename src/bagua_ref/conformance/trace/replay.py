@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from bagua_ref.algorithms.fragments import Fragment, Schedule
 from bagua_ref.backends import get_backend
@@ -16,20 +18,13 @@ from bagua_ref.bucket import BaguaBucket
 from bagua_ref.conformance.expected.tolerances import SUM
 from bagua_ref.conformance.trace.compressed import expected_of_powersgd, expected_of_topk
 from bagua_ref.conformance.trace.expectation import Expected, NotReplayable
+from bagua_ref.conformance.trace.files import Record
 from bagua_ref.conformance.trace.wire import expected_on_wire
-from bagua_ref.graphs import MODES, checked_graph, in_turn
+from bagua_ref.graphs import MODES, Graph, checked_graph, in_turn
 from bagua_ref.process_group import init_process_group
 from bagua_ref.simulation import SimulatedWorld
 from bagua_ref.tensor import BaguaTensor
 from bagua_ref.untrusted import load_json
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from bagua_ref.conformance.trace.files import Record
-    from bagua_ref.graphs import Graph
 
 __all__ = ["Expected", "NotReplayable", "Replay"]
 

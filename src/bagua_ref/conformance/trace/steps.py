@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from torch import Tensor
 
 from bagua_ref.conformance.trace.files import Record
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
-
-    from torch import Tensor
 
 __all__ = ["Sampling", "Steps"]
 

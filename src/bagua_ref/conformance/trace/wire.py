@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from bagua_ref.conformance.expected.tolerances import Tolerance
 from bagua_ref.conformance.trace.expectation import Expected, NotReplayable
-
-if TYPE_CHECKING:
-    from bagua_ref.conformance.trace.files import Record
+from bagua_ref.conformance.trace.files import Record
 
 __all__ = ["WIRES", "expected_on_wire"]
 

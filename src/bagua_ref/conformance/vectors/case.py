@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
 __all__ = ["FLAGS", "Case", "canonical", "case_id", "dtype_named", "name_of", "seed_of"]
 

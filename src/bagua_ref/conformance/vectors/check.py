@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM, ULP, Tolerance, assert_equal
 from bagua_ref.conformance.vectors.case import name_of
 from bagua_ref.conformance.vectors.manifest import VectorsError, read_manifest, read_vectors
 from bagua_ref.conformance.vectors.safetensors_file import DamagedFileError, read_safetensors
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-    from pathlib import Path
-
-    from torch import Tensor
 
 __all__ = ["VectorsReport", "Verdict", "check_outputs", "tolerance_named"]
 

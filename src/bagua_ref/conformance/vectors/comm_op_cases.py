@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Iterator
+from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from bagua_ref.backends import get_backend
 from bagua_ref.backends.base import FLOATS
@@ -13,11 +15,6 @@ from bagua_ref.backends.codec import COMPRESSIBLE
 from bagua_ref.conformance.vectors.case import Case, canonical, case_id, name_of, seed_of
 from bagua_ref.conformance.vectors.numbers import KINDS, Numbers
 from bagua_ref.conformance.vectors.world import averaged_async, averaged_decentralized, combined_on_ring, reduced
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
 
 __all__ = ["comm_op_cases"]
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from bagua_ref.backends.codec import COMPRESSIBLE
 from bagua_ref.comm_ops.low_rank import Matrix
@@ -14,11 +16,6 @@ from bagua_ref.conformance.vectors.compressed_rounds import powersgd_round, topk
 from bagua_ref.conformance.vectors.in_order import InOrder
 from bagua_ref.conformance.vectors.numbers import KINDS, Numbers, tensor_of
 from bagua_ref.low_rank import matrix_shape, orthonormalize, random_columns
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
 
 __all__ = ["compressed_cases"]
 

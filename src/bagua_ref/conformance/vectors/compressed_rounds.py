@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
 
 from bagua_ref.backends import get_backend
 from bagua_ref.comm_ops import LowRank, TopK
+from bagua_ref.comm_ops.low_rank import Matrix
 from bagua_ref.conformance.vectors.in_order import InOrder
 from bagua_ref.simulation import SimulatedWorld
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from bagua_ref.comm_ops.low_rank import Matrix
 
 __all__ = ["powersgd_round", "topk_round"]
 

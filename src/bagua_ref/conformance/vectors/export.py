@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import chain
-from typing import TYPE_CHECKING
+from pathlib import Path
+
+from torch import Tensor
 
 from bagua_ref.conformance.clauses import VECTORS_VERSION
 from bagua_ref.conformance.expected.tolerances import assert_equal
 from bagua_ref.conformance.vectors.algorithm_cases import algorithm_cases
+from bagua_ref.conformance.vectors.case import Case
 from bagua_ref.conformance.vectors.check import tolerance_named
 from bagua_ref.conformance.vectors.codec_cases import codec_cases
 from bagua_ref.conformance.vectors.collective_cases import collective_cases
@@ -30,14 +34,6 @@ from bagua_ref.conformance.vectors.manifest import (
 )
 from bagua_ref.conformance.vectors.other_cases import cache_cases, optimizer_cases, peer_cases, sampler_cases
 from bagua_ref.conformance.vectors.safetensors_file import write_safetensors
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from bagua_ref.conformance.vectors.case import Case
 
 __all__ = ["all_cases", "export_vectors"]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -11,9 +12,6 @@ from bagua_ref.conformance.vectors.case import Case, canonical, case_id, name_of
 from bagua_ref.conformance.vectors.numbers import KINDS, Numbers, tensor_of
 from bagua_ref.conformance.vectors.world import averaged_decentralized
 from bagua_ref.graphs import MODES, Graph, in_turn
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 __all__ = ["graph_cases"]
 

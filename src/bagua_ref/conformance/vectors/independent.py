@@ -6,11 +6,13 @@ It computes with `bagua_ref.conformance.expected`, one number at a time; the exp
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 import xxhash
+from torch import Tensor
 
 from bagua_ref.conformance.expected import (
     codec_scalar,
@@ -24,11 +26,6 @@ from bagua_ref.conformance.expected import (
 )
 from bagua_ref.conformance.vectors.independent_compressed import OF_COMPRESSED_GRADIENTS
 from bagua_ref.conformance.vectors.independent_ranks import OF_COLLECTIVES, OF_TRAININGS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
 
 __all__ = ["solve"]
 

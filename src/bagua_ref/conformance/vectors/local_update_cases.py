@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from bagua_ref.algorithms.fragments import Fragment, Schedule, split_into_fragments
 from bagua_ref.backends.base import FLOATS
 from bagua_ref.conformance.vectors.case import Case, canonical, case_id, name_of, seed_of
 from bagua_ref.conformance.vectors.numbers import KINDS, Numbers, tensor_of
 from bagua_ref.conformance.vectors.trainings import trained
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
 
 __all__ = ["local_update_cases"]
 

@@ -6,20 +6,16 @@ import hashlib
 import json
 from collections import Counter
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from bagua_ref.conformance.clauses import VECTORS_VERSION, VECTORS_VERSIONS
-from bagua_ref.conformance.vectors.case import name_of
+from bagua_ref.conformance.vectors.case import Case, name_of
 from bagua_ref.conformance.vectors.safetensors_file import DamagedFileError, read_safetensors
 from bagua_ref.extras import install_command
 from bagua_ref.untrusted import load_json, read_file
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from bagua_ref.conformance.vectors.case import Case
 
 __all__ = [
     "MANIFEST", "SCHEMA", "VectorsError",

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 import xxhash
+from torch import Tensor
 
 from bagua_ref.comm_ops import shift_one_peer
 from bagua_ref.conformance.vectors.case import Case, case_id, seed_of
 from bagua_ref.conformance.vectors.numbers import Numbers
 from bagua_ref.contrib import LoadBalancingDistributedBatchSampler, LoadBalancingDistributedSampler
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
 
 __all__ = ["cache_cases", "optimizer_cases", "peer_cases", "sampler_cases"]
 

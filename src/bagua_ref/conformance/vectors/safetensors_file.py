@@ -6,17 +6,14 @@ Writing does without that package, so that a training can be recorded anywhere; 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from bagua_ref.extras import install_command
 from bagua_ref.untrusted import one_line, read_file
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch import Tensor
 
 __all__ = ["CODES", "DamagedFileError", "read_safetensors", "write_safetensors"]
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from bagua_ref.algorithms import Algorithm
 from bagua_ref.conformance.vectors.case import canonical
 from bagua_ref.data_parallel.wrapping import wrap
 from bagua_ref.process_group import init_process_group
 from bagua_ref.simulation import SimulatedWorld
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["trained"]
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from bagua_ref.backends import get_backend
 from bagua_ref.bucket import BaguaBucket
 from bagua_ref.conformance.vectors.case import canonical
 from bagua_ref.process_group import init_process_group
 from bagua_ref.simulation import SimulatedWorld
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
 
 __all__ = ["averaged_async", "averaged_decentralized", "combined_on_ring", "reduced"]
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import pickle
 import struct
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
 __all__ = ["array_parts", "is_plain_array", "is_plain_tensor", "read_array", "read_tensor", "reduced_tensor", "tensor_parts"]
 

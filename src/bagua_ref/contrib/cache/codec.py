@@ -6,7 +6,8 @@ import io
 import pickle
 import struct
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,9 +23,6 @@ from bagua_ref.contrib.cache.arrays import (
     tensor_parts,
 )
 from bagua_ref.untrusted import check_hash_collisions
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = ["DamagedValueError", "TooLargeError", "decode", "encode"]
 

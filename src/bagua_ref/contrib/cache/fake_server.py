@@ -13,13 +13,11 @@ import secrets
 import socket
 import socketserver
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bagua_ref.errors import BackendUnavailableError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 __all__ = ["FakeServer", "start_fake_server"]
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import time
 import warnings
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
+from bagua_ref.contrib.cache.counters import Counters
 from bagua_ref.contrib.utils.store import Store, StoreError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from bagua_ref.contrib.cache.counters import Counters
 
 __all__ = ["Guard"]
 

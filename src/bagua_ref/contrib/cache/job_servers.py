@@ -9,9 +9,10 @@ import threading
 import time
 import warnings
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch.distributed as dist
 from torch.utils.data import get_worker_info
@@ -22,9 +23,6 @@ from bagua_ref.contrib.cache.server import LOOPBACK, node_address, start_redis_s
 from bagua_ref.env import get_master_addr
 from bagua_ref.errors import BackendUnavailableError, CommunicationTimeoutError, NotInitializedError
 from bagua_ref.runtime import Identity, current_world
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = ["addresses", "shutdown"]
 

@@ -6,12 +6,10 @@ import encodings.idna  # noqa: F401  (or Python imports it when it first looks u
 import ssl
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import redis
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 __all__ = ["AnswerReader", "CommandPacker", "Limit"]
 

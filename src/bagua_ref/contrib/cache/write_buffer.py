@@ -8,15 +8,13 @@ import pickle
 import signal
 import threading
 import weakref
+from collections.abc import Mapping
 from multiprocessing import util
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils.data import get_worker_info
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from bagua_ref.contrib.utils.store import Store
+from bagua_ref.contrib.utils.store import Store
 
 __all__ = ["WriteBuffer"]
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter, is_
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -14,10 +16,6 @@ from torch import Tensor
 from bagua_ref.contrib.fuse.run import NUMBERS, PLAIN_TYPES, Run, find_runs, flatten_weights, held_by_bucket, is_plain, neighbours
 from bagua_ref.memory import overlapping
 from bagua_ref.utils import NotCopied
-
-if TYPE_CHECKING:
-    from collections import OrderedDict
-    from collections.abc import Callable, Iterable, Sequence
 
 __all__ = ["Fuser"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -12,9 +13,6 @@ import torch
 from bagua_ref.contrib.fuse.fuser import Fuser
 from bagua_ref.contrib.fuse.verify import check_elementwise
 from bagua_ref.not_provided import explain_missing
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = ["fuse_optimizer", "fuse_step", "is_fused_optimizer"]
 

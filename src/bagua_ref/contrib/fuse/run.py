@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from operator import attrgetter, is_, itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from bagua_ref.utils import flatten
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 
 __all__ = ["NUMBERS", "PLAIN_TYPES", "Run", "attributes", "find_runs", "flatten_weights", "held_by_bucket", "is_plain"]
 

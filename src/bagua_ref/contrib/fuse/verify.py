@@ -6,8 +6,9 @@ import copy
 import time
 import warnings
 from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +18,6 @@ from torch.utils._pytree import tree_leaves
 from bagua_ref.algorithms.q_adam_optimizer import QAdamOptimizer
 from bagua_ref.contrib.fuse.fuser import Fuser
 from bagua_ref.contrib.fuse.run import NUMBERS, attributes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 __all__ = ["ELEMENTWISE", "NOT_ELEMENTWISE", "check_elementwise", "try_on_clones"]
 

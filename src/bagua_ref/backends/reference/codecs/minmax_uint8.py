@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from bagua_ref.backends import formats
 from bagua_ref.backends.formats import HEADER_BYTES
 from bagua_ref.backends.reference.blocks import Array, Scratch, reader, tiles, writer
 from bagua_ref.backends.reference.codecs.rows import RowCodec
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
 
 __all__ = ["MinMaxUInt8"]
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from bagua_ref.backends import formats
+from bagua_ref.backends.reference.blocks import Array
 from bagua_ref.backends.reference.codecs.mxfloat import FloatCodec
-
-if TYPE_CHECKING:
-    from bagua_ref.backends.reference.blocks import Array
 
 __all__ = ["MXFP4"]
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 
 from bagua_ref.backends import formats
+from bagua_ref.backends.reference.blocks import Array, Scratch
 from bagua_ref.backends.reference.codecs.microscaling import BlockCodec, scaled
-
-if TYPE_CHECKING:
-    from bagua_ref.backends.reference.blocks import Array, Scratch
 
 __all__ = ["MXINT8"]
 

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from bagua_ref.backends.codec import Codec
 from bagua_ref.backends.reference.blocks import Scratch, rows_of, scratch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
 
 __all__ = ["RowCodec"]
 
