@@ -120,7 +120,7 @@ def _nothing_left_to_the_next_file() -> Iterator[None]:
     yield
     _end_job_servers()
     from bagua_ref import backends
-    from bagua_ref.runtime import current_world
+    from bagua_ref.base.runtime import current_world
 
     assert not torch.distributed.is_initialized()
     assert backends._process_wide == []

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bagua_ref.graphs import MODES
-from bagua_ref.mixing import mixing
+from bagua_ref.formulas.graphs import MODES
+from bagua_ref.formulas.mixing import mixing
 
 PAGE = Path(__file__).with_name("algorithms") / "decentralized.md"
 BEGIN, END = "<!-- mixing: begin -->\n", "<!-- mixing: end -->\n"

@@ -20,11 +20,11 @@ import torch
 
 import bagua_ref
 from bagua_ref.algorithms import Algorithm, QAdamOptimizer
+from bagua_ref.base.runtime import current_world
 from bagua_ref.comm_ops.top_k import count_of
 from bagua_ref.communicators.simulated import SimulatedCommunicator
-from bagua_ref.graphs import MODES
-from bagua_ref.low_rank import matrix_shape
-from bagua_ref.runtime import current_world
+from bagua_ref.formulas.graphs import MODES
+from bagua_ref.formulas.low_rank import matrix_shape
 from bagua_ref.simulation import SimulatedWorld
 
 IMAGES = Path(__file__).with_name("images")

@@ -17,8 +17,8 @@ from typing import Any
 import torch.distributed
 
 import bagua_ref
+from bagua_ref.base.not_provided import MISSING, REPLACEMENTS
 from bagua_ref.errors import NotProvidedError
-from bagua_ref.not_provided import MISSING, REPLACEMENTS
 
 sys.path.insert(0, str(Path(__file__).parent))
 from _porting_names import NAMES

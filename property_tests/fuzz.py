@@ -20,7 +20,7 @@ def main(arguments: list[str]) -> None:
     except ModuleNotFoundError:
         sys.exit("fuzz.py: needs Atheris; install with: pip install atheris")
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    with atheris.instrument_imports(include=["bagua_ref.untrusted", "bagua_ref.conformance", "bagua_ref.cli", "json"]):
+    with atheris.instrument_imports(include=["bagua_ref.base.untrusted", "bagua_ref.conformance", "bagua_ref.cli", "json"]):
         module = importlib.import_module("property_tests.test_hostile_input")
     # A property that is run once for each backend cannot be called without one.
     found = {name: test for name, test in vars(module).items() if hasattr(test, "hypothesis") and not hasattr(test, "pytestmark")}

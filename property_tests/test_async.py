@@ -11,7 +11,7 @@ from torch import nn
 import bagua_ref
 from bagua_ref.algorithms import AsyncModelAverageAlgorithm
 from bagua_ref.algorithms.async_model_average import State
-from bagua_ref.runtime import current_world
+from bagua_ref.base.runtime import current_world
 from bagua_ref.simulation import SimulatedWorld
 
 ACTIONS = ["step", "step", "evaluate", "exception", "forward only", "no_sync", "abort", "resume", "pause"]

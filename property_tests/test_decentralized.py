@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from property_tests.strategies import every_backend_in_proof, inputs
 
-from bagua_ref import graphs
 from bagua_ref.comm_ops import shift_one_peer
 from bagua_ref.conformance import EXACT, SUM, assert_equal
 from bagua_ref.conformance.expected import decentralized_numpy as oracle
 from bagua_ref.conformance.inputs.graph_cases import NAMES, doubly_stochastic, sizes_of
 from bagua_ref.conformance.targets.reference_ops import ReferenceCommOps
+from bagua_ref.formulas import graphs
 from bagua_ref.simulation import SimulatedWorld
 
 

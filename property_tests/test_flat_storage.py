@@ -13,7 +13,7 @@ from torch import Tensor
 
 import bagua_ref
 from bagua_ref.algorithms import Algorithm
-from bagua_ref.bucket import BaguaBucket
+from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.simulation import SimulatedWorld
 
 STRAY: dict[str, Callable[[Tensor], Tensor]] = {

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from property_tests.strategies import COMPRESSIBLE, every_backend, inputs
 
 from bagua_ref.backends import get_backend, get_codec
+from bagua_ref.base.launch_environment import read_launch
 from bagua_ref.cli import main
 from bagua_ref.cli.balance import read_lengths
 from bagua_ref.comm_ops import CentralizedLowPrecision, LowPrecisionDecentralized
@@ -33,7 +34,6 @@ from bagua_ref.conformance.trace import Recorder
 from bagua_ref.conformance.vectors.safetensors_file import DamagedFileError, read_safetensors, write_safetensors
 from bagua_ref.contrib.cache import fake_server, job_servers
 from bagua_ref.errors import CommunicationError
-from bagua_ref.launch_environment import read_launch
 from bagua_ref.simulation import SimulatedWorld
 
 TIMES, AND = 100, 2**20

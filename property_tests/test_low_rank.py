@@ -14,7 +14,7 @@ from bagua_ref.algorithms import GradientAllReduceAlgorithm, PowerSGDAlgorithm, 
 from bagua_ref.conformance import EXACT, SUM, assert_equal
 from bagua_ref.conformance.expected import power_sgd_numpy as oracle
 from bagua_ref.conformance.inputs.strategies import worlds
-from bagua_ref.low_rank import matrix_shape, orthonormalize
+from bagua_ref.formulas.low_rank import matrix_shape, orthonormalize
 
 STEPS = 5
 RATE = 0.01

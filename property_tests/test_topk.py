@@ -120,7 +120,7 @@ def test_S11_2_what_was_applied_and_the_mean_of_the_memories_is_the_sum_of_the_m
 @given(nodes=worlds(5), numel=st.integers(1, 300), ratio=ratios)
 def test_S11_2_the_bytes_are_those_of_k_indices_and_values(nodes, numel, ratio):
     def sent(module):
-        return bagua_ref.communication._get_default_group().bytes_sent
+        return bagua_ref.groups.communication._get_default_group().bytes_sent
 
     problem, k = Problem(nodes, [torch.zeros(numel)], 0, 3), oracle.sent_count(numel, ratio)
     for seen in problem.train(TopKAlgorithm(ratio), look=sent):

@@ -34,8 +34,8 @@ from bagua_ref.algorithms import (
     TopKAlgorithm,
 )
 from bagua_ref.algorithms.decentralized import DecentralizedAlgorithmImpl
+from bagua_ref.base.runtime import current_world
 from bagua_ref.errors import CommunicationError
-from bagua_ref.runtime import current_world
 
 WIDTH = 32
 LIFE = 20

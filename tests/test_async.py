@@ -21,10 +21,10 @@ from torch import nn
 import bagua_ref
 from bagua_ref.algorithms import AsyncModelAverageAlgorithm, GradientAllReduceAlgorithm
 from bagua_ref.algorithms.async_rounds import TRANSITIONS, State
-from bagua_ref.bucket import BaguaBucket
+from bagua_ref.base.runtime import current_world
+from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.conformance import SUM, assert_equal
 from bagua_ref.errors import CommunicationError
-from bagua_ref.runtime import current_world
 
 
 def wrapped(seed: int = 0, **arguments: Any) -> tuple[nn.Module, torch.optim.Optimizer, Any]:

@@ -116,7 +116,7 @@ class TestChoice:
         assert get_backend().name == "other"  # the call outside a context applies to the whole process
 
     def test_a_world_s_thread_takes_the_block_along(self):
-        from bagua_ref.runtime import current_world
+        from bagua_ref.base.runtime import current_world
 
         seen: list[str] = []
         with use_backend("other"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import bagua_ref
-from bagua_ref.bucket import BaguaBucket
+from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.errors import NotInitializedError
 from bagua_ref.simulation import SimulatedWorld
 

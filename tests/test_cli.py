@@ -22,15 +22,15 @@ from rich.console import Console
 from tests.launch import run_script
 
 import bagua_ref
-from bagua_ref import extras
 from bagua_ref.algorithms import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry
+from bagua_ref.base import extras
+from bagua_ref.base.extras import install_command
 from bagua_ref.cli import demo_worker, doctor, main
 from bagua_ref.cli.curves import draw_curves, trailing_mean
 from bagua_ref.cli.progress import readable_bytes, shown
 from bagua_ref.cli.recipes import ALONE, RECIPES, Digits, Recipe, Settings, make_model
 from bagua_ref.cli.report import print_table, write_report
 from bagua_ref.cli.results import Reports, TrainingOutcome, full_precision_bytes
-from bagua_ref.extras import install_command
 from bagua_ref.simulation import SimulatedWorld
 
 SOURCE = Path(__file__).parents[1] / "src"

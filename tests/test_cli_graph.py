@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bagua_ref import graphs
+from bagua_ref.base.extras import install_command
 from bagua_ref.cli import main
-from bagua_ref.extras import install_command
-from bagua_ref.graphs import MODES
-from bagua_ref.mixing import matrix, mixing
+from bagua_ref.formulas import graphs
+from bagua_ref.formulas.graphs import MODES
+from bagua_ref.formulas.mixing import matrix, mixing
 
 
 @pytest.fixture

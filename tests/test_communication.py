@@ -13,7 +13,9 @@ from tests import collective_cases as cases
 
 import bagua_ref
 from bagua_ref.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
-from bagua_ref.communication import (
+from bagua_ref.communicators.base import NonMember
+from bagua_ref.errors import CommunicationError, NotInitializedError
+from bagua_ref.groups.communication import (
     BaguaProcessGroup,
     _get_default_group,
     _rank_not_in_comm,
@@ -22,8 +24,6 @@ from bagua_ref.communication import (
     get_backend,
     get_communicator,
 )
-from bagua_ref.communicators.base import NonMember
-from bagua_ref.errors import CommunicationError, NotInitializedError
 from bagua_ref.simulation import SimulatedWorld
 
 WORLDS = {"one": (1,), "pair": (2,), "uneven": (1, 2), "three nodes": (2, 1, 2)}

@@ -16,7 +16,7 @@ from torch import Tensor
 from bagua_ref.backends import get_backend, get_codec
 from bagua_ref.backends.cuda import movement, plan
 from bagua_ref.backends.cuda.launch import BLOCK, Card
-from bagua_ref.bucket import BaguaBucket
+from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.conformance import EXACT, assert_equal
 
 if build.compiler() is None:

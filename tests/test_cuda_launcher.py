@@ -17,8 +17,8 @@ from bagua_ref.backends import available_backends, get_backend, get_codec
 from bagua_ref.backends.cuda import launcher
 from bagua_ref.backends.cuda.disk_cache import cached
 from bagua_ref.backends.cuda.launch import KERNELS, source_of
+from bagua_ref.base.extras import install_command
 from bagua_ref.errors import BackendUnavailableError
-from bagua_ref.extras import install_command
 
 needs_compiler = pytest.mark.skipif(build.compiler() is None, reason="there is no g++")
 

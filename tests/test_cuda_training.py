@@ -17,8 +17,8 @@ import bagua_ref
 from bagua_ref.algorithms import Algorithm
 from bagua_ref.algorithms.q_adam import QAdamOptimizer
 from bagua_ref.backends import get_backend
+from bagua_ref.base.runtime import current_world
 from bagua_ref.conformance import EXACT, assert_equal
-from bagua_ref.runtime import current_world
 from bagua_ref.simulation import SimulatedWorld
 
 if build.compiler() is None:

@@ -244,7 +244,7 @@ def test_it_names_what_with_bagua_names() -> None:
         assert model.inner.module is module
         assert model.bagua_module_name == module.bagua_module_name
         assert model.device == torch.device("cpu")
-        assert model.process_group is bagua_ref.communication._get_default_group()
+        assert model.process_group is bagua_ref.groups.communication._get_default_group()
         assert model.inner.process_group is not model.process_group
 
     simulate(1, rank)

@@ -19,11 +19,11 @@ from torch.utils.checkpoint import checkpoint
 import bagua_ref
 from bagua_ref.algorithms import Algorithm, DecentralizedAlgorithm, GradientAllReduceAlgorithm, LowPrecisionDecentralizedAlgorithm
 from bagua_ref.backends import get_codec
-from bagua_ref.bucket import BaguaBucket
+from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.comm_ops import shift_one_peer
 from bagua_ref.conformance import EXACT, SUM, assert_equal
 from bagua_ref.data_parallel import DistributedDataParallel
-from bagua_ref.graphs import hypercube, in_turn
+from bagua_ref.formulas.graphs import hypercube, in_turn
 
 
 def train(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
@@ -280,7 +280,7 @@ def test_S3_5_hierarchical_quantises_node_means_also_on_one_node() -> None:
 def test_S3_3_before_pairs_and_rings_the_leader_gathers_instead_of_letting_the_library_reduce(operation: str) -> None:
     def rank(r: int) -> int:
         bucket, _ = one_bucket(1.0)
-        group = bagua_ref.communication._get_default_group().for_background()
+        group = bagua_ref.groups.communication._get_default_group().for_background()
         if operation == "ring":
             bucket.append_low_precision_decentralized_synchronous_op(like(bucket), like(bucket), like(bucket), group=group)
         else:

@@ -12,8 +12,8 @@ import pytest
 from tests.launch import run_script
 from tests.scripts import load_script
 
-from bagua_ref.graphs import MODES
-from bagua_ref.not_provided import REPLACEMENTS
+from bagua_ref.base.not_provided import REPLACEMENTS
+from bagua_ref.formulas.graphs import MODES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

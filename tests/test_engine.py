@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import bagua_ref
-from bagua_ref.bucket import BaguaBucket
+from bagua_ref.base.runtime import RealWorld, current_world
+from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
-from bagua_ref.runtime import RealWorld, current_world
 from bagua_ref.scheduling.engine import Beginning, Engine
 from bagua_ref.scheduling.readiness import Readiness
 from bagua_ref.simulation import SimulatedWorld

@@ -16,7 +16,7 @@ from torch import nn
 
 import bagua_ref
 from bagua_ref.algorithms import ByteGradAlgorithm, DiLoCoAlgorithm, QAdamAlgorithm, QAdamOptimizer
-from bagua_ref.bucket import BaguaBucket
+from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.comm_ops import ErrorMemory
 from bagua_ref.conformance import EXACT, assert_equal
 from bagua_ref.errors import CommunicationError

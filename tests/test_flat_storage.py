@@ -12,8 +12,8 @@ import torch
 import bagua_ref
 from bagua_ref.algorithms import Algorithm
 from bagua_ref.backends import get_backend
-from bagua_ref.bucket import BaguaBucket
-from bagua_ref.flat_storage import FlatStorage
+from bagua_ref.buckets.bucket import BaguaBucket
+from bagua_ref.buckets.flat_storage import FlatStorage
 from bagua_ref.simulation import SimulatedWorld
 
 Change = Callable[[torch.nn.Parameter, FlatStorage], None]

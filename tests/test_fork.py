@@ -123,7 +123,7 @@ def in_eval_mode(training: Training) -> str:
 def drops_everything(training: Training) -> int:
     del training.module.__dict__["_bagua"]
     training.__dict__.clear()
-    world = bagua_ref.runtime.current_world()
+    world = bagua_ref.base.runtime.current_world()
     world.default_group = world.transport = None
     return gc.collect() * 0
 

@@ -23,14 +23,14 @@ from tests.launch import launch, outcomes
 
 import bagua_ref
 from bagua_ref import ReduceOp
-from bagua_ref.bucket import BaguaBucket
-from bagua_ref.communication import _get_default_group, from_torch_group
+from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.communicators.collectives import combine
 from bagua_ref.communicators.connection import Connection
 from bagua_ref.communicators.pieces import move_in_pieces
 from bagua_ref.communicators.torch_distributed import TorchDistributedCommunicator
 from bagua_ref.communicators.waiting import Waiting
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
+from bagua_ref.groups.communication import _get_default_group, from_torch_group
 
 pytestmark = pytest.mark.slow
 

@@ -29,7 +29,7 @@ from bagua_ref.algorithms import (
     QAdamOptimizer,
     TopKAlgorithm,
 )
-from bagua_ref.bucket import BaguaBucket
+from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.conformance import EXACT, SUM, assert_equal
 from bagua_ref.errors import CommunicationError
 from bagua_ref.simulation import SimulatedWorld

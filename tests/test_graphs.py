@@ -13,14 +13,14 @@ from tests.test_decentralized import like, one_bucket, sgd, train
 from tests.trainings import network, simulate, weights
 
 import bagua_ref
-from bagua_ref import graphs
 from bagua_ref.algorithms import DecentralizedAlgorithm
-from bagua_ref.bucket import BaguaBucket
+from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.conformance import EXACT, assert_equal
 from bagua_ref.conformance.inputs.graph_cases import doubly_stochastic
 from bagua_ref.errors import CommunicationError
-from bagua_ref.graphs import MODES, checked_graph, in_turn
-from bagua_ref.mixing import mixing
+from bagua_ref.formulas import graphs
+from bagua_ref.formulas.graphs import MODES, checked_graph, in_turn
+from bagua_ref.formulas.mixing import mixing
 
 GRAPHS = ("one_peer_exponential", "hypercube", "ring", "exponential")
 
@@ -188,7 +188,7 @@ def test_S13_a_round_is_one_exchange_of_so_many_bytes(mode: Any, n: int, monkeyp
 
     def rank(r: int) -> int:
         bucket, _ = one_bucket(float(r))
-        group = bagua_ref.communication._get_default_group().for_background()
+        group = bagua_ref.groups.communication._get_default_group().for_background()
         bucket.append_decentralized_synchronous_op(like(bucket), False, mode, group)
         before = group.get_global_communicator().bytes_sent
         bucket.execute()

@@ -133,7 +133,7 @@ import time:       100 |        110 | torch
 import time:         7 |          7 |     json
 import time:       100 |        107 |   torch.distributed
 import time:         2 |          2 |     queue
-import time:         3 |          5 |   bagua_ref.runtime
+import time:         3 |          5 |   bagua_ref.base.runtime
 import time:         4 |        116 | bagua_ref
 """
     assert own_seconds(report) == 9 / 1e6

@@ -209,7 +209,7 @@ def dies_after_meeting(place: str, name: str) -> str:
 @pytest.mark.parametrize(
     ("place", "name", "why"),
     [
-        ("bagua_ref.process_group", "connecting", r".*\(the process of rank 1 has ended\)"),
+        ("bagua_ref.groups.process_group", "connecting", r".*\(the process of rank 1 has ended\)"),
         ("torch.distributed", "barrier", "a rank has died"),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 from tests.launch import run_script
 
 import bagua_ref
-from bagua_ref.launch_environment import FIRST_PORT, PORTS, Identity, first_host, read_launch
+from bagua_ref.base.launch_environment import FIRST_PORT, PORTS, Identity, first_host, read_launch
 
 
 def open_mpi(rank: int, size: int, local_rank: int, local_size: int, **more: str) -> dict[str, str]:

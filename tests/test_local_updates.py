@@ -17,12 +17,12 @@ from torch import nn
 import bagua_ref
 from bagua_ref import checkpoint
 from bagua_ref.algorithms import Algorithm, DiLoCoAlgorithm, GradientAllReduceAlgorithm, LocalSGDAlgorithm
+from bagua_ref.base.runtime import current_world
 from bagua_ref.comm_ops import CentralizedScatterGather
 from bagua_ref.communicators.simulated import SimulatedCommunicator
 from bagua_ref.conformance import EXACT, assert_equal
 from bagua_ref.data_parallel import DistributedDataParallel
 from bagua_ref.errors import CommunicationError, SimulationError
-from bagua_ref.runtime import current_world
 
 NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
 """The parameters of `network`, of 192, 32, 96 and 12 bytes."""

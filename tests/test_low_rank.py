@@ -15,11 +15,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
 
 import bagua_ref
 from bagua_ref.algorithms import Algorithm, GradientAllReduceAlgorithm, PowerSGDAlgorithm, TopKAlgorithm
-from bagua_ref.bucket import BaguaBucket
+from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.comm_ops import TopK
 from bagua_ref.conformance import EXACT, SUM, assert_equal
 from bagua_ref.errors import CommunicationError
-from bagua_ref.low_rank import orthonormalize
+from bagua_ref.formulas.low_rank import orthonormalize
 
 POWERSGD = PowerSGDAlgorithm(1, warmup_steps=0, min_compression_rate=0.5)
 TOPK = TopKAlgorithm(0.2)

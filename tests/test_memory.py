@@ -123,7 +123,7 @@ def peak_of(function: Callable[[], object]) -> int:
 def append_topk(bucket: Any) -> None:
     # Equal elements would all be candidates; with other numbers, there are a few more or fewer.
     bucket.effective_tensors()[0].normal_(generator=torch.Generator().manual_seed(0))
-    error, group = torch.zeros(bucket.effective_tensors()[0].numel()), bagua_ref.communication.new_group().for_background()
+    error, group = torch.zeros(bucket.effective_tensors()[0].numel()), bagua_ref.groups.communication.new_group().for_background()
     comm = group.get_global_communicator()
     bucket.append_op(TopK(comm, bucket.kernels, len(error), 0.01, lambda: error, lambda: True, bucket.dtype), group)
 
@@ -135,7 +135,7 @@ def append_with_memory(bucket: Any) -> None:
 
 
 def append_low_rank(bucket: Any) -> None:
-    size, group = math.isqrt(bucket.effective_tensors()[0].numel()), bagua_ref.communication.new_group().for_background()
+    size, group = math.isqrt(bucket.effective_tensors()[0].numel()), bagua_ref.groups.communication.new_group().for_background()
     factors, errors = {"t": torch.zeros(size, 1)}, {"t": torch.zeros(size, size)}
     matrices, options = [Matrix("t", 0, size, size, 1, 0)], {"memory": "local", "seed": 0, "warm_start": True}
     comm = group.get_global_communicator()

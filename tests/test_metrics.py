@@ -16,15 +16,15 @@ from tests.trainings import batch, network, simulate
 from torch import nn
 
 import bagua_ref
-from bagua_ref import flight_recorder
 from bagua_ref.algorithms import Algorithm, GradientAllReduceAlgorithm, LocalSGDAlgorithm, QAdamOptimizer
 from bagua_ref.backends.reference.backend import ReferenceBackend
 from bagua_ref.backends.reference.codecs.minmax_uint8 import MinMaxUInt8
+from bagua_ref.base.runtime import current_world
 from bagua_ref.data_parallel import DistributedDataParallel
 from bagua_ref.env import shares_memory
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 from bagua_ref.integrations.metrics_logger import MetricsLogger
-from bagua_ref.runtime import current_world
+from bagua_ref.observe import flight_recorder
 
 SIZE = 24  # parameters of `line`; divides by 2, 3 and 4
 SENT: list[tuple[str, dict[str, Any], int]] = [

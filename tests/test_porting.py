@@ -14,8 +14,8 @@ import pytest
 from tests.scripts import load_script
 
 import bagua_ref
+from bagua_ref.base.not_provided import MISSING, REPLACEMENTS
 from bagua_ref.errors import BaguaError, NotProvidedError
-from bagua_ref.not_provided import MISSING, REPLACEMENTS
 
 ROOT = Path(__file__).parents[1]
 

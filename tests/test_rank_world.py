@@ -11,9 +11,9 @@ from functools import partial
 
 import pytest
 
+from bagua_ref.base.runtime import RealWorld, current_world
 from bagua_ref.env import get_rank
 from bagua_ref.errors import SimulationError
-from bagua_ref.runtime import RealWorld, current_world
 from bagua_ref.simulation import SimulatedWorld
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")

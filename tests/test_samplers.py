@@ -21,10 +21,10 @@ from torch.utils.data import DataLoader
 
 import bagua_ref
 from bagua_ref.backends.reference import ReferenceBackend
+from bagua_ref.base.extras import install_command
 from bagua_ref.cli import balance, main
 from bagua_ref.conformance.expected import samplers_plain
 from bagua_ref.contrib import LoadBalancingDistributedBatchSampler, LoadBalancingDistributedSampler
-from bagua_ref.extras import install_command
 from bagua_ref.simulation import SimulatedWorld
 
 ROOT = Path(__file__).parents[1]

@@ -12,9 +12,9 @@ import weakref
 import pytest
 import torch
 
+from bagua_ref.base.runtime import current_world
 from bagua_ref.communicators.scheduler import Scheduler
 from bagua_ref.errors import SimulationError
-from bagua_ref.runtime import current_world
 from bagua_ref.simulation import SimulatedWorld
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")

@@ -15,8 +15,8 @@ from tests.faults import ALGORITHMS, Training
 from torch import Tensor
 
 import bagua_ref
+from bagua_ref.base.runtime import current_world
 from bagua_ref.errors import SimulationError
-from bagua_ref.runtime import current_world
 from bagua_ref.simulation import Schedule, Schedules, SimulatedWorld
 
 # The search.

@@ -8,8 +8,8 @@ import pytest
 import torch
 from tests.collective_cases import DIFFERENT_CALLS
 
+from bagua_ref.base.runtime import current_world
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError, SimulationError
-from bagua_ref.runtime import current_world
 from bagua_ref.simulation import SimulatedWorld
 from bagua_ref.types import ReduceOp
 

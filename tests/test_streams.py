@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 
 import bagua_ref
-from bagua_ref import streams
-from bagua_ref.bucket import BaguaBucket
+from bagua_ref.base import streams
+from bagua_ref.base.runtime import RealWorld, current_world
+from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.comm_ops.asynchronous import WeightLock
 from bagua_ref.communicators.connection import Connection
 from bagua_ref.communicators.waiting import Waiting
 from bagua_ref.communicators.watch import Watch
 from bagua_ref.errors import CommunicationTimeoutError
-from bagua_ref.runtime import RealWorld, current_world
 from bagua_ref.scheduling.engine import Engine
 from bagua_ref.simulation import SimulatedWorld
 
@@ -37,7 +37,7 @@ class Stream:
 
 
 class Streams:
-    """In place of `bagua_ref.streams`: every thread begins on the default stream, an event is what was queued before it."""
+    """In place of `bagua_ref.base.streams`: every thread begins on the default stream, an event is what was queued before it."""
 
     def __init__(self) -> None:
         self.default = Stream("default")
@@ -168,9 +168,9 @@ def test_a_group_has_one_stream_for_a_device_unless_it_was_given_one_and_simulat
 
     def rank(comm: Any) -> None:
         bagua_ref.init_process_group()
-        group = bagua_ref.communication.new_group()
+        group = bagua_ref.groups.communication.new_group()
         assert group.side_stream(CPU) is None
-        assert bagua_ref.communication.new_group(stream=mine).for_background().side_stream(CPU) is mine
+        assert bagua_ref.groups.communication.new_group(stream=mine).for_background().side_stream(CPU) is mine
         current_world().transport.has_streams = True
         assert group.side_stream(CPU) is group.side_stream(CPU)
         assert group.side_stream(CPU) is not group.for_background().side_stream(CPU)

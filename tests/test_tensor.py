@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import bagua_ref  # noqa: F401 - puts the methods on torch.Tensor
-from bagua_ref import utils
+from bagua_ref.base import utils
 
 
 def parameter_with_grad() -> torch.nn.Parameter:

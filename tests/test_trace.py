@@ -24,15 +24,15 @@ from bagua_ref.algorithms import Algorithm
 from bagua_ref.backends import get_codec
 from bagua_ref.backends.reference import ReferenceBackend
 from bagua_ref.backends.reference.codecs.minmax_uint8 import MinMaxUInt8
-from bagua_ref.bucket import BaguaBucket
+from bagua_ref.base.extras import install_command
+from bagua_ref.base.runtime import current_world
+from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.cli import main
 from bagua_ref.comm_ops import LowPrecisionDecentralized, shift_one_peer
 from bagua_ref.comm_ops.hierarchical import reduce_to_leader
 from bagua_ref.conformance.trace import Recorder, TraceError, check_trace, read_trace
 from bagua_ref.conformance.vectors.safetensors_file import read_safetensors, write_safetensors
 from bagua_ref.errors import CommunicationError
-from bagua_ref.extras import install_command
-from bagua_ref.runtime import current_world
 from bagua_ref.simulation import SimulatedWorld
 
 FLAT = {"hierarchical": False}
@@ -166,7 +166,7 @@ def peer_off_by_one_at_odd_steps(rank: int, nranks: int, step: int) -> int:
 
 def test_a_peer_formula_that_is_off_by_one_at_odd_steps_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as planted:
-        planted.setattr("bagua_ref.graphs.shift_one_peer", peer_off_by_one_at_odd_steps)
+        planted.setattr("bagua_ref.formulas.graphs.shift_one_peer", peer_off_by_one_at_odd_steps)
         simulate(tmp_path, "decentralized", SHIFT_ONE, (6,), steps=3)
     report = check_trace(tmp_path)
     assert report.first is not None
@@ -186,7 +186,7 @@ class ForgetfulRing(LowPrecisionDecentralized):
 
 def test_a_replica_that_is_not_kept_is_found_at_the_step_that_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as planted:
-        planted.setattr("bagua_ref.bucket.LowPrecisionDecentralized", ForgetfulRing)
+        planted.setattr("bagua_ref.buckets.bucket.LowPrecisionDecentralized", ForgetfulRing)
         simulate(tmp_path, "low_precision_decentralized", FLAT, (4,))
     report = check_trace(tmp_path, "low_precision_decentralized", FLAT)
     assert report.first is not None
@@ -583,7 +583,7 @@ def test_numpy_arrays_of_any_kind_are_recorded(tmp_path: Path, recwarn: pytest.W
 def test_a_trace_of_a_group_that_is_not_all_ranks_says_what_to_do(tmp_path: Path) -> None:
     def rank(comm: Any) -> None:
         bagua_ref.init_process_group()
-        group = bagua_ref.communication.new_group([1, 3])
+        group = bagua_ref.groups.communication.new_group([1, 3])
         for directory, named in ((tmp_path / "a", {}), (tmp_path / "b", {"rank": comm.rank() // 2, "world_size": 2})):
             if named and comm.rank() not in (1, 3):
                 continue

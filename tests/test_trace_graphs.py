@@ -12,10 +12,10 @@ from tests.launch import launch
 from tests.test_graphs import lazy_ring
 from tests.trace_trainings import simulate, train_each
 
-from bagua_ref import graphs
 from bagua_ref.cli import main
 from bagua_ref.conformance.trace import TraceError, check_trace
-from bagua_ref.graphs import MODES
+from bagua_ref.formulas import graphs
+from bagua_ref.formulas.graphs import MODES
 
 MODES_AND_FUNCTION = ["one_peer_exponential", "hypercube", "ring", "exponential", lazy_ring]
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bagua_ref
 from bagua_ref.algorithms import Algorithm, AlgorithmImpl, ByteGradAlgorithm, GlobalAlgorithmRegistry, GradientAllReduceAlgorithm
-from bagua_ref.bucket import BaguaBucket
+from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.errors import CommunicationError, NotInitializedError
 from bagua_ref.simulation import SimulatedWorld
 

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import bagua_ref
 from bagua_ref.algorithms import Algorithm, GradientAllReduceAlgorithm
+from bagua_ref.base.runtime import current_world
 from bagua_ref.data_parallel import DistributedDataParallel
-from bagua_ref.runtime import current_world
 
 Hook = Callable[[Any], None]
 

@@ -20,6 +20,7 @@ from tests.oracle_c import OPERATIONS, VECTORS
 
 from bagua_ref.algorithms.q_adam import QAdamOptimizer
 from bagua_ref.backends.base import COMPRESSIBLE, FLOATS
+from bagua_ref.base.extras import install_command
 from bagua_ref.cli import main
 from bagua_ref.conformance import EXACT, ULP, assert_equal
 from bagua_ref.conformance.clauses import VECTORS_VERSIONS
@@ -32,7 +33,6 @@ from bagua_ref.conformance.vectors.manifest import manifest_text, read_vectors, 
 from bagua_ref.conformance.vectors.numbers import Numbers
 from bagua_ref.conformance.vectors.safetensors_file import CODES, DamagedFileError, read_safetensors, write_safetensors
 from bagua_ref.contrib.utils.store import ClusterStore
-from bagua_ref.extras import install_command
 
 LIMITS = {"1": 5 * 2**20, "2": 6 * 2**20}
 LATEST = VECTORS.parent / f"v{VECTORS_VERSION}"

@@ -13,8 +13,8 @@ from torch import nn
 
 import bagua_ref
 from bagua_ref.algorithms import Algorithm, QAdamOptimizer
+from bagua_ref.base.runtime import current_world
 from bagua_ref.conformance.trace import Recorder
-from bagua_ref.runtime import current_world
 from bagua_ref.simulation import SimulatedWorld
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 import torch as _torch
 
-from bagua_ref import algorithms, checkpoint, communication, data_parallel
+from bagua_ref import algorithms, bucket, checkpoint, communication, data_parallel, runtime, tensor, utils  # noqa: F401
 from bagua_ref.backends import (
     available_backends,
     get_backend,
@@ -18,7 +18,11 @@ from bagua_ref.backends import (
     register_codec,
     use_backend,
 )
-from bagua_ref.communication import (
+from bagua_ref.buckets.tensor import BaguaTensor
+from bagua_ref.data_parallel import GradScaler, join, train
+from bagua_ref.distributed import BaguaModule
+from bagua_ref.env import get_local_rank, get_local_size, get_rank, get_world_size
+from bagua_ref.groups.communication import (
     BaguaProcessGroupPatch,
     ReduceOp,
     allgather,
@@ -49,11 +53,7 @@ from bagua_ref.communication import (
     scatter_inplace,
     send,
 )
-from bagua_ref.data_parallel import GradScaler, join, train
-from bagua_ref.distributed import BaguaModule
-from bagua_ref.env import get_local_rank, get_local_size, get_rank, get_world_size
 from bagua_ref.integrations import ddp_comm_hook
-from bagua_ref.tensor import BaguaTensor
 
 __all__ = [
     "BaguaModule",
@@ -114,11 +114,11 @@ __version__ = "0.1.0"
 if not _TYPE_CHECKING:  # so that type checkers still find misspelt names
 
     def __getattr__(name: str) -> object:
-        if name == "contrib":  # not everybody's, so imported when it is asked for
+        if name in ("contrib", "flight_recorder", "graphs", "low_rank", "mixing"):  # not everybody's: imported when asked for
             from importlib import import_module
 
-            return import_module("bagua_ref.contrib")
-        from bagua_ref.not_provided import REPLACEMENTS, not_provided
+            return import_module(f"bagua_ref.{name}")
+        from bagua_ref.base.not_provided import REPLACEMENTS, not_provided
 
         known = name in REPLACEMENTS
         raise AttributeError(str(not_provided(name)) if known else f"module {__name__!r} has no attribute {name!r}")

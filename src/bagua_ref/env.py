@@ -6,9 +6,9 @@ import os
 from numbers import Real
 from typing import TYPE_CHECKING
 
-from bagua_ref.launch_environment import read_launch
-from bagua_ref.not_provided import explain_missing
-from bagua_ref.runtime import current_world, find_free_port
+from bagua_ref.base.launch_environment import read_launch
+from bagua_ref.base.not_provided import explain_missing
+from bagua_ref.base.runtime import current_world, find_free_port
 
 __all__ = [
     "checked_timeout",

@@ -13,12 +13,12 @@ from torch import Tensor
 from bagua_ref.algorithms.async_rounds import Rounds, State
 from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext
 from bagua_ref.algorithms.weight_holder import WeightHolder
-from bagua_ref.bucket import BaguaBucket
-from bagua_ref.memory import by_dtype_and_device
-from bagua_ref.tensor import BaguaTensor
+from bagua_ref.base.memory import by_dtype_and_device
+from bagua_ref.base.untrusted import check_form
+from bagua_ref.base.utils import uncompiled
+from bagua_ref.buckets.bucket import BaguaBucket
+from bagua_ref.buckets.tensor import BaguaTensor
 from bagua_ref.types import Group
-from bagua_ref.untrusted import check_form
-from bagua_ref.utils import uncompiled
 
 __all__ = ["AsyncModelAverageAlgorithm", "AsyncModelAverageAlgorithmImpl", "State"]
 

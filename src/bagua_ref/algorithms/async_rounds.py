@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from enum import Enum
 
-from bagua_ref.bucket import BaguaBucket
+from bagua_ref.base.runtime import Thread, World
+from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.comm_ops import AsynchronousModelAverage
 from bagua_ref.errors import CommunicationError
-from bagua_ref.flight_recorder import explain
-from bagua_ref.meter import Meter, use_meter
-from bagua_ref.runtime import Thread, World
+from bagua_ref.observe.flight_recorder import explain
+from bagua_ref.observe.meter import Meter, use_meter
 from bagua_ref.types import Group
 
 __all__ = ["TRANSITIONS", "Rounds", "State"]

@@ -15,12 +15,12 @@ from bagua_ref.agreement import Fact
 from bagua_ref.algorithms.registry import GlobalAlgorithmRegistry, _AlgorithmRegistry  # noqa: F401 - a name of the original's
 from bagua_ref.algorithms.saved_counters import check_saved_counters
 from bagua_ref.backends.base import KernelBackend
-from bagua_ref.bucket import BaguaBucket
-from bagua_ref.runtime import World
+from bagua_ref.base.runtime import World
+from bagua_ref.base.utils import NotCopied
+from bagua_ref.buckets.bucket import BaguaBucket
+from bagua_ref.buckets.tensor import BaguaTensor, with_aligned_grad
 from bagua_ref.scheduling.engine import Engine
-from bagua_ref.tensor import BaguaTensor, with_aligned_grad
 from bagua_ref.types import Group
-from bagua_ref.utils import NotCopied
 
 __all__ = ["Algorithm", "AlgorithmImpl", "GlobalAlgorithmRegistry", "TrainingContext"]
 

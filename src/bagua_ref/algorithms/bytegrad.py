@@ -10,8 +10,8 @@ from torch import Tensor
 
 from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext
 from bagua_ref.algorithms.error_memories import ErrorMemories, check_error_feedback, check_join_with_memory
-from bagua_ref.bucket import BaguaBucket
-from bagua_ref.compression import check_compression
+from bagua_ref.buckets.bucket import BaguaBucket
+from bagua_ref.buckets.compression import check_compression
 from bagua_ref.types import Group
 
 __all__ = ["ByteGradAlgorithm", "ByteGradAlgorithmImpl"]

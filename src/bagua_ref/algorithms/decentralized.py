@@ -17,9 +17,9 @@ from bagua_ref.algorithms.low_precision_decentralized import (
     LowPrecisionDecentralizedAlgorithmImpl,
 )
 from bagua_ref.algorithms.weight_averaging import WeightAveragingImpl, bagua_tensor, check_count, check_interval, register_weights
-from bagua_ref.bucket import BaguaBucket
-from bagua_ref.graphs import PeerSelection, check_mode
-from bagua_ref.memory import by_dtype_and_device
+from bagua_ref.base.memory import by_dtype_and_device
+from bagua_ref.buckets.bucket import BaguaBucket
+from bagua_ref.formulas.graphs import PeerSelection, check_mode
 from bagua_ref.types import Group
 
 __all__ = [

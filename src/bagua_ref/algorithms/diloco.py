@@ -12,7 +12,7 @@ from bagua_ref.algorithms.diloco_impl import DiLoCoAlgorithmImpl
 from bagua_ref.algorithms.error_memories import check_error_feedback
 from bagua_ref.algorithms.fragments import Schedule, named_fragments
 from bagua_ref.algorithms.local_updates import check_optimizers, check_whole
-from bagua_ref.compression import check_compression
+from bagua_ref.buckets.compression import check_compression
 from bagua_ref.types import Group
 
 __all__ = ["DiLoCoAlgorithm", "DiLoCoAlgorithmImpl"]

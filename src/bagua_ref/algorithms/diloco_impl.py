@@ -16,10 +16,10 @@ from bagua_ref.algorithms.diloco_state import InFlight, check_outer_state, load_
 from bagua_ref.algorithms.error_memories import ErrorMemories
 from bagua_ref.algorithms.fragments import Fragment, Schedule, named_fragments
 from bagua_ref.algorithms.local_updates import LocalUpdatesImpl, drift, norms_of
+from bagua_ref.buckets.tensor import BaguaTensor
 from bagua_ref.comm_ops import ErrorMemory
 from bagua_ref.errors import CommunicationError
-from bagua_ref.meter import profiled
-from bagua_ref.tensor import BaguaTensor
+from bagua_ref.observe.meter import profiled
 from bagua_ref.types import Group
 
 __all__ = ["DiLoCoAlgorithmImpl"]

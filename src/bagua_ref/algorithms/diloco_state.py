@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from bagua_ref.algorithms.fragments import Fragment
+from bagua_ref.base.memory import Layout
+from bagua_ref.buckets.optimizer_state import align_state, check_optimizer_state, take_over
 from bagua_ref.comm_ops import ErrorMemory
 from bagua_ref.errors import CommunicationError
-from bagua_ref.memory import Layout
-from bagua_ref.optimizer_state import align_state, check_optimizer_state, take_over
 from bagua_ref.scheduling.engine import Engine
 
 __all__ = ["InFlight", "check_outer_state", "load_outer_state", "outer_state"]

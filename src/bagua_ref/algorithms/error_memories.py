@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from bagua_ref.algorithms.versioned_state import check_saved_here, check_version, saved_by
-from bagua_ref.bucket import BaguaBucket
+from bagua_ref.base.memory import Layout
+from bagua_ref.base.untrusted import NATURAL, check_form
+from bagua_ref.buckets.bucket import BaguaBucket
+from bagua_ref.buckets.tensor import registration
 from bagua_ref.comm_ops import ErrorMemory
-from bagua_ref.memory import Layout
-from bagua_ref.tensor import registration
 from bagua_ref.types import Group
-from bagua_ref.untrusted import NATURAL, check_form
 
 __all__ = ["ErrorMemories", "check_error_feedback", "check_join_with_memory"]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._pytree import tree_map_only
 
-from bagua_ref.memory import Layout, by_dtype_and_device
+from bagua_ref.base.memory import Layout, by_dtype_and_device
 
 __all__ = ["Fragment", "Schedule", "named_fragments", "split_into_fragments"]
 

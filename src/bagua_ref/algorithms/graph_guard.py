@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from bagua_ref.utils import NotCopied, OwnHook, untraced
+from bagua_ref.base.utils import NotCopied, OwnHook, untraced
 
 __all__ = ["GraphGuard", "weights_averaged"]
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from bagua_ref.algorithms.q_adam_optimizer import BLOCK, QAdamOptimizer
-from bagua_ref.bucket import BaguaBucket
-from bagua_ref.tensor import BaguaTensor
+from bagua_ref.buckets.bucket import BaguaBucket
+from bagua_ref.buckets.tensor import BaguaTensor
 
 __all__ = ["MomentumBucket"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from bagua_ref.memory import Layout
+from bagua_ref.base.memory import Layout
 
 __all__ = ["NamedTensors"]
 

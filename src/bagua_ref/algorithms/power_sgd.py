@@ -12,11 +12,11 @@ from torch import Tensor
 from bagua_ref.algorithms.base import Algorithm, TrainingContext
 from bagua_ref.algorithms.compressed_gradients import CompressedGradientsImpl
 from bagua_ref.algorithms.local_updates import check_optimizers, check_whole
-from bagua_ref.bucket import BaguaBucket
+from bagua_ref.buckets.bucket import BaguaBucket
+from bagua_ref.buckets.tensor import registration
 from bagua_ref.comm_ops import LowRank
 from bagua_ref.comm_ops.low_rank import Matrix
-from bagua_ref.low_rank import matrix_shape
-from bagua_ref.tensor import registration
+from bagua_ref.formulas.low_rank import matrix_shape
 from bagua_ref.types import Group
 
 __all__ = ["PowerSGDAlgorithm", "PowerSGDAlgorithmImpl"]

@@ -15,10 +15,10 @@ from bagua_ref.algorithms.bytegrad import ByteGradAlgorithmImpl
 from bagua_ref.algorithms.error_memories import check_error_feedback
 from bagua_ref.algorithms.momentum import MomentumBucket
 from bagua_ref.algorithms.q_adam_optimizer import QAdamOptimizer
-from bagua_ref.bucket import BaguaBucket
-from bagua_ref.compression import check_compression
-from bagua_ref.optimizer_state import align_state
-from bagua_ref.tensor import BaguaTensor
+from bagua_ref.buckets.bucket import BaguaBucket
+from bagua_ref.buckets.compression import check_compression
+from bagua_ref.buckets.optimizer_state import align_state
+from bagua_ref.buckets.tensor import BaguaTensor
 from bagua_ref.types import Group, ReduceOp
 
 __all__ = ["QAdamAlgorithm", "QAdamAlgorithmImpl", "QAdamOptimizer"]

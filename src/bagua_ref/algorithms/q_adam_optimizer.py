@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from bagua_ref.tensor import Registration
+from bagua_ref.buckets.tensor import Registration
 
 __all__ = ["BLOCK", "QAdamOptimizer"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bagua_ref.untrusted import check_form
+from bagua_ref.base.untrusted import check_form
 
 __all__ = ["check_saved_counters"]
 

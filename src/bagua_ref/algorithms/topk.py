@@ -10,9 +10,9 @@ from bagua_ref.algorithms.base import Algorithm, TrainingContext
 from bagua_ref.algorithms.compressed_gradients import CompressedGradientsImpl
 from bagua_ref.algorithms.error_memories import check_error_feedback
 from bagua_ref.algorithms.local_updates import check_optimizers, check_whole
-from bagua_ref.bucket import BaguaBucket
+from bagua_ref.buckets.bucket import BaguaBucket
+from bagua_ref.buckets.tensor import registration
 from bagua_ref.comm_ops import TopK
-from bagua_ref.tensor import registration
 from bagua_ref.types import Group
 
 __all__ = ["TopKAlgorithm", "TopKAlgorithmImpl"]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bagua_ref.algorithms.base import AlgorithmImpl
-from bagua_ref.runtime import current_world
+from bagua_ref.base.runtime import current_world
 from bagua_ref.types import Group
 
 __all__ = ["VersionedStateImpl", "check_saved_here", "check_version", "saved_by"]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from bagua_ref.algorithms.base import AlgorithmImpl, TrainingContext
-from bagua_ref.bucket import BaguaBucket
-from bagua_ref.tensor import BaguaTensor
+from bagua_ref.buckets.bucket import BaguaBucket
+from bagua_ref.buckets.tensor import BaguaTensor
 
 __all__ = ["WeightAveragingImpl", "bagua_tensor", "check_count", "check_interval", "register_weights"]
 

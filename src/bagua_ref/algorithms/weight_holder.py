@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from bagua_ref.base.utils import OwnHook, inside_backward, untraced
 from bagua_ref.comm_ops import AsynchronousModelAverage
-from bagua_ref.meter import Meter
-from bagua_ref.utils import OwnHook, inside_backward, untraced
+from bagua_ref.observe.meter import Meter
 
 __all__ = ["WeightHolder"]
 

@@ -20,8 +20,8 @@ import torch
 
 from bagua_ref.backends.base import KernelBackend
 from bagua_ref.backends.codec import Codec
+from bagua_ref.base.runtime import current_world
 from bagua_ref.errors import BackendUnavailableError
-from bagua_ref.runtime import current_world
 
 __all__ = [
     "Codec",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bagua_ref.memory import memory_span
+from bagua_ref.base.memory import memory_span
 
 __all__ = [
     "at_least_one",

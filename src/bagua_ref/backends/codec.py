@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bagua_ref.backends.checks import check_beside, check_device, check_flat, check_target_chunk, chunk_size_of
-from bagua_ref.meter import codec_phase, codec_steps
+from bagua_ref.observe.meter import codec_phase, codec_steps
 
 __all__ = ["ALIGNMENT", "COMPRESSIBLE", "Codec", "Kernels"]
 

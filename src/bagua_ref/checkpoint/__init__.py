@@ -1,8 +1,8 @@
 """Checkpoints of trainings: saved by all ranks together, complete or ignored, and loaded by each rank on its own."""
 
+from bagua_ref.base.not_provided import explain_missing
 from bagua_ref.checkpoint.loading import Checkpoint, load
 from bagua_ref.checkpoint.saving import save
-from bagua_ref.not_provided import explain_missing
 
 __all__ = ["Checkpoint", "load", "save"]
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from bagua_ref.base.untrusted import NATURAL, NotRegularError, check_form, load_json, one_line, open_file, read_file
 from bagua_ref.errors import CheckpointError
-from bagua_ref.untrusted import NATURAL, NotRegularError, check_form, load_json, one_line, open_file, read_file
 
 __all__ = [
     "Manifest",

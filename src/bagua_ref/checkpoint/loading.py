@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from bagua_ref.base.untrusted import one_line
 from bagua_ref.checkpoint.folder import Manifest, checked_step, found_steps, read_manifest, step_folder, verify
 from bagua_ref.checkpoint.plain import read_plain
 from bagua_ref.checkpoint.training_state import RestoreError, State, Training, listed
 from bagua_ref.errors import CheckpointError
-from bagua_ref.untrusted import one_line
 
 __all__ = ["Checkpoint", "load"]
 

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bagua_ref.base.untrusted import check_hash_collisions, one_line, open_file
 from bagua_ref.errors import CheckpointError
-from bagua_ref.untrusted import check_hash_collisions, one_line, open_file
 
 __all__ = ["digest", "plain", "read_plain"]
 

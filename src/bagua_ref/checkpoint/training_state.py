@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
+from bagua_ref.base.runtime import current_world
+from bagua_ref.base.untrusted import check_form
+from bagua_ref.base.utils import uncompiled
+from bagua_ref.buckets.optimizer_state import check_optimizer_state, take_over
 from bagua_ref.checkpoint.plain import plain
 from bagua_ref.data_parallel.wrapped_module import WrappedModule
 from bagua_ref.data_parallel.wrapping import context_of
-from bagua_ref.optimizer_state import check_optimizer_state, take_over
-from bagua_ref.runtime import current_world
-from bagua_ref.untrusted import check_form
-from bagua_ref.utils import uncompiled
 
 __all__ = ["RestoreError", "State", "Training", "listed"]
 

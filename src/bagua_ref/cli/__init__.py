@@ -16,11 +16,11 @@ from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
 import bagua_ref
+from bagua_ref.base.extras import install_command
 from bagua_ref.cli import graph, trace, vectors
 from bagua_ref.cli.command import CommandError, Commands, PrintCompletion, add_command, add_json_options, write_json
 from bagua_ref.cli.recipes import RECIPES, Settings
 from bagua_ref.conformance.clauses import SUITES
-from bagua_ref.extras import install_command
 
 __all__ = ["main"]
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from bagua_ref.graphs import Graph
+from bagua_ref.formulas.graphs import Graph
 
 __all__ = ["draw_graphs"]
 

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from bagua_ref.base.untrusted import one_line
 from bagua_ref.cli.command import CommandError, Commands, add_command, add_json_options, write_json
 from bagua_ref.conformance.clauses import VECTORS_VERSION, VECTORS_VERSIONS
 from bagua_ref.conformance.vectors import VectorsReport, Verdict
-from bagua_ref.untrusted import one_line
 
 __all__ = ["add_parser"]
 

@@ -11,7 +11,7 @@ from bagua_ref.comm_ops.low_precision_decentralized import LowPrecisionDecentral
 from bagua_ref.comm_ops.low_rank import LowRank
 from bagua_ref.comm_ops.python_op import PythonOp
 from bagua_ref.comm_ops.top_k import TopK
-from bagua_ref.graphs import shift_one_peer
+from bagua_ref.formulas.graphs import shift_one_peer
 
 __all__ = [
     "AsynchronousModelAverage",

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bagua_ref import streams
 from bagua_ref.backends.base import KernelBackend
+from bagua_ref.base import streams
+from bagua_ref.base.runtime import World
 from bagua_ref.comm_ops.base import CommOp
 from bagua_ref.communicators.base import Communicator
-from bagua_ref.meter import profiled
-from bagua_ref.runtime import World
+from bagua_ref.observe.meter import profiled
 from bagua_ref.types import ReduceOp
 
 __all__ = ["AsynchronousModelAverage", "WeightLock"]

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from bagua_ref.backends.base import KernelBackend
+from bagua_ref.base.memory import Layout
 from bagua_ref.comm_ops.base import CommOp
 from bagua_ref.communicators.base import Communicator
-from bagua_ref.low_rank import orthonormalize, starting_columns
-from bagua_ref.memory import Layout
-from bagua_ref.meter import codec_phase
+from bagua_ref.formulas.low_rank import orthonormalize, starting_columns
+from bagua_ref.observe.meter import codec_phase
 from bagua_ref.types import ReduceOp
 
 __all__ = ["LowRank", "Matrix"]

@@ -12,7 +12,7 @@ from torch import Tensor
 from bagua_ref.backends.base import KernelBackend
 from bagua_ref.comm_ops.base import CommOp
 from bagua_ref.communicators.base import Communicator
-from bagua_ref.meter import codec_phase
+from bagua_ref.observe.meter import codec_phase
 from bagua_ref.types import ReduceOp
 
 __all__ = ["TopK", "count_of", "largest"]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bagua_ref.communicators.overlap import Overlap
-from bagua_ref.meter import profiled
+from bagua_ref.observe.meter import profiled
 from bagua_ref.types import BackendTensor, ReduceOp
 
 __all__ = ["Communicator", "NonMember"]

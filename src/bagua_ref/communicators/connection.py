@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from bagua_ref.base.runtime import is_background_thread
 from bagua_ref.communicators import notes, shared_memory
 from bagua_ref.communicators.forked import keep_forever
 from bagua_ref.communicators.gloo_sockets import GlooSockets, open_sockets
@@ -30,7 +31,6 @@ from bagua_ref.communicators.shared_memory import SharedMemory
 from bagua_ref.communicators.waiting import Waiting
 from bagua_ref.communicators.watch import Watch
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
-from bagua_ref.runtime import is_background_thread
 
 __all__ = ["Connection"]
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from bagua_ref.base.launch_environment import Identity, read_launch
 from bagua_ref.communicators.rendezvous import Unanswered, first_line, limited
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
-from bagua_ref.launch_environment import Identity, read_launch
 
 __all__ = ["job_store"]
 

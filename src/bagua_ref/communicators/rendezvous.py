@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from bagua_ref.base.untrusted import check_form, load_json
 from bagua_ref.communicators.scheduler import format_ranks
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
-from bagua_ref.untrusted import check_form, load_json
 
 __all__ = [
     "StoreLostError",
@@ -213,7 +213,7 @@ def meet(store: Store, rank: int, world_size: int, card: Any, timeout: float, fo
         world_size: the number of ranks.
         card: information for the other ranks, as JSON values.
         timeout: seconds to wait for the others.
-        form: the form that the others' cards must have, see `bagua_ref.untrusted.check_form`.
+        form: the form that the others' cards must have, see `bagua_ref.base.untrusted.check_form`.
 
     Raises:
         CommunicationTimeoutError: they did not come in time; names the missing ranks as far as they are known.

@@ -1,6 +1,6 @@
 """The connections between the processes of one job, from which their communicators are made (S1).
 
-`bagua_ref.process_group` finds the store through which the processes find each other.
+`bagua_ref.groups.process_group` finds the store through which the processes find each other.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from bagua_ref.base.untrusted import NATURAL
 from bagua_ref.communicators.forked import leave_to_parent
 from bagua_ref.communicators.gloo_sockets import close_served
 from bagua_ref.communicators.processes import Processes, this_process
@@ -21,7 +22,6 @@ from bagua_ref.communicators.rendezvous import another_connection, meet, prefixe
 from bagua_ref.communicators.shared_memory import machine
 from bagua_ref.communicators.torch_distributed import TorchDistributedCommunicator
 from bagua_ref.communicators.waiting import Waiting
-from bagua_ref.untrusted import NATURAL
 
 __all__ = ["TorchDistributedTransport"]
 

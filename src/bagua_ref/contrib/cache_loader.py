@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bagua_ref.base.not_provided import explain_missing
 from bagua_ref.contrib.cache.codec import DamagedValueError, TooLargeError, decode, encode
 from bagua_ref.contrib.cache.counters import CacheStats, Counters
 from bagua_ref.contrib.cache.guard import Guard
@@ -19,7 +20,6 @@ from bagua_ref.contrib.cache.write_buffer import WriteBuffer
 from bagua_ref.contrib.utils.fake_redis_store import FakeRedisStore
 from bagua_ref.contrib.utils.redis_store import RedisStore
 from bagua_ref.contrib.utils.store import ClusterStore
-from bagua_ref.not_provided import explain_missing
 
 __all__ = ["CacheLoader"]
 

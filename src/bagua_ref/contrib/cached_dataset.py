@@ -9,10 +9,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset
 
+from bagua_ref.base.runtime import current_world
 from bagua_ref.contrib.cache.counters import CacheStats
 from bagua_ref.contrib.cache.progress import tracked
 from bagua_ref.contrib.cache_loader import CacheLoader
-from bagua_ref.runtime import current_world
 
 __all__ = ["CachedDataset"]
 

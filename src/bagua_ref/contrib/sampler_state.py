@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from bagua_ref.runtime import RealWorld, current_world
+from bagua_ref.base.runtime import RealWorld, current_world
 
 __all__ = ["Place", "check_settings", "checked_count", "replica_of", "whole"]
 

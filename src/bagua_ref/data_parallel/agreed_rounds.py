@@ -12,11 +12,11 @@ import torch
 
 from bagua_ref.agreement import UNSAID, Agreement, Comparison, Fact
 from bagua_ref.algorithms.base import TrainingContext
+from bagua_ref.base.memory import Layout
 from bagua_ref.data_parallel.sharding import local, whole
 from bagua_ref.data_parallel.unused_parameters import UnusedParameters
 from bagua_ref.errors import CommunicationError
-from bagua_ref.flight_recorder import explain
-from bagua_ref.memory import Layout
+from bagua_ref.observe.flight_recorder import explain
 from bagua_ref.scheduling.engine import Beginning
 from bagua_ref.types import Group
 

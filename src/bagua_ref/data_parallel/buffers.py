@@ -8,8 +8,8 @@ from collections.abc import Collection
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from bagua_ref.communication import broadcast_coalesced
-from bagua_ref.meter import Meter
+from bagua_ref.groups.communication import broadcast_coalesced
+from bagua_ref.observe.meter import Meter
 from bagua_ref.types import Group
 
 __all__ = ["Buffers"]

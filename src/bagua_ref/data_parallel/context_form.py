@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from bagua_ref.algorithms import AsyncModelAverageAlgorithm
 from bagua_ref.algorithms.base import Algorithm
 from bagua_ref.backends.base import KernelBackend
+from bagua_ref.base.utils import NotCopied
 from bagua_ref.data_parallel.wrapped_module import WrappedModule
 from bagua_ref.data_parallel.wrapping import context_of, wrap
 from bagua_ref.types import Group
-from bagua_ref.utils import NotCopied
 
 __all__ = ["train"]
 

@@ -15,14 +15,14 @@ from torch.utils._pytree import tree_map
 from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl
 from bagua_ref.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
 from bagua_ref.backends.base import KernelBackend
-from bagua_ref.bucket import BaguaBucket
+from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.data_parallel.joining import join
 from bagua_ref.data_parallel.metrics import metrics_of
 from bagua_ref.data_parallel.sharding import group_of
 from bagua_ref.data_parallel.wrapped_module import WrappedModule
 from bagua_ref.data_parallel.wrapping import context_of, wrap
 from bagua_ref.errors import NotInitializedError
-from bagua_ref.process_group import BaguaProcessGroup, _get_default_group
+from bagua_ref.groups.process_group import BaguaProcessGroup, _get_default_group
 
 __all__ = [
     "DistributedDataParallel",

@@ -11,7 +11,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 from torch.nn.parallel.distributed import _find_tensors
 
-from bagua_ref.utils import inside_backward, untraced
+from bagua_ref.base.utils import inside_backward, untraced
 
 __all__ = ["ForwardPasses", "call_after_backward", "trains"]
 

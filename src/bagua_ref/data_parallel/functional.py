@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from bagua_ref.data_parallel.distributed import to_bagua_process_group
-from bagua_ref.process_group import BaguaProcessGroup
+from bagua_ref.groups.process_group import BaguaProcessGroup
 from bagua_ref.types import ReduceOp
 
 __all__ = ["ReduceOp", "all_reduce", "torch_reduce_op_to_bagua"]

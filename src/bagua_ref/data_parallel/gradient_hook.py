@@ -10,7 +10,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
-from bagua_ref.utils import NotCopied, untraced
+from bagua_ref.base.utils import NotCopied, untraced
 
 __all__ = ["GradientHook", "add_last", "trainings_of"]
 

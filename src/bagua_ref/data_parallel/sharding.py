@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bagua_ref.algorithms.base import Algorithm
-from bagua_ref.process_group import from_torch_group
+from bagua_ref.groups.process_group import from_torch_group
 from bagua_ref.types import Group
 
 __all__ = ["LocalShard", "check_sharded", "group_of", "local", "place_state", "reshard", "stand_in", "whole"]

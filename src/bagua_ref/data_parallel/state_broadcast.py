@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from bagua_ref.communication import broadcast_coalesced
+from bagua_ref.base.memory import effective_strides
+from bagua_ref.buckets.optimizer_state import take_over
 from bagua_ref.communicators.base import Communicator
 from bagua_ref.communicators.scheduler import format_ranks
 from bagua_ref.data_parallel.sharding import local, place_state
-from bagua_ref.memory import effective_strides
-from bagua_ref.optimizer_state import take_over
+from bagua_ref.groups.communication import broadcast_coalesced
 from bagua_ref.types import ReduceOp
 
 __all__ = ["broadcast_state", "share_object", "share_state", "warn_of_drift"]

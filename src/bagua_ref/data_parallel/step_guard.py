@@ -12,9 +12,9 @@ from torch.compiler import is_dynamo_compiling
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from bagua_ref.algorithms.base import TrainingContext
+from bagua_ref.base.runtime import current_world
+from bagua_ref.base.utils import inside_backward
 from bagua_ref.data_parallel.sharding import whole
-from bagua_ref.runtime import current_world
-from bagua_ref.utils import inside_backward
 
 __all__ = ["StepGuard"]
 

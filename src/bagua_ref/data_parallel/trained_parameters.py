@@ -11,9 +11,9 @@ import torch
 from torch.nn import Parameter
 
 from bagua_ref.algorithms.base import AlgorithmImpl
+from bagua_ref.buckets.tensor import align
 from bagua_ref.data_parallel.functional_forwards import are_for_a_call
 from bagua_ref.data_parallel.sharding import LocalShard, reshard, stand_in
-from bagua_ref.tensor import align
 
 __all__ = ["TrainedParameters", "refuse_what_cannot_be_flat"]
 

@@ -12,7 +12,10 @@ import torch
 
 from bagua_ref.algorithms.base import Algorithm, GlobalAlgorithmRegistry
 from bagua_ref.backends.base import KernelBackend
-from bagua_ref.bucket import BaguaBucket
+from bagua_ref.base.runtime import World, use_world
+from bagua_ref.base.utils import NotCopied, OwnHook, OwnList, OwnName, inside_backward, uncompiled
+from bagua_ref.buckets.bucket import BaguaBucket
+from bagua_ref.buckets.optimizer_state import align_state
 from bagua_ref.data_parallel.agreed_rounds import BUFFERS, PLAN, AgreedRounds
 from bagua_ref.data_parallel.both_reduce import refuse_both, refuse_inside
 from bagua_ref.data_parallel.bucketing import split_into_buckets
@@ -25,11 +28,8 @@ from bagua_ref.data_parallel.state_broadcast import broadcast_state, warn_of_dri
 from bagua_ref.data_parallel.step_guard import StepGuard
 from bagua_ref.data_parallel.trained_parameters import TrainedParameters
 from bagua_ref.env import get_default_bucket_size
-from bagua_ref.optimizer_state import align_state
-from bagua_ref.runtime import World, use_world
 from bagua_ref.scheduling.engine import Engine
 from bagua_ref.types import Group
-from bagua_ref.utils import NotCopied, OwnHook, OwnList, OwnName, inside_backward, uncompiled
 
 __all__ = ["WrappedModule"]
 

@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from bagua_ref.algorithms.base import Algorithm
 from bagua_ref.backends import get_backend
 from bagua_ref.backends.base import KernelBackend
+from bagua_ref.base.runtime import current_world
+from bagua_ref.base.utils import let_compiler_see_hooks, uncompiled
 from bagua_ref.data_parallel.gradient_hook import trainings_of
 from bagua_ref.data_parallel.metrics import count_from_now
 from bagua_ref.data_parallel.sharding import check_sharded, group_of
@@ -18,9 +20,7 @@ from bagua_ref.data_parallel.trained_parameters import refuse_what_cannot_be_fla
 from bagua_ref.data_parallel.wrapped_module import WrappedModule
 from bagua_ref.env import checked_timeout
 from bagua_ref.errors import NotInitializedError
-from bagua_ref.runtime import current_world
 from bagua_ref.types import Group
-from bagua_ref.utils import let_compiler_see_hooks, uncompiled
 
 __all__ = ["context_of", "wrap"]
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl
 from bagua_ref.backends.base import KernelBackend
-from bagua_ref.bucket import BaguaBucket
+from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.data_parallel.metrics import metrics_of
 from bagua_ref.data_parallel.wrapping import context_of, resynchronize, wrap
 from bagua_ref.types import Group

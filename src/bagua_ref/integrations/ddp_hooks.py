@@ -11,21 +11,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bagua_ref import streams
 from bagua_ref.agreement import Agreement, Fact
 from bagua_ref.algorithms.base import Algorithm, GlobalAlgorithmRegistry
 from bagua_ref.algorithms.compressed_gradients import CompressedGradientsImpl
 from bagua_ref.algorithms.power_sgd import PowerSGDAlgorithmImpl
 from bagua_ref.backends.base import KernelBackend
-from bagua_ref.communication import from_torch_group, init_process_group, is_initialized
+from bagua_ref.base import streams
+from bagua_ref.base.memory import Layout
+from bagua_ref.base.runtime import current_world, use_world
+from bagua_ref.base.utils import NotCopied
+from bagua_ref.buckets.tensor import BaguaTensor
 from bagua_ref.errors import CommunicationError, NotInitializedError
-from bagua_ref.flight_recorder import explain
-from bagua_ref.memory import Layout
-from bagua_ref.runtime import current_world, use_world
+from bagua_ref.groups.communication import from_torch_group, init_process_group, is_initialized
+from bagua_ref.observe.flight_recorder import explain
 from bagua_ref.scheduling.worker import Worker
-from bagua_ref.tensor import BaguaTensor
 from bagua_ref.types import Group
-from bagua_ref.utils import NotCopied
 
 __all__ = ["DDPHookState", "ddp_comm_hook"]
 

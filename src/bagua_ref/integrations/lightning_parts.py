@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bagua_ref.communication import init_process_group, is_initialized
 from bagua_ref.data_parallel.wrapping import context_of
+from bagua_ref.groups.communication import init_process_group, is_initialized
 from bagua_ref.integrations.trained_module import Recipe, call_if_there
 
 if TYPE_CHECKING:

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from bagua_ref import streams
-from bagua_ref.bucket import BaguaBucket
+from bagua_ref.base import streams
+from bagua_ref.base.runtime import World
+from bagua_ref.base.utils import overlapping
+from bagua_ref.buckets.bucket import BaguaBucket
+from bagua_ref.buckets.tensor import Registration, registration
 from bagua_ref.errors import CommunicationError
-from bagua_ref.meter import Meter, Recorded, profiled, use_meter
-from bagua_ref.runtime import World
+from bagua_ref.observe.meter import Meter, Recorded, profiled, use_meter
 from bagua_ref.scheduling.readiness import Readiness
 from bagua_ref.scheduling.worker import Worker
-from bagua_ref.tensor import Registration, registration
-from bagua_ref.utils import overlapping
 
 __all__ = ["Beginning", "Engine"]
 

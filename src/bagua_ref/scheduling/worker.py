@@ -6,8 +6,8 @@ import math
 import weakref
 from typing import Generic, Protocol, TypeVar
 
+from bagua_ref.base.runtime import Thread, World
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
-from bagua_ref.runtime import Thread, World
 
 __all__ = ["Job", "Worker"]
 

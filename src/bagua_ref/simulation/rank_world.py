@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from bagua_ref.base.runtime import Identity, World
 from bagua_ref.communicators.scheduler import Scheduler, Task, Ticket
 from bagua_ref.communicators.simulated import SimulatedTransport
-from bagua_ref.runtime import Identity, World
 
 __all__ = ["SimulatedEvent", "SimulatedLock", "SimulatedQueue", "SimulatedRankWorld", "SimulatedThread"]
 

@@ -24,7 +24,7 @@ import torch
 from bagua_ref.backends.cuda.backend import PlannedBackend
 from bagua_ref.backends.cuda.disk_cache import cached
 from bagua_ref.backends.cuda.launch import Card, Launch, Plan, pack, source_of
-from bagua_ref.extras import install_command
+from bagua_ref.base.extras import install_command
 
 __all__ = ["CudaBackend", "compile_source", "header_folder"]
 

@@ -6,11 +6,14 @@ import importlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from types import ModuleType
+from typing import TYPE_CHECKING
 
+from bagua_ref.base.extras import install_command
 from bagua_ref.conformance.clauses import CLAUSES, SUITES
-from bagua_ref.conformance.inputs.strategies import Draw
 from bagua_ref.conformance.lab.lab import Lab
-from bagua_ref.extras import install_command
+
+if TYPE_CHECKING:  # hypothesis is not needed to list checks
+    from bagua_ref.conformance.inputs.strategies import Draw
 
 __all__ = ["Check", "all_checks", "check", "checks_of", "prepare", "reason_to_skip_suite", "require_hypothesis", "variants"]
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from bagua_ref.algorithms import Algorithm, AsyncModelAverageAlgorithm, QAdamAlgorithm, QAdamOptimizer
+from bagua_ref.base.runtime import current_world
 from bagua_ref.conformance.targets.reference_compressed import CompressedTrainings
 from bagua_ref.conformance.targets.world import RankWorld
 from bagua_ref.data_parallel.wrapping import wrap
 from bagua_ref.errors import CommunicationError
-from bagua_ref.graphs import in_turn
-from bagua_ref.process_group import init_process_group
-from bagua_ref.runtime import current_world
+from bagua_ref.formulas.graphs import in_turn
+from bagua_ref.groups.process_group import init_process_group
 
 __all__ = ["Action", "Gradients", "ReferenceAlgorithms"]
 

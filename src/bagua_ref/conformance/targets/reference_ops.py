@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bagua_ref.bucket import BaguaBucket
+from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.conformance.targets.world import RankWorld
-from bagua_ref.graphs import in_turn
-from bagua_ref.process_group import init_process_group
+from bagua_ref.formulas.graphs import in_turn
+from bagua_ref.groups.process_group import init_process_group
 
 __all__ = ["ReferenceCommOps"]
 

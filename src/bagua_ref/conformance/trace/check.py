@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bagua_ref.base.untrusted import one_line
 from bagua_ref.conformance.expected.tolerances import EXACT, places, where_equal
 from bagua_ref.conformance.trace.files import MANIFEST, Record, TraceError, read_trace
 from bagua_ref.conformance.trace.options import ALGORITHMS, merged_options
 from bagua_ref.conformance.trace.recognise import recognise
 from bagua_ref.conformance.trace.replay import Expected, NotReplayable, Replay
 from bagua_ref.conformance.trace.report import Divergence, Execution, TraceReport
-from bagua_ref.untrusted import one_line
 
 __all__ = ["check_trace"]
 

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bagua_ref.base.untrusted import NATURAL, check_form, load_json
 from bagua_ref.comm_ops.low_rank import Matrix
 from bagua_ref.conformance.expected import power_sgd_numpy as plain
 from bagua_ref.conformance.expected.tolerances import SUM
 from bagua_ref.conformance.trace.expectation import Expected, NotReplayable
 from bagua_ref.conformance.trace.files import Record
 from bagua_ref.conformance.vectors.compressed_rounds import powersgd_round, topk_round
-from bagua_ref.untrusted import NATURAL, check_form, load_json
 
 __all__ = ["expected_of_powersgd", "expected_of_topk"]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
+from bagua_ref.base.untrusted import NATURAL, SCALAR, check_form, load_json, read_file
 from bagua_ref.conformance.vectors.safetensors_file import DamagedFileError, read_safetensors, write_safetensors
-from bagua_ref.untrusted import NATURAL, SCALAR, check_form, load_json, read_file
 
 __all__ = ["FORMAT", "INDEX", "MANIFEST", "TRACE_VERSION", "RankTrace", "Record", "TraceError", "Writer", "read_trace"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from bagua_ref.runtime import World
+from bagua_ref.base.runtime import World
 
 __all__ = ["find_identity"]
 

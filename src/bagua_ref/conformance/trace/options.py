@@ -7,7 +7,7 @@ from typing import Any
 
 from bagua_ref.backends import list_codecs
 from bagua_ref.conformance.trace.wire import WIRES
-from bagua_ref.graphs import MODES
+from bagua_ref.formulas.graphs import MODES
 
 __all__ = ["ALGORITHMS", "merged_options", "parse_options"]
 

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from bagua_ref.bucket import BaguaBucket
+from bagua_ref.buckets.bucket import BaguaBucket
+from bagua_ref.buckets.tensor import registration
 from bagua_ref.comm_ops import (
     AsynchronousModelAverage,
     CentralizedErrorFeedback,
@@ -24,7 +25,6 @@ from bagua_ref.comm_ops import (
     PythonOp,
     TopK,
 )
-from bagua_ref.tensor import registration
 
 __all__ = ["Notebook", "OwnBuckets"]
 

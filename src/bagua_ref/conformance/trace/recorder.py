@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from bagua_ref import __version__
+from bagua_ref.base.runtime import World, current_world
 from bagua_ref.conformance.clauses import SPEC_VERSION
 from bagua_ref.conformance.trace.files import FORMAT, TRACE_VERSION, Record, Writer
 from bagua_ref.conformance.trace.identity import find_identity
 from bagua_ref.conformance.trace.own_buckets import OwnBuckets
 from bagua_ref.conformance.trace.steps import Sampling, Steps
 from bagua_ref.conformance.trace.values import bucket_name, described, flat_copy, named_tensors, plain_values
-from bagua_ref.runtime import World, current_world
 
 __all__ = ["Recorder"]
 

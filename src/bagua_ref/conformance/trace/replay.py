@@ -14,17 +14,17 @@ from bagua_ref.algorithms.fragments import Fragment, Schedule
 from bagua_ref.backends import get_backend
 from bagua_ref.backends.base import FLOATS
 from bagua_ref.backends.codec import COMPRESSIBLE
-from bagua_ref.bucket import BaguaBucket
+from bagua_ref.base.untrusted import load_json
+from bagua_ref.buckets.bucket import BaguaBucket
+from bagua_ref.buckets.tensor import BaguaTensor
 from bagua_ref.conformance.expected.tolerances import SUM
 from bagua_ref.conformance.trace.compressed import expected_of_powersgd, expected_of_topk
 from bagua_ref.conformance.trace.expectation import Expected, NotReplayable
 from bagua_ref.conformance.trace.files import Record
 from bagua_ref.conformance.trace.wire import expected_on_wire
-from bagua_ref.graphs import MODES, Graph, checked_graph, in_turn
-from bagua_ref.process_group import init_process_group
+from bagua_ref.formulas.graphs import MODES, Graph, checked_graph, in_turn
+from bagua_ref.groups.process_group import init_process_group
 from bagua_ref.simulation import SimulatedWorld
-from bagua_ref.tensor import BaguaTensor
-from bagua_ref.untrusted import load_json
 
 __all__ = ["Expected", "NotReplayable", "Replay"]
 

@@ -15,7 +15,7 @@ from bagua_ref.conformance.vectors.case import Case, canonical, case_id, name_of
 from bagua_ref.conformance.vectors.compressed_rounds import powersgd_round, topk_round
 from bagua_ref.conformance.vectors.in_order import InOrder
 from bagua_ref.conformance.vectors.numbers import KINDS, Numbers, tensor_of
-from bagua_ref.low_rank import matrix_shape, orthonormalize, random_columns
+from bagua_ref.formulas.low_rank import matrix_shape, orthonormalize, random_columns
 
 __all__ = ["compressed_cases"]
 

@@ -11,7 +11,7 @@ from bagua_ref.backends.base import FLOATS
 from bagua_ref.conformance.vectors.case import Case, canonical, case_id, name_of, seed_of
 from bagua_ref.conformance.vectors.numbers import KINDS, Numbers, tensor_of
 from bagua_ref.conformance.vectors.world import averaged_decentralized
-from bagua_ref.graphs import MODES, Graph, in_turn
+from bagua_ref.formulas.graphs import MODES, Graph, in_turn
 
 __all__ = ["graph_cases"]
 

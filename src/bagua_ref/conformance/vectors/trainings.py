@@ -10,7 +10,7 @@ from torch import Tensor
 from bagua_ref.algorithms import Algorithm
 from bagua_ref.conformance.vectors.case import canonical
 from bagua_ref.data_parallel.wrapping import wrap
-from bagua_ref.process_group import init_process_group
+from bagua_ref.groups.process_group import init_process_group
 from bagua_ref.simulation import SimulatedWorld
 
 __all__ = ["trained"]

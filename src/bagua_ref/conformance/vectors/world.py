@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from bagua_ref.backends import get_backend
-from bagua_ref.bucket import BaguaBucket
+from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.conformance.vectors.case import canonical
-from bagua_ref.process_group import init_process_group
+from bagua_ref.groups.process_group import init_process_group
 from bagua_ref.simulation import SimulatedWorld
 
 __all__ = ["averaged_async", "averaged_decentralized", "combined_on_ring", "reduced"]

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import xxhash
 
+from bagua_ref.base.untrusted import check_hash_collisions
 from bagua_ref.contrib.cache.arrays import (
     array_parts,
     is_plain_array,
@@ -22,7 +23,6 @@ from bagua_ref.contrib.cache.arrays import (
     reduced_tensor,
     tensor_parts,
 )
-from bagua_ref.untrusted import check_hash_collisions
 
 __all__ = ["DamagedValueError", "TooLargeError", "decode", "encode"]
 

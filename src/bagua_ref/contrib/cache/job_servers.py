@@ -17,12 +17,12 @@ from typing import Any, Protocol, cast
 import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
+from bagua_ref.base.runtime import Identity, current_world
 from bagua_ref.communicators.rendezvous import another_connection, heard, prefixed
 from bagua_ref.contrib.cache.fake_server import start_fake_server
 from bagua_ref.contrib.cache.server import LOOPBACK, node_address, start_redis_server
 from bagua_ref.env import get_master_addr
 from bagua_ref.errors import BackendUnavailableError, CommunicationTimeoutError, NotInitializedError
-from bagua_ref.runtime import Identity, current_world
 
 __all__ = ["addresses", "shutdown"]
 

@@ -15,8 +15,8 @@ from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
+from bagua_ref.base.runtime import find_free_port
 from bagua_ref.errors import BackendUnavailableError
-from bagua_ref.runtime import find_free_port
 
 __all__ = ["STOP_PRIORITY", "RedisServer", "find_program", "node_address", "start_redis_daemon", "start_redis_server"]
 

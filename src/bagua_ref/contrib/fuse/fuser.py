@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bagua_ref.base.memory import overlapping
+from bagua_ref.base.utils import NotCopied
 from bagua_ref.contrib.fuse.run import NUMBERS, PLAIN_TYPES, Run, find_runs, flatten_weights, held_by_bucket, is_plain, neighbours
-from bagua_ref.memory import overlapping
-from bagua_ref.utils import NotCopied
 
 __all__ = ["Fuser"]
 

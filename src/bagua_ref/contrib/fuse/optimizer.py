@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bagua_ref.base.not_provided import explain_missing
 from bagua_ref.contrib.fuse.fuser import Fuser
 from bagua_ref.contrib.fuse.verify import check_elementwise
-from bagua_ref.not_provided import explain_missing
 
 __all__ = ["fuse_optimizer", "fuse_step", "is_fused_optimizer"]
 

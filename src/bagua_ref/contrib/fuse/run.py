@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from bagua_ref.utils import flatten
+from bagua_ref.base.utils import flatten
 
 __all__ = ["NUMBERS", "PLAIN_TYPES", "Run", "attributes", "find_runs", "flatten_weights", "held_by_bucket", "is_plain"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 __all__ = ["install_command"]
 
-_FOLDER = Path(__file__).parents[2]
+_FOLDER = Path(__file__).parents[3]
 """The root of the checkout, if this file is in one."""
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from bagua_ref.runtime import World, current_world
+from bagua_ref.base.runtime import World, current_world
 
 __all__ = ["Meter", "Operation", "Recorded", "codec_phase", "codec_steps", "operations", "profiled", "use_meter"]
 

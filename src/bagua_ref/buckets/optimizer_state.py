@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from bagua_ref.tensor import align
+from bagua_ref.buckets.tensor import align
 
 __all__ = ["align_state", "check_optimizer_state", "take_over"]
 

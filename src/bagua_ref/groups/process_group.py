@@ -16,7 +16,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from bagua_ref import streams
+from bagua_ref.base import streams
+from bagua_ref.base.runtime import Identity, RealWorld, World, current_world
 from bagua_ref.communicators.base import Communicator, NonMember
 from bagua_ref.communicators.forked import refuse_in_child
 from bagua_ref.communicators.job_store import job_store
@@ -26,7 +27,6 @@ from bagua_ref.communicators.torch_transport import TorchDistributedTransport
 from bagua_ref.communicators.waiting import Waiting
 from bagua_ref.env import checked_timeout, get_default_timeout
 from bagua_ref.errors import NotInitializedError
-from bagua_ref.runtime import Identity, RealWorld, World, current_world
 from bagua_ref.types import Transport
 
 __all__ = [

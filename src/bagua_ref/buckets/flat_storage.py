@@ -9,11 +9,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from bagua_ref import streams
 from bagua_ref.backends.base import KernelBackend
-from bagua_ref.memory import Layout
-from bagua_ref.tensor import BaguaTensor, registration
-from bagua_ref.utils import check_contiguous
+from bagua_ref.base import streams
+from bagua_ref.base.memory import Layout
+from bagua_ref.base.utils import check_contiguous
+from bagua_ref.buckets.tensor import BaguaTensor, registration
 
 __all__ = ["FlatStorage"]
 

@@ -6,7 +6,7 @@ import weakref
 from typing import Any
 
 from bagua_ref.errors import NotInitializedError
-from bagua_ref.process_group import BaguaProcessGroup, from_torch_group
+from bagua_ref.groups.process_group import BaguaProcessGroup, from_torch_group
 
 __all__ = ["BaguaProcessGroupPatch"]
 

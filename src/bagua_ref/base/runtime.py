@@ -1,0 +1,266 @@
+"""The world of one rank: its identity, threads, locks and clock.
+
+All blocking calls go through the current `World`, so that a simulation can schedule them. The current world is a ContextVar.
+A thread started by `World.spawn` inherits it; other threads see the process's real world.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import queue
+import socket
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
+from typing import Any, Protocol
+
+from bagua_ref.base.launch_environment import Identity
+from bagua_ref.types import BucketObserver, Group, Transport
+
+__all__ = [
+    "Event",
+    "Identity",
+    "Lock",
+    "Queue",
+    "RealWorld",
+    "Thread",
+    "World",
+    "current_world",
+    "is_background_thread",
+    "use_world",
+]
+
+
+class Event(Protocol):
+    """As `threading.Event`."""
+
+    def set(self) -> None: ...  # noqa: D102
+    def clear(self) -> None: ...  # noqa: D102
+    def is_set(self) -> bool: ...  # noqa: D102
+    def wait(self, timeout: float | None = None) -> bool: ...  # noqa: D102
+
+
+class Lock(Protocol):
+    """As `threading.Lock`, but fair: it is granted in the order of requests."""
+
+    def acquire(self, timeout: float = -1) -> bool: ...  # noqa: D102
+    def release(self) -> None: ...  # noqa: D102
+    def __enter__(self) -> Any: ...
+    def __exit__(self, *exc: object) -> None: ...
+
+
+class Queue(Protocol):
+    """As `queue.SimpleQueue`; ``get`` raises `queue.Empty` after ``timeout`` seconds."""
+
+    def put(self, item: Any) -> None: ...  # noqa: D102
+    def get(self, timeout: float | None = None) -> Any: ...  # noqa: D102
+
+
+class Thread(Protocol):
+    """A thread started by `World.spawn`."""
+
+    def join(self, timeout: float | None = None) -> None: ...  # noqa: D102
+    def is_alive(self) -> bool: ...  # noqa: D102
+
+
+class World(ABC):
+    """The surroundings of one rank. A simulation has one for each rank; `bagua_ref.simulation.SimulatedWorld` makes them."""
+
+    default_group: Group | None = None
+    """The group that ``init_process_group()`` made."""
+
+    transport: Transport | None = None
+    """The connections between ranks; None before ``init_process_group()`` outside of simulations."""
+
+    observers: tuple[BucketObserver, ...] = ()
+    """Observers of the inputs and results of this rank's bucket operations."""
+
+    operations: Any = None
+    """The last operations of this rank, as `bagua_ref.observe.meter` records them."""
+
+    @cached_property
+    def engines(self) -> weakref.WeakValueDictionary[str, Any]:
+        """The communication engine of each wrapped module, by the module's name."""
+        return weakref.WeakValueDictionary()
+
+    @property
+    @abstractmethod
+    def identity(self) -> Identity:
+        """This rank's place in the job."""
+
+    @abstractmethod
+    def spawn(self, function: Callable[[], None], name: str) -> Thread:
+        """Run ``function()`` on a new daemon thread whose current world is this one."""
+
+    @abstractmethod
+    def event(self) -> Event:
+        """Return a new event."""
+
+    @abstractmethod
+    def lock(self) -> Lock:
+        """Return a new fair lock."""
+
+    @abstractmethod
+    def queue(self) -> Queue:
+        """Return a new unbounded queue."""
+
+    def waiting_for_own_thread(self, interrupt: Callable[[str], None]) -> AbstractContextManager[None]:
+        """Return a context in which the calling thread waits for a thread of this rank; ``interrupt(reason)`` ends that wait."""
+        return nullcontext()
+
+    @abstractmethod
+    def sleep(self, seconds: float) -> None:
+        """Wait for ``seconds``."""
+
+    @abstractmethod
+    def now(self) -> float:
+        """Return the seconds of a monotonic clock."""
+
+    def clock(self) -> float:
+        """Return `now` for measurements: in a simulation, no other thread runs before this returns."""
+        return self.now()
+
+    def waits(self) -> list[dict[str, Any]]:
+        """Return what threads of this rank wait for, as far as they say so: ``for``, ``ranks`` and ``since``, by `now`."""
+        return []
+
+
+class FairLock:
+    """A lock that is granted in the order of requests."""
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._held = False
+        self._waiting: list[threading.Lock] = []
+
+    def acquire(self, timeout: float = -1) -> bool:
+        """Acquire the lock; return False if ``timeout`` seconds (negative: no limit) pass first."""
+        with self._mutex:
+            if not self._held:
+                self._held = True
+                return True
+            ticket = threading.Lock()
+            ticket.acquire()
+            self._waiting.append(ticket)
+        if ticket.acquire(timeout=timeout):
+            return True
+        with self._mutex:
+            if ticket in self._waiting:
+                self._waiting.remove(ticket)
+                return False
+        return True  # handed over just before the timeout
+
+    def release(self) -> None:
+        """Hand the lock to the first waiter."""
+        with self._mutex:
+            if not self._held:
+                raise RuntimeError("release of a lock that is not held")
+            if self._waiting:
+                self._waiting.pop(0).release()
+            else:
+                self._held = False
+
+    def __enter__(self) -> FairLock:
+        self.acquire()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
+
+
+class _RealQueue(queue.SimpleQueue):  # type: ignore[type-arg]
+    def get(self, timeout: float | None = None) -> Any:  # type: ignore[override]
+        return super().get(timeout=timeout)
+
+
+class RealWorld(World):
+    """This process: one rank, real threads, the monotonic clock."""
+
+    def __init__(self) -> None:
+        self.known_identity: Identity | None = None
+        """Set by ``init_process_group()``, which may know more than the environment variables."""
+        self.has_met = False
+        """Whether this process has been in a job before, whose store may be found in place of the next one's."""
+
+    @property
+    def identity(self) -> Identity:
+        """This rank's place in the job, as found by ``init_process_group()``, or before that, by the environment."""
+        return self.known_identity or Identity.from_environment()
+
+    def spawn(self, function: Callable[[], None], name: str) -> threading.Thread:
+        """Run ``function()`` on a new daemon thread with a copy of the caller's context."""
+        context = contextvars.copy_context()
+        context.run(_in_background.set, True)
+        thread = threading.Thread(target=context.run, args=(function,), name=name, daemon=True)
+        thread.start()
+        return thread
+
+    def event(self) -> Event:
+        """Return a `threading.Event`."""
+        return threading.Event()
+
+    def lock(self) -> Lock:
+        """Return a fair lock."""
+        return FairLock()
+
+    def queue(self) -> Queue:
+        """Return a `queue.SimpleQueue`."""
+        return _RealQueue()
+
+    def waiting_for_own_thread(self, interrupt: Callable[[str], None]) -> AbstractContextManager[None]:
+        """Register the wait where waits for other ranks are, if this process has joined a job."""
+        waits = getattr(self.transport, "waits", None)
+        if waits is None:
+            return nullcontext()
+        registered: AbstractContextManager[None] = waits.waiting("for its background thread", "", (), interrupt)
+        return registered
+
+    def waits(self) -> list[dict[str, Any]]:
+        """Return the waits that are registered where waits for other ranks are, if this process has joined a job."""
+        waits = getattr(self.transport, "waits", None)
+        return [] if waits is None else waits.under_way()
+
+    def sleep(self, seconds: float) -> None:
+        """Wait for ``seconds``."""
+        time.sleep(seconds)
+
+    def now(self) -> float:
+        """Return `time.monotonic`."""
+        return time.monotonic()
+
+
+_real_world = RealWorld()
+_in_background: contextvars.ContextVar[bool] = contextvars.ContextVar("bagua_ref_in_background", default=False)
+_current: contextvars.ContextVar[World] = contextvars.ContextVar("bagua_ref_world", default=_real_world)
+
+
+def is_background_thread() -> bool:
+    """Return whether `RealWorld.spawn` started the calling thread."""
+    return _in_background.get()
+
+
+def current_world() -> World:
+    """Return the world of the calling thread: the real one, except inside a simulation."""
+    return _current.get()
+
+
+@contextmanager
+def use_world(world: World) -> Iterator[World]:
+    """Make ``world`` current in this context."""
+    token = _current.set(world)
+    try:
+        yield world
+    finally:
+        _current.reset(token)
+
+
+def find_free_port() -> int:
+    """Return a TCP port that was free a moment ago, found by binding a socket."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port

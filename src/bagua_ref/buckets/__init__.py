@@ -1,0 +1,1 @@
+"""Registered tensors, their flat storage, and buckets of them."""

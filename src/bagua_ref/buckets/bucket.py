@@ -1,0 +1,432 @@
+"""Bucket: tensors that are communicated together, their flat storage, and the operations on it (S2.2, S2.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bagua_ref.backends import get_backend
+from bagua_ref.backends.base import FLOATS, KernelBackend
+from bagua_ref.base import streams
+from bagua_ref.base.memory import Layout
+from bagua_ref.base.runtime import current_world
+from bagua_ref.buckets.compression import codec_named
+from bagua_ref.buckets.flat_storage import FlatStorage
+from bagua_ref.buckets.tensor import check_apart, check_shared, effective_tensor, effective_tensors
+from bagua_ref.comm_ops import (
+    AsynchronousModelAverage,
+    CentralizedErrorFeedback,
+    CentralizedFullPrecision,
+    CentralizedLowPrecision,
+    CentralizedScatterGather,
+    CommOp,
+    Decentralized,
+    ErrorMemory,
+    Hierarchical,
+    LowPrecisionDecentralized,
+    PythonOp,
+)
+from bagua_ref.communicators.base import Communicator
+from bagua_ref.errors import NotInitializedError
+from bagua_ref.formulas.graphs import PeerSelection
+from bagua_ref.observe.meter import Recorded, profiled
+from bagua_ref.types import Group
+
+__all__ = ["BaguaBucket"]
+
+
+class BaguaBucket:
+    """Tensors that are communicated as one, and the operations that run when all of them are ready.
+
+    Args:
+        tensors: bagua tensors whose effective tensors share a dtype and a device and do not overlap.
+        name: unique among a module's buckets.
+        flatten: move the effective tensors into one contiguous storage, unless they are in one already (S2.3); otherwise each
+            operation gathers them into a buffer and copies the result back. In both, dense tensors keep their strides, and their
+            elements come in the order of their memory.
+        alignment: if greater than 1, a padding tensor makes the number of elements divisible by it (S2.2).
+        backend: the kernels, by name or instance; None chooses as `bagua_ref.backends.get_backend`.
+
+    Attributes:
+        padding_tensor: the padding, None if there is none.
+
+    Raises:
+        ValueError: the list is empty, a name appears twice, tensors overlap or are on different devices, an effective tensor is
+            missing, or alignment is below 1.
+        TypeError: mixed dtypes, or a name that is not a string.
+        BackendUnavailableError: the backend cannot run here.
+
+    >>> bucket = BaguaBucket([torch.ones(3).ensure_bagua_tensor("a")], "0", flatten=True, alignment=4)
+    >>> bucket.flattened_tensor(), bucket.bytes()
+    (tensor([1., 1., 1., 0.]), 12)
+
+    Source: ``bagua/torch_api/bucket.py`` of Bagua 0.9.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        name: str,
+        flatten: bool,
+        alignment: int = 1,
+        *,
+        backend: str | KernelBackend | None = None,
+    ) -> None:
+        if not isinstance(name, str):
+            raise TypeError(f"name={name!r} of a bucket must be a string")
+        tensors = list(tensors)
+        effective = check_shared(tensors, name)
+        if not isinstance(alignment, int) or isinstance(alignment, bool) or alignment < 1:
+            raise ValueError(f"alignment={alignment!r} of bucket {name!r} must be an int, 1 or more")
+        if backend is not None:
+            get_backend(backend)  # raises now, not at the first operation, if it cannot run
+        self.tensors, self.name, self.flatten, self.backend = tensors, name, flatten, backend
+        self.dtype, self.device = effective[0].dtype, effective[0].device
+        self.running: object = None
+        """The current or last operation."""
+        self.about: dict[str, Any] = {}
+        """What its rounds are, for observers: JSON values by name."""
+        self._ops: list[Callable[[Tensor], Any]] = []
+        self._background_groups: dict[Group, Group] = {}
+        self._storage = FlatStorage(name, tensors, effective, flatten, alignment)
+        self._numel, self.padding_tensor = self._storage.numel, self._storage.padding_tensor
+
+    def __repr__(self) -> str:
+        return (
+            f"BaguaBucket({self.name!r}, {len(self.tensors)} tensors, {self._numel} x {self.dtype} on {self.device}, "
+            f"{'flat' if self.flatten else 'not flat'}, operations {self._ops})"
+        )
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """The strides of each effective tensor in the flat tensor, which give the order of its elements there (S2.3)."""
+        return self._storage.layouts
+
+    @property
+    def kernels(self) -> KernelBackend:
+        """The kernel backend of this bucket at the moment; see ``backend``."""
+        return get_backend(self.backend, self.device)
+
+    def effective_tensors(self) -> list[Tensor]:
+        """Return the effective tensors, without padding.
+
+        Raises:
+            ValueError: one is missing.
+        """
+        return effective_tensors(self.tensors, self.name)
+
+    def bytes(self) -> int:
+        """Return the size of the effective tensors in bytes, without padding (S2.2)."""
+        return self._storage.filled * self.dtype.itemsize
+
+    def flattened_tensor(self) -> Tensor:
+        """Return a new flat tensor of all effective tensors and the padding, in order; missing gradients count as zeros."""
+        parts = [
+            torch.zeros(proxy.numel(), dtype=self.dtype, device=self.device) if tensor is None else layout.flat(tensor.detach())
+            for layout, proxy, tensor in zip(self.layouts, self.tensors, map(effective_tensor, self.tensors), strict=True)
+        ]
+        return torch.cat(parts + ([self.padding_tensor] if self.padding_tensor is not None else []))
+
+    def views_of(self, flat: Tensor) -> list[Tensor]:
+        """Return the part of ``flat``, which has the bucket's size, that is each effective tensor's, in its shape and strides."""
+        return self._storage.views_of(flat)
+
+    def check_flatten(self) -> bool:
+        """Return whether the effective tensors and the padding are contiguous in memory (S2.3).
+
+        A missing gradient, as before the first backward pass or after ``zero_grad()``, counts as being in its place.
+        """
+        return self._storage.is_contiguous([effective_tensor(proxy) for proxy in self.tensors])
+
+    def load(self) -> Tensor:
+        """Return the flat tensor with the values that the effective tensors have now, ready for the first operation.
+
+        Raises:
+            ValueError: a tensor has another shape or dtype than when the bucket was made.
+            NotImplementedError: a tensor is sparse.
+        """
+        return self._storage.load(self.kernels)
+
+    def takes_in(self, place: int) -> bool:
+        """Return whether moving tensor ``place`` into flat storage as soon as it is ready pays; `load` moves the others."""
+        return self._storage.takes_in(place)
+
+    def take_in(self, place: int) -> None:
+        """Move tensor ``place``, just marked ready, into flat storage."""
+        self._storage.take_in(place)
+
+    def copy_from_flat(self, flat: Tensor) -> None:
+        """Copy ``flat``, which has the bucket's size, into the effective tensors, wherever they are; padding is not copied."""
+        if flat.numel() != self._numel:
+            raise ValueError(f"flat has {flat.numel()} elements; bucket {self.name!r} has {self._numel}, including padding")
+        self._storage.store(flat, self.effective_tensors(), self.kernels)
+        for observer in current_world().observers:
+            observer.after_copy(self, flat)
+
+    @property
+    def stream(self) -> Any:
+        """The group's CUDA stream, on which operations run; None: the current stream of the thread that executes them."""
+        return next((group.side_stream(self.device) for group in self._background_groups.values()), None)
+
+    def execute(self, flat: Tensor | None = None, after: Any = None, label: str | None = None) -> Any:
+        """Run the operations in order; the background worker calls this when all tensors are ready (S2.4).
+
+        Args:
+            flat: the result of `load`; None calls it here.
+            after: a CUDA event to wait for first.
+            label: prefix of the operations' names in a profile.
+
+        Returns:
+            A CUDA event that marks the end of the operations; None on a CPU, where they have ended.
+        """
+        with streams.use_stream(self.stream, self.device):
+            streams.order_after([after], self.device)
+            flat = self.load() if flat is None else flat
+            streams.hold([flat], self.device)
+            self._run_operations(flat, label or f"bagua_ref::bucket{self.name}")
+            return streams.record(streams.current_stream(self.device))
+
+    def _run_operations(self, flat: Tensor, label: str) -> None:
+        for place, op in enumerate(self._ops):
+            flat = self.load() if place else flat
+            self._run(op, flat, label)
+            # A Python function writes to the tensors itself. A decentralized operation changes nothing before copy-back: the
+            # forward and backward pass use the tensors meanwhile, and to autograd even a write of equal values is a change.
+            if not self.flatten and not isinstance(op, (PythonOp, Decentralized)):
+                self.copy_from_flat(flat)
+        if self.flatten and any(isinstance(op, PythonOp) for op in self._ops):
+            self.load()  # a Python function may have replaced tensors
+
+    def _run(self, op: Callable[[Tensor], Any], flat: Tensor, label: str) -> None:
+        self.running, observers = op, current_world().observers
+        for observer in observers:
+            observer.before_op(self, op, flat)
+        kind = type(op).__name__
+        with profiled(f"{label}/{kind}"), Recorded(kind, self.name, flat.nbytes):
+            op(flat)
+        for observer in observers:
+            observer.after_op(self, op, flat)
+
+    def shadow(self) -> None:
+        """Run the operations on zeros instead of the tensors, which stay as they are; Python functions do not run."""
+        with streams.use_stream(self.stream, self.device):
+            flat = torch.zeros(self._numel, dtype=self.dtype, device=self.device)
+            for op in [op for op in self._ops if not isinstance(op, PythonOp)]:
+                self._run(op, flat, f"bagua_ref::bucket{self.name}")
+
+    def clear_ops(self) -> BaguaBucket:
+        """Remove all operations; return the bucket."""
+        self._ops.clear()
+        return self
+
+    def append_python_op(self, python_function: Callable[[str], object], group: Group | None = None) -> BaguaBucket:
+        """Append ``python_function(bucket_name)``, which runs on the background worker (S3.8); return the bucket.
+
+        Args:
+            python_function: may read and write the bucket's tensors.
+            group: ignored; accepted for compatibility.
+        """
+        if not callable(python_function):
+            raise TypeError(f"python_function={python_function!r} must be callable with the bucket's name")
+        self._ops.append(PythonOp(python_function, self.name))
+        return self
+
+    def append_op(self, op: CommOp, group: Group) -> BaguaBucket:
+        """Append ``op``, whose communicators belong to the background group ``group``; return the bucket."""
+        self._background_group(group)
+        self._ops.append(op)
+        return self
+
+    def append_centralized_synchronous_op(
+        self,
+        hierarchical: bool = False,
+        average: bool = True,
+        scattergather: bool = False,
+        compression: str | None = None,
+        group: Group | None = None,
+        *,
+        error_memory: ErrorMemory | None = None,
+    ) -> BaguaBucket:
+        """Append a sum or mean over all ranks (S3.1 to S3.3); return the bucket. Collective over the group.
+
+        Args:
+            hierarchical: reduce within nodes, operate between node leaders, and broadcast within nodes.
+            average: the mean instead of the sum.
+            scattergather: use all-to-all and all-gather instead of all-reduce; the number of elements, including padding, must
+                be divisible by the number of ranks (hierarchical: of leaders). See ``alignment``.
+            compression: None or the name of a codec (S4, S12), which needs scattergather.
+            group: the ranks; None is the default group.
+            error_memory: None, or what compression has left out of this bucket on this rank, which is added to what it
+                contributes next (S11.1).
+
+        Raises:
+            ValueError: compression without scattergather, unknown compression, a size that is not divisible, or an error memory
+                without compression or of another size.
+            BackendUnavailableError: the backend does not have the codec.
+            TypeError: a dtype that cannot be averaged or compressed.
+            NotInitializedError: no group is given and there is no default group.
+        """
+        kernels, codec = self.kernels, None
+        if error_memory is not None and compression is None:
+            raise ValueError("error_memory needs compression, which is None")
+        if compression is not None:
+            codec = codec_named(compression, kernels, self.name, self.dtype, has_memory=error_memory is not None)
+            if not scattergather:
+                raise ValueError(f"compression={compression!r} needs scattergather=True, not {scattergather!r}")
+        if average or scattergather:
+            self._check_float()
+        num_ranks, comm, intra = self._connect(group, hierarchical)
+        leaders = comm.nranks()
+        if scattergather and self._numel % leaders:
+            raise ValueError(
+                f"bucket {self.name!r} has {self._numel} elements, which cannot be split into the {leaders} equal chunks "
+                f"that scattergather=True needs; create the bucket with alignment={leaders}"
+            )
+        if error_memory is not None and (error_memory.numel, error_memory.chunks) != (self._numel, leaders):
+            raise ValueError(
+                f"error_memory is for {error_memory.numel} elements in {error_memory.chunks} chunks; bucket {self.name!r} has "
+                f"{self._numel} in {leaders}"
+            )
+        op: CommOp
+        if codec is not None and error_memory is not None:
+            op = CentralizedErrorFeedback(comm, kernels, codec, average, error_memory)
+        elif codec is not None:
+            op = CentralizedLowPrecision(comm, kernels, codec, average)
+        elif scattergather:
+            op = CentralizedScatterGather(comm, kernels, average)
+        else:
+            op = CentralizedFullPrecision(comm, kernels, average)
+        if intra is not None:
+            op = Hierarchical(
+                intra,
+                kernels,
+                op if intra.rank() == 0 else None,
+                divisor=num_ranks / leaders if average else None,
+                in_rank_order=codec is not None,
+            )
+        self._ops.append(op)
+        return self
+
+    def append_decentralized_synchronous_op(
+        self, peer_weight: Tensor, hierarchical: bool = True, peer_selection_mode: PeerSelection = "all", group: Group | None = None
+    ) -> Decentralized:
+        """Append decentralized averaging (S3.4, S13); return the operation. Collective over the group.
+
+        The result stays in ``peer_weight`` until ``op.copy_back_peer_weight(bucket)`` copies it into the tensors.
+
+        Args:
+            peer_weight: a bagua tensor of the bucket's size: ``bucket.flattened_tensor().ensure_bagua_tensor()``.
+            hierarchical: communicate between node leaders only.
+            peer_selection_mode: the ranks (hierarchical: leaders) that average with each other, see `Decentralized`: "all",
+                "shift_one", "one_peer_exponential", "hypercube", "ring", "exponential", or a function ``(t, n) -> graph``.
+            group: the ranks; None is the default group.
+
+        Raises:
+            ValueError: another mode, a mode that does not take so many ranks, a function whose graph is not doubly stochastic or
+                differs between ranks, or a ``peer_weight`` that does not fit.
+            TypeError: a dtype that is not floating-point, or not the bucket's.
+        """
+        self._check_float()
+        (peer,) = check_apart(self.load(), self.name, peer_weight=peer_weight)
+        num_ranks, comm, intra = self._connect(group, hierarchical)
+        everyone = self._connect(group, hierarchical=False)[1] if callable(peer_selection_mode) else None
+        self._decentralized_op = Decentralized(comm, self.kernels, peer, peer_selection_mode, intra, num_ranks, everyone)
+        self._peer_weight = peer_weight
+        self._ops.append(self._decentralized_op)
+        return self._decentralized_op
+
+    def append_low_precision_decentralized_synchronous_op(
+        self,
+        weight: Tensor,
+        left_peer_weight: Tensor,
+        right_peer_weight: Tensor,
+        hierarchical: bool = True,
+        compression: str | None = "MinMaxUInt8",
+        group: Group | None = None,
+    ) -> BaguaBucket:
+        """Append averaging on a ring with compressed changes on the wire (S3.5); return the bucket. Collective over the group.
+
+        Args:
+            weight: a bagua tensor with the bucket's values: ``bucket.flattened_tensor().ensure_bagua_tensor()``.
+            left_peer_weight: likewise, with the values of the left neighbour's ``weight``.
+            right_peer_weight: likewise, with the right neighbour's.
+            hierarchical: average node means, between node leaders.
+            compression: the name of a codec (S4, S12).
+            group: the ranks; None is the default group.
+
+        Raises:
+            ValueError: another compression, or replicas that do not fit.
+            TypeError: a dtype that cannot be compressed, or is not the bucket's.
+        """
+        codec = codec_named(compression, self.kernels, self.name, self.dtype)
+        replicas = check_apart(
+            self.load(),
+            self.name,
+            weight=weight,
+            left_peer_weight=left_peer_weight,
+            right_peer_weight=right_peer_weight,
+        )
+        _, comm, intra = self._connect(group, hierarchical)
+        op: CommOp = LowPrecisionDecentralized(comm, self.kernels, codec, *replicas)
+        if intra is not None:
+            ring = op if intra.rank() == 0 else None
+            op = Hierarchical(intra, self.kernels, ring, divisor=intra.nranks(), in_rank_order=True)
+        self._weight, self._left_peer_weight, self._right_peer_weight = weight, left_peer_weight, right_peer_weight
+        self._ops.append(op)
+        return self
+
+    def append_asynchronous_model_average_op(
+        self, peer_selection_mode: str, group: Group | None = None
+    ) -> AsynchronousModelAverage:
+        """Append a round of asynchronous averaging (S3.6); return the operation. Collective over the group.
+
+        Args:
+            peer_selection_mode: "all": average over all ranks.
+            group: the ranks; None is the default group.
+
+        Raises:
+            ValueError: another peer_selection_mode, or the bucket is not flat.
+            TypeError: a dtype that is not floating-point.
+        """
+        if peer_selection_mode != "all":
+            raise ValueError(f"peer_selection_mode={peer_selection_mode!r} must be 'all'")
+        if not self.flatten:
+            raise ValueError(
+                f"bucket {self.name!r} is not flat; an asynchronous average changes tensors in place and needs flatten=True"
+            )
+        self._check_float()
+        _, comm, _ = self._connect(group, hierarchical=False)
+        self._async_op = AsynchronousModelAverage(comm, self.kernels, current_world(), self.device)
+        self._ops.append(self._async_op)
+        return self._async_op
+
+    def _check_float(self) -> None:
+        if self.dtype not in FLOATS:
+            raise TypeError(
+                f"bucket {self.name!r} is {self.dtype}; a mean or scattergather=True needs one of {', '.join(map(str, FLOATS))}"
+            )
+
+    def _connect(self, group: Group | None, hierarchical: bool) -> tuple[int, Communicator, Communicator | None]:
+        """Return the number of ranks, the communicator of all ranks (hierarchical: of leaders) and, if hierarchical, the node's."""
+        group = self._background_group(group)
+        if not hierarchical:
+            return len(group.ranks), group.get_global_communicator(), None
+        intra = group.get_intra_node_communicator()
+        return len(group.ranks), group.get_inter_node_communicator(), intra
+
+    def _background_group(self, group: Group | None) -> Group:
+        """Return a group of the same ranks whose communicators only the background worker uses.
+
+        Two threads that use one gloo group can silently receive each other's data, so operations never use the caller's group.
+        """
+        group = current_world().default_group if group is None else group
+        if group is None:
+            raise NotInitializedError("there is no process group yet; call bagua_ref.init_process_group() first")
+        if not hasattr(group, "for_background"):
+            raise TypeError(f"group={group!r} must be a BaguaProcessGroup; see communication.new_group and from_torch_group")
+        if group not in self._background_groups:
+            self._background_groups[group] = group.for_background()
+        return self._background_groups[group]

@@ -1,0 +1,1 @@
+"""Formulas of the specification that need no communication: pure functions."""

@@ -1,0 +1,260 @@
+"""Graphs of decentralized averaging: who receives from whom with which weight, as pure functions of step and size (S3.4, S13)."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+__all__ = [
+    "MODES", "Graph", "GraphFunction", "Mode", "PeerSelection",
+    "check_mode", "checked_graph", "complete", "exponential", "hypercube", "in_turn", "one_peer_exponential", "ring",
+    "shift_one", "shift_one_peer",
+]  # fmt: skip
+
+Graph: TypeAlias = "list[list[tuple[int, float]]]"
+"""For each receiving rank, the (source rank, weight) pairs of what it averages, in the order of the sum."""
+
+GraphFunction: TypeAlias = "Callable[[int, int], Sequence[Sequence[tuple[int, float]]]]"
+"""``(t, n) -> graph`` of n ranks at step t, which counts from 0."""
+
+PeerSelection: TypeAlias = "str | GraphFunction"
+"""The name of a mode, or a function."""
+
+_NEAR_ONE = 1e-6
+"""How far the sum of a row or column may be from 1 (S13.4)."""
+
+
+def complete(t: int, n: int) -> Graph:
+    """Return the graph in which each rank averages all ranks (S3.4, "all").
+
+    >>> complete(0, 2)
+    [[(0, 0.5), (1, 0.5)], [(0, 0.5), (1, 0.5)]]
+    """
+    _check(t, n)
+    return _means([list(range(n))] * n)
+
+
+def shift_one_peer(rank: int, nranks: int, step: int) -> int:
+    """Return the rank with which ``rank`` averages at ``step``: one of the other half, the next one at each step (S3.4).
+
+    With h = nranks/2, it is ``(step + rank) mod h + h`` for the first half and ``(rank - h - step) mod h`` for the second. This is
+    an involution, and in h steps each rank meets every rank of the other half.
+
+    Args:
+        rank: from 0 to nranks - 1.
+        nranks: the number of ranks, even.
+        step: the number of earlier averages.
+
+    Raises:
+        ValueError: nranks is odd or less than 2, or rank is not one of them.
+
+    >>> [shift_one_peer(rank, 4, 0) for rank in range(4)], [shift_one_peer(rank, 4, 1) for rank in range(4)]
+    ([2, 3, 0, 1], [3, 2, 1, 0])
+    """
+    if nranks < 2 or nranks % 2:
+        raise ValueError(f"nranks={nranks} must be even and at least 2, as each rank averages with one other")
+    if not 0 <= rank < nranks:
+        raise ValueError(f"rank={rank} must be from 0 to {nranks - 1}")
+    half = nranks // 2
+    return (step + rank) % half + half if rank < half else (rank - half - step) % half
+
+
+def shift_one(t: int, n: int) -> Graph:
+    """Return the graph in which each rank averages with its `shift_one_peer`; n must be even (S3.4).
+
+    >>> shift_one(1, 4)[0]
+    [(0, 0.5), (3, 0.5)]
+    """
+    _check(t, n)
+    return _means([[r, shift_one_peer(r, n, t)] for r in range(n)])
+
+
+def one_peer_exponential(t: int, n: int) -> Graph:
+    """Return the directed graph in which rank r averages with rank (r - 2^(t mod K)) mod n, K = ceil(log2 n) (S13.1).
+
+    If n is a power of two, any K consecutive graphs in a row give every rank the mean over all ranks; for other n, no number
+    does.
+
+    >>> [row[1] for row in one_peer_exponential(1, 4)]
+    [(2, 0.5), (3, 0.5), (0, 0.5), (1, 0.5)]
+
+    Source: Ying et al., "Exponential Graph is Provably Efficient for Decentralized Deep Training", NeurIPS 2021
+    (arXiv:2110.13363).
+    """
+    _check(t, n)
+    distance = 2 ** (t % _doublings(n)) if n > 1 else 0
+    return _means([[r, (r - distance) % n] for r in range(n)])
+
+
+def hypercube(t: int, n: int) -> Graph:
+    """Return the graph in which rank r averages with rank r xor 2^(t mod K), K = log2 n; n must be a power of two (S13.2).
+
+    Any K consecutive graphs in a row give every rank the mean over all ranks.
+
+    Raises:
+        ValueError: n is not a power of two.
+
+    >>> [row[1] for row in hypercube(0, 4)]
+    [(1, 0.5), (0, 0.5), (3, 0.5), (2, 0.5)]
+    """
+    _check(t, n)
+    if not _is_power_of_two(n):
+        raise ValueError(f"n={n} must be a power of two, as the ranks are the corners of a hypercube")
+    distance = 2 ** (t % _doublings(n)) if n > 1 else 0
+    return _means([[r, r ^ distance] for r in range(n)])
+
+
+def ring(t: int, n: int) -> Graph:
+    """Return the graph in which rank r averages with both neighbours, (r - 1) mod n and (r + 1) mod n, at every step (S13.3).
+
+    >>> [[source for source, _ in row] for row in ring(0, 4)], [[source for source, _ in row] for row in ring(0, 2)]
+    ([[0, 3, 1], [1, 0, 2], [2, 1, 3], [3, 2, 0]], [[0, 1], [1, 0]])
+    """
+    _check(t, n)
+    return _means([[r, (r - 1) % n, (r + 1) % n] for r in range(n)])
+
+
+def exponential(t: int, n: int) -> Graph:
+    """Return the directed graph in which rank r averages with ranks (r - 2^k) mod n, k = 0 ... ceil(log2 n) - 1 (S13.3).
+
+    >>> [source for source, _ in exponential(0, 6)[0]]
+    [0, 5, 4, 2]
+    """
+    _check(t, n)
+    return _means([[r, *((r - 2**k) % n for k in range(_doublings(n)))] for r in range(n)])
+
+
+class Mode(NamedTuple):
+    """A way to choose peers that has a name.
+
+    Attributes:
+        graph: ``(t, n) -> graph``.
+        period: ``n -> P``: the graphs of steps t and t + P are equal.
+        sizes: which n it takes, for messages.
+        takes: whether it takes n ranks.
+    """
+
+    graph: Callable[[int, int], Graph]
+    period: Callable[[int], int] = lambda n: 1
+    sizes: str = "any number"
+    takes: Callable[[int], bool] = lambda n: True
+
+
+def _doublings(n: int) -> int:
+    """Return ceil(log2 n), computed in integers."""
+    return (n - 1).bit_length()
+
+
+def _at_least_once(n: int) -> int:
+    return max(1, _doublings(n))
+
+
+def _is_even(n: int) -> bool:
+    return n % 2 == 0
+
+
+def _is_power_of_two(n: int) -> bool:
+    return n & (n - 1) == 0
+
+
+MODES = {
+    "all": Mode(complete),
+    "shift_one": Mode(shift_one, lambda n: n // 2, "an even number", _is_even),
+    "one_peer_exponential": Mode(one_peer_exponential, _at_least_once),
+    "hypercube": Mode(hypercube, _at_least_once, "a power of two", _is_power_of_two),
+    "ring": Mode(ring),
+    "exponential": Mode(exponential),
+}
+"""The values of ``peer_selection_mode`` that have names."""
+
+
+def in_turn(graphs: Sequence[Graph]) -> GraphFunction:
+    """Return a function ``(t, n) -> graph`` that gives these graphs one after another, and then begins again.
+
+    Args:
+        graphs: at least one, all for the same number of ranks.
+
+    >>> alone, swapped = [[(0, 1.0)], [(1, 1.0)]], [[(0, 0.0), (1, 1.0)], [(1, 0.0), (0, 1.0)]]
+    >>> in_turn([alone, swapped])(3, 2) == swapped
+    True
+    """
+    if not graphs:
+        raise ValueError("graphs=[] must hold at least one graph")
+    return lambda t, n: graphs[t % len(graphs)]
+
+
+def check_mode(peer_selection_mode: Any) -> None:
+    """Raise ValueError unless ``peer_selection_mode`` is a name in `MODES` or a function."""
+    if not callable(peer_selection_mode) and peer_selection_mode not in tuple(MODES):
+        names = ", ".join(map(repr, MODES))
+        raise ValueError(f"peer_selection_mode={peer_selection_mode!r} must be {names} or a function (t, n) -> graph")
+
+
+def checked_graph(graph: Any, n: int) -> Graph:
+    """Return ``graph``, which a user's function made for ``n`` ranks, as a `Graph`, if it is doubly stochastic (S13.4).
+
+    Raises:
+        ValueError: there are not n rows; a row or column does not sum to 1 within 1e-6, in float64; a row lacks its own rank, or
+            has a source twice, one that does not exist, or a weight that is negative or not finite.
+        TypeError: rows are no lists of pairs of a rank and a number.
+
+    >>> checked_graph([[(0, 0.75), (1, 0.25)], [(0, 0.25), (1, 0.5)]], 2)
+    Traceback (most recent call last):
+    ...
+    ValueError: row 1, what rank 1 receives, has weights that sum to 0.75; they must sum to 1 (within 1e-06)
+    """
+    if not isinstance(graph, (list, tuple)):
+        raise TypeError(f"the graph is a {type(graph).__name__}; it must be a list with a row for each of the {n} ranks")
+    if len(graph) != n:
+        raise ValueError(f"the graph has {len(graph)} rows; it must have {n}, one for each rank")
+    rows = [_checked_row(rank, row, n) for rank, row in enumerate(graph)]
+    columns: list[list[float]] = [[] for _ in rows]
+    for row in rows:
+        for source, weight in row:
+            columns[source].append(weight)
+    for rank, row in enumerate(rows):
+        _check_sum(f"row {rank}, what rank {rank} receives,", [weight for _, weight in row])
+    for rank, column in enumerate(columns):
+        _check_sum(f"column {rank}, what is received from rank {rank},", column)
+    return rows
+
+
+def _checked_row(rank: int, row: Any, n: int) -> list[tuple[int, float]]:
+    try:
+        pairs = [(operator.index(source), float(weight)) for source, weight in row]
+    except (TypeError, ValueError, OverflowError):
+        raise TypeError(f"row {rank} of the graph is {row!r}; it must be a list of pairs (source rank, weight)") from None
+    sources: set[int] = set()
+    for source, weight in pairs:
+        if not 0 <= source < n:
+            raise ValueError(f"row {rank} has source {source}; sources must be ranks from 0 to {n - 1}")
+        if source in sources:
+            raise ValueError(f"row {rank} has source {source} twice; each source may appear once")
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"row {rank} has weight {weight} for source {source}; weights must be finite and not negative")
+        sources.add(source)
+    if rank not in sources:
+        raise ValueError(f"row {rank} has sources {sorted(sources)}; rank {rank} itself must be one of them, if with weight 0")
+    return pairs
+
+
+def _check_sum(what: str, weights: list[float]) -> None:
+    total = math.fsum(weights)
+    if abs(total - 1) > _NEAR_ONE:
+        raise ValueError(f"{what} has weights that sum to {total}; they must sum to 1 (within {_NEAR_ONE})")
+
+
+def _check(t: int, n: int) -> None:
+    for name, value, least in (("t", t, 0), ("n", n, 1)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name}={value!r} must be an int, {least} or more")
+        if value < least:
+            raise ValueError(f"{name}={value} must be {least} or more")
+
+
+def _means(sources: list[list[int]]) -> Graph:
+    """Return the graph in which each rank averages its sources with equal weights, each of them once."""
+    distinct = [list(dict.fromkeys(row)) for row in sources]
+    return [[(source, 1 / len(row)) for source in row] for row in distinct]

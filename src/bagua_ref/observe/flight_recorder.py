@@ -1,0 +1,94 @@
+"""Flight recorder: the last operations of this rank, written to a file when communication fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from bagua_ref.base.runtime import current_world
+from bagua_ref.errors import CommunicationError
+from bagua_ref.observe.meter import operations
+
+__all__ = ["FOLDER", "dump", "explain", "record"]
+
+FOLDER = "BAGUA_REF_FLIGHT_RECORDER_DIR"
+"""The environment variable that names the folder of the files; unset or empty: none are written."""
+
+
+def record(error: BaseException | None = None) -> dict[str, Any]:
+    """Return what this rank did last, as values that JSON can hold.
+
+    The operations are those on buckets, and the agreements around them, of all modules of this process: the last 256, oldest first.
+    Their ``kind``, ``bucket``, ``bytes``, ``module`` and ``round`` are followed by ``started`` and ``ended``, in seconds since
+    1970; an ``ended`` of None says that it is under way, or failed. ``waits`` says what threads of this process wait for, and since
+    when.
+
+    Args:
+        error: why it is asked for.
+
+    >>> sorted(record())
+    ['error', 'operations', 'rank', 'time', 'waits', 'world_size']
+    """
+    world = current_world()
+    now = time.time()
+    offset = now - world.clock()
+    found = [{name: getattr(operation, name) for name in operation.__slots__} for operation in operations(world)]
+    for entry in found:
+        entry["started"] += offset
+        entry["ended"] = None if entry["ended"] is None else entry["ended"] + offset
+    return {
+        "rank": world.identity.rank,
+        "world_size": world.identity.world_size,
+        "time": now,
+        "error": None if error is None else f"{type(error).__name__}: {error}",
+        "waits": [{**wait, "since": wait["since"] + offset} for wait in world.waits()],
+        "operations": [
+            {name: entry[name] for name in ("kind", "bucket", "bytes", "module", "round", "started", "ended")} for entry in found
+        ],
+    }
+
+
+def dump(folder: str | Path, error: BaseException | None = None) -> Path:
+    """Write `record` into a new file ``rank<r>.json`` in ``folder``, which is made if need be; return its path.
+
+    A file that is there already stays: the next one is ``rank<r>-1.json``.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    found = record(error)
+    text, rank = ",\n".join(f" {json.dumps(name)}: {_lines(value)}" for name, value in found.items()), found["rank"]
+    folder, number = Path(folder), 0
+    folder.mkdir(parents=True, exist_ok=True)
+    while True:
+        path = folder / (f"rank{rank}-{number}.json" if number else f"rank{rank}.json")
+        try:
+            with path.open("x") as file:
+                file.write(f"{{\n{text}\n}}\n")
+        except FileExistsError:
+            number += 1
+        else:
+            return path
+
+
+def explain(error: Exception) -> None:
+    """If BAGUA_REF_FLIGHT_RECORDER_DIR is set, write `record` there and add the file's path to a CommunicationError's message."""
+    folder = os.environ.get(FOLDER)
+    if not folder or not isinstance(error, CommunicationError):
+        return
+    try:
+        told = f"what this rank did last is in {dump(folder, error)}"
+    except OSError as why:
+        told = f"what this rank did last could not be written ({why})"
+    error.args = (f"{error}; {told}", *error.args[1:])
+
+
+def _lines(value: Any) -> str:
+    """Return ``value`` as JSON, with a line for each entry of a list."""
+    if not isinstance(value, list) or not value:
+        return json.dumps(value)
+    entries = ",\n".join(f"  {json.dumps(entry)}" for entry in value)
+    return f"[\n{entries}\n ]"
