@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from property_tests.strategies import COMPRESSIBLE, adversarial
 
 from bagua_ref.conformance import EXACT, assert_equal
+from bagua_ref.conformance.formats.safetensors_file import DamagedFileError, read_safetensors, write_safetensors
 from bagua_ref.conformance.vectors.case import canonical
 from bagua_ref.conformance.vectors.independent import solve
-from bagua_ref.conformance.vectors.safetensors_file import DamagedFileError, read_safetensors, write_safetensors
 
 
 def read(data: bytes) -> dict[str, torch.Tensor] | None:

@@ -30,8 +30,8 @@ from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.cli import main
 from bagua_ref.comm_ops import LowPrecisionDecentralized, shift_one_peer
 from bagua_ref.comm_ops.hierarchical import reduce_to_leader
+from bagua_ref.conformance.formats.safetensors_file import read_safetensors, write_safetensors
 from bagua_ref.conformance.trace import Recorder, TraceError, check_trace, read_trace
-from bagua_ref.conformance.vectors.safetensors_file import read_safetensors, write_safetensors
 from bagua_ref.errors import CommunicationError
 from bagua_ref.simulation import SimulatedWorld
 

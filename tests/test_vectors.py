@@ -24,6 +24,7 @@ from bagua_ref.base.extras import install_command
 from bagua_ref.cli import main
 from bagua_ref.conformance import EXACT, ULP, assert_equal
 from bagua_ref.conformance.clauses import VECTORS_VERSIONS
+from bagua_ref.conformance.formats.safetensors_file import CODES, DamagedFileError, read_safetensors, write_safetensors
 from bagua_ref.conformance.vectors import VECTORS_VERSION, VectorsError, check_outputs, export_vectors, read_manifest
 from bagua_ref.conformance.vectors.case import canonical, name_of
 from bagua_ref.conformance.vectors.check import tolerance_named
@@ -31,7 +32,6 @@ from bagua_ref.conformance.vectors.in_order import InOrder
 from bagua_ref.conformance.vectors.independent import solve
 from bagua_ref.conformance.vectors.manifest import manifest_text, read_vectors, schema_text
 from bagua_ref.conformance.vectors.numbers import Numbers
-from bagua_ref.conformance.vectors.safetensors_file import CODES, DamagedFileError, read_safetensors, write_safetensors
 from bagua_ref.contrib.utils.store import ClusterStore
 
 LIMITS = {"1": 5 * 2**20, "2": 6 * 2**20}

@@ -28,9 +28,9 @@ from bagua_ref.conformance.expected import (
     topk_numpy,
 )
 from bagua_ref.conformance.expected.rounding import arithmetic, f32, rint, to
+from bagua_ref.conformance.formats.safetensors_file import write_safetensors
 from bagua_ref.conformance.vectors import VECTORS_VERSION, check, check_outputs, independent, read_manifest
 from bagua_ref.conformance.vectors.manifest import read_vectors
-from bagua_ref.conformance.vectors.safetensors_file import write_safetensors
 
 IN_C = {
     "S1 the scale is used as a reciprocal": ("minmax_uint8.c", "+ g.lower) / g.scale)", "+ g.lower) * (1.0f / g.scale))"),

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from bagua_ref.base.untrusted import NATURAL, SCALAR, check_form, load_json, read_file
-from bagua_ref.conformance.vectors.safetensors_file import DamagedFileError, read_safetensors, write_safetensors
+from bagua_ref.conformance.formats.safetensors_file import DamagedFileError, read_safetensors, write_safetensors
 
 __all__ = ["FORMAT", "INDEX", "MANIFEST", "TRACE_VERSION", "RankTrace", "Record", "TraceError", "Writer", "read_trace"]
 

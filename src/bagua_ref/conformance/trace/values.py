@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bagua_ref.conformance.vectors.safetensors_file import CODES
+from bagua_ref.conformance.formats.safetensors_file import CODES
 
 __all__ = ["Given", "bucket_name", "described", "flat_copy", "named_tensors", "plain_values"]
 

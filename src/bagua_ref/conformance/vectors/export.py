@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bagua_ref.conformance.clauses import VECTORS_VERSION
 from bagua_ref.conformance.expected.tolerances import assert_equal
+from bagua_ref.conformance.formats.safetensors_file import write_safetensors
 from bagua_ref.conformance.vectors.algorithm_cases import algorithm_cases
 from bagua_ref.conformance.vectors.case import Case
 from bagua_ref.conformance.vectors.check import tolerance_named
@@ -33,7 +34,6 @@ from bagua_ref.conformance.vectors.manifest import (
     schema_validator,
 )
 from bagua_ref.conformance.vectors.other_cases import cache_cases, optimizer_cases, peer_cases, sampler_cases
-from bagua_ref.conformance.vectors.safetensors_file import write_safetensors
 
 __all__ = ["all_cases", "export_vectors"]
 

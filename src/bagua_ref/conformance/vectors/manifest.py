@@ -14,8 +14,8 @@ from torch import Tensor
 from bagua_ref.base.extras import install_command
 from bagua_ref.base.untrusted import load_json, read_file
 from bagua_ref.conformance.clauses import VECTORS_VERSION, VECTORS_VERSIONS
+from bagua_ref.conformance.formats.safetensors_file import DamagedFileError, read_safetensors
 from bagua_ref.conformance.vectors.case import Case, name_of
-from bagua_ref.conformance.vectors.safetensors_file import DamagedFileError, read_safetensors
 
 __all__ = [
     "MANIFEST", "SCHEMA", "VectorsError",

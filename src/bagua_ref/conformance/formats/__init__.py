@@ -1,0 +1,1 @@
+"""File formats that golden vectors and traces share."""
