@@ -75,9 +75,10 @@ HOUSE = (
     Floor(13, ("conformance.lab", "conformance.lab.*"), layers(range(14))),
     Floor(14, ("conformance.suites", "conformance.suites.*"), layers(range(15))),
     Floor(15, ("conformance.run", "conformance.run.*"), layers(range(16))),
-    Floor(16, ("conformance.vectors", "conformance.vectors.*", "conformance.trace", "conformance.trace.*"), layers(range(12), 16)),
-    Floor(17, ("conformance",), layers(range(18))),
-    Floor(18, ("cli", "cli.*"), layers(range(19))),
+    Floor(16, ("conformance.vectors", "conformance.vectors.*"), layers(range(12), 16)),
+    Floor(17, ("conformance.trace", "conformance.trace.*"), layers(range(13), 17)),
+    Floor(18, ("conformance",), layers(range(19))),
+    Floor(19, ("cli", "cli.*"), layers(range(20))),
 )  # fmt: skip
 
 LONG_FILES = {

@@ -16,7 +16,7 @@ from tests.trace_trainings import simulate, train_each
 from bagua_ref.comm_ops import LowRank, TopK
 from bagua_ref.conformance.expected import power_sgd_numpy, topk_numpy
 from bagua_ref.conformance.trace import Recorder, TraceError, check_trace
-from bagua_ref.conformance.trace.options import merged_options
+from bagua_ref.conformance.trace.replay import merged_options
 
 EVERY = {"warmup_steps": 0, "min_compression_rate": 0.01}
 OURS: list[tuple[str, dict[str, Any], tuple[int, ...]]] = [

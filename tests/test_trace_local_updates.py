@@ -14,7 +14,7 @@ from tests.trace_trainings import simulate, train_each
 from bagua_ref.algorithms.fragments import Schedule
 from bagua_ref.cli import main
 from bagua_ref.conformance.trace import Recorder, TraceError, check_trace
-from bagua_ref.conformance.trace.options import merged_options, parse_options
+from bagua_ref.conformance.trace.replay import merged_options, parse_options
 
 OURS: list[tuple[str, dict[str, Any], tuple[int, ...]]] = [
     ("local_sgd", {"period": 2, "warmup_steps": 2}, (2, 1)),

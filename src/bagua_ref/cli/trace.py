@@ -63,7 +63,7 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
 
 def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     from bagua_ref.conformance.trace import TraceError, check_trace
-    from bagua_ref.conformance.trace.options import parse_options
+    from bagua_ref.conformance.trace.replay import parse_options
 
     try:
         options = parse_options(arguments.option)

@@ -17,13 +17,10 @@ def sent_count(m: int, ratio: float) -> int:
 
 
 def kept(p: Array, k: int) -> list[int]:
-    """Return the indices that a rank sends, ascending."""
-
-    def order(index: int) -> tuple[bool, float, int]:
-        value = abs(float(p[index]))
-        return (not math.isnan(value), 0.0 if math.isnan(value) else -value, index)
-
-    return sorted(sorted(range(len(p)), key=order)[:k])
+    """Return the indices that a rank sends, ascending: NaN first, then the largest absolute values, equal ones in order."""
+    is_nan = np.isnan(p)
+    found: list[int] = np.sort(np.lexsort((-np.where(is_nan, 0, np.abs(p)), ~is_nan))[:k]).tolist()
+    return found
 
 
 def topk_round(gradients: list[Array], errors: list[Array] | None, ratio: float, dtype: str) -> tuple[Array, list[Array] | None]:
@@ -40,7 +37,7 @@ def topk_round(gradients: list[Array], errors: list[Array] | None, ratio: float,
     total = np.zeros_like(given[0])
     left = given if all(np.isfinite(p).all() for p in given) else errors
     for p in given:
-        for index in kept(p, k):
-            total[index] = total[index] + p[index]
-            p[index] = 0
+        sent = kept(p, k)
+        total[sent] = total[sent] + p[sent]
+        p[sent] = 0
     return stored(total / np.float32(len(given)), dtype), None if errors is None else left

@@ -15,7 +15,7 @@ from torch import Tensor
 from bagua_ref.base.extras import install_command
 from bagua_ref.base.untrusted import one_line, read_file
 
-__all__ = ["CODES", "DamagedFileError", "read_safetensors", "write_safetensors"]
+__all__ = ["CODES", "DamagedFileError", "dtype_named", "name_of", "read_safetensors", "write_safetensors"]
 
 CODES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -31,6 +31,18 @@ CODES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
 }
 """What the format calls each dtype."""
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return ``"float32"`` for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Return torch's dtype of that name."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 class DamagedFileError(ValueError):

@@ -15,6 +15,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from bagua_ref.conformance.formats.safetensors_file import dtype_named, name_of
+
 __all__ = [
     "COMPRESSIBLE",
     "FLOATS",
@@ -48,18 +50,6 @@ edges; all alike; zeros of both signs."""
 
 _WIDTH = {torch.float16: 16, torch.bfloat16: 32, torch.float32: 32, torch.float64: 64}
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """Return torch's dtype of that name."""
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """Return ``"float32"`` for torch.float32."""
-    return str(dtype).removeprefix("torch.")
 
 
 def _edges(dtype: torch.dtype, finite: bool) -> list[float]:

@@ -77,19 +77,23 @@ class ReferenceCommOps:
         mode = graph if isinstance(graph, str) else in_turn(graph)
         return self.decentralized(world, rounds, mode=mode, hierarchical=hierarchical)
 
-    def low_precision_decentralized(self, world: RankWorld, rounds: list[Any], *, hierarchical: bool) -> list[Tensor]:
+    def low_precision_decentralized(
+        self, world: RankWorld, rounds: list[Any], *, hierarchical: bool, compression: str = "MinMaxUInt8"
+    ) -> list[Tensor]:
         """Return this rank's elements after each step on the ring (S3.5).
 
         Args:
             world: world of this rank.
-            rounds: first the initial value of all replicas on all ranks, then this rank's elements before each step; None: as the
-                last step left them.
+            rounds: first the initial value of all replicas on all ranks, or a list of this rank's W, L and R; then this rank's
+                elements before each step; None: as the last step left them.
             hierarchical: connect node leaders by the ring instead of all ranks.
+            compression: name of the codec.
         """
         start, *rounds = rounds
         bucket = self._bucket(rounds[0])
-        weight, left, right = (start.clone().ensure_bagua_tensor(name) for name in ("weight", "left", "right"))
-        bucket.append_low_precision_decentralized_synchronous_op(weight, left, right, hierarchical)
+        replicas = start if isinstance(start, list) else [start] * 3
+        weight, left, right = (x.clone().ensure_bagua_tensor(name) for name, x in zip("WLR", replicas, strict=True))
+        bucket.append_low_precision_decentralized_synchronous_op(weight, left, right, hierarchical, compression)
         return self._each(bucket, rounds, lambda: None)
 
     def _bucket(self, x: Tensor) -> BaguaBucket:

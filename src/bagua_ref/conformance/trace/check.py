@@ -12,10 +12,10 @@ from torch import Tensor
 
 from bagua_ref.base.untrusted import one_line
 from bagua_ref.conformance.expected.tolerances import EXACT, places, where_equal
+from bagua_ref.conformance.trace.exchanges import Expected, NotReplayable
 from bagua_ref.conformance.trace.files import MANIFEST, Record, TraceError, read_trace
-from bagua_ref.conformance.trace.options import ALGORITHMS, merged_options
 from bagua_ref.conformance.trace.recognise import recognise
-from bagua_ref.conformance.trace.replay import Expected, NotReplayable, Replay
+from bagua_ref.conformance.trace.replay import ALGORITHMS, Replay, merged_options
 from bagua_ref.conformance.trace.report import Divergence, Execution, TraceReport
 
 __all__ = ["check_trace"]

@@ -1,97 +1,108 @@
-"""Replay of powersgd and topk: rounds from the recorded gradients, memories and factors (S10, S11.2)."""
+"""Expected results of rounds of powersgd and topk, from the recorded gradients, memories and factors (S10, S11.2)."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from bagua_ref.backends.base import FLOATS
+from bagua_ref.backends.codec import COMPRESSIBLE
 from bagua_ref.base.untrusted import NATURAL, check_form, load_json
 from bagua_ref.comm_ops.low_rank import Matrix
-from bagua_ref.conformance.expected import power_sgd_numpy as plain
+from bagua_ref.conformance.expected import power_sgd_numpy, topk_numpy
 from bagua_ref.conformance.expected.tolerances import SUM
-from bagua_ref.conformance.trace.expectation import Expected, NotReplayable
+from bagua_ref.conformance.formats.safetensors_file import name_of
+from bagua_ref.conformance.trace.exchanges import Expected, NotReplayable, inputs, refuse_divided, shared_number
 from bagua_ref.conformance.trace.files import Record
-from bagua_ref.conformance.vectors.compressed_rounds import powersgd_round, topk_round
 
-__all__ = ["expected_of_powersgd", "expected_of_topk"]
+__all__ = ["powersgd_round", "topk_round"]
 
 _SPAN = 400
 """Tolerance, in eps, of projections on columns whose span is known to 100 times the rounding of what was added up for them."""
 
 
-def expected_of_powersgd(records: list[Record], xs: list[Tensor], options: dict[str, Any]) -> list[Expected]:
-    """S10.2 to S10.4: the averaged gradients, e, and Q Q^T, which does not depend on the basis.
+def powersgd_round(records: Sequence[Record], options: Mapping[str, Any]) -> list[Expected]:
+    """Return the averaged gradients, e, and Q Q^T, which does not depend on the basis (S10.2 to S10.4).
 
     Matrices for which rounding decides what P spans are compared as far as values are finite.
     """
-    matrices, k, n = _matrices(records, xs[0].numel()), _number(records, "k"), len(xs)
-    wide = torch.float64 if xs[0].dtype is torch.float64 else torch.float32
+    refuse_divided(records)
+    xs = inputs(records, "x", FLOATS)
+    matrices, k, n, dtype = _matrices(records, xs[0].numel()), shared_number(records, "k"), len(xs), xs[0].dtype
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
     remembers, fresh = options["memory"] is not None, k == 0
-    qs = _kept(records, "q", [a.m * a.r for a in matrices], wide, fresh or not options["warm_start"])
-    es = _kept(records, "e", [a.n * a.m for a in matrices], wide, fresh or not remembers)
-    factors = [{a.name: q.view(a.m, a.r) for a, q in zip(matrices, of_rank, strict=True)} for of_rank in qs]
-    errors = [{a.name: e.view(a.n, a.m) for a, e in zip(matrices, of_rank, strict=True)} for of_rank in es]
+    qs = _kept(records, "q", [(a.m, a.r) for a in matrices], wide, fresh or not options["warm_start"])[0]
+    es = _kept(records, "e", [(a.n, a.m) for a in matrices], wide, fresh or not remembers)
     part = max(n + 1, 4) / _SPAN  # of what is only added up, and of what is rounded to 16 bits
-    mass = torch.stack(xs).double().abs().mean(0) * part
-    of_errors, of_factors = [], []
-    for a in matrices:
-        given = [x[a.start : a.end].view(a.n, a.m).to(wide).numpy() for x in xs]
-        given += [e[a.name].numpy() for e in errors] if remembers else []
-        q, size = factors[0][a.name].numpy(), plain.norm(given)
-        columns = plain.start(q if options["warm_start"] else None, (a.m, a.r), q.dtype.type, options["seed"], k, a.place)
-        tame = plain.is_tame(q) and plain.is_tame(plain.added(given) @ columns, size)
-        size = size if tame else math.inf
-        mass[a.start : a.end] = size * (part if xs[0].dtype.itemsize == 2 else 1)
-        of_errors.append(torch.full((a.n * a.m,), size, dtype=torch.float64))
-        of_factors.append(torch.full((a.m * a.m,), size * size * a.n, dtype=torch.float64))
-    settings = {name: options[name] for name in ("memory", "warm_start", "seed")}
-    found = [Expected("x", powersgd_round(xs, matrices, factors, errors, k, **settings), SUM(_SPAN), mass)]
+    arrays = [x.to(wide).numpy() for x in xs]
+    mean, mass = power_sgd_numpy.added(arrays) / arrays[0].dtype.type(n), np.abs(np.stack(arrays).astype(float)).mean(0) * part
+    left: list[list[Any]] = [[] for _ in xs]
+    factors, of_errors, of_factors = [], [], []
+    for place, (a, q) in enumerate(zip(matrices, qs, strict=True)):
+        gradients = [x[a.start : a.end].reshape(a.n, a.m) for x in arrays]
+        errors = [e[place] for e in es] if remembers else None
+        done = power_sgd_numpy.power_sgd_round(gradients, errors, q, a.r, k=k, i=a.place, **options)
+        mean[a.start : a.end], bound = done.result.ravel(), _bound(gradients, errors, q, k, a, options)
+        mass[a.start : a.end] = bound * (part if dtype.itemsize == 2 else 1)
+        for e, of_rank in zip(done.errors or [], left, strict=remembers):
+            of_rank.append(e)
+        factors.append(q if done.q is None else done.q)
+        of_errors.append(np.full(a.n * a.m, bound))
+        of_factors.append(np.full(a.m * a.m, bound * bound * a.n))
+    found = [Expected("x", [torch.from_numpy(mean).to(dtype)] * n, SUM(_SPAN), torch.from_numpy(mass))]
     if matrices and remembers and all("e" in record.outputs for record in records):
-        left = [torch.cat([e[a.name].reshape(-1) for a in matrices]) for e in errors]
-        found.append(Expected("e", left, SUM(_SPAN), torch.cat(of_errors)))
+        found.append(Expected("e", [_joined(of_rank) for of_rank in left], SUM(_SPAN), _joined(of_errors)))
     if matrices and all("q" in record.outputs for record in records):
         for rank, record in enumerate(records):
-            parts = _split(record.outputs["q"], [a.m * a.r for a in matrices], "output q", rank)
-            record.outputs["factor"] = _grams([q.view(a.m, a.r) for a, q in zip(matrices, parts, strict=True)])
-        wanted = [_grams([factor[a.name] for a in matrices]) for factor in factors]
-        found.append(Expected("factor", wanted, SUM(_SPAN), torch.cat(of_factors)))
+            parts = _split(record.outputs["q"], [(a.m, a.r) for a in matrices], "output q", rank)
+            record.outputs["factor"] = _products(parts)
+        found.append(Expected("factor", [_products(factors)] * n, SUM(_SPAN), _joined(of_factors)))
     return found
 
 
-def expected_of_topk(records: list[Record], xs: list[Tensor], options: dict[str, Any]) -> list[Expected]:
-    """S11.2: the averaged gradients, and e, bit for bit. Elements after the first ``elements`` are padding."""
-    size = _number(records, "elements", xs[0].numel())
+def topk_round(records: Sequence[Record], options: Mapping[str, Any]) -> list[Expected]:
+    """Return the averaged gradients, and e, bit for bit (S11.2). Elements after the first ``elements`` are padding."""
+    refuse_divided(records)
+    xs = inputs(records, "x", COMPRESSIBLE)
+    size = shared_number(records, "elements", xs[0].numel())
     if size > xs[0].numel():
         raise NotReplayable(f"elements={size} of a bucket of {xs[0].numel()}")
     errors = None
     if options["error_feedback"]:
-        errors = [e for (e,) in _kept(records, "e", [size], torch.float32, _number(records, "k", 1) == 0)]
-    results = topk_round([x[:size] for x in xs], errors, options["ratio"])
-    found = [Expected("x", [torch.cat([result, x[size:]]) for result, x in zip(results, xs, strict=True)])]
-    if errors is not None and all("e" in record.outputs for record in records):
-        found.append(Expected("e", errors))
+        errors = [e for (e,) in _kept(records, "e", [(size,)], torch.float32, shared_number(records, "k", 1) == 0)]
+    gradients = [x[:size].float().numpy() for x in xs]
+    result, left = topk_numpy.topk_round(gradients, errors, options["ratio"], name_of(xs[0].dtype))
+    mean = torch.from_numpy(result).to(xs[0].dtype)
+    found = [Expected("x", [torch.cat([mean, x[size:]]) for x in xs])]
+    if left is not None and all("e" in record.outputs for record in records):
+        found.append(Expected("e", [torch.from_numpy(e) for e in left]))
     return found
 
 
-def _grams(factors: list[Tensor]) -> Tensor:
+def _bound(gradients: list[Any], errors: list[Any] | None, q: Any, k: int, a: Matrix, options: Mapping[str, Any]) -> float:
+    """Return what a projection can gather in one element; inf if rounding decides on what it projects."""
+    given = gradients + (errors or [])
+    size = power_sgd_numpy.norm(given)
+    start = power_sgd_numpy.start(q if options["warm_start"] else None, (a.m, a.r), q.dtype.type, options["seed"], k, a.place)
+    summed = power_sgd_numpy.added(given) @ start
+    return size if power_sgd_numpy.is_tame(q) and power_sgd_numpy.is_tame(summed, size) else math.inf
+
+
+def _products(factors: Sequence[Any]) -> Tensor:
     """Return every Q Q^T, one after the other."""
-    return torch.cat([(q.double() @ q.double().T).reshape(-1).to(q.dtype) for q in factors])
+    return _joined([(wide @ wide.T).astype(q.dtype) for q in factors for wide in [q.astype(np.float64)]])
 
 
-def _number(records: list[Record], name: str, default: int | None = None) -> int:
-    """Return what all ranks have as info."""
-    found = [record.info.get(name, default) for record in records]
-    if found[0] is None:
-        raise NotReplayable(f"info {name!r} was not recorded")
-    if differing := [rank for rank, value in enumerate(found) if value != found[0]]:
-        raise NotReplayable(f"rank {differing[0]} recorded {name}={found[differing[0]]}, and rank 0 {name}={found[0]}")
-    return int(found[0])
+def _joined(arrays: Sequence[Any]) -> Tensor:
+    return torch.from_numpy(np.concatenate([x.ravel() for x in arrays]))
 
 
-def _matrices(records: list[Record], size: int) -> list[Matrix]:
+def _matrices(records: Sequence[Record], size: int) -> list[Matrix]:
     """Return what is compressed, which is JSON of a list with [start, n, m, r, i] of each matrix."""
     texts = [record.info.get("matrices") for record in records]
     if texts[0] is None or any(text != texts[0] for text in texts):
@@ -110,21 +121,22 @@ def _matrices(records: list[Record], size: int) -> list[Matrix]:
     return found
 
 
-def _kept(records: list[Record], role: str, sizes: list[int], dtype: torch.dtype, optional: bool) -> list[list[Tensor]]:
-    """Return copies of what each rank kept for each matrix, zeros where it may be missing."""
+def _kept(records: Sequence[Record], role: str, shapes: list[Any], dtype: torch.dtype, optional: bool) -> list[list[Any]]:
+    """Return arrays of what each rank kept for each matrix, zeros where it may be missing."""
     found = []
     for rank, record in enumerate(records):
         x = record.inputs.get(role)
         if x is None and not optional:
             raise NotReplayable(f"input {role!r} was not recorded on rank {rank}")
-        x = torch.zeros(sum(sizes), dtype=dtype) if x is None else x.clone()
+        x = torch.zeros(sum(map(math.prod, shapes)), dtype=dtype) if x is None else x
         if x.dtype is not dtype:
             raise NotReplayable(f"input {role!r} of rank {rank} is {x.dtype}, and must be {dtype}")
-        found.append(_split(x, sizes, f"input {role}", rank))
+        found.append(_split(x, shapes, f"input {role}", rank))
     return found
 
 
-def _split(x: Tensor, sizes: list[int], what: str, rank: int) -> list[Tensor]:
+def _split(x: Tensor, shapes: list[Any], what: str, rank: int) -> list[Any]:
+    sizes = [math.prod(shape) for shape in shapes]
     if x.numel() != sum(sizes):
         raise NotReplayable(f"{what} of rank {rank} has {x.numel()} elements, and must have {sum(sizes)}")
-    return list(x.split(sizes)) if sizes else []
+    return [part.view(shape).numpy() for part, shape in zip(x.split(sizes) if sizes else [], shapes, strict=True)]

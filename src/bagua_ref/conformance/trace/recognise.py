@@ -7,7 +7,8 @@ from torch import Tensor
 
 from bagua_ref.backends import get_backend
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM, where_equal
-from bagua_ref.conformance.trace.replay import Expected, Replay
+from bagua_ref.conformance.trace.exchanges import Expected
+from bagua_ref.conformance.trace.replay import Replay
 from bagua_ref.formulas.graphs import MODES, Graph
 
 __all__ = ["recognise"]

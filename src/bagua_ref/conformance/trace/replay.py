@@ -1,32 +1,53 @@
-"""Replay of bucket operations: all ranks' recorded inputs, run through the operation in a simulated world."""
+"""Replay of an algorithm's bucket operations from the recorded inputs of all ranks, and the options that it depends on."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
 
-from bagua_ref.algorithms.fragments import Fragment, Schedule
-from bagua_ref.backends import get_backend
+from bagua_ref.algorithms.fragments import Schedule
+from bagua_ref.backends import get_backend, list_codecs
 from bagua_ref.backends.base import FLOATS
 from bagua_ref.backends.codec import COMPRESSIBLE
-from bagua_ref.base.untrusted import load_json
-from bagua_ref.buckets.bucket import BaguaBucket
-from bagua_ref.buckets.tensor import BaguaTensor
+from bagua_ref.conformance.expected import local_updates_numpy
 from bagua_ref.conformance.expected.tolerances import SUM
-from bagua_ref.conformance.trace.compressed import expected_of_powersgd, expected_of_topk
-from bagua_ref.conformance.trace.expectation import Expected, NotReplayable
+from bagua_ref.conformance.formats.safetensors_file import name_of
+from bagua_ref.conformance.trace import exchanges
+from bagua_ref.conformance.trace.compressed import powersgd_round, topk_round
+from bagua_ref.conformance.trace.exchanges import Expected, NotReplayable, full_precision, inputs, low_precision
 from bagua_ref.conformance.trace.files import Record
-from bagua_ref.conformance.trace.wire import expected_on_wire
-from bagua_ref.formulas.graphs import MODES, Graph, checked_graph, in_turn
-from bagua_ref.groups.process_group import init_process_group
-from bagua_ref.simulation import SimulatedWorld
+from bagua_ref.formulas.graphs import MODES
 
-__all__ = ["Expected", "NotReplayable", "Replay"]
+__all__ = ["ALGORITHMS", "Replay", "merged_options", "parse_options"]
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "gradient_allreduce": {"hierarchical": False, "average": True, "scattergather": False, "wire": None},
+    "bytegrad": {"hierarchical": True, "average": True, "compression": "MinMaxUInt8"},
+    "decentralized": {"hierarchical": True, "peer_selection_mode": "all"},
+    "low_precision_decentralized": {"hierarchical": True, "compression": "MinMaxUInt8"},
+    "qadam": {"hierarchical": True, "warmup_steps": None, "beta1": 0.9, "compression": "MinMaxUInt8"},
+    "async": {},
+    "local_sgd": {"hierarchical": False, "period": None, "offset": 0, "warmup_steps": None},
+    "diloco": {
+        "compression": None,
+        "scattergather": False,
+        "mix": None,
+        "period": None,
+        "fragments": 1,
+        "delay": 0,
+        "warmup_steps": None,
+    },
+    "powersgd": {"memory": "local", "warm_start": True, "seed": 0},
+    "topk": {"ratio": 0.01, "error_feedback": True},
+}
+"""Options of each algorithm with their defaults."""
+
+_MODES = (*MODES, "function")
+"""Of functions, the graph is recorded with each execution."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +56,7 @@ class Replay:
 
     Args:
         algorithm: its name.
-        options: all its options, see `bagua_ref.conformance.trace.options`.
+        options: all its options, see `merged_options`.
         nodes: number of ranks on each node.
     """
 
@@ -43,6 +64,7 @@ class Replay:
     options: dict[str, Any]
     nodes: tuple[int, ...]
 
+    @np.errstate(all="ignore")
     def __call__(self, step: int, records: list[Record], before: list[Record] | None) -> list[Expected]:
         """Return the expected outputs of one execution of a bucket's operation.
 
@@ -54,109 +76,47 @@ class Replay:
         Raises:
             NotReplayable: inputs are missing or do not match.
         """
-        first = records[0]
         if len({record.info.get("execution", record.execution) for record in records}) > 1:
             raise NotReplayable("ranks count their executions differently: they did not begin to record at the same step")
         inside_nodes = self._is_inside_nodes(records)
-        if not inside_nodes and (members := first.info.get("ranks", len(records))) != len(records):
+        if not inside_nodes and (members := records[0].info.get("ranks", len(records))) != len(records):
             raise NotReplayable(
                 f"the operation ran on a group of {members} ranks, but the trace has {len(records)}: pass the rank, world_size and "
                 "nodes of the group to Recorder"
             )
+        options, nodes = self.options, self.nodes
+        match self.algorithm:
+            case "gradient_allreduce" if options["scattergather"] and not options["wire"]:
+                return [low_precision(records, nodes, None, options["average"], options["hierarchical"])]
+            case "gradient_allreduce":
+                return [full_precision(records, nodes, options["average"], options["hierarchical"], options["wire"])]
+            case "bytegrad":
+                return [low_precision(records, nodes, **options)]
+            case "decentralized":
+                return [exchanges.decentralized(records, nodes, options["peer_selection_mode"], options["hierarchical"])]
+            case "low_precision_decentralized":
+                return [exchanges.on_ring(records, before, nodes, **options)]
+            case "local_sgd":
+                mean = _mean_inside_nodes(records, nodes) if inside_nodes else full_precision(records, nodes)
+                return [mean, *_averages_due(records, options)]
+            case _ if self._is_in_warm_up(step, records[0]):
+                return [full_precision(records, nodes)]
+            case "async":
+                return exchanges.async_round(records)
+            case "qadam":
+                _update_momenta(records, options["beta1"])
+                return [low_precision(records, nodes, options["compression"], True, options["hierarchical"])]
+            case "diloco":
+                return _diloco(records, nodes, options)
+        return powersgd_round(records, options) if self.algorithm == "powersgd" else topk_round(records, options)
+
+    def _is_in_warm_up(self, step: int, record: Record) -> bool:
+        """Return whether the operation was in full precision, or was recorded with ``warmup=True``."""
         if self.algorithm == "async":
-            return self._async(records) if "snapshot" in first.inputs else self._full_precision(records, False, True)
-        if self.algorithm == "local_sgd":
-            return [*self._means(records, inside_nodes), *self._averages(records)]
-        if self.algorithm == "diloco":
-            return self._full_precision(records, False, True) if _warming_up(first) else self._diloco(records)
-        if self.algorithm in ("powersgd", "topk"):
-            if _warming_up(first):
-                return self._full_precision(records, False, True)
-            self._refuse_divided(records)
-            find = expected_of_powersgd if self.algorithm == "powersgd" else expected_of_topk
-            return find(records, self._inputs(records, "x", FLOATS if find is expected_of_powersgd else COMPRESSIBLE), self.options)
-        if self.algorithm == "decentralized":
-            return self._decentralized(records)
-        if self.algorithm == "low_precision_decentralized":
-            return self._ring(records, before)
-        average, hierarchical = self.options.get("average", True), self.options["hierarchical"]
-        if wire := self.options.get("wire"):
-            return [expected_on_wire(found, records, wire) for found in self._full_precision(records, hierarchical, average)]
-        if self.algorithm == "gradient_allreduce" and not self.options.get("scattergather"):
-            return self._full_precision(records, hierarchical, average)
-        if self.algorithm == "qadam":
-            warm_up = step < self.options["warmup_steps"] if self.options["warmup_steps"] is not None else _warming_up(first)
-            if warm_up:
-                return self._full_precision(records, False, True)
-            if "momentum" in first.inputs:
-                self._update_momenta(records)
-        compression = None if self.algorithm == "gradient_allreduce" else self.options["compression"]
-        return self._low_precision(records, hierarchical, average, compression)
-
-    def _full_precision(self, records: list[Record], hierarchical: bool, average: bool) -> list[Expected]:
-        """S3.1, S3.3. Inputs that were divided by n on their way in are summed."""
-        xs = self._inputs(records, "x", FLOATS if average else None)
-        divided = records[0].info.get("divided_by", 1)
-        if divided != 1 and not (average and divided == len(xs)):
-            raise NotReplayable(
-                f"the recorded values are already divided by {divided}, which fits a mean over {divided} ranks only"
-            )
-        average = average and divided == 1
-        results = self._run(xs, hierarchical=hierarchical, average=average)
-        if not xs[0].dtype.is_floating_point:
-            return [Expected("x", results)]
-        n = len(xs)
-        magnitude = torch.stack(xs).double().abs().sum(0) / (n if average else 1)
-        return [Expected("x", results, SUM(n + hierarchical), magnitude)]
-
-    def _low_precision(self, records: list[Record], hierarchical: bool, average: bool, compression: str | None) -> list[Expected]:
-        """S3.2, S3.3; S3.1 by scatter-gather. The input is padded with zeros to a multiple of the chunks (S2.2)."""
-        if any(record.info.get("operation") == "CentralizedErrorFeedback" for record in records):
-            raise NotReplayable("error memories, which the result depends on, are not recorded")
-        self._refuse_divided(records)
-        xs = self._inputs(records, "x", COMPRESSIBLE if compression else FLOATS)
-        size = xs[0].numel()
-        padding = -size % (math.lcm(len(xs), len(self.nodes)) if hierarchical else len(xs))
-        padded = [torch.nn.functional.pad(x, (0, padding)) for x in xs] if padding else xs
-        results = self._run(padded, hierarchical=hierarchical, average=average, scattergather=True, compression=compression)
-        return [Expected("x", [result[:size] for result in results])]
-
-    def _decentralized(self, records: list[Record]) -> list[Expected]:
-        """S3.4, S13."""
-        self._refuse_divided(records)
-        hierarchical, mode = self.options["hierarchical"], self.options["peer_selection_mode"]
-        xs, t = self._inputs(records, "x", FLOATS), records[0].info.get("execution", records[0].execution)
-        members, what = (len(self.nodes), "nodes") if hierarchical else (len(xs), "ranks")
-        if mode == "function":
-            mode = in_turn([self._recorded_graph(records, members)])
-        elif not MODES[mode].takes(members):
-            raise NotReplayable(f"{mode} needs {MODES[mode].sizes} of {what}, and there are {members}")
-
-        def rank(bucket: BaguaBucket, number: int) -> Tensor:
-            peer_weight = _bagua_tensor(bucket.flattened_tensor(), "peer_weight")
-            op = bucket.append_decentralized_synchronous_op(peer_weight, hierarchical=hierarchical, peer_selection_mode=mode)
-            op.step = t
-            bucket.execute()
-            op.copy_back_peer_weight(bucket)
-            return bucket.flattened_tensor()
-
-        results = self._on_buckets(xs, rank)
-        if mode != "all":
-            return [Expected("x", results)]
-        magnitude = torch.stack(xs).double().abs().sum(0) / len(xs)
-        return [Expected("x", results, SUM(len(xs) + hierarchical), magnitude)]
-
-    def _recorded_graph(self, records: list[Record], members: int) -> Graph:
-        """Return the graph of a function, which is JSON of a list for each receiver with [source, weight] lists."""
-        graphs = [record.info.get("graph") or "" for record in records]
-        if "" in graphs:
-            raise NotReplayable(f"the graph of the function was not recorded on rank {graphs.index('')}")
-        if differing := [rank for rank, graph in enumerate(graphs) if graph != graphs[0]]:
-            raise NotReplayable(f"rank {differing[0]} used another graph than rank 0")
-        try:
-            return checked_graph(load_json(graphs[0].encode()), members)
-        except (TypeError, ValueError) as error:
-            raise NotReplayable(f"the recorded graph cannot be used: {error}") from None
+            return "snapshot" not in record.inputs
+        if self.algorithm == "qadam" and self.options["warmup_steps"] is not None:
+            return bool(step < self.options["warmup_steps"])
+        return bool(record.info.get("warmup", record.info.get("operation") == "CentralizedFullPrecision"))
 
     def _is_inside_nodes(self, records: list[Record]) -> bool:
         """Return whether the operation ran among the ranks of each node, as gradients of post-local SGD do (S9.1)."""
@@ -164,189 +124,161 @@ class Replay:
         hierarchical = self.algorithm == "local_sgd" and self.options["hierarchical"]
         return hierarchical and members == [size for size in self.nodes for _ in range(size)]
 
-    def _means(self, records: list[Record], inside_nodes: bool) -> list[Expected]:
-        """S3.1, over all ranks or inside each node."""
-        if not inside_nodes:
-            return self._full_precision(records, False, True)
-        self._inputs(records, "x", FLOATS)
-        found, first = [], 0
-        for size in self.nodes:
-            found += Replay(self.algorithm, self.options, (size,))._full_precision(records[first : first + size], False, True)
-            first += size
-        magnitudes = torch.stack([expected.magnitude for expected in found if expected.magnitude is not None])
-        return [Expected("x", [x for expected in found for x in expected.values], SUM(max(self.nodes)), magnitudes.amax(0))]
 
-    def _averages(self, records: list[Record]) -> list[Expected]:
-        """S9.1: whether weights are averaged after step t; the record says that they were."""
-        period, first = self.options["period"], (self.options["warmup_steps"] or 0) + self.options["offset"]
-        known = all("t" in record.info and record.info.get("averages") == "weights" for record in records)
-        if period is None or not known:
-            return []
-        due = [
-            record.info["t"] > (self.options["warmup_steps"] or 0) and (record.info["t"] - first) % period == 0
-            for record in records
-        ]
-        return self._told(records, "averages", [1] * len(records), [int(is_due) for is_due in due])
-
-    def _diloco(self, records: list[Record]) -> list[Expected]:
-        """S9.5: the mean of what was sent; and of S9.4 the difference, the mix and the schedule, where these were recorded."""
-        compression = self.options["compression"]
-        if compression or self.options["scattergather"]:
-            found = self._low_precision(records, False, True, compression)
-        else:
-            found = self._full_precision(records, False, True)
-        if all({"g", "weights"} <= record.inputs.keys() for record in records):
-            found += self._differences(records)
-        if all({"g", "before", "weights"} <= record.outputs.keys() for record in records):
-            found += self._applied(records)
-        if self.options["period"] is not None and all({"t", "fragment"} <= record.info.keys() for record in records):
-            try:
-                schedule = Schedule(self.options["period"], self.options["fragments"], self.options["delay"])
-            except ValueError as error:
-                raise NotReplayable(str(error)) from None
-            steps = [record.info["t"] - (self.options["warmup_steps"] or 0) for record in records]
-            due = [schedule.sent_after(t) if t > 0 else None for t in steps]
-            sent = [record.info["fragment"] for record in records]
-            found += self._told(records, "fragment", sent, [-1 if place is None else place for place in due])
-        return found
-
-    def _differences(self, records: list[Record]) -> list[Expected]:
-        """S9.4: g - x in g's dtype; what is padded is zero."""
-        sent, gs, weights = (self._inputs(records, role, FLOATS) for role in ("x", "g", "weights"))
-        padding = sent[0].numel() - gs[0].numel()
-        if gs[0].shape != weights[0].shape or padding < 0:
-            raise NotReplayable(
-                f"inputs g and weights have {gs[0].numel()} and {weights[0].numel()} elements, and x has {sent[0].numel()}"
-            )
-        for record, x in zip(records, sent, strict=True):
-            record.outputs["difference"] = x
-        values = [torch.nn.functional.pad(g - w, (0, padding)) for g, w in zip(gs, weights, strict=True)]
-        return [Expected("difference", values)]
-
-    def _applied(self, records: list[Record]) -> list[Expected]:
-        """S9.4: g is the same on all ranks, and the weights are mixed with it."""
-        gs, mix = [record.outputs["g"] for record in records], self.options["mix"]
-        found, values = [Expected("g", [gs[0]] * len(gs))], []
-        for rank, (record, g) in enumerate(zip(records, gs, strict=True)):
-            x = torch.nn.Parameter(record.outputs["before"].clone(), requires_grad=False)
-            fragment = Fragment(["x"], [x], lambda tensors: torch.optim.SGD(tensors, lr=1.0))
-            if fragment.copies[0].dtype != g.dtype or x.shape != g.shape:
-                raise NotReplayable(
-                    f"output g of rank {rank} has {g.numel()} elements of {g.dtype}, before {x.numel()} of {x.dtype}"
-                )
-            fragment.copies[0].detach().copy_(g)
-            fragment.mix(0.0 if mix is None else mix)
-            values.append(x.detach())
-        return [*found, Expected("weights", values)]
-
-    def _told(self, records: list[Record], name: str, told: list[int], due: list[int]) -> list[Expected]:
-        """Compare numbers that the records tell with those that are due."""
-        for record, value in zip(records, told, strict=True):
-            record.outputs[name] = torch.tensor([value])
-        return [Expected(name, [torch.tensor([value]) for value in due])]
-
-    def _ring(self, records: list[Record], before: list[Record] | None) -> list[Expected]:
-        """S3.5. Replicas are recorded or are the results of the previous execution: W this rank's, L and R its neighbours'."""
-        self._refuse_divided(records)
-        hierarchical = self.options["hierarchical"]
-        xs = self._inputs(records, "x", COMPRESSIBLE)
-        leaders = [sum(self.nodes[:node]) for node in range(len(self.nodes))] if hierarchical else list(range(len(xs)))
-        roles = ("weight", "left", "right")
-        if all(role in records[leader].inputs for leader in leaders for role in roles):
-            replicas = {leader: [records[leader].inputs[role] for role in roles] for leader in leaders}
-        elif before is not None and before[0].execution == records[0].execution - 1:
-            results = [before[leader].outputs["x"] for leader in leaders]
-            n = len(leaders)
-            replicas = {leaders[i]: [results[i], results[(i - 1) % n], results[(i + 1) % n]] for i in range(n)}
-        else:
-            raise NotReplayable("neither the replicas (weight, left, right) nor the previous execution were recorded")
-        if any(replica.shape != xs[0].shape or replica.dtype != xs[0].dtype for three in replicas.values() for replica in three):
-            raise NotReplayable("replicas differ from x in size or dtype")
-
-        def rank(bucket: BaguaBucket, number: int) -> Tensor:
-            mine = replicas.get(number, [xs[number]] * 3)  # replicas are not used on ranks that lead no node
-            weight, left, right = (_bagua_tensor(replica, name) for replica, name in zip(mine, roles, strict=True))
-            bucket.append_low_precision_decentralized_synchronous_op(weight, left, right, hierarchical, self.options["compression"])
-            bucket.execute()
-            return bucket.flattened_tensor()
-
-        return [Expected("x", self._on_buckets(xs, rank))]
-
-    def _async(self, records: list[Record]) -> list[Expected]:
-        """S3.6: the sum of the snapshots; and where x was recorded before and after, what the round has added to it."""
-        snapshots = self._inputs(records, "snapshot", FLOATS)
-        wide = torch.stack(snapshots).to(torch.float64 if snapshots[0].dtype is torch.float64 else torch.float32)
-        magnitude = wide.double().abs().sum(0)
-        reduced = wide.sum(0)
-        found = []
-        if all("reduced" in record.outputs for record in records):
-            found.append(Expected("reduced", [reduced] * len(records), SUM(len(records)), magnitude))
-        if all("before" in r.inputs | r.outputs and {"reduced", "x"} <= r.outputs.keys() for r in records):
-            results = []
-            for record, snapshot in zip(records, snapshots, strict=True):
-                x = (record.inputs | record.outputs)["before"].clone()
-                get_backend("reference").async_average_(x, record.outputs["reduced"], snapshot, len(records))
-                results.append(x)
-            found.append(Expected("x", results))
-        if not found:
-            raise NotReplayable("a round needs at least the input snapshot and the output reduced")
-        return found
-
-    def _update_momenta(self, records: list[Record]) -> None:
-        """S5.5: put ``x <- beta1*momentum + (1-beta1)*grad`` in place of the recorded x of each rank."""
-        momenta, gradients = (self._inputs(records, role, COMPRESSIBLE) for role in ("momentum", "grad"))
-        for record, momentum, gradient in zip(records, momenta, gradients, strict=True):
-            updated, beta1 = momentum.clone(), record.info.get("beta1", self.options["beta1"])
-            if not 0 <= beta1 <= 1:
-                raise NotReplayable(f"beta1={beta1!r} must be a number from 0 to 1")
-            get_backend("reference").update_momentum_(updated, gradient, beta1)
-            record.inputs["x"] = updated
-
-    def _refuse_divided(self, records: list[Record]) -> None:
-        if (divided := records[0].info.get("divided_by", 1)) != 1:
-            raise NotReplayable(
-                f"the recorded values are already divided by {divided}, as in gradient_allreduce, "
-                f"but {self.algorithm} does not divide them"
-            )
-
-    def _inputs(self, records: list[Record], role: str, dtypes: tuple[torch.dtype, ...] | None) -> list[Tensor]:
-        found = [record.inputs.get(role) for record in records]
-        if any(x is None for x in found):
-            raise NotReplayable(f"input {role!r} was not recorded on rank {found.index(None)}")
-        xs = [x for x in found if x is not None]
-        for rank, x in enumerate(xs):
-            if x.shape != xs[0].shape or x.dtype != xs[0].dtype:
-                raise NotReplayable(
-                    f"input {role!r} has {x.numel()} elements of {x.dtype} on rank {rank}, but {xs[0].numel()} of {xs[0].dtype} "
-                    "on rank 0"
-                )
-        if dtypes is not None and xs[0].dtype not in dtypes:
-            raise NotReplayable(f"{self.algorithm} does not support {xs[0].dtype}; it supports {', '.join(map(str, dtypes))}")
-        return xs
-
-    def _run(self, xs: list[Tensor], **options: Any) -> list[Tensor]:
-        def rank(bucket: BaguaBucket, number: int) -> Tensor:
-            bucket.append_centralized_synchronous_op(**options)
-            bucket.execute()
-            return bucket.flattened_tensor()
-
-        return self._on_buckets(xs, rank)
-
-    def _on_buckets(self, xs: list[Tensor], rank: Callable[[BaguaBucket, int], Tensor]) -> list[Tensor]:
-        """Return the results of ``rank(bucket, number)``, called on each rank with a bucket of its x."""
-
-        def program(comm: Any) -> Tensor:
-            init_process_group()
-            return rank(BaguaBucket([_bagua_tensor(xs[comm.rank()], "x")], "0", flatten=True, backend="reference"), comm.rank())
-
-        return SimulatedWorld(sum(self.nodes), nodes=self.nodes).run(program)
+def _mean_inside_nodes(records: Sequence[Record], nodes: Sequence[int]) -> Expected:
+    """Return the mean of S3.1 inside each node."""
+    inputs(records, "x", FLOATS)
+    ends = np.cumsum(nodes).tolist()
+    found = [full_precision(records[end - size : end], (size,)) for end, size in zip(ends, nodes, strict=True)]
+    magnitudes = torch.stack([expected.magnitude for expected in found if expected.magnitude is not None])
+    return Expected("x", [x for expected in found for x in expected.values], SUM(max(nodes)), magnitudes.amax(0))
 
 
-def _bagua_tensor(tensor: Tensor, name: str) -> Tensor:
-    """Return a copy of ``tensor`` as a bucket's tensor."""
-    return BaguaTensor.ensure_bagua_tensor(tensor.clone(), name)  # type: ignore[arg-type]
+def _averages_due(records: Sequence[Record], options: Mapping[str, Any]) -> list[Expected]:
+    """Return whether weights are averaged after step t (S9.1); the record says that they were."""
+    period, warmup = options["period"], options["warmup_steps"] or 0
+    if period is None or not all("t" in record.info and record.info.get("averages") == "weights" for record in records):
+        return []
+    steps = [record.info["t"] - warmup for record in records]
+    return _schedule(records, "averages", [1] * len(steps), [int(t > 0 and (t - options["offset"]) % period == 0) for t in steps])
 
 
-def _warming_up(record: Record) -> bool:
-    """Return whether the operation was in full precision, or was recorded with ``warmup=True``."""
-    return bool(record.info.get("warmup", record.info.get("operation") == "CentralizedFullPrecision"))
+def _update_momenta(records: Sequence[Record], beta1: float) -> None:
+    """Put ``x <- beta1*momentum + (1-beta1)*grad`` in place of each rank's x, if momenta were recorded (S5.5)."""
+    if "momentum" not in records[0].inputs:
+        return
+    momenta, gradients = (inputs(records, role, COMPRESSIBLE) for role in ("momentum", "grad"))
+    for record, momentum, gradient in zip(records, momenta, gradients, strict=True):
+        factor = record.info.get("beta1", beta1)
+        if not 0 <= factor <= 1:
+            raise NotReplayable(f"beta1={factor!r} must be a number from 0 to 1")
+        record.inputs["x"] = momentum.clone()
+        get_backend("reference").update_momentum_(record.inputs["x"], gradient, factor)
+
+
+def _diloco(records: Sequence[Record], nodes: Sequence[int], options: Mapping[str, Any]) -> list[Expected]:
+    """Return the mean of what was sent (S9.5); and of S9.4 the difference, the mix and the schedule, where these were recorded."""
+    if options["compression"] or options["scattergather"]:
+        found = [low_precision(records, nodes, options["compression"])]
+    else:
+        found = [full_precision(records, nodes)]
+    if all({"g", "weights"} <= record.inputs.keys() for record in records):
+        found.append(_differences(records))
+    if all({"g", "before", "weights"} <= record.outputs.keys() for record in records):
+        found += _applied(records, options["mix"] or 0.0)
+    if options["period"] is not None and all({"t", "fragment"} <= record.info.keys() for record in records):
+        try:
+            schedule = Schedule(options["period"], options["fragments"], options["delay"])
+        except ValueError as error:
+            raise NotReplayable(str(error)) from None
+        steps = [record.info["t"] - (options["warmup_steps"] or 0) for record in records]
+        due = [schedule.sent_after(t) if t > 0 else None for t in steps]
+        sent = [record.info["fragment"] for record in records]
+        found += _schedule(records, "fragment", sent, [-1 if place is None else place for place in due])
+    return found
+
+
+def _differences(records: Sequence[Record]) -> Expected:
+    """Return g - x in g's dtype, padded with zeros (S9.4)."""
+    sent, gs, weights = (inputs(records, role, FLOATS) for role in ("x", "g", "weights"))
+    padding = sent[0].numel() - gs[0].numel()
+    if gs[0].shape != weights[0].shape or padding < 0:
+        raise NotReplayable(
+            f"inputs g and weights have {gs[0].numel()} and {weights[0].numel()} elements, and x has {sent[0].numel()}"
+        )
+    for record, x in zip(records, sent, strict=True):
+        record.outputs["difference"] = x
+    return Expected("difference", [torch.nn.functional.pad(g - w, (0, padding)) for g, w in zip(gs, weights, strict=True)])
+
+
+def _applied(records: Sequence[Record], mix: float) -> list[Expected]:
+    """Return g, the same on all ranks, and the weights mixed with it (S9.4)."""
+    gs, values = [record.outputs["g"] for record in records], []
+    for rank, (record, g) in enumerate(zip(records, gs, strict=True)):
+        x = record.outputs["before"]
+        wide = torch.float64 if x.dtype is torch.float64 else torch.float32
+        if x.dtype not in FLOATS or g.dtype is not wide or x.shape != g.shape:
+            raise NotReplayable(f"output g of rank {rank} has {g.numel()} elements of {g.dtype}, before {x.numel()} of {x.dtype}")
+        mixed = local_updates_numpy.mixed(x.to(wide).numpy(), g.numpy(), mix, name_of(x.dtype))
+        values.append(torch.from_numpy(mixed).to(x.dtype))
+    return [Expected("g", [gs[0]] * len(gs)), Expected("weights", values)]
+
+
+def _schedule(records: Sequence[Record], name: str, recorded: Sequence[int], due: Sequence[int]) -> list[Expected]:
+    """Return numbers that are due, to be compared with those recorded."""
+    for record, value in zip(records, recorded, strict=True):
+        record.outputs[name] = torch.tensor([value])
+    return [Expected(name, [torch.tensor([value]) for value in due])]
+
+
+_FLAG = ("true or false", lambda value: isinstance(value, bool))
+_STEPS = ("a number of steps", lambda value: type(value) is int and value >= 0)
+
+_ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    **dict.fromkeys(("hierarchical", "average", "scattergather", "warm_start", "error_feedback"), _FLAG),
+    **dict.fromkeys(("warmup_steps", "offset", "delay"), _STEPS),
+    "wire": (" or ".join(exchanges.WIRES), lambda value: value in exchanges.WIRES),
+    "compression": ("the name of a codec", lambda value: value in list_codecs("reference")),
+    "peer_selection_mode": (f"one of {', '.join(_MODES)}", lambda value: value in _MODES),
+    "period": ("a number of steps, at least 1", lambda value: type(value) is int and value >= 1),
+    "fragments": ("a number, at least 1", lambda value: type(value) is int and value >= 1),
+    "memory": ("local, averaged or none", lambda value: value in ("local", "averaged", None)),
+    "seed": ("a number from 0 to 2**32 - 1", lambda value: type(value) is int and 0 <= value < 2**32),
+    "ratio": ("a number above 0 and at most 1", lambda value: type(value) in (int, float) and 0 < value <= 1),
+    "mix": ("a number from 0 to 1", lambda value: type(value) in (int, float) and 0 <= value <= 1),
+    "beta1": ("a number from 0 to 1", lambda value: type(value) in (int, float) and 0 <= value <= 1),
+}
+"""Of each option that is not at its default: what it may be."""
+
+
+def merged_options(algorithm: str, recorded: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all options of ``algorithm``: given ones take precedence over recorded ones, and these over defaults.
+
+    Raises:
+        ValueError: the algorithm or a given option is unknown, or a value is out of range.
+
+    >>> merged_options("bytegrad", {"hierarchical": False}, {})
+    {'hierarchical': False, 'average': True, 'compression': 'MinMaxUInt8'}
+    """
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm={algorithm!r} must be one of {', '.join(ALGORITHMS)}")
+    known = ALGORITHMS[algorithm]
+    for name in given:
+        if name not in known:
+            raise ValueError(f"option {name!r} is unknown; {algorithm} has {', '.join(known) or 'no options'}")
+    options = {**known, **{name: value for name, value in recorded.items() if name in known}, **given}
+    for name, value in options.items():
+        allowed, fits = _ALLOWED[name]
+        if value != known[name] and not fits(value):
+            raise ValueError(f"option {name}={value!r} must be {allowed}")
+    return options
+
+
+def parse_options(typed: Iterable[str]) -> dict[str, Any]:
+    """Parse options given as ``name=value`` on a command line.
+
+    Raises:
+        ValueError: one has no ``=``.
+
+    >>> parse_options(["hierarchical=false", "warmup_steps=10", "peer_selection_mode=shift_one"])
+    {'hierarchical': False, 'warmup_steps': 10, 'peer_selection_mode': 'shift_one'}
+    """
+    options: dict[str, Any] = {}
+    for entry in typed:
+        name, equals, text = entry.partition("=")
+        if not equals or not name:
+            raise ValueError(f"option {entry!r} must be name=value, such as hierarchical=false")
+        options[name] = _value(text)
+    return options
+
+
+def _value(text: str) -> Any:
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

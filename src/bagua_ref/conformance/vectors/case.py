@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bagua_ref.conformance.formats.safetensors_file import dtype_named, name_of
+
 __all__ = ["FLAGS", "Case", "canonical", "case_id", "dtype_named", "name_of", "seed_of"]
 
 FLAGS = ("valid", "edge", "poison")
@@ -77,18 +79,6 @@ def case_id(suite: str, operation: str, dtype: str, name: str) -> str:
 def seed_of(text: str) -> int:
     """Return the seed that belongs to a case's id (or any text): its CRC-32."""
     return zlib.crc32(text.encode())
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """Return ``"float32"`` for torch.float32."""
-    return str(dtype).removeprefix("torch.")
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """Return torch.float32 for ``"float32"``."""
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
 
 
 def canonical(x: Tensor) -> Tensor:

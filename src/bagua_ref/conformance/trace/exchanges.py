@@ -1,0 +1,236 @@
+"""Expected results of the exchanges of S3, from the inputs that all ranks recorded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bagua_ref.backends import get_backend
+from bagua_ref.backends.base import FLOATS
+from bagua_ref.backends.codec import COMPRESSIBLE
+from bagua_ref.base.untrusted import load_json
+from bagua_ref.conformance.expected import decentralized_numpy
+from bagua_ref.conformance.expected.tolerances import EXACT, SUM, Tolerance
+from bagua_ref.conformance.formats.safetensors_file import name_of
+from bagua_ref.conformance.targets.reference_ops import ReferenceCommOps
+from bagua_ref.conformance.targets.world import run_world
+from bagua_ref.conformance.trace.files import Record
+from bagua_ref.formulas.graphs import MODES, Graph, checked_graph
+
+__all__ = [
+    "WIRES", "Expected", "NotReplayable", "async_round", "decentralized", "full_precision", "inputs", "low_precision", "on_ring",
+    "on_wire", "refuse_divided", "shared_number",
+]  # fmt: skip
+
+WIRES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+"""Formats of 16 bits that values may have on their way, by name."""
+
+_OPS = ReferenceCommOps("reference")
+
+
+class NotReplayable(Exception):  # noqa: N818 - not a failure: this execution cannot be checked
+    """An execution cannot be replayed from its records; the message says why."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """An expected output.
+
+    Attributes:
+        name: name of the output.
+        values: expected values, by rank.
+        tolerance: the tolerance of the comparison.
+        magnitude: for sums, the sum (or mean) of the absolute values.
+    """
+
+    name: str
+    values: list[Tensor]
+    tolerance: Tolerance = EXACT
+    magnitude: Tensor | None = None
+
+
+def inputs(records: Sequence[Record], role: str, dtypes: Sequence[torch.dtype] | None = None) -> list[Tensor]:
+    """Return the input ``role`` of all ranks, which must have one size, and one dtype of ``dtypes``."""
+    found = [record.inputs.get(role) for record in records]
+    xs = [x for x in found if x is not None]
+    if len(xs) < len(found):
+        raise NotReplayable(f"input {role!r} was not recorded on rank {[x is None for x in found].index(True)}")
+    for rank, x in enumerate(xs):
+        if x.shape != xs[0].shape or x.dtype != xs[0].dtype:
+            raise NotReplayable(
+                f"input {role!r} has {x.numel()} elements of {x.dtype} on rank {rank}, but {xs[0].numel()} of {xs[0].dtype} "
+                "on rank 0"
+            )
+    if dtypes is not None and xs[0].dtype not in dtypes:
+        raise NotReplayable(f"the algorithm does not support {xs[0].dtype}; it supports {', '.join(map(str, dtypes))}")
+    return xs
+
+
+def shared_number(records: Sequence[Record], name: str, default: int | None = None) -> int:
+    """Return info that all ranks must have recorded alike."""
+    found = [record.info.get(name, default) for record in records]
+    if found[0] is None:
+        raise NotReplayable(f"info {name!r} was not recorded")
+    if differing := [rank for rank, value in enumerate(found) if value != found[0]]:
+        raise NotReplayable(f"rank {differing[0]} recorded {name}={found[differing[0]]}, and rank 0 {name}={found[0]}")
+    return int(found[0])
+
+
+def refuse_divided(records: Sequence[Record]) -> None:
+    """Refuse values that were divided by n on their way in, where the exchange does not expect it."""
+    if (divided := records[0].info.get("divided_by", 1)) != 1:
+        raise NotReplayable(
+            f"the recorded values are already divided by {divided}, as in gradient_allreduce, but this algorithm does not divide "
+            "them"
+        )
+
+
+def full_precision(
+    records: Sequence[Record], nodes: Sequence[int], average: bool = True, hierarchical: bool = False, wire: str | None = None
+) -> Expected:
+    """Return the sum or mean of S3.1 and S3.3; of inputs that were divided by n on their way in, the sum."""
+    xs = inputs(records, "x", FLOATS if average else None)
+    n, divided = len(xs), records[0].info.get("divided_by", 1)
+    if divided != 1 and not (average and divided == n):
+        raise NotReplayable(f"the recorded values are already divided by {divided}, which fits a mean over {divided} ranks only")
+    average = average and divided == 1
+    results = _centralized(xs, nodes, hierarchical, average)
+    if not xs[0].dtype.is_floating_point:
+        return Expected("x", results)
+    expected = Expected("x", results, SUM(n + hierarchical), _magnitude(xs, n if average else 1))
+    return expected if wire is None else on_wire(expected, records, wire)
+
+
+def on_wire(expected: Expected, records: Sequence[Record], wire: str) -> Expected:
+    """Return the mean or sum of S3.1 with the bound of a wire format.
+
+    A value is rounded n + 1 times: when it is cast, divided, and in n - 1 sums; each time by at most eps/2 of what is rounded, or
+    of the smallest normal number. The bound, (n + 2)/2 * eps, has room for products of these. Where the sum of absolute values may
+    exceed the format's range, a result that is not finite is accepted.
+
+    Args:
+        expected: in full precision, with the mean (for a sum: the sum) of the absolute values as magnitude.
+        records: of all ranks.
+        wire: a name of `WIRES`.
+
+    Raises:
+        NotReplayable: the recorded values have no more digits than the format.
+    """
+    dtype, n, format_ = expected.values[0].dtype, len(records), torch.finfo(WIRES[wire])
+    if dtype not in (torch.float32, torch.float64):
+        raise NotReplayable(f"wire={wire} is for values of float32 and float64, and these are {dtype}")
+    assert expected.magnitude is not None
+    overflows = ~(expected.magnitude * n <= format_.max)
+    values = []
+    for record, value in zip(records, expected.values, strict=True):
+        got = record.outputs.get("x")
+        fits = got is not None and got.shape == value.shape and got.dtype == value.dtype
+        values.append(torch.where(overflows & ~got.isfinite(), got, value) if got is not None and fits else value)
+    tolerance = Tolerance(f"SUM({n}) in {wire}", epsilons=round((n + 2) / 2 * format_.eps / torch.finfo(dtype).eps))
+    return replace(expected, values=values, tolerance=tolerance, magnitude=expected.magnitude + format_.smallest_normal)
+
+
+def low_precision(
+    records: Sequence[Record], nodes: Sequence[int], compression: str | None, average: bool = True, hierarchical: bool = False
+) -> Expected:
+    """Return the result of S3.2 and S3.3, or of S3.1 by scatter-gather, of inputs padded with zeros for whole chunks (S2.2)."""
+    if any(record.info.get("operation") == "CentralizedErrorFeedback" for record in records):
+        raise NotReplayable("error memories, which the result depends on, are not recorded")
+    refuse_divided(records)
+    xs = inputs(records, "x", COMPRESSIBLE if compression else FLOATS)
+    size = xs[0].numel()
+    padding = -size % (math.lcm(len(xs), len(nodes)) if hierarchical else len(xs))
+    padded = [torch.nn.functional.pad(x, (0, padding)) for x in xs]
+    results = _centralized(padded, nodes, hierarchical, average, scattergather=True, compression=compression)
+    return Expected("x", [result[:size] for result in results])
+
+
+def decentralized(records: Sequence[Record], nodes: Sequence[int], mode: str, hierarchical: bool) -> Expected:
+    """Return the averages of S3.4 and S13; the graph of ``mode="function"`` is JSON of a list per receiver of [source, weight]."""
+    refuse_divided(records)
+    xs, t = inputs(records, "x", FLOATS), records[0].info.get("execution", records[0].execution)
+    members, what = (len(nodes), "nodes") if hierarchical else (len(xs), "ranks")
+    if mode != "function" and not MODES[mode].takes(members):
+        raise NotReplayable(f"{mode} needs {MODES[mode].sizes} of {what}, and there are {members}")
+    graph = [_recorded_graph(records, members)] if mode == "function" else mode
+    dtype = xs[0].dtype
+    arrays = [(x if dtype is torch.float64 else x.float()).numpy() for x in xs]
+    results = decentralized_numpy.average(arrays, name_of(dtype), graph, hierarchical, list(nodes), t)
+    values = [torch.from_numpy(result).to(dtype) for result in results]
+    return Expected("x", values, *((SUM(len(xs) + hierarchical), _magnitude(xs, len(xs))) if mode == "all" else ()))
+
+
+def on_ring(
+    records: Sequence[Record], before: Sequence[Record] | None, nodes: Sequence[int], compression: str, hierarchical: bool
+) -> Expected:
+    """Return the result of S3.5. Replicas are recorded, or are the results of the execution ``before`` here and on both sides."""
+    refuse_divided(records)
+    xs, n = inputs(records, "x", COMPRESSIBLE), len(nodes) if hierarchical else len(records)
+    members = [sum(nodes[:node]) for node in range(n)] if hierarchical else list(range(n))
+    roles = ("weight", "left", "right")
+    replicas = {rank: [x] * 3 for rank, x in enumerate(xs)}  # not used on ranks that lead no node
+    if all(role in records[member].inputs for member in members for role in roles):
+        replicas |= {member: [records[member].inputs[role] for role in roles] for member in members}
+    elif before is not None and before[0].execution == records[0].execution - 1:
+        results = [before[member].outputs["x"] for member in members]
+        replicas |= {members[i]: [results[i], results[i - 1], results[(i + 1) % n]] for i in range(n)}
+    else:
+        raise NotReplayable("neither the replicas (weight, left, right) nor the previous execution were recorded")
+    if any(replica.shape != xs[0].shape or replica.dtype != xs[0].dtype for three in replicas.values() for replica in three):
+        raise NotReplayable("replicas differ from x in size or dtype")
+
+    def rank(world: Any) -> Tensor:
+        rounds = [replicas[world.rank], xs[world.rank]]
+        return _OPS.low_precision_decentralized(world, rounds, hierarchical=hierarchical, compression=compression)[0]
+
+    return Expected("x", _on_ranks(nodes, rank))
+
+
+def async_round(records: Sequence[Record]) -> list[Expected]:
+    """Return the sum of the snapshots (S3.6); and where x was recorded before and after, x with what the round has added to it."""
+    snapshots = inputs(records, "snapshot", FLOATS)
+    wide = torch.stack(snapshots).to(torch.float64 if snapshots[0].dtype is torch.float64 else torch.float32)
+    found = []
+    if all("reduced" in record.outputs for record in records):
+        found.append(Expected("reduced", [wide.sum(0)] * len(wide), SUM(len(wide)), _magnitude(snapshots, 1)))
+    if all("before" in r.inputs | r.outputs and {"reduced", "x"} <= r.outputs.keys() for r in records):
+        results = [(record.inputs | record.outputs)["before"].clone() for record in records]
+        for x, record, snapshot in zip(results, records, snapshots, strict=True):
+            get_backend("reference").async_average_(x, record.outputs["reduced"], snapshot, len(records))
+        found.append(Expected("x", results))
+    if not found:
+        raise NotReplayable("a round needs at least the input snapshot and the output reduced")
+    return found
+
+
+def _centralized(
+    xs: Sequence[Tensor], nodes: Sequence[int], hierarchical: bool, average: bool, scattergather: bool = False,
+    compression: str | None = None,
+) -> list[Tensor]:  # fmt: skip
+    options: Any = {"hierarchical": hierarchical, "average": average, "scattergather": scattergather, "compression": compression}
+    return _on_ranks(nodes, lambda world: _OPS.centralized(world, xs[world.rank], **options))
+
+
+def _on_ranks(nodes: Sequence[int], program: Callable[[Any], Tensor]) -> list[Tensor]:
+    return run_world(lambda world: world, tuple(nodes), program)
+
+
+def _magnitude(xs: Sequence[Tensor], divisor: int) -> Tensor:
+    return torch.stack(list(xs)).double().abs().sum(0) / divisor
+
+
+def _recorded_graph(records: Sequence[Record], members: int) -> Graph:
+    graphs = [record.info.get("graph") or "" for record in records]
+    if "" in graphs:
+        raise NotReplayable(f"the graph of the function was not recorded on rank {graphs.index('')}")
+    if differing := [rank for rank, graph in enumerate(graphs) if graph != graphs[0]]:
+        raise NotReplayable(f"rank {differing[0]} used another graph than rank 0")
+    try:
+        return checked_graph(load_json(graphs[0].encode()), members)
+    except (TypeError, ValueError) as error:
+        raise NotReplayable(f"the recorded graph cannot be used: {error}") from None
