@@ -10,15 +10,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bagua_ref.backends import get_backend
 from bagua_ref.base.untrusted import one_line
-from bagua_ref.conformance.expected.tolerances import EXACT, places, where_equal
-from bagua_ref.conformance.trace.exchanges import Expected, NotReplayable
-from bagua_ref.conformance.trace.files import MANIFEST, Record, TraceError, read_trace
-from bagua_ref.conformance.trace.recognise import recognise
+from bagua_ref.conformance.expected.tolerances import EXACT, SUM, places, where_equal
+from bagua_ref.conformance.trace.exchanges import WIRES, Expected, NotReplayable
+from bagua_ref.conformance.trace.files import MANIFEST, RankTrace, Record, TraceError, read_trace
 from bagua_ref.conformance.trace.replay import ALGORITHMS, Replay, merged_options
 from bagua_ref.conformance.trace.report import Divergence, Execution, TraceReport
+from bagua_ref.formulas.graphs import MODES
 
 __all__ = ["check_trace"]
+
+_SCHEDULES = {
+    "averages": "as if weights had been averaged after another step than the period and the offset say",
+    "fragment": "as if another fragment had been sent after that step than is due (-1: none)",
+}
+
+_PAIRS = ("shift_one", "one_peer_exponential", "hypercube")
+"""Modes in which each rank averages with one other."""
+
+_ROUGHLY = 1e-3  # of the largest value: smaller than the distance between a codec's levels
 
 
 def check_trace(
@@ -57,8 +68,8 @@ def check_trace(
     replay = Replay(algorithm, merged_options(algorithm, manifest["options"], options or {}), tuple(manifest["nodes"]))
     if unknown := sorted(set(buckets) - set(manifest["buckets"])):
         raise ValueError(f"buckets: {unknown[0]!r} is not in the trace, which has {one_line(', '.join(manifest['buckets']))}")
-    report = TraceReport(algorithm, replay.options, replay.nodes, _notes(ranks))
     common = sorted(set.intersection(*(set(rank.steps) for rank in ranks)))
+    report = TraceReport(algorithm, replay.options, replay.nodes, _notes(ranks, common))
     before: dict[str, list[Record]] = {}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as the simulated world does; switching at each step would cost more than a second thread gains
@@ -66,8 +77,16 @@ def check_trace(
         for done, step in enumerate(common):
             by_rank = [rank.records(step) for rank in ranks]
             for bucket in dict.fromkeys(name for records in by_rank for name in records):
-                if not buckets or bucket in buckets:
-                    _check_execution(step, bucket, by_rank, before, replay, report, manifest["buckets"].get(bucket, {}))
+                if buckets and bucket not in buckets:
+                    continue
+                try:
+                    records, last = _of_all_ranks(bucket, by_rank), before.get(bucket)
+                    before[bucket] = records
+                    for expected in replay(step, records, last):
+                        described = manifest["buckets"].get(bucket, {})
+                        report.executions.append(_compare(step, bucket, expected, records, replay, described))
+                except NotReplayable as reason:
+                    report.not_checked.append((step, bucket, str(reason)))
             if progress is not None:
                 progress(done + 1, len(common))
     finally:
@@ -81,35 +100,13 @@ def check_trace(
     return report
 
 
-def _check_execution(
-    step: int,
-    bucket: str,
-    by_rank: list[dict[str, Record]],
-    before: dict[str, list[Record]],
-    replay: Replay,
-    report: TraceReport,
-    described: Mapping[str, Any],
-) -> None:
-    """Replay one execution and add the result to the report; ``before`` holds each bucket's last records."""
-    try:
-        records = _of_all_ranks(bucket, by_rank)
-        last = before.get(bucket)
-        before[bucket] = records
-        for expected in replay(step, records, last):
-            report.executions.append(_compare(step, bucket, expected, records, replay, described))
-    except NotReplayable as reason:
-        report.not_checked.append((step, bucket, str(reason)))
-
-
-def _notes(ranks: Sequence[Any]) -> list[str]:
+def _notes(ranks: Sequence[RankTrace], common: Sequence[int]) -> list[str]:
     """Return notes about the recording for the reader of the report."""
     notes = []
-    every = set().union(*(rank.steps for rank in ranks))
-    common = set.intersection(*(set(rank.steps) for rank in ranks))
-    if lonely := sorted(every - common):
-        who = [place for place, rank in enumerate(ranks) if lonely[0] in rank.steps]
+    if partial := sorted(set().union(*(rank.steps for rank in ranks)) - set(common)):
+        who = [place for place, rank in enumerate(ranks) if partial[0] in rank.steps]
         notes.append(
-            f"{len(lonely)} steps, from step {lonely[0]} on, were recorded by some ranks only (rank {', '.join(map(str, who))}) "
+            f"{len(partial)} steps, from step {partial[0]} on, were recorded by some ranks only (rank {', '.join(map(str, who))}) "
             "and are not checked"
         )
     for place, rank in enumerate(ranks):
@@ -142,26 +139,21 @@ def _compare(
                 f"{wanted.numel()} of {wanted.dtype}"
             )
         got.append(x)
-    equal = [where_equal(x, w, expected.tolerance, magnitude=expected.magnitude) for x, w in zip(got, expected.values, strict=True)]
-    wrong = [int((~same).sum()) for same in equal]
-    execution = Execution(
-        step,
-        bucket,
-        [x.numel() for x in got],
-        wrong,
-        [_error(x, w) for x, w in zip(got, expected.values, strict=True)],
-    )
-    if any(wrong):
-        rank = next(rank for rank, count in enumerate(wrong) if count)
-        element = int((~equal[rank]).nonzero()[0])
+    found, wanted = torch.stack(got), torch.stack(expected.values)
+    diverging = ~where_equal(found, wanted, expected.tolerance, magnitude=expected.magnitude)
+    errors = [_error(x, w) for x, w in zip(found, wanted, strict=True)]
+    execution = Execution(step, bucket, [x.numel() for x in got], diverging.sum(1).tolist(), errors)
+    if diverging.any():
+        rank, element = diverging.nonzero()[0].tolist()
         name, index = _tensor_at(expected.name, element, described)
-        x, w = got[rank][element], expected.values[rank][element]
+        x, w = found[rank, element], wanted[rank, element]
+        ulps = abs(int(places(x[None]) - places(w[None]))) if x.is_floating_point() and not (x.isnan() or w.isnan()) else None
         execution.first = Divergence(
-            step, rank, bucket, name, index, element, _number(w), _number(x), _ulps(x, w), expected.tolerance.name,
-            _chunks(torch.stack([~same for same in equal]).any(0), replay) if expected.name == "x" else None,
+            step, rank, bucket, name, index, element, float(w), float(x), ulps, expected.tolerance.name,
+            _chunks(diverging.any(0), replay) if expected.name == "x" else None,
         )  # fmt: skip
         inputs = [record.inputs["x"] for record in records if expected.name == "x" and "x" in record.inputs]
-        execution.kind = recognise(expected, got, inputs if len(inputs) == len(records) else None, replay)
+        execution.kind = _cause(expected, found, wanted, torch.stack(inputs) if len(inputs) == len(records) else None, replay)
     return execution
 
 
@@ -195,9 +187,7 @@ def _tensor_at(role: str, element: int, described: Mapping[str, Any]) -> tuple[s
 
 def _chunks(wrong: Tensor, replay: Replay) -> str | None:
     """Name the chunks of a scattered operation that hold wrong elements."""
-    if replay.algorithm not in ("bytegrad", "qadam") and not {"scattergather", "compression"} & {
-        name for name, value in replay.options.items() if value
-    }:
+    if not (_compresses(replay) or replay.options.get("scattergather")):
         return None
     starts = [sum(replay.nodes[:node]) for node in range(len(replay.nodes))]
     reducers = starts if replay.options.get("hierarchical") else list(range(sum(replay.nodes)))
@@ -210,11 +200,90 @@ def _chunks(wrong: Tensor, replay: Replay) -> str | None:
     return f"chunk {', '.join(map(str, hit))} of {count} chunks of {size} elements, reduced by rank {ranks}"
 
 
-def _number(x: Tensor) -> float:
-    return float(x.item())
-
-
-def _ulps(a: Tensor, b: Tensor) -> int | None:
-    if not a.dtype.is_floating_point or a.isnan() or b.isnan():
+def _cause(expected: Expected, found: Tensor, wanted: Tensor, inputs: Tensor | None, replay: Replay) -> str | None:
+    """Return the likely cause of a divergence, or None if it matches no known cause; a row of each tensor belongs to a rank."""
+    if expected.name in _SCHEDULES:
+        return _SCHEDULES[expected.name]
+    if not found.dtype.is_floating_point:
         return None
-    return abs(int(places(a.reshape(1)).item()) - int(places(b.reshape(1)).item()))
+    if inputs is not None and _same(found, inputs):
+        return "as if nothing had been communicated: the outputs equal the inputs"
+    n = len(found)
+    if n > 1 and _roughly(found, wanted, n):
+        return "as if summed, where a mean was expected"
+    if n > 1 and _roughly(found, wanted, 1 / n):
+        return "as if averaged, where a sum was expected"
+    if inputs is not None and _compresses(replay) and _is_uncompressed(found, inputs, replay):
+        return "as if it had been communicated in full precision, not compressed"
+    if narrow := _narrower(found, wanted, expected.magnitude):
+        return narrow
+    wrong = [rank for rank in range(n) if not _same(found[rank], wanted[rank])]
+    if inputs is not None and replay.algorithm == "decentralized" and not replay.options["hierarchical"]:
+        for rank in wrong:
+            if peer := _other_peers(rank, found[rank], inputs, replay.options["peer_selection_mode"]):
+                return f"as if rank {rank} had {peer}"
+    sources = [next((other for other in range(n) if _same(found[rank], wanted[other])), None) for rank in wrong]
+    if wrong and None not in sources:
+        return f"as if ranks were mixed up: rank {wrong[0]} has the result of rank {sources[0]}"
+    if _same(wanted, wanted[:1].expand_as(wanted)) and not _same(found, found[:1].expand_as(found)):
+        return "as if ranks had ended with different values, where all must have the same"
+    return None
+
+
+def _compresses(replay: Replay) -> bool:
+    return replay.algorithm in ("bytegrad", "qadam") or replay.options.get("compression") is not None
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and bool(where_equal(a, b, EXACT).all())
+
+
+def _roughly(found: Tensor, wanted: Tensor, factor: float) -> bool:
+    scaled = wanted.double() * factor
+    largest = scaled.abs().max().item() if scaled.numel() else 0.0
+    return 0 < largest < float("inf") and bool(((found.double() - scaled).abs() <= _ROUGHLY * largest).all())
+
+
+def _is_mean(found: Tensor, xs: Tensor, divisor: int) -> bool:
+    """Return whether ``found`` is the sum of ``xs`` over ranks divided by ``divisor``, added in any order."""
+    result, magnitude = (xs.double().sum(0) / divisor).to(found.dtype), xs.double().abs().sum(0) / divisor
+    return bool(where_equal(found, result.expand_as(found).contiguous(), SUM(len(xs)), magnitude=magnitude).all())
+
+
+def _is_uncompressed(found: Tensor, inputs: Tensor, replay: Replay) -> bool:
+    return _is_mean(found, inputs, len(inputs) if replay.options.get("average", True) else 1)
+
+
+def _narrower(found: Tensor, wanted: Tensor, magnitude: Tensor | None) -> str | None:
+    """Return the 16-bit format to which inputs and sum seem to have been rounded, or None."""
+    if found.dtype not in (torch.float32, torch.float64) or not found.numel():
+        return None
+    exact_at, close = wanted.double(), where_equal(found, wanted, EXACT)
+    magnitude = exact_at.abs() if magnitude is None else magnitude
+    matches: list[tuple[int, str]] = []
+    for name, dtype in WIRES.items():
+        info, rounded = torch.finfo(dtype), wanted.to(dtype).to(found.dtype)
+        near = (found.double() - exact_at).abs() <= (len(found) + 1) * info.eps * (magnitude + info.smallest_normal)
+        overflow = ~found.isfinite() & (exact_at.abs() > info.max / len(found))
+        if _same(found.to(dtype).to(found.dtype), found) and bool((near | overflow | close).all()):
+            exact = int(where_equal(found, rounded, EXACT).sum())
+            text = f"all values are numbers of {name}, and {exact} of {found.numel()} are the expected one rounded"
+            matches.append((exact, f"as if rounded to {name}: {text}"))
+    return max(matches)[1] if matches else None
+
+
+def _other_peers(rank: int, found: Tensor, inputs: Tensor, mode: str) -> str | None:
+    """Return what a rank seems to have averaged instead, or None."""
+    if mode in _PAIRS:
+        for other, x in enumerate(inputs):
+            mean = x.clone()
+            get_backend("reference").average_(mean, inputs[rank])
+            if other != rank and _same(mean, found):
+                return f"averaged with rank {other}, which is not its peer now"
+    if mode in ("ring", "exponential"):
+        sources = [source for source, _ in MODES[mode].graph(0, len(inputs))[rank]]
+        for left_out in sources:
+            rest = inputs[[source for source in sources if source != left_out]]
+            if len(rest) and any(_is_mean(found, rest, divisor) for divisor in (len(rest), len(sources))):
+                return f"left out {'its own values' if left_out == rank else f'those of rank {left_out}'}"
+    return None

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import os
 import platform
-import threading
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from bagua_ref import __version__
 from bagua_ref.base.runtime import World, current_world
 from bagua_ref.conformance.clauses import SPEC_VERSION
-from bagua_ref.conformance.trace.files import FORMAT, TRACE_VERSION, Record, Writer
-from bagua_ref.conformance.trace.identity import find_identity
-from bagua_ref.conformance.trace.own_buckets import OwnBuckets
-from bagua_ref.conformance.trace.steps import Sampling, Steps
-from bagua_ref.conformance.trace.values import bucket_name, described, flat_copy, named_tensors, plain_values
+from bagua_ref.conformance.formats.safetensors_file import CODES, name_of
+from bagua_ref.conformance.trace.files import FORMAT, TRACE_VERSION
+from bagua_ref.conformance.trace.observer import TraceObserver
+from bagua_ref.conformance.trace.recording import Recording, Sampling, check_int
 
 __all__ = ["Recorder"]
 
 
-class Recorder:
+class Recorder(Recording):
     """Records the inputs and outputs of every bucket operation on this rank, step by step, into files.
 
     Modules wrapped by ``with_bagua`` or `bagua_ref.data_parallel.DistributedDataParallel` are recorded automatically, whether they
@@ -77,66 +80,41 @@ class Recorder:
     ) -> None:
         if not isinstance(directory, str | Path):
             raise TypeError(f"directory={directory!r} must be a path")
-        if max_bytes is not None and (not isinstance(max_bytes, int) or isinstance(max_bytes, bool)):
-            raise TypeError(f"max_bytes={max_bytes!r} must be an int or None")
-        if max_bytes is not None and max_bytes < 1:
-            raise ValueError(f"max_bytes={max_bytes} must be 1 or more, or None for no limit")
+        if max_bytes is not None:
+            check_int("max_bytes", max_bytes, 1, " or None")
         if algorithm is not None and not isinstance(algorithm, str):
             raise TypeError(f"algorithm={algorithm!r} must be a name or None")
-        self.directory = Path(directory)
-        self.steps_written = self.bytes_written = 0
-        self.stopped: str | None = None
-        """Why recording stopped early, or None."""
-        self._max_bytes, self._asked = max_bytes, (rank, world_size, nodes)
-        self._sampling = Sampling(every, buckets, seed)
-        self._lock = threading.RLock()  # buckets run on workers' threads
-        self._algorithm, self._options = algorithm, plain_values("options", {} if options is None else options)
-        self._manifest: dict[str, Any] = {}
-        self._written: set[int] = set()
-        self._writer: Writer | None = None
+        super().__init__(Path(directory), Sampling(every, buckets, seed), max_bytes)
+        self._algorithm, self._options = algorithm, _json_values("options", {} if options is None else options)
+        self._identity = (rank, world_size, nodes)
 
     def __enter__(self) -> Recorder:
         if self._writer is not None:
             raise RuntimeError("this Recorder is already in use; create another one")
         self._world: World = current_world()
-        identity = find_identity(self._world, *self._asked)
-        self._manifest = {
-            "format": FORMAT,
-            "trace_version": TRACE_VERSION,
-            "spec_version": SPEC_VERSION,
-            "versions": {"bagua_ref": __version__, "torch": torch.__version__, "python": platform.python_version()},
-            **identity,
-            "algorithm": self._algorithm,
-            "options": self._options,
-            "sampling": self._sampling.as_json(),
-            "max_bytes": self._max_bytes,
-            "buckets": {},
-            "complete": False,
-            "stopped": None,
-        }
-        self._steps = Steps(self._sampling, self._write)
-        self._writer = Writer(self.directory / f"rank{identity['rank']}", self._manifest)
-        self._own = OwnBuckets(self)
-        self._world.observers = (*self._world.observers, self._own)
+        self.open(
+            {
+                "format": FORMAT,
+                "trace_version": TRACE_VERSION,
+                "spec_version": SPEC_VERSION,
+                "versions": {"bagua_ref": __version__, "torch": torch.__version__, "python": platform.python_version()},
+                **_identity(self._world, *self._identity),
+                "algorithm": self._algorithm,
+                "options": self._options,
+                "sampling": self._sampling.as_json(),
+                "max_bytes": self._max_bytes,
+                "buckets": {},
+                "complete": False,
+                "stopped": None,
+            }
+        )
+        self._observer = TraceObserver(self)
+        self._world.observers = (*self._world.observers, self._observer)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._world.observers = tuple(observer for observer in self._world.observers if observer is not self._own)
-        with self._lock:
-            writer = self._writer
-            if writer is None:
-                return
-            if self.stopped is None:
-                self._steps.finish(failed=kind is not None)
-            self._manifest["complete"] = kind is None and self.stopped is None
-            self._save_manifest()
-            writer.close()
-            self._writer = None
-
-    @property
-    def recording(self) -> bool:
-        """Whether the recorder has been entered and has not stopped."""
-        return self._writer is not None and self.stopped is None
+        self._world.observers = tuple(observer for observer in self._world.observers if observer is not self._observer)
+        self.close(failed=kind is not None)
 
     def before_op(self, bucket: str | int, tensors: Any, **info: Any) -> None:
         """Record the input of a bucket's operation, before it runs.
@@ -153,17 +131,16 @@ class Recorder:
             TypeError: a value is not a tensor, or its dtype is not supported.
         """
         with self._lock:
-            self._check_entered("before_op")
-            name = bucket_name(bucket)
-            if self.stopped is not None:
+            name = self._bucket_name("before_op", bucket)
+            if not self.recording:
                 return
-            if self._steps.is_open(name):
+            if name in self._open:
                 raise ValueError(f"bucket={name!r}: before_op was called twice without after_op in between")
-            given, info = named_tensors("tensors", tensors), plain_values("info", info)
-            self.begin(name, lambda follows: {role: flat_copy(value) for role, value in given.items()}, info)
+            given, info = _named_tensors("tensors", tensors), _json_values("info", info)
+            self.begin(name, lambda follows: _flat_copies(given), info)
             if name not in self._manifest["buckets"]:
-                self._manifest["buckets"][name] = described(given.get("x", next(iter(given.values()))))
-                self._save_manifest()
+                entry = _description(given.get("x", next(iter(given.values()))))
+                self.describe(name, entry, self._manifest["algorithm"], self._manifest["options"])
 
     def after_op(self, bucket: str | int, tensors: Any) -> None:
         """Record the output of a bucket's operation.
@@ -177,89 +154,112 @@ class Recorder:
             TypeError: as there.
         """
         with self._lock:
-            self._check_entered("after_op")
-            name = bucket_name(bucket)
-            if self.stopped is not None:
+            name = self._bucket_name("after_op", bucket)
+            if not self.recording:
                 return
-            if not self._steps.is_open(name):
+            if name not in self._open:
                 raise ValueError(f"bucket={name!r}: after_op was called without before_op")
-            given = named_tensors("tensors", tensors)
-            self._steps.end(name, lambda: {role: flat_copy(value) for role, value in given.items()})
+            given = _named_tensors("tensors", tensors)
+            self.end(name, lambda: _flat_copies(given))
 
     def step(self) -> None:
         """End a training step; its records are written."""
         with self._lock:
             self._check_entered("step")
-            if self.stopped is None:
-                self._steps.advance()
-
-    # `OwnBuckets` calls these, too.
-
-    def begin(self, bucket: str, inputs: Any, info: Mapping[str, Any]) -> None:
-        """As `Steps.begin`, while recording."""
-        with self._lock:
             if self.recording:
-                self._steps.begin(bucket, inputs, info)
-
-    def end(self, bucket: str, outputs: Any, inputs: Any = None, info: Mapping[str, Any] | None = None) -> None:
-        """As `Steps.end`, if the operation has begun."""
-        with self._lock:
-            if self.recording and self._steps.is_open(bucket):
-                self._steps.end(bucket, outputs, inputs, info)
-
-    def forget(self, bucket: str) -> None:
-        """As `Steps.forget`."""
-        with self._lock:
-            if self.recording:
-                self._steps.forget(bucket)
-
-    def describe_own(self, bucket: str, entry: dict[str, Any], algorithm: str | None, options: Mapping[str, Any]) -> None:
-        """Describe one of the package's buckets in the manifest; what the user said about the algorithm takes precedence."""
-        with self._lock:
-            if not self.recording:
-                return
-            known = (self._manifest["buckets"].get(bucket), self._manifest["algorithm"], self._manifest["options"])
-            self._manifest["buckets"][bucket] = entry
-            self._manifest["algorithm"] = self._algorithm or algorithm
-            self._manifest["options"] = {**options, **self._options}
-            if known != (entry, self._manifest["algorithm"], self._manifest["options"]):
-                self._save_manifest()
+                self.advance()
 
     def _check_entered(self, method: str) -> None:
         if self._writer is None:
             raise RuntimeError(f"{method}() must be called inside `with Recorder(...) as recorder:`")
 
-    def _write(self, step: int, records: list[Record]) -> None:
-        if self.stopped is not None or self._writer is None:
-            return
-        size = sum(t.numel() * t.element_size() for r in records for t in (*r.inputs.values(), *r.outputs.values()))
-        if self._max_bytes is not None and self.bytes_written + size > self._max_bytes:
-            self._stop(f"step {step} would exceed max_bytes={self._max_bytes}", step)
-            return
-        try:
-            self.bytes_written += self._writer.write_step(step, records)
-        except OSError as error:
-            self._stop(f"step {step} cannot be written: {error}", step)
-            return
-        self._written.add(step)
-        self.steps_written = len(self._written)
+    def _bucket_name(self, method: str, bucket: Any) -> str:
+        self._check_entered(method)
+        if not isinstance(bucket, str | int) or isinstance(bucket, bool):
+            raise TypeError(f"bucket={bucket!r} must be a name or a number")
+        return str(bucket)
 
-    def _save_manifest(self) -> None:
-        try:
-            assert self._writer is not None
-            self._writer.write_manifest(self._manifest)
-        except OSError as error:
-            if self.stopped is None:
-                self._stop(f"the manifest cannot be written: {error}", self._steps.step)
 
-    def _stop(self, reason: str, step: int) -> None:
-        self.stopped = reason
-        self._steps.drop_all()
-        self._manifest["stopped"] = {"step": step, "reason": reason}
-        warnings.warn(
-            f"recording into {str(self.directory)!r} has stopped: {reason}. Training continues. Use every=, buckets= or "
-            "max_bytes= to change how much is recorded",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        self._save_manifest()
+def _identity(world: World, rank: int | None, world_size: int | None, nodes: Sequence[int] | None) -> dict[str, Any]:
+    """Return rank, world_size and nodes for the manifest: as given, or as bagua_ref, torch or the environment says."""
+    torchs = world.transport is None and dist.is_available() and dist.is_initialized()
+    if rank is None:
+        rank = dist.get_rank() if torchs else world.identity.rank
+    if world_size is None:
+        world_size = dist.get_world_size() if torchs else world.identity.world_size
+    check_int("rank", rank)
+    check_int("world_size", world_size, 1)
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank={rank} must be from 0 to world_size - 1 = {world_size - 1}")
+    sizes = list(nodes) if nodes is not None else _known_nodes(world, world_size)
+    if any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in sizes) or sum(sizes) != world_size:
+        raise ValueError(f"nodes={sizes} must be numbers of ranks, each at least 1, that sum to world_size={world_size}")
+    return {"rank": rank, "world_size": world_size, "nodes": sizes}
+
+
+def _known_nodes(world: World, world_size: int) -> list[int]:
+    if world.transport is not None and len(world.transport.node_of) == world_size:
+        runs = [(node, len(list(ranks))) for node, ranks in itertools.groupby(world.transport.node_of)]
+        if len(runs) > len(set(world.transport.node_of)):
+            raise ValueError(
+                f"nodes: ranks are on nodes {list(world.transport.node_of)}; a replay needs consecutive ranks on each node"
+            )
+        return [size for _, size in runs]
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if local.isdigit() and int(local) and world_size % int(local) == 0:
+        return [int(local)] * (world_size // int(local))
+    return [world_size]
+
+
+def _json_values(argument: str, values: Any) -> dict[str, Any]:
+    """Return a mapping of names to JSON values."""
+    if not isinstance(values, Mapping):
+        raise TypeError(f"{argument}={values!r} must be a mapping of names to values")
+    for name, value in values.items():
+        if value is not None and not isinstance(value, str | int | float):
+            raise TypeError(f"{argument}: {name}={value!r} must be a number, a string, a bool or None, as JSON")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{argument}: {name}={value!r} must be finite, as JSON has no infinity or NaN")
+    return dict(values)
+
+
+def _named_tensors(argument: str, tensors: Any) -> dict[str, dict[str, Tensor]]:
+    """Return the parts of the given values by name, as tensors that share memory with them if possible."""
+    named = dict(tensors) if isinstance(tensors, Mapping) else {"x": tensors}
+    if not named:
+        raise ValueError(f"{argument}={tensors!r} must hold at least one tensor")
+    found: dict[str, dict[str, Tensor]] = {}
+    for role, value in named.items():
+        if not isinstance(role, str) or not role.isidentifier():
+            raise ValueError(f"{argument}: the name {role!r} must be an identifier, such as 'x'")
+        parts = {str(place): part for place, part in enumerate(value)} if isinstance(value, list | tuple) else {"x": value}
+        found[role] = {name: _as_tensor(argument, part) for name, part in parts.items()}
+        dtypes = {str(part.dtype) for part in found[role].values()}
+        if len(dtypes) != 1:
+            raise ValueError(f"{argument}: {role} must be a list of at least one tensor, all of one dtype, not {sorted(dtypes)}")
+    return found
+
+
+def _as_tensor(argument: str, value: Any) -> Tensor:
+    if isinstance(value, np.ndarray):
+        # torch refuses negative strides and warns of read-only arrays.
+        value = torch.from_numpy(np.require(value, requirements=["C", "W"]))
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{argument}: {value!r} must be a torch.Tensor or a NumPy array, not {type(value).__name__}")
+    if value.dtype not in CODES:
+        raise TypeError(f"{argument}: {value.dtype} is not supported; use one of {', '.join(CODES.values())}")
+    return value
+
+
+def _description(parts: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the manifest's description of a bucket with input x."""
+    return {
+        "dtype": name_of(next(iter(parts.values())).dtype),
+        "elements": sum(part.numel() for part in parts.values()),
+        "tensors": [{"name": name, "shape": list(part.shape)} for name, part in parts.items()],
+    }
+
+
+def _flat_copies(named: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return flat copies in main memory."""
+    return {role: torch.cat([part.detach().reshape(-1) for part in parts.values()]).cpu() for role, parts in named.items()}

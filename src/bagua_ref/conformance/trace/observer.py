@@ -1,11 +1,11 @@
-"""Recording of the package's own buckets."""
+"""Recording of the operations of the package's own buckets."""
 
 from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Mapping, MutableMapping
-from typing import Any, Protocol
+from collections.abc import MutableMapping
+from typing import Any
 
 from torch import Tensor
 
@@ -25,8 +25,10 @@ from bagua_ref.comm_ops import (
     PythonOp,
     TopK,
 )
+from bagua_ref.conformance.formats.safetensors_file import name_of
+from bagua_ref.conformance.trace.recording import Recording
 
-__all__ = ["Notebook", "OwnBuckets"]
+__all__ = ["TraceObserver"]
 
 _ALGORITHMS: dict[type, str] = {
     CentralizedFullPrecision: "gradient_allreduce",
@@ -46,31 +48,18 @@ _ABOUT_ROUNDS = ("t", "fragment", "averages")
 """Of a bucket's ``about``, what changes from round to round; the others are options."""
 
 
-class Notebook(Protocol):
-    """The part of a `Recorder` that `OwnBuckets` writes to."""
-
-    @property
-    def recording(self) -> bool: ...  # noqa: D102 - each as in Recorder
-    def begin(self, bucket: str, inputs: Any, info: Mapping[str, Any]) -> None: ...  # noqa: D102
-    def end(self, bucket: str, outputs: Any, inputs: Any = None, info: Any = None) -> None: ...  # noqa: D102
-    def forget(self, bucket: str) -> None: ...  # noqa: D102
-    def describe_own(  # noqa: D102
-        self, bucket: str, entry: dict[str, Any], algorithm: str | None, options: Mapping[str, Any]
-    ) -> None: ...
-
-
-class OwnBuckets:
+class TraceObserver:
     """An observer of this rank's buckets, which records the input and output of each operation.
 
     Buckets keep their names; those of the second module that communicates are called ``"1/0"``, ``"1/1"``, ... A bucket's second
     operation is recorded as a bucket ``"0#2"``.
 
     Args:
-        recorder: receives the records.
+        recording: receives the records.
     """
 
-    def __init__(self, recorder: Notebook) -> None:
-        self._recorder = recorder
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
         self._modules: list[str] = []
         self._algorithm: str | None = None
         self._described: dict[str, tuple[BaguaBucket, Any]] = {}
@@ -78,72 +67,63 @@ class OwnBuckets:
 
     def before_op(self, bucket: BaguaBucket, op: Any, flat: Tensor) -> None:
         """Record the input: the flat tensor and, for a ring, its replicas unless they are the outputs of the previous step."""
-        if not self._recorder.recording or not isinstance(op, CommOp | PythonOp):
+        if not self._recording.recording or not isinstance(op, CommOp | PythonOp):
             return
         if isinstance(op, PythonOp):
-            if _QADAM in repr(op):
-                self._algorithm = "qadam"
+            self._algorithm = "qadam" if _QADAM in repr(op) else self._algorithm
             return
         if isinstance(op, AsynchronousModelAverage):
             # Its input is the snapshot, which is known only afterwards.
-            self._recorder.begin(self._name(bucket, op), lambda follows: {}, {"operation": type(op).__name__})
+            self._recording.begin(self._name(bucket, op), lambda follows: {}, {"operation": type(op).__name__})
             return
         inner = op.leaders_op if isinstance(op, Hierarchical) else op
-        options = _options_of(op)
-        info: dict[str, Any] = {"operation": type(inner).__name__ if inner is not None else "another rank's", **options}
-        if isinstance(op, Decentralized):
-            info["ranks"] = op.num_ranks
-        elif not isinstance(op, Hierarchical):
-            info["ranks"] = op.comm.nranks()
-        if isinstance(op, Decentralized):
-            info["execution"] = op.step
-        if isinstance(op, LowRank | TopK):
-            info |= op.about_round()
-        info.update({name: bucket.about[name] for name in _ABOUT_ROUNDS if name in bucket.about})
-        options.update({name: value for name, value in bucket.about.items() if name not in ("algorithm", *_ABOUT_ROUNDS)})
+        options = _options_of(op, inner)
+        of_round = {name: value for name, value in bucket.about.items() if name in _ABOUT_ROUNDS}
+        info = {"operation": type(inner).__name__ if inner is not None else "another rank's", **options, **_info_of(op), **of_round}
+        options = {**options, **{name: x for name, x in bucket.about.items() if name not in ("algorithm", *_ABOUT_ROUNDS)}}
         if self._algorithm not in _LASTING:
             self._algorithm = bucket.about.get("algorithm") or _ALGORITHMS.get(type(inner)) or self._algorithm
-        name = self._name(bucket, op)
 
         def inputs(follows: bool) -> dict[str, Tensor]:
-            found = {"x": _copy(_as_recorded(op, flat))}
             if isinstance(inner, LowPrecisionDecentralized) and not follows:
-                replicas = {"weight": inner.weight, "left": inner.left_peer_weight, "right": inner.right_peer_weight}
-                found.update({role: _copy(replica) for role, replica in replicas.items()})
-            if isinstance(op, LowRank | TopK):
-                found |= {role: _copy(kept) for role, kept in op.kept().items()}
-            return found
+                return _copies(x=flat, weight=inner.weight, left=inner.left_peer_weight, right=inner.right_peer_weight)
+            return _state(op, flat)
 
-        self._recorder.begin(name, inputs, info)
+        name = self._name(bucket, op)
+        self._recording.begin(name, inputs, info)
         self._describe(name, bucket, op, flat, options)
 
     def after_op(self, bucket: BaguaBucket, op: Any, flat: Tensor) -> None:
         """Record the output; the result of a decentralized operation is recorded after its copy-back."""
-        if not self._recorder.recording or not isinstance(op, CommOp) or isinstance(op, Decentralized):
+        if not self._recording.recording or not isinstance(op, CommOp) or isinstance(op, Decentralized):
             return
         name = self._name(bucket, op)
         if not isinstance(op, AsynchronousModelAverage):
-            kept = op.kept() if isinstance(op, LowRank | TopK) else {}
-            self._recorder.end(name, lambda: {"x": _copy(_as_recorded(op, flat)), **{role: _copy(x) for role, x in kept.items()}})
+            self._recording.end(name, lambda: _state(op, flat))
         elif op.get_status() == "stopped":
-            self._recorder.forget(name)
+            self._recording.drop(name)
         else:
             snapshot, reduced = op.last_round
-            self._recorder.end(name, lambda: {"reduced": _copy(reduced)}, lambda: {"snapshot": _copy(snapshot)})
+            self._recording.end(name, lambda: _copies(reduced=reduced), lambda: _copies(snapshot=snapshot))
             self._algorithm = "async"
             self._describe(name, bucket, op, flat, {})
 
     def after_copy(self, bucket: BaguaBucket, flat: Tensor) -> None:
         """Record a decentralized operation's result, and its graph if it came from a function."""
         op = bucket.running
-        if self._recorder.recording and isinstance(op, Decentralized):
+        if self._recording.recording and isinstance(op, Decentralized):
             info = {"graph": json.dumps(op.graph)} if callable(op.peer_selection_mode) else None
-            self._recorder.end(self._name(bucket, op), lambda: {"x": _copy(flat)}, info=info)
+            self._recording.end(self._name(bucket, op), lambda: _copies(x=flat), info=info)
 
     def _describe(self, name: str, bucket: BaguaBucket, op: Any, flat: Tensor, options: dict[str, Any]) -> None:
-        if self._described.get(name) != (bucket, op):
-            self._described[name] = bucket, op
-            self._recorder.describe_own(name, _entry(bucket, flat), self._algorithm, options)
+        if self._described.get(name) == (bucket, op):
+            return
+        self._described[name] = bucket, op
+        tensors = [{"name": registration(t).name, "shape": list(t.shape)} for t in bucket.tensors]
+        if bucket.padding_tensor is not None:
+            tensors.append({"name": registration(bucket.padding_tensor).name, "shape": [bucket.padding_tensor.numel()]})
+        entry = {"dtype": name_of(flat.dtype), "elements": flat.numel(), "tensors": tensors}
+        self._recording.describe(name, entry, self._algorithm, options)
 
     def _name(self, bucket: BaguaBucket, op: Any) -> str:
         module = registration(bucket.tensors[0]).module_name
@@ -157,9 +137,8 @@ class OwnBuckets:
         return f"{place}/{bucket.name}{number}" if place else f"{bucket.name}{number}"
 
 
-def _options_of(op: Any) -> dict[str, Any]:
-    """Return the options of the algorithm that can be read off an operation."""
-    inner = op.leaders_op if isinstance(op, Hierarchical) else op
+def _options_of(op: Any, inner: Any) -> dict[str, Any]:
+    """Return the options of the algorithm that can be read off an operation, or off what it runs between leaders."""
     if isinstance(op, Decentralized):
         mode = "function" if callable(op.peer_selection_mode) else op.peer_selection_mode
         return {"hierarchical": op.intra is not None, "peer_selection_mode": mode}
@@ -175,17 +154,20 @@ def _options_of(op: Any) -> dict[str, Any]:
     return options
 
 
-def _as_recorded(op: Any, flat: Tensor) -> Tensor:
-    """Return ``flat`` in the order that is recorded: that of the wire, but matrices row-major, as is what is kept of them."""
-    return op.row_major(flat) if isinstance(op, LowRank) else flat
+def _info_of(op: CommOp) -> dict[str, Any]:
+    """Return the information that a replay needs of one execution."""
+    if isinstance(op, Hierarchical):
+        return {}
+    if isinstance(op, Decentralized):
+        return {"ranks": op.num_ranks, "execution": op.step}
+    return {"ranks": op.comm.nranks(), **(op.about_round() if isinstance(op, LowRank | TopK) else {})}
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)
+def _state(op: CommOp, flat: Tensor) -> dict[str, Tensor]:
+    """Return copies of ``flat``, with matrices row-major as is what is kept of them, and of what the operation keeps."""
+    kept = op.kept() if isinstance(op, LowRank | TopK) else {}
+    return _copies(x=op.row_major(flat) if isinstance(op, LowRank) else flat, **kept)
 
 
-def _entry(bucket: BaguaBucket, flat: Tensor) -> dict[str, Any]:
-    tensors = [{"name": registration(t).name, "shape": list(t.shape)} for t in bucket.tensors]
-    if bucket.padding_tensor is not None:
-        tensors.append({"name": registration(bucket.padding_tensor).name, "shape": [bucket.padding_tensor.numel()]})
-    return {"dtype": str(flat.dtype).removeprefix("torch."), "elements": flat.numel(), "tensors": tensors}
+def _copies(**tensors: Tensor) -> dict[str, Tensor]:
+    return {role: tensor.detach().to("cpu", copy=True) for role, tensor in tensors.items()}
