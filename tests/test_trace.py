@@ -765,8 +765,7 @@ def test_trace_show_says_what_was_recorded(tmp_path: Path, capsys: pytest.Captur
 def test_the_picture_of_a_long_trace_with_infinite_errors_can_be_drawn(tmp_path: Path) -> None:
     if "CI" not in os.environ:  # CI must have it
         pytest.importorskip("matplotlib")
-    from bagua_ref.conformance.trace.plot import draw_errors
-    from bagua_ref.conformance.trace.report import Divergence, Execution, TraceReport
+    from bagua_ref.conformance.trace.report import Divergence, Execution, TraceReport, draw_errors
 
     report = TraceReport("bytegrad", {}, (3,), [])
     report.executions = [Execution(step, "0", [4] * 3, [0] * 3, [0.0] * 3) for step in range(1000)]

@@ -84,7 +84,7 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
 
 
 def _draw(report: TraceReport, path: Path) -> None:
-    from bagua_ref.conformance.trace.plot import draw_errors
+    from bagua_ref.conformance.trace.report import draw_errors
 
     try:
         draw_errors(report).savefig(path, dpi=120, metadata={"Software": None})

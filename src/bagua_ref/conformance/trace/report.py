@@ -1,4 +1,4 @@
-"""Results of checking a trace, as text and as JSON values."""
+"""Results of checking a trace, as text, as JSON values and as a picture."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Divergence", "Execution", "TraceReport"]
+__all__ = ["Divergence", "Execution", "TraceReport", "draw_errors"]
+
+
+_COLUMNS = 240
+"""More steps than this share columns; a column shows its largest error."""
+
+_WITHIN, _UNCHECKED, _EDGE, _INK = "#dbe9e4", "#f4f4f5", "#9aa5a0", "#1c1e21"
 
 
 @dataclass(frozen=True)
@@ -142,15 +148,9 @@ class TraceReport:
             "first": None if self.first is None else {k: _finite(v) for k, v in vars(self.first).items()},
             "kinds": self.kinds,
             "notes": self.notes,
-            "not_checked": [{"step": s, "bucket": b, "reason": reason} for s, b, reason in self.not_checked],
+            "not_checked": [dict(zip(("step", "bucket", "reason"), entry, strict=True)) for entry in self.not_checked],
             "executions": [
-                {
-                    "step": e.step,
-                    "bucket": e.bucket,
-                    "values": e.values,
-                    "diverging": e.wrong,
-                    "errors": [_finite(x) for x in e.errors],
-                }
+                {"step": e.step, "bucket": e.bucket, "values": e.values, "diverging": e.wrong, "errors": [*map(_finite, e.errors)]}
                 for e in self.executions
             ],
         }
@@ -177,3 +177,65 @@ class TraceReport:
 
 def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def draw_errors(report: TraceReport) -> Any:
+    """Return a matplotlib Figure with a row per rank and a column per step, coloured by the largest relative error."""
+    import numpy as np
+    from matplotlib import colormaps
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import LinearSegmentedColormap, ListedColormap, LogNorm
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+    from matplotlib.ticker import MaxNLocator
+
+    ranks = sum(report.nodes)
+    last = max([execution.step for execution in report.executions] + [step for step, _, _ in report.not_checked])
+    width = math.ceil((last + 1) / _COLUMNS)
+    errors = np.full((ranks, last // width + 1), np.nan)  # of diverging executions
+    checked = np.full_like(errors, np.nan)
+    for execution in report.executions:
+        column = execution.step // width
+        checked[:, column] = 0.0
+        wrong = np.where(np.array(execution.wrong) > 0, execution.errors, np.nan)
+        errors[:, column] = np.fmax(errors[:, column], wrong)
+    finite, infinite = errors[np.isfinite(errors) & (errors > 0)], bool(np.isinf(errors).any())
+    low = math.floor(math.log10(finite.min())) if finite.size else -7
+    high = max(math.ceil(math.log10(finite.max())), low + 1) if finite.size else 0
+    norm = LogNorm(10.0**low, 10.0**high)
+    # Without the light end of the map, which would look like the colour of values within tolerance.
+    part = colormaps["inferno_r"]([0.18 + 0.62 * place / 255 for place in range(256)])
+    colors = LinearSegmentedColormap.from_list("errors", part).with_extremes(over="black")
+
+    figure = Figure(figsize=(9.0, 2.6 + 0.32 * min(ranks, 24)), layout="constrained")
+    axes = figure.add_subplot(facecolor=_UNCHECKED)
+    common: dict[str, Any] = {"extent": (-0.5, errors.shape[1] * width - 0.5, ranks - 0.5, -0.5), "aspect": "auto"}
+    axes.imshow(checked, cmap=ListedColormap([_WITHIN]), interpolation="nearest", **common)
+    drawn = np.clip(
+        errors, 10.0**low, 10.0 ** (high + 1)
+    )  # imshow would leave infinite errors out
+    axes.imshow(drawn, cmap=colors, norm=norm, interpolation="nearest", **common)
+    handles: list[Any] = [Patch(facecolor=_WITHIN, edgecolor=_EDGE, label="checked, within tolerance")]
+    handles.append(Patch(facecolor=_UNCHECKED, edgecolor=_EDGE, label="not recorded or not checked"))
+    if finite.size or infinite:
+        bar = figure.colorbar(ScalarMappable(norm, colors), ax=axes, extend="max" if infinite else "neither", pad=0.015, aspect=14)
+        bar.set_label("largest error /\nlargest value (no unit)", color=_INK)
+    if infinite:
+        handles.append(Patch(facecolor="black", label="one finite, one not"))
+    title = f"Replayed as {report.algorithm}: no divergence in {report.values:,} values"
+    if (first := report.first) is not None:
+        mark: dict[str, Any] = {"marker": "s", "fillstyle": "none", "color": _INK, "linestyle": "none"}
+        axes.plot(first.step, first.rank, markersize=11, **mark)
+        handles.append(Line2D([], [], markersize=9, label="first divergence", **mark))
+        title = (
+            f"Replayed as {report.algorithm}: {report.diverging:,} of {report.values:,} values diverge\n"
+            f"first at step {first.step}, rank {first.rank}, bucket {first.bucket!r}, tensor {first.tensor!r}{first.index}"
+        )
+    axes.set_xlabel("step" if width == 1 else f"step ({width} to a column)", color=_INK)
+    axes.set_ylabel("rank", color=_INK)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.set_title(title, loc="left", fontsize=10, color=_INK)
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    return figure
