@@ -10,7 +10,7 @@ from property_tests.strategies import every_backend_in_proof
 
 from bagua_ref.conformance import EXACT, SUM, assert_equal
 from bagua_ref.conformance.inputs.strategies import seeds, worlds
-from bagua_ref.conformance.targets.reference_ops import ReferenceCommOps
+from bagua_ref.conformance.targets.reference_target import ReferenceCommOps
 from bagua_ref.simulation import SimulatedWorld
 
 

@@ -11,7 +11,7 @@ from property_tests.strategies import Seeded, every_backend, every_backend_in_pr
 from bagua_ref.conformance.run.pytest_suites import AlgorithmSuite, CommOpSuite
 from bagua_ref.conformance.suites.checks import checks_of
 from bagua_ref.conformance.targets.reference_algorithms import ReferenceAlgorithms
-from bagua_ref.conformance.targets.reference_ops import ReferenceCommOps
+from bagua_ref.conformance.targets.reference_target import ReferenceCommOps
 
 
 @every_backend_in_proof

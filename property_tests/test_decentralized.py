@@ -14,7 +14,7 @@ from bagua_ref.comm_ops import shift_one_peer
 from bagua_ref.conformance import EXACT, SUM, assert_equal
 from bagua_ref.conformance.expected import decentralized_numpy as oracle
 from bagua_ref.conformance.inputs.graph_cases import NAMES, doubly_stochastic, sizes_of
-from bagua_ref.conformance.targets.reference_ops import ReferenceCommOps
+from bagua_ref.conformance.targets.reference_target import ReferenceCommOps
 from bagua_ref.formulas import graphs
 from bagua_ref.simulation import SimulatedWorld
 

@@ -295,7 +295,7 @@ def test_the_page_describes_every_request() -> None:
     sources = "".join(
         (ROOT / "src/bagua_ref/conformance/targets" / name).read_text() for name in ("process.py", "process_samplers.py")
     )
-    calls = set(re.findall(r'(?:\.ask|\.ask_for|_one)\(\s*"(\w+)"', sources)) | {"hello"}
+    calls = set(re.findall(r'(?:\.ask|\.ask_for|_in_place|_request)\(\s*"(\w+)"', sources)) | {"hello"}
     assert len(calls) > 25
     for call in calls:
         assert f"`{call}`" in PAGE, call

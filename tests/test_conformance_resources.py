@@ -20,7 +20,7 @@ from bagua_ref.conformance.inputs.strategies import worlds
 from bagua_ref.conformance.lab import cache_script
 from bagua_ref.conformance.run import runner
 from bagua_ref.conformance.run.search import PROFILES
-from bagua_ref.conformance.targets import reference_algorithms, reference_ops
+from bagua_ref.conformance.targets import reference_algorithms, reference_target
 from bagua_ref.conformance.targets.target import assemble, resolve
 from bagua_ref.conformance.targets.world import MOST_RANKS, RankWorld, own_communicator
 
@@ -296,7 +296,7 @@ class Target:
         comm.allgather = comm.allreduce_inplace = comm.barrier = lambda *arguments: time.sleep(1000)
         return comm
 
-    class comm_ops(reference_ops.ReferenceCommOps):  # noqa: N801
+    class comm_ops(reference_target.ReferenceCommOps):  # noqa: N801
         def __init__(self):
             super().__init__(ReferenceBackend())
 

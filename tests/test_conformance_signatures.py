@@ -15,8 +15,7 @@ import torch
 from bagua_ref.algorithms import q_adam_optimizer
 from bagua_ref.conformance import run_conformance
 from bagua_ref.conformance.run.runner import check_ids
-from bagua_ref.conformance.targets.reference_ops import ReferenceCommOps
-from bagua_ref.conformance.targets.reference_target import ReferenceTarget
+from bagua_ref.conformance.targets.reference_target import ReferenceCommOps, ReferenceTarget
 
 DOCS = Path(__file__).parents[1] / "docs" / "conformance"
 

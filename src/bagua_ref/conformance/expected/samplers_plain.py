@@ -1,4 +1,4 @@
-"""The samplers of S7 in plain Python, clause by clause, over lists.
+"""The samplers of S7 and the places of cached values (S8.1) in plain Python, clause by clause, over lists.
 
 torch is only asked for what the clause takes from it: `torch.randint` and `torch.randperm` of a seeded generator.
 """
@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 import torch
+import xxhash
 
 
 def num_samples(length: int, replicas: int, drop_last: bool) -> int:
@@ -21,25 +22,33 @@ def noise_limit(complexities: list[Any], random_level: float) -> int:
     return int((max(complexities) - min(complexities)) * random_level + 1)
 
 
-def order_and_chunks(
+def noise_and_chunks(
     complexities: list[Any], replicas: int, *, shuffle: bool, seed: int, epoch: int, drop_last: bool, random_level: float
 ) -> tuple[list[int], list[int]]:
-    """S7.2 and the first half of S7.3: the samples in order, and the numbers of the chunks in the order of drawing."""
-    keys, count = list(complexities), max(1, num_samples(len(complexities), replicas, drop_last))
-    chunks = list(range(count))
-    if shuffle:
-        generator = torch.Generator().manual_seed(seed + epoch)
-        noise = torch.randint(noise_limit(complexities, random_level), (len(keys),), generator=generator).tolist()
-        keys = [key + extra for key, extra in zip(keys, noise, strict=True)]
-        chunks = torch.randperm(count, generator=generator).tolist()
-    return sorted(range(len(keys)), key=lambda index: keys[index]), chunks
+    """S7.2 and S7.3: what torch's generator draws, the noise of each sample and the numbers of the chunks in order."""
+    length = len(complexities)
+    count = max(1, num_samples(length, replicas, drop_last))
+    if not shuffle:
+        return [0] * length, list(range(count))
+    generator = torch.Generator().manual_seed(seed + epoch)
+    noise = torch.randint(noise_limit(complexities, random_level), (length,), generator=generator).tolist()
+    return noise, torch.randperm(count, generator=generator).tolist()
+
+
+def indices_of(
+    complexities: list[Any], noise: list[int], chunks: list[int], replicas: int, rank: int, drop_last: bool
+) -> list[int]:
+    """S7.2 and S7.3: the samples of one rank, given what was drawn."""
+    keys = [key + extra for key, extra in zip(complexities, noise, strict=True)]
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    drawn = [order[(chunk * replicas + rank) % len(order)] for chunk in chunks]
+    return drawn[: num_samples(len(order), replicas, drop_last)]
 
 
 def indices(complexities: list[Any], replicas: int, rank: int, **options: Any) -> list[int]:
     """S7.3: the samples of one rank."""
-    order, chunks = order_and_chunks(complexities, replicas, **options)
-    drawn = [order[(chunk * replicas + rank) % len(order)] for chunk in chunks]
-    return drawn[: num_samples(len(order), replicas, options["drop_last"])]
+    noise, chunks = noise_and_chunks(complexities, replicas, **options)
+    return indices_of(complexities, noise, chunks, replicas, rank, options["drop_last"])
 
 
 def equal_batches(batches_of_replicas: list[list[list[int]]], drop_last: bool) -> list[list[list[int]]]:
@@ -53,3 +62,14 @@ def equal_batches(batches_of_replicas: list[list[list[int]]], drop_last: bool) -
             batches = batches + batches
         padded.append(batches[: max(counts)])
     return padded
+
+
+def stored_key(dataset_name: str, key: str) -> bytes:
+    """S8.1: the key in the stores; without its escapes, two datasets could share one."""
+    escaped = dataset_name.replace("%", "%25").replace("_", "%5F")
+    return f"{escaped}_{key}".encode("utf-8", "surrogatepass")
+
+
+def hash_of(stored: bytes) -> int:
+    """S8.1: the hash of a stored key; modulo the number of stores, it is the index of the key's store."""
+    return int(xxhash.xxh64_intdigest(stored, seed=0))

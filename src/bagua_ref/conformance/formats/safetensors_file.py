@@ -15,7 +15,7 @@ from torch import Tensor
 from bagua_ref.base.extras import install_command
 from bagua_ref.base.untrusted import one_line, read_file
 
-__all__ = ["CODES", "DamagedFileError", "dtype_named", "name_of", "read_safetensors", "write_safetensors"]
+__all__ = ["CODES", "DamagedFileError", "bytes_of", "dtype_named", "name_of", "read_safetensors", "write_safetensors"]
 
 CODES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -45,6 +45,12 @@ def dtype_named(name: str) -> torch.dtype:
     return dtype
 
 
+def bytes_of(x: Tensor) -> bytes:
+    """Return the bytes of a tensor's elements, row-major."""
+    flat = x.detach().cpu().contiguous().as_strided((x.numel(),), (1,))  # a single element may have any stride
+    return flat.view(torch.uint8).numpy().tobytes() if x.numel() else b""
+
+
 class DamagedFileError(ValueError):
     """A file is not a safetensors file, or only part of one."""
 
@@ -58,7 +64,7 @@ def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> bytes:
     parts: list[bytes] = []
     place = 0
     for name, x in sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])):
-        part = x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
+        part = bytes_of(x)
         entries[name] = {"dtype": CODES[x.dtype], "shape": list(x.shape), "data_offsets": [place, place + len(part)]}
         parts.append(part)
         place += len(part)

@@ -18,7 +18,7 @@ from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.ranks import run_ranks
 from bagua_ref.conformance.lab.violation import Script, Violation, literal
 from bagua_ref.conformance.suites.checks import check
-from bagua_ref.conformance.targets.reference_ops import ReferenceCommOps
+from bagua_ref.conformance.targets.reference_target import ReferenceCommOps
 from bagua_ref.conformance.targets.world import RankWorld
 
 
@@ -44,7 +44,7 @@ def _run(
     seed = draw(seeds)
     setup = list(lab.target.setup)
     if own is None:
-        setup.insert(0, "from bagua_ref.conformance.targets.reference_ops import ReferenceCommOps")
+        setup.insert(0, "from bagua_ref.conformance.targets.reference_target import ReferenceCommOps")
         setup.append("comm_ops = ReferenceCommOps(kernels)")
     else:
         setup = [*lab.target.origin, "comm_ops = target.comm_ops"]

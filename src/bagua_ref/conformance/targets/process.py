@@ -6,7 +6,7 @@ import os
 import shutil
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from bagua_ref.backends.base import KernelBackend
 from bagua_ref.backends.codec import Codec
 from bagua_ref.communicators.base import Communicator
+from bagua_ref.conformance.formats.safetensors_file import name_of
 from bagua_ref.conformance.targets.process_link import DTYPES, Link, ProgramError, Programs
 from bagua_ref.conformance.targets.process_samplers import ProcessSamplers
 from bagua_ref.conformance.targets.world import RankWorld
@@ -66,10 +67,15 @@ class ProcessTarget:
         names, codecs = _names(said, "kernels", _KERNELS), _names(said, "codecs")
         self.kernels = _kernels(self._link, names, codecs)
         self.samplers = ProcessSamplers(self._link) if said.get("samplers") is True else None
-        self.communicator = _Worlds(self) if said.get("collectives") is True else None
+        self.communicator = self._join if said.get("collectives") is True else None
 
     def _link(self) -> Link:
         return self.live().single(self).links[0]
+
+    def _join(self, world: RankWorld) -> Communicator:
+        return self.live().join(self, world)
+
+    _join.real_threads = True  # type: ignore[attr-defined] # each with a process of its own
 
     def start(self, ranks: int) -> Programs:
         """Start processes of the program: as many as ``ranks``, or as many as the launcher is told to."""
@@ -168,18 +174,6 @@ class _Set:
         return self.programs.broken
 
 
-class _Worlds:
-    """The factory of communicators; ranks are real threads, each with a process of its own."""
-
-    real_threads = True
-
-    def __init__(self, target: ProcessTarget) -> None:
-        self._target = target
-
-    def __call__(self, world: RankWorld) -> Communicator:
-        return self._target.live().join(self._target, world)
-
-
 class _ProcessCommunicator(Communicator):
     """The collectives of S3.9, each a request to the rank's process."""
 
@@ -203,11 +197,15 @@ class _ProcessCommunicator(Communicator):
         """Return once every rank has called it."""
         self._link.ask("barrier")
 
+    def _request(self, call: str, given: Tensor | None, wanted: Tensor | None, **values: Any) -> None:
+        """Send ``given`` as x and receive ``wanted`` as out, both flat."""
+        self._link.ask_for(call, _flat("out", wanted), _flat("x", given), **values)
+
     def _send(self, tensor: Tensor, dst: int) -> None:
-        self._link.ask("send", {"x": tensor.view(-1)}, dst=dst)
+        self._link.ask("send", _flat("x", tensor), dst=dst)
 
     def _recv(self, tensor: Tensor, src: int) -> None:
-        self._link.ask_for("recv", {"x": tensor.view(-1)}, src=src, **_size(tensor))
+        self._link.ask_for("recv", _flat("x", tensor), src=src, **_size(tensor))
 
     def _exchange(self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]) -> None:
         self._link.ask_for(
@@ -219,35 +217,47 @@ class _ProcessCommunicator(Communicator):
         )
 
     def _broadcast(self, tensor: Tensor, src: int) -> None:
-        self._link.ask_for("broadcast", {"x": tensor.view(-1)}, {"x": tensor.view(-1)}, root=src)
+        self._link.ask_for("broadcast", _flat("x", tensor), _flat("x", tensor), root=src)
 
     def _gather(self, send_tensor: Tensor, recv_tensor: Tensor, dst: int) -> None:
-        wanted = {"out": recv_tensor.view(-1)} if self._rank == dst else {}
-        self._link.ask_for("gather", wanted, {"x": send_tensor.view(-1)}, root=dst)
+        self._request("gather", send_tensor, recv_tensor if self._rank == dst else None, root=dst)
 
     def _scatter(self, send_tensor: Tensor, recv_tensor: Tensor, src: int) -> None:
-        given = {"x": send_tensor.view(-1)} if self._rank == src else {}
-        self._link.ask_for("scatter", {"out": recv_tensor.view(-1)}, given, root=src, **_size(recv_tensor))
+        self._request("scatter", send_tensor if self._rank == src else None, recv_tensor, root=src, **_size(recv_tensor))
 
     def _allgather(self, send_tensor: Tensor, recv_tensor: Tensor) -> None:
-        self._link.ask_for("allgather", {"out": recv_tensor.view(-1)}, {"x": send_tensor.view(-1)})
+        self._request("allgather", send_tensor, recv_tensor)
 
     def _alltoall(self, send_tensor: Tensor, recv_tensor: Tensor) -> None:
-        self._link.ask_for("alltoall", {"out": recv_tensor.view(-1)}, {"x": send_tensor.view(-1)})
+        self._request("alltoall", send_tensor, recv_tensor)
 
     def _allreduce_inplace(self, tensor: Tensor, op: ReduceOp) -> None:
-        self._link.ask_for("allreduce", {"out": tensor.view(-1)}, {"x": tensor.view(-1)}, op=op.name)
+        self._request("allreduce", tensor, tensor, op=op.name)
 
     def _reduce_inplace(self, tensor: Tensor, dst: int, op: ReduceOp) -> None:
-        wanted = {"out": tensor.view(-1)} if self._rank == dst else {}
-        self._link.ask_for("reduce", wanted, {"x": tensor.view(-1)}, op=op.name, root=dst)
+        self._request("reduce", tensor, tensor if self._rank == dst else None, op=op.name, root=dst)
 
     def _reduce_scatter(self, send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp) -> None:
-        self._link.ask_for("reduce_scatter", {"out": recv_tensor.view(-1)}, {"x": send_tensor.view(-1)}, op=op.name)
+        self._request("reduce_scatter", send_tensor, recv_tensor, op=op.name)
+
+
+def _flat(name: str, x: Tensor | None) -> dict[str, Tensor]:
+    return {} if x is None else {name: x.view(-1)}
 
 
 def _size(x: Tensor) -> dict[str, Any]:
-    return {"elements": x.numel(), "dtype": str(x.dtype).removeprefix("torch.")}
+    return {"elements": x.numel(), "dtype": name_of(x.dtype)}
+
+
+def _in_place(call: str, *names: str) -> Callable[..., None]:
+    """Return a kernel that changes x by a request with its other arguments by these names."""
+
+    def kernel(self: _Backend, x: Tensor, *arguments: Any) -> None:
+        given = dict(zip(names, arguments, strict=True))
+        tensors = {name: given.pop(name) for name in names if isinstance(given[name], Tensor)}
+        self._link().ask_for(call, {"x": x}, {"x": x, **tensors}, **given)
+
+    return kernel
 
 
 class _Backend(KernelBackend):
@@ -258,35 +268,15 @@ class _Backend(KernelBackend):
     def __init__(self, link: Any) -> None:
         self._link = link
 
-    def _one(self, call: str, x: Tensor, more: dict[str, Tensor] | None = None, **values: Any) -> None:
-        self._link().ask_for(call, {"x": x}, {"x": x, **(more or {})}, **values)
-
-    def _add_(self, x: Tensor, y: Tensor) -> None:
-        self._one("add", x, {"y": y})
-
-    def _subtract_(self, x: Tensor, y: Tensor) -> None:
-        self._one("subtract", x, {"y": y})
-
-    def _add_scaled_(self, x: Tensor, y: Tensor, factor: float) -> None:
-        self._one("add_scaled", x, {"y": y}, factor=factor)
-
-    def _average_(self, x: Tensor, y: Tensor) -> None:
-        self._one("average", x, {"y": y})
-
-    def _divide_(self, x: Tensor, divisor: float) -> None:
-        self._one("divide", x, divisor=divisor)
-
-    def _combine_ring_(self, x: Tensor, left: Tensor, right: Tensor, weight: Tensor) -> None:
-        self._one("combine_ring", x, {"left": left, "right": right, "weight": weight})
-
-    def _async_average_(self, x: Tensor, reduced: Tensor, snapshot: Tensor, nranks: int) -> None:
-        self._one("async_average", x, {"reduced": reduced, "snapshot": snapshot}, nranks=nranks)
-
-    def _update_momentum_(self, m: Tensor, grad: Tensor, beta1: float, one_minus_beta1: float) -> None:
-        self._one("update_momentum", m, {"grad": grad}, beta1=beta1, one_minus_beta1=one_minus_beta1)
-
-    def _reduce_chunks_(self, x: Tensor, num_chunks: int, target_chunk: int, average: bool) -> None:
-        self._one("reduce_chunks", x, num_chunks=num_chunks, target_chunk=target_chunk, average=average)
+    _add_ = _in_place("add", "y")
+    _subtract_ = _in_place("subtract", "y")
+    _add_scaled_ = _in_place("add_scaled", "y", "factor")
+    _average_ = _in_place("average", "y")
+    _divide_ = _in_place("divide", "divisor")
+    _combine_ring_ = _in_place("combine_ring", "left", "right", "weight")
+    _async_average_ = _in_place("async_average", "reduced", "snapshot", "nranks")
+    _update_momentum_ = _in_place("update_momentum", "grad", "beta1", "one_minus_beta1")
+    _reduce_chunks_ = _in_place("reduce_chunks", "num_chunks", "target_chunk", "average")
 
     def _gather_flat(self, tensors: Sequence[Tensor], out: Tensor) -> None:
         self._link().ask_for("gather_flat", {"flat": out}, {f"t{place}": x for place, x in enumerate(tensors)})
@@ -338,7 +328,7 @@ class _ProcessCodec(Codec):
 
     def payload_bytes(self, c: int, dtype: torch.dtype) -> int:
         """Return what the program says, which must be a whole number."""
-        kind = str(dtype).removeprefix("torch.")
+        kind = name_of(dtype)
         said, _ = self.link().ask("payload_bytes", codec=self.name, elements=c, dtype=kind)
         value = said.get("value")
         if not isinstance(value, int) or not 0 <= value < 1 << 40:

@@ -25,15 +25,11 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from bagua_ref.conformance.formats.safetensors_file import CODES, bytes_of, name_of
+
 __all__ = ["DTYPES", "Link", "ProgramError", "Programs"]
 
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-        torch.bool,
-    )
-}  # fmt: skip
+DTYPES = {name_of(dtype): dtype for dtype in CODES if dtype is not torch.uint64}
 """The dtypes of tensors in messages, by their names there."""
 
 _PROTOCOL = 1
@@ -82,10 +78,11 @@ class Link:
         """
         if self.broken:
             raise ProgramError(f"{self.name} has failed before")
-        tensors = {name: x.detach().cpu().clone(memory_format=torch.contiguous_format) for name, x in (tensors or {}).items()}
-        header = {"call": call, **values, "tensors": [_described(name, x) for name, x in tensors.items()]}
+        tensors = tensors or {}
+        entries = [{"name": name, "dtype": name_of(x.dtype), "shape": list(x.shape)} for name, x in tensors.items()]
+        header = {"call": call, **values, "tensors": entries}
         try:
-            self._connection.sendall(b"".join([_line(header), *map(_bytes, tensors.values())]))
+            self._connection.sendall(b"".join([_line(header), *map(bytes_of, tensors.values())]))
             found, received = self.receive(most_bytes)
         except TimeoutError:
             raise self._failure(call, f"no answer within {self._seconds:g} s") from None
@@ -139,16 +136,8 @@ def _said(errors: IO[bytes]) -> str:
     return f"; its standard error ends with:\n{said}" if said else ""
 
 
-def _described(name: str, x: Tensor) -> dict[str, Any]:
-    return {"name": name, "dtype": str(x.dtype).removeprefix("torch."), "shape": list(x.shape)}
-
-
 def _line(header: Mapping[str, Any]) -> bytes:
     return json.dumps(header, separators=(",", ":")).encode() + b"\n"
-
-
-def _bytes(x: Tensor) -> bytes:
-    return x.view(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
 
 
 class Programs:

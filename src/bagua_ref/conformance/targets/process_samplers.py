@@ -36,33 +36,27 @@ class _Sampler:
         # Refuses what is invalid.
         contrib.LoadBalancingDistributedSampler(dataset, complexity_fn, num_replicas, rank, shuffle, seed, drop_last, random_level)
         values = [complexity_fn(dataset[place]) for place in range(len(dataset))]
-        values = [value.item() if isinstance(value, torch.Tensor) else value for value in values]
-        self.complexities: list[Any] = values
-        self.num_replicas, self.rank, self.drop_last, self.epoch = num_replicas, rank, drop_last, 0
-        self._shuffle, self._seed, self._level = shuffle, seed, random_level
+        self._complexities = [value.item() if isinstance(value, torch.Tensor) else value for value in values]
+        self.num_replicas, self.rank, self.drop_last = num_replicas, rank, drop_last
+        self._options: dict[str, Any] = {
+            "shuffle": shuffle,
+            "drop_last": drop_last,
+            "random_level": random_level,
+            "seed": seed,
+            "epoch": 0,
+        }
 
     def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
+        self._options["epoch"] = epoch
 
     def indices(self, rank: int) -> list[int]:
         """Return what the program says that a rank draws."""
-        n = len(self.complexities)
-        rows = max(1, samplers_plain.num_samples(n, self.num_replicas, self.drop_last))
-        noise, order = torch.zeros(n, dtype=torch.int64), torch.arange(rows)
-        if self._shuffle:
-            generator = torch.Generator().manual_seed(self._seed + self.epoch)
-            limit = samplers_plain.noise_limit(self.complexities, self._level)
-            noise = torch.randint(limit, (n,), generator=generator)
-            order = torch.randperm(rows, generator=generator)
-        _, found = self.link().ask(
-            "sampler_indices",
-            {"noise": noise, "chunk_order": order},
-            complexities=self.complexities,
-            num_replicas=self.num_replicas, rank=rank, shuffle=self._shuffle, drop_last=self.drop_last, random_level=self._level,
-            seed=self._seed, epoch=self.epoch,
-        )  # fmt: skip
-        drawn: list[int] = found["indices"].tolist()
-        return drawn
+        drawn = samplers_plain.noise_and_chunks(self._complexities, self.num_replicas, **self._options)
+        noise, order = (torch.tensor(values, dtype=torch.int64) for values in drawn)
+        values = {"complexities": self._complexities, "num_replicas": self.num_replicas, "rank": rank, **self._options}
+        _, found = self.link().ask("sampler_indices", {"noise": noise, "chunk_order": order}, **values)
+        indices: list[int] = found["indices"].tolist()
+        return indices
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.indices(self.rank))

@@ -3,38 +3,47 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Mapping
+from functools import partialmethod
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bagua_ref.algorithms import Algorithm, AsyncModelAverageAlgorithm, QAdamAlgorithm, QAdamOptimizer
+from bagua_ref.algorithms import Algorithm, QAdamAlgorithm, QAdamOptimizer
 from bagua_ref.base.runtime import current_world
-from bagua_ref.conformance.targets.reference_compressed import CompressedTrainings
 from bagua_ref.conformance.targets.world import RankWorld
 from bagua_ref.data_parallel.wrapping import wrap
 from bagua_ref.errors import CommunicationError
 from bagua_ref.formulas.graphs import in_turn
 from bagua_ref.groups.process_group import init_process_group
 
-__all__ = ["Action", "Gradients", "ReferenceAlgorithms"]
+__all__ = ["Action", "GivenGradients", "Gradients", "ReferenceAlgorithms"]
 
 Gradients = dict[int, "Tensor"]
 """One rank's gradients in one step: the parameter's place -> its gradient, in the order in which they become ready. Parameters
 that the rank does not use in this step are missing."""
 
 Action = tuple[Any, ...]
-"""``("step", gradients)``, ``("sleep", seconds)``, ``("abort",)`` or ``("resume",)``; of local updates ``("step", gradients)``,
-``("failing step", gradients)``, ``("gradients",)``, ``("global weights",)`` or ``("restart",)``; those of `CompressedTrainings`."""
+"""An action of a program with its arguments: ``("step", gradients)``; of `async_model_average` also ``("sleep", seconds)``,
+``("abort",)`` and ``("resume",)``; of `local_sgd` and `diloco` ``("failing step", gradients)``, ``("gradients",)``,
+``("global weights",)`` and ``("restart",)``; of `powersgd` and `topk` ``("memories",)``, ``("factors",)``, ``("new buckets",)`` and
+``("restart",)``."""
+
+History = list[list[Any]]
+"""Tensors by action, or step, and parameter."""
+
+_Make = Callable[[list[torch.nn.Parameter]], "tuple[torch.optim.Optimizer, Algorithm]"]
 
 
-class ReferenceAlgorithms(CompressedTrainings):
+class ReferenceAlgorithms:
     """The interface of a target's ``algorithms``: each method runs on every rank of a simulated world and trains.
 
-    All take this rank's ``weights`` in the order in which they were registered, and return the weights after each step: a list,
-    by step, of lists, by parameter. But for `qadam` the optimizer is plain SGD, ``w <- w - lr*g``, each operation rounded; lr
-    is a power of two. ``bucket_bytes`` is the size at which a bucket is closed (S2.1). The other options are those of S5.
+    All take this rank's ``weights`` in the order in which they were registered, and return the weights after each step, or what
+    each action of a ``program`` is to return: a list of lists, by parameter. But for `qadam` the optimizer is SGD,
+    ``w <- w - lr*g``, each operation rounded; lr is a power of two. ``bucket_bytes`` is the size at which a bucket is closed
+    (S2.1). ``restart``: after so many steps, save weights and states, and continue with a new training that has loaded them; 0:
+    never. The other options are those of S5, S9 to S11 and S13; the suite's page describes all arguments.
 
     Threads, locks and sleeps are those of `bagua_ref.runtime.current_world()`: ranks share one process.
 
@@ -47,77 +56,41 @@ class ReferenceAlgorithms(CompressedTrainings):
     def __init__(self, kernels: Any, device: str | torch.device = "cpu", flatten: bool = True) -> None:
         self.kernels, self.device, self.flatten = kernels, torch.device(device), flatten
 
-    def gradient_allreduce(
-        self, world: RankWorld, weights: list[Tensor], gradients: list[Gradients], *, lr: float, bucket_bytes: int, **options: Any
-    ) -> list[list[Tensor]]:
-        """Train as S5.1 says; ``options`` are ``hierarchical`` and ``average``."""
-        return self._train("gradient_allreduce", weights, gradients, lr, bucket_bytes, options)
+    def _on_gradients(
+        self, algorithm: str, world: RankWorld, weights: list[Tensor], gradients: list[Gradients], *, lr: float,
+        bucket_bytes: int, restart: int = 0, **options: Any,
+    ) -> History:  # fmt: skip
+        """Train with SGD on gradients by step."""
+        return self._with_sgd(algorithm, weights, bucket_bytes, options, lr).steps(gradients, restart)
 
-    def bytegrad(
-        self, world: RankWorld, weights: list[Tensor], gradients: list[Gradients], *, lr: float, bucket_bytes: int, **options: Any
-    ) -> list[list[Tensor]]:
-        """Train as S5.2 says; ``options`` are ``hierarchical`` and ``average``."""
-        return self._train("bytegrad", weights, gradients, lr, bucket_bytes, options)
-
-    def decentralized(
-        self, world: RankWorld, weights: list[Tensor], gradients: list[Gradients], *, lr: float, bucket_bytes: int, **options: Any
-    ) -> list[list[Tensor]]:
-        """Train as S5.3 says; ``options`` are ``hierarchical``, ``peer_selection_mode`` and ``communication_interval``."""
-        return self._train("decentralized", weights, gradients, lr, bucket_bytes, options)
+    gradient_allreduce = partialmethod(_on_gradients, "gradient_allreduce")
+    """S5.1; ``options`` are ``hierarchical`` and ``average``."""
+    bytegrad = partialmethod(_on_gradients, "bytegrad")
+    """S5.2; ``options`` are ``hierarchical`` and ``average``."""
+    decentralized = partialmethod(_on_gradients, "decentralized")
+    """S5.3; ``options`` are ``hierarchical``, ``peer_selection_mode`` and ``communication_interval``."""
+    low_precision_decentralized = partialmethod(_on_gradients, "low_precision_decentralized")
+    """S5.4; ``options`` are ``hierarchical`` and ``communication_interval``."""
 
     def decentralized_on_graph(
-        self,
-        world: RankWorld,
-        weights: list[Tensor],
-        gradients: list[Gradients],
-        *,
-        lr: float,
-        bucket_bytes: int,
-        graph: str | list[Any],
-        restart: int,
-        **options: Any,
-    ) -> list[list[Tensor]]:
+        self, world: RankWorld, weights: list[Tensor], gradients: list[Gradients], *, graph: str | list[Any], **options: Any
+    ) -> History:
         """Train as S13 says.
 
         Args:
             world: world of this rank.
             weights: its parameters.
             gradients: gradients by step.
-            lr: learning rate of plain SGD.
-            bucket_bytes: bucket size.
             graph: a name, or graphs that follow each other in a cycle: for each receiving rank a list of (source, weight) pairs.
-            restart: after so many steps, save weights and state, and continue with a new training that has loaded them; 0: never.
-            options: ``hierarchical`` and ``communication_interval``.
+            options: ``lr``, ``bucket_bytes``, ``restart``, ``hierarchical`` and ``communication_interval``.
         """
-        options["peer_selection_mode"] = graph if isinstance(graph, str) else in_turn(graph)
-        module, optimizer = self._begin("decentralized", weights, lr, bucket_bytes, options)
-        seen = self._steps(module, optimizer, gradients[:restart])
-        if restart:
-            saved, state = _copies(module.weights), cast("Any", module).bagua_algorithm.state_dict()
-            module, optimizer = self._begin("decentralized", weights, lr, bucket_bytes, options)
-            with torch.no_grad():
-                for weight, value in zip(module.weights, saved, strict=True):
-                    weight.copy_(value)
-            cast("Any", module).bagua_algorithm.load_state_dict(state)
-        return seen + self._steps(module, optimizer, gradients[restart:])
-
-    def low_precision_decentralized(
-        self, world: RankWorld, weights: list[Tensor], gradients: list[Gradients], *, lr: float, bucket_bytes: int, **options: Any
-    ) -> list[list[Tensor]]:
-        """Train as S5.4 says; ``options`` are ``hierarchical`` and ``communication_interval``."""
-        return self._train("low_precision_decentralized", weights, gradients, lr, bucket_bytes, options)
+        mode = graph if isinstance(graph, str) else in_turn(graph)
+        return self._on_gradients("decentralized", world, weights, gradients, peer_selection_mode=mode, **options)
 
     def qadam(
-        self,
-        world: RankWorld,
-        weights: list[Tensor],
-        gradients: list[Gradients],
-        *,
-        groups: list[dict[str, Any]],
-        warmup_steps: int,
-        hierarchical: bool,
-        bucket_bytes: int,
-    ) -> list[list[Tensor]]:
+        self, world: RankWorld, weights: list[Tensor], gradients: list[Gradients], *, groups: list[dict[str, Any]],
+        warmup_steps: int, hierarchical: bool, bucket_bytes: int, restart: int = 0,
+    ) -> History:  # fmt: skip
         """Train as S5.5 says.
 
         Args:
@@ -128,192 +101,77 @@ class ReferenceAlgorithms(CompressedTrainings):
             warmup_steps: the last step with exact gradients.
             hierarchical: compress between node leaders.
             bucket_bytes: bucket size.
+            restart: see above.
         """
-        module = self._module(weights)
-        grouped = [{"params": [w], **group} for w, group in zip(module.weights, groups, strict=True)]
-        optimizer = QAdamOptimizer(grouped, warmup_steps=warmup_steps)
-        self._wrap(module, optimizer, QAdamAlgorithm(optimizer, hierarchical), bucket_bytes)
-        return self._steps(module, optimizer, gradients)
 
-    def async_model_average(
-        self,
-        world: RankWorld,
-        weights: list[Tensor],
-        program: list[Action],
-        *,
-        lr: float,
-        bucket_bytes: int,
-        sync_interval_ms: float,
-        warmup_steps: int,
-    ) -> list[list[Tensor]]:
-        """Train as S5.6 says; return the weights after each action.
+        def make(parameters: list[torch.nn.Parameter]) -> tuple[torch.optim.Optimizer, Algorithm]:
+            grouped = [{"params": [w], **group} for w, group in zip(parameters, groups, strict=True)]
+            optimizer = QAdamOptimizer(grouped, warmup_steps=warmup_steps)
+            return optimizer, QAdamAlgorithm(optimizer, hierarchical)
 
-        Args:
-            world: world of this rank.
-            weights: its parameters.
-            program: actions in order: take a step, let virtual time pass, abort, resume. The last one is an abort.
-            lr: learning rate of plain SGD.
-            bucket_bytes: bucket size of the gradients in the warm-up.
-            sync_interval_ms: milliseconds of virtual time from the end of a round to the next.
-            warmup_steps: number of steps of gradient all-reduce before the rounds.
-        """
-        module = self._module(weights)
-        optimizer = torch.optim.SGD(module.parameters(), lr=lr)
-        algorithm = AsyncModelAverageAlgorithm(sync_interval_ms=sync_interval_ms, warmup_steps=warmup_steps)
-        self._wrap(module, optimizer, algorithm, bucket_bytes)
-        wrapped = cast("Any", module)
-        act: dict[str, Callable[..., Any]] = {
-            "step": lambda given: self._step(module, optimizer, given),
-            "sleep": current_world().sleep,
-            "abort": lambda: wrapped.bagua_algorithm.abort(module),
-            "resume": lambda: wrapped.bagua_algorithm.resume(module),
-        }
-        seen = []
-        for name, *arguments in program:
-            act[name](*arguments)
-            seen.append(_copies(module.weights))
-        return seen
+        return _Training(self, weights, bucket_bytes, make).steps(gradients, restart)
 
-    def local_sgd(
-        self, world: RankWorld, weights: list[Tensor], program: list[Action], *, lr: float, momentum: float, bucket_bytes: int,
-        **options: Any,
-    ) -> list[list[Tensor]]:  # fmt: skip
-        """Train as S9.1 says; return the weights, or what is asked for, after each action; see `diloco`.
+    def _on_program(
+        self, algorithm: str, world: RankWorld, weights: list[Tensor], program: list[Action], *, lr: float, bucket_bytes: int,
+        momentum: float = 0.0, **options: Any,
+    ) -> History:  # fmt: skip
+        """Train with SGD by actions in order; return this rank's weights after each, or what is asked for."""
+        return self._with_sgd(algorithm, weights, bucket_bytes, options, lr, momentum).play(program)
 
-        ``options`` are ``period``, ``warmup_steps``, ``offset`` and ``hierarchical``.
-        """
-        return self._play("local_sgd", weights, program, lr, momentum, bucket_bytes, options)
+    async_model_average = partialmethod(_on_program, "async")
+    """S5.6; ``options`` are ``sync_interval_ms``, in virtual time, and ``warmup_steps``. The last action is an abort."""
+    local_sgd = partialmethod(_on_program, "local_sgd")
+    """S9.1; ``options`` are ``period``, ``warmup_steps``, ``offset`` and ``hierarchical``."""
 
     def diloco(
-        self,
-        world: RankWorld,
-        weights: list[Tensor],
-        program: list[Action],
-        *,
-        lr: float,
-        momentum: float,
-        bucket_bytes: int,
-        fragments: int | list[list[int]],
-        outer_optimizer: dict[str, Any] | None,
-        **options: Any,
-    ) -> list[list[Tensor]]:
+        self, world: RankWorld, weights: list[Tensor], program: list[Action], *, fragments: int | list[list[int]],
+        outer_optimizer: dict[str, Any] | None, **options: Any,
+    ) -> History:  # fmt: skip
         """Train as S9.2 to S9.5 say; return tensors like the weights after each action.
 
         Args:
             world: world of this rank.
             weights: its parameters, named by their places.
-            program: actions in order. ``("step", gradients)``: take a step; return the weights. ``("failing step", gradients)``:
-                likewise, but the step must raise an error. ``("gradients",)``: return the gradients, zero where there is none.
-                ``("global weights",)``: return g as an evaluation sees it. ``("restart",)``: save weights and states, and continue
-                with a new training that has loaded them; return the weights.
-            lr: of the inner optimizer, ``SGD(lr=lr, momentum=momentum)``.
-            momentum: likewise.
-            bucket_bytes: bucket size of the gradients in the warm-up.
+            program: actions in order.
             fragments: their number, or the places in each.
             outer_optimizer: ``class`` is the name of one of torch's optimizers, the others are its options; None: S9.2's default.
-            options: ``period``, ``delay``, ``mix``, ``warmup_steps`` and ``compression``.
+            options: ``lr``, ``momentum``, ``bucket_bytes``, ``period``, ``delay``, ``mix``, ``warmup_steps`` and ``compression``.
         """
         if not isinstance(fragments, int):
             options["fragments"] = [[f"weights.{place}" for place in places] for places in fragments]
         else:
             options["fragments"] = fragments
         if outer_optimizer is not None:
-            name, outer = outer_optimizer.pop("class"), outer_optimizer
-            options["outer_optimizer"] = lambda tensors: getattr(torch.optim, name)(tensors, **outer)
-        return self._play("diloco", weights, program, lr, momentum, bucket_bytes, options)
+            outer = {name: value for name, value in outer_optimizer.items() if name != "class"}
+            options["outer_optimizer"] = lambda tensors: getattr(torch.optim, outer_optimizer["class"])(tensors, **outer)
+        return self._on_program("diloco", world, weights, program, **options)
 
-    def _play(
-        self,
-        name: str,
-        weights: list[Tensor],
-        program: list[Action],
-        lr: float,
-        momentum: float,
-        bucket_bytes: int,
-        options: dict[str, Any],
-    ) -> list[list[Tensor]]:
-        """Run the actions of a training with local updates."""
-        module, optimizer = self._begin(name, weights, lr, bucket_bytes, options, momentum)
-        seen = []
-        for action, *arguments in program:
-            if action == "step":
-                self._step(module, optimizer, *arguments)
-            elif action == "failing step":
-                try:
-                    self._step(module, optimizer, *arguments)
-                except CommunicationError:
-                    pass
-                else:
-                    raise AssertionError("the step raised no error")
-            elif action == "restart":
-                parts = (module, optimizer, cast("Any", module).bagua_algorithm)
-                states = copy.deepcopy([part.state_dict() for part in parts])
-                module, optimizer = self._begin(name, weights, lr, bucket_bytes, options, momentum)
-                for part, state in zip((module, optimizer, cast("Any", module).bagua_algorithm), states, strict=True):
-                    part.load_state_dict(state)
-            if action == "gradients":
-                seen.append(_copies([torch.zeros_like(w) if w.grad is None else w.grad for w in module.weights]))
-            elif action == "global weights":
-                with cast("Any", module).bagua_algorithm.global_weights():
-                    seen.append(_copies(module.weights))
-            else:
-                seen.append(_copies(module.weights))
-        return seen
+    def _on_compressed(
+        self, algorithm: str, world: RankWorld, weights: list[Tensor], program: list[Action], *, lr: float, bucket_bytes: int,
+        **options: Any,
+    ) -> History:  # fmt: skip
+        """Train with SGD by actions in order; return the averaged gradients after each step, or what is asked for."""
+        return self._with_sgd(algorithm, weights, bucket_bytes, options, lr).play(program, shows_gradients=True)
 
-    def _train(
-        self,
-        name: str,
-        weights: list[Tensor],
-        gradients: list[Gradients],
-        lr: float,
-        bucket_bytes: int,
-        options: dict[str, Any],
-    ) -> list[list[Tensor]]:
-        return self._steps(*self._begin(name, weights, lr, bucket_bytes, options), gradients)
+    powersgd = partialmethod(_on_compressed, "powersgd")
+    """S10; ``options`` are ``matrix_approximation_rank``, ``warmup_steps``, ``min_compression_rate``, ``memory``, ``warm_start``
+    and ``seed``."""
+    topk = partialmethod(_on_compressed, "topk")
+    """S11.2, without factors; ``options`` are ``ratio``, ``error_feedback`` and ``warmup_steps``."""
 
-    def _begin(
-        self, name: str, weights: list[Tensor], lr: float, bucket_bytes: int, options: dict[str, Any], momentum: float = 0.0
-    ) -> tuple[_GivenGradients, torch.optim.Optimizer]:
-        module = self._module(weights)
-        optimizer = torch.optim.SGD(module.parameters(), lr=lr, momentum=momentum)
-        self._wrap(module, optimizer, Algorithm.init(name, **options), bucket_bytes)
-        return module, optimizer
+    def _with_sgd(
+        self, algorithm: str, weights: list[Tensor], bucket_bytes: int, options: dict[str, Any], lr: float, momentum: float = 0.0
+    ) -> _Training:
+        def make(parameters: list[torch.nn.Parameter]) -> tuple[torch.optim.Optimizer, Algorithm]:
+            return torch.optim.SGD(parameters, lr=lr, momentum=momentum), Algorithm.init(algorithm, **options)
 
-    def _module(self, weights: list[Tensor]) -> _GivenGradients:
-        if current_world().default_group is None:
-            init_process_group()
-        return _GivenGradients([w.to(self.device, copy=True) for w in weights])
-
-    def _wrap(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, algorithm: Algorithm, bucket_bytes: int) -> None:
-        wrap(
-            module,
-            [optimizer],
-            algorithm,
-            None,
-            do_flatten=self.flatten,
-            backend=self.kernels,
-            find_unused_parameters=True,
-            timeout=None,
-            bucket_bytes=bucket_bytes,
-        )
-
-    def _steps(self, module: _GivenGradients, optimizer: torch.optim.Optimizer, gradients: list[Gradients]) -> list[list[Tensor]]:
-        seen = []
-        for given in gradients:
-            self._step(module, optimizer, given)
-            seen.append(_copies(module.weights))
-        return seen
-
-    def _step(self, module: _GivenGradients, optimizer: torch.optim.Optimizer, given: Gradients) -> None:
-        optimizer.zero_grad()
-        module({place: gradient.to(self.device) for place, gradient in given.items()}).backward()
-        optimizer.step()
+        return _Training(self, weights, bucket_bytes, make)
 
 
-class _GivenGradients(torch.nn.Module):
+class GivenGradients(torch.nn.Module):
     """A module whose gradients are its inputs."""
 
-    def __init__(self, weights: list[Tensor]) -> None:
+    def __init__(self, weights: Iterable[Tensor]) -> None:
         super().__init__()
         self.weights = torch.nn.ParameterList(weights)
 
@@ -325,5 +183,93 @@ class _GivenGradients(torch.nn.Module):
         return total
 
 
-def _copies(tensors: Sequence[Tensor] | torch.nn.ParameterList) -> list[Tensor]:
-    return [tensor.detach().cpu().clone() for tensor in tensors]
+class _Training:
+    """One rank's training; what an action's method returns is what the program returns for it, None: what a step leaves.
+
+    Args:
+        algorithms: gives kernels, device and storage.
+        weights: at the beginning.
+        bucket_bytes: bucket size.
+        make: returns the optimizer and the algorithm for the parameters.
+    """
+
+    def __init__(self, algorithms: ReferenceAlgorithms, weights: list[Tensor], bucket_bytes: int, make: _Make) -> None:
+        self._of, self._weights, self._bucket_bytes, self._make = algorithms, weights, bucket_bytes, make
+        self._begin()
+
+    def _begin(self) -> None:
+        if current_world().default_group is None:
+            init_process_group()
+        self._module: Any = GivenGradients([w.to(self._of.device, copy=True) for w in self._weights])
+        self._optimizer, algorithm = self._make(list(self._module.weights))
+        wrap(
+            self._module, [self._optimizer], algorithm, None, do_flatten=self._of.flatten, backend=self._of.kernels,
+            find_unused_parameters=True, timeout=None, bucket_bytes=self._bucket_bytes,
+        )  # fmt: skip
+
+    def steps(self, gradients: list[Gradients], restart: int = 0) -> History:
+        """Take a step with the gradients of each; return the weights after each."""
+        program: list[Action] = [("step", given) for given in gradients]
+        seen = self.play(program[:restart])
+        if restart:
+            self._restart()
+        return seen + self.play(program[restart:])
+
+    def play(self, program: list[Action], shows_gradients: bool = False) -> History:
+        """Run the actions; return what each returns, else the weights, or after steps the gradients and nothing after others."""
+        seen = []
+        for action, *arguments in program:
+            found = getattr(self, f"_{action.replace(' ', '_')}")(*arguments)
+            if found is None and not shows_gradients:
+                found = self._module.weights
+            elif found is None:
+                found = self._gradients() if action == "step" else []
+            seen.append([None if x is None else x.detach().cpu().clone() for x in found])
+        return seen
+
+    def _step(self, given: Gradients) -> None:
+        self._optimizer.zero_grad()
+        self._module({place: gradient.to(self._of.device) for place, gradient in given.items()}).backward()
+        self._optimizer.step()
+
+    def _failing_step(self, given: Gradients) -> None:
+        try:
+            self._step(given)
+        except CommunicationError:
+            return
+        raise AssertionError("the step raised no error")
+
+    def _sleep(self, seconds: float) -> None:
+        current_world().sleep(seconds)
+
+    def _abort(self) -> None:
+        self._module.bagua_algorithm.abort(self._module)
+
+    def _resume(self) -> None:
+        self._module.bagua_algorithm.resume(self._module)
+
+    def _new_buckets(self) -> None:
+        self._module._bagua.reset()
+
+    def _restart(self) -> None:
+        states = copy.deepcopy([part.state_dict() for part in (self._module, self._optimizer, self._module.bagua_algorithm)])
+        self._begin()
+        for part, state in zip((self._module, self._optimizer, self._module.bagua_algorithm), states, strict=True):
+            part.load_state_dict(state)
+
+    def _gradients(self) -> list[Tensor]:
+        return [torch.zeros_like(w) if w.grad is None else w.grad for w in self._module.weights]
+
+    def _global_weights(self) -> list[Tensor]:
+        with self._module.bagua_algorithm.global_weights():
+            return [w.detach().clone() for w in self._module.weights]
+
+    def _memories(self) -> list[Tensor | None]:
+        kept = self._by_place(self._module.bagua_algorithm.memories.state())
+        return [None if e is None else e.view(w.shape) for e, w in zip(kept, self._module.weights, strict=True)]
+
+    def _factors(self) -> list[Tensor | None]:
+        return self._by_place(self._module.bagua_algorithm.factors.state())
+
+    def _by_place(self, kept: Mapping[str, Tensor]) -> list[Tensor | None]:
+        return [kept.get(f"weights.{place}") for place in range(len(self._weights))]

@@ -17,7 +17,7 @@ from bagua_ref.base.untrusted import load_json
 from bagua_ref.conformance.expected import decentralized_numpy
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM, Tolerance
 from bagua_ref.conformance.formats.safetensors_file import name_of
-from bagua_ref.conformance.targets.reference_ops import ReferenceCommOps
+from bagua_ref.conformance.targets.reference_target import ReferenceCommOps
 from bagua_ref.conformance.targets.world import run_world
 from bagua_ref.conformance.trace.files import Record
 from bagua_ref.formulas.graphs import MODES, Graph, checked_graph
@@ -184,9 +184,10 @@ def on_ring(
     if any(replica.shape != xs[0].shape or replica.dtype != xs[0].dtype for three in replicas.values() for replica in three):
         raise NotReplayable("replicas differ from x in size or dtype")
 
+    ops = ReferenceCommOps("reference", ring_codec=compression)
+
     def rank(world: Any) -> Tensor:
-        rounds = [replicas[world.rank], xs[world.rank]]
-        return _OPS.low_precision_decentralized(world, rounds, hierarchical=hierarchical, compression=compression)[0]
+        return ops.low_precision_decentralized(world, [replicas[world.rank], xs[world.rank]], hierarchical=hierarchical)[0]
 
     return Expected("x", _on_ranks(nodes, rank))
 

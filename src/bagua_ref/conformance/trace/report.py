@@ -212,9 +212,7 @@ def draw_errors(report: TraceReport) -> Any:
     axes = figure.add_subplot(facecolor=_UNCHECKED)
     common: dict[str, Any] = {"extent": (-0.5, errors.shape[1] * width - 0.5, ranks - 0.5, -0.5), "aspect": "auto"}
     axes.imshow(checked, cmap=ListedColormap([_WITHIN]), interpolation="nearest", **common)
-    drawn = np.clip(
-        errors, 10.0**low, 10.0 ** (high + 1)
-    )  # imshow would leave infinite errors out
+    drawn = np.clip(errors, 10.0**low, 10.0 ** (high + 1))  # imshow would leave infinite errors out
     axes.imshow(drawn, cmap=colors, norm=norm, interpolation="nearest", **common)
     handles: list[Any] = [Patch(facecolor=_WITHIN, edgecolor=_EDGE, label="checked, within tolerance")]
     handles.append(Patch(facecolor=_UNCHECKED, edgecolor=_EDGE, label="not recorded or not checked"))
