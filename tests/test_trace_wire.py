@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from tests.launch import launch, let_gloo_end
 from tests.outside_compressed import Bucket
-from tests.trace_trainings import network
+from tests.trace_trainings import network, record_steps
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from bagua_ref.conformance.trace import Recorder, TraceError, check_trace
@@ -65,12 +65,7 @@ def record(directory: Path, ranks: int, exchange: Exchange, dtype: torch.dtype =
     generator = torch.Generator().manual_seed(3)
     spread = torch.logspace(-9, 3, ELEMENTS)
     steps = [(torch.randn(ranks, ELEMENTS, generator=generator) * spread * scale).to(dtype) for _ in range(STEPS)]
-    for rank in range(ranks):
-        with Recorder(directory, rank=rank, world_size=ranks) as recorder:
-            for xs in steps:
-                recorder.before_op("all", xs[rank])
-                recorder.after_op("all", exchange(xs))
-                recorder.step()
+    record_steps(directory, [(xs, {}, [exchange(xs)] * ranks) for xs in steps])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])

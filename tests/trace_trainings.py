@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,22 @@ def simulate(directory: Path, name: str, options: dict[str, Any], nodes: tuple[i
         return train(directory, name, options, **settings)
 
     return SimulatedWorld(sum(nodes), nodes=nodes).run(rank)
+
+
+def record_steps(
+    directory: Path,
+    steps: Sequence[tuple[Sequence[Any], dict[str, Any], Sequence[Any]]],
+    algorithm: str | None = None,
+    **options: Any,
+) -> None:
+    """Record an outsider's steps of one bucket on all ranks: each is inputs by rank, info, and outputs by rank."""
+    ranks = len(steps[0][0])
+    for rank in range(ranks):
+        with Recorder(directory, rank=rank, world_size=ranks, algorithm=algorithm, options=options) as recorder:
+            for inputs, info, outputs in steps:
+                recorder.before_op("all", inputs[rank], **info)
+                recorder.after_op("all", outputs[rank])
+                recorder.step()
 
 
 def train_and_die(directory: Path) -> None:
