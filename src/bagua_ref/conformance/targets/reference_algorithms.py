@@ -109,7 +109,7 @@ class ReferenceAlgorithms:
             optimizer = QAdamOptimizer(grouped, warmup_steps=warmup_steps)
             return optimizer, QAdamAlgorithm(optimizer, hierarchical)
 
-        return _Training(self, weights, bucket_bytes, make).steps(gradients, restart)
+        return _ReferenceTraining(self, weights, bucket_bytes, make).steps(gradients, restart)
 
     def _on_program(
         self, algorithm: str, world: RankWorld, weights: list[Tensor], program: list[Action], *, lr: float, bucket_bytes: int,
@@ -161,11 +161,11 @@ class ReferenceAlgorithms:
 
     def _with_sgd(
         self, algorithm: str, weights: list[Tensor], bucket_bytes: int, options: dict[str, Any], lr: float, momentum: float = 0.0
-    ) -> _Training:
+    ) -> _ReferenceTraining:
         def make(parameters: list[torch.nn.Parameter]) -> tuple[torch.optim.Optimizer, Algorithm]:
             return torch.optim.SGD(parameters, lr=lr, momentum=momentum), Algorithm.init(algorithm, **options)
 
-        return _Training(self, weights, bucket_bytes, make)
+        return _ReferenceTraining(self, weights, bucket_bytes, make)
 
 
 class GivenGradients(torch.nn.Module):
@@ -183,7 +183,7 @@ class GivenGradients(torch.nn.Module):
         return total
 
 
-class _Training:
+class _ReferenceTraining:
     """One rank's training; what an action's method returns is what the program returns for it, None: what a step leaves.
 
     Args:

@@ -137,16 +137,18 @@ class RankTrace:
             raise TraceError(f"{str(path)!r} cannot be read: {error.strerror}") from None
         except (DamagedFileError, ModuleNotFoundError) as error:
             raise TraceError(f"{str(path)!r}: {error}") from None
+
+        def flat(bucket: str, kind: str, roles: list[str]) -> dict[str, Tensor]:
+            try:
+                return {role: tensors[f"{bucket}:{kind}:{role}"].reshape(-1) for role in roles}
+            except KeyError as missing:
+                raise TraceError(f"{str(path)!r} has no tensor {missing}, which {INDEX} lists") from None
+
         found: dict[str, Record] = {}
         for listed in entry["records"]:
-            bucket = listed["bucket"]
-            values: list[dict[str, Tensor]] = []
-            for kind, roles in (("in", listed["inputs"]), ("out", listed["outputs"])):
-                names = {role: f"{bucket}:{kind}:{role}" for role in roles}
-                if missing := [name for name in names.values() if name not in tensors]:
-                    raise TraceError(f"{str(path)!r} has no tensor {missing[0]!r}, which {INDEX} lists")
-                values.append({role: tensors[name].reshape(-1) for role, name in names.items()})
-            found[bucket] = Record(bucket, listed["execution"], values[0], values[1], listed["info"])
+            name = listed["bucket"]
+            inputs, outputs = flat(name, "in", listed["inputs"]), flat(name, "out", listed["outputs"])
+            found[name] = Record(name, listed["execution"], inputs, outputs, listed["info"])
         return found
 
 
