@@ -28,7 +28,8 @@ from bagua_ref.conformance.targets.target import resolve
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "conformance" / "other-languages.md").read_text()
+PAGES = [ROOT / "docs" / "conformance" / name for name in ("other-languages.md", "requests.md")]
+PAGE = "".join(page.read_text() for page in PAGES)
 PYTHON = shlex.quote(sys.executable)
 CODEC = f"{PYTHON} {ROOT}/tests/outside/numpy_codec.py"
 SAMPLER = f"{PYTHON} {ROOT}/tests/outside/plain_sampler.py"
