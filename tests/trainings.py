@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -34,3 +34,14 @@ def batch(rank: int, step: int, dtype: torch.dtype = torch.float32) -> torch.Ten
 def weights(module: nn.Module) -> torch.Tensor:
     """Return a copy of all parameters as one vector."""
     return torch.cat([p.detach().reshape(-1).clone() for p in module.parameters()])
+
+
+class Given(nn.Module):
+    """A module whose gradients are its inputs."""
+
+    def __init__(self, weights: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(w.clone() for w in weights)
+
+    def forward(self, gradients: list[torch.Tensor]) -> Any:
+        return sum((w * g).sum() for w, g in zip(self.weights, gradients, strict=True))
