@@ -131,7 +131,6 @@ CASES: dict[str, Case] = {
         lambda o: AsyncModelAverageAlgorithm(sync_interval_ms=0, warmup_steps=100), flat=True, fixed_sums=False
     ),
 }
-PLAIN = "gradient_allreduce"
 
 
 def model(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -160,8 +159,7 @@ class Run:
 
     def __init__(self, name: str, module: Any = None, before: Any = None, **options: Any) -> None:
         self.name, self.module = name, model(bagua_ref.get_rank()) if module is None else module
-        ignored = getattr(self.module, "_bagua_params_and_buffers_to_ignore", [])
-        self.optimizer = optimizer_for(name, [p for n, p in self.module.named_parameters() if n not in ignored])
+        self.optimizer = optimizer_for(name, [p for n, p in self.module.named_parameters() if not n.startswith("ignored")])
         for part, state in zip((self.module, self.optimizer), before or (), strict=False):
             part.load_state_dict(state)
         self.wrap(**options)
@@ -191,12 +189,14 @@ class Run:
         return weights(self.module)
 
     def state(self) -> list[Any]:
-        """Return a copy of the states of module, optimizer and algorithm."""
-        return copy.deepcopy([part.state_dict() for part in (self.module, self.optimizer, self.algorithm)])
+        """Return the states of module and optimizer, copied, and of the algorithm, which shares nothing with training."""
+        return [*copy.deepcopy([self.module.state_dict(), self.optimizer.state_dict()]), self.algorithm.state_dict()]
 
     def load(self, state: list[Any]) -> None:
-        for part, saved in zip((self.module, self.optimizer, self.algorithm), copy.deepcopy(state), strict=True):
-            part.load_state_dict(saved)
+        """Load what `state` has returned."""
+        self.module.load_state_dict(state[0])
+        self.optimizer.load_state_dict(copy.deepcopy(state[1]))
+        self.algorithm.load_state_dict(state[2])
 
 
 def assert_same(mine: Any, theirs: Any, where: str = "state") -> None:

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.algorithms import CASES, PLAIN, Run, assert_same, model
+from tests.algorithms import CASES, Run, assert_same, model
 from tests.launch import launch
 from tests.trainings import batch, simulate, weights
 from torch import nn
 
 import bagua_ref
-from bagua_ref.algorithms import Algorithm, AlgorithmImpl
+from bagua_ref.algorithms import Algorithm, AlgorithmImpl, GradientAllReduceAlgorithm
 from bagua_ref.conformance import EXACT, SUM, assert_equal
 
 pytestmark = pytest.mark.filterwarnings("ignore:qadam freezes v:UserWarning", "ignore:no QAdamAlgorithm renews:UserWarning")
@@ -63,21 +63,24 @@ undisturbed = functools.cache(trained)
 def test_a_restart_at_any_step_equals_an_undisturbed_run_to_the_bit(name: str, do_flatten: bool) -> None:
     def rank(r: int) -> None:
         run = Run(name, do_flatten=do_flatten)
-        saved = [run.state()]
+        saved, copies = [run.state()], []
         for number in range(STEPS):
+            copies.append(pickle.dumps(saved[-1]))
             run.step(number)
             saved.append(run.state())
         untouched = Run(name, do_flatten=do_flatten)
         untouched.step(*range(STEPS))
-        assert_same(untouched.state(), saved[-1])  # saving changes nothing, and what was saved stays as it was
+        assert_same(untouched.state(), saved[-1])  # saving changes nothing
+        assert_same(saved[:-1], [pickle.loads(content) for content in copies])  # and training nothing of what was saved
         for at in range(1 - do_flatten, STEPS, 2):
-            state, early = pickle.loads(pickle.dumps(saved[at])), CASES[name].replicated and at % 4 > 1
+            state, early = copy.deepcopy(saved[at]), CASES[name].replicated and at % 4 > 1
             again = Run(name, model(77), before=state if early else None, do_flatten=do_flatten)
             if not early:
                 again.step(90)  # a script may have trained before it loads
             again.load(state)
             again.step(*range(at, min(at + 3, STEPS)))
             assert_same(again.state(), saved[min(at + 3, STEPS)])
+            assert_same(state[2], saved[at][2])  # training shares nothing with what was loaded
 
     simulate(sum(CASES[name].nodes), rank, nodes=CASES[name].nodes)
 
@@ -211,7 +214,7 @@ class Odd(nn.Module):
         self.used, self.tied, self.frozen, self.ignored = (nn.Linear(6, 6) for _ in range(4))
         self.tied.weight = self.used.weight
         self.frozen.requires_grad_(False)
-        self._bagua_params_and_buffers_to_ignore = ["ignored.weight", "ignored.bias"]
+        self._bagua_params_and_buffers_to_ignore, self._ddp_params_and_buffers_to_ignore = ["ignored.weight"], ["ignored.bias"]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([self.tied(self.frozen(self.used(x))), self.ignored(x)])
@@ -314,7 +317,7 @@ def test_wrapping_again_replaces_the_algorithm_and_a_failed_attempt_does_not(nam
         run.step(*range(4, STEPS))
         found = run.weights()
         old = run.module._bagua
-        run.module.with_bagua([sgd := torch.optim.SGD(run.module.parameters(), lr=0.1)], CASES[PLAIN].make(None))
+        run.module.with_bagua([sgd := torch.optim.SGD(run.module.parameters(), lr=0.1)], GradientAllReduceAlgorithm())
         run.optimizer, optimizer = sgd, run.optimizer
         run.step(0, 1)
         with pytest.raises(AssertionError):

@@ -1,4 +1,4 @@
-"""Tests of local SGD and DiLoCo: what counts as a step, bad input, global weights, states, and training over gloo (S9)."""
+"""Tests of local SGD and DiLoCo: what counts as a step, bad input, global weights, failures, states and overlap (S9)."""
 
 from __future__ import annotations
 
@@ -190,23 +190,6 @@ BOTH = pytest.mark.parametrize("algorithm", ALGORITHMS, ids=["local_sgd", "diloc
 
 
 @BOTH
-def test_a_step_without_a_backward_counts_as_none(algorithm: Algorithm) -> None:
-    def rank(r: int) -> list[float]:
-        module, optimizer, step = scalar(algorithm)
-        seen = [step(r)]
-        optimizer.zero_grad()
-        if r:
-            optimizer.step()  # on one rank alone
-        seen += [module.w.item(), step(r)]
-        optimizer.zero_grad()
-        optimizer.step()  # after a step that averaged
-        assert module._bagua.steps_of_optimizers == [2]
-        return [*seen, step(r), step(r)]
-
-    assert simulate(2, rank) == [[0, 0, 1, 1, 2], [1, 1, 1, 2, 2]]
-
-
-@BOTH
 def test_steps_under_no_sync_count_but_communicate_nothing(algorithm: Algorithm) -> None:
     def rank(r: int) -> list[float]:
         module, _, step = scalar(algorithm)
@@ -286,29 +269,6 @@ def test_a_backward_belongs_to_the_step_after_the_finished_ones(algorithm: Algor
 
 
 @BOTH
-def test_a_step_whose_closure_runs_the_backward_counts(algorithm: Algorithm) -> None:
-    def rank(r: int) -> list[float]:
-        module, optimizer, _ = scalar(algorithm)
-        seen = []
-        for _ in range(4):
-
-            def closure() -> torch.Tensor:
-                optimizer.zero_grad()
-                loss = module(-float(r))
-                loss.backward()
-                return loss
-
-            optimizer.step(closure)
-            seen.append(module.w.item())
-        optimizer.zero_grad()
-        optimizer.step()  # without a backward
-        assert module._bagua.steps_of_optimizers == [4]
-        return seen
-
-    assert simulate(2, rank) == [[0, 1, 1, 2], [1, 1, 2, 2]]
-
-
-@BOTH
 def test_a_step_that_all_ranks_grad_scalers_skip_counts_as_none(algorithm: Algorithm) -> None:
     def rank(r: int) -> list[float]:
         module, optimizer, step = scalar(algorithm)
@@ -321,70 +281,6 @@ def test_a_step_that_all_ranks_grad_scalers_skip_counts_as_none(algorithm: Algor
         return [*seen, module.w.item(), step(r)]
 
     assert simulate(2, rank) == [[0, 0, 1], [1, 1, 1]]
-
-
-@pytest.mark.parametrize(
-    "algorithm",
-    [LocalSGDAlgorithm(2, 1), LocalSGDAlgorithm(2, 1, hierarchical=True), DiLoCoAlgorithm(4, plain, delay=2, warmup_steps=1)],
-    ids=["local_sgd", "hierarchical", "diloco"],
-)
-def test_where_one_ranks_gradients_overflow_all_ranks_skip_the_step(algorithm: Algorithm) -> None:
-    def rank(r: int) -> list[float]:
-        module, optimizer, step = scalar(algorithm)
-        scaler = bagua_ref.GradScaler("cpu", init_scale=4.0)
-        step(1.0)
-        for overflowing in (0, 1, None, 1, None, None, None):
-            optimizer.zero_grad()
-            scaler.scale(module(float("inf") if r == overflowing else -1.0)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        assert module._bagua.steps_of_optimizers == [5]
-        assert scaler.get_scale() == 0.5
-        return [module.w.item()]
-
-    assert (
-        simulate(3, rank, nodes=(2, 1)) == [[5.0 if isinstance(algorithm, LocalSGDAlgorithm) else 3.0]] * 3
-    )  # diloco drops steps in flight
-
-
-@BOTH
-def test_several_modules_train_at_once(algorithm: Algorithm) -> None:
-    def rank(r: int) -> list[float]:
-        (first, _, step_first), (_, _, step_second) = scalar(algorithm), scalar(algorithm)
-        return [step_first(r), step_second(2 * r), step_first(r), step_second(2 * r), first.w.item()]
-
-    assert simulate(2, rank) == [[0, 0, 1, 2, 1], [1, 2, 1, 2, 1]]
-
-
-@BOTH
-def test_frozen_ignored_tied_and_unused_parameters(algorithm: Algorithm) -> None:
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.unused, self.frozen, self.ignored = (nn.Parameter(torch.zeros(2)) for _ in range(4))
-            self.tied = self.used
-            self.frozen.requires_grad_(False)
-            self._bagua_params_and_buffers_to_ignore = ["ignored"]
-
-        def forward(self, x: float) -> torch.Tensor:
-            return (self.used.sum() + self.tied.sum() + self.ignored.sum()) * x
-
-    def rank(r: int) -> list[float]:
-        module: Any = Odd()
-        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-        module.with_bagua([optimizer], algorithm)
-        with torch.no_grad():
-            module.frozen.fill_(r)
-        for step in range(2):
-            optimizer.zero_grad()
-            module(-float(r)).backward()
-            optimizer.step()
-            if step == 0:
-                with torch.no_grad():
-                    module.unused.fill_(r)  # it takes part all the same
-        return [module.used[0].item(), module.unused[1].item(), module.frozen[0].item(), module.ignored[0].item()]
-
-    assert simulate(2, rank) == [[2, 0.5, 0, 0], [2, 0.5, 1, 2]]
 
 
 @pytest.mark.parametrize(
@@ -425,57 +321,6 @@ def test_weights_stay_where_and_as_they_are(algorithm: Algorithm) -> None:
 
 
 # Bad input
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"period": 0}, ValueError, "period=0 must be 1 or more"),
-        ({"period": 2.5}, TypeError, "period=2.5 must be an int, 1 or more"),
-        ({"period": True}, TypeError, "period=True must be an int"),
-        ({"period": 3, "warmup_steps": -1}, ValueError, "warmup_steps=-1 must be 0 or more"),
-        ({"period": 3, "offset": 3}, ValueError, "offset=3 must be from 0 to 2, less than period=3"),
-        ({"period": 3, "offset": -1}, ValueError, "offset=-1 must be 0 or more"),
-        ({"period": 3, "hierarchical": 1}, TypeError, "hierarchical=1 must be a bool"),
-    ],
-)
-def test_options_of_local_sgd_that_are_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        LocalSGDAlgorithm(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"period": 0}, ValueError, "period=0 must be 1 or more"),
-        ({"period": "8"}, TypeError, "period='8' must be an int"),
-        ({"period": 9, "fragments": 2}, ValueError, "period=9 must be a multiple of the number of fragments, 2"),
-        ({"period": 3, "fragments": [["a"], ["b"]]}, ValueError, "period=3 must be a multiple of the number of fragments, 2"),
-        ({"period": 8, "fragments": 2, "delay": 4}, ValueError, "delay=4 must be less than gap=4, the period=8 divided"),
-        ({"period": 8, "delay": -1}, ValueError, "delay=-1 must be 0 or more"),
-        ({"mix": 1.01}, ValueError, "mix=1.01 must be from 0 to 1"),
-        ({"mix": -0.1}, ValueError, "mix=-0.1 must be from 0 to 1"),
-        ({"mix": float("nan")}, ValueError, "mix=nan must be from 0 to 1"),
-        ({"mix": "half"}, TypeError, "mix='half' must be a number from 0 to 1"),
-        ({"warmup_steps": -1}, ValueError, "warmup_steps=-1 must be 0 or more"),
-        ({"fragments": 0}, ValueError, "fragments=0 must be 1 or more"),
-        ({"fragments": True}, TypeError, "fragments=True must be an int"),
-        ({"fragments": []}, ValueError, r"fragments=\[\] must hold at least one list"),
-        ({"fragments": [["a"], []]}, ValueError, r"fragments\[1\] is empty"),
-        ({"fragments": ["a", "b"]}, TypeError, "must be an int, or a list of lists of parameter names"),
-        ({"fragments": [[1]]}, TypeError, "must be an int, or a list of lists of parameter names"),
-        ({"outer_optimizer": "sgd"}, TypeError, "outer_optimizer='sgd' must be None, or make an optimizer"),
-        (
-            {"compression": "zip"},
-            ValueError,
-            "compression='zip' is not a known codec; it must be one of None",
-        ),
-        ({"error_feedback": True}, ValueError, "error_feedback=True keeps what compression leaves out, and compression is None"),
-    ],
-)
-def test_options_of_diloco_that_are_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        DiLoCoAlgorithm(**arguments)
 
 
 kept: list[torch.optim.Optimizer] = []
@@ -539,16 +384,6 @@ def test_optimizers_are_needed_and_float64_is_not_compressed(algorithm: Algorith
             module.with_bagua([sgd(module)], DiLoCoAlgorithm(compression="MinMaxUInt8"))
 
     simulate(1, rank)
-
-
-def test_fragments_that_differ_between_ranks_are_an_error_on_every_rank() -> None:
-    def rank(r: int) -> None:
-        module = network()
-        fragments = [NAMES[:1], NAMES[1:]] if r else [NAMES[:2], NAMES[2:]]
-        with pytest.raises(ValueError, match=r"algorithm: .*fragments.* on rank 0, .* on rank 1$"):
-            module.with_bagua([sgd(module)], DiLoCoAlgorithm(2, fragments=fragments))
-
-    simulate(2, rank)
 
 
 def test_outer_settings_that_differ_between_ranks_are_an_error_on_every_rank() -> None:
@@ -756,79 +591,6 @@ def test_what_is_equal_on_all_ranks_loads_at_any_number_of_ranks() -> None:
         assert all(torch.equal(result, results[0]) for result in results)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda s: s.pop("outer_steps"), "state is not one of diloco: it lacks outer_steps"),
-        (lambda s: s.pop("in_flight"), "state is not one of diloco: it lacks in_flight"),
-        (lambda s: s.update(version=2), "state has version 2; this version of bagua_ref reads version 1"),
-        (lambda s: s.update(steps_of_optimizers=[3, 3]), "state was saved with 2 optimizers, and this training has 1"),
-        (lambda s: s.update(fragments=[NAMES]), "state was saved with fragments .*, and this training has"),
-        (lambda s: s["global_weights"].pop("2.bias"), "global_weights that are not this model's: '2.bias' is missing there"),
-        (lambda s: s["global_weights"].update(x=torch.ones(1)), "global_weights that are not this model's: 'x' is"),
-        (lambda s: s["global_weights"].update({"0.bias": torch.ones(9)}), "'0.bias' is .*9.* there and .*8.* here"),
-        (lambda s: s["outer_optimizers"][1]["param_groups"][0]["params"].append(7), "an outer optimizer of fragment 1 with groups"),
-        (
-            lambda s: s["outer_entries"].__setitem__(0, 1),
-            "lacks part of the outer optimizer of fragment 0: 0 of 1 entries are there",
-        ),
-        (lambda s: s["in_flight"].update(due=5), "fragment 0 in flight, to be applied after step 5, which fits no step"),
-        (lambda s: s["in_flight"].update(fragment=1), "fragment 1 in flight, to be applied after step 4, which fits no step"),
-        (lambda s: s["in_flight"]["mean"].update({"0.weight": torch.ones(8, 6).double()}), "the mean in flight that are not this"),
-        (
-            lambda s: s.update(steps_of_optimizers=[0]),
-            "state was saved in the local phase, after step 0; warmup_steps=1 does not fit",
-        ),
-        (lambda s: s.update(global_weights=None), "state was saved in the warm-up, after step 3; warmup_steps=1 does not fit"),
-    ],
-)
-def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(change: Callable[[Any], object], message: str) -> None:
-    def rank(r: int) -> None:
-        module: Any = network()
-        optimizer = sgd(module)
-        module.with_bagua([optimizer], streaming())
-        train(module, optimizer, r, range(3))
-        algorithm = module.bagua_algorithm
-        bad, before = copy.deepcopy(algorithm.state_dict()), str(algorithm.state_dict())
-        change(bad)
-        with pytest.raises(ValueError, match=message):
-            algorithm.load_state_dict(bad)
-        assert str(algorithm.state_dict()) == before
-
-    simulate(1, rank)
-
-
-@BOTH
-def test_a_state_of_another_algorithm_is_refused(algorithm: Algorithm) -> None:
-    def rank(r: int) -> None:
-        states = []
-        for chosen in (GradientAllReduceAlgorithm(), algorithm):
-            module: Any = network()
-            module.with_bagua([sgd(module)], chosen)
-            states.append(module.bagua_algorithm.state_dict())
-        with pytest.raises(ValueError, match=r"state is not one of \w+: it lacks .*version"):
-            module.bagua_algorithm.load_state_dict(states[0])
-
-    simulate(1, rank)
-
-
-def test_states_share_no_tensors_with_training() -> None:
-    def rank(r: int) -> None:
-        module: Any = network()
-        optimizer = sgd(module)
-        module.with_bagua([optimizer], DiLoCoAlgorithm(2, fragments=2))
-        train(module, optimizer, r, range(3))
-        state = module.bagua_algorithm.state_dict()
-        before = copy.deepcopy(state)
-        train(module, optimizer, r, range(3, 6))
-        assert str(state) == str(before)
-        module.bagua_algorithm.load_state_dict(state)
-        train(module, optimizer, r, range(6, 9))
-        assert str(state) == str(before)
-
-    simulate(1, rank)
-
-
 def test_what_a_rank_did_before_loading_does_not_count() -> None:
     def rank(r: int) -> None:
         module: Any = network()
@@ -1032,51 +794,7 @@ def test_S9_4_a_profile_shows_a_fragments_mean_beside_the_next_step() -> None:
     assert end < ranges["bagua_ref::diloco/wait"][1]
 
 
-# Over gloo
-
-GLOO: dict[str, Callable[[], Algorithm]] = {
-    "local_sgd": lambda: LocalSGDAlgorithm(3, warmup_steps=2, offset=1),
-    "hierarchical": lambda: LocalSGDAlgorithm(3, hierarchical=True),
-    "diloco": lambda: DiLoCoAlgorithm(3),
-    "streaming": lambda: DiLoCoAlgorithm(8, fragments=4, delay=1, mix=0.3, warmup_steps=2),
-    "compressed": lambda: DiLoCoAlgorithm(6, fragments=2, delay=2, compression="MinMaxUInt8"),
-    "mixed": lambda: DiLoCoAlgorithm(4, fragments=2, delay=1, mix=0.7),
-}
-
-
-def train_each(names: list[str], dtype: torch.dtype) -> dict[str, list[torch.Tensor]]:
-    """Return the weights after each step with each of the algorithms."""
-    seen: dict[str, list[torch.Tensor]] = {}
-    for name in names:
-        module = network(dtype=dtype)
-        if name == "mixed":
-            module[2].to(torch.float64)
-            module[1].register_forward_hook(lambda module, args, output: output.double())
-        optimizer = sgd(module)
-        module.with_bagua([optimizer], GLOO[name]())
-        for step in range(9):
-            train(module, optimizer, bagua_ref.get_rank(), range(step, step + 1))
-            seen.setdefault(name, []).append(torch.cat([p.detach().reshape(-1).double() for p in module.parameters()]))
-    return seen
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("nodes", "names", "dtype"),
-    [
-        ((2,), list(GLOO), torch.float32),
-        ((1, 1), ["local_sgd", "hierarchical"], torch.float32),
-        ((1, 2), ["diloco", "compressed", "mixed"], torch.float32),
-        ((2, 1), ["local_sgd", "hierarchical", "streaming"], torch.bfloat16),  # gloo leaves sums of 16-bit numbers to us
-    ],
-)
-def test_S9_gloo_equals_the_simulation_to_the_bit(nodes: tuple[int, ...], names: list[str], dtype: torch.dtype) -> None:
-    real = launch(train_each, sum(nodes), names, dtype, nodes=nodes)
-    simulated = simulate(sum(nodes), lambda rank: train_each(names, dtype), nodes)
-    for ours, expected in zip(real, simulated, strict=True):
-        for name in names:
-            for step, (found, wanted) in enumerate(zip(ours[name], expected[name], strict=True)):
-                assert torch.equal(found, wanted), (name, step)
+# Ranks that are out of step
 
 
 FAULTY: dict[str, Algorithm] = {
@@ -1102,13 +820,3 @@ def test_a_rank_out_of_step_is_an_error_on_every_rank(fault: Any) -> None:
             assert errors, name
             assert seconds < 30, name
             assert all("disagree" in text or "gave up" in text or "cannot train on" in text for text in errors), (name, errors)
-
-
-@BOTH
-def test_join_says_that_it_cannot_be_used(algorithm: Algorithm) -> None:
-    def rank(r: int) -> None:
-        module, _, _ = scalar(algorithm)
-        with pytest.raises(NotImplementedError, match=r"\w+Impl cannot train inside join\(\)"), bagua_ref.join([module]):
-            pass
-
-    simulate(2, rank)

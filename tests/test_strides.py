@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import itertools
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import bagua_ref
-from bagua_ref import checkpoint
 from bagua_ref.algorithms import Algorithm, QAdamOptimizer
 from bagua_ref.algorithms.fragments import Fragment
 from bagua_ref.buckets.bucket import BaguaBucket
@@ -621,34 +619,6 @@ def make_run(
         made = options["q_adam_optimizer"] = QAdamOptimizer(module.parameters(), lr=0.05, warmup_steps=2)
     module.with_bagua([made], Algorithm.init(name, **options), do_flatten=flatten)
     return module, made
-
-
-@pytest.mark.parametrize("name", COMPRESSED)
-def test_S2_3_a_restart_continues_to_the_bit(name: str, tmp_path: Path) -> None:
-    def run(rank: int) -> None:
-        module, made = make_run(name)
-        for step in range(8):
-            if step == 4:
-                file = io.BytesIO()
-                torch.save([module.state_dict(), made.state_dict(), module.bagua_algorithm.state_dict()], file)
-                checkpoint.save(tmp_path / name, module, [made], step=step)
-            step_on(module, made, batch(step)[rank::2])
-        ended = weights(module)
-        for from_folder in (False, True):
-            again, other = make_run(name)
-            if from_folder:
-                checkpoint.load(tmp_path / name, again, [other])
-            else:
-                file.seek(0)
-                of_model, of_optimizer, of_algorithm = torch.load(file)
-                again.load_state_dict(of_model)
-                other.load_state_dict(of_optimizer)
-                again.bagua_algorithm.load_state_dict(of_algorithm)
-            for step in range(4, 8):
-                step_on(again, other, batch(step)[rank::2])
-            assert all(map(torch.equal, weights(again), ended)), from_folder
-
-    simulate(2, run)
 
 
 @pytest.mark.parametrize("flatten", [True, False])
