@@ -30,6 +30,7 @@ from bagua_ref.conformance import EXACT, assert_equal
 from bagua_ref.formulas.graphs import MODES, hypercube, in_turn
 
 ONE_BIT: dict[str, Any] = {"compression": "OneBit", "error_feedback": True}
+MXFP4: dict[str, Any] = {"compression": "MXFP4", "error_feedback": True}
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,8 @@ def _decentralized(nodes: tuple[int, ...], hierarchical: bool, mode: Any, interv
     return Case(lambda o: DecentralizedAlgorithm(hierarchical, mode, interval), nodes, **given)
 
 
-def _ring(nodes: tuple[int, ...], *options: Any) -> Case:
-    return _compressed(lambda o: LowPrecisionDecentralizedAlgorithm(*options), nodes=nodes, replicated=False, kept=False)
+def _ring(nodes: tuple[int, ...], *options: Any, **given: Any) -> Case:
+    return _compressed(lambda o: LowPrecisionDecentralizedAlgorithm(*options, **given), nodes=nodes, replicated=False, kept=False)
 
 
 def _local(algorithm: Algorithm, compresses: bool = False, **given: Any) -> Case:
@@ -104,7 +105,7 @@ CASES: dict[str, Case] = {
     "bytegrad with memory": _compressed(lambda o: ByteGradAlgorithm(hierarchical=False, **ONE_BIT), memory=True),
     "bytegrad with memory, hierarchical": _compressed(lambda o: ByteGradAlgorithm(**ONE_BIT), memory=True),
     "qadam": _compressed(lambda o: QAdamAlgorithm(o, hierarchical=False), fixed_sums=False),
-    "qadam, hierarchical": _compressed(lambda o: QAdamAlgorithm(o), fixed_sums=False),
+    "qadam, hierarchical": _compressed(lambda o: QAdamAlgorithm(o, compression="MXFP8"), fixed_sums=False),
     "qadam with memory": _compressed(lambda o: QAdamAlgorithm(o, False, **ONE_BIT), memory=True, fixed_sums=False),
     "qadam with memory, hierarchical": _compressed(lambda o: QAdamAlgorithm(o, **ONE_BIT), memory=True, fixed_sums=False),
     "decentralized": _decentralized((3, 1), True, "all", 2, fixed_sums=False),
@@ -114,14 +115,14 @@ CASES: dict[str, Case] = {
     "decentralized, hypercube": _decentralized((4,), False, "hypercube", 2),
     "decentralized, function": _decentralized((2, 1, 1, 1), True, in_turn([hypercube(t, 4) for t in range(2)])),
     "low_precision_decentralized": _ring((4,), False, 2),
-    "low_precision_decentralized, hierarchical": _ring((1, 2, 2)),
+    "low_precision_decentralized, hierarchical": _ring((1, 2, 2), compression="MXINT8"),
     "local_sgd": _local(LocalSGDAlgorithm(3, warmup_steps=2, offset=1), fixed_sums=False),
     "local_sgd, hierarchical": _local(LocalSGDAlgorithm(2, warmup_steps=1, hierarchical=True), fixed_sums=False),
     "diloco": _local(DiLoCoAlgorithm(3)),
     "diloco, streaming": _local(DiLoCoAlgorithm(6, fragments=2, delay=2, mix=0.3, warmup_steps=1), fixed_sums=False),
     "diloco, compressed": _local(DiLoCoAlgorithm(6, _adam, fragments=3, delay=1, compression="MinMaxUInt8"), compresses=True),
     "diloco with memory": _local(DiLoCoAlgorithm(2, fragments=2, **ONE_BIT), True, memory=True),
-    "diloco with memory, streaming": _local(DiLoCoAlgorithm(2, delay=1, mix=0.5, **ONE_BIT), True, memory=True),
+    "diloco with memory, streaming": _local(DiLoCoAlgorithm(2, delay=1, mix=0.5, **MXFP4), True, memory=True),
     "powersgd": _powersgd(2, warmup_steps=2),
     "powersgd, averaged": _powersgd(memory="averaged", warm_start=False),
     "powersgd without memory": _powersgd(memory=None, warmup_steps=3),

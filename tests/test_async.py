@@ -133,32 +133,6 @@ def test_bad_input_of_the_operation() -> None:
 # The algorithm.
 
 
-def test_S5_6_ranks_drift_apart_and_are_drawn_together() -> None:
-    def rank(r: int) -> tuple[torch.Tensor, int]:
-        torch.manual_seed(100 + r)
-        module, optimizer, algorithm = wrapped()
-        torch.manual_seed(100 + r)
-        for _ in range(60 if r == 0 else 20):  # rank 0 is three times as fast
-            step(module, optimizer, 0.05 if r == 0 else 0.15)
-        algorithm.abort(module)
-        return weights(module), algorithm._rounds.completed
-
-    (zero, rounds), (one, same_rounds) = simulate(2, rank)
-    assert rounds == same_rounds
-    assert 20 <= rounds <= 32
-    alone = (network(0), network(0))
-    for r, module in enumerate(alone):
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
-        torch.manual_seed(100 + r)
-        for _ in range(60 if r == 0 else 20):
-            optimizer.zero_grad()
-            module(torch.randn(4, 6)).square().mean().backward()
-            optimizer.step()
-    apart = (weights(alone[0]) - weights(alone[1])).norm()
-    assert apart > 0.1
-    assert (zero - one).norm() < apart / 4
-
-
 def test_S5_6_warmup_is_exactly_that_many_steps_of_allreduce_and_rounds_start_at_the_second_forward_after_it() -> None:
     def rank(r: int) -> list[tuple[bool, State]]:
         module, optimizer, algorithm = wrapped(warmup_steps=3, sync_interval_ms=10_000)

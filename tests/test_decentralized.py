@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.trainings import batch, network, simulate
+from tests.trainings import Scalar, batch, network, sgd, simulate, train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -18,28 +18,6 @@ from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.comm_ops import shift_one_peer
 from bagua_ref.conformance import EXACT, assert_equal
 from bagua_ref.data_parallel import DistributedDataParallel
-
-
-def train(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        module(batch(rank, step)).square().mean().backward()
-        optimizer.step()
-
-
-def sgd(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-
-
-class Scalar(nn.Module):
-    """One weight, initially 0; the loss is x times the weight, so its gradient is x."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(1))
-
-    def forward(self, x: float) -> torch.Tensor:
-        return (self.w * x).sum()
 
 
 def one_bucket(value: float, count: int = 3, flatten: bool = True, **options: Any) -> tuple[BaguaBucket, torch.Tensor]:
@@ -52,11 +30,6 @@ def like(bucket: BaguaBucket) -> torch.Tensor:
 
 
 # Operations
-
-
-def test_S3_4_the_peers_of_six_ranks() -> None:
-    table = [[shift_one_peer(rank, 6, step) for rank in range(6)] for step in range(4)]
-    assert table == [[3, 4, 5, 0, 1, 2], [4, 5, 3, 2, 0, 1], [5, 3, 4, 1, 2, 0], [3, 4, 5, 0, 1, 2]]
 
 
 @pytest.mark.parametrize(
@@ -208,23 +181,6 @@ def test_modes_compressions_and_dtypes_that_do_not_exist_here_are_refused() -> N
     simulate(2, rank)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_S3_5_a_first_step_tells_both_neighbours_the_whole_change(ranks: int) -> None:
-    def rank(r: int) -> list[list[float]]:
-        bucket, tensor = one_bucket(9.0 + 3 * r)
-        replicas = [torch.full((3,), 9.0).ensure_bagua_tensor() for _ in range(3)]
-        assert bucket.append_low_precision_decentralized_synchronous_op(*replicas, hierarchical=False) is bucket
-        bucket.execute()
-        assert (bucket._weight, bucket._left_peer_weight, bucket._right_peer_weight) == tuple(replicas)
-        return [t.tolist() for t in (tensor, *replicas)]
-
-    for r, (x, own, left, right) in enumerate(simulate(ranks, rank)):
-        # All replicas are 9: x + 9/3 + 9/3 - 5*9/3 is the change 3 r, which a chunk of equal numbers represents exactly.
-        assert x == own == pytest.approx([9.0 + 3 * r] * 3)
-        assert left == pytest.approx([9.0 + 3 * ((r - 1) % ranks)] * 3)
-        assert right == pytest.approx([9.0 + 3 * ((r + 1) % ranks)] * 3)
-
-
 def test_S3_5_hierarchical_quantises_node_means_also_on_one_node() -> None:
     def rank(r: int) -> list[float]:
         tensor = torch.tensor([0.0, 0.3 + r, 1.0]).ensure_bagua_tensor("t")
@@ -301,23 +257,6 @@ def test_S5_3_one_bucket_per_dtype_whatever_the_bucket_size(monkeypatch: pytest.
         return [[t.bagua_backend_tensor().name for t in bucket.tensors] for bucket in module.bagua_buckets]
 
     assert simulate(1, rank)[0] == [["2.bias", "2.weight"], ["3.bias", "3.weight", "0.bias", "0.weight"], ["1.bias", "1.weight"]]
-
-
-def test_S5_3_averages_at_steps_divisible_by_the_interval_and_adds_the_old_weights_gradient() -> None:
-    def rank(r: int) -> list[float]:
-        module = Scalar()
-        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-        module.with_bagua([optimizer], DecentralizedAlgorithm(communication_interval=3))
-        seen = []
-        for _ in range(7):
-            optimizer.zero_grad()
-            module(-2.0 * r).backward()
-            seen.append(module.w.item())  # copied back at the end of backward, before the step
-            optimizer.step()
-        return seen
-
-    # Rank 1 adds 2 a step; steps 0, 3 and 6 average.
-    assert simulate(2, rank) == [[0, 0, 0, 3, 3, 3, 6], [0, 2, 4, 3, 5, 7, 6]]
 
 
 def test_S5_3_the_weights_do_not_change_between_forward_and_the_end_of_backward() -> None:
@@ -528,34 +467,6 @@ def test_S5_4_after_the_last_of_several_optimizers() -> None:
             assert done() == step + 1
 
     simulate(2, rank)
-
-
-def test_S5_4_several_dtypes_and_small_buckets_keep_replicas_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", "32")
-
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 3, dtype=torch.bfloat16)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.b(self.a(x).to(torch.bfloat16)).float()
-
-    def rank(r: int) -> list[BaguaBucket]:
-        module = Mixed()
-        optimizer = sgd(module)
-        module.with_bagua([optimizer], LowPrecisionDecentralizedAlgorithm(hierarchical=False))
-        train(module, optimizer, r, range(4))
-        return module.bagua_buckets
-
-    results = simulate(3, rank)
-    assert len(results[0]) == 3
-    for r, buckets in enumerate(results):
-        for bucket, right in zip(buckets, results[(r + 1) % 3], strict=True):
-            assert_equal(bucket._weight, right._left_peer_weight, EXACT)
-            assert_equal(bucket._left_peer_weight, results[r - 1][int(bucket.name)]._weight, EXACT)
-            assert_equal(bucket.flattened_tensor(), bucket._weight, EXACT)
-        assert not torch.equal(buckets[0]._weight, results[r - 1][0]._weight)
 
 
 # Bad input to algorithms

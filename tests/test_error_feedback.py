@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.trainings import Given, batch, network, simulate
+from tests.trainings import Given, batch, network, simulate, train
 from torch import nn
 
 import bagua_ref
@@ -44,13 +44,6 @@ def diloco(**options: Any) -> Pair:
 
 ALL: dict[str, Callable[..., Pair]] = {"bytegrad": bytegrad, "qadam": qadam, "diloco": diloco}
 EACH = pytest.mark.parametrize("make", ALL.values(), ids=ALL)
-
-
-def train(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        module(batch(rank, step)).square().mean().backward()
-        optimizer.step()
 
 
 def kept(module: Any) -> list[torch.Tensor]:

@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 import torch
 from tests.algorithms import CASES, Run, assert_same, model
-from tests.launch import launch
 from tests.trainings import batch, simulate, weights
 from torch import nn
 
 import bagua_ref
 from bagua_ref.algorithms import Algorithm, AlgorithmImpl, GradientAllReduceAlgorithm
-from bagua_ref.conformance import EXACT, SUM, assert_equal
+from bagua_ref.conformance import EXACT, assert_equal
 
 pytestmark = pytest.mark.filterwarnings("ignore:qadam freezes v:UserWarning", "ignore:no QAdamAlgorithm renews:UserWarning")
 STEPS = 7
@@ -407,36 +406,3 @@ def test_a_rank_alone_trains_as_without(name: str) -> None:
         alone(batch(0, number)).square().mean().backward()
         optimizer.step()
     torch.testing.assert_close(found, weights(alone), atol=1e-6, rtol=0)
-
-
-# Over gloo
-
-
-def train_each(dtype: torch.dtype, names: list[str]) -> dict[str, list[torch.Tensor]]:
-    """Return the weights after every step with each of the algorithms."""
-    seen: dict[str, list[torch.Tensor]] = {}
-    for name in names:
-        run = Run(name, model(0, dtype))
-        for number in range(STEPS):
-            run.step(number)
-            seen.setdefault(name, []).append(run.weights())
-    return seen
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("nodes", "dtype"), [((2,), torch.float32), ((1, 1), torch.float32), ((1, 3), torch.float32), ((2, 1), torch.bfloat16)], ids=str
-)
-def test_gloo_gives_what_the_simulation_gives(nodes: tuple[int, ...], dtype: torch.dtype) -> None:
-    names = [name for name, case in CASES.items() if case.takes(nodes)]
-    real = launch(train_each, sum(nodes), dtype, names, nodes=nodes)
-    simulated = simulate(sum(nodes), lambda r: train_each(dtype, names), nodes=nodes)
-    for name in names:
-        for ours, expected in zip(real, simulated, strict=True):
-            if CASES[name].replicated:
-                assert_same(ours[name], real[0][name])
-            # Two numbers have one sum, and gloo leaves sums of 16-bit numbers to us.
-            exact = sum(nodes) == 2 or dtype is torch.bfloat16 or CASES[name].fixed_sums
-            for step, (found, wanted) in enumerate(zip(ours[name], expected[name], strict=True)):
-                if exact or not CASES[name].compresses:
-                    assert_equal(found, wanted, EXACT if exact else SUM((step + 1) * (sum(nodes) + 1)), magnitude=1.0)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests import faults
 from tests.launch import launch
-from tests.trainings import batch, network, simulate, weights
+from tests.trainings import Scalar, batch, network, sgd, simulate, train, weights
 from torch import nn
 
 import bagua_ref
@@ -28,31 +28,8 @@ NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
 """The parameters of `network`, of 192, 32, 96 and 12 bytes."""
 
 
-def sgd(module: nn.Module, lr: float = 0.1, momentum: float = 0.9) -> torch.optim.Optimizer:
-    return torch.optim.SGD(module.parameters(), lr=lr, momentum=momentum)
-
-
 def plain(tensors: list[torch.Tensor]) -> torch.optim.Optimizer:
     return torch.optim.SGD(tensors, lr=1.0)
-
-
-def train(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
-    dtype = next(module.parameters()).dtype
-    for step in steps:
-        optimizer.zero_grad()
-        module(batch(rank, step, dtype)).square().mean().backward()
-        optimizer.step()
-
-
-class Scalar(nn.Module):
-    """One weight, initially 0; the loss is x times the weight, so its gradient is x."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(1, dtype=dtype))
-
-    def forward(self, x: float) -> torch.Tensor:
-        return (self.w * x).sum()
 
 
 def scalar(algorithm: Algorithm, dtype: torch.dtype = torch.float32) -> tuple[Any, torch.optim.Optimizer, Callable[[float], float]]:
@@ -71,32 +48,6 @@ def scalar(algorithm: Algorithm, dtype: torch.dtype = torch.float32) -> tuple[An
 
 
 # Steps
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, [0, 0, 3, 3, 3, 6]),
-        ({"offset": 1}, [1, 1, 1, 4, 4, 4]),
-        ({"offset": 2}, [0, 2, 2, 2, 5, 5]),
-        ({"warmup_steps": 2}, [1, 2, 2, 2, 5, 5]),
-    ],
-)
-def test_S9_1_weights_are_averaged_after_the_steps_of_the_formula(options: dict[str, int], expected: list[float]) -> None:
-    def rank(r: int) -> list[float]:
-        _, _, step = scalar(LocalSGDAlgorithm(period=3, **options))
-        return [step(2.0 * r) for _ in range(6)]
-
-    assert simulate(2, rank)[0] == expected  # rank 0 does not move by itself, rank 1 takes steps of 2
-
-
-def test_S9_1_hierarchical_averages_gradients_in_the_node_and_weights_over_all() -> None:
-    def rank(r: int) -> list[float]:
-        _, _, step = scalar(LocalSGDAlgorithm(period=2, warmup_steps=1, hierarchical=True))
-        return [step(4.0 * r) for _ in range(4)]
-
-    # Gradients 0, 4, 8 on nodes of 2 ranks and 1: all move by 4 in the warm-up, then by 2, 2 and 8; (8 + 8 + 20)/3 = 12.
-    assert simulate(3, rank, nodes=(2, 1)) == [[4, 6, 12, 14], [4, 6, 12, 14], [4, 12, 12, 20]]
 
 
 def test_S9_1_nodes_hear_of_each_other_only_when_weights_are_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,53 +87,6 @@ def test_a_step_that_a_rank_of_a_node_skips_is_an_error_on_every_rank_of_every_n
             go_on()
 
     simulate(4, rank, nodes=(2, 2))
-
-
-def test_S9_4_two_fragments_by_hand() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = (nn.Parameter(torch.zeros(1)) for _ in range(2))
-
-        def forward(self, x: float) -> torch.Tensor:
-            return (self.a * x + self.b * x).sum()
-
-    def rank(r: int) -> list[tuple[float, float]]:
-        module: Any = Two()
-        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-        module.with_bagua([optimizer], DiLoCoAlgorithm(4, plain, fragments=2, delay=1, mix=0.5))
-        seen = []
-        for _ in range(6):
-            optimizer.zero_grad()
-            module(-8.0 * r).backward()
-            optimizer.step()
-            seen.append((module.a.item(), module.b.item()))
-        return seen
-
-    # Rank 1 moves by 8 a step. a is sent after steps 1 and 5, applied after 2 and 6; b after 3, applied after 4.
-    # Step 2: D = (0 - 0 + 0 - 8)/2 = -4, g = 4; x = 4 + (0 - 4)/2 = 2 and 4 + (16 - 4)/2 = 10.
-    # Step 4: D = -12, g = 12; x = 6 and 12 + (32 - 12)/2 = 22. Step 6: d = 4 - 2 and 4 - 34, g = 4 + 14 = 18; x = 10 and 30.
-    assert simulate(2, rank) == [
-        [(0, 0), (2, 0), (2, 0), (2, 6), (2, 6), (10, 6)],
-        [(8, 8), (10, 16), (18, 24), (26, 22), (34, 30), (30, 38)],
-    ]
-
-
-def test_S9_2_the_inner_optimizer_and_gradients_are_not_touched() -> None:
-    def rank(r: int) -> None:
-        alone, together = network(), network()
-        optimizers = [torch.optim.SGD(m.parameters(), lr=0.0, momentum=0.9) for m in (alone, together)]
-        together.with_bagua([optimizers[1]], DiLoCoAlgorithm(2, fragments=2, mix=0.0))
-        for step in range(5):
-            for module, optimizer in zip((alone, together), optimizers, strict=True):
-                train(module, optimizer, r, range(step, step + 1))
-        for a, b in zip(alone.parameters(), together.parameters(), strict=True):
-            assert torch.equal(a.grad, b.grad)
-            assert torch.equal(optimizers[0].state[a]["momentum_buffer"], optimizers[1].state[b]["momentum_buffer"])
-        for outer in together.bagua_algorithm.outer_optimizers:
-            assert all(g.grad is None for group in outer.param_groups for g in group["params"])
-
-    simulate(2, rank)
 
 
 ALGORITHMS = [LocalSGDAlgorithm(2), DiLoCoAlgorithm(2, plain)]
@@ -509,19 +413,6 @@ def test_S9_5_a_mean_that_is_not_finite_is_an_error_on_every_rank_and_changes_no
             module(batch(r, 4))
 
     simulate(2, rank)
-
-
-def test_one_rank_goes_on_after_a_mean_that_is_not_finite() -> None:
-    def rank(r: int) -> list[float]:
-        module, _, step = scalar(DiLoCoAlgorithm(2, plain))
-        step(1.0)
-        with pytest.raises(CommunicationError, match="fragment 0 was not applied"):
-            step(float("inf"))
-        with torch.no_grad():
-            module.w.fill_(0)
-        return [step(1.0), step(1.0)]
-
-    assert simulate(1, rank) == [[1, 2]]
 
 
 def test_a_mean_that_was_lost_is_not_applied_later() -> None:

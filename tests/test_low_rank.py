@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.launch import launch
-from tests.trainings import Given, batch, network, simulate
-from torch import nn
+from tests.trainings import Given, network, sgd, simulate, train
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
 
 from bagua_ref.algorithms import Algorithm, GradientAllReduceAlgorithm, PowerSGDAlgorithm, TopKAlgorithm
@@ -25,15 +24,8 @@ TOPK = TopKAlgorithm(0.2)
 
 def wrapped(algorithm: Algorithm, dtype: torch.dtype = torch.float32) -> tuple[Any, torch.optim.Optimizer]:
     module = network(dtype=dtype)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    optimizer = sgd(module)
     return module.with_bagua([optimizer], algorithm), optimizer
-
-
-def train(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        module(batch(rank, step, next(module.parameters()).dtype)).square().mean().backward()
-        optimizer.step()
 
 
 # torch's own hook
