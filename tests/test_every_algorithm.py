@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.algorithms import CASES, Run, assert_same, model
-from tests.trainings import batch, simulate, weights
+from tests.trainings import batch, network, simulate, weights
 from torch import nn
 
 import bagua_ref
@@ -261,6 +261,20 @@ def test_other_dtypes_train_or_are_refused_by_name(name: str, dtype: torch.dtype
         for found in on_ranks(name, rank):
             assert found.dtype is dtype
             assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@every(compresses=False)
+def test_strides_of_weights_do_not_change_results(name: str, dtype: torch.dtype) -> None:
+    def rank(r: int, make: Any) -> torch.Tensor:
+        run = Run(name, make(0, dtype))
+        strides = [p.stride() for p in run.module.parameters()]
+        run.step(*range(STEPS))
+        assert [p.stride() for p in run.module.parameters()] == [p.grad.stride() for p in run.module.parameters()] == strides
+        return run.weights()
+
+    results = [on_ranks(name, lambda r, make=make: rank(r, make)) for make in (model, network)]
+    torch.testing.assert_close(*results, rtol=16 * torch.finfo(dtype).eps, atol=16 * torch.finfo(dtype).eps)
 
 
 # Buckets

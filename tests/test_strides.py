@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -144,51 +143,6 @@ def test_S2_3_a_single_chunk_is_compressed_as_if_it_was_row_major(name: str, fla
     # MXFP8's blocks are of 32 elements in the order of memory.
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=0.1 if name == "diloco" else 2e-6)
-
-
-class Elements(nn.Module):
-    """Weights whose gradients have the same bits for any strides."""
-
-    def __init__(self, row_major: bool, dtype: torch.dtype) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.images = nn.Parameter(torch.empty(4, 2, 3, 3, dtype=dtype).to(memory_format=torch.channels_last))
-        self.turned = nn.Parameter(torch.empty(5, 6, dtype=dtype).t())
-        self.plain = nn.Parameter(torch.empty(6, 5, dtype=dtype))
-        for parameter in self.parameters():
-            parameter.data = parameter.data.contiguous() if row_major else parameter.data
-            parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
-
-    def forward(self, x: Tensor) -> Tensor:
-        coefficients = [torch.linspace(1, 3, p.numel(), dtype=p.dtype).view(p.shape) for p in self.parameters()]
-        return sum((p * c - x.to(p.dtype)).square().sum() for p, c in zip(self.parameters(), coefficients, strict=True))
-
-
-@pytest.mark.parametrize("flatten", [True, False])
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        *itertools.product([*AS_PLAIN, "powersgd", "qadam"], [torch.float16, torch.bfloat16, torch.float32]),
-        *((name, torch.float64) for name in ("gradient_allreduce", "decentralized", "local_sgd", "diloco", "powersgd")),
-    ],
-    ids=str,
-)
-def test_S2_3_strides_do_not_change_results_in_any_dtype(name: str, dtype: torch.dtype, flatten: bool) -> None:
-    def train(rank: int, row_major: bool) -> list[Tensor]:
-        module, options = Elements(row_major, dtype), {**COMPRESSED, **AS_PLAIN}[name].copy()
-        made: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
-        if name == "qadam":
-            made = options["q_adam_optimizer"] = QAdamOptimizer(module.parameters(), lr=0.05, warmup_steps=2)
-        module.with_bagua([made], Algorithm.init(name, **options), do_flatten=flatten or name == "async")
-        for step in range(4):
-            step_on(module, made, torch.tensor(0.5 + rank + step))
-        return weights(module)
-
-    ranks = 1 if name == "qadam" else 2  # the order of elements decides which chunk they are in
-    ours, theirs = (simulate(ranks, partial(train, row_major=row_major)) for row_major in (False, True))
-    for mine, other in zip(ours, theirs, strict=True):
-        for weight, expected in zip(mine, other, strict=True):
-            torch.testing.assert_close(weight, expected, rtol=16 * torch.finfo(dtype).eps, atol=16 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("name", [name for name in (*AS_PLAIN, *COMPRESSED) if name != "async"])  # its buckets are always flat
