@@ -100,31 +100,6 @@ def test_S3_4_copy_back_takes_its_own_bucket() -> None:
     simulate(2, rank)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "nodes", "hierarchical", "message"),
-    [
-        (3, None, False, r"this group has 3 \(ranks\)\. Use"),
-        (1, None, False, r"this group has 1 \(ranks\)\. Use"),
-        (4, None, True, r"this group has 1 \(leaders of 4 ranks; hierarchical=False pairs ranks instead\)\. Use"),
-        (6, (1, 2, 3), True, r"this group has 3 \(leaders of 6 ranks; hierarchical=False pairs ranks instead\)\. Use"),
-        (5, (2, 2, 1), True, r"this group has 3 \(leaders of 5 ranks\)\. Use"),
-    ],
-)
-def test_S3_4_odd_numbers_have_no_pairs_and_every_rank_says_so(
-    ranks: int, nodes: tuple[int, ...] | None, hierarchical: bool, message: str
-) -> None:
-    def rank(r: int) -> None:
-        bucket, tensor = one_bucket(float(r))
-        with pytest.raises(ValueError, match=message):
-            bucket.append_decentralized_synchronous_op(like(bucket), hierarchical, "shift_one")
-        bucket.append_decentralized_synchronous_op(like(bucket), hierarchical, "all")
-        bucket.execute()
-        bucket._decentralized_op.copy_back_peer_weight(bucket)
-        torch.testing.assert_close(tensor, torch.full((3,), (ranks - 1) / 2))
-
-    simulate(ranks, rank, nodes=nodes)
-
-
 def bad_replicas() -> list[Any]:
     flat = torch.zeros(3)
     return [
@@ -497,7 +472,6 @@ def fused(module: nn.Module) -> torch.optim.Optimizer:
             TypeError,
             "float16, bfloat16 or float32, not bucket '1''s.*float64",
         ),
-        (network, lambda m: [], "shift_one", ValueError, r"this group has 3 \(leaders of 3 ranks\)"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_on_every_rank_when_wrapping(
@@ -505,9 +479,8 @@ def test_what_cannot_be_trained_is_refused_on_every_rank_when_wrapping(
 ) -> None:
     def rank(r: int) -> None:
         module = make()
-        chosen = DecentralizedAlgorithm(peer_selection_mode="shift_one") if algorithm == "shift_one" else Algorithm.init(algorithm)
         with pytest.raises(error, match=message):
-            module.with_bagua(optimizers(module), chosen)
+            module.with_bagua(optimizers(module), Algorithm.init(algorithm))
         module.with_bagua([], GradientAllReduceAlgorithm())
 
     simulate(3, rank, nodes=(1, 1, 1))

@@ -59,7 +59,7 @@ def assert_same(mine: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
 # Training
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_qadam_with_one_bit_and_error_memory_learns_the_digits() -> None:
     recipes = pytest.importorskip("bagua_ref.cli.recipes")
     pytest.importorskip("sklearn")

@@ -182,23 +182,32 @@ def test_S13_2_only_powers_of_two_are_hypercubes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "nodes", "hierarchical", "what"),
+    ("mode", "ranks", "nodes", "what"),
     [
-        (3, None, False, r"this group has 3 \(ranks\)\. Use"),
-        (6, (4, 1, 1), True, r"this group has 3 \(leaders of 6 ranks\)\. Use"),
-        (4, (2, 1, 1), True, r"this group has 3 \(leaders of 4 ranks; hierarchical=False pairs ranks instead\)\. Use"),
+        ("shift_one", 3, None, r"3 \(ranks\)\. Use"),
+        ("shift_one", 1, None, r"1 \(ranks\)\. Use"),
+        ("shift_one", 4, (4,), r"1 \(leaders of 4 ranks; hierarchical=False pairs ranks instead\)\. Use"),
+        ("shift_one", 6, (1, 2, 3), r"3 \(leaders of 6 ranks; hierarchical=False pairs ranks instead\)\. Use"),
+        ("shift_one", 5, (2, 2, 1), r"3 \(leaders of 5 ranks\)\. Use"),
+        ("hypercube", 3, None, r"3 \(ranks\)\. Use"),
+        ("hypercube", 6, (4, 1, 1), r"3 \(leaders of 6 ranks\)\. Use"),
+        ("hypercube", 4, (2, 1, 1), r"3 \(leaders of 4 ranks; hierarchical=False pairs ranks instead\)\. Use"),
     ],
 )
-def test_S13_2_other_numbers_are_refused_on_every_rank(ranks: int, nodes: Any, hierarchical: bool, what: str) -> None:
+def test_S3_4_S13_2_numbers_without_pairs_are_refused_on_every_rank(mode: str, ranks: int, nodes: Any, what: str) -> None:
+    needs = {"shift_one": "an even number", "hypercube": "a power of two"}[mode]
+    message = f"{mode!r} pairs ranks, so it needs {needs} of them; this group has {what}"
+
     def rank(r: int) -> None:
-        module = network()
-        with pytest.raises(ValueError, match=f"'hypercube' pairs ranks, so it needs a power of two of them; {what}"):
-            module.with_bagua([], DecentralizedAlgorithm(hierarchical, "hypercube"))
-        bucket, _ = one_bucket(float(r))
-        with pytest.raises(ValueError, match=what):
-            bucket.append_decentralized_synchronous_op(like(bucket), hierarchical, "hypercube")
-        bucket.append_decentralized_synchronous_op(like(bucket), hierarchical, "ring")
+        with pytest.raises(ValueError, match=message):
+            network().with_bagua([], DecentralizedAlgorithm(nodes is not None, mode))
+        bucket, tensor = one_bucket(float(r))
+        with pytest.raises(ValueError, match=message):
+            bucket.append_decentralized_synchronous_op(like(bucket), nodes is not None, mode)
+        bucket.append_decentralized_synchronous_op(like(bucket), nodes is not None, "all")
         bucket.execute()
+        bucket._decentralized_op.copy_back_peer_weight(bucket)
+        torch.testing.assert_close(tensor, torch.full((3,), (ranks - 1) / 2))
 
     simulate(ranks, rank, nodes=nodes)
 
