@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.trainings import Scalar, batch, network, sgd, simulate, train
+from tests.trainings import Scalar, batch, network, sgd, simulate, train, wrapped
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -515,9 +515,7 @@ def test_a_checkpoint_of_another_place_or_model_is_refused() -> None:
 
 def test_S5_a_failed_attempt_to_wrap_anew_leaves_replicas_right() -> None:
     def rank(r: int) -> list[torch.Tensor]:
-        module = network()
-        optimizer = sgd(module)
-        module.with_bagua([optimizer], LowPrecisionDecentralizedAlgorithm(hierarchical=False, communication_interval=2))
+        module, optimizer = wrapped(LowPrecisionDecentralizedAlgorithm(hierarchical=False, communication_interval=2))
         train(module, optimizer, r, range(4))
         with pytest.raises(ValueError, match="shift_one"):
             module.with_bagua([optimizer], DecentralizedAlgorithm(hierarchical=False, peer_selection_mode="shift_one"))

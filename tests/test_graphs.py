@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.launch import launch, outcomes
 from tests.test_decentralized import like, one_bucket
-from tests.trainings import network, sgd, simulate, train, weights
+from tests.trainings import network, sgd, simulate, train, weights, wrapped
 
 import bagua_ref
 from bagua_ref.algorithms import DecentralizedAlgorithm
@@ -250,9 +250,7 @@ def test_S13_4_a_graph_that_is_wrong_at_first_is_refused_when_wrapping_and_train
 @pytest.mark.parametrize("hierarchical", [False, True])
 def test_S13_4_a_graph_that_is_wrong_later_is_an_error_on_every_rank(function: Any, message: str, hierarchical: bool) -> None:
     def rank(r: int) -> str:
-        module = network()
-        optimizer = sgd(module)
-        module.with_bagua([optimizer], DecentralizedAlgorithm(hierarchical, function))
+        module, optimizer = wrapped(DecentralizedAlgorithm(hierarchical, function))
         train(module, optimizer, r, range(2))
         with pytest.raises(CommunicationError) as raised:
             train(module, optimizer, r, range(2, 3))
@@ -351,9 +349,7 @@ def test_S13_4_real_processes_neither_wait_nor_mix_when_functions_differ(how: st
 
 def test_S13_a_failed_attempt_to_wrap_again_does_not_restart_the_graphs() -> None:
     def rank(r: int) -> None:
-        module = network()
-        optimizer = sgd(module)
-        module.with_bagua([optimizer], DecentralizedAlgorithm(False, "one_peer_exponential"))
+        module, optimizer = wrapped(DecentralizedAlgorithm(False, "one_peer_exponential"))
         train(module, optimizer, r, range(4))
         with pytest.raises(ValueError, match="hypercube"):
             module.with_bagua([optimizer], DecentralizedAlgorithm(False, "hypercube"))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests import faults
 from tests.launch import launch
-from tests.trainings import Scalar, batch, network, sgd, simulate, train, weights
+from tests.trainings import Scalar, batch, network, sgd, simulate, train, weights, wrapped
 from torch import nn
 
 import bagua_ref
@@ -437,9 +437,7 @@ def streaming() -> DiLoCoAlgorithm:
 
 def test_a_state_says_who_saved_it_and_holds_what_was_in_flight() -> None:
     def rank(r: int) -> dict[str, Any]:
-        module: Any = network()
-        optimizer = sgd(module)
-        module.with_bagua([optimizer], streaming())
+        module, optimizer = wrapped(streaming())
         assert module.bagua_algorithm.state_dict()["global_weights"] is None
         train(module, optimizer, r, range(3))  # fragment 0 was sent after step 2
         return module.bagua_algorithm.state_dict()
@@ -456,9 +454,7 @@ def test_a_state_says_who_saved_it_and_holds_what_was_in_flight() -> None:
 
 def test_what_is_equal_on_all_ranks_loads_at_any_number_of_ranks() -> None:
     def saved(r: int) -> list[Any]:
-        module: Any = network()
-        optimizer = sgd(module)
-        module.with_bagua([optimizer], streaming())
+        module, optimizer = wrapped(streaming())
         train(module, optimizer, r, range(6))  # fragment 0 was applied after step 4, fragment 1 sent after step 5
         return [module.state_dict(), module.bagua_algorithm.state_dict()]
 
@@ -483,9 +479,7 @@ def test_what_is_equal_on_all_ranks_loads_at_any_number_of_ranks() -> None:
 
 def test_what_a_rank_did_before_loading_does_not_count() -> None:
     def rank(r: int) -> None:
-        module: Any = network()
-        optimizer = sgd(module)
-        module.with_bagua([optimizer], LocalSGDAlgorithm(4))
+        module, optimizer = wrapped(LocalSGDAlgorithm(4))
         train(module, optimizer, r, range(2))
         states = copy.deepcopy([part.state_dict() for part in (module, optimizer, module.bagua_algorithm)])
         for step in range(r):
@@ -530,9 +524,7 @@ def spoil_outer_momentum(state: dict[str, Any]) -> None:
 @pytest.mark.parametrize("spoil", [spoil_global_weights, spoil_outer_momentum])
 def test_global_state_that_differs_after_loading_is_an_error_in_the_next_round(spoil: Callable[[Any], None]) -> None:
     def rank(r: int) -> None:
-        module: Any = network()
-        optimizer = sgd(module)
-        module.with_bagua([optimizer], DiLoCoAlgorithm(4))
+        module, optimizer = wrapped(DiLoCoAlgorithm(4))
         train(module, optimizer, r, range(5))
         state = copy.deepcopy(module.bagua_algorithm.state_dict())
         if r:
@@ -548,9 +540,7 @@ def test_global_state_that_differs_after_loading_is_an_error_in_the_next_round(s
 @pytest.mark.parametrize("algorithm", [LocalSGDAlgorithm(2, 9), DiLoCoAlgorithm(2, warmup_steps=9)], ids=["local_sgd", "diloco"])
 def test_weights_that_one_rank_loads_in_the_warm_up_are_an_error(algorithm: Algorithm) -> None:
     def rank(r: int) -> None:
-        module: Any = network()
-        optimizer = sgd(module)
-        module.with_bagua([optimizer], algorithm)
+        module, optimizer = wrapped(algorithm)
         train(module, optimizer, r, range(2))
         if r:
             module.load_state_dict({name: value + 1 for name, value in module.state_dict().items()})

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.launch import launch
-from tests.trainings import Given, network, sgd, simulate, train
+from tests.trainings import Given, network, simulate, train, wrapped
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
 
 from bagua_ref.algorithms import Algorithm, GradientAllReduceAlgorithm, PowerSGDAlgorithm, TopKAlgorithm
@@ -20,12 +20,6 @@ from bagua_ref.formulas.low_rank import orthonormalize
 
 POWERSGD = PowerSGDAlgorithm(1, warmup_steps=0, min_compression_rate=0.5)
 TOPK = TopKAlgorithm(0.2)
-
-
-def wrapped(algorithm: Algorithm, dtype: torch.dtype = torch.float32) -> tuple[Any, torch.optim.Optimizer]:
-    module = network(dtype=dtype)
-    optimizer = sgd(module)
-    return module.with_bagua([optimizer], algorithm), optimizer
 
 
 # torch's own hook
@@ -129,7 +123,7 @@ def test_full_rank_and_full_ratio_are_the_mean(dtype: torch.dtype) -> None:
     def rank(r: int) -> list[torch.Tensor]:
         found = []
         for algorithm in [GradientAllReduceAlgorithm(), *(full if dtype is not torch.float64 else full[:1])]:
-            module, optimizer = wrapped(algorithm, dtype)
+            module, optimizer = wrapped(algorithm, dtype=dtype)
             train(module, optimizer, r, range(1))
             found.append(torch.cat([p.grad.reshape(-1) for p in module.parameters()]))
         return found
@@ -213,7 +207,7 @@ def test_a_warm_up_needs_the_optimizers_whose_steps_it_counts(algorithm: Algorit
 def test_S11_2_float64_is_refused_by_name_when_wrapping_and_when_an_operation_is_made() -> None:
     def rank(r: int) -> None:
         with pytest.raises(TypeError, match=r"parameter '0\.weight' is float64; topk takes float16, bfloat16 or float32"):
-            wrapped(TOPK, torch.float64)
+            wrapped(TOPK, dtype=torch.float64)
         bucket = BaguaBucket([torch.ones(3, dtype=torch.float64).ensure_bagua_tensor("t")], "b", flatten=True)
         with pytest.raises(TypeError, match=r"topk takes float16, bfloat16 or float32, not torch\.float64"):
             TopK(None, bucket.kernels, 3, 0.5, None, lambda: True, bucket.dtype)  # type: ignore[arg-type]

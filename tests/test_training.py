@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.trainings import batch, network, sgd, simulate, train, weights
+from tests.trainings import batch, network, sgd, simulate, train, weights, wrapped
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -162,9 +162,7 @@ def test_need_reset_makes_buckets_and_operations_anew_but_does_not_broadcast() -
             return Resetting(process_group)
 
     def rank(r: int) -> None:
-        module = network()
-        optimizer = sgd(module)
-        module.with_bagua([optimizer], ResettingAlgorithm())
+        module, optimizer = wrapped(ResettingAlgorithm())
         train(module, optimizer, r, range(2))
         module.bagua_algorithm.wanted = True
         with torch.no_grad():

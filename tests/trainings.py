@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import bagua_ref
+from bagua_ref.algorithms import Algorithm
 from bagua_ref.simulation import SimulatedWorld
 
 
@@ -29,6 +30,13 @@ def network(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 def batch(rank: int, step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(1000 * rank + step)).to(dtype)
+
+
+def wrapped(algorithm: Algorithm, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    """Return a `network` in training, and its optimizer; ``options`` are those of ``with_bagua``."""
+    module: Any = network(dtype=dtype)
+    optimizer = sgd(module)
+    return module.with_bagua([optimizer], algorithm, **options), optimizer
 
 
 class Scalar(nn.Module):
