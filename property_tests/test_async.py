@@ -95,35 +95,3 @@ def test_S5_6_no_program_of_calls_hangs_loses_an_update_or_leaks(ranks, warmup_s
 
     rounds = SimulatedWorld(ranks, seed=seed).run(rank)
     assert len(set(rounds)) == 1
-
-
-@given(
-    ranks=st.integers(1, 4),
-    steps=st.integers(1, 12),
-    speeds=st.lists(st.floats(0, 0.05), min_size=4, max_size=4),
-    seed=st.integers(0, 2**32),
-)
-def test_S3_6_rounds_keep_every_local_update(ranks, steps, speeds, seed):
-    """The mean of the weights over ranks changes only by the mean of the updates, whatever the rounds do in between."""
-
-    def rank(comm):
-        bagua_ref.init_process_group()
-        world = current_world()
-        model = nn.Linear(4, 1, bias=False).double()
-        nn.init.zeros_(model.weight)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        model.with_bagua([optimizer], AsyncModelAverageAlgorithm(sync_interval_ms=5))
-        for _ in range(steps):
-            optimizer.zero_grad()
-            loss = model(torch.full((1, 4), float(comm.rank() + 1), dtype=torch.float64)).sum()
-            world.sleep(speeds[comm.rank()] / 2)
-            loss.backward()  # the gradient is rank + 1, for any weights
-            optimizer.step()
-            world.sleep(speeds[comm.rank()] / 2)
-        model.bagua_algorithm.abort(model)
-        return model.weight.detach()
-
-    results = SimulatedWorld(ranks, seed=seed).run(rank)
-    mean = torch.stack(results).mean(0)
-    expected = -steps * sum(range(1, ranks + 1)) / ranks
-    torch.testing.assert_close(mean, torch.full_like(mean, expected), rtol=1e-12, atol=1e-12)

@@ -10,20 +10,67 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from property_tests.strategies import COMPRESSIBLE, inputs, name_of
-from property_tests.test_local_updates import Problem, buckets
-from property_tests.test_topk import problems, split_into_buckets
+from property_tests.strategies import COMPRESSIBLE, adversarial, inputs, name_of
+from tests.trainings import Given, simulate
 
 from bagua_ref.algorithms import ByteGradAlgorithm, DiLoCoAlgorithm
 from bagua_ref.backends import list_codecs
 from bagua_ref.conformance import EXACT, SUM, assert_equal
 from bagua_ref.conformance.expected import error_feedback_numpy as oracle
+from bagua_ref.conformance.expected.algorithms_plain import buckets as split
 from bagua_ref.conformance.expected.comm_ops_scalar import node_sum
-from bagua_ref.conformance.inputs.strategies import worlds
+from bagua_ref.conformance.inputs.strategies import seeds, worlds
 
 STEPS = 3
 CODECS = list_codecs("reference")
-seeds = st.integers(0, 2**32 - 1)
+buckets = st.sampled_from([1, 40, 2**20])
+
+
+class Problem:
+    """Parameters of zeros, and gradients by step, rank and parameter."""
+
+    def __init__(self, nodes, weights, seed, steps=STEPS):
+        self.nodes, self.weights = nodes, weights
+        generator = torch.Generator().manual_seed(seed)
+        self.gradients = [
+            [[torch.randn(w.shape, generator=generator).to(w.dtype) for w in weights] for _ in range(sum(nodes))]
+            for _ in range(steps)
+        ]
+
+    def train(self, algorithm, look, seed=0, bucket_size=2**20):
+        """Return by rank and step what ``look(module)`` returns."""
+
+        def rank(rank):
+            module = Given(self.weights)
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+            module.with_bagua([optimizer], algorithm)
+            seen = []
+            for gradients in self.gradients:
+                optimizer.zero_grad()
+                module(gradients[rank]).backward()
+                optimizer.step()
+                seen.append(look(module))
+            return seen
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", str(bucket_size))
+            return simulate(sum(self.nodes), rank, self.nodes, seed)
+
+    def places(self, bucket_size):
+        """Return the places of the parameters in each bucket."""
+        return split([w.numel() for w in self.weights], [name_of(w.dtype) for w in self.weights], bucket_size)
+
+
+@st.composite
+def problems(draw):
+    dtype = draw(st.sampled_from(COMPRESSIBLE))
+    sizes = st.integers(0, 40).map(lambda size: (size,)) | st.just(())
+    problem = Problem(draw(worlds(6)), [torch.zeros(draw(sizes), dtype=dtype) for _ in range(3)], draw(seeds))
+    if draw(st.booleans()):
+        for ranks in problem.gradients:
+            for gradients in ranks:
+                gradients[1] = draw(adversarial(dtype, gradients[1].numel(), finite=draw(st.booleans()))).view(gradients[1].shape)
+    return problem
 
 
 def look(module):
@@ -45,7 +92,7 @@ def memory_of(problem, places, kept):
 
 @inputs(40)
 @given(
-    problem=problems(ranks=6, numel=40, steps=STEPS),
+    problem=problems(),
     codec=st.sampled_from(CODECS),
     hierarchical=st.booleans(),
     average=st.booleans(),
@@ -54,11 +101,11 @@ def memory_of(problem, places, kept):
 )
 def test_S11_1_every_round_follows_the_oracle_to_the_bit(problem, codec, hierarchical, average, bucket_size, seed):
     algorithm = ByteGradAlgorithm(hierarchical, average, compression=codec, error_feedback=True)
-    results = problem.train(algorithm, seed, bucket_size, look)
+    results = problem.train(algorithm, look, seed, bucket_size)
     nodes, dtype, n = problem.nodes, name_of(problem.weights[0].dtype), len(results)
     alignment = math.lcm(n, len(nodes)) if hierarchical else n
     holders = [0, *itertools.accumulate(nodes)][:-1] if hierarchical else range(n)
-    for places in split_into_buckets(problem.weights, bucket_size):
+    for places in problem.places(bucket_size):
         filled = sum(problem.weights[place].numel() for place in places)
         m = filled + -filled % alignment
         workers = [np.zeros(m, np.float32) for _ in holders]
@@ -70,14 +117,14 @@ def test_S11_1_every_round_follows_the_oracle_to_the_bit(problem, codec, hierarc
                 inputs = leaders_inputs(nodes, xs, dtype, average) if hierarchical else xs
                 wanted, workers, servers = oracle.error_feedback_round(inputs, workers, servers, codec, dtype, filled, average)
             for seen in results:
-                found = torch.cat([seen[step][1][0][p].reshape(-1) for p in places])
+                found = torch.cat([seen[step][0][p].reshape(-1) for p in places])
                 assert_equal(found, torch.from_numpy(wanted[:filled]).to(found.dtype), EXACT)
             for rank, worker, server in zip(holders, workers, servers, strict=True):
-                kept = memory_of(problem, places, results[rank][step][1][1])
+                kept = memory_of(problem, places, results[rank][step][1])
                 assert_equal(kept["worker"], torch.from_numpy(worker), EXACT)
                 assert_equal(kept["server"], torch.from_numpy(server), EXACT)
     for rank in set(range(n)) - set(holders):
-        assert results[rank][-1][1][1] == []  # memories live at the leaders
+        assert results[rank][-1][1] == []  # memories live at the leaders
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -94,11 +141,11 @@ def test_S11_1_every_round_follows_the_oracle_to_the_bit(problem, codec, hierarc
 @example(nodes=(2, 1), dtype=torch.float32, hierarchical=False, average=False, numel=37, seed=0)
 def test_S11_1_what_was_applied_and_what_was_kept_is_the_sum_of_the_means(codec, nodes, dtype, hierarchical, average, numel, seed):
     problem = Problem(nodes, [torch.zeros(numel, dtype=dtype)], seed, STEPS)
-    results = problem.train(ByteGradAlgorithm(hierarchical, average, compression=codec, error_feedback=True), look=look)
-    kept = [entry for seen in results for entry in seen[-1][1][1]]
+    results = problem.train(ByteGradAlgorithm(hierarchical, average, compression=codec, error_feedback=True), look)
+    kept = [entry for seen in results for entry in seen[-1][1]]
     workers = sum(entry["worker"].double() for entry in kept) / (len(kept) if average else 1)
     left = (workers + torch.cat([entry["server"] for entry in kept]))[:numel]
-    applied = sum(seen[0][0].double() for _, seen in results[0])
+    applied = sum(gradients[0].double() for gradients, _ in results[0])
     share = len(results) if average else 1
     wanted = sum(ranks[0].double() for step in problem.gradients for ranks in step) / share
     size = sum(ranks[0].double().abs() for step in problem.gradients for ranks in step).max() / share
@@ -121,9 +168,10 @@ def test_S9_5_diloco_sends_what_compression_left_out_of_the_fragment_before(node
 
     def look(module):
         algorithm = module.bagua_algorithm
-        return [g.detach().clone() for fragment in algorithm._fragments for g in fragment.copies], algorithm.state_dict()
+        copies = [g.detach().clone() for fragment in algorithm._fragments for g in fragment.copies]
+        return [w.detach().clone() for w in module.weights], copies, algorithm.state_dict()
 
-    results = problem.train(algorithm, seed, look=look)
+    results = problem.train(algorithm, look, seed)
     n = len(results)
     for place, weight in enumerate(problem.weights):
         m = weight.numel() + -weight.numel() % n
@@ -136,7 +184,7 @@ def test_S9_5_diloco_sends_what_compression_left_out_of_the_fragment_before(node
             mean, workers, servers = oracle.error_feedback_round(ds, workers, servers, codec, "float32", g.size)
             g = g - mean[: g.size]
             for rank, seen in enumerate(results):
-                copies, state = seen[sent + delay][1]
+                _, copies, state = seen[sent + delay]
                 assert_equal(copies[place].reshape(-1), torch.from_numpy(g), EXACT)
                 kept = state["memories"]["buckets"][place]
                 assert_equal(kept["worker"], torch.from_numpy(workers[rank]), EXACT)

@@ -133,32 +133,6 @@ def test_bad_input_of_the_operation() -> None:
 # The algorithm.
 
 
-def test_S5_6_ranks_drift_apart_and_are_drawn_together() -> None:
-    def rank(r: int) -> tuple[torch.Tensor, int]:
-        torch.manual_seed(100 + r)
-        module, optimizer, algorithm = wrapped()
-        torch.manual_seed(100 + r)
-        for _ in range(60 if r == 0 else 20):  # rank 0 is three times as fast
-            step(module, optimizer, 0.05 if r == 0 else 0.15)
-        algorithm.abort(module)
-        return weights(module), algorithm._rounds.completed
-
-    (zero, rounds), (one, same_rounds) = simulate(2, rank)
-    assert rounds == same_rounds
-    assert 20 <= rounds <= 32
-    alone = (network(0), network(0))
-    for r, module in enumerate(alone):
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
-        torch.manual_seed(100 + r)
-        for _ in range(60 if r == 0 else 20):
-            optimizer.zero_grad()
-            module(torch.randn(4, 6)).square().mean().backward()
-            optimizer.step()
-    apart = (weights(alone[0]) - weights(alone[1])).norm()
-    assert apart > 0.1
-    assert (zero - one).norm() < apart / 4
-
-
 def test_S5_6_warmup_is_exactly_that_many_steps_of_allreduce_and_rounds_start_at_the_second_forward_after_it() -> None:
     def rank(r: int) -> list[tuple[bool, State]]:
         module, optimizer, algorithm = wrapped(warmup_steps=3, sync_interval_ms=10_000)
@@ -358,36 +332,6 @@ def test_S5_6_two_forwards_hold_once_and_the_last_one_counts() -> None:
     simulate(1, rank)
 
 
-SEQUENCES = ["a", "aa", "r", "ra", "ar", "arar", "aarra", "rra"]
-
-
-@pytest.mark.parametrize("where", ["before any forward", "in warm-up", "between forward and backward", "while rounds run"])
-@pytest.mark.parametrize("sequence", SEQUENCES)
-def test_S5_6_abort_and_resume_in_any_sequence_from_any_state(where: str, sequence: str) -> None:
-    def rank(r: int) -> None:
-        module, optimizer, algorithm = wrapped(warmup_steps=4 if where == "in warm-up" else 0)
-        steps = {"before any forward": 0, "in warm-up": 2, "between forward and backward": 4, "while rounds run": 4}[where]
-        for _ in range(steps):
-            step(module, optimizer)
-        loss = module(torch.randn(4, 6)).sum() if where == "between forward and backward" else None
-        current_world().sleep(0.3 * r)
-        for action in sequence:
-            algorithm.abort(module) if action == "a" else algorithm.resume(module)
-        if loss is not None:
-            loss.backward()
-        aborted = sequence.rindex("a") > sequence.rfind("r") if "a" in sequence else False
-        assert (algorithm._rounds.state is State.ABORTED) == aborted
-        before = algorithm._rounds.completed
-        for _ in range(8):
-            step(module, optimizer)
-        current_world().sleep(2)
-        assert (algorithm._rounds.completed > before) != aborted
-        algorithm.abort(module)
-        assert algorithm._rounds._thread is None
-
-    simulate(3, rank)
-
-
 def test_S5_6_ranks_may_abort_in_different_phases() -> None:
     def rank(r: int) -> None:
         module, optimizer, algorithm = wrapped(warmup_steps=2)
@@ -581,21 +525,6 @@ def test_a_forgotten_module_takes_its_thread_along_without_waiting_for_the_inter
     thread.join(20)
     assert not thread.is_alive()
     bagua_ref.destroy_process_group()
-
-
-BAD = [
-    ({"peer_selection_mode": "shift_one"}, "peer_selection_mode='shift_one' must be 'all'"),
-    ({"sync_interval_ms": -1}, "sync_interval_ms=-1"),
-    ({"sync_interval_ms": float("nan")}, "sync_interval_ms=nan"),
-    ({"warmup_steps": -1}, "warmup_steps=-1"),
-    ({"warmup_steps": 1.5}, "warmup_steps=1.5"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "message"), BAD)
-def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        AsyncModelAverageAlgorithm(**arguments)
 
 
 def test_abort_of_another_module_is_refused() -> None:

@@ -19,10 +19,8 @@ from bagua_ref.algorithms import (
     DecentralizedAlgorithm,
     GradientAllReduceAlgorithm,
     LowPrecisionDecentralizedAlgorithm,
-    PowerSGDAlgorithm,
     QAdamAlgorithm,
     QAdamOptimizer,
-    TopKAlgorithm,
 )
 from bagua_ref.errors import CommunicationError
 
@@ -215,49 +213,3 @@ def test_where_ranks_may_take_different_steps_each_skips_its_own(algorithm: str)
     ours = scales_and_notes(APART[algorithm], bagua_ref.GradScaler)
     assert ours == scales_and_notes(APART[algorithm], torch.amp.GradScaler)
     assert [scales[-1] for scales, _ in ours] == [16.0, 4.0, 16.0]
-
-
-WITH_MEMORY: dict[str, Any] = {
-    "topk": lambda: TopKAlgorithm(ratio=0.01),
-    "powersgd, local": lambda: PowerSGDAlgorithm(warmup_steps=0, min_compression_rate=0.5),
-    "powersgd, averaged": lambda: PowerSGDAlgorithm(warmup_steps=0, min_compression_rate=0.5, memory="averaged"),
-    **{
-        f"bytegrad, {codec}": lambda codec=codec: ByteGradAlgorithm(hierarchical=False, compression=codec, error_feedback=True)
-        for codec in bagua_ref.list_codecs()
-    },
-    "qadam": None,
-}
-
-
-@pytest.mark.parametrize("do_flatten", [True, False])
-@pytest.mark.parametrize("algorithm", WITH_MEMORY)
-def test_one_overflow_on_one_rank_skips_one_step_and_leaves_the_memories_of_all_ranks(algorithm: str, do_flatten: bool) -> None:
-    """S10.4, S11.1, S11.2."""
-
-    def rank(r: int) -> tuple[int, list[bool], float]:
-        module = network()
-        scaler = bagua_ref.GradScaler("cpu", growth_interval=1000)
-        if algorithm == "qadam":
-            optimizer: torch.optim.Optimizer = QAdamOptimizer(module.parameters(), lr=1e-3, warmup_steps=2)
-            made: Algorithm = QAdamAlgorithm(optimizer, False, grad_scaler=scaler, error_feedback=True)  # type: ignore[arg-type]
-        else:
-            optimizer, made = torch.optim.SGD(module.parameters(), lr=0.01), WITH_MEMORY[algorithm]()
-        module.with_bagua([optimizer], made, do_flatten=do_flatten)
-        skipped, kept = 0, []
-        for step in range(40):
-            before, scale = memories(module), scaler.get_scale()
-            train(module, optimizer, scaler, r, 1, {1: {0}} if step == 5 else {})
-            skipped += scaler.get_scale() < scale
-            kept.append(torch.equal(memories(module), before))
-        return skipped, kept[5:], scaler.get_scale()
-
-    assert simulate(2, rank) == [(1, [True] + 34 * [False], 2.0**15)] * 2
-
-
-def memories(module: Any) -> torch.Tensor:
-    """Return a copy of what a rank keeps of its gradients."""
-    algorithm = module.bagua_algorithm
-    if hasattr(algorithm, "memories"):
-        return torch.cat([e.reshape(-1) for e in algorithm.memories.state().values()])
-    buckets = algorithm.error_memories.state()["memories"]["buckets"]
-    return torch.cat([bucket[which] for bucket in buckets for which in ("worker", "server")])

@@ -31,7 +31,10 @@ SENT: list[tuple[str, dict[str, Any], int]] = [
     ("gradient_allreduce", {}, 5),
     ("bytegrad", {"hierarchical": False}, 5),
     ("decentralized", {"hierarchical": False}, 5),
-    ("decentralized", {"hierarchical": False, "peer_selection_mode": "shift_one"}, 5),
+    *(
+        ("decentralized", {"hierarchical": False, "peer_selection_mode": mode}, 5)
+        for mode in ("shift_one", "one_peer_exponential", "hypercube", "ring", "exponential")
+    ),
     ("low_precision_decentralized", {"hierarchical": False}, 5),
     ("qadam", {"hierarchical": False}, 3),
     ("local_sgd", {"period": 2}, 2),

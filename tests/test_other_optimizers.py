@@ -210,22 +210,21 @@ def test_what_steps_no_trained_parameter_is_never_refused(algorithm: str) -> Non
     simulate(2, rank)
 
 
-def _load_by_torch() -> None:
+def test_loading_the_state_of_such_an_optimizer_is_not_refused() -> None:
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-    known: list[Any] = []
-    module = wrapped("local_sgd", NEEDING["local_sgd"], known)
-    step(module, known[0], bagua_ref.get_rank())
-    module.zero_grad()  # else torch makes no state
-    later = torch.optim.Adam(module.parameters())
-    before = weights(module)
-    set_optimizer_state_dict(module, later, get_optimizer_state_dict(module, later))
-    assert len(later.state) == 4
-    assert torch.equal(weights(module), before)
+    def rank(r: int) -> None:
+        known: list[Any] = []
+        module = wrapped("local_sgd", NEEDING["local_sgd"], known)
+        step(module, known[0], r)
+        module.zero_grad()  # else torch makes no state
+        later = torch.optim.Adam(module.parameters())
+        before = weights(module)
+        set_optimizer_state_dict(module, later, get_optimizer_state_dict(module, later))
+        assert len(later.state) == 4
+        assert torch.equal(weights(module), before)
 
-
-def test_loading_the_state_of_such_an_optimizer_is_not_refused() -> None:
-    launch(_load_by_torch, 1)
+    simulate(1, rank)
 
 
 def test_an_optimizer_that_consists_of_others_may_step_if_it_was_passed() -> None:

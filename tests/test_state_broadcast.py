@@ -364,7 +364,7 @@ class Expanded(nn.Module):
         self.weight = nn.Parameter(torch.ones(3))
         self.frozen = nn.Parameter(torch.full((3, 1), 1.0 + rank).expand(3, 4), requires_grad=False)
         self.register_buffer("mask", torch.full((1,), 2.0 + rank).expand(4))
-        self.register_buffer("places", torch.arange(4).expand(1, -1) + rank)
+        self.register_buffer("places", torch.arange(4).expand(1, -1) + rank, persistent=False)
         self.register_buffer("on", torch.tensor(rank == 0).expand(2, 2))
         self.register_buffer("none", torch.zeros(1, 0).expand(3, 0))
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import itertools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import bagua_ref
-from bagua_ref import checkpoint
 from bagua_ref.algorithms import Algorithm, QAdamOptimizer
 from bagua_ref.algorithms.fragments import Fragment
 from bagua_ref.buckets.bucket import BaguaBucket
@@ -146,60 +143,6 @@ def test_S2_3_a_single_chunk_is_compressed_as_if_it_was_row_major(name: str, fla
     # MXFP8's blocks are of 32 elements in the order of memory.
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=0.1 if name == "diloco" else 2e-6)
-
-
-@pytest.mark.parametrize("flatten", [True, False])
-@pytest.mark.parametrize("name", ["topk", "powersgd"])
-def test_S10_1_matrices_and_largest_elements_do_not_depend_on_strides(name: str, flatten: bool) -> None:
-    ours = simulate(3, lambda rank: train_compressed(name, rank, 3, row_major=False, flatten=flatten))
-    theirs = simulate(3, lambda rank: train_compressed(name, rank, 3, row_major=True, flatten=flatten))
-    for mine, other in zip(ours, theirs, strict=True):
-        assert_close(mine, other)
-
-
-class Elements(nn.Module):
-    """Weights whose gradients have the same bits for any strides."""
-
-    def __init__(self, row_major: bool, dtype: torch.dtype) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.images = nn.Parameter(torch.empty(4, 2, 3, 3, dtype=dtype).to(memory_format=torch.channels_last))
-        self.turned = nn.Parameter(torch.empty(5, 6, dtype=dtype).t())
-        self.plain = nn.Parameter(torch.empty(6, 5, dtype=dtype))
-        for parameter in self.parameters():
-            parameter.data = parameter.data.contiguous() if row_major else parameter.data
-            parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
-
-    def forward(self, x: Tensor) -> Tensor:
-        coefficients = [torch.linspace(1, 3, p.numel(), dtype=p.dtype).view(p.shape) for p in self.parameters()]
-        return sum((p * c - x.to(p.dtype)).square().sum() for p, c in zip(self.parameters(), coefficients, strict=True))
-
-
-@pytest.mark.parametrize("flatten", [True, False])
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        *itertools.product([*AS_PLAIN, "powersgd", "qadam"], [torch.float16, torch.bfloat16, torch.float32]),
-        *((name, torch.float64) for name in ("gradient_allreduce", "decentralized", "local_sgd", "diloco", "powersgd")),
-    ],
-    ids=str,
-)
-def test_S2_3_strides_do_not_change_results_in_any_dtype(name: str, dtype: torch.dtype, flatten: bool) -> None:
-    def train(rank: int, row_major: bool) -> list[Tensor]:
-        module, options = Elements(row_major, dtype), {**COMPRESSED, **AS_PLAIN}[name].copy()
-        made: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
-        if name == "qadam":
-            made = options["q_adam_optimizer"] = QAdamOptimizer(module.parameters(), lr=0.05, warmup_steps=2)
-        module.with_bagua([made], Algorithm.init(name, **options), do_flatten=flatten or name == "async")
-        for step in range(4):
-            step_on(module, made, torch.tensor(0.5 + rank + step))
-        return weights(module)
-
-    ranks = 1 if name == "qadam" else 2  # the order of elements decides which chunk they are in
-    ours, theirs = (simulate(ranks, partial(train, row_major=row_major)) for row_major in (False, True))
-    for mine, other in zip(ours, theirs, strict=True):
-        for weight, expected in zip(mine, other, strict=True):
-            torch.testing.assert_close(weight, expected, rtol=16 * torch.finfo(dtype).eps, atol=16 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("name", [name for name in (*AS_PLAIN, *COMPRESSED) if name != "async"])  # its buckets are always flat
@@ -621,34 +564,6 @@ def make_run(
         made = options["q_adam_optimizer"] = QAdamOptimizer(module.parameters(), lr=0.05, warmup_steps=2)
     module.with_bagua([made], Algorithm.init(name, **options), do_flatten=flatten)
     return module, made
-
-
-@pytest.mark.parametrize("name", COMPRESSED)
-def test_S2_3_a_restart_continues_to_the_bit(name: str, tmp_path: Path) -> None:
-    def run(rank: int) -> None:
-        module, made = make_run(name)
-        for step in range(8):
-            if step == 4:
-                file = io.BytesIO()
-                torch.save([module.state_dict(), made.state_dict(), module.bagua_algorithm.state_dict()], file)
-                checkpoint.save(tmp_path / name, module, [made], step=step)
-            step_on(module, made, batch(step)[rank::2])
-        ended = weights(module)
-        for from_folder in (False, True):
-            again, other = make_run(name)
-            if from_folder:
-                checkpoint.load(tmp_path / name, again, [other])
-            else:
-                file.seek(0)
-                of_model, of_optimizer, of_algorithm = torch.load(file)
-                again.load_state_dict(of_model)
-                other.load_state_dict(of_optimizer)
-                again.bagua_algorithm.load_state_dict(of_algorithm)
-            for step in range(4, 8):
-                step_on(again, other, batch(step)[rank::2])
-            assert all(map(torch.equal, weights(again), ended)), from_folder
-
-    simulate(2, run)
 
 
 @pytest.mark.parametrize("flatten", [True, False])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,50 +104,43 @@ def _resume(algorithm: str, optimizer: str, wrapper: bool, path: str) -> None:
         assert torch.equal(resumed.weights(), whole.weights()), (wrap_first, resumed.weights() - whole.weights())
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "optimizer", "wrapper"),
-    [
-        *((algorithm, "AdamW", False) for algorithm in ALGORITHMS),
-        ("gradient_allreduce", "AdamW", True),
-        ("low_precision_decentralized", "SGD", False),
-    ],
-)
-def test_a_training_resumes_bit_for_bit_whether_it_is_wrapped_or_loaded_first(
-    algorithm: str, optimizer: str, wrapper: bool
-) -> None:
-    path = tempfile.mkdtemp()
-    try:
-        launch(_resume, 2, algorithm, optimizer, wrapper, path)
-    finally:
-        shutil.rmtree(path)
+def _resume_each(folder: Path) -> None:
+    for number, case in enumerate(RESUMED):
+        _resume(*case, str(folder / str(number)))
 
 
-def _look_at_state_on_one_rank(algorithm: str, optimizer: str) -> tuple[torch.Tensor, int]:
-    training = Training(algorithm, optimizer)
-    training.wrap(False)
-    for turn in range(3):
-        if bagua_ref.get_rank() == 0:  # torch creates missing state by a step with lr=0
-            training.optimizer.zero_grad()
-            get_optimizer_state_dict(training.module, training.optimizer)
-        training.train(range(turn, turn + 1))
-    return training.weights(), training.module.bagua_algorithm.state_dict().get("optimizer_steps", 3)
+RESUMED = [
+    *((algorithm, "AdamW", False) for algorithm in ALGORITHMS),
+    ("gradient_allreduce", "AdamW", True),
+    ("low_precision_decentralized", "SGD", False),
+]
 
 
-def _look_at_no_state(algorithm: str, optimizer: str) -> tuple[torch.Tensor, int]:
-    training = Training(algorithm, optimizer)
-    training.wrap(False)
-    training.train(range(3))
-    return training.weights(), training.module.bagua_algorithm.state_dict().get("optimizer_steps", 3)
+def test_a_training_resumes_bit_for_bit_whether_it_is_wrapped_or_loaded_first(tmp_path: Path) -> None:
+    launch(_resume_each, 2, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "algorithm", ["gradient_allreduce", "low_precision_decentralized", "qadam", "local_sgd", "diloco", "powersgd", "topk"]
-)
-def test_a_step_that_only_makes_state_on_one_rank_counts_and_communicates_nothing(algorithm: str) -> None:
-    looked = launch(_look_at_state_on_one_rank, 2, algorithm, "SGD")
-    for (weights, steps), (expected, expected_steps) in zip(looked, launch(_look_at_no_state, 2, algorithm, "SGD"), strict=True):
-        assert torch.equal(weights, expected)
-        assert steps == expected_steps == 3
+def _with_a_look_and_without() -> list[Any]:
+    """Return for each algorithm the weights and steps after three steps, where rank 0 looks at the state before each, and not."""
+    found = []
+    for algorithm in ("gradient_allreduce", "low_precision_decentralized", "qadam", "local_sgd", "diloco", "powersgd", "topk"):
+        for looks in (True, False):
+            training = Training(algorithm, "SGD")
+            training.wrap(False)
+            for turn in range(3):
+                if looks and bagua_ref.get_rank() == 0:  # torch creates missing state by a step with lr=0
+                    training.optimizer.zero_grad()
+                    get_optimizer_state_dict(training.module, training.optimizer)
+                training.train(range(turn, turn + 1))
+            found.append((algorithm, training.weights(), training.module.bagua_algorithm.state_dict().get("optimizer_steps", 3)))
+    return found
+
+
+def test_a_step_that_only_makes_state_on_one_rank_counts_and_communicates_nothing() -> None:
+    for found in launch(_with_a_look_and_without, 2):
+        for (algorithm, weights, steps), (_, expected, expected_steps) in zip(found[::2], found[1::2], strict=True):
+            assert torch.equal(weights, expected), algorithm
+            assert steps == expected_steps == 3
 
 
 def test_qadams_step_that_only_makes_state_does_not_count() -> None:

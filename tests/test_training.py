@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-import gc
-import pickle
-import threading
 from typing import Any
 
 import pytest
 import torch
-from tests.trainings import batch, network, simulate, weights
+from tests.trainings import batch, network, sgd, simulate, train, weights, wrapped
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,17 +17,10 @@ from bagua_ref.errors import CommunicationError, NotInitializedError
 from bagua_ref.simulation import SimulatedWorld
 
 
-def train(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range, **zero: Any) -> None:
-    for step in steps:
-        optimizer.zero_grad(**zero)
-        module(batch(rank, step)).square().mean().backward()
-        optimizer.step()
-
-
 def by_hand(ranks: int, steps: int) -> torch.Tensor:
     """Return the weights after data-parallel SGD with momentum, computed with one model and the mean of the ranks' gradients."""
     module = network()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    optimizer = sgd(module)
     for step in range(steps):
         optimizer.zero_grad()
         sum(module(batch(rank, step)).square().mean() for rank in range(ranks)).div(ranks).backward()
@@ -45,7 +34,7 @@ def by_hand(ranks: int, steps: int) -> torch.Tensor:
 def test_S5_1_gradient_allreduce_is_large_batch_training(hierarchical: bool, do_flatten: bool, set_to_none: bool) -> None:
     def rank(r: int) -> torch.Tensor:
         module = network(seed=r)  # wrapping broadcasts rank 0's weights
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        optimizer = sgd(module)
         wrapped = module.with_bagua([optimizer], GradientAllReduceAlgorithm(hierarchical=hierarchical), do_flatten=do_flatten)
         assert wrapped is module
         train(module, optimizer, r, range(6), set_to_none=set_to_none)
@@ -55,31 +44,6 @@ def test_S5_1_gradient_allreduce_is_large_batch_training(hierarchical: bool, do_
     for result in results:
         torch.testing.assert_close(result, by_hand(3, 6))
         assert torch.equal(result, results[0])
-
-
-def test_S5_1_the_sum_is_n_times_the_mean() -> None:
-    def rank(r: int, average: bool) -> torch.Tensor:
-        module = network()
-        module.with_bagua([], GradientAllReduceAlgorithm(average=average))
-        module(batch(r, 0)).square().mean().backward()
-        return torch.cat([p.grad.reshape(-1) for p in module.parameters()])
-
-    sums, means = (simulate(4, lambda r, average=average: rank(r, average)) for average in (False, True))
-    torch.testing.assert_close(sums[0], 4 * means[0])
-
-
-@pytest.mark.parametrize("do_flatten", [True, False])
-def test_S5_2_bytegrad_keeps_ranks_identical_and_near_full_precision(do_flatten: bool) -> None:
-    def rank(r: int) -> torch.Tensor:
-        module = network()
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-        module.with_bagua([optimizer], ByteGradAlgorithm(), do_flatten=do_flatten)
-        train(module, optimizer, r, range(6))
-        return weights(module)
-
-    results = simulate(5, rank, nodes=(2, 3))
-    assert all(torch.equal(result, results[0]) for result in results)
-    assert 0 < (results[0] - by_hand(5, 6)).abs().max() < 0.02
 
 
 def test_S5_2_buckets_are_aligned_to_ranks_and_leaders() -> None:
@@ -198,9 +162,7 @@ def test_need_reset_makes_buckets_and_operations_anew_but_does_not_broadcast() -
             return Resetting(process_group)
 
     def rank(r: int) -> None:
-        module = network()
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-        module.with_bagua([optimizer], ResettingAlgorithm())
+        module, optimizer = wrapped(ResettingAlgorithm())
         train(module, optimizer, r, range(2))
         module.bagua_algorithm.wanted = True
         with torch.no_grad():
@@ -213,48 +175,12 @@ def test_need_reset_makes_buckets_and_operations_anew_but_does_not_broadcast() -
     simulate(2, rank)
 
 
-def test_no_sync_accumulates_and_the_next_backward_reduces_the_sum() -> None:
-    def rank(r: int) -> torch.Tensor:
-        module = network()
-        module.with_bagua([], GradientAllReduceAlgorithm())
-        with module.no_sync():
-            module(batch(r, 0)).square().mean().backward()
-        module(batch(r, 1)).square().mean().backward()
-        return torch.cat([p.grad.reshape(-1) for p in module.parameters()])
-
-    expected = network()
-    for r in range(3):
-        for step in range(2):
-            (expected(batch(r, step)).square().mean() / 3).backward()
-    for grad in simulate(3, rank):
-        torch.testing.assert_close(grad, torch.cat([p.grad.reshape(-1) for p in expected.parameters()]))
-
-
 def test_no_sync_on_a_plain_module_does_nothing() -> None:
     module = nn.Linear(2, 2)
     with module.no_sync():
         module(torch.ones(1, 2)).sum().backward()
     assert module.weight.grad is not None
     assert module.weight.grad.tolist() == [[1, 1], [1, 1]]
-
-
-def test_wrapping_again_replaces_the_algorithm_and_ends_the_old_thread() -> None:
-    def rank(r: int) -> torch.Tensor:
-        module = network()
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-        module.with_bagua([optimizer], ByteGradAlgorithm())
-        old = module._bagua
-        train(module, optimizer, r, range(2))
-        module.with_bagua([optimizer], GradientAllReduceAlgorithm())
-        train(module, optimizer, r, range(2, 4))
-        assert old.bagua_train_step_counter == 2
-        assert module.bagua_train_step_counter == 2
-        assert type(module.bagua_algorithm).__name__ == "GradientAllReduceAlgorithmImpl"
-        return weights(module)
-
-    results = simulate(2, rank)
-    assert torch.equal(results[0], results[1])
-    assert 0 < (results[0] - by_hand(2, 4)).abs().max() < 0.02
 
 
 def test_several_models_at_once_do_not_mix() -> None:
@@ -275,40 +201,6 @@ def test_several_models_at_once_do_not_mix() -> None:
         return weights(modules[0])
 
     torch.testing.assert_close(simulate(2, rank)[1], by_hand(2, 3))
-
-
-def test_S2_1_shared_frozen_and_ignored_parameters() -> None:
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.ones(3))
-            self.first = nn.Linear(3, 3)
-            self.second = nn.Linear(3, 3)
-            self.second.weight = self.first.weight
-            self.frozen = nn.Linear(3, 3)
-            self.frozen.requires_grad_(False)
-            self.ignored = nn.Linear(3, 3)
-            self._bagua_params_and_buffers_to_ignore = ["ignored.weight"]
-            self._ddp_params_and_buffers_to_ignore = ["ignored.bias"]
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.ignored(self.second(self.frozen(self.first(x * self.w))))
-
-    def rank(r: int) -> tuple[list[str], list[float]]:
-        torch.manual_seed(r)
-        module = Odd()
-        module.with_bagua([], GradientAllReduceAlgorithm())
-        module(torch.ones(1, 3)).sum().backward()
-        names = [t.bagua_backend_tensor().name for bucket in module.bagua_buckets for t in bucket.tensors]
-        return names, [
-            p.sum().item() for p in (module.first.weight, module.frozen.weight, module.ignored.weight, module.first.weight.grad)
-        ]
-
-    (names, zero), (_, one) = simulate(2, rank)
-    assert names == ["second.bias", "first.bias", "first.weight", "w"]
-    assert zero[:2] == one[:2]
-    assert zero[2] != one[2]
-    assert zero[3] == one[3]
 
 
 @pytest.mark.parametrize("name", ["gradient_allreduce", "decentralized", "low_precision_decentralized", "async"])
@@ -470,18 +362,6 @@ def test_S2_5_an_unused_parameter_is_an_error_that_names_it_and_training_can_go_
     simulate(2, rank)
 
 
-def test_S2_5_find_unused_parameters_counts_them_as_zero() -> None:
-    def rank(r: int) -> nn.Module:
-        module = Partly()
-        module.with_bagua([], GradientAllReduceAlgorithm(), find_unused_parameters=True)
-        module.zero_grad()
-        module(torch.ones(1, 6), both=r == 0).sum().backward()
-        return module.unused.weight.grad
-
-    for grad in simulate(4, rank):
-        assert (grad == 0.25).all()
-
-
 def test_an_algorithm_without_a_training_says_so() -> None:
     class Unfinished(Algorithm):
         pass
@@ -575,98 +455,6 @@ def test_gradient_clipping_sees_reduced_gradients() -> None:
     assert len(set(norms)) == 1
 
 
-def test_grad_scaler_sees_an_overflow_of_one_rank_on_all() -> None:
-    def rank(r: int) -> tuple[float, bool]:
-        module = network()
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        module.with_bagua([optimizer], ByteGradAlgorithm())
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        before = weights(module)
-        scaler.scale(module(batch(r, 0)).mean() * (float("inf") if r == 1 else 1)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        return scaler.get_scale(), torch.equal(before, weights(module))
-
-    assert simulate(3, rank) == [(2.0, True)] * 3
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("name", ["gradient_allreduce", "bytegrad"])
-def test_other_float_types(name: str, dtype: torch.dtype) -> None:
-    def rank(r: int) -> torch.Tensor:
-        module = network().to(dtype)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        module.with_bagua([optimizer], Algorithm.init(name))
-        for step in range(3):
-            optimizer.zero_grad()
-            module(batch(r, step, dtype)).square().mean().backward()
-            optimizer.step()
-        return weights(module)
-
-    if name == "bytegrad" and dtype == torch.float64:
-        with pytest.raises(TypeError, match="float64"):
-            simulate(2, rank)
-        return
-    results = simulate(2, rank)
-    assert results[0].dtype == dtype
-    assert torch.equal(results[0], results[1])
-    assert results[0].isfinite().all()
-
-
-def test_S5_wrapping_broadcasts_parameters_buffers_and_optimizers() -> None:
-    def rank(r: int) -> Any:
-        torch.manual_seed(r)
-        module = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
-        module.register_buffer("flag", torch.tensor([r % 2 == 0]))
-        module.register_buffer("transient", torch.tensor(float(r)), persistent=False)
-        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1 + r, betas=(0.5 + r / 10, 0.9))
-        for step in range(r + 1):
-            optimizer.zero_grad()
-            module(batch(r, step)).square().mean().backward()
-            optimizer.step()
-        module.with_bagua([optimizer], GradientAllReduceAlgorithm())
-        return dict(module.named_parameters()) | dict(module.named_buffers()), optimizer.state_dict()
-
-    results = simulate(3, rank)
-    tensors, state = results[0]
-    for other_tensors, other_state in results[1:]:
-        for name, tensor in tensors.items():
-            assert torch.equal(other_tensors[name], tensor), name
-        assert other_state["param_groups"] == state["param_groups"]
-        for key, entry in state["state"].items():
-            for name, value in entry.items():
-                assert torch.equal(other_state["state"][key][name], value), name
-
-
-def test_a_copy_or_pickle_of_a_wrapped_module_is_an_ordinary_module() -> None:
-    def rank(r: int) -> None:
-        module = network()
-        module.with_bagua([], GradientAllReduceAlgorithm())
-        for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-            other(batch(r, 0)).sum().backward()
-            assert torch.equal(weights(other), weights(module))
-            assert module.bagua_train_step_counter == 0
-            assert other.bagua_buckets is None
-
-    simulate(2, rank)
-
-
-def test_a_forgotten_model_takes_its_thread_along() -> None:
-    bagua_ref.init_process_group()
-    try:
-        module = network()
-        module.bagua_module_name = "forgotten model"
-        module.with_bagua([], GradientAllReduceAlgorithm())
-        module(batch(0, 0)).sum().backward()
-        thread = next(t for t in threading.enumerate() if "forgotten model" in t.name)
-        del module
-        gc.collect()
-        thread.join(10)
-        assert not thread.is_alive()
-    finally:
-        bagua_ref.destroy_process_group()
-
-
 def test_with_bagua_before_init_process_group_names_it() -> None:
     def rank(comm: Any) -> None:
         with pytest.raises(NotInitializedError, match=r"init_process_group\(\) before with_bagua\(\)"):
@@ -695,28 +483,6 @@ def test_bad_arguments_are_refused(arguments: dict[str, Any], error: type[Except
         module(batch(r, 0)).sum().backward()
 
     simulate(2, rank)
-
-
-def test_a_failed_wrapping_leaves_the_old_one_at_work() -> None:
-    class Refusing(AlgorithmImpl):
-        def init_operations(self, ctx: Any, bucket: BaguaBucket) -> None:
-            bucket.append_centralized_synchronous_op(compression="zip")
-
-    class RefusingAlgorithm(Algorithm):
-        def reify(self, process_group: Any) -> Refusing:
-            return Refusing(process_group)
-
-    def rank(r: int) -> torch.Tensor:
-        module = network()
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-        module.with_bagua([optimizer], GradientAllReduceAlgorithm())
-        train(module, optimizer, r, range(2))
-        with pytest.raises(ValueError, match="compression='zip'"):
-            module.with_bagua([optimizer], RefusingAlgorithm())
-        train(module, optimizer, r, range(2, 4))
-        return weights(module)
-
-    torch.testing.assert_close(simulate(2, rank)[0], by_hand(2, 4))
 
 
 def test_bad_modules_are_refused() -> None:
@@ -858,25 +624,6 @@ def test_what_cannot_be_an_algorithm_is_not_registered() -> None:
     with pytest.raises(TypeError, match="algorithm=3 must be an Algorithm class"):
         GlobalAlgorithmRegistry.register("three", 3)  # type: ignore[arg-type]
     assert "three" not in GlobalAlgorithmRegistry
-
-
-@pytest.mark.parametrize(
-    ("name", "first", "others"),
-    [
-        ("gradient_allreduce", {"average": True}, {"average": False}),
-        ("decentralized", {"communication_interval": 1}, {"communication_interval": 2}),
-        ("async", {"warmup_steps": 0}, {"warmup_steps": 3}),
-    ],
-)
-def test_an_option_that_differs_between_ranks_is_an_error_on_every_rank(
-    name: str, first: dict[str, Any], others: dict[str, Any]
-) -> None:
-    def rank(r: int) -> None:
-        module = nn.Linear(2, 1)
-        with pytest.raises(ValueError, match=f"algorithm: .*{next(iter(first))}.* on rank 0, .* on ranks 1-2$"):
-            module.with_bagua([torch.optim.SGD(module.parameters(), lr=0.1)], Algorithm.init(name, **(others if r else first)))
-
-    simulate(3, rank)
 
 
 @pytest.mark.proof

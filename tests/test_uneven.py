@@ -19,7 +19,9 @@ from bagua_ref.algorithms import (
     AsyncModelAverageAlgorithm,
     ByteGradAlgorithm,
     DecentralizedAlgorithm,
+    DiLoCoAlgorithm,
     GradientAllReduceAlgorithm,
+    LocalSGDAlgorithm,
     LowPrecisionDecentralizedAlgorithm,
     PowerSGDAlgorithm,
     QAdamAlgorithm,
@@ -212,6 +214,8 @@ def adam(listed: bool = True, **options: Any) -> Callable[[nn.Module], tuple[lis
 
 REFUSED = [
     (sgd(Own()), False, NotImplementedError, r"AlgorithmImpl cannot train inside join\(\): .* Define check_join\(\) and"),
+    (sgd(LocalSGDAlgorithm(2)), False, NotImplementedError, r"LocalSGDAlgorithmImpl cannot train inside join\(\)"),
+    (sgd(DiLoCoAlgorithm(2)), False, NotImplementedError, r"DiLoCoAlgorithmImpl cannot train inside join\(\)"),
     (sgd(DecentralizedAlgorithm()), True, ValueError, r"divide_by_initial_world_size=False: DecentralizedAlgorithmImpl averages"),
     (sgd(LowPrecisionDecentralizedAlgorithm()), True, ValueError, "False: LowPrecisionDecentralizedAlgorithmImpl averages weights"),
     (sgd(PowerSGDAlgorithm()), True, ValueError, "divide_by_initial_world_size=False: powersgd also applies what ranks have"),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 import bagua_ref
+from bagua_ref.algorithms import Algorithm
 from bagua_ref.simulation import SimulatedWorld
 
 
@@ -31,6 +32,48 @@ def batch(rank: int, step: int, dtype: torch.dtype = torch.float32) -> torch.Ten
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(1000 * rank + step)).to(dtype)
 
 
+def wrapped(algorithm: Algorithm, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    """Return a `network` in training, and its optimizer; ``options`` are those of ``with_bagua``."""
+    module: Any = network(dtype=dtype)
+    optimizer = sgd(module)
+    return module.with_bagua([optimizer], algorithm, **options), optimizer
+
+
+class Scalar(nn.Module):
+    """One weight, initially 0; the loss is x times the weight, so its gradient is x."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(1, dtype=dtype))
+
+    def forward(self, x: float) -> torch.Tensor:
+        return (self.w * x).sum()
+
+
 def weights(module: nn.Module) -> torch.Tensor:
     """Return a copy of all parameters as one vector."""
     return torch.cat([p.detach().reshape(-1).clone() for p in module.parameters()])
+
+
+def sgd(module: nn.Module, lr: float = 0.1, momentum: float = 0.9) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=lr, momentum=momentum)
+
+
+def train(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range, **zero: Any) -> None:
+    """Take a step with each of a rank's batches; ``zero`` are options of zero_grad."""
+    dtype = next(module.parameters()).dtype
+    for step in steps:
+        optimizer.zero_grad(**zero)
+        module(batch(rank, step, dtype)).square().mean().backward()
+        optimizer.step()
+
+
+class Given(nn.Module):
+    """A module whose gradients are its inputs."""
+
+    def __init__(self, weights: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(w.clone() for w in weights)
+
+    def forward(self, gradients: list[torch.Tensor]) -> Any:
+        return sum((w * g).sum() for w, g in zip(self.weights, gradients, strict=True))

@@ -44,7 +44,7 @@ TESTS = (
     "functional", "qadam", "rendezvous", "simulated", "scheduler", "state_broadcast", "streams", "tensor", "training", "trace",
     "rank_world", "checkpoint", "simulation", "samplers", "cache_codec", "cache_faults", "cache_life", "cache_loader",
     "cache_stores", "cached_dataset", "fork", "fuse", "fuse_interplay", "fuse_verdicts", "bypassing", "job_store",
-    "timeout", "torch_checkpoint",
+    "timeout", "torch_checkpoint", "every_algorithm", "algorithm_options",
 )  # fmt: skip
 """Files of tests/ that exercise the rooms; the rooms' own doctests are added."""
 UNTRACED = {"contrib/cache/watchdog.py": "tests/test_cache_life.py"}
