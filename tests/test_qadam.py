@@ -16,7 +16,7 @@ from tests.trainings import batch, network, simulate
 from torch import nn
 
 import bagua_ref
-from bagua_ref.algorithms import Algorithm, GradientAllReduceAlgorithm, QAdamAlgorithm, QAdamOptimizer, momentum, q_adam_optimizer
+from bagua_ref.algorithms import Algorithm, GradientAllReduceAlgorithm, QAdamAlgorithm, QAdamOptimizer, q_adam_optimizer
 from bagua_ref.conformance import EXACT, assert_equal
 
 WARMUP = 4

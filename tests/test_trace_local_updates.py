@@ -11,7 +11,7 @@ import pytest
 from tests.launch import launch
 from tests.trace_trainings import simulate, train_each
 
-from bagua_ref.algorithms.fragments import Schedule
+from bagua_ref.algorithms.fragments import FragmentSchedule
 from bagua_ref.cli import main
 from bagua_ref.conformance.trace import Recorder, TraceError, check_trace
 from bagua_ref.conformance.trace.options import merged_options, parse_options
@@ -47,7 +47,9 @@ def test_S9_our_training_over_gloo_does_not_diverge(tmp_path: Path) -> None:
 
 def test_S9_a_schedule_that_is_not_kept_is_found_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as planted:
-        planted.setattr(Schedule, "applied_after", lambda self, step: None if step % self.gap else step // self.gap % self.count)
+        planted.setattr(
+            FragmentSchedule, "applied_after", lambda self, step: None if step % self.gap else step // self.gap % self.count
+        )
         simulate(tmp_path, "diloco", {"period": 2, "fragments": 2}, (2,))
     report = check_trace(tmp_path)
     assert str(report.first).startswith("step 0, rank 0, bucket 'fragment1', tensor 'fragment'[0]")

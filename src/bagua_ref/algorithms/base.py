@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bagua_ref.agreement import Fact
 from bagua_ref.algorithms.registry import GlobalAlgorithmRegistry, _AlgorithmRegistry  # noqa: F401 - a name of the original's
-from bagua_ref.algorithms.saved_counters import check_saved_counters
+from bagua_ref.algorithms.state import check_entries, saved_by
 from bagua_ref.backends.base import KernelBackend
 from bagua_ref.base.runtime import World
 from bagua_ref.base.utils import NotCopied
@@ -120,6 +120,12 @@ class AlgorithmImpl(NotCopied):
         if context is None:
             raise RuntimeError(f"{type(self).__name__} takes part in no training; wrap a module with it first")
         return context
+
+    name = "this algorithm"
+    """The algorithm's name in messages and states."""
+
+    entries: frozenset[str] = frozenset()
+    """Entries of `state_dict` that every state has, besides `counters`; if "version" is one, states also say who saved them."""
 
     rank_state: frozenset[str] = frozenset()
     """Entries of `state_dict` that only the same rank of as many ranks can load; `load_state_dict` takes states without them."""
@@ -230,22 +236,34 @@ class AlgorithmImpl(NotCopied):
 
         Each rank saves its own. Subclasses add to it.
         """
-        return {**self.counters(), **self._shard()}
+        return {**self.counters(), **self._shard(), **(saved_by(self.process_group) if "version" in self.entries else {})}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], drop_local: bool = False) -> None:
         """Continue from ``state``; call it on every rank, after wrapping and after loading the state of model and optimizers.
 
         It does not communicate.
 
+        Args:
+            state: what `state_dict` returned; with entries of `rank_state`, on the same rank of as many ranks.
+            drop_local: take the state of any rank of any number of ranks, without these entries: memories start at zero.
+
         Raises:
-            ValueError: it is not this algorithm's, or of other shards of parameters (FSDP2); nothing has been loaded.
+            ValueError: it is a state of another algorithm, version or model, of another rank, or of other shards of parameters
+                (FSDP2); nothing has been loaded.
+            RuntimeError: the algorithm works in the background; the message says how to stop it.
         """
+        self.check_idle()
+        state = {name: value for name, value in state.items() if not drop_local or name not in self.rank_state}
         self.check_state(state)
+        self.load_checked(state)
         self.load_counters(state)
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Raise ValueError unless `load_state_dict` can load ``state``; change nothing."""
-        check_saved_counters(state, self.counters(), self._shard())
+        """Raise ValueError unless `load_state_dict` can load ``state``; change nothing. Subclasses check what they add."""
+        check_entries(state, self.name, self.entries, self.counters(), self._shard())
+
+    def load_checked(self, state: dict[str, Any]) -> None:
+        """Load what ``state``, which `check_state` has passed, holds besides `counters`."""
 
     def check_idle(self) -> None:
         """Raise RuntimeError if something must be stopped before a state is loaded."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from bagua_ref.agreement import Fact
 from bagua_ref.algorithms.base import Algorithm, TrainingContext
-from bagua_ref.algorithms.local_updates import LocalUpdatesImpl, check_optimizers, check_whole, drift, norms_of
+from bagua_ref.algorithms.local_updates import LocalUpdatesImpl, drift, norms_of
+from bagua_ref.algorithms.registry import check_bool, check_optimizers, check_whole
 from bagua_ref.base.memory import Layout
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.buckets.tensor import BaguaTensor, registration
@@ -18,6 +20,55 @@ from bagua_ref.comm_ops import CentralizedFullPrecision
 from bagua_ref.types import Group
 
 __all__ = ["LocalSGDAlgorithm", "LocalSGDAlgorithmImpl"]
+
+
+@dataclass(eq=False, repr=False)
+class LocalSGDAlgorithm(Algorithm):
+    """Every rank trains on its own gradients; every ``period`` optimizer steps, weights become their mean over ranks (S9.1).
+
+    After step t > warmup_steps with ``(t - warmup_steps - offset) mod period = 0``: ``x <- mean of x over ranks``. Optimizer state
+    and buffers stay local. Each rank sends ``2 (n-1)/n`` of the weights every ``period`` steps. The warm-up is
+    `GradientAllReduceAlgorithm`, bit for bit.
+
+    Args:
+        period: steps from one averaging to the next, at least 1.
+        warmup_steps: steps on averaged gradients before that.
+        offset: from 0 to period - 1. With 0, step ``period`` of the local phase is the first to average; with 1, its first step.
+        hierarchical: average gradients inside each node after each backward pass of the local phase, too (post-local SGD).
+
+    Raises:
+        ValueError: an argument is out of range; on wrapping: no optimizer was passed.
+        TypeError: an argument that is no int, or hierarchical that is no bool.
+
+    >>> LocalSGDAlgorithm(period=8, warmup_steps=100)
+    LocalSGDAlgorithm(period=8, warmup_steps=100, offset=0, hierarchical=False)
+
+    Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017
+    (arXiv:1602.05629); Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020 (arXiv:1808.07217).
+    """
+
+    period: int
+    warmup_steps: int = 0
+    offset: int = 0
+    hierarchical: bool = False
+
+    takes_shards = True
+
+    def __post_init__(self) -> None:
+        check_whole("period", self.period, 1)
+        check_whole("warmup_steps", self.warmup_steps, 0)
+        check_whole("offset", self.offset, 0)
+        if self.offset >= self.period:
+            raise ValueError(f"offset={self.offset} must be from 0 to {self.period - 1}, less than period={self.period}")
+        check_bool("hierarchical", self.hierarchical)
+
+    def check(self, parameters: list[tuple[str, torch.nn.Parameter]], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Refuse a training without optimizers, whose steps count."""
+        check_optimizers("local_sgd", optimizers)
+
+    def reify(self, process_group: Group) -> LocalSGDAlgorithmImpl:
+        """Return the implementation for one module."""
+        return LocalSGDAlgorithmImpl(process_group, self)
 
 
 class _Averaged(BaguaBucket):
@@ -37,12 +88,10 @@ class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
     name = "local_sgd"
     kind_of_bucket = _Averaged
 
-    def __init__(
-        self, process_group: Group, period: int, warmup_steps: int = 0, offset: int = 0, hierarchical: bool = False
-    ) -> None:
-        super().__init__(process_group, warmup_steps)
-        self.period, self.offset, self.hierarchical = period, offset, hierarchical
-        self.agrees_in_nodes = hierarchical
+    def __init__(self, process_group: Group, options: LocalSGDAlgorithm) -> None:
+        super().__init__(process_group, options.warmup_steps)
+        self.options = options
+        self.agrees_in_nodes = options.hierarchical
         self._parts: list[Sequence[Tensor]] = []
         """The parameters in parts of about the size of a bucket."""
         self._averaging_weights = False
@@ -52,7 +101,7 @@ class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
     @property
     def _averages_in_nodes(self) -> bool:
         """Whether gradients are averaged inside nodes now."""
-        return self.hierarchical and bool(self._past_warmup)
+        return self.options.hierarchical and bool(self._past_warmup)
 
     @property
     def round_stays_in_node(self) -> bool:
@@ -93,7 +142,7 @@ class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
 
     def after_local_step(self, local_step: int, communicates: bool) -> None:
         """Average the weights if the step is due."""
-        if communicates and (local_step - self.offset) % self.period == 0:
+        if communicates and (local_step - self.options.offset) % self.options.period == 0:
             self._averaging_weights = True
             try:
                 self._average_weights()
@@ -108,7 +157,7 @@ class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
                 BaguaTensor.to_bagua_tensor(p, registration(p).name, registration(p).module_name)  # type: ignore[arg-type]
                 for p in part
             ]
-            options = {"period": self.period, "offset": self.offset, "hierarchical": self.hierarchical}
+            options = {name: getattr(self.options, name) for name in ("period", "offset", "hierarchical")}
             bucket = self.new_bucket(weights, f"weights{place}", flatten=False, averages="weights", t=self.step, **options)
             bucket.append_centralized_synchronous_op(group=self.process_group)
             self.run_round([bucket])
@@ -119,48 +168,3 @@ class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
     def metrics(self) -> dict[str, float | int]:
         """Return the L2 norm of what the weights differed from their mean when they were last averaged."""
         return drift(self._drifts)
-
-
-class LocalSGDAlgorithm(Algorithm):
-    """Every rank trains on its own gradients; every ``period`` optimizer steps, weights become their mean over ranks (S9.1).
-
-    After step t > warmup_steps with ``(t - warmup_steps - offset) mod period = 0``: ``x <- mean of x over ranks``. Optimizer state
-    and buffers stay local. Each rank sends ``2 (n-1)/n`` of the weights every ``period`` steps. The warm-up is
-    `GradientAllReduceAlgorithm`, bit for bit.
-
-    Args:
-        period: steps from one averaging to the next, at least 1.
-        warmup_steps: steps on averaged gradients before that.
-        offset: from 0 to period - 1. With 0, step ``period`` of the local phase is the first to average; with 1, its first step.
-        hierarchical: average gradients inside each node after each backward pass of the local phase, too (post-local SGD).
-
-    Raises:
-        ValueError: an argument is out of range; on wrapping: no optimizer was passed.
-        TypeError: an argument that is no int, or hierarchical that is no bool.
-
-    >>> LocalSGDAlgorithm(period=8, warmup_steps=100)
-    LocalSGDAlgorithm(period=8, warmup_steps=100, offset=0, hierarchical=False)
-
-    Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017
-    (arXiv:1602.05629); Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020 (arXiv:1808.07217).
-    """
-
-    takes_shards = True
-
-    def __init__(self, period: int, warmup_steps: int = 0, offset: int = 0, hierarchical: bool = False) -> None:
-        check_whole("period", period, 1)
-        check_whole("warmup_steps", warmup_steps, 0)
-        check_whole("offset", offset, 0)
-        if offset >= period:
-            raise ValueError(f"offset={offset} must be from 0 to {period - 1}, less than period={period}")
-        if not isinstance(hierarchical, bool):
-            raise TypeError(f"hierarchical={hierarchical!r} must be a bool")
-        self.period, self.warmup_steps, self.offset, self.hierarchical = period, warmup_steps, offset, hierarchical
-
-    def check(self, parameters: list[tuple[str, torch.nn.Parameter]], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Refuse a training without optimizers, whose steps count."""
-        check_optimizers("local_sgd", optimizers)
-
-    def reify(self, process_group: Group) -> LocalSGDAlgorithmImpl:
-        """Return the implementation for one module."""
-        return LocalSGDAlgorithmImpl(process_group, **vars(self))

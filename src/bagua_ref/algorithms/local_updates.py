@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 
 from bagua_ref.agreement import Fact
-from bagua_ref.algorithms.base import TrainingContext
-from bagua_ref.algorithms.versioned_state import VersionedStateImpl
+from bagua_ref.algorithms.base import AlgorithmImpl, TrainingContext
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.types import Group
 
-__all__ = ["LocalUpdatesImpl", "check_optimizers", "check_whole", "drift", "norms_of"]
+__all__ = ["LocalUpdatesImpl", "drift", "norms_of"]
 
 
-class LocalUpdatesImpl(VersionedStateImpl):
+class LocalUpdatesImpl(AlgorithmImpl):
     """Gradients are averaged as by gradient_allreduce while t <= warmup_steps; after that, subclasses communicate after steps.
 
     t counts the steps of the last optimizer from 1; a step that no backward pass preceded does not count.
@@ -28,7 +27,9 @@ class LocalUpdatesImpl(VersionedStateImpl):
         warmup_steps: the last step with averaged gradients.
     """
 
+    entries = frozenset({"version", "steps_of_optimizers"})
     steps_follow_backward = True
+    begins_in_forward = True  # the change of phase does
     kind_of_bucket: ClassVar[type[BaguaBucket]] = BaguaBucket
 
     def __init__(self, process_group: Group, warmup_steps: int) -> None:
@@ -53,11 +54,6 @@ class LocalUpdatesImpl(VersionedStateImpl):
     def replicas_are_equal(self) -> bool:
         """Whether this is still the warm-up."""
         return not self._past_warmup
-
-    @property
-    def begins_in_forward(self) -> bool:
-        """True: the change of phase does."""
-        return True
 
     def facts(self) -> list[Fact]:
         """Return the phase, and the backward passes, which tell that a rank skips steps."""
@@ -133,6 +129,10 @@ class LocalUpdatesImpl(VersionedStateImpl):
         bucket.about = {"algorithm": self.name, "warmup_steps": self.warmup_steps, **about}
         return bucket
 
+    def load_checked(self, state: dict[str, Any]) -> None:
+        """Load nothing; the next round compares what must be equal on all ranks."""
+        self.context.note_load()
+
     def load_counters(self, state: dict[str, Any]) -> None:
         """Continue from the numbers that `counters` returned."""
         super().load_counters(state)
@@ -147,19 +147,3 @@ def norms_of(tensors: Iterable[Tensor]) -> list[Tensor]:
 def drift(norms: Mapping[int, Sequence[Tensor]]) -> dict[str, float | int]:
     """Return the metric ``drift`` from the `norms_of` the model's parts; none before the first exchange."""
     return {"drift": math.hypot(*(norm.item() for part in norms.values() for norm in part))} if norms else {}
-
-
-def check_whole(name: str, value: int, least: int) -> None:
-    """Raise unless the argument ``name`` is an int from ``least``."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name}={value!r} must be an int, {least} or more")
-    if value < least:
-        raise ValueError(f"{name}={value} must be {least} or more")
-
-
-def check_optimizers(name: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raise unless there are optimizers, whose steps count."""
-    if not optimizers:
-        raise ValueError(
-            f"optimizers=[]: {name} counts the steps of the last optimizer; pass the module's optimizers to with_bagua"
-        )

@@ -3,19 +3,70 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from bagua_ref.algorithms.base import Algorithm, TrainingContext
 from bagua_ref.algorithms.compressed_gradients import CompressedGradientsImpl
-from bagua_ref.algorithms.error_memories import check_error_feedback
-from bagua_ref.algorithms.local_updates import check_optimizers, check_whole
+from bagua_ref.algorithms.registry import check_bool, check_optimizers, check_whole
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.buckets.tensor import registration
 from bagua_ref.comm_ops import TopK
 from bagua_ref.types import Group
 
 __all__ = ["TopKAlgorithm", "TopKAlgorithmImpl"]
+
+
+@dataclass(eq=False, repr=False)
+class TopKAlgorithm(Algorithm):
+    """Each rank sends its k largest gradient elements of each bucket, and adds the others to its next gradients (S11.2).
+
+    ``p = gradient + e``; the k elements of largest ``|p|`` are sent, and the averaged gradient is their sum over ranks divided by
+    the number of ranks, 0 where no rank has sent. e is what was not sent. Of m elements, ``k = max(1, ceil(ratio * m))``.
+
+    Each rank sends ``8 k (n-1)`` bytes per bucket and step on n ranks, in place of ``8 m (n-1)/n``.
+
+    Args:
+        ratio: the part of each bucket that is sent, above 0 and at most 1.
+        error_feedback: False: what is not sent is lost.
+        warmup_steps: steps on exactly averaged gradients first, as `GradientAllReduceAlgorithm` takes them, bit for bit.
+
+    Raises:
+        ValueError: an argument is out of range; on wrapping: there is a warm-up, and no optimizer was passed.
+        TypeError: an argument is of another type; on wrapping: float64 parameters.
+
+    >>> TopKAlgorithm(ratio=0.05)
+    TopKAlgorithm(ratio=0.05, error_feedback=True, warmup_steps=0)
+
+    Source: Aji & Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017 (arXiv:1704.05021).
+    """
+
+    ratio: float = 0.01
+    error_feedback: bool = True
+    warmup_steps: int = 0
+
+    takes_shards = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.ratio, (int, float)) or isinstance(self.ratio, bool):
+            raise TypeError(f"ratio={self.ratio!r} must be a number above 0 and at most 1")
+        if not 0 < self.ratio <= 1:
+            raise ValueError(f"ratio={self.ratio} must be above 0 and at most 1")
+        check_bool("error_feedback", self.error_feedback)
+        check_whole("warmup_steps", self.warmup_steps, 0)
+
+    def check(self, parameters: list[tuple[str, torch.nn.Parameter]], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Refuse float64 parameters, and a warm-up without optimizers, whose steps it counts."""
+        for name, parameter in parameters:
+            if parameter.dtype is torch.float64:
+                raise TypeError(f"parameter {name!r} is float64; topk takes float16, bfloat16 or float32")
+        if self.warmup_steps:
+            check_optimizers("topk with warmup_steps > 0", optimizers)
+
+    def reify(self, process_group: Group) -> TopKAlgorithmImpl:
+        """Return the implementation for one module."""
+        return TopKAlgorithmImpl(process_group, self)
 
 
 class TopKAlgorithmImpl(CompressedGradientsImpl):
@@ -43,50 +94,3 @@ class TopKAlgorithmImpl(CompressedGradientsImpl):
             bucket.dtype,
         )
         bucket.append_op(op, self.process_group)
-
-
-class TopKAlgorithm(Algorithm):
-    """Each rank sends its k largest gradient elements of each bucket, and adds the others to its next gradients (S11.2).
-
-    ``p = gradient + e``; the k elements of largest ``|p|`` are sent, and the averaged gradient is their sum over ranks divided by
-    the number of ranks, 0 where no rank has sent. e is what was not sent. Of m elements, ``k = max(1, ceil(ratio * m))``.
-
-    Each rank sends ``8 k (n-1)`` bytes per bucket and step on n ranks, in place of ``8 m (n-1)/n``.
-
-    Args:
-        ratio: the part of each bucket that is sent, above 0 and at most 1.
-        error_feedback: False: what is not sent is lost.
-        warmup_steps: steps on exactly averaged gradients first, as `GradientAllReduceAlgorithm` takes them, bit for bit.
-
-    Raises:
-        ValueError: an argument is out of range; on wrapping: there is a warm-up, and no optimizer was passed.
-        TypeError: an argument is of another type; on wrapping: float64 parameters.
-
-    >>> TopKAlgorithm(ratio=0.05)
-    TopKAlgorithm(ratio=0.05, error_feedback=True, warmup_steps=0)
-
-    Source: Aji & Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017 (arXiv:1704.05021).
-    """
-
-    takes_shards = True
-
-    def __init__(self, ratio: float = 0.01, error_feedback: bool = True, warmup_steps: int = 0) -> None:
-        if not isinstance(ratio, (int, float)) or isinstance(ratio, bool):
-            raise TypeError(f"ratio={ratio!r} must be a number above 0 and at most 1")
-        if not 0 < ratio <= 1:
-            raise ValueError(f"ratio={ratio} must be above 0 and at most 1")
-        check_error_feedback(error_feedback)
-        check_whole("warmup_steps", warmup_steps, 0)
-        self.ratio, self.error_feedback, self.warmup_steps = ratio, error_feedback, warmup_steps
-
-    def check(self, parameters: list[tuple[str, torch.nn.Parameter]], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Refuse float64 parameters, and a warm-up without optimizers, whose steps it counts."""
-        for name, parameter in parameters:
-            if parameter.dtype is torch.float64:
-                raise TypeError(f"parameter {name!r} is float64; topk takes float16, bfloat16 or float32")
-        if self.warmup_steps:
-            check_optimizers("topk with warmup_steps > 0", optimizers)
-
-    def reify(self, process_group: Group) -> TopKAlgorithmImpl:
-        """Return the implementation for one module."""
-        return TopKAlgorithmImpl(process_group, self)

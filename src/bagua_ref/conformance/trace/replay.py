@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bagua_ref.algorithms.fragments import Fragment, Schedule
+from bagua_ref.algorithms.fragments import Fragment, FragmentSchedule
 from bagua_ref.backends import get_backend
 from bagua_ref.backends.base import FLOATS
 from bagua_ref.backends.codec import COMPRESSIBLE
@@ -201,7 +201,7 @@ class Replay:
             found += self._applied(records)
         if self.options["period"] is not None and all({"t", "fragment"} <= record.info.keys() for record in records):
             try:
-                schedule = Schedule(self.options["period"], self.options["fragments"], self.options["delay"])
+                schedule = FragmentSchedule(self.options["period"], self.options["fragments"], self.options["delay"])
             except ValueError as error:
                 raise NotReplayable(str(error)) from None
             steps = [record.info["t"] - (self.options["warmup_steps"] or 0) for record in records]
