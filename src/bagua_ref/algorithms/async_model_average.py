@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bagua_ref.algorithms.async_rounds import AveragingThread, State, WeightLockHooks
 from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext
-from bagua_ref.algorithms.registry import check_whole, options_of
+from bagua_ref.algorithms.registry import options_of
 from bagua_ref.base.memory import by_dtype_and_device
 from bagua_ref.base.untrusted import check_form
 from bagua_ref.base.utils import uncompiled
@@ -38,7 +38,6 @@ class AsyncModelAverageAlgorithm(Algorithm):
 
     Raises:
         ValueError: another peer_selection_mode, a negative interval or number of steps.
-        TypeError: warmup_steps is no int.
 
     Source: asynchronous model average of Bagua 0.9.
     """
@@ -53,7 +52,8 @@ class AsyncModelAverageAlgorithm(Algorithm):
             raise ValueError(f"peer_selection_mode={self.peer_selection_mode!r} must be 'all'")
         if isinstance(interval, bool) or not 0 <= interval < math.inf:
             raise ValueError(f"sync_interval_ms={interval!r} must be 0 (no rounds) or a positive number of milliseconds")
-        check_whole("warmup_steps", self.warmup_steps, 0)
+        if not isinstance(self.warmup_steps, int) or isinstance(self.warmup_steps, bool) or self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps={self.warmup_steps!r} must be an int, 0 or more")
 
     def reify(self, process_group: Group) -> AsyncModelAverageAlgorithmImpl:
         """Return the implementation for one module."""
