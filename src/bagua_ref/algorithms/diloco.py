@@ -15,7 +15,7 @@ from torch import Tensor
 from bagua_ref.agreement import Fact
 from bagua_ref.algorithms.base import Algorithm, TrainingContext
 from bagua_ref.algorithms.fragments import Fragment, FragmentSchedule, InFlight, checked_fragments, named_fragments
-from bagua_ref.algorithms.local_updates import LocalUpdatesImpl, drift, norms_of
+from bagua_ref.algorithms.local_sgd import LocalUpdatesImpl, norms_of
 from bagua_ref.algorithms.registry import check_bool, check_optimizers, check_whole
 from bagua_ref.algorithms.state import ErrorMemories, check_tensors
 from bagua_ref.base.memory import Layout
@@ -137,8 +137,6 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         """A checksum of the settings with which outer optimizers have stepped."""
         self._showing = 0
         """How many `global_weights` contexts the caller is in."""
-        self._drifts: dict[int, list[Tensor]] = {}
-        """For each fragment that has been sent, the norms of what its weights differed from g then."""
 
     @property
     def fragments(self) -> list[list[str]]:
@@ -342,10 +340,6 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         """Continue from the numbers that `counters` returned."""
         super().load_counters(state)
         self._outer_steps = state["outer_steps"]
-
-    def metrics(self) -> dict[str, float | int]:
-        """Return the L2 norm of ``g - x`` when the fragments were last sent."""
-        return drift(self._drifts)
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise ValueError unless `load_state_dict` can load ``state``."""
