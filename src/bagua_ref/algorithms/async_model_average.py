@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bagua_ref.algorithms.async_rounds import AveragingThread, State, WeightLockHooks
 from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext
-from bagua_ref.algorithms.registry import options_of
+from bagua_ref.algorithms.registry import implements
 from bagua_ref.base.memory import by_dtype_and_device
 from bagua_ref.base.untrusted import check_form
 from bagua_ref.base.utils import uncompiled
@@ -55,11 +55,8 @@ class AsyncModelAverageAlgorithm(Algorithm):
         if not isinstance(self.warmup_steps, int) or isinstance(self.warmup_steps, bool) or self.warmup_steps < 0:
             raise ValueError(f"warmup_steps={self.warmup_steps!r} must be an int, 0 or more")
 
-    def reify(self, process_group: Group) -> AsyncModelAverageAlgorithmImpl:
-        """Return the implementation for one module."""
-        return AsyncModelAverageAlgorithmImpl(process_group, self)
 
-
+@implements(AsyncModelAverageAlgorithm)
 class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     """`AsyncModelAverageAlgorithm` at work on one module.
 
@@ -70,7 +67,6 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     name = "async"
     takes_new_strides = False  # ranks do not step together, and the thread moves weights back at any time
 
-    @options_of(AsyncModelAverageAlgorithm)
     def __init__(self, process_group: Group, options: AsyncModelAverageAlgorithm) -> None:
         super().__init__(process_group)
         self.options = options

@@ -6,7 +6,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -355,9 +355,14 @@ class Algorithm:
             optimizers: as passed when wrapping.
         """
 
+    implementation: ClassVar[Callable[..., AlgorithmImpl] | None] = None
+    """Its implementation's class, of which `reify` makes an instance."""
+
     def reify(self, process_group: Group) -> AlgorithmImpl:
         """Return an implementation that communicates in ``process_group``."""
-        raise NotImplementedError(f"{type(self).__name__} must define reify(process_group)")
+        if self.implementation is None:
+            raise NotImplementedError(f"{type(self).__name__} must define reify(process_group)")
+        return self.implementation(process_group, self)
 
     def settings(self) -> dict[str, Any]:
         """Return the numbers, strings and lists among the options, which must be equal on all ranks."""

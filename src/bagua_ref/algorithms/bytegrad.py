@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext
-from bagua_ref.algorithms.registry import check_bool, check_join_with_memory, options_of
+from bagua_ref.algorithms.registry import check_bool, check_join_with_memory, implements
 from bagua_ref.algorithms.state import ErrorMemories
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.buckets.compression import check_compression
@@ -53,18 +53,14 @@ class ByteGradAlgorithm(Algorithm):
         check_compression(self.compression)
         check_bool("error_feedback", self.error_feedback)
 
-    def reify(self, process_group: Group) -> ByteGradAlgorithmImpl:
-        """Return the implementation for one module."""
-        return ByteGradAlgorithmImpl(process_group, self)
 
-
+@implements(ByteGradAlgorithm)
 class ByteGradAlgorithmImpl(AlgorithmImpl):
     """`ByteGradAlgorithm` at work on one module; ``error_memories`` are what compression has left out on this rank."""
 
     name = "bytegrad"
     replicas_are_equal = True  # all ranks step with the same gradients
 
-    @options_of(ByteGradAlgorithm)
     def __init__(self, process_group: Group, options: Any) -> None:
         super().__init__(process_group)
         self.options, self.average = options, options.average

@@ -25,7 +25,7 @@ class CompressedGradientsImpl(AlgorithmImpl):
 
     Args:
         process_group: the group to communicate in.
-        warmup_steps: the last step with exact means.
+        options: of the algorithm; have ``warmup_steps``, the last step with exact means.
         has_memory: whether ranks keep what compression leaves out.
 
     Attributes:
@@ -39,9 +39,9 @@ class CompressedGradientsImpl(AlgorithmImpl):
     entries = frozenset({"version", "rank", "world_size", "steps_of_optimizers", "algorithm", "factors"})
     rank_state = frozenset({"memories"})
 
-    def __init__(self, process_group: Group, warmup_steps: int, has_memory: bool) -> None:
+    def __init__(self, process_group: Group, options: Any, has_memory: bool) -> None:
         super().__init__(process_group)
-        self.warmup_steps = warmup_steps
+        self.options, self.warmup_steps = options, options.warmup_steps
         self.has_memory = self.delivers_error_memory = has_memory
         self.rounds = 0
         self.memories, self.factors = TensorStore("memories"), TensorStore("factors")

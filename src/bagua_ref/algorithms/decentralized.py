@@ -22,7 +22,7 @@ from bagua_ref.algorithms.low_precision_decentralized import (
     check_count,
     register_weights,
 )
-from bagua_ref.algorithms.registry import check_whole, options_of
+from bagua_ref.algorithms.registry import check_whole, implements
 from bagua_ref.base.memory import by_dtype_and_device
 from bagua_ref.base.utils import NotCopied, OwnHook, inside_backward, untraced
 from bagua_ref.buckets.bucket import BaguaBucket
@@ -88,11 +88,8 @@ class DecentralizedAlgorithm(Algorithm):
         check_mode(self.peer_selection_mode)
         check_whole("communication_interval", self.communication_interval, 1)
 
-    def reify(self, process_group: Group) -> DecentralizedAlgorithmImpl:
-        """Return the implementation for one module."""
-        return DecentralizedAlgorithmImpl(process_group, self)
 
-
+@implements(DecentralizedAlgorithm)
 class DecentralizedAlgorithmImpl(WeightAveragingImpl):
     """`DecentralizedAlgorithm` at work on one module."""
 
@@ -101,7 +98,6 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
     steps_together = False  # a rank may skip optimizer steps
     why_one_backward = _WEIGHTS_AVERAGED
 
-    @options_of(DecentralizedAlgorithm)
     def __init__(self, process_group: Group, options: DecentralizedAlgorithm) -> None:
         super().__init__(process_group, options)
         self._averaging = False

@@ -16,7 +16,7 @@ from bagua_ref.agreement import Fact
 from bagua_ref.algorithms.base import Algorithm, TrainingContext
 from bagua_ref.algorithms.fragments import Fragment, FragmentSchedule, InFlight, checked_fragments, named_fragments
 from bagua_ref.algorithms.local_sgd import LocalUpdatesImpl, norms_of
-from bagua_ref.algorithms.registry import check_bool, check_optimizers, check_whole
+from bagua_ref.algorithms.registry import check_bool, check_optimizers, check_whole, implements
 from bagua_ref.algorithms.state import ErrorMemories, check_tensors
 from bagua_ref.base.memory import Layout
 from bagua_ref.buckets.compression import check_compression
@@ -110,11 +110,8 @@ class DiLoCoAlgorithm(Algorithm):
                     f"parameter {name!r} is float64, which compression={self.compression!r} does not take; use compression=None"
                 )
 
-    def reify(self, process_group: Group) -> DiLoCoAlgorithmImpl:
-        """Return the implementation for one module."""
-        return DiLoCoAlgorithmImpl(process_group, self)
 
-
+@implements(DiLoCoAlgorithm)
 class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
     """`DiLoCoAlgorithm` at work on one module; x are the weights, g their global copy."""
 
@@ -123,10 +120,10 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
     entries = LocalUpdatesImpl.entries | {"fragments", "global_weights", "outer_optimizers", "outer_entries", "in_flight"}
 
     def __init__(self, process_group: Group, options: DiLoCoAlgorithm) -> None:
-        super().__init__(process_group, options.warmup_steps)
+        super().__init__(process_group, options)
         self.error_memories = ErrorMemories(self.name, process_group, options.error_feedback)
         self.rank_state = self.error_memories.rank_state
-        self.options, self.schedule = options, options.schedule()
+        self.schedule = options.schedule()
         self._fragments: list[Fragment] = []
         self._taken = False
         """Whether g has been taken from the weights, or loaded."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext
-from bagua_ref.algorithms.registry import options_of
+from bagua_ref.algorithms.registry import implements
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.types import Group
 
@@ -28,11 +28,8 @@ class GradientAllReduceAlgorithm(Algorithm):
 
     takes_shards = True
 
-    def reify(self, process_group: Group) -> GradientAllReduceAlgorithmImpl:
-        """Return the implementation for one module."""
-        return GradientAllReduceAlgorithmImpl(process_group, self)
 
-
+@implements(GradientAllReduceAlgorithm)
 class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
     """`GradientAllReduceAlgorithm` at work on one module."""
 
@@ -40,7 +37,6 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
     replicas_are_equal = True  # all ranks step with the same gradients
     rounds_are_alike = True  # every round all-reduces all buckets
 
-    @options_of(GradientAllReduceAlgorithm)
     def __init__(self, process_group: Group, options: GradientAllReduceAlgorithm) -> None:
         super().__init__(process_group)
         self.hierarchical, self.average = options.hierarchical, options.average

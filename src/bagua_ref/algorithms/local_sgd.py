@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bagua_ref.agreement import Fact
 from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext
-from bagua_ref.algorithms.registry import check_bool, check_optimizers, check_whole
+from bagua_ref.algorithms.registry import check_bool, check_optimizers, check_whole, implements
 from bagua_ref.base.memory import Layout
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.buckets.tensor import BaguaTensor, registration
@@ -67,10 +67,6 @@ class LocalSGDAlgorithm(Algorithm):
         """Refuse a training without optimizers, whose steps count."""
         check_optimizers("local_sgd", optimizers)
 
-    def reify(self, process_group: Group) -> LocalSGDAlgorithmImpl:
-        """Return the implementation for one module."""
-        return LocalSGDAlgorithmImpl(process_group, self)
-
 
 class LocalUpdatesImpl(AlgorithmImpl):
     """Gradients are averaged as by gradient_allreduce while t <= warmup_steps; after that, subclasses communicate after steps.
@@ -79,7 +75,7 @@ class LocalUpdatesImpl(AlgorithmImpl):
 
     Args:
         process_group: the group to communicate in.
-        warmup_steps: the last step with averaged gradients.
+        options: of the algorithm; have ``warmup_steps``, the last step with averaged gradients.
     """
 
     entries = frozenset({"version", "steps_of_optimizers"})
@@ -87,9 +83,9 @@ class LocalUpdatesImpl(AlgorithmImpl):
     begins_in_forward = True  # the change of phase does
     kind_of_bucket: ClassVar[type[BaguaBucket]] = BaguaBucket
 
-    def __init__(self, process_group: Group, warmup_steps: int) -> None:
+    def __init__(self, process_group: Group, options: Any) -> None:
         super().__init__(process_group)
-        self.warmup_steps = warmup_steps
+        self.options, self.warmup_steps = options, options.warmup_steps
         self._past_warmup: bool | None = None
         """Whether the buckets are those of the local phase; None before there are any."""
         self._passes_before = 0
@@ -212,6 +208,7 @@ class _Averaged(BaguaBucket):
         super().copy_from_flat(flat)
 
 
+@implements(LocalSGDAlgorithm)
 class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
     """`LocalSGDAlgorithm` at work on one module."""
 
@@ -219,8 +216,7 @@ class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
     kind_of_bucket = _Averaged
 
     def __init__(self, process_group: Group, options: LocalSGDAlgorithm) -> None:
-        super().__init__(process_group, options.warmup_steps)
-        self.options = options
+        super().__init__(process_group, options)
         self.agrees_in_nodes = options.hierarchical
         self._parts: list[Sequence[Tensor]] = []
         """The parameters in parts of about the size of a bucket."""

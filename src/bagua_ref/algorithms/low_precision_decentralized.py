@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bagua_ref.agreement import Fact
 from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext
-from bagua_ref.algorithms.registry import check_whole, options_of
+from bagua_ref.algorithms.registry import check_whole, implements
 from bagua_ref.algorithms.state import check_names, check_tensors
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.buckets.compression import check_compression
@@ -105,18 +105,14 @@ class LowPrecisionDecentralizedAlgorithm(Algorithm):
         check_whole("communication_interval", self.communication_interval, 1)
         check_compression(self.compression)
 
-    def reify(self, process_group: Group) -> LowPrecisionDecentralizedAlgorithmImpl:
-        """Return the implementation for one module."""
-        return LowPrecisionDecentralizedAlgorithmImpl(process_group, self)
 
-
+@implements(LowPrecisionDecentralizedAlgorithm)
 class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
     """`LowPrecisionDecentralizedAlgorithm` at work on one module."""
 
     name = "low_precision_decentralized"
     rank_state = frozenset({"ring", "replicas"})
 
-    @options_of(LowPrecisionDecentralizedAlgorithm)
     def __init__(self, process_group: Group, options: LowPrecisionDecentralizedAlgorithm) -> None:
         super().__init__(process_group, options)
         self._optimizer_steps = 0

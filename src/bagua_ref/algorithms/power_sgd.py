@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bagua_ref.algorithms.base import Algorithm, TrainingContext
 from bagua_ref.algorithms.compressed_gradients import CompressedGradientsImpl
-from bagua_ref.algorithms.registry import check_bool, check_optimizers, check_whole
+from bagua_ref.algorithms.registry import check_bool, check_optimizers, check_whole, implements
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.buckets.tensor import registration
 from bagua_ref.comm_ops import LowRank
@@ -86,19 +86,15 @@ class PowerSGDAlgorithm(Algorithm):
         if self.warmup_steps:
             check_optimizers("powersgd with warmup_steps > 0", optimizers)
 
-    def reify(self, process_group: Group) -> PowerSGDAlgorithmImpl:
-        """Return the implementation for one module."""
-        return PowerSGDAlgorithmImpl(process_group, self)
 
-
+@implements(PowerSGDAlgorithm)
 class PowerSGDAlgorithmImpl(CompressedGradientsImpl):
     """`PowerSGDAlgorithm` at work on one module; ``memories`` are e and ``factors`` Q, by the names of parameters."""
 
     name = "powersgd"
 
     def __init__(self, process_group: Group, options: PowerSGDAlgorithm) -> None:
-        super().__init__(process_group, options.warmup_steps, has_memory=options.memory is not None)
-        self.options = options
+        super().__init__(process_group, options, has_memory=options.memory is not None)
         self._places: dict[str, int] = {}
         """i of each parameter: its place in the order in which parameters enter buckets."""
 

@@ -14,7 +14,7 @@ from bagua_ref.agreement import Fact
 from bagua_ref.algorithms.base import Algorithm, TrainingContext
 from bagua_ref.algorithms.bytegrad import ByteGradAlgorithmImpl
 from bagua_ref.algorithms.q_adam_optimizer import MomentumBucket, QAdamOptimizer
-from bagua_ref.algorithms.registry import check_bool, options_of
+from bagua_ref.algorithms.registry import check_bool, implements
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.buckets.compression import check_compression
 from bagua_ref.buckets.optimizer_state import align_state
@@ -63,11 +63,8 @@ class QAdamAlgorithm(Algorithm):
         if self.grad_scaler is not None and not isinstance(self.grad_scaler, torch.amp.GradScaler):
             raise TypeError(f"grad_scaler={self.grad_scaler!r} must be a torch.amp.GradScaler or None")
 
-    def reify(self, process_group: Group) -> QAdamAlgorithmImpl:
-        """Return the implementation for one module."""
-        return QAdamAlgorithmImpl(process_group, self)
 
-
+@implements(QAdamAlgorithm)
 class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
     """`QAdamAlgorithm` at work on one module: first with buckets of gradients, after a reset with buckets of momenta."""
 
@@ -76,7 +73,6 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
     begins_in_forward = True  # the change of phase does (S5.5)
     rounds_are_alike = False  # the phases send different messages, and the second one changes the momenta
 
-    @options_of(QAdamAlgorithm)
     def __init__(self, process_group: Group, options: QAdamAlgorithm) -> None:
         super().__init__(process_group, options)
         self.q_adam_optimizer, self.grad_scaler = options.q_adam_optimizer, options.grad_scaler

@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["GlobalAlgorithmRegistry", "check_bool", "check_join_with_memory", "check_optimizers", "check_whole", "options_of"]
+__all__ = ["GlobalAlgorithmRegistry", "check_bool", "check_join_with_memory", "check_optimizers", "check_whole", "implements"]
+
+AnyImpl = TypeVar("AnyImpl")
 
 
 class _AlgorithmRegistry(dict):  # type: ignore[type-arg]
@@ -56,22 +58,27 @@ class _AlgorithmRegistry(dict):  # type: ignore[type-arg]
 GlobalAlgorithmRegistry = _AlgorithmRegistry()
 
 
-def options_of(algorithm: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Let an implementation's ``__init__(self, process_group, options)`` also take the options one by one, as Bagua's does.
+def implements(algorithm: type[Any]) -> Callable[[type[AnyImpl]], type[AnyImpl]]:
+    """Make a class the implementation of ``algorithm``.
+
+    Its ``__init__(self, process_group, options)`` then also takes the options one by one, as in Bagua.
 
     Args:
-        algorithm: the class of ``options``, whose parameters follow ``process_group``.
+        algorithm: the class of ``options``.
     """
 
-    def decorate(init: Callable[..., None]) -> Callable[..., None]:
+    def decorate(implementation: type[AnyImpl]) -> type[AnyImpl]:
+        init: Callable[..., None] = vars(implementation)["__init__"]
+
         @wraps(init)
         def with_options(self: Any, process_group: Any, *args: Any, **kwargs: Any) -> None:
-            given = args[0] if args and hasattr(args[0], "reify") else algorithm(*args, **kwargs)
-            init(self, process_group, given)
+            init(self, process_group, args[0] if args and hasattr(args[0], "reify") else algorithm(*args, **kwargs))
 
         own, options = (list(inspect.signature(function).parameters.values()) for function in (init, algorithm))
         with_options.__signature__ = inspect.Signature([*own[:2], *options])  # type: ignore[attr-defined]
-        return with_options
+        implementation.__init__ = with_options  # type: ignore[assignment]
+        algorithm.implementation = implementation
+        return implementation
 
     return decorate
 

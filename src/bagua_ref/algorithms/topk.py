@@ -9,7 +9,7 @@ import torch
 
 from bagua_ref.algorithms.base import Algorithm, TrainingContext
 from bagua_ref.algorithms.compressed_gradients import CompressedGradientsImpl
-from bagua_ref.algorithms.registry import check_bool, check_optimizers, check_whole
+from bagua_ref.algorithms.registry import check_bool, check_optimizers, check_whole, implements
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.buckets.tensor import registration
 from bagua_ref.comm_ops import TopK
@@ -64,19 +64,15 @@ class TopKAlgorithm(Algorithm):
         if self.warmup_steps:
             check_optimizers("topk with warmup_steps > 0", optimizers)
 
-    def reify(self, process_group: Group) -> TopKAlgorithmImpl:
-        """Return the implementation for one module."""
-        return TopKAlgorithmImpl(process_group, self)
 
-
+@implements(TopKAlgorithm)
 class TopKAlgorithmImpl(CompressedGradientsImpl):
     """`TopKAlgorithm` at work on one module; ``memories`` are e, by the names of parameters."""
 
     name = "topk"
 
     def __init__(self, process_group: Group, options: TopKAlgorithm) -> None:
-        super().__init__(process_group, options.warmup_steps, has_memory=options.error_feedback)
-        self.ratio = options.ratio
+        super().__init__(process_group, options, has_memory=options.error_feedback)
 
     def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
         """Append S11.2."""
@@ -88,7 +84,7 @@ class TopKAlgorithmImpl(CompressedGradientsImpl):
             self.process_group.get_global_communicator(),
             bucket.kernels,
             sum(layout.shape.numel() for layout in bucket.layouts),
-            self.ratio,
+            self.options.ratio,
             (lambda: self.memories.flat(names)) if self.has_memory else None,
             lambda: self.compressing,
             bucket.dtype,
