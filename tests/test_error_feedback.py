@@ -364,7 +364,7 @@ def test_memories_of_another_rank_are_refused_by_name_unless_they_are_dropped(ma
         (lambda memories: memories.update(version=9), "state has version 9; this version of bagua_ref reads version 1"),
         (lambda memories: memories.pop("buckets"), r"state\['memories'\] must have the key 'buckets'"),
         (lambda memories: memories["buckets"][0].pop("chunks"), r"\['buckets'\]\[0\] must have the key 'chunks'"),
-        (lambda memories: memories.update(algorithm="qadam"), "state has memories of qadam, and this training uses bytegrad"),
+        (lambda memories: memories.update(algorithm="qadam"), "state was saved by qadam, and this training uses bytegrad"),
         (lambda memories: memories["buckets"].pop(), r"memories of another model: it lacks \['0.bias \(8,\)'"),
         (
             lambda memories: memories["buckets"][0]["tensors"].append("3.bias (3,)"),

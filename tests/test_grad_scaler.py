@@ -259,5 +259,5 @@ def memories(module: Any) -> torch.Tensor:
     algorithm = module.bagua_algorithm
     if hasattr(algorithm, "memories"):
         return torch.cat([e.reshape(-1) for e in algorithm.memories.state().values()])
-    buckets = algorithm.error_memories.state()["memories"]["buckets"]
+    buckets = algorithm.error_memories.state()["buckets"]
     return torch.cat([bucket[which] for bucket in buckets for which in ("worker", "server")])

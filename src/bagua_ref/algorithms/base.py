@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from bagua_ref.agreement import Fact
 from bagua_ref.algorithms.registry import GlobalAlgorithmRegistry, _AlgorithmRegistry  # noqa: F401 - a name of the original's
-from bagua_ref.algorithms.state import check_entries, saved_by
+from bagua_ref.algorithms.state import ErrorMemories, TensorStore, check_entries, saved_by
 from bagua_ref.backends.base import KernelBackend
 from bagua_ref.base.runtime import World
 from bagua_ref.base.utils import NotCopied
@@ -127,6 +128,9 @@ class AlgorithmImpl(NotCopied):
     entries: frozenset[str] = frozenset()
     """Entries of `state_dict` that every state has, besides `counters`; if "version" is one, states also say who saved them."""
 
+    stores: Mapping[str, TensorStore | ErrorMemories] = MappingProxyType({})
+    """What is kept from round to round, by the entry of `state_dict` that has it."""
+
     rank_state: frozenset[str] = frozenset()
     """Entries of `state_dict` that only the same rank of as many ranks can load; `load_state_dict` takes states without them."""
 
@@ -236,7 +240,8 @@ class AlgorithmImpl(NotCopied):
 
         Each rank saves its own. Subclasses add to it.
         """
-        return {**self.counters(), **self._shard(), **(saved_by(self.process_group) if "version" in self.entries else {})}
+        state = {**self.counters(), **self._shard(), **(saved_by(self.process_group) if "version" in self.entries else {})}
+        return state | {entry: store.state() for entry, store in self.stores.items()}
 
     def load_state_dict(self, state: dict[str, Any], drop_local: bool = False) -> None:
         """Continue from ``state``; call it on every rank, after wrapping and after loading the state of model and optimizers.
@@ -261,9 +266,14 @@ class AlgorithmImpl(NotCopied):
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise ValueError unless `load_state_dict` can load ``state``; change nothing. Subclasses check what they add."""
         check_entries(state, self.name, self.entries, self.counters(), self._shard())
+        for entry, store in self.stores.items():
+            if entry in state:
+                store.check(state[entry])
 
     def load_checked(self, state: dict[str, Any]) -> None:
         """Load what ``state``, which `check_state` has passed, holds besides `counters`."""
+        for entry, store in self.stores.items():
+            store.load(state.get(entry, {}))
 
     def check_idle(self) -> None:
         """Raise RuntimeError if something must be stopped before a state is loaded."""

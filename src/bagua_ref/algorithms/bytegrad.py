@@ -14,6 +14,7 @@ from bagua_ref.algorithms.registry import check_bool, check_join_with_memory, im
 from bagua_ref.algorithms.state import ErrorMemories
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.buckets.compression import check_compression
+from bagua_ref.comm_ops import ErrorMemory
 from bagua_ref.types import Group
 
 __all__ = ["ByteGradAlgorithm", "ByteGradAlgorithmImpl"]
@@ -64,9 +65,10 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
     def __init__(self, process_group: Group, options: Any) -> None:
         super().__init__(process_group)
         self.options, self.average = options, options.average
-        self.error_memories = ErrorMemories(self.name, process_group, options.error_feedback)
+        self.error_memories = ErrorMemories(self.name, process_group)
+        if options.error_feedback:
+            self.stores, self.rank_state = {"memories": self.error_memories}, frozenset({"memories"})
         self.delivers_error_memory = options.error_feedback
-        self.rank_state = self.error_memories.rank_state
 
     @property
     def rounds_are_alike(self) -> bool:
@@ -98,18 +100,9 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
             scattergather=True,
             compression=self.options.compression,
             group=self.process_group,
-            error_memory=self.error_memories.of_bucket(bucket, self.options.hierarchical),
+            error_memory=self.memory_of(bucket),
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the counters, and this rank's error memories if there are any."""
-        return {**super().state_dict(), **self.error_memories.state()}
-
-    def check_state(self, state: dict[str, Any]) -> None:
-        """Raise ValueError unless `load_state_dict` can load ``state``."""
-        super().check_state(state)
-        self.error_memories.check(state)
-
-    def load_checked(self, state: dict[str, Any]) -> None:
-        """Load the error memories."""
-        self.error_memories.load(state)
+    def memory_of(self, bucket: BaguaBucket) -> ErrorMemory | None:
+        """Return what compression has left out of a bucket; None without error feedback."""
+        return self.error_memories.of_bucket(bucket, self.options.hierarchical) if self.options.error_feedback else None

@@ -45,6 +45,7 @@ class CompressedGradientsImpl(AlgorithmImpl):
         self.has_memory = self.delivers_error_memory = has_memory
         self.rounds = 0
         self.memories, self.factors = TensorStore("memories"), TensorStore("factors")
+        self.stores = {"factors": self.factors, **({"memories": self.memories} if has_memory else {})}
         self._shadowed: bool | None = None
         """While this rank has no batch: whether the other ranks' round is compressed."""
 
@@ -105,24 +106,17 @@ class CompressedGradientsImpl(AlgorithmImpl):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters, what is equal on all ranks, and this rank's memories."""
-        memories = {"memories": self.memories.state()} if self.has_memory else {}
-        return {**super().state_dict(), "algorithm": self.name, "factors": self.factors.state(), **memories}
+        return {**super().state_dict(), "algorithm": self.name}
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise ValueError unless `load_state_dict` can load ``state``."""
         super().check_state(state)
-        if state["algorithm"] != self.name:
-            raise ValueError(f"state was saved by {state['algorithm']}, and this training uses {self.name}")
-        self.factors.check(state["factors"])
-        memories = state.get("memories", {})
-        if self.has_memory and memories != {}:
+        if self.has_memory and state.get("memories"):
             check_saved_here(state, self.process_group)
-            self.memories.check(memories)
 
     def load_checked(self, state: dict[str, Any]) -> None:
         """Load the factors and memories; the next round compares what must be equal on all ranks."""
-        self.factors.load(state["factors"])
-        self.memories.load(state.get("memories", {}) if self.has_memory else {})
+        super().load_checked(state)
         self.context.note_load()
 
     def counters(self) -> dict[str, Any]:

@@ -116,13 +116,13 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
     """`DiLoCoAlgorithm` at work on one module; x are the weights, g their global copy."""
 
     name = "diloco"
-
     entries = LocalUpdatesImpl.entries | {"fragments", "global_weights", "outer_optimizers", "outer_entries", "in_flight"}
 
     def __init__(self, process_group: Group, options: DiLoCoAlgorithm) -> None:
         super().__init__(process_group, options)
-        self.error_memories = ErrorMemories(self.name, process_group, options.error_feedback)
-        self.rank_state = self.error_memories.rank_state
+        self.error_memories = ErrorMemories(self.name, process_group)
+        if options.error_feedback:
+            self.stores, self.rank_state = {"memories": self.error_memories}, frozenset({"memories"})
         self.schedule = options.schedule()
         self._fragments: list[Fragment] = []
         self._taken = False
@@ -223,7 +223,7 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
     def _memories_of(self, fragment: Fragment) -> list[ErrorMemory]:
         """Return the error memory of each of a fragment's flat tensors; none without error feedback."""
         n, found = self.process_group.get_global_communicator().nranks(), []
-        for part in fragment.named_parts() if self.error_memories.error_feedback else ():
+        for part in fragment.named_parts() if self.options.error_feedback else ():
             filled = sum(copy.numel() for copy in part.values())
             found.append(self.error_memories.claim(list(part), list(part.values()), filled + -filled % n, n))
         return found
@@ -311,7 +311,6 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
             "outer_optimizers": [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers],
             "outer_entries": [len(optimizer.state) for optimizer in optimizers],
             "in_flight": None if flight is None else flight.state(),
-            **self.error_memories.state(),
         }
 
     def load_checked(self, state: dict[str, Any]) -> None:
@@ -319,7 +318,6 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         if self._in_flight is not None:
             self.context._bagua_backend.wait_pending_comm_ops()
         super().load_checked(state)
-        self.error_memories.load(state)
         weights, flight = state["global_weights"], state["in_flight"]
         for fragment, optimizer in zip(self._fragments, state["outer_optimizers"], strict=True):
             fragment.load(weights, optimizer)
@@ -341,7 +339,6 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise ValueError unless `load_state_dict` can load ``state``."""
         super().check_state(state)
-        self.error_memories.check(state)
         steps, weights, flight = state["steps_of_optimizers"][-1], state["global_weights"], state["in_flight"]
         if steps > self.warmup_steps if weights is None else steps < self.warmup_steps:
             phase = "warm-up" if weights is None else "local phase"

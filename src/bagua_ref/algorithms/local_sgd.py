@@ -183,7 +183,8 @@ class LocalUpdatesImpl(AlgorithmImpl):
         return bucket
 
     def load_checked(self, state: dict[str, Any]) -> None:
-        """Load nothing; the next round compares what must be equal on all ranks."""
+        """Load what is kept; the next round compares what must be equal on all ranks."""
+        super().load_checked(state)
         self.context.note_load()
 
     def load_counters(self, state: dict[str, Any]) -> None:

@@ -148,11 +148,7 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
             if bucket in concerned:
                 momentum.undo_overflow()
         momenta = {parameter: self.q_adam_optimizer.state[parameter]["exp_avg"].clone() for parameter in unused}
-        memories = [
-            (bucket, memory, memory.kept())
-            for bucket in concerned
-            if (memory := self.error_memories.of_bucket(bucket, self.options.hierarchical)) is not None
-        ]
+        memories = [(bucket, memory, memory.kept()) for bucket in concerned if (memory := self.memory_of(bucket)) is not None]
 
         def put_back() -> None:
             for parameter, momentum in momenta.items():
@@ -220,7 +216,7 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
     def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
         """Append S3.1 in warm-up, after it the update of the momenta and S3.2 (S11.1), or S3.3 with it between leaders."""
         if not self._compressing:
-            self.error_memories.of_bucket(bucket, self.options.hierarchical)  # so that states of both phases have the same entries
+            self.memory_of(bucket)  # so that states of both phases have the same entries
             bucket.append_centralized_synchronous_op(hierarchical=False, average=True, group=self.process_group)
             return
         momentum = MomentumBucket(self.q_adam_optimizer, self.grad_scaler, bucket)

@@ -47,10 +47,12 @@ def check_saved_here(state: Mapping[str, Any], group: Group) -> None:
         )
 
 
-def check_version(state: Mapping[str, Any]) -> None:
-    """Raise ValueError if ``state`` says that it has another version."""
+def check_origin(state: Mapping[str, Any], name: str) -> None:
+    """Raise ValueError if ``state`` says that it has another version or is that of another algorithm than ``name``."""
     if state.get("version", _VERSION) != _VERSION:
         raise ValueError(f"state has version {state['version']!r}; this version of bagua_ref reads version {_VERSION}")
+    if state.get("algorithm", name) != name:
+        raise ValueError(f"state was saved by {state['algorithm']}, and this training uses {name}")
 
 
 def check_entries(
@@ -67,7 +69,7 @@ def check_entries(
     """
     if missing := sorted({*entries, *(counters.keys() - _OPTIONAL)} - state.keys()):
         raise ValueError(f"state is not one of {name}: it lacks {', '.join(missing)}")
-    check_version(state)
+    check_origin(state, name)
     saved = {"shard": state["shard"]} if "shard" in state else {}
     if saved != shard:
         raise ValueError(f"state was saved for {saved or 'whole parameters'}, and this rank has {shard or 'whole ones'}")
@@ -204,22 +206,14 @@ class ErrorMemories:
     Args:
         algorithm: its name, for states.
         group: the algorithm's.
-        error_feedback: False: there are no memories, and nothing of them in states.
     """
 
-    def __init__(self, algorithm: str, group: Group, error_feedback: bool) -> None:
-        self._algorithm, self._group, self.error_feedback = algorithm, group, error_feedback
+    def __init__(self, algorithm: str, group: Group) -> None:
+        self._algorithm, self._group = algorithm, group
         self._memories: dict[_Key, ErrorMemory] = {}
 
-    @property
-    def rank_state(self) -> frozenset[str]:
-        """The entry of states that belongs to this rank."""
-        return frozenset({"memories"} if self.error_feedback else ())
-
-    def of_bucket(self, bucket: BaguaBucket, hierarchical: bool) -> ErrorMemory | None:
-        """Return the memory of a bucket that is compressed between all ranks (hierarchical: between leaders), None if disabled."""
-        if not self.error_feedback:
-            return None
+    def of_bucket(self, bucket: BaguaBucket, hierarchical: bool) -> ErrorMemory:
+        """Return the memory of a bucket that is compressed between all ranks (hierarchical: between leaders)."""
         tensors = bucket.effective_tensors()
         names = [registration(proxy).name for proxy in bucket.tensors]
         filled = sum(tensor.numel() for tensor in tensors)
@@ -253,26 +247,20 @@ class ErrorMemories:
         return known
 
     def state(self) -> dict[str, Any]:
-        """Return the entry of `state_dict`: copies, and whose they are; nothing if disabled."""
-        if not self.error_feedback:
-            return {}
+        """Return copies of all of them, and whose they are."""
         buckets = []
         for (tensors, numel, chunks), memory in self._memories.items():
             worker, server = memory.kept() or (torch.zeros(numel), torch.zeros(numel // chunks))
             about = {"tensors": list(tensors), "numel": numel, "chunks": chunks}
             buckets.append({**about, "worker": worker.clone(), "server": server.clone()})
-        return {"memories": {**saved_by(self._group), "algorithm": self._algorithm, "buckets": buckets}}
+        return {**saved_by(self._group), "algorithm": self._algorithm, "buckets": buckets}
 
-    def check(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError unless the memories of ``state``, if there are any, are those of this algorithm, rank and model."""
-        if not self.error_feedback or "memories" not in state:
-            return
-        saved = state["memories"]
-        check_form(saved, {**_MEMORIES, "buckets": object}, "state['memories']")
-        check_version(saved)
-        check_form(saved, _MEMORIES, "state['memories']")
-        if saved["algorithm"] != self._algorithm:
-            raise ValueError(f"state has memories of {saved['algorithm']}, and this training uses {self._algorithm}")
+    def check(self, saved: Mapping[str, Any]) -> None:
+        """Raise ValueError unless ``saved`` are memories of this algorithm, rank and model, which `load` can load."""
+        what = "state['memories']"
+        check_form(saved, {**_MEMORIES, "buckets": object}, what)
+        check_origin(saved, self._algorithm)
+        check_form(saved, _MEMORIES, what)
         check_saved_here(saved, self._group)
         if here := sorted({tensor for tensors, _, _ in self._memories for tensor in tensors}):
             check_names("memories", sorted({tensor for bucket in saved["buckets"] for tensor in bucket["tensors"]}), here)
@@ -284,22 +272,22 @@ class ErrorMemories:
                 {name: torch.empty((), dtype=torch.float32).expand(size) for name, size in sizes.items()},
             )
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Load copies of the memories of ``state``, which `check` has passed; all others become zero."""
-        buckets = state["memories"]["buckets"] if self.error_feedback and "memories" in state else []
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Load copies of ``saved``, which `check` has passed; all others become zero, and all if it is empty."""
+        buckets = saved.get("buckets", [])
         for memory in self._memories.values():
             memory.restore(None)
         lost = []
-        for saved in buckets:
-            key: _Key = tuple(saved["tensors"]), saved["numel"], saved["chunks"]
+        for bucket in buckets:
+            key: _Key = tuple(bucket["tensors"]), bucket["numel"], bucket["chunks"]
             known = self._memories.get(key)
             if known is None and any(set(other[0]) & set(key[0]) for other in self._memories):
-                lost.append(saved)
+                lost.append(key)
                 continue
             if known is None:  # its bucket is not there yet
-                known = ErrorMemory(saved["numel"], saved["numel"], saved["chunks"], saved["worker"].device)
+                known = ErrorMemory(bucket["numel"], bucket["numel"], bucket["chunks"], bucket["worker"].device)
                 self._memories[key] = known
-            known.restore(tuple(saved[name].to(known.device, copy=True) for name in ("worker", "server")))
+            known.restore(tuple(bucket[name].to(known.device, copy=True) for name in ("worker", "server")))
         if lost:
             warnings.warn(
                 f"{len(lost)} of {len(buckets)} error memories were saved for buckets that this training does not have, and are "
