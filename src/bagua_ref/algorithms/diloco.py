@@ -223,8 +223,8 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
     def _memories_of(self, fragment: Fragment) -> list[ErrorMemory]:
         """Return the error memory of each of a fragment's flat tensors; none without error feedback."""
         n, found = self.process_group.get_global_communicator().nranks(), []
-        for part in fragment.named_parts() if self.options.error_feedback else ():
-            filled = sum(copy.numel() for copy in part.values())
+        for part in fragment.parts if self.options.error_feedback else ():
+            filled = sum(g.numel() for g in part.values())
             found.append(self.error_memories.claim(list(part), list(part.values()), filled + -filled % n, n))
         return found
 

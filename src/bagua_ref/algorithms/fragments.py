@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,6 +147,7 @@ class Fragment:
     Attributes:
         copies: g: a parameter of float32, float64 for float64, for each of the parameters, in its shape, and its strides if it is
             dense.
+        parts: g by name, one dict for each dtype and device.
         optimizer: the outer optimizer.
 
     Raises:
@@ -159,7 +160,8 @@ class Fragment:
     ) -> None:
         self.names, self._parameters = names, parameters
         self.copies = [torch.nn.Parameter(_copy(p)) for p in parameters]
-        self._parts = by_dtype_and_device(self.copies)
+        name_of = {id(g): name for name, g in self.named.items()}
+        self.parts = [{name_of[id(g)]: g for g in part} for part in by_dtype_and_device(self.copies)]
         self.optimizer = outer_optimizer(list(self.copies))
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise TypeError(
@@ -185,31 +187,23 @@ class Fragment:
 
     @torch.no_grad()
     def differences(self, alignment: int) -> list[Tensor]:
-        """Return new flat tensors of ``g - x``, one for each dtype and device of g, zero-padded to a multiple of ``alignment``."""
-        weight_of = {id(g): x for g, x in zip(self.copies, self._parameters, strict=True)}
-        flats = []
-        for part in self._parts:
-            filled = sum(g.numel() for g in part)
-            flat = torch.empty(filled + -filled % alignment, dtype=part[0].dtype, device=part[0].device)
+        """Return new flat tensors of ``g - x``, one for each of the parts, zero-padded to a multiple of ``alignment``."""
+        weights, flats = dict(zip(self.names, self._parameters, strict=True)), []
+        for part in self.parts:
+            filled, first = sum(g.numel() for g in part.values()), next(iter(part.values()))
+            flat = torch.empty(filled + -filled % alignment, dtype=first.dtype, device=first.device)
             flat[filled:] = 0
-            for view, g in zip(_views(flat, part), part, strict=True):
-                torch.sub(g, weight_of[id(g)], out=view)
+            for (name, g), view in zip(part.items(), _views(flat, part.values()), strict=True):
+                torch.sub(g, weights[name], out=view)
             flats.append(flat)
         return flats
 
-    def named_parts(self) -> list[dict[str, Tensor]]:
-        """Return g by name, one dict for each flat tensor of `differences`."""
-        name_of = {id(g): name for name, g in self.named.items()}
-        return [{name_of[id(g)]: g for g in part} for part in self._parts]
-
     def by_name(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return the parts of flat tensors that `differences` made, in the parameters' shapes, by name."""
-        found = {
-            id(g): view
-            for flat, part in zip(flats, self._parts, strict=True)
-            for view, g in zip(_views(flat, part), part, strict=True)
-        }
-        return {name: found[id(g)] for name, g in self.named.items()}
+        found: dict[str, Tensor] = {}
+        for flat, part in zip(flats, self.parts, strict=True):
+            found |= zip(part, _views(flat, part.values()), strict=True)
+        return {name: found[name] for name in self.names}
 
     def update(self, mean: Mapping[str, Tensor]) -> None:
         """Let the outer optimizer step with ``mean``, by name, as the gradient of g."""
@@ -313,7 +307,7 @@ def _copy(parameter: Tensor) -> Tensor:
     return Layout.of(parameter).copy_of(parameter, dtype)
 
 
-def _views(flat: Tensor, part: Sequence[Tensor]) -> list[Tensor]:
+def _views(flat: Tensor, part: Collection[Tensor]) -> list[Tensor]:
     """Return the parts of ``flat`` that belong to the tensors of ``part``, in their shapes and strides."""
     sizes = [g.numel() for g in part]
     return [Layout.of(g).view(own) for own, g in zip(flat[: sum(sizes)].split(sizes), part, strict=True)]
