@@ -39,7 +39,7 @@ from bagua_ref import checkpoint
 from bagua_ref.algorithms import Algorithm, QAdamOptimizer
 from bagua_ref.checkpoint.folder import _checksum
 from bagua_ref.checkpoint.plain import digest, plain, read_plain
-from bagua_ref.checkpoint.training_state import Training
+from bagua_ref.checkpoint.training_state import TrainingState
 from bagua_ref.contrib import LoadBalancingDistributedBatchSampler, LoadBalancingDistributedSampler
 from bagua_ref.data_parallel import DistributedDataParallel
 from bagua_ref.errors import CheckpointError
@@ -959,7 +959,7 @@ def load_with_others_for_each_value(
             checkpoint.load(folder, run.model, [run.optimizer], sampler=run.sampler)
 
     def state() -> bytes:
-        training = Training(run.model, [run.optimizer], run.sampler)
+        training = TrainingState(run.model, [run.optimizer], run.sampler)
         return digest(plain(training.collect({} if name == "async" else algorithm.state_dict()), "state"))
 
     def reset() -> bytes:

@@ -83,15 +83,8 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         """Whether this is still the warm-up."""
         return self._warming_up
 
-    @property
-    def replicas_are_equal(self) -> bool:
-        """Whether this is still the warm-up."""
-        return self._warming_up
-
-    @property
-    def steps_together(self) -> bool:
-        """Whether this is still the warm-up."""
-        return self._warming_up
+    replicas_are_equal = ranks_in_step
+    steps_together = ranks_in_step
 
     def check_join(self, divide_by_initial_world_size: bool) -> bool:
         """Return whether steps of the warm-up are to come, to which ranks without batches contribute zero gradients."""

@@ -129,7 +129,7 @@ class AlgorithmImpl(NotCopied):
     """Entries of `state_dict` that every state has, besides `counters`; if "version" is one, states also say who saved them."""
 
     stores: Mapping[str, TensorStore | ErrorMemories] = MappingProxyType({})
-    """What is kept from round to round, by the entry of `state_dict` that has it."""
+    """Stores of tensors kept from round to round, by the entry of `state_dict` that holds theirs."""
 
     rank_state: frozenset[str] = frozenset()
     """Entries of `state_dict` that only the same rank of as many ranks can load; `load_state_dict` takes states without them."""

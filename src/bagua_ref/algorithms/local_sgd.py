@@ -100,13 +100,10 @@ class LocalUpdatesImpl(AlgorithmImpl):
 
     @property
     def ranks_in_step(self) -> bool:
-        """Whether this is still the warm-up; buffers stay local after it."""
+        """Whether this is still the warm-up; buffers, weights and optimizers stay local after it."""
         return not self._past_warmup
 
-    @property
-    def replicas_are_equal(self) -> bool:
-        """Whether this is still the warm-up."""
-        return not self._past_warmup
+    replicas_are_equal = ranks_in_step
 
     def facts(self) -> list[Fact]:
         """Return the phase, and the backward passes, which tell that a rank skips steps."""

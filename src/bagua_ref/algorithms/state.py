@@ -22,7 +22,7 @@ __all__ = ["ErrorMemories", "TensorStore", "check_entries", "check_names", "chec
 _VERSION = 1
 """Of the states that `saved_by` signs."""
 _COUNT = range(10**18)
-"""What a counter may be, so that it can go on and still be sent as an int64."""
+"""Values that a counter may have, so that it can go on and still be sent as an int64."""
 _OPTIONAL = {"steps_of_optimizers", "passes"}
 _BUCKET = {"tensors": [str], "numel": NATURAL, "chunks": range(1, 2**63), "worker": object, "server": object}
 _MEMORIES = {"version": object, "rank": object, "world_size": object, "algorithm": object, "buckets": [_BUCKET]}

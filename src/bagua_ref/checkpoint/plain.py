@@ -29,11 +29,11 @@ _STORAGES = {
 _DTYPES = {f"torch {name}Storage": dtype for dtype, name in _STORAGES.items()}
 _REBUILD, _COUNTER, _HOOKS = "torch._utils _rebuild_tensor_v2", "collections Counter", "collections OrderedDict"
 _NAMES = {*_DTYPES, _REBUILD, _COUNTER, _HOOKS}
-"""What the pickle in a file may name."""
+"""Names that the pickle in a file may use."""
 _SIMPLE = {"BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "BINUNICODE"}
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 _TAKEN = {"TUPLE": None, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "APPENDS": None, "APPEND": 1, "SETITEMS": None, "SETITEM": 2}
-"""How many items each takes from the stack; None: all since the last mark."""
+"""Number of items that each takes from the stack; None: all since the last mark."""
 _DEEPEST = 100
 _MOST_DIMENSIONS = 64  # as in torch
 

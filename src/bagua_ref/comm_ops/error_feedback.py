@@ -15,7 +15,7 @@ __all__ = ["CentralizedErrorFeedback", "ErrorMemory"]
 
 
 class ErrorMemory:
-    """What compression has left out of a bucket on this rank: e of all of it, and f of the rank's own chunk (S11.1).
+    """Error memory of a bucket on this rank: e, left out of all of it, and f, left out of the rank's own chunk (S11.1).
 
     Args:
         filled: the elements of the bucket, without padding.
