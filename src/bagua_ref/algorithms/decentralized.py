@@ -225,14 +225,14 @@ class GraphGuard:
             return
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
-                tensor.register_hook(_WhenBackwardBegins(self._check, self.overwritten))
+                tensor.register_hook(_CheckBeforeBackward(self._check, self.overwritten))
 
     def _check(self, overwritten: int) -> None:
         if overwritten != self.overwritten:
             raise RuntimeError(self._message)
 
 
-class _WhenBackwardBegins(NotCopied):
+class _CheckBeforeBackward(NotCopied):
     """A hook on an output: calls ``check`` with the number of times that weights had been overwritten in its forward pass."""
 
     def __init__(self, check: Callable[[int], None], overwritten: int) -> None:
