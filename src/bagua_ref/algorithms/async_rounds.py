@@ -194,12 +194,12 @@ class WeightLockHooks:
             self._forward = None
 
     def drop(self) -> None:
-        """Give back everything."""
+        """Release everything."""
         self.drop_forward()
         self._after_step()
 
     def collect(self) -> None:
-        """Give back what finalizers and ``eval()`` have let go; a round that waits calls this."""
+        """Release what finalizers and ``eval()`` have given up; a round that waits calls this."""
         while self._dropped:
             self._dropped.pop().release()
         module, forward = self._module(), self._forward
@@ -207,7 +207,7 @@ class WeightLockHooks:
             forward.release()
 
     def close(self) -> None:
-        """Take the hooks off and give everything back."""
+        """Remove the hooks and release everything."""
         for handle in self._handles:
             handle.remove()
         for unguard in self._unguard:
@@ -233,7 +233,7 @@ class WeightLockHooks:
             self.drop_forward()
             return
         for tensor in tensors:
-            tensor.register_hook(_WhenBackwardBegins(self._forward, self._dropped))
+            tensor.register_hook(_OnBackwardBegin(self._forward, self._dropped))
 
     def _held_for_backward(self) -> bool:
         """Return whether an earlier forward pass than this one, which has no gradients, still holds the weights."""
@@ -250,7 +250,7 @@ class WeightLockHooks:
 
 
 class _Hold:
-    """The weights in the hands of training; given back exactly once."""
+    """One hold of the weight locks by training; released exactly once."""
 
     def __init__(self, ops: Sequence[AsynchronousModelAverage], meter: Meter) -> None:
         self._ops, self._once = ops, threading.Lock()
@@ -265,14 +265,14 @@ class _Hold:
         return self._has_gradients and not self._once.locked()
 
     def release(self) -> None:
-        """Give the weights back; later calls do nothing."""
+        """Release the locks; later calls do nothing."""
         if self._once.acquire(blocking=False):
             for op in self._ops:
                 op.unlock_weight()
 
 
-class _LetGo:
-    """Lets a hold go when this object is freed."""
+class _ReleaseWhenFreed:
+    """Releases a hold, at the next `WeightLockHooks.collect`, when this object is freed."""
 
     def __init__(self, hold: _Hold, dropped: list[_Hold]) -> None:
         self._hold, self._dropped = hold, dropped
@@ -281,15 +281,15 @@ class _LetGo:
         self._dropped.append(self._hold)
 
 
-class _WhenBackwardBegins(_LetGo):
+class _OnBackwardBegin(_ReleaseWhenFreed):
     """A hook on an output, freed with its graph. It ties the hold to the end of the backward that it sees begin."""
 
     @untraced
     def __call__(self, grad: torch.Tensor) -> None:
-        torch.autograd.Variable._execution_engine.queue_callback(_WhenBackwardEnds(self._hold, self._dropped))
+        torch.autograd.Variable._execution_engine.queue_callback(_OnBackwardEnd(self._hold, self._dropped))
 
 
-class _WhenBackwardEnds(_LetGo):
+class _OnBackwardEnd(_ReleaseWhenFreed):
     """Called by the autograd engine when the backward has ended; freed, uncalled, when it failed."""
 
     @untraced
