@@ -65,11 +65,11 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     """
 
     name = "async"
+    options: AsyncModelAverageAlgorithm
     takes_new_strides = False  # ranks do not step together, and the thread moves weights back at any time
 
     def __init__(self, process_group: Group, options: AsyncModelAverageAlgorithm) -> None:
         super().__init__(process_group)
-        self.options = options
         self._warming_up = options.warmup_steps > 0
         self._weight_buckets: list[BaguaBucket] = []
 

@@ -111,6 +111,9 @@ class AlgorithmImpl(NotCopied):
     def __init__(self, process_group: Group) -> None:
         self.process_group = process_group
 
+    options: Any = None
+    """The algorithm that it implements, with its options."""
+
     _context: weakref.ref[TrainingContext] | None = None
     """The training that this implementation takes part in; set when a module is wrapped."""
 

@@ -64,7 +64,7 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
 
     def __init__(self, process_group: Group, options: Any) -> None:
         super().__init__(process_group)
-        self.options, self.average = options, options.average
+        self.average = options.average
         self.error_memories = ErrorMemories(self.name, process_group)
         if options.error_feedback:
             self.stores, self.rank_state = {"memories": self.error_memories}, frozenset({"memories"})

@@ -41,7 +41,7 @@ class CompressedGradientsImpl(AlgorithmImpl):
 
     def __init__(self, process_group: Group, options: Any, has_memory: bool) -> None:
         super().__init__(process_group)
-        self.options, self.warmup_steps = options, options.warmup_steps
+        self.warmup_steps = options.warmup_steps
         self.has_memory = self.delivers_error_memory = has_memory
         self.rounds = 0
         self.memories, self.factors = TensorStore("memories"), TensorStore("factors")

@@ -99,7 +99,7 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
     why_one_backward = _WEIGHTS_AVERAGED
 
     def __init__(self, process_group: Group, options: DecentralizedAlgorithm) -> None:
-        super().__init__(process_group, options)
+        super().__init__(process_group)
         self._averaging = False
         """Whether the last training forward pass marked the weights ready, and no backward pass has copied the result back yet."""
         self._rounds = 0

@@ -85,7 +85,7 @@ class LocalUpdatesImpl(AlgorithmImpl):
 
     def __init__(self, process_group: Group, options: Any) -> None:
         super().__init__(process_group)
-        self.options, self.warmup_steps = options, options.warmup_steps
+        self.warmup_steps = options.warmup_steps
         self._past_warmup: bool | None = None
         """Whether the buckets are those of the local phase; None before there are any."""
         self._passes_before = 0

@@ -23,16 +23,7 @@ __all__ = ["LowPrecisionDecentralizedAlgorithm", "LowPrecisionDecentralizedAlgor
 
 
 class WeightAveragingImpl(AlgorithmImpl):
-    """Averaging of weights: gradients stay local, and the buckets hold weights.
-
-    Args:
-        process_group: the group to communicate in.
-        options: have ``hierarchical`` and ``communication_interval``.
-    """
-
-    def __init__(self, process_group: Group, options: Any) -> None:
-        super().__init__(process_group)
-        self.options = options
+    """Averaging of weights: gradients stay local, and the buckets hold weights."""
 
     def check_join(self, divide_by_initial_world_size: bool) -> bool:
         """Return True: ranks without batches go on averaging their weights.
@@ -114,7 +105,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
     rank_state = frozenset({"ring", "replicas"})
 
     def __init__(self, process_group: Group, options: LowPrecisionDecentralizedAlgorithm) -> None:
-        super().__init__(process_group, options)
+        super().__init__(process_group)
         self._optimizer_steps = 0
         """Steps that the last optimizer has taken."""
         self._passes_before = 0

@@ -72,7 +72,8 @@ def implements(algorithm: type[Any]) -> Callable[[type[AnyImpl]], type[AnyImpl]]
 
         @wraps(init)
         def with_options(self: Any, process_group: Any, *args: Any, **kwargs: Any) -> None:
-            init(self, process_group, args[0] if args and hasattr(args[0], "reify") else algorithm(*args, **kwargs))
+            self.options = args[0] if args and hasattr(args[0], "reify") else algorithm(*args, **kwargs)
+            init(self, process_group, self.options)
 
         own, options = (list(inspect.signature(function).parameters.values()) for function in (init, algorithm))
         with_options.__signature__ = inspect.Signature([*own[:2], *options])  # type: ignore[attr-defined]
