@@ -1342,7 +1342,7 @@ def test_ranks_with_other_cpu_kernels_are_warned_and_their_checkpoints_load(tmp_
         at_wrapping, at_saving = said
         here = torch.backends.cpu.get_cpu_capability()
         assert f"though gradients are equal: CPU kernels: {here} on rank 0, DEFAULT on rank 1. Use one torch" in at_wrapping
-        assert f"differ from those of rank 0, though {Algorithm.init(name).reify.__annotations__['return']}" in at_saving
+        assert f"differ from those of rank 0, though {Algorithm.init(name).implementation.__name__}" in at_saving
 
 
 def elastic(arguments: list[str]) -> tuple[int, str]:
