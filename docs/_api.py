@@ -27,7 +27,6 @@ API = {
             "bagua_ref.algorithms.async_model_average",
             "bagua_ref.algorithms.local_sgd",
             "bagua_ref.algorithms.diloco",
-            "bagua_ref.algorithms.diloco_impl",
             "bagua_ref.algorithms.power_sgd",
             "bagua_ref.algorithms.topk",
         ],

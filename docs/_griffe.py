@@ -19,7 +19,7 @@ INTERNAL = re.compile(
             # What one algorithm overrides is described in the base class.
             r"algorithms\.(?!base)\w+\.(?!Async|DiLoCo)\w+Impl",
             r"algorithms\.(?!base)\w+\.\w+\.(reify|check)",
-            r"algorithms\.diloco_impl\.DiLoCoAlgorithmImpl\.(?!global_weights$|fragments$|outer_optimizers$)\w+",
+            r"algorithms\.diloco\.DiLoCoAlgorithmImpl\.(?!global_weights$|fragments$|outer_optimizers$)\w+",
             r"integrations\.ddp_hooks\.DDPHookState\.(?!state_dict$|load_state_dict$|reductions$|buckets$)\w+",
             r"algorithms\.async_model_average\.(State|AsyncModelAverageAlgorithmImpl\.(?!abort$|resume$)\w+)",
             r"algorithms\.\w+\.QAdamOptimizer\.(ensure_state|__setstate__)",

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from property_tests.strategies import FLOATS, adversarial, name_of
 
-from bagua_ref.algorithms.fragments import Fragment, Schedule, split_into_fragments
+from bagua_ref.algorithms.fragments import Fragment, FragmentSchedule, split_into_fragments
 from bagua_ref.conformance import EXACT, assert_equal
 from bagua_ref.conformance.expected import local_updates_numpy as oracle
 
@@ -25,7 +25,7 @@ def test_S9_3_fragments_are_in_order_and_none_is_empty(sizes, data):
 
 @given(count=st.integers(1, 6), gap=st.integers(1, 6), data=st.data())
 def test_S9_4_a_period_sends_and_applies_each_fragment_once_and_at_most_one_is_in_flight(count, gap, data):
-    schedule = Schedule(period=count * gap, count=count, delay=data.draw(st.integers(0, gap - 1)))
+    schedule = FragmentSchedule(period=count * gap, count=count, delay=data.draw(st.integers(0, gap - 1)))
     in_flight, applied = None, []
     for step in range(1, 3 * schedule.period + 1):
         for p in range(count):  # as S9.4 prints it

@@ -39,7 +39,7 @@ from bagua_ref import checkpoint
 from bagua_ref.algorithms import Algorithm, QAdamOptimizer
 from bagua_ref.checkpoint.folder import _checksum
 from bagua_ref.checkpoint.plain import digest, plain, read_plain
-from bagua_ref.checkpoint.training_state import Training
+from bagua_ref.checkpoint.training_state import TrainingState
 from bagua_ref.contrib import LoadBalancingDistributedBatchSampler, LoadBalancingDistributedSampler
 from bagua_ref.data_parallel import DistributedDataParallel
 from bagua_ref.errors import CheckpointError
@@ -959,7 +959,7 @@ def load_with_others_for_each_value(
             checkpoint.load(folder, run.model, [run.optimizer], sampler=run.sampler)
 
     def state() -> bytes:
-        training = Training(run.model, [run.optimizer], run.sampler)
+        training = TrainingState(run.model, [run.optimizer], run.sampler)
         return digest(plain(training.collect({} if name == "async" else algorithm.state_dict()), "state"))
 
     def reset() -> bytes:
@@ -1334,7 +1334,7 @@ def test_ranks_with_other_cpu_kernels_are_warned_and_their_checkpoints_load(tmp_
         at_wrapping, at_saving = said
         here = torch.backends.cpu.get_cpu_capability()
         assert f"though gradients are equal: CPU kernels: {here} on rank 0, DEFAULT on rank 1. Use one torch" in at_wrapping
-        assert f"differ from those of rank 0, though {Algorithm.init(name).reify.__annotations__['return']}" in at_saving
+        assert f"differ from those of rank 0, though {Algorithm.init(name).implementation.__name__}" in at_saving
 
 
 def elastic(arguments: list[str]) -> tuple[int, str]:

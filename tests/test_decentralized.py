@@ -500,8 +500,8 @@ def test_a_checkpoint_of_another_place_or_model_is_refused() -> None:
         for key, value, message in (
             ("ring", (1 - r, 2), rf"=\({1 - r}, 2\) of a ring, this is \({r}, 2\)"),
             ("replicas", [*replicas, *replicas], "replicas of 2 buckets, this module has 1"),
-            ("replicas", other.bagua_algorithm.state_dict()["replicas"], r"\(12,\) torch.float32, where the bucket has \(83,\)"),
-            ("replicas", [[t.half() for t in replicas[0]]], r"\(83,\) torch.float16, where"),
+            ("replicas", other.bagua_algorithm.state_dict()["replicas"], r"is \(12,\) torch.float32 there and \(83,\)"),
+            ("replicas", [[t.half() for t in replicas[0]]], r"is \(83,\) torch.float16 there"),
         ):
             with pytest.raises(ValueError, match=message):
                 module.bagua_algorithm.load_state_dict({**state, key: value})

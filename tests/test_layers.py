@@ -254,7 +254,7 @@ def test_a_planted_violation_is_found(module: str, source: str, expected: str) -
     [
         ("types", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from bagua_ref.buckets.bucket import BaguaBucket"),
         ("backends.cuda.launcher", "import cupy"),
-        ("buckets.bucket", "from bagua_ref.backends import get_backend\nfrom bagua_ref.comm_ops.python_op import PythonOp"),
+        ("buckets.bucket", "from bagua_ref.backends import get_backend\nfrom bagua_ref.comm_ops.base import PythonOp"),
         ("conformance.targets.reference_target", "from bagua_ref import contrib"),
         ("cli.demo", "import bagua_ref\nfrom bagua_ref.conformance import vectors"),
     ],

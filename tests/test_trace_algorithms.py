@@ -14,7 +14,7 @@ from tests.launch import launch
 from tests.test_graphs import lazy_ring
 from tests.trace_trainings import record_steps, simulate, train_each
 
-from bagua_ref.algorithms.fragments import Schedule
+from bagua_ref.algorithms.fragments import FragmentSchedule
 from bagua_ref.cli import main
 from bagua_ref.comm_ops import LowRank, TopK
 from bagua_ref.conformance.expected import power_sgd_numpy, topk_numpy
@@ -213,7 +213,7 @@ def test_S13_a_mode_that_does_not_take_so_many_ranks_is_not_replayed(tmp_path: P
 
 def test_S9_a_schedule_that_is_not_kept_is_found_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as planted:
-        planted.setattr(Schedule, "applied_after", lambda self, step: None if step % self.gap else step // self.gap % self.count)
+        planted.setattr(FragmentSchedule, "applied_after", lambda self, step: None if step % self.gap else step // self.gap % self.count)
         simulate(tmp_path, "diloco", {"period": 2, "fragments": 2}, (2,))
     report = check_trace(tmp_path)
     assert str(report.first).startswith("step 0, rank 0, bucket 'fragment1', tensor 'fragment'[0]")

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bagua_ref.algorithms.async_rounds import Rounds, State
+from bagua_ref.algorithms.async_rounds import AveragingThread, State, WeightLockHooks
 from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext
-from bagua_ref.algorithms.weight_holder import WeightHolder
+from bagua_ref.algorithms.registry import implements
 from bagua_ref.base.memory import by_dtype_and_device
 from bagua_ref.base.untrusted import check_form
 from bagua_ref.base.utils import uncompiled
@@ -23,6 +24,39 @@ from bagua_ref.types import Group
 __all__ = ["AsyncModelAverageAlgorithm", "AsyncModelAverageAlgorithmImpl", "State"]
 
 
+@dataclass(eq=False, repr=False)
+class AsyncModelAverageAlgorithm(Algorithm):
+    """Weights are averaged in the background, at intervals of time, while every rank trains at its own speed (S5.6, S3.6).
+
+    Ranks need not take the same number of steps; call ``model.bagua_algorithm.abort(model)`` on every rank before evaluating
+    or ending.
+
+    Args:
+        peer_selection_mode: "all": the mean over all ranks.
+        sync_interval_ms: milliseconds between the end of a round and the next; 0: no rounds.
+        warmup_steps: steps of gradient all-reduce before that.
+
+    Raises:
+        ValueError: another peer_selection_mode, a negative interval or number of steps.
+
+    Source: asynchronous model average of Bagua 0.9.
+    """
+
+    peer_selection_mode: str = "all"
+    sync_interval_ms: float = 500
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        interval = self.sync_interval_ms
+        if self.peer_selection_mode != "all":
+            raise ValueError(f"peer_selection_mode={self.peer_selection_mode!r} must be 'all'")
+        if isinstance(interval, bool) or not 0 <= interval < math.inf:
+            raise ValueError(f"sync_interval_ms={interval!r} must be 0 (no rounds) or a positive number of milliseconds")
+        if not isinstance(self.warmup_steps, int) or isinstance(self.warmup_steps, bool) or self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps={self.warmup_steps!r} must be an int, 0 or more")
+
+
+@implements(AsyncModelAverageAlgorithm)
 class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     """`AsyncModelAverageAlgorithm` at work on one module.
 
@@ -30,13 +64,13 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     must take part in the rounds of ranks that have finished theirs.
     """
 
-    def __init__(
-        self, process_group: Group, peer_selection_mode: str = "all", sync_interval_ms: float = 500, warmup_steps: int = 0
-    ) -> None:
+    name = "async"
+    options: AsyncModelAverageAlgorithm
+    takes_new_strides = False  # ranks do not step together, and the thread moves weights back at any time
+
+    def __init__(self, process_group: Group, options: AsyncModelAverageAlgorithm) -> None:
         super().__init__(process_group)
-        self.peer_selection_mode, self.sync_interval_ms, self.warmup_steps = peer_selection_mode, sync_interval_ms, warmup_steps
-        self._warming_up = warmup_steps > 0
-        self.takes_new_strides = False  # ranks do not step together, and the thread moves weights back at any time
+        self._warming_up = options.warmup_steps > 0
         self._weight_buckets: list[BaguaBucket] = []
 
     @property
@@ -49,19 +83,12 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         """Whether this is still the warm-up."""
         return self._warming_up
 
-    @property
-    def replicas_are_equal(self) -> bool:
-        """Whether this is still the warm-up."""
-        return self._warming_up
-
-    @property
-    def steps_together(self) -> bool:
-        """Whether this is still the warm-up."""
-        return self._warming_up
+    replicas_are_equal = ranks_in_step
+    steps_together = ranks_in_step
 
     def check_join(self, divide_by_initial_world_size: bool) -> bool:
         """Return whether steps of the warm-up are to come, to which ranks without batches contribute zero gradients."""
-        return self.context.bagua_train_step_counter < self.warmup_steps
+        return self.context.bagua_train_step_counter < self.options.warmup_steps
 
     @property
     def begins_in_forward(self) -> bool:
@@ -74,11 +101,11 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
 
     def need_reset(self) -> bool:
         """Return True once, before the first step after warm-up."""
-        if self._warming_up and self.step >= self.warmup_steps:
+        if self._warming_up and self.step >= self.options.warmup_steps:
             self.context.end_join()
             self._warming_up = False
             # A rank that is in the warm-up still would wait for this one.
-            self.process_group.abort(f"it has left the warm-up, of {self.warmup_steps} steps")
+            self.process_group.abort(f"it has left the warm-up, of {self.options.warmup_steps} steps")
             return True
         return False
 
@@ -121,12 +148,14 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             bucket = BaguaBucket(proxies, str(place), flatten=True, backend=context.kernel_backend)
             for proxy, weight in zip(proxies, bucket.effective_tensors(), strict=True):
                 proxy.data = weight.detach()  # or it would keep the weight's former storage
-            bucket.append_asynchronous_model_average_op(self.peer_selection_mode, group=group)
+            bucket.append_asynchronous_model_average_op(self.options.peer_selection_mode, group=group)
             self._weight_buckets.append(bucket)
         name = f"bagua_ref averaging {context.bagua_module_name}"
         meter = context._bagua_backend.meter
-        self._rounds = Rounds(context.world, name, self._weight_buckets, group, self.sync_interval_ms / 1000, meter)
-        self._holder = WeightHolder(context.called_module, context.bagua_optimizers, self._rounds.ops, meter)
+        self._rounds = AveragingThread(
+            context.world, name, self._weight_buckets, group, self.options.sync_interval_ms / 1000, meter
+        )
+        self._holder = WeightLockHooks(context.called_module, context.bagua_optimizers, self._rounds.ops, meter)
         weakref.finalize(self, self._rounds.forget).atexit = False
 
     def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
@@ -139,7 +168,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
 
         def hook(input: Any) -> None:
             self._rounds.raise_failure()
-            if self.sync_interval_ms > 0 and self.step > self.warmup_steps:
+            if self.options.sync_interval_ms > 0 and self.step > self.options.warmup_steps:
                 self._rounds.start()
 
         return hook
@@ -219,49 +248,16 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         """Return the step, and whether averaging was aborted."""
         return {**super().state_dict(), "aborted": self._rounds.state is State.ABORTED}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``; raise RuntimeError if averaging is under way."""
-        self.check_idle()
-        super().load_state_dict(state)
-        self._rounds.restore(state["aborted"])
-
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise ValueError unless `load_state_dict` can load ``state``."""
         super().check_state(state)
         check_form(state, {"aborted": bool}, "state")
 
+    def load_checked(self, state: dict[str, Any]) -> None:
+        """Load whether averaging was aborted."""
+        self._rounds.restore(state["aborted"])
+
     def check_idle(self) -> None:
         """Raise RuntimeError if averaging is under way."""
         if self._rounds.state not in (State.IDLE, State.ABORTED):
             raise RuntimeError("averaging is under way, so no state can be loaded; call abort(model) on every rank before loading")
-
-
-class AsyncModelAverageAlgorithm(Algorithm):
-    """Weights are averaged in the background, at intervals of time, while every rank trains at its own speed (S5.6, S3.6).
-
-    Ranks need not take the same number of steps; call ``model.bagua_algorithm.abort(model)`` on every rank before evaluating
-    or ending.
-
-    Args:
-        peer_selection_mode: "all": the mean over all ranks.
-        sync_interval_ms: milliseconds between the end of a round and the next; 0: no rounds.
-        warmup_steps: steps of gradient all-reduce before that.
-
-    Raises:
-        ValueError: another peer_selection_mode, a negative interval or number of steps.
-
-    Source: asynchronous model average of Bagua 0.9.
-    """
-
-    def __init__(self, peer_selection_mode: str = "all", sync_interval_ms: float = 500, warmup_steps: int = 0) -> None:
-        if peer_selection_mode != "all":
-            raise ValueError(f"peer_selection_mode={peer_selection_mode!r} must be 'all'")
-        if isinstance(sync_interval_ms, bool) or not 0 <= sync_interval_ms < math.inf:
-            raise ValueError(f"sync_interval_ms={sync_interval_ms!r} must be 0 (no rounds) or a positive number of milliseconds")
-        if not isinstance(warmup_steps, int) or isinstance(warmup_steps, bool) or warmup_steps < 0:
-            raise ValueError(f"warmup_steps={warmup_steps!r} must be an int, 0 or more")
-        self.peer_selection_mode, self.sync_interval_ms, self.warmup_steps = peer_selection_mode, sync_interval_ms, warmup_steps
-
-    def reify(self, process_group: Group) -> AsyncModelAverageAlgorithmImpl:
-        """Return the implementation for one module."""
-        return AsyncModelAverageAlgorithmImpl(process_group, self.peer_selection_mode, self.sync_interval_ms, self.warmup_steps)

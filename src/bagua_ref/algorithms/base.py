@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from bagua_ref.agreement import Fact
 from bagua_ref.algorithms.registry import GlobalAlgorithmRegistry, _AlgorithmRegistry  # noqa: F401 - a name of the original's
-from bagua_ref.algorithms.saved_counters import check_saved_counters
+from bagua_ref.algorithms.state import ErrorMemories, TensorStore, check_entries, saved_by
 from bagua_ref.backends.base import KernelBackend
 from bagua_ref.base.runtime import World
 from bagua_ref.base.utils import NotCopied
@@ -110,6 +111,9 @@ class AlgorithmImpl(NotCopied):
     def __init__(self, process_group: Group) -> None:
         self.process_group = process_group
 
+    options: Any = None
+    """The algorithm that it implements, with its options."""
+
     _context: weakref.ref[TrainingContext] | None = None
     """The training that this implementation takes part in; set when a module is wrapped."""
 
@@ -120,6 +124,15 @@ class AlgorithmImpl(NotCopied):
         if context is None:
             raise RuntimeError(f"{type(self).__name__} takes part in no training; wrap a module with it first")
         return context
+
+    name = "this algorithm"
+    """The algorithm's name in messages and states."""
+
+    entries: frozenset[str] = frozenset()
+    """Entries of `state_dict` that every state has, besides `counters`; if "version" is one, states also say who saved them."""
+
+    stores: Mapping[str, TensorStore | ErrorMemories] = MappingProxyType({})
+    """Stores of tensors kept from round to round, by the entry of `state_dict` that holds theirs."""
 
     rank_state: frozenset[str] = frozenset()
     """Entries of `state_dict` that only the same rank of as many ranks can load; `load_state_dict` takes states without them."""
@@ -230,22 +243,40 @@ class AlgorithmImpl(NotCopied):
 
         Each rank saves its own. Subclasses add to it.
         """
-        return {**self.counters(), **self._shard()}
+        state = {**self.counters(), **self._shard(), **(saved_by(self.process_group) if "version" in self.entries else {})}
+        return state | {entry: store.state() for entry, store in self.stores.items()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], drop_local: bool = False) -> None:
         """Continue from ``state``; call it on every rank, after wrapping and after loading the state of model and optimizers.
 
         It does not communicate.
 
+        Args:
+            state: what `state_dict` returned; with entries of `rank_state`, on the same rank of as many ranks.
+            drop_local: take the state of any rank of any number of ranks, without these entries: memories start at zero.
+
         Raises:
-            ValueError: it is not this algorithm's, or of other shards of parameters (FSDP2); nothing has been loaded.
+            ValueError: it is a state of another algorithm, version or model, of another rank, or of other shards of parameters
+                (FSDP2); nothing has been loaded.
+            RuntimeError: the algorithm works in the background; the message says how to stop it.
         """
+        self.check_idle()
+        state = {name: value for name, value in state.items() if not drop_local or name not in self.rank_state}
         self.check_state(state)
+        self.load_checked(state)
         self.load_counters(state)
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Raise ValueError unless `load_state_dict` can load ``state``; change nothing."""
-        check_saved_counters(state, self.counters(), self._shard())
+        """Raise ValueError unless `load_state_dict` can load ``state``; change nothing. Subclasses check what they add."""
+        check_entries(state, self.name, self.entries, self.counters(), self._shard())
+        for entry, store in self.stores.items():
+            if entry in state:
+                store.check(state[entry])
+
+    def load_checked(self, state: dict[str, Any]) -> None:
+        """Load what ``state``, which `check_state` has passed, holds besides `counters`."""
+        for entry, store in self.stores.items():
+            store.load(state.get(entry, {}))
 
     def check_idle(self) -> None:
         """Raise RuntimeError if something must be stopped before a state is loaded."""
@@ -337,9 +368,14 @@ class Algorithm:
             optimizers: as passed when wrapping.
         """
 
+    implementation: ClassVar[Callable[..., AlgorithmImpl] | None] = None
+    """Its implementation's class, of which `reify` makes an instance."""
+
     def reify(self, process_group: Group) -> AlgorithmImpl:
         """Return an implementation that communicates in ``process_group``."""
-        raise NotImplementedError(f"{type(self).__name__} must define reify(process_group)")
+        if self.implementation is None:
+            raise NotImplementedError(f"{type(self).__name__} must define reify(process_group)")
+        return self.implementation(process_group, self)
 
     def settings(self) -> dict[str, Any]:
         """Return the numbers, strings and lists among the options, which must be equal on all ranks."""

@@ -4,103 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from torch import Tensor
 
 from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext
-from bagua_ref.algorithms.error_memories import ErrorMemories, check_error_feedback, check_join_with_memory
+from bagua_ref.algorithms.registry import check_bool, check_join_with_memory, implements
+from bagua_ref.algorithms.state import ErrorMemories
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.buckets.compression import check_compression
+from bagua_ref.comm_ops import ErrorMemory
 from bagua_ref.types import Group
 
 __all__ = ["ByteGradAlgorithm", "ByteGradAlgorithmImpl"]
 
 
-class ByteGradAlgorithmImpl(AlgorithmImpl):
-    """`ByteGradAlgorithm` at work on one module; ``error_memories`` are what compression has left out on this rank."""
-
-    name = "bytegrad"
-
-    def __init__(
-        self,
-        process_group: Group,
-        hierarchical: bool = True,
-        average: bool = True,
-        *,
-        compression: str = "MinMaxUInt8",
-        error_feedback: bool = False,
-    ) -> None:
-        super().__init__(process_group)
-        self.hierarchical, self.average, self.compression = hierarchical, average, compression
-        self.error_memories = ErrorMemories(self.name, process_group, error_feedback)
-        self.delivers_error_memory = error_feedback
-        self.rank_state = self.error_memories.rank_state
-
-    @property
-    def replicas_are_equal(self) -> bool:
-        """True: all ranks step with the same gradients."""
-        return True
-
-    @property
-    def rounds_are_alike(self) -> bool:
-        """Whether every round only averages all buckets: not with error memory, which a round changes, too."""
-        return not self.error_memories.error_feedback
-
-    def check_join(self, divide_by_initial_world_size: bool) -> bool:
-        """Return True: ranks without batches contribute zero gradients, and what compression left out before.
-
-        Raises:
-            ValueError: there is error memory, and a mean with divide_by_initial_world_size=False.
-        """
-        if self.error_memories.error_feedback and self.average:
-            check_join_with_memory(self.name, divide_by_initial_world_size)
-        return True
-
-    def tensors_to_buckets(self, tensors: Sequence[Sequence[Tensor]], do_flatten: bool) -> list[BaguaBucket]:
-        """Pad each bucket so that it divides by the number of ranks, and of leaders if hierarchical (S5.2)."""
-        alignment = len(self.process_group.ranks)
-        if self.hierarchical:
-            alignment = math.lcm(alignment, self.process_group.get_inter_node_communicator().nranks())
-        return [BaguaBucket(bucket, str(place), flatten=do_flatten, alignment=alignment) for place, bucket in enumerate(tensors)]
-
-    def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
-        """Append S3.2, S11.1 with error memory, or S3.3 with it between leaders."""
-        bucket.append_centralized_synchronous_op(
-            hierarchical=self.hierarchical,
-            average=self.average,
-            scattergather=True,
-            compression=self.compression,
-            group=self.process_group,
-            error_memory=self.error_memories.of_bucket(bucket, self.hierarchical),
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the counters, and this rank's error memories if there are any."""
-        return {**super().state_dict(), **self.error_memories.state()}
-
-    def load_state_dict(self, state: dict[str, Any], drop_local: bool = False) -> None:
-        """Continue from ``state``; call it on every rank, after wrapping and after loading the state of model and optimizers.
-
-        It does not communicate.
-
-        Args:
-            state: what `state_dict` returned, with error memories on the same rank of as many ranks.
-            drop_local: take the state of any rank of any number of ranks, and start with error memories of zero.
-
-        Raises:
-            ValueError: it has error memories of another rank, version or model; nothing has been loaded.
-        """
-        state = {name: value for name, value in state.items() if not drop_local or name not in self.rank_state}
-        super().load_state_dict(state)
-        self.error_memories.load(self.error_memories.check(state, drop_local))
-
-    def check_state(self, state: dict[str, Any]) -> None:
-        """Raise ValueError unless `load_state_dict` can load ``state``."""
-        super().check_state(state)
-        self.error_memories.check(state, drop_local=False)
-
-
+@dataclass(eq=False, repr=False)
 class ByteGradAlgorithm(Algorithm):
     """Gradients are summed or averaged over all ranks in compressed chunks (S5.2, S3.2).
 
@@ -122,27 +42,67 @@ class ByteGradAlgorithm(Algorithm):
     Source: ByteGrad in Gan et al., "BAGUA", VLDB 2022 (arXiv:2107.01499).
     """
 
+    hierarchical: bool = True
+    average: bool = True
+    _: KW_ONLY
+    compression: str = "MinMaxUInt8"
+    error_feedback: bool = False
+
     takes_shards = True
 
-    def __init__(
-        self,
-        hierarchical: bool = True,
-        average: bool = True,
-        *,
-        compression: str = "MinMaxUInt8",
-        error_feedback: bool = False,
-    ) -> None:
-        check_compression(compression)
-        check_error_feedback(error_feedback)
-        self.hierarchical, self.average, self.compression = hierarchical, average, compression
-        self.error_feedback = error_feedback
+    def __post_init__(self) -> None:
+        check_compression(self.compression)
+        check_bool("error_feedback", self.error_feedback)
 
-    def reify(self, process_group: Group) -> ByteGradAlgorithmImpl:
-        """Return the implementation for one module."""
-        return ByteGradAlgorithmImpl(
-            process_group,
-            self.hierarchical,
-            self.average,
-            compression=self.compression,
-            error_feedback=self.error_feedback,
+
+@implements(ByteGradAlgorithm)
+class ByteGradAlgorithmImpl(AlgorithmImpl):
+    """`ByteGradAlgorithm` at work on one module; ``error_memories`` are what compression has left out on this rank."""
+
+    name = "bytegrad"
+    replicas_are_equal = True  # all ranks step with the same gradients
+
+    def __init__(self, process_group: Group, options: Any) -> None:
+        super().__init__(process_group)
+        self.average = options.average
+        self.error_memories = ErrorMemories(self.name, process_group)
+        if options.error_feedback:
+            self.stores, self.rank_state = {"memories": self.error_memories}, frozenset({"memories"})
+        self.delivers_error_memory = options.error_feedback
+
+    @property
+    def rounds_are_alike(self) -> bool:
+        """Whether every round only averages all buckets: not with error memory, which a round changes, too."""
+        return not self.options.error_feedback
+
+    def check_join(self, divide_by_initial_world_size: bool) -> bool:
+        """Return True: ranks without batches contribute zero gradients, and what compression left out before.
+
+        Raises:
+            ValueError: there is error memory, and a mean with divide_by_initial_world_size=False.
+        """
+        if self.options.error_feedback and self.average:
+            check_join_with_memory(self.name, divide_by_initial_world_size)
+        return True
+
+    def tensors_to_buckets(self, tensors: Sequence[Sequence[Tensor]], do_flatten: bool) -> list[BaguaBucket]:
+        """Pad each bucket so that it divides by the number of ranks, and of leaders if hierarchical (S5.2)."""
+        alignment = len(self.process_group.ranks)
+        if self.options.hierarchical:
+            alignment = math.lcm(alignment, self.process_group.get_inter_node_communicator().nranks())
+        return [BaguaBucket(bucket, str(place), flatten=do_flatten, alignment=alignment) for place, bucket in enumerate(tensors)]
+
+    def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
+        """Append S3.2, S11.1 with error memory, or S3.3 with it between leaders."""
+        bucket.append_centralized_synchronous_op(
+            hierarchical=self.options.hierarchical,
+            average=self.average,
+            scattergather=True,
+            compression=self.options.compression,
+            group=self.process_group,
+            error_memory=self.memory_of(bucket),
         )
+
+    def memory_of(self, bucket: BaguaBucket) -> ErrorMemory | None:
+        """Return what compression has left out of a bucket; None without error feedback."""
+        return self.error_memories.of_bucket(bucket, self.options.hierarchical) if self.options.error_feedback else None

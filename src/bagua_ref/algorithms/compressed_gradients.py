@@ -9,16 +9,15 @@ import torch
 from torch import Tensor
 
 from bagua_ref.agreement import Fact
-from bagua_ref.algorithms.base import TrainingContext
-from bagua_ref.algorithms.error_memories import check_join_with_memory
-from bagua_ref.algorithms.named_tensors import NamedTensors
-from bagua_ref.algorithms.versioned_state import VersionedStateImpl, check_saved_here
+from bagua_ref.algorithms.base import AlgorithmImpl, TrainingContext
+from bagua_ref.algorithms.registry import check_join_with_memory
+from bagua_ref.algorithms.state import TensorStore, check_saved_here
 from bagua_ref.types import Group
 
 __all__ = ["CompressedGradientsImpl"]
 
 
-class CompressedGradientsImpl(VersionedStateImpl):
+class CompressedGradientsImpl(AlgorithmImpl):
     """Gradients are averaged as by gradient_allreduce while t <= warmup_steps, and compressed after that.
 
     t counts the steps of the last optimizer from 1; a step that no backward pass preceded does not count. A round is a backward
@@ -26,7 +25,7 @@ class CompressedGradientsImpl(VersionedStateImpl):
 
     Args:
         process_group: the group to communicate in.
-        warmup_steps: the last step with exact means.
+        options: of the algorithm; have ``warmup_steps``, the last step with exact means.
         has_memory: whether ranks keep what compression leaves out.
 
     Attributes:
@@ -36,14 +35,17 @@ class CompressedGradientsImpl(VersionedStateImpl):
     """
 
     steps_follow_backward = True
+    replicas_are_equal = True  # all ranks step with the same gradients
+    entries = frozenset({"version", "rank", "world_size", "steps_of_optimizers", "algorithm", "factors"})
     rank_state = frozenset({"memories"})
 
-    def __init__(self, process_group: Group, warmup_steps: int, has_memory: bool) -> None:
+    def __init__(self, process_group: Group, options: Any, has_memory: bool) -> None:
         super().__init__(process_group)
-        self.warmup_steps = warmup_steps
+        self.warmup_steps = options.warmup_steps
         self.has_memory = self.delivers_error_memory = has_memory
         self.rounds = 0
-        self.memories, self.factors = NamedTensors("memories"), NamedTensors("factors")
+        self.memories, self.factors = TensorStore("memories"), TensorStore("factors")
+        self.stores = {"factors": self.factors, **({"memories": self.memories} if has_memory else {})}
         self._shadowed: bool | None = None
         """While this rank has no batch: whether the other ranks' round is compressed."""
 
@@ -57,11 +59,6 @@ class CompressedGradientsImpl(VersionedStateImpl):
     def round_number(self) -> int | None:
         """Return how many compressed rounds came before this one, None if it is not compressed."""
         return self.rounds if self.compressing else None
-
-    @property
-    def replicas_are_equal(self) -> bool:
-        """True: all ranks step with the same gradients."""
-        return True
 
     def replicas(self) -> list[tuple[Tensor, list[torch.optim.Optimizer]]]:
         """Return the weights and the factors."""
@@ -109,40 +106,18 @@ class CompressedGradientsImpl(VersionedStateImpl):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters, what is equal on all ranks, and this rank's memories."""
-        memories = {"memories": self.memories.state()} if self.has_memory else {}
-        return {**super().state_dict(), "algorithm": self.name, "factors": self.factors.state(), **memories}
-
-    def load_state_dict(self, state: dict[str, Any], drop_local: bool = False) -> None:
-        """Continue from ``state``; call it on every rank, after wrapping and after loading the state of model and optimizers.
-
-        It does not communicate; the next round compares what must be equal on all ranks.
-
-        Args:
-            state: what `state_dict` returned on the same rank of as many ranks.
-            drop_local: take the state of any rank of any number of ranks, and start with memories of zero.
-
-        Raises:
-            ValueError: it is a state of another algorithm, version, model or, with memories, rank; nothing has been loaded.
-        """
-        if drop_local or not self.has_memory:
-            state = {name: value for name, value in state.items() if name != "memories"}
-        super().load_state_dict(state)
-        self.factors.load(state["factors"])
-        self.memories.load(state.get("memories", {}))
+        return {**super().state_dict(), "algorithm": self.name}
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise ValueError unless `load_state_dict` can load ``state``."""
         super().check_state(state)
-        missing = sorted({"algorithm", "factors", "rank", "world_size"} - state.keys())
-        if missing:
-            raise ValueError(f"state is not one of {self.name}: it lacks {', '.join(missing)}")
-        if state["algorithm"] != self.name:
-            raise ValueError(f"state was saved by {state['algorithm']}, and this training uses {self.name}")
-        self.factors.check(state["factors"])
-        memories = state.get("memories", {})
-        if self.has_memory and memories != {}:
+        if self.has_memory and state.get("memories"):
             check_saved_here(state, self.process_group)
-            self.memories.check(memories)
+
+    def load_checked(self, state: dict[str, Any]) -> None:
+        """Load the factors and memories; the next round compares what must be equal on all ranks."""
+        super().load_checked(state)
+        self.context.note_load()
 
     def counters(self) -> dict[str, Any]:
         """Return the steps and the compressed rounds so far."""

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from bagua_ref.agreement import Fact
 from bagua_ref.algorithms.base import Algorithm, TrainingContext
-from bagua_ref.algorithms.graph_guard import GraphGuard, weights_averaged
 from bagua_ref.algorithms.low_precision_decentralized import (
     LowPrecisionDecentralizedAlgorithm,
     LowPrecisionDecentralizedAlgorithmImpl,
+    WeightAveragingImpl,
+    bagua_tensor,
+    check_count,
+    register_weights,
 )
-from bagua_ref.algorithms.weight_averaging import WeightAveragingImpl, bagua_tensor, check_count, check_interval, register_weights
+from bagua_ref.algorithms.registry import check_whole, implements
 from bagua_ref.base.memory import by_dtype_and_device
+from bagua_ref.base.utils import NotCopied, OwnHook, inside_backward, untraced
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.formulas.graphs import PeerSelection, check_mode
 from bagua_ref.types import Group
@@ -29,39 +36,75 @@ __all__ = [
     "LowPrecisionDecentralizedAlgorithmImpl",
 ]
 
+_WEIGHTS_AVERAGED = (
+    "decentralized replaces the weights by their average at the end of a backward pass (S5.3), so that forward passes that came "
+    "before have no backward pass any more. Add the losses and call backward() once, or call backward() after each forward pass "
+    "before the next one; or run all these forward and backward passes inside model.no_sync(), which averages nothing"
+)
 
+
+@dataclass(eq=False, repr=False)
+class DecentralizedAlgorithm(Algorithm):
+    """Each rank trains on its own gradients, and averages its weights with all ranks or along a graph (S5.3, S3.4, S13).
+
+    Averaging runs during the forward and backward pass. Its result replaces the weights at the end of the backward pass; the
+    optimizer then applies this rank's gradients, which were computed with the weights before averaging.
+
+    Args:
+        hierarchical: average inside nodes, communicate between their leaders. In what follows, ranks are then leaders.
+        peer_selection_mode: what each rank averages; t counts averagings from 0, n is the number of ranks.
+
+            - "all": all ranks;
+            - "shift_one": itself and one rank of the other half, the next one each time; n must be even;
+            - "one_peer_exponential": itself and rank (r - 2^k) mod n, k = t mod ceil(log2 n);
+            - "hypercube": itself and rank r xor 2^k, k = t mod log2 n; n must be a power of two;
+            - "ring": itself and both neighbours;
+            - "exponential": itself and ranks (r - 2^k) mod n for all k;
+            - a function ``(t, n) -> graph``, the same on all ranks. A graph is a list that has for each receiving rank a list of
+              (source rank, weight) pairs, itself among them. The weights of each rank, and those with which it is received, sum
+              to 1.
+        communication_interval: number of training forward passes from one averaging to the next; the first one averages.
+
+    Raises:
+        ValueError: an unknown mode, an interval below 1; on wrapping: a mode that does not take so many ranks, a function whose
+            first graph is not doubly stochastic, or differs between ranks.
+        TypeError: an interval that is no int.
+
+    >>> def lazy_ring(t, n):
+    ...     return [[(r, 0.75), ((r - 1) % n, 0.25)] for r in range(n)]
+    >>> DecentralizedAlgorithm(hierarchical=False, peer_selection_mode=lazy_ring).communication_interval
+    1
+
+    Source: decentralized full precision in Gan et al., "BAGUA", VLDB 2022 (arXiv:2107.01499); Lian et al., "Can Decentralized
+    Algorithms Outperform Centralized Algorithms?", NeurIPS 2017 (arXiv:1705.09056); graphs: Ying et al., NeurIPS 2021
+    (arXiv:2110.13363).
+    """
+
+    hierarchical: bool = True
+    peer_selection_mode: PeerSelection = "all"
+    communication_interval: int = 1
+
+    def __post_init__(self) -> None:
+        check_mode(self.peer_selection_mode)
+        check_whole("communication_interval", self.communication_interval, 1)
+
+
+@implements(DecentralizedAlgorithm)
 class DecentralizedAlgorithmImpl(WeightAveragingImpl):
     """`DecentralizedAlgorithm` at work on one module."""
 
-    def __init__(
-        self,
-        process_group: Group,
-        hierarchical: bool = True,
-        peer_selection_mode: PeerSelection = "all",
-        communication_interval: int = 1,
-    ) -> None:
+    name = "decentralized"
+    begins_in_forward = True  # the forward-pre hook marks the weights ready (S5.3)
+    steps_together = False  # a rank may skip optimizer steps
+    why_one_backward = _WEIGHTS_AVERAGED
+
+    def __init__(self, process_group: Group, options: DecentralizedAlgorithm) -> None:
         super().__init__(process_group)
-        check_mode(peer_selection_mode)
-        check_interval(communication_interval)
-        self.hierarchical, self.peer_selection_mode = hierarchical, peer_selection_mode
-        self.communication_interval = communication_interval
         self._averaging = False
         """Whether the last training forward pass marked the weights ready, and no backward pass has copied the result back yet."""
         self._rounds = 0
         """How often the weights were marked ready."""
-        self._guard = GraphGuard(weights_averaged)
-
-    why_one_backward = weights_averaged
-
-    @property
-    def steps_together(self) -> bool:
-        """False: a rank may skip optimizer steps."""
-        return False
-
-    @property
-    def begins_in_forward(self) -> bool:
-        """True: the forward-pre hook marks the weights ready (S5.3)."""
-        return True
+        self._guard = GraphGuard(_WEIGHTS_AVERAGED)
 
     def why_refused(self, optimizer: torch.optim.Optimizer) -> str:
         """Return why another optimizer must not step, if some were passed; without any, none is needed."""
@@ -69,7 +112,7 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
 
     def facts(self) -> list[Fact]:
         """Return how often weights were averaged, and if not every step averages, the step."""
-        step = self.context.bagua_train_step_counter - 1 if self.communication_interval > 1 else 0
+        step = self.context.bagua_train_step_counter - 1 if self.options.communication_interval > 1 else 0
         return [
             Fact("{has} averaged weights {value} times", self._rounds),
             Fact("{is} at training step {value}", step),
@@ -93,7 +136,7 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
     def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
         """Append S3.4; the operation is ``bucket._decentralized_op``, its result ``bucket._peer_weight``."""
         op = bucket.append_decentralized_synchronous_op(
-            bagua_tensor(bucket.flattened_tensor()), self.hierarchical, self.peer_selection_mode, self.process_group
+            bagua_tensor(bucket.flattened_tensor()), self.options.hierarchical, self.options.peer_selection_mode, self.process_group
         )
         op.step = self._rounds  # more than 0 where a failed attempt to wrap again repeats this during training
 
@@ -102,7 +145,7 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
 
         def hook(input: Any) -> None:
             step = bagua_ddp.bagua_train_step_counter - 1
-            self._averaging = step % self.communication_interval == 0
+            self._averaging = step % self.options.communication_interval == 0
             if self._averaging:
                 for tensor in self.tensors:
                     bagua_ddp._bagua_backend.mark_ready(tensor)
@@ -152,50 +195,49 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
             bucket._decentralized_op.step = self._rounds = step
 
 
-class DecentralizedAlgorithm(Algorithm):
-    """Each rank trains on its own gradients, and averages its weights with all ranks or along a graph (S5.3, S3.4, S13).
+class GraphGuard:
+    """Notes each forward pass of a module, and refuses its backward pass once the weights were overwritten.
 
-    Averaging runs during the forward and backward pass. Its result replaces the weights at the end of the backward pass; the
-    optimizer then applies this rank's gradients, which were computed with the weights before averaging.
+    Without it, torch refuses most of them, by an error that names a version of a tensor. Those that save no weights, or compute
+    with them again, as checkpoints do, would mix old weights with new ones.
 
     Args:
-        hierarchical: average inside nodes, communicate between their leaders. In what follows, ranks are then leaders.
-        peer_selection_mode: what each rank averages; t counts averagings from 0, n is the number of ranks.
-
-            - "all": all ranks;
-            - "shift_one": itself and one rank of the other half, the next one each time; n must be even;
-            - "one_peer_exponential": itself and rank (r - 2^k) mod n, k = t mod ceil(log2 n);
-            - "hypercube": itself and rank r xor 2^k, k = t mod log2 n; n must be a power of two;
-            - "ring": itself and both neighbours;
-            - "exponential": itself and ranks (r - 2^k) mod n for all k;
-            - a function ``(t, n) -> graph``, the same on all ranks. A graph is a list that has for each receiving rank a list of
-              (source rank, weight) pairs, itself among them. The weights of each rank, and those with which it is received, sum
-              to 1.
-        communication_interval: number of training forward passes from one averaging to the next; the first one averages.
-
-    Raises:
-        ValueError: an unknown mode, an interval below 1; on wrapping: a mode that does not take so many ranks, a function whose
-            first graph is not doubly stochastic, or differs between ranks.
-        TypeError: an interval that is no int.
-
-    >>> def lazy_ring(t, n):
-    ...     return [[(r, 0.75), ((r - 1) % n, 0.25)] for r in range(n)]
-    >>> DecentralizedAlgorithm(hierarchical=False, peer_selection_mode=lazy_ring).communication_interval
-    1
-
-    Source: decentralized full precision in Gan et al., "BAGUA", VLDB 2022 (arXiv:2107.01499); Lian et al., "Can Decentralized
-    Algorithms Outperform Centralized Algorithms?", NeurIPS 2017 (arXiv:1705.09056); graphs: Ying et al., NeurIPS 2021
-    (arXiv:2110.13363).
+        message: the error's text.
     """
 
-    def __init__(
-        self, hierarchical: bool = True, peer_selection_mode: PeerSelection = "all", communication_interval: int = 1
-    ) -> None:
-        check_mode(peer_selection_mode)
-        check_interval(communication_interval)
-        self.hierarchical, self.peer_selection_mode = hierarchical, peer_selection_mode
-        self.communication_interval = communication_interval
+    def __init__(self, message: str) -> None:
+        self._message = message
+        self._handle: RemovableHandle | None = None
+        self.overwritten = 0
+        """How often the weights were overwritten."""
 
-    def reify(self, process_group: Group) -> DecentralizedAlgorithmImpl:
-        """Return the implementation for one module."""
-        return DecentralizedAlgorithmImpl(process_group, self.hierarchical, self.peer_selection_mode, self.communication_interval)
+    def watch(self, module: torch.nn.Module) -> None:
+        """Note the forward passes of ``module``, which training calls, from now on; again: do nothing."""
+        self._handle = self._handle or module.register_forward_hook(OwnHook(self._after_forward))
+
+    def close(self) -> None:
+        """Take the hook off."""
+        if self._handle is not None:
+            self._handle.remove()
+
+    def _after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if inside_backward():  # a checkpoint computes this forward anew
+            return
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                tensor.register_hook(_CheckBeforeBackward(self._check, self.overwritten))
+
+    def _check(self, overwritten: int) -> None:
+        if overwritten != self.overwritten:
+            raise RuntimeError(self._message)
+
+
+class _CheckBeforeBackward(NotCopied):
+    """A hook on an output: calls ``check`` with the number of times that weights had been overwritten in its forward pass."""
+
+    def __init__(self, check: Callable[[int], None], overwritten: int) -> None:
+        self._check, self._overwritten = OwnHook(check), overwritten
+
+    @untraced
+    def __call__(self, grad: torch.Tensor) -> None:
+        self._check(self._overwritten)

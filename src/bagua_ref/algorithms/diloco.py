@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bagua_ref.algorithms.base import Algorithm
-from bagua_ref.algorithms.diloco_impl import DiLoCoAlgorithmImpl
-from bagua_ref.algorithms.error_memories import check_error_feedback
-from bagua_ref.algorithms.fragments import Schedule, named_fragments
-from bagua_ref.algorithms.local_updates import check_optimizers, check_whole
+from bagua_ref.agreement import Fact
+from bagua_ref.algorithms.base import Algorithm, TrainingContext
+from bagua_ref.algorithms.fragments import Fragment, FragmentSchedule, InFlight, checked_fragments, named_fragments
+from bagua_ref.algorithms.local_sgd import LocalUpdatesImpl, norms_of
+from bagua_ref.algorithms.registry import check_bool, check_optimizers, check_whole, implements
+from bagua_ref.algorithms.state import ErrorMemories, check_tensors
+from bagua_ref.base.memory import Layout
 from bagua_ref.buckets.compression import check_compression
+from bagua_ref.buckets.tensor import BaguaTensor
+from bagua_ref.comm_ops import ErrorMemory
+from bagua_ref.errors import CommunicationError
+from bagua_ref.observe.meter import profiled
 from bagua_ref.types import Group
 
 __all__ = ["DiLoCoAlgorithm", "DiLoCoAlgorithmImpl"]
 
 
+@dataclass(eq=False, repr=False)
 class DiLoCoAlgorithm(Algorithm):
     """Every rank trains on its own gradients; now and then an outer optimizer moves shared global weights (S9.2 to S9.6).
 
@@ -50,47 +62,43 @@ class DiLoCoAlgorithm(Algorithm):
             returns something else.
 
     >>> DiLoCoAlgorithm(period=32, fragments=4, delay=2, mix=0.5).schedule()
-    Schedule(period=32, count=4, delay=2)
+    FragmentSchedule(period=32, count=4, delay=2)
 
     Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023 (arXiv:2311.08105), and
     "Streaming DiLoCo with overlapping communication", 2025 (arXiv:2501.18512).
     """
 
+    period: int = 500
+    outer_optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | None = None
+    fragments: int | Sequence[Sequence[str]] = 1
+    delay: int = 0
+    mix: float = 0.0
+    warmup_steps: int = 0
+    compression: str | None = None
+    error_feedback: bool = False
+
     takes_shards = True
 
-    def __init__(
-        self,
-        period: int = 500,
-        outer_optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | None = None,
-        fragments: int | Sequence[Sequence[str]] = 1,
-        delay: int = 0,
-        mix: float = 0.0,
-        warmup_steps: int = 0,
-        compression: str | None = None,
-        error_feedback: bool = False,
-    ) -> None:
-        check_whole("period", period, 1)
-        check_whole("delay", delay, 0)
-        check_whole("warmup_steps", warmup_steps, 0)
-        if outer_optimizer is not None and not callable(outer_optimizer):
-            raise TypeError(f"outer_optimizer={outer_optimizer!r} must be None, or make an optimizer of a list of tensors")
-        if not isinstance(mix, (int, float)) or isinstance(mix, bool):
-            raise TypeError(f"mix={mix!r} must be a number from 0 to 1")
-        if not 0 <= mix <= 1:
-            raise ValueError(f"mix={mix} must be from 0 to 1")
-        check_compression(compression, optional=True)
-        check_error_feedback(error_feedback)
-        if error_feedback and compression is None:
+    def __post_init__(self) -> None:
+        for name, least in (("period", 1), ("delay", 0), ("warmup_steps", 0)):
+            check_whole(name, getattr(self, name), least)
+        if self.outer_optimizer is not None and not callable(self.outer_optimizer):
+            raise TypeError(f"outer_optimizer={self.outer_optimizer!r} must be None, or make an optimizer of a list of tensors")
+        if not isinstance(self.mix, (int, float)) or isinstance(self.mix, bool):
+            raise TypeError(f"mix={self.mix!r} must be a number from 0 to 1")
+        if not 0 <= self.mix <= 1:
+            raise ValueError(f"mix={self.mix} must be from 0 to 1")
+        check_compression(self.compression, optional=True)
+        check_bool("error_feedback", self.error_feedback)
+        if self.error_feedback and self.compression is None:
             raise ValueError("error_feedback=True keeps what compression leaves out, and compression is None; name a codec")
-        self.period, self.outer_optimizer, self.fragments = period, outer_optimizer, _checked_fragments(fragments)
-        self.delay, self.mix, self.warmup_steps = delay, mix, warmup_steps
-        self.compression, self.error_feedback = compression, error_feedback
+        self.fragments = checked_fragments(self.fragments)
         self.schedule()  # raises if these do not fit together
 
-    def schedule(self) -> Schedule:
+    def schedule(self) -> FragmentSchedule:
         """Return which fragment is sent, and which is applied, after which step."""
         count = self.fragments if isinstance(self.fragments, int) else len(self.fragments)
-        return Schedule(self.period, count, self.delay)
+        return FragmentSchedule(self.period, count, self.delay)
 
     def check(self, parameters: list[tuple[str, torch.nn.Parameter]], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Refuse fragments that do not fit the module, float64 with compression, and a training without optimizers."""
@@ -102,36 +110,262 @@ class DiLoCoAlgorithm(Algorithm):
                     f"parameter {name!r} is float64, which compression={self.compression!r} does not take; use compression=None"
                 )
 
-    def reify(self, process_group: Group) -> DiLoCoAlgorithmImpl:
-        """Return the implementation for one module."""
-        make = _default_outer_optimizer if self.outer_optimizer is None else self.outer_optimizer
-        return DiLoCoAlgorithmImpl(
-            process_group,
-            self.schedule(),
-            make,
-            self.fragments,
-            self.mix,
-            self.warmup_steps,
-            self.compression,
-            self.error_feedback,
-        )
+
+@implements(DiLoCoAlgorithm)
+class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
+    """`DiLoCoAlgorithm` at work on one module; x are the weights, g their global copy."""
+
+    name = "diloco"
+    entries = LocalUpdatesImpl.entries | {"fragments", "global_weights", "outer_optimizers", "outer_entries", "in_flight"}
+
+    def __init__(self, process_group: Group, options: DiLoCoAlgorithm) -> None:
+        super().__init__(process_group, options)
+        self.error_memories = ErrorMemories(self.name, process_group)
+        if options.error_feedback:
+            self.stores, self.rank_state = {"memories": self.error_memories}, frozenset({"memories"})
+        self.schedule = options.schedule()
+        self._fragments: list[Fragment] = []
+        self._taken = False
+        """Whether g has been taken from the weights, or loaded."""
+        self._in_flight: InFlight | None = None
+        self._sending = 0
+        """The fragment that is sent, or was sent last."""
+        self._outer_steps = 0
+        """A checksum of the settings with which outer optimizers have stepped."""
+        self._showing = 0
+        """How many `global_weights` contexts the caller is in."""
+
+    @property
+    def fragments(self) -> list[list[str]]:
+        """The names of the parameters in each fragment (S9.3)."""
+        return [list(fragment.names) for fragment in self._fragments]
+
+    @property
+    def outer_optimizers(self) -> list[torch.optim.Optimizer]:
+        """The outer optimizer of each fragment, for instance for learning rate schedulers, which all ranks must step alike."""
+        return [fragment.optimizer for fragment in self._fragments]
+
+    def facts(self) -> list[Fact]:
+        """Return what is sent, and the outer optimizers' settings so far and now, too."""
+        local, settings = bool(self._past_warmup), self._outer_steps
+        for fragment in self._fragments if local else ():
+            settings = fragment.settings(settings)
+        names = ("gradients", *(f"fragment {place}" for place in range(len(self._fragments))))
+        return [
+            *super().facts(),
+            Fact("{is} about to send {value}", self._sending + 1 if local else 0, names),
+            Fact("{has} outer optimizers with settings of checksum {value}", settings),
+        ]
+
+    def replicas(self) -> list[tuple[Tensor, list[torch.optim.Optimizer]]]:
+        """Return the weights in the warm-up, after it g."""
+        if not self._past_warmup:
+            return super().replicas()
+        return [(g, [fragment.optimizer]) for fragment in self._fragments for g in fragment.copies]
+
+    def init_tensors(self, bagua_ddp: TrainingContext) -> list[Tensor]:
+        """Return the gradients; make the fragments when the module is wrapped."""
+        if not self._fragments:
+            parameters = bagua_ddp.bagua_build_params()
+            known = dict(parameters)
+            make = _default_outer_optimizer if self.options.outer_optimizer is None else self.options.outer_optimizer
+            self._fragments = [
+                Fragment(names, [known[name] for name in names], make)
+                for names in named_fragments(self.options.fragments, parameters)
+            ]
+            for fragment in self._fragments:
+                self._memories_of(fragment)
+        return super().init_tensors(bagua_ddp)
+
+    def begin_forward(self) -> None:
+        """Take g from the weights at the start of the local phase."""
+        self._refuse_while_showing("a training forward pass")
+        if not self._taken and self.step >= self.warmup_steps:
+            for fragment in self._fragments:
+                fragment.take()
+            self._taken = True
+            self.context.note_load()  # g must be equal on all ranks, whatever they have loaded
+
+    def after_local_step(self, local_step: int, communicates: bool) -> None:
+        """Apply what is due, and send the fragment whose turn it is (S9.4)."""
+        self._refuse_while_showing("an optimizer step")
+        if self._in_flight is not None and self.step >= self._in_flight.due:
+            self._apply()
+        fragment = self.schedule.sent_after(local_step)
+        if fragment is not None and communicates:
+            self._send(fragment)
+            if self.schedule.delay == 0:
+                self._apply()
+
+    def _send(self, place: int) -> None:
+        """Begin averaging ``g - x`` of a fragment over ranks."""
+        assert self._taken
+        assert self._in_flight is None
+        fragment, context = self._fragments[place], self.context
+        flats = fragment.differences(self.process_group.get_global_communicator().nranks())
+        self._drifts[place] = norms_of(flats)
+        names = [f"fragment{place}" if len(flats) == 1 else f"fragment{place}.{part}" for part in range(len(flats))]
+        memories = self._memories_of(fragment)
+        flight = InFlight(place, self.step + self.schedule.delay, fragment.by_name(flats), names, memories)
+        about = {name: getattr(self.options, name) for name in ("period", "fragments", "delay", "mix", "compression")}
+        about |= {"fragments": self.schedule.count, "t": self.step, "fragment": place}
+        buckets = []
+        for name, flat, memory in zip_longest(names, flats, memories):
+            tensor = BaguaTensor.ensure_bagua_tensor(flat, name, context.bagua_module_name)  # type: ignore[arg-type]
+            bucket = self.new_bucket([tensor], name, flatten=True, **about)
+            bucket.append_centralized_synchronous_op(
+                scattergather=True, compression=self.options.compression, group=self.process_group, error_memory=memory
+            )
+            buckets.append(bucket.append_python_op(flight.note_arrival))
+        self._in_flight, self._sending = flight, place
+        self.run_round(buckets)
+
+    def _memories_of(self, fragment: Fragment) -> list[ErrorMemory]:
+        """Return the error memory of each of a fragment's flat tensors; none without error feedback."""
+        n, found = self.process_group.get_global_communicator().nranks(), []
+        for part in fragment.parts if self.options.error_feedback else ():
+            filled = sum(g.numel() for g in part.values())
+            found.append(self.error_memories.claim(list(part), list(part.values()), filled + -filled % n, n))
+        return found
+
+    def _apply(self) -> None:
+        """Let the outer optimizer step with the mean that was in flight, and move the weights to the result."""
+        flight, self._in_flight = self._in_flight, None
+        assert flight is not None
+        flight.wait(self.context._bagua_backend)
+        fragment = self._fragments[flight.fragment]
+        overflowed = [name for name, mean in flight.mean.items() if not mean.isfinite().all()]
+        if overflowed:
+            raise CommunicationError(
+                f"fragment {flight.fragment} was not applied: the mean over ranks of what its weights have changed is not finite "
+                f"in {', '.join(map(repr, overflowed))}, as training has diverged on at least one rank"
+            )
+        self._outer_steps = fragment.settings(self._outer_steps)
+        with profiled("bagua_ref::update"):
+            fragment.update(flight.mean)
+            fragment.mix(self.options.mix)
+
+    @contextmanager
+    def global_weights(self) -> Iterator[None]:
+        """Show the global weights g, rounded to the weights' dtypes, in place of this rank's weights; not collective.
+
+        In the warm-up, and before the first forward pass after it, the weights stay as they are. Buffers are this rank's own.
+
+        Raises:
+            RuntimeError: a training forward pass or an optimizer step runs in this context.
+
+        >>> from bagua_ref.algorithms import DiLoCoAlgorithm
+        >>> bagua_ref.init_process_group()
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        >>> model = model.with_bagua([optimizer], DiLoCoAlgorithm(period=10))
+        >>> _ = torch.nn.init.ones_(model.weight)
+        >>> model(torch.ones(1, 1)).sum().backward()
+        >>> optimizer.step()
+        >>> with model.bagua_algorithm.global_weights():
+        ...     model.weight.item()
+        1.0
+        >>> model.weight.item()
+        0.5
+        >>> bagua_ref.destroy_process_group()
+        """
+        if not self._taken:
+            yield
+            return
+        weights = [parameter.detach() for _, parameter in self.context.bagua_build_params()]
+        local = [weight.clone() for weight in weights]
+        self._showing += 1
+        try:
+            for fragment in self._fragments:
+                fragment.mix(0)
+            self.context.reshard()
+            yield
+        finally:
+            self._showing -= 1
+            torch._foreach_copy_(weights, local)
+            self.context.reshard()
+
+    def _refuse_while_showing(self, what: str) -> None:
+        if self._showing:
+            raise RuntimeError(
+                f"{what} inside `with global_weights()` would train weights that are put back afterwards; leave the context first"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counters, g, the outer optimizers' states, and what is in flight, after waiting for it.
+
+        All of it is equal on all ranks, and loads into any number of them; with error feedback, this rank's memories come in
+        addition.
+
+        Raises:
+            CommunicationError: what is in flight does not arrive.
+        """
+        if self._in_flight is not None:
+            self._in_flight.wait(self.context._bagua_backend)
+        flight, optimizers = self._in_flight, [fragment.optimizer for fragment in self._fragments]
+        weights = {name: g.detach().clone() for fragment in self._fragments for name, g in fragment.named.items()}
+        return {
+            **super().state_dict(),
+            "fragments": self.fragments,
+            "global_weights": weights if self._taken else None,
+            "outer_optimizers": [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers],
+            "outer_entries": [len(optimizer.state) for optimizer in optimizers],
+            "in_flight": None if flight is None else flight.state(),
+        }
+
+    def load_checked(self, state: dict[str, Any]) -> None:
+        """Load g, the outer optimizers, what is in flight, and the error memories."""
+        if self._in_flight is not None:
+            self.context._bagua_backend.wait_pending_comm_ops()
+        super().load_checked(state)
+        weights, flight = state["global_weights"], state["in_flight"]
+        for fragment, optimizer in zip(self._fragments, state["outer_optimizers"], strict=True):
+            fragment.load(weights, optimizer)
+        self._taken, self._in_flight = weights is not None, None
+        if flight is not None:
+            named = self._fragments[flight["fragment"]].named
+            mean = {name: Layout.of(g).copy_of(flight["mean"][name].to(g.device)) for name, g in named.items()}
+            self._in_flight = InFlight(flight["fragment"], flight["due"], mean)
+
+    def counters(self) -> dict[str, Any]:
+        """Return the steps so far, and a checksum of the settings of the outer steps."""
+        return {**super().counters(), "outer_steps": self._outer_steps}
+
+    def load_counters(self, state: dict[str, Any]) -> None:
+        """Continue from the numbers that `counters` returned."""
+        super().load_counters(state)
+        self._outer_steps = state["outer_steps"]
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise ValueError unless `load_state_dict` can load ``state``."""
+        super().check_state(state)
+        steps, weights, flight = state["steps_of_optimizers"][-1], state["global_weights"], state["in_flight"]
+        if steps > self.warmup_steps if weights is None else steps < self.warmup_steps:
+            phase = "warm-up" if weights is None else "local phase"
+            raise ValueError(
+                f"state was saved in the {phase}, after step {steps}; warmup_steps={self.warmup_steps} does not fit that"
+            )
+        if state["fragments"] != self.fragments:
+            raise ValueError(f"state was saved with fragments {state['fragments']}, and this training has {self.fragments}")
+        if weights is not None:
+            here = {name: g for fragment in self._fragments for name, g in fragment.named.items()}
+            check_tensors("global_weights", weights, here)
+        saved = zip(self._fragments, state["outer_optimizers"], state["outer_entries"], strict=True)
+        for place, (fragment, optimizer, entries) in enumerate(saved):
+            try:
+                fragment.check_optimizer(optimizer, entries)
+            except ValueError as error:
+                raise ValueError(f"state does not fit the outer optimizer of fragment {place}: {error}") from error
+        if flight is not None:
+            place, due = flight["fragment"], flight["due"]
+            to_come = steps < due <= steps + self.schedule.delay
+            if not to_come or self.schedule.applied_after(due - self.warmup_steps) != place:
+                raise ValueError(
+                    f"state has fragment {place} in flight, to be applied after step {due}, which fits no step of this training's "
+                    "schedule: load it with the period, fragments, delay and warmup_steps with which it was saved"
+                )
+            check_tensors("the mean in flight", flight["mean"], self._fragments[place].named)
 
 
 def _default_outer_optimizer(tensors: list[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.SGD(tensors, lr=0.7, momentum=0.9, nesterov=True)
-
-
-def _checked_fragments(fragments: int | Sequence[Sequence[str]]) -> int | list[list[str]]:
-    """Return a number or lists of names; whether the names fit a module is not known yet."""
-    if isinstance(fragments, int):
-        check_whole("fragments", fragments, 1)
-        return fragments
-    lists = isinstance(fragments, (list, tuple)) and all(isinstance(names, (list, tuple)) for names in fragments)
-    if not lists or not all(isinstance(name, str) for names in fragments for name in names):
-        raise TypeError(f"fragments={fragments!r} must be an int, or a list of lists of parameter names")
-    if not fragments:
-        raise ValueError("fragments=[] must hold at least one list of parameter names")
-    for place, names in enumerate(fragments):
-        if not names:
-            raise ValueError(f"fragments[{place}] is empty; each fragment must have at least one parameter")
-    return [list(names) for names in fragments]

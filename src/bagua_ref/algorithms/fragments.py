@@ -1,24 +1,31 @@
-"""Fragments of a model: which parameters share one, and each one's global copy with its outer optimizer (S9.3 to S9.5)."""
+"""Fragments of a model, each with its global copy and outer optimizer; one of them in flight (S9.3 to S9.5)."""
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._pytree import tree_map_only
 
+from bagua_ref.algorithms.registry import check_whole
 from bagua_ref.base.memory import Layout, by_dtype_and_device
+from bagua_ref.buckets.optimizer_state import align_state, check_optimizer_state, take_over
+from bagua_ref.comm_ops import ErrorMemory
+from bagua_ref.errors import CommunicationError
+from bagua_ref.scheduling.engine import Engine
 
-__all__ = ["Fragment", "Schedule", "named_fragments", "split_into_fragments"]
+__all__ = ["Fragment", "FragmentSchedule", "InFlight", "checked_fragments", "named_fragments", "split_into_fragments"]
 
 
 @dataclass(frozen=True)
-class Schedule:
+class FragmentSchedule:
     """Steps of the local phase, counted from 1, after which fragments are sent and applied (S9.4).
 
     Args:
@@ -29,7 +36,7 @@ class Schedule:
     Raises:
         ValueError: ``period / count`` is not whole, or delay is not less than it.
 
-    >>> schedule = Schedule(period=6, count=3, delay=1)
+    >>> schedule = FragmentSchedule(period=6, count=3, delay=1)
     >>> [(schedule.sent_after(step), schedule.applied_after(step)) for step in range(1, 8)]
     [(0, None), (None, 0), (1, None), (None, 1), (2, None), (None, 2), (0, None)]
     """
@@ -60,6 +67,22 @@ class Schedule:
         return self.applied_after(local_step + self.delay)
 
 
+def checked_fragments(fragments: int | Sequence[Sequence[str]]) -> int | list[list[str]]:
+    """Return the argument ``fragments``, a number or lists of names; whether the names fit a module is not known yet."""
+    if isinstance(fragments, int):
+        check_whole("fragments", fragments, 1)
+        return fragments
+    lists = isinstance(fragments, (list, tuple)) and all(isinstance(names, (list, tuple)) for names in fragments)
+    if not lists or not all(isinstance(name, str) for names in fragments for name in names):
+        raise TypeError(f"fragments={fragments!r} must be an int, or a list of lists of parameter names")
+    if not fragments:
+        raise ValueError("fragments=[] must hold at least one list of parameter names")
+    for place, names in enumerate(fragments):
+        if not names:
+            raise ValueError(f"fragments[{place}] is empty; each fragment must have at least one parameter")
+    return [list(names) for names in fragments]
+
+
 def split_into_fragments(sizes: Sequence[int], count: int) -> list[int]:
     """Return each parameter's fragment: contiguous ones of about equal size, in order, none empty (S9.3).
 
@@ -82,7 +105,7 @@ def split_into_fragments(sizes: Sequence[int], count: int) -> list[int]:
     return found
 
 
-def named_fragments(fragments: int | list[list[str]], parameters: Sequence[tuple[str, Parameter]]) -> list[list[str]]:
+def named_fragments(fragments: int | Sequence[Sequence[str]], parameters: Sequence[tuple[str, Parameter]]) -> list[list[str]]:
     """Return the names in each fragment.
 
     Args:
@@ -110,7 +133,7 @@ def named_fragments(fragments: int | list[list[str]], parameters: Sequence[tuple
             raise ValueError(
                 f"fragments name {', '.join(map(repr, which))} {how}; each trained parameter must stand in exactly one of the lists"
             )
-    return fragments
+    return [list(names) for names in fragments]
 
 
 class Fragment:
@@ -124,6 +147,7 @@ class Fragment:
     Attributes:
         copies: g: a parameter of float32, float64 for float64, for each of the parameters, in its shape, and its strides if it is
             dense.
+        parts: g by name, one dict for each dtype and device.
         optimizer: the outer optimizer.
 
     Raises:
@@ -136,7 +160,8 @@ class Fragment:
     ) -> None:
         self.names, self._parameters = names, parameters
         self.copies = [torch.nn.Parameter(_copy(p)) for p in parameters]
-        self._parts = by_dtype_and_device(self.copies)
+        name_of = {id(g): name for name, g in self.named.items()}
+        self.parts = [{name_of[id(g)]: g for g in part} for part in by_dtype_and_device(self.copies)]
         self.optimizer = outer_optimizer(list(self.copies))
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise TypeError(
@@ -150,6 +175,11 @@ class Fragment:
                 f"{len(self.copies)} that it was given for {', '.join(map(repr, names))}; it must make a new optimizer of those"
             )
 
+    @property
+    def named(self) -> dict[str, Parameter]:
+        """g by name."""
+        return dict(zip(self.names, self.copies, strict=True))
+
     @torch.no_grad()
     def take(self) -> None:
         """g <- x."""
@@ -157,39 +187,31 @@ class Fragment:
 
     @torch.no_grad()
     def differences(self, alignment: int) -> list[Tensor]:
-        """Return new flat tensors of ``g - x``, one for each dtype and device of g, zero-padded to a multiple of ``alignment``."""
-        place_of = {id(copy): place for place, copy in enumerate(self.copies)}
-        flats = []
-        for part in self._parts:
-            filled = sum(copy.numel() for copy in part)
-            flat = torch.empty(filled + -filled % alignment, dtype=part[0].dtype, device=part[0].device)
+        """Return new flat tensors of ``g - x``, one for each of the parts, zero-padded to a multiple of ``alignment``."""
+        weights, flats = dict(zip(self.names, self._parameters, strict=True)), []
+        for part in self.parts:
+            filled, first = sum(g.numel() for g in part.values()), next(iter(part.values()))
+            flat = torch.empty(filled + -filled % alignment, dtype=first.dtype, device=first.device)
             flat[filled:] = 0
-            for view, copy in zip(_views(flat, part), part, strict=True):
-                torch.sub(copy, self._parameters[place_of[id(copy)]], out=view)
+            for (name, g), view in zip(part.items(), _views(flat, part.values()), strict=True):
+                torch.sub(g, weights[name], out=view)
             flats.append(flat)
         return flats
 
-    def named_parts(self) -> list[dict[str, Tensor]]:
-        """Return g by name, one dict for each flat tensor of `differences`."""
-        name_of = {id(copy): name for name, copy in zip(self.names, self.copies, strict=True)}
-        return [{name_of[id(copy)]: copy for copy in part} for part in self._parts]
-
     def by_name(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return the parts of flat tensors that `differences` made, in the parameters' shapes, by name."""
-        found = {
-            id(copy): view
-            for flat, part in zip(flats, self._parts, strict=True)
-            for view, copy in zip(_views(flat, part), part, strict=True)
-        }
-        return {name: found[id(copy)] for name, copy in zip(self.names, self.copies, strict=True)}
+        found: dict[str, Tensor] = {}
+        for flat, part in zip(flats, self.parts, strict=True):
+            found |= zip(part, _views(flat, part.values()), strict=True)
+        return {name: found[name] for name in self.names}
 
     def update(self, mean: Mapping[str, Tensor]) -> None:
         """Let the outer optimizer step with ``mean``, by name, as the gradient of g."""
-        for name, copy in zip(self.names, self.copies, strict=True):
-            copy.grad = mean[name]
+        for name, g in self.named.items():
+            g.grad = mean[name]
         self.optimizer.step()
-        for copy in self.copies:
-            copy.grad = None
+        for g in self.copies:
+            g.grad = None
 
     def settings(self, checksum: int) -> int:
         """Return ``checksum`` updated by the outer optimizer's class and options."""
@@ -203,13 +225,80 @@ class Fragment:
 
         The factor is rounded to g's dtype; so is each result. Unlike ``lerp_``, nothing is fused (S1).
         """
-        for copy, x in zip(self.copies, self._parameters, strict=True):
+        for g, x in zip(self.copies, self._parameters, strict=True):
             if mix == 0:
-                x.copy_(copy)
+                x.copy_(g)
             elif mix < 0.5:
-                x.copy_(copy + (x - copy).mul_(mix))
+                x.copy_(g + (x - g).mul_(mix))
             else:
-                x.copy_(x - (x - copy).mul_(1 - mix))
+                x.copy_(x - (x - g).mul_(1 - mix))
+
+    def check_optimizer(self, saved: dict[str, Any], entries: int) -> None:
+        """Raise ValueError unless the outer optimizer can load ``saved``, which held the state of ``entries`` tensors."""
+        check_optimizer_state(self.optimizer, saved)
+        if entries != len(saved["state"]):  # torch.distributed.checkpoint loads only what the training that loads has already
+            raise ValueError(f"it lacks part of the state: {len(saved['state'])} of {entries} entries are there")
+
+    def load(self, weights: Mapping[str, Tensor] | None, optimizer: dict[str, Any]) -> None:
+        """Load g by name, unless it is None, and the outer optimizer's state."""
+        take_over(self.optimizer, copy.deepcopy(optimizer), {})
+        align_state(self.optimizer)
+        if weights is not None:
+            with torch.no_grad():
+                for name, g in self.named.items():
+                    g.copy_(weights[name])
+
+
+class InFlight:
+    """A fragment's differences, sent and not yet applied; once they have arrived, their mean over ranks.
+
+    Args:
+        fragment: its place.
+        due: t of the step after which it is applied.
+        mean: views of what is sent, by name.
+        missing: names of the buckets that have not arrived.
+        memories: error memories that sending changes.
+    """
+
+    def __init__(
+        self,
+        fragment: int,
+        due: int,
+        mean: dict[str, Tensor],
+        missing: Sequence[str] = (),
+        memories: Sequence[ErrorMemory] = (),
+    ) -> None:
+        self.fragment, self.due, self.mean = fragment, due, mean
+        self._missing = set(missing)
+        self._before = [(memory, memory.kept()) for memory in memories]
+
+    def note_arrival(self, bucket_name: str) -> None:
+        """Note that a bucket has its mean; the last operation of each bucket.
+
+        If the fragment's mean is not finite, so that it will not be applied, its memories are what they were before.
+        """
+        self._missing.discard(bucket_name)
+        if self._missing or not self._before:
+            return
+        if not all(mean.isfinite().all() for mean in self.mean.values()):
+            for memory, kept in self._before:
+                memory.restore(kept)
+        self._before = []
+
+    def state(self) -> dict[str, Any]:
+        """Return the entry of a checkpoint, once the mean has arrived."""
+        mean = {name: mean.clone() for name, mean in self.mean.items()}
+        return {"fragment": self.fragment, "due": self.due, "mean": mean}
+
+    def wait(self, engine: Engine) -> None:
+        """Wait until the mean is there.
+
+        Raises:
+            CommunicationError: it will not come, also if an earlier wait has said so.
+        """
+        engine.wait_pending_comm_ops()
+        if self._missing:
+            raise CommunicationError(f"the mean of fragment {self.fragment} has not arrived because an earlier operation failed")
 
 
 def _copy(parameter: Tensor) -> Tensor:
@@ -218,8 +307,7 @@ def _copy(parameter: Tensor) -> Tensor:
     return Layout.of(parameter).copy_of(parameter, dtype)
 
 
-def _views(flat: Tensor, part: Sequence[Tensor]) -> list[Tensor]:
-    """Return the pieces of ``flat`` that belong to the tensors of ``part``, in their shapes and strides."""
-    filled = sum(copy.numel() for copy in part)
-    pieces = flat[:filled].split([copy.numel() for copy in part])
-    return [Layout.of(copy).view(piece) for piece, copy in zip(pieces, part, strict=True)]
+def _views(flat: Tensor, part: Collection[Tensor]) -> list[Tensor]:
+    """Return the parts of ``flat`` that belong to the tensors of ``part``, in their shapes and strides."""
+    sizes = [g.numel() for g in part]
+    return [Layout.of(g).view(own) for own, g in zip(flat[: sum(sizes)].split(sizes), part, strict=True)]

@@ -2,39 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext
+from bagua_ref.algorithms.registry import implements
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.types import Group
 
 __all__ = ["GradientAllReduceAlgorithm", "GradientAllReduceAlgorithmImpl"]
 
 
-class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
-    """`GradientAllReduceAlgorithm` at work on one module."""
-
-    def __init__(self, process_group: Group, hierarchical: bool = False, average: bool = True) -> None:
-        super().__init__(process_group)
-        self.hierarchical, self.average = hierarchical, average
-
-    @property
-    def replicas_are_equal(self) -> bool:
-        """True: all ranks step with the same gradients."""
-        return True
-
-    @property
-    def rounds_are_alike(self) -> bool:
-        """True: every round all-reduces all buckets."""
-        return True
-
-    def check_join(self, divide_by_initial_world_size: bool) -> bool:
-        """Return True: ranks without batches contribute zero gradients."""
-        return True
-
-    def init_operations(self, _: TrainingContext, bucket: BaguaBucket) -> None:
-        """Append S3.1."""
-        bucket.append_centralized_synchronous_op(hierarchical=self.hierarchical, average=self.average, group=self.process_group)
-
-
+@dataclass(eq=False, repr=False)
 class GradientAllReduceAlgorithm(Algorithm):
     """Gradients are summed or averaged over all ranks in full precision (S5.1, S3.1).
 
@@ -45,11 +23,28 @@ class GradientAllReduceAlgorithm(Algorithm):
     Source: Gan et al., "BAGUA", VLDB 2022 (arXiv:2107.01499).
     """
 
+    hierarchical: bool = False
+    average: bool = True
+
     takes_shards = True
 
-    def __init__(self, hierarchical: bool = False, average: bool = True) -> None:
-        self.hierarchical, self.average = hierarchical, average
 
-    def reify(self, process_group: Group) -> GradientAllReduceAlgorithmImpl:
-        """Return the implementation for one module."""
-        return GradientAllReduceAlgorithmImpl(process_group, self.hierarchical, self.average)
+@implements(GradientAllReduceAlgorithm)
+class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
+    """`GradientAllReduceAlgorithm` at work on one module."""
+
+    name = "gradient_allreduce"
+    replicas_are_equal = True  # all ranks step with the same gradients
+    rounds_are_alike = True  # every round all-reduces all buckets
+
+    def __init__(self, process_group: Group, options: GradientAllReduceAlgorithm) -> None:
+        super().__init__(process_group)
+        self.hierarchical, self.average = options.hierarchical, options.average
+
+    def check_join(self, divide_by_initial_world_size: bool) -> bool:
+        """Return True: ranks without batches contribute zero gradients."""
+        return True
+
+    def init_operations(self, _: TrainingContext, bucket: BaguaBucket) -> None:
+        """Append S3.1."""
+        bucket.append_centralized_synchronous_op(hierarchical=self.hierarchical, average=self.average, group=self.process_group)

@@ -1,23 +1,198 @@
-"""Local SGD: every rank steps on its own gradients, and weights are averaged every ``period`` steps (S9.1)."""
+"""Local SGD: every rank steps on its own gradients, and weights are averaged every ``period`` steps; the base of diloco (S9.1)."""
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from bagua_ref.agreement import Fact
-from bagua_ref.algorithms.base import Algorithm, TrainingContext
-from bagua_ref.algorithms.local_updates import LocalUpdatesImpl, check_optimizers, check_whole, drift, norms_of
+from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext
+from bagua_ref.algorithms.registry import check_bool, check_optimizers, check_whole, implements
 from bagua_ref.base.memory import Layout
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.buckets.tensor import BaguaTensor, registration
 from bagua_ref.comm_ops import CentralizedFullPrecision
 from bagua_ref.types import Group
 
-__all__ = ["LocalSGDAlgorithm", "LocalSGDAlgorithmImpl"]
+__all__ = ["LocalSGDAlgorithm", "LocalSGDAlgorithmImpl", "LocalUpdatesImpl", "norms_of"]
+
+
+@dataclass(eq=False, repr=False)
+class LocalSGDAlgorithm(Algorithm):
+    """Every rank trains on its own gradients; every ``period`` optimizer steps, weights become their mean over ranks (S9.1).
+
+    After step t > warmup_steps with ``(t - warmup_steps - offset) mod period = 0``: ``x <- mean of x over ranks``. Optimizer state
+    and buffers stay local. Each rank sends ``2 (n-1)/n`` of the weights every ``period`` steps. The warm-up is
+    `GradientAllReduceAlgorithm`, bit for bit.
+
+    Args:
+        period: steps from one averaging to the next, at least 1.
+        warmup_steps: steps on averaged gradients before that.
+        offset: from 0 to period - 1. With 0, step ``period`` of the local phase is the first to average; with 1, its first step.
+        hierarchical: average gradients inside each node after each backward pass of the local phase, too (post-local SGD).
+
+    Raises:
+        ValueError: an argument is out of range; on wrapping: no optimizer was passed.
+        TypeError: an argument that is no int, or hierarchical that is no bool.
+
+    >>> LocalSGDAlgorithm(period=8, warmup_steps=100)
+    LocalSGDAlgorithm(period=8, warmup_steps=100, offset=0, hierarchical=False)
+
+    Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017
+    (arXiv:1602.05629); Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020 (arXiv:1808.07217).
+    """
+
+    period: int
+    warmup_steps: int = 0
+    offset: int = 0
+    hierarchical: bool = False
+
+    takes_shards = True
+
+    def __post_init__(self) -> None:
+        check_whole("period", self.period, 1)
+        check_whole("warmup_steps", self.warmup_steps, 0)
+        check_whole("offset", self.offset, 0)
+        if self.offset >= self.period:
+            raise ValueError(f"offset={self.offset} must be from 0 to {self.period - 1}, less than period={self.period}")
+        check_bool("hierarchical", self.hierarchical)
+
+    def check(self, parameters: list[tuple[str, torch.nn.Parameter]], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Refuse a training without optimizers, whose steps count."""
+        check_optimizers("local_sgd", optimizers)
+
+
+class LocalUpdatesImpl(AlgorithmImpl):
+    """Gradients are averaged as by gradient_allreduce while t <= warmup_steps; after that, subclasses communicate after steps.
+
+    t counts the steps of the last optimizer from 1; a step that no backward pass preceded does not count.
+
+    Args:
+        process_group: the group to communicate in.
+        options: of the algorithm; have ``warmup_steps``, the last step with averaged gradients.
+    """
+
+    entries = frozenset({"version", "steps_of_optimizers"})
+    steps_follow_backward = True
+    begins_in_forward = True  # the change of phase does
+    kind_of_bucket: ClassVar[type[BaguaBucket]] = BaguaBucket
+
+    def __init__(self, process_group: Group, options: Any) -> None:
+        super().__init__(process_group)
+        self.warmup_steps = options.warmup_steps
+        self._past_warmup: bool | None = None
+        """Whether the buckets are those of the local phase; None before there are any."""
+        self._passes_before = 0
+        """Backward passes begun before the last round that `run_round` began."""
+        self._drifts: dict[int, Sequence[Tensor]] = {}
+        """For each part of the model that was exchanged, the norms of what its weights differed from the result then."""
+
+    @property
+    def step(self) -> int:
+        """The number of steps taken, which is t of the last one."""
+        return self.context.steps_of_optimizers[-1]
+
+    @property
+    def ranks_in_step(self) -> bool:
+        """Whether this is still the warm-up; buffers, weights and optimizers stay local after it."""
+        return not self._past_warmup
+
+    replicas_are_equal = ranks_in_step
+
+    def facts(self) -> list[Fact]:
+        """Return the phase, and the backward passes, which tell that a rank skips steps."""
+        passes = self.context.backward_passes - self._passes_before if self._past_warmup else 0
+        return [
+            Fact("{is} in {value}", int(self._past_warmup or False), ("the warm-up", "the local phase")),
+            Fact("{has} run {value} backward passes since the last round", passes),
+        ]
+
+    def why_refused(self, optimizer: torch.optim.Optimizer) -> str:
+        """Return why another optimizer must not step: its steps would not be counted."""
+        return f"{self.name} counts the steps of those, and communicates after them"
+
+    def need_reset(self) -> bool:
+        """Return whether the phase is another than that of the buckets: once after the warm-up, or after loading a checkpoint."""
+        return self._past_warmup is not (self.step >= self.warmup_steps)
+
+    def init_tensors(self, bagua_ddp: TrainingContext) -> list[Tensor]:
+        """Return the gradients, last layer first."""
+        self._past_warmup = self.step >= self.warmup_steps
+        return super().init_tensors(bagua_ddp)
+
+    def tensors_to_buckets(self, tensors: Sequence[Sequence[Tensor]], do_flatten: bool) -> list[BaguaBucket]:
+        """Return the gradients' buckets in the warm-up; none after it."""
+        return [] if self._past_warmup else super().tensors_to_buckets(tensors, do_flatten)
+
+    def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
+        """Append S3.1."""
+        bucket.append_centralized_synchronous_op(group=self.process_group)
+
+    def init_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[str, torch.nn.Parameter], object]:
+        """Mark gradients ready in the warm-up only."""
+        if self._past_warmup:
+            return lambda name, parameter: None
+        mark = super().init_backward_hook(bagua_ddp)
+        # After the last optimizer's step w, another optimizer may still wait for a backward pass, which then belongs to step w + 1.
+        return lambda name, parameter: mark(name, parameter) if self.step < self.warmup_steps else None
+
+    def init_post_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[], object]:
+        """Wait for the gradients in the warm-up; after it, nothing may wait for what is in flight."""
+        return (lambda: None) if self._past_warmup else super().init_post_backward_hook(bagua_ddp)
+
+    def init_post_optimizer_step_hook(self, bagua_ddp: TrainingContext) -> Callable[[torch.optim.Optimizer], object]:
+        """Call `after_local_step` after the last optimizer's steps of the local phase."""
+        return lambda optimizer: self._after_step(optimizer, communicates=True)
+
+    def end_unsynchronized_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Call `after_local_step` for a step that must not communicate."""
+        self._after_step(optimizer, communicates=False)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, communicates: bool) -> None:
+        if optimizer is self.context.bagua_optimizers[-1] and self.step > self.warmup_steps:
+            self.after_local_step(self.step - self.warmup_steps, communicates)
+
+    def after_local_step(self, local_step: int, communicates: bool) -> None:
+        """Do what follows a step of the local phase.
+
+        Args:
+            local_step: the number of the step, from 1.
+            communicates: whether communication may begin now.
+        """
+        raise NotImplementedError
+
+    def run_round(self, buckets: Sequence[BaguaBucket]) -> None:
+        """Begin a round that runs ``buckets`` in the background."""
+        context = self.context
+        context._bagua_backend.run_round(buckets)
+        self._passes_before = context.backward_passes
+
+    def new_bucket(self, tensors: Sequence[Tensor], name: str, flatten: bool, **about: Any) -> BaguaBucket:
+        """Return a bucket for one round; ``about`` are options and information for recorders."""
+        bucket = self.kind_of_bucket(tensors, name, flatten, backend=self.context.kernel_backend)
+        bucket.about = {"algorithm": self.name, "warmup_steps": self.warmup_steps, **about}
+        return bucket
+
+    def load_checked(self, state: dict[str, Any]) -> None:
+        """Load what is kept; the next round compares what must be equal on all ranks."""
+        super().load_checked(state)
+        self.context.note_load()
+
+    def load_counters(self, state: dict[str, Any]) -> None:
+        """Continue from the numbers that `counters` returned."""
+        super().load_counters(state)
+        self._passes_before = self.context.backward_passes
+
+    def metrics(self) -> dict[str, float | int]:
+        """Return the L2 norm of what this rank's weights differed from the shared ones in the last exchange, if there was one."""
+        norms = [norm.item() for part in self._drifts.values() for norm in part]
+        return {"drift": math.hypot(*norms)} if norms else {}
 
 
 class _Averaged(BaguaBucket):
@@ -31,28 +206,24 @@ class _Averaged(BaguaBucket):
         super().copy_from_flat(flat)
 
 
+@implements(LocalSGDAlgorithm)
 class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
     """`LocalSGDAlgorithm` at work on one module."""
 
     name = "local_sgd"
     kind_of_bucket = _Averaged
 
-    def __init__(
-        self, process_group: Group, period: int, warmup_steps: int = 0, offset: int = 0, hierarchical: bool = False
-    ) -> None:
-        super().__init__(process_group, warmup_steps)
-        self.period, self.offset, self.hierarchical = period, offset, hierarchical
-        self.agrees_in_nodes = hierarchical
+    def __init__(self, process_group: Group, options: LocalSGDAlgorithm) -> None:
+        super().__init__(process_group, options)
+        self.agrees_in_nodes = options.hierarchical
         self._parts: list[Sequence[Tensor]] = []
         """The parameters in parts of about the size of a bucket."""
         self._averaging_weights = False
-        self._drifts: dict[int, Sequence[Tensor]] = {}
-        """For each part, the norms of what its weights differed from the mean when they were last averaged."""
 
     @property
     def _averages_in_nodes(self) -> bool:
         """Whether gradients are averaged inside nodes now."""
-        return self.hierarchical and bool(self._past_warmup)
+        return self.options.hierarchical and bool(self._past_warmup)
 
     @property
     def round_stays_in_node(self) -> bool:
@@ -93,7 +264,7 @@ class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
 
     def after_local_step(self, local_step: int, communicates: bool) -> None:
         """Average the weights if the step is due."""
-        if communicates and (local_step - self.offset) % self.period == 0:
+        if communicates and (local_step - self.options.offset) % self.options.period == 0:
             self._averaging_weights = True
             try:
                 self._average_weights()
@@ -108,7 +279,7 @@ class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
                 BaguaTensor.to_bagua_tensor(p, registration(p).name, registration(p).module_name)  # type: ignore[arg-type]
                 for p in part
             ]
-            options = {"period": self.period, "offset": self.offset, "hierarchical": self.hierarchical}
+            options = {name: getattr(self.options, name) for name in ("period", "offset", "hierarchical")}
             bucket = self.new_bucket(weights, f"weights{place}", flatten=False, averages="weights", t=self.step, **options)
             bucket.append_centralized_synchronous_op(group=self.process_group)
             self.run_round([bucket])
@@ -116,51 +287,7 @@ class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
             assert isinstance(bucket, _Averaged)
             self._drifts[place] = bucket.drift
 
-    def metrics(self) -> dict[str, float | int]:
-        """Return the L2 norm of what the weights differed from their mean when they were last averaged."""
-        return drift(self._drifts)
 
-
-class LocalSGDAlgorithm(Algorithm):
-    """Every rank trains on its own gradients; every ``period`` optimizer steps, weights become their mean over ranks (S9.1).
-
-    After step t > warmup_steps with ``(t - warmup_steps - offset) mod period = 0``: ``x <- mean of x over ranks``. Optimizer state
-    and buffers stay local. Each rank sends ``2 (n-1)/n`` of the weights every ``period`` steps. The warm-up is
-    `GradientAllReduceAlgorithm`, bit for bit.
-
-    Args:
-        period: steps from one averaging to the next, at least 1.
-        warmup_steps: steps on averaged gradients before that.
-        offset: from 0 to period - 1. With 0, step ``period`` of the local phase is the first to average; with 1, its first step.
-        hierarchical: average gradients inside each node after each backward pass of the local phase, too (post-local SGD).
-
-    Raises:
-        ValueError: an argument is out of range; on wrapping: no optimizer was passed.
-        TypeError: an argument that is no int, or hierarchical that is no bool.
-
-    >>> LocalSGDAlgorithm(period=8, warmup_steps=100)
-    LocalSGDAlgorithm(period=8, warmup_steps=100, offset=0, hierarchical=False)
-
-    Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017
-    (arXiv:1602.05629); Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020 (arXiv:1808.07217).
-    """
-
-    takes_shards = True
-
-    def __init__(self, period: int, warmup_steps: int = 0, offset: int = 0, hierarchical: bool = False) -> None:
-        check_whole("period", period, 1)
-        check_whole("warmup_steps", warmup_steps, 0)
-        check_whole("offset", offset, 0)
-        if offset >= period:
-            raise ValueError(f"offset={offset} must be from 0 to {period - 1}, less than period={period}")
-        if not isinstance(hierarchical, bool):
-            raise TypeError(f"hierarchical={hierarchical!r} must be a bool")
-        self.period, self.warmup_steps, self.offset, self.hierarchical = period, warmup_steps, offset, hierarchical
-
-    def check(self, parameters: list[tuple[str, torch.nn.Parameter]], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Refuse a training without optimizers, whose steps count."""
-        check_optimizers("local_sgd", optimizers)
-
-    def reify(self, process_group: Group) -> LocalSGDAlgorithmImpl:
-        """Return the implementation for one module."""
-        return LocalSGDAlgorithmImpl(process_group, **vars(self))
+def norms_of(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return the L2 norm of each tensor, still on its device."""
+    return [torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]

@@ -1,42 +1,111 @@
-"""Decentralized averaging on a ring, of which compressed differences are sent (S5.4)."""
+"""Decentralized averaging on a ring, of which compressed differences are sent (S5.4), and the base of what averages weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bagua_ref.agreement import Fact
-from bagua_ref.algorithms.base import Algorithm, TrainingContext
-from bagua_ref.algorithms.weight_averaging import WeightAveragingImpl, bagua_tensor, check_count, check_interval, register_weights
+from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext
+from bagua_ref.algorithms.registry import check_whole, implements
+from bagua_ref.algorithms.state import check_names, check_tensors
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.buckets.compression import check_compression
-from bagua_ref.buckets.tensor import registration
+from bagua_ref.buckets.tensor import BaguaTensor, registration
 from bagua_ref.comm_ops.low_precision_decentralized import trade_with_neighbours
 from bagua_ref.types import Group
 
 __all__ = ["LowPrecisionDecentralizedAlgorithm", "LowPrecisionDecentralizedAlgorithmImpl"]
 
 
+class WeightAveragingImpl(AlgorithmImpl):
+    """Averaging of weights: gradients stay local, and the buckets hold weights."""
+
+    def check_join(self, divide_by_initial_world_size: bool) -> bool:
+        """Return True: ranks without batches go on averaging their weights.
+
+        Raises:
+            ValueError: divide_by_initial_world_size=False.
+        """
+        if not divide_by_initial_world_size:
+            raise ValueError(
+                f"divide_by_initial_world_size=False: {type(self).__name__} averages weights, and ranks without batches have "
+                "weights, too, so that they count; use join(divide_by_initial_world_size=True)"
+            )
+        return True
+
+    def shadow(self, facts: Sequence[int]) -> None:
+        """Average this rank's weights with the others'."""
+        engine = self.context._bagua_backend
+        engine.run_round(self.context.bagua_buckets, is_open=True)
+        engine.wait_pending_comm_ops()
+
+    def init_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[str, torch.nn.Parameter], object]:
+        """Return a hook that does nothing; gradients stay local."""
+        return lambda name, parameter: None
+
+
+def bagua_tensor(tensor: Tensor, name: str | None = None, module_name: str | None = None) -> Tensor:
+    """Return ``tensor`` as a bagua tensor."""
+    return BaguaTensor.ensure_bagua_tensor(tensor, name, module_name)  # type: ignore[arg-type]
+
+
+def register_weights(context: TrainingContext) -> list[Tensor]:
+    """Return the weights as bagua tensors, last layer first."""
+    return [bagua_tensor(p, name, context.bagua_module_name) for name, p in reversed(context.bagua_build_params())]
+
+
+def check_count(what: str, entries: Sequence[Any], buckets: Sequence[BaguaBucket]) -> None:
+    """Raise ValueError unless a state's ``entries`` are one for each bucket; ``what`` they are is for the message."""
+    if len(entries) != len(buckets):
+        raise ValueError(
+            f"state holds {what} of {len(entries)} buckets, this module has {len(buckets)}; it was saved for other weights"
+        )
+
+
+@dataclass(eq=False, repr=False)
+class LowPrecisionDecentralizedAlgorithm(Algorithm):
+    """Averages weights with the two ring neighbours after each optimizer step, and sends changes compressed (S5.4).
+
+    Every rank keeps replicas of its own and its neighbours' weights, bitwise equal to those that the neighbours keep, and sends
+    only the difference between its weights and its own replica (S3.5).
+
+    Args:
+        hierarchical: average inside nodes, the ring between their leaders.
+        communication_interval: number of optimizer steps from one averaging to the next; the first one averages.
+        compression: the name of a codec, one of `bagua_ref.list_codecs` (S4, S12).
+
+    Raises:
+        ValueError: an interval below 1, no such codec; on wrapping: a parameter that no optimizer holds, a fused optimizer.
+        TypeError: an interval that is no int; on wrapping: float64 parameters.
+
+    Source: decentralized low precision in Gan et al., "BAGUA", VLDB 2022 (arXiv:2107.01499); difference compression in Tang et
+    al., "Communication Compression for Decentralized Training", NeurIPS 2018 (arXiv:1803.06443).
+    """
+
+    hierarchical: bool = True
+    communication_interval: int = 1
+    _: KW_ONLY
+    compression: str = "MinMaxUInt8"
+
+    def __post_init__(self) -> None:
+        check_whole("communication_interval", self.communication_interval, 1)
+        check_compression(self.compression)
+
+
+@implements(LowPrecisionDecentralizedAlgorithm)
 class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
     """`LowPrecisionDecentralizedAlgorithm` at work on one module."""
 
+    name = "low_precision_decentralized"
     rank_state = frozenset({"ring", "replicas"})
 
-    def __init__(
-        self,
-        process_group: Group,
-        hierarchical: bool = True,
-        communication_interval: int = 1,
-        *,
-        compression: str = "MinMaxUInt8",
-    ) -> None:
+    def __init__(self, process_group: Group, options: LowPrecisionDecentralizedAlgorithm) -> None:
         super().__init__(process_group)
-        check_interval(communication_interval)
-        self.hierarchical, self.communication_interval = hierarchical, communication_interval
-        self.compression = compression
         self._optimizer_steps = 0
         """Steps that the last optimizer has taken."""
         self._passes_before = 0
@@ -74,8 +143,8 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
             bagua_tensor(weight),
             bagua_tensor(left),
             bagua_tensor(right),
-            self.hierarchical,
-            self.compression,
+            self.options.hierarchical,
+            self.options.compression,
             group=self.process_group,
         )
 
@@ -90,7 +159,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
             if optimizer is not bagua_ddp.bagua_optimizers[-1]:
                 return
             step, self._optimizer_steps = self._optimizer_steps, self._optimizer_steps + 1
-            if step % self.communication_interval == 0:
+            if step % self.options.communication_interval == 0:
                 for tensor in self.tensors:
                     bagua_ddp._bagua_backend.mark_ready(tensor)
                 self._passes_before = bagua_ddp.backward_passes
@@ -113,18 +182,6 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
         buckets = self.context.bagua_buckets
         return [f"{registration(t).name} {layout}" for b in buckets for t, layout in zip(b.tensors, b.layouts, strict=True)]
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``; call it on every rank after loading that rank's own weights.
-
-        Without ring and replicas, the replicas begin as copies of this rank's weights, which must then be equal on all ranks.
-
-        Raises:
-            ValueError: the state is another rank's, or of other weights or another number of ranks.
-        """
-        super().load_state_dict(state)
-        for replica, saved in self._pairs(state):
-            replica.copy_(saved)
-
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise ValueError unless `load_state_dict` can load ``state``."""
         super().check_state(state)
@@ -136,24 +193,17 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
                 "each rank must load the state that it saved itself, in a ring of the same size"
             )
         check_count("replicas", state["replicas"], self.context.bagua_buckets)
-        here, there = self._tensors(), list(state["tensors"])
-        if here != there:
-            lacking, new = [t for t in here if t not in there], [t for t in there if t not in here]
-            raise ValueError(f"state holds replicas of other weights: it lacks {lacking or 'none'}, and {new or 'none'} are new")
-        for replica, saved in self._pairs(state):
-            if replica.shape != saved.shape or replica.dtype != saved.dtype:
-                raise ValueError(
-                    f"state holds a replica of {tuple(saved.shape)} {saved.dtype}, where the bucket has {tuple(replica.shape)} "
-                    f"{replica.dtype}; it was saved for other weights"
-                )
+        check_names("replicas", list(state["tensors"]), self._tensors())
+        for bucket, saved in zip(self.context.bagua_buckets, state["replicas"], strict=True):
+            wanted = dict(zip(("own", "left", "right"), _replicas(bucket), strict=True))
+            check_tensors(f"replicas of bucket {bucket.name!r}", dict(zip(wanted, saved, strict=True)), wanted)
 
-    def _pairs(self, state: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
-        """Return the replicas with what ``state`` holds for them, this rank's weights if it holds none."""
+    def load_checked(self, state: dict[str, Any]) -> None:
+        """Load the replicas; without any, they begin as copies of this rank's weights, which are then equal on all ranks."""
         buckets = self.context.bagua_buckets
-        all_saved = state["replicas"] if "replicas" in state else [[bucket.flattened_tensor()] * 3 for bucket in buckets]
-        return [
-            pair for bucket, saved in zip(buckets, all_saved, strict=True) for pair in zip(_replicas(bucket), saved, strict=True)
-        ]
+        for bucket, saved in zip(buckets, state.get("replicas", [None] * len(buckets)), strict=True):
+            for replica, value in zip(_replicas(bucket), saved or [bucket.flattened_tensor()] * 3, strict=True):
+                replica.copy_(value)
 
     def counters(self) -> dict[str, Any]:
         """Return the step, the number of optimizer steps, and that of backward passes since the last round."""
@@ -168,42 +218,10 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
 
     def _ring(self) -> Any:
         group = self.process_group
-        return group.get_inter_node_communicator() if self.hierarchical else group.get_global_communicator()
+        return group.get_inter_node_communicator() if self.options.hierarchical else group.get_global_communicator()
 
     def _place_on_ring(self) -> tuple[int, int]:
         return self._ring().rank(), self._ring().nranks()
-
-
-class LowPrecisionDecentralizedAlgorithm(Algorithm):
-    """Averages weights with the two ring neighbours after each optimizer step, and sends changes compressed (S5.4).
-
-    Every rank keeps replicas of its own and its neighbours' weights, bitwise equal to those that the neighbours keep, and sends
-    only the difference between its weights and its own replica (S3.5).
-
-    Args:
-        hierarchical: average inside nodes, the ring between their leaders.
-        communication_interval: number of optimizer steps from one averaging to the next; the first one averages.
-        compression: the name of a codec, one of `bagua_ref.list_codecs` (S4, S12).
-
-    Raises:
-        ValueError: an interval below 1, no such codec; on wrapping: a parameter that no optimizer holds, a fused optimizer.
-        TypeError: an interval that is no int; on wrapping: float64 parameters.
-
-    Source: decentralized low precision in Gan et al., "BAGUA", VLDB 2022 (arXiv:2107.01499); difference compression in Tang et
-    al., "Communication Compression for Decentralized Training", NeurIPS 2018 (arXiv:1803.06443).
-    """
-
-    def __init__(self, hierarchical: bool = True, communication_interval: int = 1, *, compression: str = "MinMaxUInt8") -> None:
-        check_interval(communication_interval)
-        check_compression(compression)
-        self.hierarchical, self.communication_interval = hierarchical, communication_interval
-        self.compression = compression
-
-    def reify(self, process_group: Group) -> LowPrecisionDecentralizedAlgorithmImpl:
-        """Return the implementation for one module."""
-        return LowPrecisionDecentralizedAlgorithmImpl(
-            process_group, self.hierarchical, self.communication_interval, compression=self.compression
-        )
 
 
 def _replicas(bucket: BaguaBucket) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import isfinite
 from typing import Literal
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from bagua_ref.algorithms.base import Algorithm, TrainingContext
 from bagua_ref.algorithms.compressed_gradients import CompressedGradientsImpl
-from bagua_ref.algorithms.local_updates import check_optimizers, check_whole
+from bagua_ref.algorithms.registry import check_bool, check_optimizers, check_whole, implements
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.buckets.tensor import registration
 from bagua_ref.comm_ops import LowRank
@@ -24,14 +25,76 @@ __all__ = ["PowerSGDAlgorithm", "PowerSGDAlgorithmImpl"]
 _MEMORIES = ("local", "averaged", None)
 
 
+@dataclass(eq=False, repr=False)
+class PowerSGDAlgorithm(Algorithm):
+    """Gradients are averaged as products of two thin matrices, and what these leave out is added to the next gradients (S10).
+
+    For a gradient of two or more dimensions as a matrix M of n rows, n its first dimension, and m columns, with e added:
+    ``P = orthonormalized sum over ranks of M Q``, ``Q = mean over ranks of M^T P``, and the averaged gradient is ``P Q^T``. The
+    first round's P is made with random columns in place of Q, later ones with the last round's Q, orthonormalized.
+
+    With ``r = min(n, m, matrix_approximation_rank)``, a gradient is compressed if ``(n + m) * r * min_compression_rate < n * m``.
+    All others are averaged exactly. Each rank sends ``8 (n + m) r (N-1)/N`` bytes per step for a compressed gradient on N ranks,
+    in place of ``8 n m (N-1)/N``.
+
+    Args:
+        matrix_approximation_rank: the largest r.
+        warmup_steps: steps on exactly averaged gradients first, as `GradientAllReduceAlgorithm` takes them, bit for bit.
+        min_compression_rate: the least factor by which a gradient must shrink; above 0.
+        memory: "local": each rank keeps ``M - P Q_r^T``, what the sum lacks of its own gradient; "averaged": ``M - P Q^T``, as
+            torch's hook and the paper's code; None: what is left out is lost.
+        warm_start: start from the last round's Q; False: from new random columns in every round.
+        seed: of the random columns, equal on all ranks.
+
+    Raises:
+        ValueError: an argument is out of range; on wrapping: there is a warm-up, and no optimizer was passed.
+        TypeError: an argument is of another type.
+
+    >>> PowerSGDAlgorithm(matrix_approximation_rank=4, warmup_steps=100).memory
+    'local'
+
+    Source: Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", NeurIPS 2019
+    (arXiv:1905.13727).
+    """
+
+    matrix_approximation_rank: int = 1
+    warmup_steps: int = 1000
+    min_compression_rate: float = 2.0
+    memory: Literal["local", "averaged"] | None = "local"
+    warm_start: bool = True
+    seed: int = 0
+
+    takes_shards = True
+
+    def __post_init__(self) -> None:
+        check_whole("matrix_approximation_rank", self.matrix_approximation_rank, 1)
+        check_whole("warmup_steps", self.warmup_steps, 0)
+        rate = self.min_compression_rate
+        if not isinstance(rate, (int, float)) or isinstance(rate, bool):
+            raise TypeError(f"min_compression_rate={rate!r} must be a number above 0")
+        if not (rate > 0 and isfinite(rate)):
+            raise ValueError(f"min_compression_rate={rate} must be a finite number above 0")
+        if self.memory not in _MEMORIES:
+            raise ValueError(f"memory={self.memory!r} must be one of {', '.join(map(repr, _MEMORIES))}")
+        check_bool("warm_start", self.warm_start)
+        check_whole("seed", self.seed, 0)
+        if self.seed >= 2**32:
+            raise ValueError(f"seed={self.seed} must be below 2**32")
+
+    def check(self, parameters: list[tuple[str, torch.nn.Parameter]], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Refuse a warm-up without optimizers, whose steps it counts."""
+        if self.warmup_steps:
+            check_optimizers("powersgd with warmup_steps > 0", optimizers)
+
+
+@implements(PowerSGDAlgorithm)
 class PowerSGDAlgorithmImpl(CompressedGradientsImpl):
     """`PowerSGDAlgorithm` at work on one module; ``memories`` are e and ``factors`` Q, by the names of parameters."""
 
     name = "powersgd"
 
     def __init__(self, process_group: Group, options: PowerSGDAlgorithm) -> None:
-        super().__init__(process_group, options.warmup_steps, has_memory=options.memory is not None)
-        self.options = options
+        super().__init__(process_group, options, has_memory=options.memory is not None)
         self._places: dict[str, int] = {}
         """i of each parameter: its place in the order in which parameters enter buckets."""
 
@@ -72,71 +135,3 @@ class PowerSGDAlgorithmImpl(CompressedGradientsImpl):
             round_number=self.round_number,
         )
         bucket.append_op(op, self.process_group)
-
-
-class PowerSGDAlgorithm(Algorithm):
-    """Gradients are averaged as products of two thin matrices, and what these leave out is added to the next gradients (S10).
-
-    For a gradient of two or more dimensions as a matrix M of n rows, n its first dimension, and m columns, with e added:
-    ``P = orthonormalized sum over ranks of M Q``, ``Q = mean over ranks of M^T P``, and the averaged gradient is ``P Q^T``. The
-    first round's P is made with random columns in place of Q, later ones with the last round's Q, orthonormalized.
-
-    With ``r = min(n, m, matrix_approximation_rank)``, a gradient is compressed if ``(n + m) * r * min_compression_rate < n * m``.
-    All others are averaged exactly. Each rank sends ``8 (n + m) r (N-1)/N`` bytes per step for a compressed gradient on N ranks,
-    in place of ``8 n m (N-1)/N``.
-
-    Args:
-        matrix_approximation_rank: the largest r.
-        warmup_steps: steps on exactly averaged gradients first, as `GradientAllReduceAlgorithm` takes them, bit for bit.
-        min_compression_rate: the least factor by which a gradient must shrink; above 0.
-        memory: "local": each rank keeps ``M - P Q_r^T``, what the sum lacks of its own gradient; "averaged": ``M - P Q^T``, as
-            torch's hook and the paper's code; None: what is left out is lost.
-        warm_start: start from the last round's Q; False: from new random columns in every round.
-        seed: of the random columns, equal on all ranks.
-
-    Raises:
-        ValueError: an argument is out of range; on wrapping: there is a warm-up, and no optimizer was passed.
-        TypeError: an argument is of another type.
-
-    >>> PowerSGDAlgorithm(matrix_approximation_rank=4, warmup_steps=100).memory
-    'local'
-
-    Source: Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", NeurIPS 2019
-    (arXiv:1905.13727).
-    """
-
-    takes_shards = True
-
-    def __init__(
-        self,
-        matrix_approximation_rank: int = 1,
-        warmup_steps: int = 1000,
-        min_compression_rate: float = 2.0,
-        memory: Literal["local", "averaged"] | None = "local",
-        warm_start: bool = True,
-        seed: int = 0,
-    ) -> None:
-        check_whole("matrix_approximation_rank", matrix_approximation_rank, 1)
-        check_whole("warmup_steps", warmup_steps, 0)
-        if not isinstance(min_compression_rate, (int, float)) or isinstance(min_compression_rate, bool):
-            raise TypeError(f"min_compression_rate={min_compression_rate!r} must be a number above 0")
-        if not (min_compression_rate > 0 and isfinite(min_compression_rate)):
-            raise ValueError(f"min_compression_rate={min_compression_rate} must be a finite number above 0")
-        if memory not in _MEMORIES:
-            raise ValueError(f"memory={memory!r} must be one of {', '.join(map(repr, _MEMORIES))}")
-        if not isinstance(warm_start, bool):
-            raise TypeError(f"warm_start={warm_start!r} must be True or False")
-        check_whole("seed", seed, 0)
-        if seed >= 2**32:
-            raise ValueError(f"seed={seed} must be below 2**32")
-        self.matrix_approximation_rank, self.warmup_steps = matrix_approximation_rank, warmup_steps
-        self.min_compression_rate, self.memory, self.warm_start, self.seed = min_compression_rate, memory, warm_start, seed
-
-    def check(self, parameters: list[tuple[str, torch.nn.Parameter]], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Refuse a warm-up without optimizers, whose steps it counts."""
-        if self.warmup_steps:
-            check_optimizers("powersgd with warmup_steps > 0", optimizers)
-
-    def reify(self, process_group: Group) -> PowerSGDAlgorithmImpl:
-        """Return the implementation for one module."""
-        return PowerSGDAlgorithmImpl(process_group, self)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from bagua_ref.agreement import Fact
-from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext
+from bagua_ref.algorithms.base import Algorithm, TrainingContext
 from bagua_ref.algorithms.bytegrad import ByteGradAlgorithmImpl
-from bagua_ref.algorithms.error_memories import check_error_feedback
-from bagua_ref.algorithms.momentum import MomentumBucket
-from bagua_ref.algorithms.q_adam_optimizer import QAdamOptimizer
+from bagua_ref.algorithms.q_adam_optimizer import MomentumBucket, QAdamOptimizer
+from bagua_ref.algorithms.registry import check_bool, implements
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.buckets.compression import check_compression
 from bagua_ref.buckets.optimizer_state import align_state
@@ -27,23 +27,55 @@ _LISTED = 10
 """Parameters that a warning names."""
 
 
+@dataclass(eq=False, repr=False)
+class QAdamAlgorithm(Algorithm):
+    """Adam with exact gradients in warm-up, then with momenta averaged in compressed chunks, v frozen (S5.5, S3.2).
+
+    Args:
+        q_adam_optimizer: holds every parameter that the module trains; pass it to ``with_bagua``, too.
+        hierarchical: full precision inside nodes, compressed between their leaders (S3.3); not in warm-up.
+        grad_scaler: the GradScaler in use, if there is one: after the warm-up gradients enter the momentum during backward,
+            before the scaler can divide them by its scale, so the algorithm has to.
+        compression: the name of a codec, one of `bagua_ref.list_codecs` (S4, S12); used after the warm-up.
+        error_feedback: keep what compression leaves out, in float32, and add it to the next round's momenta (S11.1).
+
+    Raises:
+        TypeError: q_adam_optimizer is another optimizer, grad_scaler something else, or error_feedback no bool.
+        ValueError: there is no such codec.
+
+    Source: Tang et al., "1-bit Adam", ICML 2021 (arXiv:2102.02888); QAdam in Gan et al., "BAGUA", VLDB 2022 (arXiv:2107.01499).
+    """
+
+    q_adam_optimizer: QAdamOptimizer
+    hierarchical: bool = True
+    _: KW_ONLY
+    grad_scaler: torch.amp.GradScaler | None = None
+    compression: str = "MinMaxUInt8"
+    error_feedback: bool = False
+
+    average = True
+
+    def __post_init__(self) -> None:
+        check_compression(self.compression)
+        check_bool("error_feedback", self.error_feedback)
+        if not isinstance(self.q_adam_optimizer, QAdamOptimizer):
+            raise TypeError(f"q_adam_optimizer must be a QAdamOptimizer, not {type(self.q_adam_optimizer).__name__}")
+        if self.grad_scaler is not None and not isinstance(self.grad_scaler, torch.amp.GradScaler):
+            raise TypeError(f"grad_scaler={self.grad_scaler!r} must be a torch.amp.GradScaler or None")
+
+
+@implements(QAdamAlgorithm)
 class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
     """`QAdamAlgorithm` at work on one module: first with buckets of gradients, after a reset with buckets of momenta."""
 
     name = "qadam"
 
-    def __init__(
-        self,
-        process_group: Group,
-        q_adam_optimizer: QAdamOptimizer,
-        hierarchical: bool = True,
-        *,
-        grad_scaler: torch.amp.GradScaler | None = None,
-        compression: str = "MinMaxUInt8",
-        error_feedback: bool = False,
-    ) -> None:
-        super().__init__(process_group, hierarchical, average=True, compression=compression, error_feedback=error_feedback)
-        self.q_adam_optimizer, self.grad_scaler = q_adam_optimizer, grad_scaler
+    begins_in_forward = True  # the change of phase does (S5.5)
+    rounds_are_alike = False  # the phases send different messages, and the second one changes the momenta
+
+    def __init__(self, process_group: Group, options: QAdamAlgorithm) -> None:
+        super().__init__(process_group, options)
+        self.q_adam_optimizer, self.grad_scaler = options.q_adam_optimizer, options.grad_scaler
         self.delivers_error_memory = False  # it is one of momenta, which stay where no rank uses the parameter
         self._compressing: bool | None = None
         """Whether the buckets hold momenta; None before there are any."""
@@ -66,16 +98,6 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
         """Whether the next step is past the warm-up, so that what counts for it is the momentum."""
         return self.optimizer_step_id >= self.warmup_steps
 
-    @property
-    def rounds_are_alike(self) -> bool:
-        """False: the phases send different messages, and the second one changes the momenta."""
-        return False
-
-    @property
-    def begins_in_forward(self) -> bool:
-        """The change of phase does (S5.5)."""
-        return True
-
     def facts(self) -> list[Fact]:
         """Return the phase, and the steps that decide it."""
         return [
@@ -94,7 +116,7 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
             NotImplementedError: there is a GradScaler or error memory, or the optimizer was not passed when wrapping.
             ValueError: divide_by_initial_world_size=True.
         """
-        if self.error_memories.error_feedback:
+        if self.options.error_feedback:
             raise NotImplementedError(
                 "qadam with error_feedback=True cannot train inside join(): ranks without batches would have to add what they have "
                 "left out to a mean that does not count them. Use error_feedback=False"
@@ -126,11 +148,7 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
             if bucket in concerned:
                 momentum.undo_overflow()
         momenta = {parameter: self.q_adam_optimizer.state[parameter]["exp_avg"].clone() for parameter in unused}
-        memories = [
-            (bucket, memory, memory.kept())
-            for bucket in concerned
-            if (memory := self.error_memories.of_bucket(bucket, self.hierarchical)) is not None
-        ]
+        memories = [(bucket, memory, memory.kept()) for bucket in concerned if (memory := self.memory_of(bucket)) is not None]
 
         def put_back() -> None:
             for parameter, momentum in momenta.items():
@@ -150,7 +168,7 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
     def _compressing_communicator(self) -> Any:
         """The communicator of the ranks between which momenta are compressed."""
         group = self.process_group
-        return group.get_inter_node_communicator() if self.hierarchical else group.get_global_communicator()
+        return group.get_inter_node_communicator() if self.options.hierarchical else group.get_global_communicator()
 
     def shadow(self, facts: Sequence[int]) -> None:
         """Contribute zeros in the phase in which the other ranks are."""
@@ -198,7 +216,7 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
     def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
         """Append S3.1 in warm-up, after it the update of the momenta and S3.2 (S11.1), or S3.3 with it between leaders."""
         if not self._compressing:
-            self.error_memories.of_bucket(bucket, self.hierarchical)  # so that states of both phases have the same entries
+            self.memory_of(bucket)  # so that states of both phases have the same entries
             bucket.append_centralized_synchronous_op(hierarchical=False, average=True, group=self.process_group)
             return
         momentum = MomentumBucket(self.q_adam_optimizer, self.grad_scaler, bucket)
@@ -285,51 +303,3 @@ def _first(listed: list[str]) -> str:
     """Return the first of a list as text, and how many there are beyond them."""
     more = len(listed) - _LISTED
     return ", ".join(listed[:_LISTED]) + (f" and {more} more parameters" if more > 0 else "")
-
-
-class QAdamAlgorithm(Algorithm):
-    """Adam with exact gradients in warm-up, then with momenta averaged in compressed chunks, v frozen (S5.5, S3.2).
-
-    Args:
-        q_adam_optimizer: holds every parameter that the module trains; pass it to ``with_bagua``, too.
-        hierarchical: full precision inside nodes, compressed between their leaders (S3.3); not in warm-up.
-        grad_scaler: the GradScaler in use, if there is one: after the warm-up gradients enter the momentum during backward,
-            before the scaler can divide them by its scale, so the algorithm has to.
-        compression: the name of a codec, one of `bagua_ref.list_codecs` (S4, S12); used after the warm-up.
-        error_feedback: keep what compression leaves out, in float32, and add it to the next round's momenta (S11.1).
-
-    Raises:
-        TypeError: q_adam_optimizer is another optimizer, grad_scaler something else, or error_feedback no bool.
-        ValueError: there is no such codec.
-
-    Source: Tang et al., "1-bit Adam", ICML 2021 (arXiv:2102.02888); QAdam in Gan et al., "BAGUA", VLDB 2022 (arXiv:2107.01499).
-    """
-
-    def __init__(
-        self,
-        q_adam_optimizer: QAdamOptimizer,
-        hierarchical: bool = True,
-        *,
-        grad_scaler: torch.amp.GradScaler | None = None,
-        compression: str = "MinMaxUInt8",
-        error_feedback: bool = False,
-    ) -> None:
-        check_compression(compression)
-        check_error_feedback(error_feedback)
-        if not isinstance(q_adam_optimizer, QAdamOptimizer):
-            raise TypeError(f"q_adam_optimizer must be a QAdamOptimizer, not {type(q_adam_optimizer).__name__}")
-        if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
-            raise TypeError(f"grad_scaler={grad_scaler!r} must be a torch.amp.GradScaler or None")
-        self.q_adam_optimizer, self.hierarchical, self.grad_scaler = q_adam_optimizer, hierarchical, grad_scaler
-        self.compression, self.error_feedback = compression, error_feedback
-
-    def reify(self, process_group: Group) -> AlgorithmImpl:
-        """Return the implementation for one module."""
-        return QAdamAlgorithmImpl(
-            process_group,
-            self.q_adam_optimizer,
-            self.hierarchical,
-            grad_scaler=self.grad_scaler,
-            compression=self.compression,
-            error_feedback=self.error_feedback,
-        )

@@ -1,11 +1,17 @@
-"""The registry of algorithms by name (S5.7)."""
+"""The registry of algorithms by name (S5.7), and what the options of several of them share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import inspect
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, TypeVar
 
-__all__ = ["GlobalAlgorithmRegistry"]
+import torch
+
+__all__ = ["GlobalAlgorithmRegistry", "check_bool", "check_join_with_memory", "check_optimizers", "check_whole", "implements"]
+
+AnyImpl = TypeVar("AnyImpl")
 
 
 class _AlgorithmRegistry(dict):  # type: ignore[type-arg]
@@ -50,3 +56,60 @@ class _AlgorithmRegistry(dict):  # type: ignore[type-arg]
 
 
 GlobalAlgorithmRegistry = _AlgorithmRegistry()
+
+
+def implements(algorithm: type[Any]) -> Callable[[type[AnyImpl]], type[AnyImpl]]:
+    """Make a class the implementation of ``algorithm``.
+
+    Its ``__init__(self, process_group, options)`` then also takes the options one by one, as in Bagua.
+
+    Args:
+        algorithm: the class of ``options``.
+    """
+
+    def decorate(implementation: type[AnyImpl]) -> type[AnyImpl]:
+        init: Callable[..., None] = vars(implementation)["__init__"]
+
+        @wraps(init)
+        def with_options(self: Any, process_group: Any, *args: Any, **kwargs: Any) -> None:
+            self.options = args[0] if args and hasattr(args[0], "reify") else algorithm(*args, **kwargs)
+            init(self, process_group, self.options)
+
+        own, options = (list(inspect.signature(function).parameters.values()) for function in (init, algorithm))
+        with_options.__signature__ = inspect.Signature([*own[:2], *options])  # type: ignore[attr-defined]
+        implementation.__init__ = with_options  # type: ignore[assignment]
+        algorithm.implementation = implementation
+        return implementation
+
+    return decorate
+
+
+def check_whole(name: str, value: int, least: int) -> None:
+    """Raise unless the argument ``name`` is an int from ``least``."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}={value!r} must be an int, {least} or more")
+    if value < least:
+        raise ValueError(f"{name}={value} must be {least} or more")
+
+
+def check_bool(name: str, value: bool) -> None:
+    """Raise TypeError unless the argument ``name`` is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}={value!r} must be True or False")
+
+
+def check_optimizers(name: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise ValueError unless there are optimizers, whose steps the algorithm ``name`` counts."""
+    if not optimizers:
+        raise ValueError(
+            f"optimizers=[]: {name} counts the steps of the last optimizer; pass the module's optimizers to with_bagua"
+        )
+
+
+def check_join_with_memory(name: str, divide_by_initial_world_size: bool) -> None:
+    """Raise ValueError if an algorithm that keeps what it left out is to divide by the ranks that have batches."""
+    if not divide_by_initial_world_size:
+        raise ValueError(
+            f"divide_by_initial_world_size=False: {name} also applies what ranks have left out in earlier rounds, those "
+            "without batches included; use join(divide_by_initial_world_size=True), or train without memory"
+        )

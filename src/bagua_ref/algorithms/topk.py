@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from bagua_ref.algorithms.base import Algorithm, TrainingContext
 from bagua_ref.algorithms.compressed_gradients import CompressedGradientsImpl
-from bagua_ref.algorithms.error_memories import check_error_feedback
-from bagua_ref.algorithms.local_updates import check_optimizers, check_whole
+from bagua_ref.algorithms.registry import check_bool, check_optimizers, check_whole, implements
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.buckets.tensor import registration
 from bagua_ref.comm_ops import TopK
@@ -18,33 +18,7 @@ from bagua_ref.types import Group
 __all__ = ["TopKAlgorithm", "TopKAlgorithmImpl"]
 
 
-class TopKAlgorithmImpl(CompressedGradientsImpl):
-    """`TopKAlgorithm` at work on one module; ``memories`` are e, by the names of parameters."""
-
-    name = "topk"
-
-    def __init__(self, process_group: Group, options: TopKAlgorithm) -> None:
-        super().__init__(process_group, options.warmup_steps, has_memory=options.error_feedback)
-        self.ratio = options.ratio
-
-    def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
-        """Append S11.2."""
-        names = [registration(proxy).name for proxy in bucket.tensors]
-        if self.has_memory:
-            for name, layout in zip(names, bucket.layouts, strict=True):
-                self.memories.expect(name, torch.empty((), device=bucket.device).expand(layout.shape), layout)
-        op = TopK(
-            self.process_group.get_global_communicator(),
-            bucket.kernels,
-            sum(layout.shape.numel() for layout in bucket.layouts),
-            self.ratio,
-            (lambda: self.memories.flat(names)) if self.has_memory else None,
-            lambda: self.compressing,
-            bucket.dtype,
-        )
-        bucket.append_op(op, self.process_group)
-
-
+@dataclass(eq=False, repr=False)
 class TopKAlgorithm(Algorithm):
     """Each rank sends its k largest gradient elements of each bucket, and adds the others to its next gradients (S11.2).
 
@@ -68,16 +42,19 @@ class TopKAlgorithm(Algorithm):
     Source: Aji & Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017 (arXiv:1704.05021).
     """
 
+    ratio: float = 0.01
+    error_feedback: bool = True
+    warmup_steps: int = 0
+
     takes_shards = True
 
-    def __init__(self, ratio: float = 0.01, error_feedback: bool = True, warmup_steps: int = 0) -> None:
-        if not isinstance(ratio, (int, float)) or isinstance(ratio, bool):
-            raise TypeError(f"ratio={ratio!r} must be a number above 0 and at most 1")
-        if not 0 < ratio <= 1:
-            raise ValueError(f"ratio={ratio} must be above 0 and at most 1")
-        check_error_feedback(error_feedback)
-        check_whole("warmup_steps", warmup_steps, 0)
-        self.ratio, self.error_feedback, self.warmup_steps = ratio, error_feedback, warmup_steps
+    def __post_init__(self) -> None:
+        if not isinstance(self.ratio, (int, float)) or isinstance(self.ratio, bool):
+            raise TypeError(f"ratio={self.ratio!r} must be a number above 0 and at most 1")
+        if not 0 < self.ratio <= 1:
+            raise ValueError(f"ratio={self.ratio} must be above 0 and at most 1")
+        check_bool("error_feedback", self.error_feedback)
+        check_whole("warmup_steps", self.warmup_steps, 0)
 
     def check(self, parameters: list[tuple[str, torch.nn.Parameter]], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Refuse float64 parameters, and a warm-up without optimizers, whose steps it counts."""
@@ -87,6 +64,29 @@ class TopKAlgorithm(Algorithm):
         if self.warmup_steps:
             check_optimizers("topk with warmup_steps > 0", optimizers)
 
-    def reify(self, process_group: Group) -> TopKAlgorithmImpl:
-        """Return the implementation for one module."""
-        return TopKAlgorithmImpl(process_group, self)
+
+@implements(TopKAlgorithm)
+class TopKAlgorithmImpl(CompressedGradientsImpl):
+    """`TopKAlgorithm` at work on one module; ``memories`` are e, by the names of parameters."""
+
+    name = "topk"
+
+    def __init__(self, process_group: Group, options: TopKAlgorithm) -> None:
+        super().__init__(process_group, options, has_memory=options.error_feedback)
+
+    def init_operations(self, bagua_ddp: TrainingContext, bucket: BaguaBucket) -> None:
+        """Append S11.2."""
+        names = [registration(proxy).name for proxy in bucket.tensors]
+        if self.has_memory:
+            for name, layout in zip(names, bucket.layouts, strict=True):
+                self.memories.expect(name, torch.empty((), device=bucket.device).expand(layout.shape), layout)
+        op = TopK(
+            self.process_group.get_global_communicator(),
+            bucket.kernels,
+            sum(layout.shape.numel() for layout in bucket.layouts),
+            self.options.ratio,
+            (lambda: self.memories.flat(names)) if self.has_memory else None,
+            lambda: self.compressing,
+            bucket.dtype,
+        )
+        bucket.append_op(op, self.process_group)

@@ -14,7 +14,7 @@ import torch
 from bagua_ref.base.untrusted import one_line
 from bagua_ref.checkpoint.folder import Manifest, checked_step, found_steps, read_manifest, step_folder, verify
 from bagua_ref.checkpoint.plain import read_plain
-from bagua_ref.checkpoint.training_state import RestoreError, State, Training, listed
+from bagua_ref.checkpoint.training_state import RestoreError, State, TrainingState, listed
 from bagua_ref.errors import CheckpointError
 
 __all__ = ["Checkpoint", "load"]
@@ -22,7 +22,7 @@ __all__ = ["Checkpoint", "load"]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What `load` has loaded.
+    """A checkpoint that was loaded.
 
     Attributes:
         step: as it was saved: the number of steps taken.
@@ -68,7 +68,7 @@ def load(
         CheckpointError: there are checkpoints, but all of them are damaged; the checkpoint of ``step`` is damaged or missing.
         RuntimeError: the algorithm works in the background; the message says how to stop it.
     """
-    training = Training(model, optimizers, sampler)
+    training = TrainingState(model, optimizers, sampler)
     if isinstance(sampler, Mapping):
         raise TypeError("sampler is a state; it must be the sampler to load into")
     if training.context is None and not drop_rank_state:
@@ -116,7 +116,7 @@ def _newest(folder: Path, step: int | None) -> tuple[Path, Manifest] | None:
     return None
 
 
-def _to_load(training: Training, place: Path, manifest: Manifest, drop: bool) -> tuple[State, dict[str, list[str]]]:
+def _to_load(training: TrainingState, place: Path, manifest: Manifest, drop: bool) -> tuple[State, dict[str, list[str]]]:
     """Return the state that this rank continues from, and the names of the files of each of its components."""
     rank, ranks = training.place()
     rank_state = training.algorithm.rank_state if training.context is not None else frozenset()
@@ -152,7 +152,7 @@ def _read(path: Path, size: int) -> State:
     return state
 
 
-def _check_fit(training: Training, place: Path, manifest: Manifest, state: State, drop: bool) -> None:
+def _check_fit(training: TrainingState, place: Path, manifest: Manifest, state: State, drop: bool) -> None:
     """Raise ValueError if ``state`` is of another kind of training."""
     wrapped = training.context is not None
     if wrapped and type(training.algorithm).__name__ != manifest.algorithm:

@@ -29,9 +29,11 @@ _STORAGES = {
 _DTYPES = {f"torch {name}Storage": dtype for dtype, name in _STORAGES.items()}
 _REBUILD, _COUNTER, _HOOKS = "torch._utils _rebuild_tensor_v2", "collections Counter", "collections OrderedDict"
 _NAMES = {*_DTYPES, _REBUILD, _COUNTER, _HOOKS}
-"""What the pickle in a file may name."""
+"""Names that the pickle in a file may use."""
 _SIMPLE = {"BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "BINUNICODE"}
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+_TAKEN = {"TUPLE": None, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "APPENDS": None, "APPEND": 1, "SETITEMS": None, "SETITEM": 2}
+"""Number of items that each takes from the stack; None: all since the last mark."""
 _DEEPEST = 100
 _MOST_DIMENSIONS = 64  # as in torch
 
@@ -147,18 +149,8 @@ class _Pairs(list[tuple[Any, Any]]):
     """A dict to be, as it must be whole when the hashes of its keys are checked."""
 
 
-class _Item(NamedTuple):
-    """A value on the stack of a pickle.
-
-    Attributes:
-        value: itself.
-        depth: how deep it is nested.
-        partial: whether it, or something inside, is a part of a tensor's description and not of the tree.
-    """
-
-    value: Any
-    depth: int = 0
-    partial: bool = False
+class _Counts(_Pairs):
+    """A Counter to be."""
 
 
 class _Reader:
@@ -185,50 +177,48 @@ class _Reader:
 
     def read(self) -> Any:
         """Return the tree."""
-        stack: list[_Item] = []
-        marked: list[list[_Item]] = []
-        memo: dict[int, _Item] = {}
+        stack: list[Any] = []
+        marked: list[list[Any]] = []
+        memo: dict[int, Any] = {}
         for operation, argument, _ in pickletools.genops(self._archive.read(self._pickled)):
             name = operation.name
             if name == "STOP":
-                return _whole(stack.pop()).value
+                return _finished(stack.pop())
             if name in _SIMPLE:
-                stack.append(_Item(argument))
+                stack.append(argument)
             elif name in _CONSTANTS:
-                stack.append(_Item(_CONSTANTS[name]))
+                stack.append(_CONSTANTS[name])
             elif name == "GLOBAL":
                 if argument not in _NAMES:
                     raise ValueError(f"it refers to {argument!r}")
-                stack.append(_Item(_Name(argument), partial=True))
+                stack.append(_Name(argument))
             elif name in ("EMPTY_LIST", "EMPTY_DICT"):
-                stack.append(_Item([] if name == "EMPTY_LIST" else _Pairs()))
+                stack.append([] if name == "EMPTY_LIST" else _Pairs())
             elif name == "MARK":
                 marked.append(stack)
                 stack = []
-            elif name in ("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"):
-                if name == "TUPLE":
+            elif name in _TAKEN:
+                count = _TAKEN[name]
+                if count is None:
                     inside, stack = stack, marked.pop()
                 else:
-                    inside = [stack.pop() for _ in range(int(name[-1]))][::-1]
-                stack.append(_tuple(inside))
-            elif name in ("APPENDS", "SETITEMS"):
-                inside, stack = stack, marked.pop()
-                stack.append(_extended(stack.pop(), inside, _Pairs if name == "SETITEMS" else list))
-            elif name in ("APPEND", "SETITEM"):
-                inside = [stack.pop() for _ in range(1 if name == "APPEND" else 2)][::-1]
-                stack.append(_extended(stack.pop(), inside, _Pairs if name == "SETITEM" else list))
+                    inside = [stack.pop() for _ in range(count)][::-1]
+                if name.startswith("TUPLE"):
+                    stack.append(tuple(inside))
+                else:
+                    _extend(stack[-1], inside, _Pairs if name.startswith("SETITEM") else list)
             elif name in ("BINPUT", "LONG_BINPUT"):
                 memo[cast("int", argument)] = stack[-1]
             elif name in ("BINGET", "LONG_BINGET"):
                 known = memo[cast("int", argument)]
-                if not isinstance(known.value, str):
+                if not isinstance(known, str):
                     raise ValueError("it contains a value in several places")
                 stack.append(known)
             elif name == "BINPERSID":
-                stack.append(_Item(self._storage(*stack.pop().value), partial=True))
+                stack.append(self._storage(*stack.pop()))
             elif name == "REDUCE":
                 arguments = stack.pop()
-                stack.append(_made(stack.pop().value, arguments))
+                stack.append(_made(stack.pop(), arguments))
             elif name != "PROTO":
                 raise ValueError(f"it contains the operation {name!r}")
         raise ValueError("it has no end")
@@ -248,44 +238,37 @@ class _Reader:
         return _Storage(flat != 0 if _DTYPES[dtype] is torch.bool else flat.view(_DTYPES[dtype]))
 
 
-def _whole(item: _Item) -> _Item:
-    """Return a value that will not change any more."""
-    if item.partial:
-        raise ValueError("it contains a part of a tensor in another place")
-    if not isinstance(item.value, _Pairs):
-        return item
-    check_hash_collisions(key for key, _ in item.value)
-    return item._replace(value=dict(item.value))
+def _extend(container: Any, inside: list[Any], kind: type[list[Any]]) -> None:
+    """Add items to a list, or pairs of keys and values to a dict to be."""
+    if type(container) is not kind:
+        raise ValueError("it adds to something else than a list or a dict")
+    container.extend(zip(inside[::2], inside[1::2], strict=True) if kind is _Pairs else inside)
 
 
-def _tuple(inside: list[_Item]) -> _Item:
-    items = [item if item.partial else _whole(item) for item in inside]
-    depth = 1 + max((item.depth for item in items), default=0)
+def _made(name: Any, arguments: Any) -> Any:
+    """Return what a call in a pickle stands for: a Counter, or a tensor and the empty dict of its hooks."""
+    if name == _HOOKS and isinstance(name, _Name) and arguments == ():
+        return name
+    if name == _COUNTER and isinstance(name, _Name):
+        (counts,) = arguments
+        if type(counts) is _Pairs:
+            return _Counts(counts)
+    if name == _REBUILD and isinstance(name, _Name):
+        return _tensor(*arguments)
+    raise ValueError("it contains a call that makes no tensor")
+
+
+def _finished(value: Any, depth: int = 0) -> Any:
+    """Return a value of the tree, with dicts made; raise if it is none, or nested too deep."""
     if depth > _DEEPEST:
         raise ValueError(f"it is nested more than {_DEEPEST} deep")
-    return _Item(tuple(item.value for item in items), depth, any(item.partial for item in items))
-
-
-def _extended(container: _Item, inside: list[_Item], kind: type[list[Any]]) -> _Item:
-    """Return a container with more items, in pairs of keys and values if it is to be a dict."""
-    if type(container.value) is not kind:
-        raise ValueError("it adds to something else than a list or a dict")
-    added = _tuple([_whole(item) for item in inside])
-    container.value.extend(zip(added.value[::2], added.value[1::2], strict=True) if kind is _Pairs else added.value)
-    return container._replace(depth=max(container.depth, added.depth))
-
-
-def _made(name: Any, arguments: _Item) -> _Item:
-    """Return what a call in a pickle stands for: a Counter, or a tensor and the empty dict of its hooks."""
-    if name == _HOOKS and isinstance(name, _Name) and arguments.value == ():
-        return _Item(name, partial=True)
-    if name == _COUNTER and isinstance(name, _Name):
-        (counts,) = _whole(arguments).value
-        if type(counts) is dict:
-            return arguments._replace(value=Counter(counts))
-    if name == _REBUILD and isinstance(name, _Name):
-        return _Item(_tensor(*arguments.value))
-    raise ValueError("it contains a call that makes no tensor")
+    if isinstance(value, (_Name, _Storage)):
+        raise ValueError("it contains a part of a tensor in another place")
+    if isinstance(value, _Pairs):
+        pairs = [(_finished(key, depth + 1), _finished(item, depth + 1)) for key, item in value]
+        check_hash_collisions(key for key, _ in pairs)
+        return Counter(dict(pairs)) if isinstance(value, _Counts) else dict(pairs)
+    return type(value)(_finished(item, depth + 1) for item in value) if type(value) in (list, tuple) else value
 
 
 def _tensor(storage: Any, offset: int, size: tuple[int, ...], stride: tuple[int, ...], requires_grad: bool, hooks: str) -> Tensor:

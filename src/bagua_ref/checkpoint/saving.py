@@ -13,7 +13,7 @@ import torch
 
 from bagua_ref.checkpoint.folder import Manifest, Part, checked_step, commit, discard, remove_old, step_folder, write_part
 from bagua_ref.checkpoint.plain import digest, plain
-from bagua_ref.checkpoint.training_state import State, Training, listed
+from bagua_ref.checkpoint.training_state import State, TrainingState, listed
 from bagua_ref.communicators.base import Communicator
 from bagua_ref.communicators.scheduler import format_ranks
 from bagua_ref.errors import CheckpointError, CommunicationError
@@ -80,7 +80,7 @@ def save(
     step = checked_step(step)
     if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
         raise ValueError(f"keep={keep!r} must be a number of checkpoints, 1 or more, or None")
-    training = Training(model, optimizers, sampler)
+    training = TrainingState(model, optimizers, sampler)
     if training.context is None:
         raise ValueError("model is not wrapped; wrap it with_bagua(...) before saving")
     comm = training.context.given_group.get_global_communicator()

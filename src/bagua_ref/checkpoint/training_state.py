@@ -21,7 +21,7 @@ from bagua_ref.checkpoint.plain import plain
 from bagua_ref.data_parallel.wrapped_module import WrappedModule
 from bagua_ref.data_parallel.wrapping import context_of
 
-__all__ = ["RestoreError", "State", "Training", "listed"]
+__all__ = ["RestoreError", "State", "TrainingState", "listed"]
 
 State = dict[str, dict[str, Any]]
 """Plain trees by component, such as "model", and entry, such as the name of a weight."""
@@ -44,8 +44,8 @@ class RestoreError(ValueError):
         self.component = component
 
 
-class Training:
-    """What a checkpoint saves and restores on this rank.
+class TrainingState:
+    """State of a training on this rank, which a checkpoint saves and restores.
 
     Args:
         model: wrapped by ``with_bagua``, or a wrapper; to restore, it may also be a plain module.

@@ -40,7 +40,7 @@ class WeightLock:
         self._used: Any = streams.record(self._training)
         """The end of training's last use of the weights."""
         self._changed: Any = None
-        """When a round was."""
+        """The end of the last round's use of them."""
         self._holds = 0
         self._counting = threading.Lock()
         self.on_wait: Callable[[], None] | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,14 +17,6 @@ from bagua_ref.observe.meter import profiled
 from bagua_ref.types import ReduceOp
 
 __all__ = ["Decentralized"]
-
-
-class FlatTarget(Protocol):
-    """The bucket that `Decentralized.copy_back_peer_weight` writes to."""
-
-    def copy_from_flat(self, flat: Tensor) -> None:
-        """Copy ``flat``, which has the bucket's size, into the bucket's tensors."""
-        ...
 
 
 class Decentralized(CommOp):
@@ -106,7 +98,7 @@ class Decentralized(CommOp):
         else:
             self._average(mine, self.graph)
 
-    def copy_back_peer_weight(self, bucket: FlatTarget) -> None:
+    def copy_back_peer_weight(self, bucket: Any) -> None:
         """Copy the result into the bucket's tensors; hierarchical: a collective inside the node.
 
         Call it only between the end of an execution (``wait_pending_comm_ops()``) and the beginning of the next.

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from bagua_ref.backends.base import KernelBackend
 from bagua_ref.backends.codec import Codec
-from bagua_ref.comm_ops.base import CommOp
+from bagua_ref.comm_ops.centralized import CentralizedLowPrecision
 from bagua_ref.communicators.base import Communicator
 from bagua_ref.communicators.pipelining import Overlap
 
@@ -15,7 +15,7 @@ __all__ = ["CentralizedErrorFeedback", "ErrorMemory"]
 
 
 class ErrorMemory:
-    """What compression has left out of a bucket on this rank: e of all of it, and f of the rank's own chunk (S11.1).
+    """Error memory of a bucket on this rank: e, left out of all of it, and f, left out of the rank's own chunk (S11.1).
 
     Args:
         filled: the elements of the bucket, without padding.
@@ -89,7 +89,7 @@ class ErrorMemory:
         return self._kept
 
 
-class CentralizedErrorFeedback(CommOp):
+class CentralizedErrorFeedback(CentralizedLowPrecision):
     """Sum or mean over all ranks in compressed chunks, which remembers what compression leaves out (S11.1).
 
     With C the codec, D its decoder, e the memory of all chunks and f that of the rank's own chunk:
@@ -112,8 +112,8 @@ class CentralizedErrorFeedback(CommOp):
     """
 
     def __init__(self, comm: Communicator, kernels: KernelBackend, codec: Codec, average: bool, memory: ErrorMemory) -> None:
-        super().__init__(comm, kernels)
-        self.codec, self.average, self.memory = codec, average, memory
+        super().__init__(comm, kernels, codec, average)
+        self.memory = memory
 
     @torch.no_grad()
     def __call__(self, x: Tensor) -> None:

@@ -141,7 +141,7 @@ class DDPHookState(NotCopied):
 
         Args:
             state: what `state_dict` returned on the same rank of as many ranks, for the same model.
-            options: ``drop_local=True`` loads the state of any rank without its memories; not under "gradient_allreduce".
+            options: ``drop_local=True`` loads the state of any rank without its memories.
 
         Raises:
             ValueError: it is a state of another algorithm, version, model or rank.

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bagua_ref.algorithms.fragments import Schedule
+from bagua_ref.algorithms.fragments import FragmentSchedule
 from bagua_ref.backends import get_backend, list_codecs
 from bagua_ref.backends.base import FLOATS
 from bagua_ref.backends.codec import COMPRESSIBLE
@@ -168,7 +168,7 @@ def _diloco(records: Sequence[Record], nodes: Sequence[int], options: Mapping[st
         found += _applied(records, options["mix"] or 0.0)
     if options["period"] is not None and all({"t", "fragment"} <= record.info.keys() for record in records):
         try:
-            schedule = Schedule(options["period"], options["fragments"], options["delay"])
+            schedule = FragmentSchedule(options["period"], options["fragments"], options["delay"])
         except ValueError as error:
             raise NotReplayable(str(error)) from None
         steps = [record.info["t"] - (options["warmup_steps"] or 0) for record in records]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bagua_ref.algorithms.fragments import Fragment, Schedule, split_into_fragments
+from bagua_ref.algorithms.fragments import Fragment, FragmentSchedule, split_into_fragments
 from bagua_ref.backends.base import FLOATS
 from bagua_ref.conformance.vectors.case import Case, canonical, case_id, name_of, seed_of
 from bagua_ref.conformance.vectors.numbers import KINDS, Numbers, tensor_of
@@ -75,7 +75,7 @@ def _schedules() -> Iterator[Case]:
     for period, count, delay, warmup_steps in (
         (1, 1, 0, 0), (6, 1, 0, 0), (6, 1, 5, 0), (6, 3, 0, 0), (6, 3, 1, 0), (12, 4, 2, 3), (20, 2, 9, 1), (5, 5, 0, 2),
     ):  # fmt: skip
-        schedule = Schedule(period, count, delay)
+        schedule = FragmentSchedule(period, count, delay)
         steps = [*range(1, 2 * period + warmup_steps + 2), 2**40 + 1, 2**40 + 2, 2**40 + 3]
         outputs = {
             "sent": [schedule.sent_after(t - warmup_steps) if t > warmup_steps else None for t in steps],

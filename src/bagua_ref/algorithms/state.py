@@ -1,0 +1,296 @@
+"""State of algorithms: tensors that they keep from round to round, by key, and checks of what a checkpoint holds of it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bagua_ref.base.memory import Layout
+from bagua_ref.base.runtime import current_world
+from bagua_ref.base.untrusted import NATURAL, check_form
+from bagua_ref.buckets.bucket import BaguaBucket
+from bagua_ref.buckets.tensor import registration
+from bagua_ref.comm_ops import ErrorMemory
+from bagua_ref.types import Group
+
+__all__ = ["ErrorMemories", "TensorStore", "check_entries", "check_names", "check_saved_here", "check_tensors", "saved_by"]
+
+_VERSION = 1
+"""Of the states that `saved_by` signs."""
+_COUNT = range(10**18)
+"""Values that a counter may have, so that it can go on and still be sent as an int64."""
+_OPTIONAL = {"steps_of_optimizers", "passes"}
+_BUCKET = {"tensors": [str], "numel": NATURAL, "chunks": range(1, 2**63), "worker": object, "server": object}
+_MEMORIES = {"version": object, "rank": object, "world_size": object, "algorithm": object, "buckets": [_BUCKET]}
+
+_Key = tuple[tuple[str, ...], int, int]
+"""The tensors with their shapes and strides, the elements with padding, and the number of chunks."""
+
+
+def saved_by(group: Group) -> dict[str, int]:
+    """Return the version, and who saves a state in ``group``: the rank in it, and the number of ranks."""
+    return {"version": _VERSION, "rank": group.ranks.index(current_world().identity.rank), "world_size": len(group.ranks)}
+
+
+def check_saved_here(state: Mapping[str, Any], group: Group) -> None:
+    """Raise ValueError unless ``state``, which has memories, was saved by this rank of as many ranks."""
+    here, saved = saved_by(group), state
+    if any(saved[name] != here[name] for name in ("rank", "world_size")):
+        raise ValueError(
+            f"state has memories of rank {saved['rank']} of {saved['world_size']}, and this is rank {here['rank']} of "
+            f"{here['world_size']}: each rank must load the state that it saved itself, or pass drop_local=True to start with "
+            "memories of zero"
+        )
+
+
+def check_origin(state: Mapping[str, Any], name: str) -> None:
+    """Raise ValueError if ``state`` says that it has another version or is that of another algorithm than ``name``."""
+    if state.get("version", _VERSION) != _VERSION:
+        raise ValueError(f"state has version {state['version']!r}; this version of bagua_ref reads version {_VERSION}")
+    if state.get("algorithm", name) != name:
+        raise ValueError(f"state was saved by {state['algorithm']}, and this training uses {name}")
+
+
+def check_entries(
+    state: Mapping[str, Any], name: str, entries: Collection[str], counters: Mapping[str, Any], shard: Mapping[str, Any]
+) -> None:
+    """Raise ValueError unless ``state`` has what every state of an algorithm has, for this shard of parameters.
+
+    Args:
+        state: to be loaded.
+        name: the algorithm's, for messages.
+        entries: names of what it must hold.
+        counters: of this training: numbers, and lists of numbers; it must hold numbers like these, too.
+        shard: of this rank, empty if parameters are whole.
+    """
+    if missing := sorted({*entries, *(counters.keys() - _OPTIONAL)} - state.keys()):
+        raise ValueError(f"state is not one of {name}: it lacks {', '.join(missing)}")
+    check_origin(state, name)
+    saved = {"shard": state["shard"]} if "shard" in state else {}
+    if saved != shard:
+        raise ValueError(f"state was saved for {saved or 'whole parameters'}, and this rank has {shard or 'whole ones'}")
+    for counter, here in counters.items():
+        if counter not in state:
+            continue
+        check_form(state[counter], [_COUNT] if isinstance(here, list) else _COUNT, f"state[{counter!r}]")
+        if counter == "steps_of_optimizers" and len(state[counter]) != len(here):
+            raise ValueError(f"state was saved with {len(state[counter])} optimizers, and this training has {len(here)}")
+
+
+def check_names(what: str, saved: Sequence[str], here: Sequence[str]) -> None:
+    """Raise ValueError unless a state holds ``what`` for the same names in the same order."""
+    if saved != here:
+        lacking, new = [name for name in here if name not in saved], [name for name in saved if name not in here]
+        raise ValueError(f"state holds {what} of another model: it lacks {lacking or 'none'}, and {new or 'none'} are new")
+
+
+def check_tensors(
+    what: str, saved: Mapping[str, Any], wanted: Mapping[str, Tensor], layouts: Mapping[str, Layout] | None = None
+) -> None:
+    """Raise ValueError unless a state holds tensors of these names, shapes, dtypes and, where given, strides.
+
+    Args:
+        what: they are, for messages.
+        saved: what the state holds.
+        wanted: tensors like those, by name.
+        layouts: the strides; None: any.
+    """
+    if not isinstance(saved, Mapping) or not all(isinstance(tensor, Tensor) for tensor in saved.values()):
+        raise ValueError(f"state holds {what} that are no tensors")
+    check_names(what, sorted(saved), sorted(wanted))
+    for name, like in wanted.items():
+        found = saved[name]
+        there, here = (f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in (found, like))
+        if there == here and layouts is not None and not layouts[name].describes(found):
+            there, here = f"{there} with strides {found.stride()}", f"{here} with strides {layouts[name].strides}"
+        if there != here:
+            raise ValueError(f"state holds {what} that are not this model's: {name!r} is {there} there and {here} here")
+
+
+class TensorStore(Mapping[str, Tensor]):
+    """Tensors of known shapes, by name, which are zero until something is written to them.
+
+    Args:
+        what: they are, for messages.
+
+    >>> memories = TensorStore("memories")
+    >>> memories.expect("weight", torch.zeros(2))
+    >>> _ = memories["weight"].add_(1)
+    >>> memories.state()
+    {'weight': tensor([1., 1.])}
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._like: dict[str, Tensor] = {}
+        """A tensor without memory of each one's shape, dtype and device."""
+        self._layouts: dict[str, Layout] = {}
+        self._values: dict[str, Tensor] = {}
+        self._flats: dict[tuple[str, ...], Tensor] = {}
+        """By the names of the tensors that lie in them."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._values:
+            self._values[name] = self._zeros(name)
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._like)
+
+    def __len__(self) -> int:
+        return len(self._like)
+
+    def expect(self, name: str, like: Tensor, layout: Layout | None = None) -> None:
+        """Expect a tensor of the shape, dtype and device of ``like``; one that has been there stays.
+
+        Args:
+            name: of the tensor.
+            like: whatever its values and strides are.
+            layout: the strides; None: row-major ones. If others were expected before, the values move to these.
+
+        Raises:
+            ValueError: one of another shape, of other strides or another dtype was loaded.
+        """
+        layout, like = layout or Layout(like.shape), like.new_empty(()).expand(like.shape)
+        if name in self._values:
+            if name in self._like and self._values[name].shape == layout.shape and not layout.describes(self._values[name]):
+                self._values[name], self._flats = layout.copy_of(self._values[name]), {}
+            check_tensors(self._what, {name: self._values[name]}, {name: like}, {name: layout})
+            self._values[name] = self._values[name].to(like.device)
+        self._like[name], self._layouts[name] = like, layout
+
+    def flat(self, names: Sequence[str]) -> Tensor:
+        """Return one flat tensor in which these tensors lie, each in the order of its strides, until others are loaded."""
+        key = tuple(names)
+        if key not in self._flats:
+            self._flats = {others: flat for others, flat in self._flats.items() if not set(others) & set(key)}
+            flat = self._flats[key] = torch.cat([self._layouts[name].flat(self[name]) for name in names])
+            parts = flat.split([self[name].numel() for name in names])
+            self._values.update({name: self._layouts[name].view(part) for name, part in zip(names, parts, strict=True)})
+        return self._flats[key]
+
+    def written(self) -> list[Tensor]:
+        """Return those that something was written to, in the order of their names."""
+        return [self._values[name] for name in sorted(self._values)]
+
+    def state(self) -> dict[str, Tensor]:
+        """Return copies of all of them."""
+        return {name: self._values[name].clone() if name in self._values else self._zeros(name) for name in self._like}
+
+    def check(self, saved: Mapping[str, Tensor]) -> None:
+        """Raise ValueError unless `load` can load ``saved``; where nothing is expected yet, `expect` checks it later."""
+        check_tensors(self._what, saved, self._like or saved, self._layouts if self._like else None)
+
+    def load(self, saved: Mapping[str, Tensor]) -> None:
+        """Load copies of ``saved``; all others become zero."""
+        self._flats = {}
+        self._values = {
+            name: tensor.to(self._like[name].device if name in self._like else tensor.device, copy=True)
+            for name, tensor in saved.items()
+        }
+
+    def _zeros(self, name: str) -> Tensor:
+        return self._layouts[name].zeros(self._like[name].dtype, self._like[name].device)
+
+
+class ErrorMemories:
+    """Error memories of one module's buckets on this rank (S11.1).
+
+    A bucket of the same tensors in the same order and the same chunks finds its memory again, also after buckets were rebuilt. A
+    memory whose tensors enter another bucket, or get other strides, is dropped.
+
+    Args:
+        algorithm: its name, for states.
+        group: the algorithm's.
+    """
+
+    def __init__(self, algorithm: str, group: Group) -> None:
+        self._algorithm, self._group = algorithm, group
+        self._memories: dict[_Key, ErrorMemory] = {}
+
+    def of_bucket(self, bucket: BaguaBucket, hierarchical: bool) -> ErrorMemory:
+        """Return the memory of a bucket that is compressed between all ranks (hierarchical: between leaders)."""
+        tensors = bucket.effective_tensors()
+        names = [registration(proxy).name for proxy in bucket.tensors]
+        filled = sum(tensor.numel() for tensor in tensors)
+        numel = filled + (bucket.padding_tensor.numel() if bucket.padding_tensor is not None else 0)
+        group = self._group
+        comm = group.get_inter_node_communicator() if hierarchical else group.get_global_communicator()
+        if hierarchical and group.get_intra_node_communicator().rank() != 0:
+            return ErrorMemory(filled, numel, comm.nranks(), bucket.device)  # only leaders use theirs
+        return self.claim(names, tensors, numel, comm.nranks())
+
+    def claim(self, names: Sequence[str], tensors: Sequence[Tensor], numel: int, chunks: int) -> ErrorMemory:
+        """Return the memory of these tensors, a new one unless there is one of the same tensors and chunks.
+
+        Args:
+            names: of the tensors.
+            tensors: on one device.
+            numel: their elements, with padding.
+            chunks: the number of chunks into which the elements are cut.
+        """
+        key = tuple(f"{name} {Layout.of(tensor)}" for name, tensor in zip(names, tensors, strict=True)), numel, chunks
+        device, starts = tensors[0].device, tuple(f"{name} (" for name in names)
+        known = self._memories.get(key)
+        if known is None:
+            for other in [other for other in self._memories if any(tensor.startswith(starts) for tensor in other[0])]:
+                del self._memories[other]
+            known = self._memories[key] = ErrorMemory(numel, numel, chunks, device)
+        known.filled = sum(tensor.numel() for tensor in tensors)
+        if known.device != device:
+            known.device, kept = device, known.kept()
+            known.restore(None if kept is None else (kept[0].to(device), kept[1].to(device)))
+        return known
+
+    def state(self) -> dict[str, Any]:
+        """Return copies of all of them, and whose they are."""
+        buckets = []
+        for (tensors, numel, chunks), memory in self._memories.items():
+            worker, server = memory.kept() or (torch.zeros(numel), torch.zeros(numel // chunks))
+            about = {"tensors": list(tensors), "numel": numel, "chunks": chunks}
+            buckets.append({**about, "worker": worker.clone(), "server": server.clone()})
+        return {**saved_by(self._group), "algorithm": self._algorithm, "buckets": buckets}
+
+    def check(self, saved: Mapping[str, Any]) -> None:
+        """Raise ValueError unless ``saved`` are memories of this algorithm, rank and model, which `load` can load."""
+        what = "state['memories']"
+        check_form(saved, {**_MEMORIES, "buckets": object}, what)
+        check_origin(saved, self._algorithm)
+        check_form(saved, _MEMORIES, what)
+        check_saved_here(saved, self._group)
+        if here := sorted({tensor for tensors, _, _ in self._memories for tensor in tensors}):
+            check_names("memories", sorted({tensor for bucket in saved["buckets"] for tensor in bucket["tensors"]}), here)
+        for bucket in saved["buckets"]:
+            sizes = {"worker": bucket["numel"], "server": bucket["numel"] // bucket["chunks"]}
+            check_tensors(
+                f"memories of {', '.join(bucket['tensors'])}",
+                {name: bucket[name] for name in sizes},
+                {name: torch.empty((), dtype=torch.float32).expand(size) for name, size in sizes.items()},
+            )
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Load copies of ``saved``, which `check` has passed; all others become zero, and all if it is empty."""
+        buckets = saved.get("buckets", [])
+        for memory in self._memories.values():
+            memory.restore(None)
+        lost = []
+        for bucket in buckets:
+            key: _Key = tuple(bucket["tensors"]), bucket["numel"], bucket["chunks"]
+            known = self._memories.get(key)
+            if known is None and any(set(other[0]) & set(key[0]) for other in self._memories):
+                lost.append(key)
+                continue
+            if known is None:  # its bucket is not there yet
+                known = ErrorMemory(bucket["numel"], bucket["numel"], bucket["chunks"], bucket["worker"].device)
+                self._memories[key] = known
+            known.restore(tuple(bucket[name].to(known.device, copy=True) for name in ("worker", "server")))
+        if lost:
+            warnings.warn(
+                f"{len(lost)} of {len(buckets)} error memories were saved for buckets that this training does not have, and are "
+                "dropped; use the same bucket size and options to continue exactly",
+                stacklevel=4,
+            )
