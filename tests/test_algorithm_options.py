@@ -152,7 +152,10 @@ UNFIT: dict[str, list[tuple[Any, str]]] = {
         (lambda s: s["global_weights"].pop("2.bias"), r"global_weights of another model: it lacks \['2.bias'\]"),
         (lambda s: s["global_weights"].update(x=torch.ones(1)), r"global_weights of another model: it lacks none, and \['x'\]"),
         (lambda s: s["global_weights"].update({"0.bias": torch.ones(9)}), "'0.bias' is .*9.* there and .*8.* here"),
-        (lambda s: s["outer_optimizers"][1]["param_groups"][0]["params"].append(7), "the outer optimizer of fragment 1: it has groups"),
+        (
+            lambda s: s["outer_optimizers"][1]["param_groups"][0]["params"].append(7),
+            "the outer optimizer of fragment 1: it has groups",
+        ),
         (lambda s: s["outer_entries"].__setitem__(0, 1), "lacks part of the outer optimizer of fragment 0: 0 of 1 entries are"),
         (lambda s: s["in_flight"].update(due=5), "fragment 0 in flight, to be applied after step 5, which fits no step"),
         (lambda s: s["in_flight"].update(fragment=1), "fragment 1 in flight, to be applied after step 4, which fits no step"),

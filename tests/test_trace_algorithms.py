@@ -213,7 +213,9 @@ def test_S13_a_mode_that_does_not_take_so_many_ranks_is_not_replayed(tmp_path: P
 
 def test_S9_a_schedule_that_is_not_kept_is_found_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as planted:
-        planted.setattr(FragmentSchedule, "applied_after", lambda self, step: None if step % self.gap else step // self.gap % self.count)
+        planted.setattr(
+            FragmentSchedule, "applied_after", lambda self, step: None if step % self.gap else step // self.gap % self.count
+        )
         simulate(tmp_path, "diloco", {"period": 2, "fragments": 2}, (2,))
     report = check_trace(tmp_path)
     assert str(report.first).startswith("step 0, rank 0, bucket 'fragment1', tensor 'fragment'[0]")
