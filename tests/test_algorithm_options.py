@@ -156,7 +156,7 @@ UNFIT: dict[str, list[tuple[Any, str]]] = {
             lambda s: s["outer_optimizers"][1]["param_groups"][0]["params"].append(7),
             "the outer optimizer of fragment 1: it has groups",
         ),
-        (lambda s: s["outer_entries"].__setitem__(0, 1), "lacks part of the outer optimizer of fragment 0: 0 of 1 entries are"),
+        (lambda s: s["outer_entries"].__setitem__(0, 1), "optimizer of fragment 0: it lacks part of the state: 0 of 1"),
         (lambda s: s["in_flight"].update(due=5), "fragment 0 in flight, to be applied after step 5, which fits no step"),
         (lambda s: s["in_flight"].update(fragment=1), "fragment 1 in flight, to be applied after step 4, which fits no step"),
         (lambda s: s["in_flight"]["mean"].update({"0.weight": torch.ones(8, 6).double()}), "the mean in flight that are not this"),

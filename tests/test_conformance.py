@@ -16,7 +16,7 @@ import torch
 from tests import hostile_backends as hostile
 from tests.launch import run_script
 from tests.meta.edit import edited
-from tests.meta.planted import FAULTS, GUARDS
+from tests.meta.planted import FAULTS, GUARDS, WRONG_ANSWERS
 
 from bagua_ref.backends.reference import ReferenceBackend
 from bagua_ref.cli import main
@@ -426,4 +426,4 @@ def test_the_plugin_needs_no_test_file(tmp_path):
 
 def test_every_planted_fault_still_has_its_place_in_the_source():
     """Each part that a fault changes still exists; `make proof` plants the faults."""
-    assert all(edited(fault.where, *fault.edit) for fault in [*FAULTS, *GUARDS])
+    assert all(edited(fault.where, *fault.edit) for fault in [*FAULTS, *GUARDS, *WRONG_ANSWERS])

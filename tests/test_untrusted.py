@@ -41,7 +41,7 @@ from bagua_ref.conformance.trace import Recorder, TraceError, check_trace, read_
 from bagua_ref.conformance.vectors import VectorsError, check_outputs, read_manifest
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 
-VECTORS = Path(__file__).parents[1] / "vectors" / "v1"
+VECTORS = Path(__file__).parents[1] / "vectors" / "v2"
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ int main(int argc, char **argv) {
     json *manifest = json_parse(read_file(argv[1], "manifest.json", &size));
     if (!manifest) die("%s/manifest.json is no JSON", argv[1]);
     const char *version = json_need(manifest, "vectors_version", JSON_STRING)->string;
-    if (strcmp(version, "1") != 0 && strcmp(version, "2") != 0) die("this program knows versions 1 and 2 only");
+    if (strcmp(version, "2") != 0) die("this program knows version 2 only");
     tensor_file *codec = open_tensors(argv[1], "codec.inputs.safetensors");
     tensor_file *peers = open_tensors(argv[1], "peers.inputs.safetensors");
     for (const json *kase = json_need(manifest, "cases", JSON_ARRAY)->first; kase; kase = kase->next) {

@@ -1,7 +1,8 @@
 """The table of planted faults, `planted.jsonl`: a fault a line, as `tests.meta.edit` names it, and what must find it.
 
 A line has ``name``, ``where`` and ``edit`` (parts and replacements in turn), and either ``suite`` and ``clause``, whose checks must
-find it in the profile "quick" or the one that it names, or ``test``, which must fail.
+find it in the profile "quick" or the one that it names; or ``test``, which must fail; or ``vectors``, the suite of golden
+vectors that the second implementation must then answer wrongly.
 """
 
 from __future__ import annotations
@@ -44,6 +45,17 @@ class Guard:
     test: str
 
 
+@dataclass(frozen=True)
+class WrongAnswer:
+    """A fault of the second implementation that golden vectors must find."""
+
+    name: str
+    where: str
+    edit: list[str]
+    vectors: str
+
+
 ROWS = [json.loads(line) for line in TABLE.read_text(encoding="utf-8").splitlines()]
 FAULTS = [Fault(**row) for row in ROWS if "suite" in row]
 GUARDS = [Guard(**row) for row in ROWS if "test" in row]
+WRONG_ANSWERS = [WrongAnswer(**row) for row in ROWS if "vectors" in row]

@@ -11,7 +11,7 @@ from typing import Any
 
 from bagua_ref.base.untrusted import one_line
 from bagua_ref.cli.command import CommandError, Commands, add_command, add_json_options, write_json
-from bagua_ref.conformance.clauses import VECTORS_VERSION, VECTORS_VERSIONS
+from bagua_ref.conformance.clauses import VECTORS_VERSION
 from bagua_ref.conformance.vectors import VectorsReport, Verdict
 
 __all__ = ["add_parser"]
@@ -37,13 +37,6 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         epilog="Exit status is 0 on success and 2 on errors.",
     )
     export.add_argument("directory", type=Path, metavar="DIR", help="folder to create; if it exists, it must be empty")
-    export.add_argument(
-        "--vectors-version",
-        choices=tuple(VECTORS_VERSIONS),
-        default=VECTORS_VERSION,
-        metavar="N",
-        help="version of the test cases: %(choices)s (default: %(default)s)",
-    )
     add_json_options(export)
 
     check = add_command(
@@ -75,12 +68,11 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
 def _export(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     from bagua_ref.conformance.vectors import export_vectors
 
-    version = arguments.vectors_version
     with _errors():
-        count = export_vectors(arguments.directory, version)
+        count = export_vectors(arguments.directory)
     if not arguments.json:
-        print(f"Wrote {count} cases (vectors version {version}) to {arguments.directory}")
-    write_json(arguments, {"directory": str(arguments.directory), "vectors_version": version, "cases": count})
+        print(f"Wrote {count} cases (vectors version {VECTORS_VERSION}) to {arguments.directory}")
+    write_json(arguments, {"directory": str(arguments.directory), "vectors_version": VECTORS_VERSION, "cases": count})
     return 0
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-__all__ = ["CLAUSES", "SPEC_VERSION", "SUITES", "VECTORS_VERSION", "VECTORS_VERSIONS"]
+__all__ = ["CLAUSES", "SPEC_VERSION", "SUITES", "VECTORS_VERSION"]
 
 SPEC_VERSION = "1.1"
 """Of the clauses that the checks cite; every report carries it."""
 
-VECTORS_VERSIONS = {"1": "1.0", "2": "1.1"}
-"""Versions of the cases of golden vectors, as in ``vectors/v1``, ... -> the specification that they are of."""
-
 VECTORS_VERSION = "2"
-"""The latest of them."""
+"""Of the cases of golden vectors, as in ``vectors/v2``."""
 
 SUITES = ("kernels", "codec", "collectives", "comm_ops", "algorithms", "samplers", "cache", "fused_optimizer")
 """Each is run against one part of a target."""

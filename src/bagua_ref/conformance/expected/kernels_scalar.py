@@ -5,6 +5,8 @@ Arguments and results are Python floats that are numbers of the dtype named firs
 
 from __future__ import annotations
 
+import math
+
 from bagua_ref.conformance.expected.rounding import arithmetic, divide, to
 
 
@@ -62,3 +64,8 @@ def reduce_in_order(dtype: str, values: list[float], average: bool) -> float:
     for value in values:
         total = r(total + value)
     return to(dtype, r(total / len(values)) if average else total)
+
+
+def ascending(keys: list[float]) -> list[int]:
+    """Return the stable order of the keys; NaNs come last (S7.2)."""
+    return sorted(range(len(keys)), key=lambda i: (True, 0.0) if math.isnan(keys[i]) else (False, keys[i]))

@@ -44,6 +44,18 @@ def places_of(sizes: list[int], count: int) -> list[list[int]]:
     return [[place for place, fragment in enumerate(found) if fragment == wanted] for wanted in range(count)]
 
 
+def is_averaged(t: int, *, period: int, offset: int = 0, warmup_steps: int = 0) -> bool:
+    """Return whether local SGD averages weights after step t (S9.1)."""
+    return t > warmup_steps and (t - warmup_steps - offset) % period == 0
+
+
+def fragment_due(t: int, *, period: int, fragments: int, warmup_steps: int = 0, delay: int = 0) -> int | None:
+    """Return the fragment that is applied, or with its delay the one that is sent, after step t; None: none is (S9.4)."""
+    gap, local_step = period // fragments, t - warmup_steps
+    due = [p for p in range(fragments) if local_step > 0 and (local_step - ((p + 1) * gap - delay)) % period == 0]
+    return due[0] if due else None
+
+
 def library_mean(ranks: list[Array], dtype: str) -> Array:
     """Return the mean, added in rank order as the simulated world does; a library may use another order (S3.7)."""
     total = ranks[0]
@@ -113,7 +125,7 @@ def local_sgd(
             first = np.cumsum([0, *nodes])
             given = [x for place, size in enumerate(nodes) for x in averaged(given[first[place] : first[place] + size], dtypes)]
         ranks = inner.step(ranks, given)
-        if t > warmup_steps and (t - warmup_steps - offset) % period == 0:
+        if is_averaged(t, period=period, offset=offset, warmup_steps=warmup_steps):
             ranks = averaged(ranks, dtypes)
         history.append(ranks)
     return history
@@ -159,8 +171,8 @@ class DiLoCo:
     ) -> None:
         self.ranks, self.dtypes, self.fragments = [start] * ranks, dtypes, fragments
         self._inner = InnerSGD(lr, momentum, dtypes)
-        self.outer, self.period, self.gap = outer, period, period // len(fragments)
-        self.delay, self.mix, self.warmup_steps, self.compression = delay, mix, warmup_steps, compression
+        self.outer, self.mix, self.warmup_steps, self.compression = outer, mix, warmup_steps, compression
+        self.delay, self.schedule = delay, {"period": period, "fragments": len(fragments), "warmup_steps": warmup_steps}
         self.t = 0
         self.g: Weights | None = None
         self._sent: dict[int, Weights] = {}
@@ -178,14 +190,10 @@ class DiLoCo:
             self._optimizers = [self.outer([self._in_torch[place] for place in places]) for places in self.fragments]
         given = averaged(gradients, self.dtypes) if self.t <= self.warmup_steps else gradients
         self.ranks = self._inner.step(self.ranks, given)
-        local_step = self.t - self.warmup_steps
-        if local_step < 1:
-            return
-        for p in range(len(self.fragments)):
-            if (local_step - ((p + 1) * self.gap - self.delay)) % self.period == 0:
-                self._sent[p] = self._mean_difference(p)
-            if (local_step - (p + 1) * self.gap) % self.period == 0 and p in self._sent:
-                self._apply(p, self._sent.pop(p))
+        if (sent := fragment_due(self.t, delay=self.delay, **self.schedule)) is not None:
+            self._sent[sent] = self._mean_difference(sent)
+        if (applied := fragment_due(self.t, **self.schedule)) is not None and applied in self._sent:
+            self._apply(applied, self._sent.pop(applied))
 
     def _mean_difference(self, p: int) -> Weights:
         """Return D of a fragment, the mean over ranks of g - x, by parameter (S9.5)."""

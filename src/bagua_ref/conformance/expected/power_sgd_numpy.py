@@ -32,13 +32,24 @@ def compressed_rank(shape: tuple[int, ...], rank: int, rate: float) -> int:
 def orthonormal(matrix: Array) -> Array:
     """Return the matrix with orthonormal columns, some of them 0 (S10.3)."""
     v = matrix.astype(np.float64)
-    before = [float(np.linalg.norm(v[:, i])) for i in range(v.shape[1])]
+    before = [dot(column, column) ** 0.5 for column in v.T]
     for i in range(v.shape[1]):
-        norm = float(np.linalg.norm(v[:, i]))
+        norm = dot(v[:, i], v[:, i]) ** 0.5
         v[:, i] = v[:, i] / norm if norm > 1e-6 * before[i] else 0.0
         for j in range(i + 1, v.shape[1]):
-            v[:, j] = v[:, j] - np.dot(v[:, i], v[:, j]) * v[:, i]
+            v[:, j] = v[:, j] - dot(v[:, i], v[:, j]) * v[:, i]
     return v.astype(matrix.dtype)
+
+
+def dot(a: Array, b: Array) -> float:
+    """Return the inner product, its terms added in order: a library's order, and with it the last bits, depend on the processor."""
+    return float(np.add.accumulate(a * b)[-1])
+
+
+def product(a: Array, b: Array) -> Array:
+    """Return the matrix product, the terms of each element added in order."""
+    found: Array = np.add.accumulate(a[:, :, None] * b, axis=1)[:, -1]
+    return found
 
 
 def fresh(m: int, r: int, seed: int, k: int, i: int) -> Array:
@@ -102,16 +113,16 @@ def power_sgd_round(
     m = given[0].shape[1]
     columns = start(q if warm_start else None, (m, rank), given[0].dtype.type, seed, k, i)
     with np.errstate(invalid="ignore", over="ignore"):
-        p_sum = added([x @ columns for x in given])
+        p_sum = added([product(x, columns) for x in given])
         p = orthonormal(p_sum) if np.isfinite(p_sum).all() else p_sum
-        own = [x.T @ p for x in given]
+        own = [product(x.T, p) for x in given]
         q_mean = added(own) / given[0].dtype.type(len(given))
     if not (np.isfinite(p_sum).all() and np.isfinite(q_mean).all()):
         return Round(np.full_like(given[0], np.nan), errors, q)
-    result = p @ q_mean.T
+    result = product(p, q_mean.T)
     left = None
     if memory == "local":
-        left = [x - p @ mine.T for x, mine in zip(given, own, strict=True)]
+        left = [x - product(p, mine.T) for x, mine in zip(given, own, strict=True)]
     if memory == "averaged":
         left = [x - result for x in given]
     return Round(result, left, q_mean)

@@ -16,7 +16,7 @@ import torch
 
 from bagua_ref.conformance.expected.comm_ops_scalar import hierarchical, low_precision
 from bagua_ref.conformance.expected.kernels_scalar import update_momentum
-from bagua_ref.conformance.expected.rounding import arithmetic, divide, f32, to
+from bagua_ref.conformance.expected.rounding import arithmetic, divide, to
 
 Parameters = list[list[float]]
 
@@ -98,18 +98,36 @@ class QAdam:
                 self.m[place], results[0] = results[0][:size], results[0][size:]
 
     def _step_frozen(self, place: int) -> None:
-        options = self.options[place]
-        beta1, beta2 = options["betas"]
-        step_size = f32(-options["lr"] / (1 - beta1**self.s))
-        correction = f32((1 - beta2**self.s) ** 0.5)
-        # A float16 denominator is formed in float32, where eps does not vanish.
-        wide = "float32" if self.dtype == "float16" else self.dtype
-        roots = torch.tensor(self.v[place], dtype=getattr(torch, wide)).sqrt().tolist()  # its last bit is torch's own (S1)
-        for i, (p, m, root) in enumerate(zip(self.weights[place], self.m[place], roots, strict=True)):
-            if root == 0 and self.s > self.warmup_steps:
-                continue
-            denominator = to(wide, f32(to(wide, f32(divide(root, correction))) + to(wide, f32(options["eps"]))))
-            self.weights[place][i] = to(self.dtype, f32(p + f32(divide(f32(step_size * m), denominator))))
+        options = {name: self.options[place][name] for name in ("lr", "betas", "eps")}
+        m, v, past = self.m[place], self.v[place], self.s > self.warmup_steps
+        self.weights[place] = step_along_momentum(self.dtype, self.weights[place], m, v, self.s, keeps_zeros=past, **options)
+
+
+def step_along_momentum(
+    dtype: str,
+    weights: list[float],
+    m: list[float],
+    v: list[float],
+    s: int,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    keeps_zeros: bool = True,
+) -> list[float]:
+    """Return one parameter's weights after step s of S5.5; where v is 0, they stay as they are if ``keeps_zeros``."""
+    r = arithmetic(dtype)
+    step_size, correction = r(-lr / (1 - betas[0] ** s)), r((1 - betas[1] ** s) ** 0.5)
+    # A float16 denominator is formed in float32, where eps does not vanish.
+    wide = "float32" if dtype == "float16" else dtype
+    roots = torch.tensor(v, dtype=getattr(torch, wide)).sqrt().tolist()  # its last bit is torch's own (S1)
+    moved = list(weights)
+    for i, (p, momentum, root) in enumerate(zip(weights, m, roots, strict=True)):
+        if root == 0 and keeps_zeros:
+            continue
+        denominator = to(wide, r(to(wide, r(divide(root, correction))) + to(wide, r(eps))))
+        moved[i] = to(dtype, r(p + r(divide(r(step_size * momentum), denominator))))
+    return moved
 
 
 def all_reduce(dtype: str, column: tuple[float, ...]) -> float:

@@ -51,6 +51,16 @@ def indices(complexities: list[Any], replicas: int, rank: int, **options: Any) -
     return indices_of(complexities, noise, chunks, replicas, rank, options["drop_last"])
 
 
+def filled_batches(costs: list[int], max_cost: int, indices: list[int]) -> list[list[int]]:
+    """Cut indices into batches greedily, as a user's function may: none costs more than ``max_cost``, unless it has one index."""
+    batches: list[list[int]] = []
+    for index in indices:
+        if not batches or sum(costs[i] for i in batches[-1]) + costs[index] > max_cost:
+            batches.append([])
+        batches[-1].append(index)
+    return batches
+
+
 def equal_batches(batches_of_replicas: list[list[list[int]]], drop_last: bool) -> list[list[list[int]]]:
     """S7.4: the same number of batches for each replica."""
     counts = [len(batches) for batches in batches_of_replicas]

@@ -1,27 +1,21 @@
-"""A golden vector: an operation, its inputs and parameters, and the expected outputs."""
+"""A golden vector, and the numbers that its inputs are drawn from: the same on every machine and in every version."""
 
 from __future__ import annotations
 
+import random
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bagua_ref.conformance.formats.safetensors_file import dtype_named, name_of
+from bagua_ref.conformance.formats.safetensors_file import name_of
+from bagua_ref.conformance.vectors.answers import answer
 
-__all__ = ["FLAGS", "Case", "canonical", "case_id", "dtype_named", "name_of", "seed_of"]
-
-FLAGS = ("valid", "edge", "poison")
-"""Ordinary numbers; numbers at the edge of a format or a rule; a chunk that S4.4 poisons."""
-
-_NAN_BITS = {
-    torch.float16: (torch.int16, 0x7E00),
-    torch.bfloat16: (torch.int16, 0x7FC0),
-    torch.float32: (torch.int32, 0x7FC00000),
-    torch.float64: (torch.int64, 0x7FF8000000000000),
-}
+__all__ = ["KINDS", "Case", "Numbers", "canonical", "numbers_of", "tensor_of"]
 
 
 @dataclass(frozen=True)
@@ -30,55 +24,63 @@ class Case:
 
     Attributes:
         suite: the group of operations, and the name of its files.
-        operation: what to compute; ``docs/vectors.md`` lists them.
+        operation: what to compute; ``docs/reference/vectors.md`` lists them.
         clause: of the specification.
-        dtype: of the numbers, such as ``"float32"``.
+        dtype: of the numbers.
         name: tells it from the operation's other cases of this dtype.
         inputs: tensors by name.
-        outputs: what must come out, by name.
         parameters: JSON values.
-        flags: some of `FLAGS`.
+        flags: some of ``"valid"``, ordinary numbers; ``"edge"``, numbers at the edge of a format or a rule; and ``"poison"``, a
+            chunk that S4.4 poisons.
         tolerance: the name of a row of `bagua_ref.conformance.expected.tolerances`.
-        magnitudes: for ``SUM(n)``: per output, the sum or mean of the absolute values that were added.
-        since: the first version of the vectors that has it.
+        magnitudes: for ``SUM(n)``: per output, the sum or mean of the absolute values that were added, one for all elements or one
+            for each.
     """
 
     suite: str
     operation: str
     clause: str
-    dtype: str
+    dtype: torch.dtype
     name: str
     inputs: dict[str, Tensor]
-    outputs: dict[str, Tensor]
     parameters: dict[str, Any] = field(default_factory=dict)
     flags: tuple[str, ...] = ("valid",)
     tolerance: str = "EXACT"
-    magnitudes: dict[str, Tensor] = field(default_factory=dict)
-    since: str = "1"
+    magnitudes: dict[str, Any] = field(default_factory=dict)
 
     @property
     def id(self) -> str:
         """The case's name among all: suite, operation, dtype and name."""
-        return case_id(self.suite, self.operation, self.dtype, self.name)
+        return f"{self.suite}/{self.operation}/{name_of(self.dtype)}/{self.name}"
 
     @property
     def seed(self) -> int:
-        """What its numbers are drawn from."""
-        return seed_of(self.id)
+        """The CRC-32 of the id, from which most inputs are drawn."""
+        return zlib.crc32(self.id.encode())
+
+    @cached_property
+    def outputs(self) -> dict[str, Tensor]:
+        """The expected outputs, by name."""
+        found = answer(self.suite, self.operation, name_of(self.dtype), self.parameters, self.inputs)
+        return {name: canonical(x) for name, x in found.items()}
+
+    def magnitude(self, output: str) -> Tensor | None:
+        """Return the magnitude of each element of an output; None if its tolerance needs none."""
+        found = self.magnitudes.get(output)
+        return torch.full(self.outputs[output].shape, found) if isinstance(found, float) else found
 
 
-def case_id(suite: str, operation: str, dtype: str, name: str) -> str:
-    """Return the id of a case.
-
-    >>> case_id("codec", "compress_minmax_uint8", "float32", "empty")
-    'codec/compress_minmax_uint8/float32/empty'
-    """
-    return f"{suite}/{operation}/{dtype}/{name}"
+def numbers_of(*parts: str | torch.dtype) -> Numbers:
+    """Return the numbers that belong to a case's id, given in its parts, or to any other text."""
+    return Numbers(zlib.crc32("/".join(part if isinstance(part, str) else name_of(part) for part in parts).encode()))
 
 
-def seed_of(text: str) -> int:
-    """Return the seed that belongs to a case's id (or any text): its CRC-32."""
-    return zlib.crc32(text.encode())
+_NAN_BITS = {
+    torch.float16: (torch.int16, 0x7E00),
+    torch.bfloat16: (torch.int16, 0x7FC0),
+    torch.float32: (torch.int32, 0x7FC00000),
+    torch.float64: (torch.int64, 0x7FF8000000000000),
+}
 
 
 def canonical(x: Tensor) -> Tensor:
@@ -90,6 +92,83 @@ def canonical(x: Tensor) -> Tensor:
     x = x.detach().cpu().clone(memory_format=torch.contiguous_format)
     if x.dtype in _NAN_BITS:
         integer, bits = _NAN_BITS[x.dtype]
-        nan = torch.tensor(bits, dtype=integer).view(x.dtype)
-        x = torch.where(x.isnan(), nan, x)
+        x = torch.where(x.isnan(), torch.tensor(bits, dtype=integer).view(x.dtype), x)
     return x
+
+
+def tensor_of(values: list[float], dtype: torch.dtype) -> Tensor:
+    """Return the values rounded to dtype, 16-bit ones by way of float32, as not every processor rounds float64 at once."""
+    wide = torch.tensor(values, dtype=torch.float64)
+    return canonical(wide if dtype is torch.float64 else wide.to(torch.float32).to(dtype))
+
+
+class Numbers:
+    """A stream of numbers; `random.Random.random` is the same in every version of Python.
+
+    >>> Numbers(1).below(100), Numbers(1).uniform(2, torch.float32)
+    (13, tensor([-2.9251,  2.7795]))
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)  # nosec B311 # the same numbers on every machine
+
+    def unit(self) -> float:
+        """Return a number from 0 up to 1, a multiple of 2**-53."""
+        return self._random.random()
+
+    def below(self, limit: int) -> int:
+        """Return an integer from 0 to limit - 1."""
+        return int(self.unit() * limit)
+
+    def between(self, low: float, high: float) -> float:
+        """Return a number from low to high."""
+        return low + (high - low) * self.unit()
+
+    def uniform(self, size: int, dtype: torch.dtype, low: float = -4, high: float = 4) -> Tensor:
+        """Return ``size`` numbers from low to high."""
+        return tensor_of([self.between(low, high) for _ in range(size)], dtype)
+
+    def halves(self, size: int, dtype: torch.dtype, limit: int = 600) -> Tensor:
+        """Return halves of integers up to ``limit``: sums of a few are exact in any order in float32."""
+        return tensor_of([(self.below(2 * limit + 1) - limit) / 2 for _ in range(size)], dtype)
+
+    def eighths(self, size: int, dtype: torch.dtype, limit: int = 15) -> Tensor:
+        """Return multiples of 1/8 below 2: sums of a few are exact in any order in every dtype."""
+        return tensor_of([(self.below(2 * limit + 1) - limit) / 8 for _ in range(size)], dtype)
+
+    def wide(self, size: int, dtype: torch.dtype) -> Tensor:
+        """Return numbers of many magnitudes."""
+        span = {torch.float16: 10, torch.bfloat16: 30, torch.float32: 30, torch.float64: 100}[dtype]
+        return tensor_of([self.between(-2, 2) * 2.0 ** (self.below(2 * span + 1) - span) for _ in range(size)], dtype)
+
+    def denormal(self, size: int, dtype: torch.dtype) -> Tensor:
+        """Return multiples of 1/16 of the smallest normal number: half of them are denormal."""
+        tiny = torch.finfo(dtype).tiny
+        return tensor_of([(self.below(65) - 32) * tiny / 16 for _ in range(size)], dtype)
+
+    def huge(self, size: int, dtype: torch.dtype) -> Tensor:
+        """Return multiples of 1/8 of the largest number, which sums soon exceed."""
+        return tensor_of([(self.below(17) - 8) / 8 * torch.finfo(dtype).max for _ in range(size)], dtype)
+
+    def special(self, size: int, dtype: torch.dtype) -> Tensor:
+        """Return infinities, NaN, zeros of both signs, and the ends of the range among ordinary numbers."""
+        info = torch.finfo(dtype)
+        edges = [0.0, -0.0, 1.0, -1.0, info.max, -info.max, info.tiny, -info.tiny, info.tiny / 4, 1 + info.eps]
+        edges += [float("inf"), float("-inf"), float("nan")]
+        return tensor_of([edges[self.below(len(edges))] for _ in range(size)], dtype)
+
+    def zeros(self, size: int, dtype: torch.dtype) -> Tensor:
+        """Return zeros of both signs."""
+        return tensor_of([(0.0, -0.0)[self.below(2)] for _ in range(size)], dtype)
+
+
+KINDS: dict[str, tuple[str, Callable[[Numbers, int, torch.dtype], Tensor]]] = {
+    "plain": ("valid", Numbers.uniform),
+    "halves": ("valid", Numbers.halves),
+    "wide": ("valid", Numbers.wide),
+    "denormal": ("edge", Numbers.denormal),
+    "huge": ("edge", Numbers.huge),
+    "special": ("edge", Numbers.special),
+    "zeros": ("edge", Numbers.zeros),
+}
+"""Kinds of numbers: the flag that a case of them gets, and how they are drawn."""

@@ -11,8 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM, ULP, Tolerance, assert_equal
-from bagua_ref.conformance.formats.safetensors_file import DamagedFileError, read_safetensors
-from bagua_ref.conformance.vectors.case import name_of
+from bagua_ref.conformance.formats.safetensors_file import DamagedFileError, name_of, read_safetensors
 from bagua_ref.conformance.vectors.manifest import VectorsError, read_manifest, read_vectors
 
 __all__ = ["VectorsReport", "Verdict", "check_outputs", "tolerance_named"]

@@ -1,19 +1,19 @@
-"""Cases of the kernels other than the codec: S1, S2.3, S3.4 to S3.7, S5.5, S7.2."""
+"""Cases of the kernels other than codecs (S1, S2.3, S3.4 to S3.7, S5.5, S7.2), samplers (S7) and places of cached values (S8.1)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from bagua_ref.backends import get_backend
 from bagua_ref.backends.base import FLOATS
-from bagua_ref.conformance.vectors.case import Case, canonical, case_id, name_of, seed_of
-from bagua_ref.conformance.vectors.numbers import KINDS, Numbers
+from bagua_ref.conformance.expected import samplers_plain
+from bagua_ref.conformance.vectors.case import KINDS, Case, numbers_of
 
-__all__ = ["kernel_cases"]
+__all__ = ["cache_cases", "kernel_cases", "sampler_cases"]
 
 _SIZE = 33
 
@@ -36,16 +36,10 @@ _REDUCTIONS = ((1, 5), (2, 9), (3, 8), (4, 1), (5, 33), (8, 4), (16, 33), (64, 1
 def kernel_cases() -> Iterator[Case]:
     """Yield every case of suite ``kernels``."""
     for dtype in FLOATS:
-        for kind, (flag, draw) in KINDS.items():
+        for kind in (*KINDS, "empty"):
             for operation, clause, others, choices in _ELEMENTWISE:
-                for place, parameters in enumerate(choices):
-                    name = f"{kind}-{place}" if len(choices) > 1 else kind
-                    numbers = Numbers(seed_of(case_id("kernels", operation, name_of(dtype), name)))
-                    inputs = {key: draw(numbers, _SIZE, dtype) for key in ("x", *others)}
-                    yield _elementwise(operation, clause, dtype, name, inputs, parameters, flag)
-        for operation, clause, others, choices in _ELEMENTWISE:
-            nothing = {key: torch.empty(0, dtype=dtype) for key in ("x", *others)}
-            yield _elementwise(operation, clause, dtype, "empty", nothing, choices[0], "edge")
+                for place, parameters in enumerate(choices if kind != "empty" else choices[:1]):
+                    yield _elementwise(operation, clause, others, dtype, kind, place, len(choices), parameters)
         yield from _reductions(dtype)
         yield from _movements(dtype)
         yield from _orders(dtype)
@@ -55,15 +49,15 @@ def kernel_cases() -> Iterator[Case]:
 
 
 def _elementwise(
-    operation: str, clause: str, dtype: torch.dtype, name: str, inputs: dict[str, Tensor], parameters: dict[str, Any], flag: str
+    operation: str, clause: str, others: tuple[str, ...], dtype: torch.dtype, kind: str, place: int, of: int, parameters: Any
 ) -> Case:
+    name = f"{kind}-{place}" if of > 1 and kind != "empty" else kind
+    flag, draw = KINDS.get(kind, ("edge", KINDS["plain"][1]))
+    numbers = numbers_of("kernels", operation, dtype, name)
+    inputs = {key: draw(numbers, 0 if kind == "empty" else _SIZE, dtype) for key in ("x", *others)}
     if operation == "async_average" and dtype is not torch.float64:
         inputs["reduced"] = inputs["reduced"].float()
-    inputs = {key: canonical(value) for key, value in inputs.items()}
-    x = inputs["x"].clone()
-    others = [value for key, value in inputs.items() if key != "x"]
-    getattr(get_backend("reference"), f"{operation}_")(x, *others, **parameters)
-    return Case("kernels", operation, clause, name_of(dtype), name, inputs, {"x": canonical(x)}, dict(parameters), (flag,))
+    return Case("kernels", operation, clause, dtype, name, inputs, parameters, (flag,))
 
 
 def _reductions(dtype: torch.dtype) -> Iterator[Case]:
@@ -72,44 +66,88 @@ def _reductions(dtype: torch.dtype) -> Iterator[Case]:
     for kind, num_chunks, size in rows:
         for average in (False, True):
             name = f"{kind}-{num_chunks}x{size}-{'mean' if average else 'sum'}"
-            numbers = Numbers(seed_of(case_id("kernels", "reduce_chunks", name_of(dtype), name)))
+            numbers = numbers_of("kernels", "reduce_chunks", dtype, name)
             flag, draw = KINDS[kind]
-            x = canonical(draw(numbers, num_chunks * size, dtype))
-            result, target = x.clone(), numbers.below(num_chunks)
-            get_backend("reference").reduce_chunks_(result, num_chunks, target, average)
-            parameters = {"num_chunks": num_chunks, "target_chunk": target, "average": average}
-            flags = (flag if size else "edge",)
-            outputs = {"x": canonical(result)}
-            yield Case("kernels", "reduce_chunks", "S3.7", name_of(dtype), name, {"x": x}, outputs, parameters, flags)
+            x = draw(numbers, num_chunks * size, dtype)
+            parameters = {"num_chunks": num_chunks, "target_chunk": numbers.below(num_chunks), "average": average}
+            yield Case("kernels", "reduce_chunks", "S3.7", dtype, name, {"x": x}, parameters, (flag if size else "edge",))
 
 
 def _movements(dtype: torch.dtype) -> Iterator[Case]:
     """Yield gathering into and scattering out of a flat tensor (S2.3)."""
     for name, shapes in (("some", [[2, 3], [], [4], [1, 2, 2]]), ("with-empty", [[0], [3], [2, 0]]), ("none", [])):
-        numbers = Numbers(seed_of(case_id("kernels", "gather_flat", name_of(dtype), name)))
-        parts = {f"t{place}": _any(numbers, shape, dtype) for place, shape in enumerate(shapes)}
-        flat = torch.empty(sum(part.numel() for part in parts.values()), dtype=dtype)
-        get_backend("reference").gather_flat(list(parts.values()), flat)
-        flags = ("valid",) if name == "some" else ("edge",)
-        yield Case("kernels", "gather_flat", "S2.3", name_of(dtype), name, parts, {"flat": flat}, {}, flags)
+        numbers, flags = numbers_of("kernels", "gather_flat", dtype, name), ("valid" if name == "some" else "edge",)
+        counts = [torch.tensor([numbers.below(200) for _ in range(torch.Size(shape).numel())]) for shape in shapes]
+        parts = [(x / 8 if dtype.is_floating_point else x).to(dtype).view(shape) for x, shape in zip(counts, shapes, strict=True)]
+        inputs = {f"t{place}": part for place, part in enumerate(parts)}
+        gather = Case("kernels", "gather_flat", "S2.3", dtype, name, inputs, {}, flags)
+        yield gather
         if parts:
-            parameters = {"shapes": shapes}
-            yield Case("kernels", "scatter_flat", "S2.3", name_of(dtype), name, {"flat": flat}, parts, parameters, flags)
+            yield Case("kernels", "scatter_flat", "S2.3", dtype, name, gather.outputs, {"shapes": shapes}, flags)
 
 
 def _orders(dtype: torch.dtype) -> Iterator[Case]:
     """Yield stable orders (S7.2)."""
     for kind in ("plain", "ties", "special", "empty") if dtype.is_floating_point else ("ties", "empty"):
-        numbers = Numbers(seed_of(case_id("kernels", "order_by_complexity", name_of(dtype), kind)))
+        numbers = numbers_of("kernels", "order_by_complexity", dtype, kind)
         if kind in ("plain", "special"):
-            keys = canonical(KINDS[kind][1](numbers, 40, dtype))
+            keys: Tensor = KINDS[kind][1](numbers, 40, dtype)
         else:
             keys = torch.tensor([numbers.below(7) for _ in range(40 if kind == "ties" else 0)]).to(dtype)
-        order = get_backend("reference").order_by_complexity(keys)
         flags = ("edge",) if kind in ("special", "empty") else ("valid",)
-        yield Case("kernels", "order_by_complexity", "S7.2", name_of(dtype), kind, {"keys": keys}, {"order": order}, {}, flags)
+        yield Case("kernels", "order_by_complexity", "S7.2", dtype, kind, {"keys": keys}, {}, flags)
 
 
-def _any(numbers: Numbers, shape: list[int], dtype: torch.dtype) -> Tensor:
-    values = torch.tensor([numbers.below(200) for _ in range(torch.Size(shape).numel())])
-    return (values / 8).to(dtype).view(shape) if dtype.is_floating_point else values.to(dtype).view(shape)
+_SAMPLERS: tuple[dict[str, Any], ...] = tuple(
+    {"N": n, "num_replicas": r, "shuffle": shuffle, "drop_last": drop_last, "random_level": level, "seed": seed, "epoch": epoch}
+    for n, r in ((1, 1), (1, 4), (3, 4), (10, 3), (12, 3), (64, 8), (101, 7), (257, 16))
+    for shuffle, drop_last, level, seed, epoch in (
+        (False, False, 0.0, 0, 0),
+        (False, True, 0.0, 0, 0),
+        (True, False, 0.0, 0, 1),
+        (True, False, 0.25, 1234, 3),
+        (True, True, 1.0, 7, 0),
+        (True, False, 1.0, 2**40, 17),
+    )
+)
+
+
+def sampler_cases() -> Iterator[Case]:
+    """Yield every case of suite ``samplers``: which samples each replica draws, and in which batches."""
+    for place, settings in enumerate(_SAMPLERS):
+        n, r, seed, epoch = (settings[key] for key in ("N", "num_replicas", "seed", "epoch"))
+        name = f"{place:02}-N{n:g}-R{r:g}-seed{seed:g}-epoch{epoch:g}"
+        for dtype in (torch.int64, torch.float64):
+            flags = ("edge",) if n < r or n == 1 else ("valid",)
+            inputs = _inputs("sampler_indices", dtype, name, settings)
+            yield Case("samplers", "sampler_indices", "S7.3", dtype, name, inputs, settings, flags)
+            if dtype is torch.int64 and not settings["drop_last"] and n >= 10:
+                for drop_last in (False, True):
+                    batches = f"{name}-{'drop' if drop_last else 'repeat'}"
+                    inputs = _inputs("sampler_batches", dtype, batches, settings)
+                    parameters = {**settings, "drop_last_batch": drop_last, "max_cost": 60}
+                    yield Case("samplers", "sampler_batches", "S7.4", dtype, batches, inputs, parameters)
+
+
+def _inputs(operation: str, dtype: torch.dtype, name: str, settings: dict[str, Any]) -> dict[str, Tensor]:
+    """Return complexities, some of them equal, and what torch's generator draws, so that vectors are of use without torch, too."""
+    numbers = numbers_of("samplers", operation, dtype, name)
+    drawn = torch.tensor([numbers.below(40) for _ in range(settings["N"])])
+    complexities = drawn if dtype is torch.int64 else drawn.double() / 4
+    options = {key: settings[key] for key in ("shuffle", "seed", "epoch", "drop_last", "random_level")}
+    noise, chunks = samplers_plain.noise_and_chunks(complexities.tolist(), settings["num_replicas"], **options)
+    return {"complexities": complexities, "noise": torch.tensor(noise), "chunk_order": torch.tensor(chunks)}
+
+
+def cache_cases() -> Iterator[Case]:
+    """Yield every case of suite ``cache``: the hash of a key, and the store that it lives in."""
+    keys = ["", *map(str, range(20)), "ключ", "x" * 7, "y" * 31, "z" * 32, "w" * 33, "0123456789" * 20]
+    inputs = {
+        "keys": torch.from_numpy(np.frombuffer("".join(keys).encode(), np.uint8).copy()),
+        "lengths": torch.tensor([len(key.encode()) for key in keys]),
+    }
+    for place, dataset_name in enumerate(("", "mnist", "Größe/数据 🙂", "a" * 40)):
+        for num_stores in (1, 2, 3, 7, 64):
+            parameters = {"dataset_name": dataset_name, "num_stores": num_stores}
+            name, flags = f"{place}-{num_stores}-stores", ("valid", "edge")
+            yield Case("cache", "cache_store", "S8.1", torch.uint8, name, inputs, parameters, flags)
