@@ -1,0 +1,110 @@
+"""The collectives of S3.9, for all ranks at once: ``x[r]`` is the flat tensor of rank r.
+
+Floats are combined in float64 and rounded once, integers in int64, where they wrap around. What comes back has a row for each
+rank, except for `combine` and `gather`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce as fold
+
+import torch
+from torch import Tensor
+
+from bagua_ref.types import ReduceOp
+
+__all__ = [
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "alltoall_v",
+    "broadcast",
+    "combine",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+]
+
+_COMBINE: dict[ReduceOp, Callable[[Tensor], Tensor]] = {
+    ReduceOp.SUM: lambda x: x.sum(0),
+    ReduceOp.AVG: lambda x: x.sum(0) / len(x),
+    ReduceOp.PRODUCT: lambda x: x.prod(0),
+    ReduceOp.MIN: lambda x: x.amin(0),
+    ReduceOp.MAX: lambda x: x.amax(0),
+    ReduceOp.BAND: lambda x: fold(lambda a, b: a & b, x.unbind()),
+    ReduceOp.BOR: lambda x: fold(lambda a, b: a | b, x.unbind()),
+    ReduceOp.BXOR: lambda x: fold(lambda a, b: a ^ b, x.unbind()),
+}
+
+
+def combine(x: Tensor, op: ReduceOp) -> Tensor:
+    """Return the reduction of all ranks' elements; MIN and MAX of a NaN are NaN.
+
+    >>> combine(torch.tensor([[200], [200], [200]], dtype=torch.uint8), ReduceOp.SUM)
+    tensor([88], dtype=torch.uint8)
+    """
+    wide = x.double() if x.dtype.is_floating_point else x.long()
+    return _COMBINE[op](wide).to(x.dtype)
+
+
+def allreduce(x: Tensor, op: ReduceOp) -> Tensor:
+    """Give every rank the reduction."""
+    return combine(x, op).repeat(len(x), 1)
+
+
+def reduce(x: Tensor, op: ReduceOp, root: int) -> Tensor:
+    """Give the root the reduction; the other ranks keep their elements."""
+    out = x.clone()
+    out[root] = combine(x, op)
+    return out
+
+
+def reduce_scatter(x: Tensor, op: ReduceOp) -> Tensor:
+    """Give rank r chunk r of the reduction."""
+    return combine(x, op).view(len(x), -1) if x.numel() else x[:, :0]
+
+
+def broadcast(x: Tensor, root: int) -> Tensor:
+    """Give every rank the root's elements."""
+    return x[root].repeat(len(x), 1)
+
+
+def gather(x: Tensor) -> Tensor:
+    """Return all elements in rank order, which the root gets."""
+    return x.reshape(-1)
+
+
+def allgather(x: Tensor) -> Tensor:
+    """Give every rank all elements in rank order."""
+    return gather(x).repeat(len(x), 1)
+
+
+def scatter(of_root: Tensor, nranks: int) -> Tensor:
+    """Give rank r chunk r of the root's elements."""
+    return of_root.view(nranks, of_root.numel() // nranks)
+
+
+def alltoall(x: Tensor) -> Tensor:
+    """Give rank r chunk r of every rank, in rank order."""
+    n = len(x)
+    return x.view(n, n, x.shape[1] // n).transpose(0, 1).reshape(n, -1) if x.numel() else x
+
+
+def alltoall_v(x: Tensor, before: Tensor, send_counts: Tensor, send_displs: Tensor, recv_displs: Tensor) -> Tensor:
+    """Give rank d the block that each rank s sends to it; what lies between blocks stays as it was ``before``.
+
+    Args:
+        x: what each rank sends.
+        before: what each rank receives into.
+        send_counts: elements from rank s to rank d in row s, column d.
+        send_displs: where they begin in rank s's tensor, likewise.
+        recv_displs: where the elements from rank s begin in rank d's tensor, in row d, column s.
+    """
+    out = before.clone()
+    for source, counts in enumerate(send_counts.tolist()):
+        for destination, count in enumerate(counts):
+            start, place = int(send_displs[source, destination]), int(recv_displs[destination, source])
+            out[destination, place : place + count] = x[source, start : start + count]
+    return out
