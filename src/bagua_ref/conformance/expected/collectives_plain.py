@@ -6,10 +6,9 @@ rank, except for `combine` and `gather`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import reduce as fold
 
-import torch
 from torch import Tensor
 
 from bagua_ref.types import ReduceOp
@@ -92,7 +91,13 @@ def alltoall(x: Tensor) -> Tensor:
     return x.view(n, n, x.shape[1] // n).transpose(0, 1).reshape(n, -1) if x.numel() else x
 
 
-def alltoall_v(x: Tensor, before: Tensor, send_counts: Tensor, send_displs: Tensor, recv_displs: Tensor) -> Tensor:
+def alltoall_v(
+    x: Sequence[Tensor],
+    before: Sequence[Tensor],
+    send_counts: Sequence[Sequence[int]],
+    send_displs: Sequence[Sequence[int]],
+    recv_displs: Sequence[Sequence[int]],
+) -> list[Tensor]:
     """Give rank d the block that each rank s sends to it; what lies between blocks stays as it was ``before``.
 
     Args:
@@ -102,9 +107,9 @@ def alltoall_v(x: Tensor, before: Tensor, send_counts: Tensor, send_displs: Tens
         send_displs: where they begin in rank s's tensor, likewise.
         recv_displs: where the elements from rank s begin in rank d's tensor, in row d, column s.
     """
-    out = before.clone()
-    for source, counts in enumerate(send_counts.tolist()):
+    out = [tensor.clone() for tensor in before]
+    for source, counts in enumerate(send_counts):
         for destination, count in enumerate(counts):
-            start, place = int(send_displs[source, destination]), int(recv_displs[destination, source])
-            out[destination, place : place + count] = x[source, start : start + count]
+            start, place = send_displs[source][destination], recv_displs[destination][source]
+            out[destination][place : place + count] = x[source][start : start + count]
     return out

@@ -19,7 +19,6 @@ __all__ = ["Check", "all_checks", "check", "checks_of", "prepare", "reason_to_sk
 
 _MODULES = {suite: (suite,) for suite in SUITES} | {
     "codec": ("codec_minmax", "codec"),
-    "collectives": ("collectives_messages", "collectives_series", "collectives"),
     "algorithms": (
         "algorithms_async",
         "algorithms_local_sgd",
@@ -69,14 +68,18 @@ def check(
     dtypes: tuple[str, ...] = (),
     needs: tuple[str, ...] = (),
     effort: float = 1.0,
+    sentence: str = "",
 ) -> Callable[[Callable[[Lab, Draw], None]], Callable[[Lab, Draw], None]]:
-    """Return a decorator that enters a property into the table; its sentence is the first line of the function's docstring."""
+    """Return a decorator that enters a property into the table.
+
+    Without ``sentence``, the property's is the first line of the function's docstring.
+    """
     assert suite in SUITES
     assert clause in CLAUSES
 
     def enter(function: Callable[[Lab, Draw], None]) -> Callable[[Lab, Draw], None]:
-        sentence = (function.__doc__ or "").splitlines()[0]
-        row = Check(f"{suite}.{clause}.{name}", suite, clause, sentence, function, dtypes, needs, effort)
+        said = sentence or (function.__doc__ or "").splitlines()[0]
+        row = Check(f"{suite}.{clause}.{name}", suite, clause, said, function, dtypes, needs, effort)
         assert row.id not in _table, row.id
         _table[row.id] = row
         return function
