@@ -11,8 +11,6 @@ from functools import reduce as fold
 
 from torch import Tensor
 
-from bagua_ref.types import ReduceOp
-
 __all__ = [
     "allgather",
     "allreduce",
@@ -26,41 +24,41 @@ __all__ = [
     "scatter",
 ]
 
-_COMBINE: dict[ReduceOp, Callable[[Tensor], Tensor]] = {
-    ReduceOp.SUM: lambda x: x.sum(0),
-    ReduceOp.AVG: lambda x: x.sum(0) / len(x),
-    ReduceOp.PRODUCT: lambda x: x.prod(0),
-    ReduceOp.MIN: lambda x: x.amin(0),
-    ReduceOp.MAX: lambda x: x.amax(0),
-    ReduceOp.BAND: lambda x: fold(lambda a, b: a & b, x.unbind()),
-    ReduceOp.BOR: lambda x: fold(lambda a, b: a | b, x.unbind()),
-    ReduceOp.BXOR: lambda x: fold(lambda a, b: a ^ b, x.unbind()),
+_COMBINE: dict[str, Callable[[Tensor], Tensor]] = {
+    "SUM": lambda x: x.sum(0),
+    "AVG": lambda x: x.sum(0) / len(x),
+    "PRODUCT": lambda x: x.prod(0),
+    "MIN": lambda x: x.amin(0),
+    "MAX": lambda x: x.amax(0),
+    "BAND": lambda x: fold(lambda a, b: a & b, x.unbind()),
+    "BOR": lambda x: fold(lambda a, b: a | b, x.unbind()),
+    "BXOR": lambda x: fold(lambda a, b: a ^ b, x.unbind()),
 }
 
 
-def combine(x: Tensor, op: ReduceOp) -> Tensor:
-    """Return the reduction of all ranks' elements; MIN and MAX of a NaN are NaN.
+def combine(x: Tensor, op: str) -> Tensor:
+    """Return the reduction of all ranks' elements by an operation named as in MPI; MIN and MAX of a NaN are NaN.
 
-    >>> combine(torch.tensor([[200], [200], [200]], dtype=torch.uint8), ReduceOp.SUM)
+    >>> combine(torch.tensor([[200], [200], [200]], dtype=torch.uint8), "SUM")
     tensor([88], dtype=torch.uint8)
     """
     wide = x.double() if x.dtype.is_floating_point else x.long()
     return _COMBINE[op](wide).to(x.dtype)
 
 
-def allreduce(x: Tensor, op: ReduceOp) -> Tensor:
+def allreduce(x: Tensor, op: str) -> Tensor:
     """Give every rank the reduction."""
     return combine(x, op).repeat(len(x), 1)
 
 
-def reduce(x: Tensor, op: ReduceOp, root: int) -> Tensor:
+def reduce(x: Tensor, op: str, root: int) -> Tensor:
     """Give the root the reduction; the other ranks keep their elements."""
     out = x.clone()
     out[root] = combine(x, op)
     return out
 
 
-def reduce_scatter(x: Tensor, op: ReduceOp) -> Tensor:
+def reduce_scatter(x: Tensor, op: str) -> Tensor:
     """Give rank r chunk r of the reduction."""
     return combine(x, op).view(len(x), -1) if x.numel() else x[:, :0]
 

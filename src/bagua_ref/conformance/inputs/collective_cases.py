@@ -121,9 +121,9 @@ def collective_call(method: str, op: ReduceOp, n: int, count: int, dtype: torch.
     def results() -> tuple[Tensor, tuple[Any, ...], list[Tensor]]:
         """Return what ranks receive into, the arguments after the tensors, and the results by rank."""
         if name == "reduce":
-            return short, (root, op), list(plain.reduce(x, op, root))
+            return short, (root, op), list(plain.reduce(x, op.name, root))
         if name in REDUCING:
-            return short, (op,), list((plain.allreduce if name == "allreduce" else plain.reduce_scatter)(x, op))
+            return short, (op,), list((plain.allreduce if name == "allreduce" else plain.reduce_scatter)(x, op.name))
         if name == "broadcast":
             return short, (root,), list(plain.broadcast(x, root))
         if name == "scatter":
