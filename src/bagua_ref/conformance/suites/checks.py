@@ -18,7 +18,6 @@ if TYPE_CHECKING:  # hypothesis is not needed to list checks
 __all__ = ["Check", "all_checks", "check", "checks_of", "prepare", "reason_to_skip_suite", "require_hypothesis", "variants"]
 
 _MODULES = {suite: (suite,) for suite in SUITES} | {
-    "codec": ("codec_minmax", "codec"),
     "algorithms": (
         "algorithms_async",
         "algorithms_local_sgd",

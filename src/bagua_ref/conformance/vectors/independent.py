@@ -106,7 +106,7 @@ def _roundtrip(dtype: str, inputs: Tensors, num_chunks: int) -> Tensors:
 
 
 def _codec_compress(dtype: str, inputs: Tensors, codec: str, num_chunks: int, target_chunk: int | None = None) -> Tensors:
-    blocks = [codecs_scalar.compress_chunk(codec, chunk) for chunk in _chunks(inputs["x"], num_chunks)]
+    blocks = [codecs_scalar.compress_chunk(codec, chunk, dtype) for chunk in _chunks(inputs["x"], num_chunks)]
     if target_chunk is not None:
         before = inputs["payload"].view(num_chunks, -1).tolist()
         blocks = [block if place == target_chunk else bytes(before[place]) for place, block in enumerate(blocks)]
