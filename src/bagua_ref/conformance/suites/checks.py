@@ -27,7 +27,7 @@ _MODULES = {suite: (suite,) for suite in SUITES} | {
         "algorithms",
     ),
     "cache": ("cache_values", "cache"),
-    "fused_optimizer": ("fused_optimizer", "fused_optimizer_storage", "fused_optimizer_gradients"),
+    "fused_optimizer": ("fused_optimizer", "fused_optimizer_memory"),
 }
 """The modules of each suite, in the order in which their checks are listed."""
 
