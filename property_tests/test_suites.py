@@ -1,4 +1,4 @@
-"""Properties of kernels, codecs, bucket operations and trainings as shipped in the suites, on every backend (S1 to S5, S9 to S13)."""
+"""Properties of kernels, codecs, bucket operations and trainings as shipped in the suites, on every backend."""
 
 from __future__ import annotations
 

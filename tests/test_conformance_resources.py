@@ -332,8 +332,8 @@ class Closing:
         ("cache.S8.2.num_keys", "found = loader0.num_keys()", Target),
         ("cache.S8.2.none", "loader.close()", Closing),
         ("cache.S8.3.counters", "loader.close()", Closing),  # after the check's own lines
-        ("samplers.S7.3.digits", "list(sampler)", Target),
-        ("samplers.S7.4.batches", "list(LoadBalancingDistributedBatchSampler(sampler, batch_fn, drop_last=False))", Target),
+        ("samplers.S7.3.digits", "found = list(sampler)", Target),
+        ("samplers.S7.4.batches", "batches = samplers.LoadBalancingDistributedBatchSampler(sampler, ", Target),
         ("samplers.S7.5.refuses", "samplers.LoadBalancingDistributedBatchSampler(", Target),
     ],
     ids=lambda value: value if isinstance(value, str) and value[0] != "r" else "",
