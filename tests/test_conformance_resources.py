@@ -17,7 +17,7 @@ from bagua_ref.backends.reference import ReferenceBackend
 from bagua_ref.conformance import run_conformance
 from bagua_ref.conformance.inputs.graph_cases import graph_cases, sized_worlds, sizes_of
 from bagua_ref.conformance.inputs.strategies import worlds
-from bagua_ref.conformance.lab import cache_script
+from bagua_ref.conformance.lab import servers
 from bagua_ref.conformance.run import runner
 from bagua_ref.conformance.run.search import PROFILES
 from bagua_ref.conformance.targets import reference_algorithms, reference_ops
@@ -239,7 +239,7 @@ class StopsServers(contrib.CacheLoader):
     def get(self, key, load_fn):
         StopsServers.accesses += 1
         if StopsServers.accesses == 12:
-            for pool in cache_script._pools.values():
+            for pool in servers._pools.values():
                 pool._servers[0]._server.stop()
         return super().get(key, load_fn)
 
