@@ -16,7 +16,7 @@ from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
 import bagua_ref
-from bagua_ref.base.extras import install_command
+from bagua_ref.base.not_provided import install_command
 from bagua_ref.cli import graph, trace, vectors
 from bagua_ref.cli.command import CommandError, Commands, PrintCompletion, add_command, add_json_options, write_json
 from bagua_ref.cli.recipes import RECIPES, Settings

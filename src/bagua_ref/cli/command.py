@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bagua_ref.base.extras import install_command
+from bagua_ref.base.not_provided import install_command
 
 __all__ = ["CommandError", "Commands", "PrintCompletion", "add_command", "add_json_options", "write_file", "write_json"]
 

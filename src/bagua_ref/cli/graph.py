@@ -9,7 +9,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from bagua_ref.base.extras import install_command
+from bagua_ref.base.not_provided import install_command
 from bagua_ref.cli.command import CommandError, Commands, add_command, add_json_options, write_json
 from bagua_ref.formulas.graphs import MODES, Graph, checked_graph
 from bagua_ref.formulas.mixing import Mixing, mixing

@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from bagua_ref.base.extras import install_command
+from bagua_ref.base.not_provided import install_command
 from bagua_ref.base.untrusted import one_line
 from bagua_ref.cli.command import CommandError, Commands, add_command, add_json_options, write_json
 from bagua_ref.conformance.trace import RankTrace, TraceReport

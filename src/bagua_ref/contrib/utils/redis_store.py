@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from bagua_ref.base.not_provided import explain_missing
 from bagua_ref.contrib.cache import job_servers
-from bagua_ref.contrib.cache.protocol import Limit
 from bagua_ref.contrib.cache.server import node_address, start_redis_daemon
 from bagua_ref.contrib.utils.store import ClusterStore, Store, StoreError, encoded_key
 from bagua_ref.env import checked_timeout, get_master_addr, get_node_rank
+
+if TYPE_CHECKING:  # redis is imported by those who use it
+    from bagua_ref.contrib.cache.protocol import Limit
 
 __all__ = [
     "RedisStore",
