@@ -11,8 +11,9 @@ import struct
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from bagua_ref.conformance.expected import codec_scalar
-from bagua_ref.conformance.expected.codec_scalar import saturate
+from bagua_ref.conformance.expected.codec_scalar import block_size, bound, half_ulp, saturate
+from bagua_ref.conformance.expected.codec_scalar import compress_chunk as compress_minmax
+from bagua_ref.conformance.expected.codec_scalar import decompress_chunk as decompress_minmax
 from bagua_ref.conformance.expected.rounding import f32
 
 __all__ = ["FORMATS", "MINMAX", "Elements", "compress_chunk", "decompress_chunk", "error_bound", "exponent_of", "payload_size"]
@@ -70,7 +71,7 @@ FORMATS = {
 def payload_size(codec: str, c: int) -> int:
     """Return the size in bytes of a chunk's payload (S4.1, S12.1, S12.2)."""
     if codec == MINMAX:
-        return codec_scalar.block_size(c)
+        return block_size(c)
     if codec == "OneBit":
         return 32 + _padded(math.ceil(c / 8)) if c else 0
     return _padded(math.ceil(c / 32) + math.ceil(c * FORMATS[codec].bits / 8))
@@ -79,7 +80,7 @@ def payload_size(codec: str, c: int) -> int:
 def compress_chunk(codec: str, chunk: list[float], dtype: str) -> bytes:
     """Return the payload of one chunk of numbers of dtype."""
     if codec == MINMAX:
-        return codec_scalar.compress_chunk(chunk, dtype)
+        return compress_minmax(chunk, dtype)
     payload = _one_bit(chunk) if codec == "OneBit" else _microscaling(codec, chunk)
     return payload.ljust(payload_size(codec, len(chunk)), b"\0")
 
@@ -87,7 +88,7 @@ def compress_chunk(codec: str, chunk: list[float], dtype: str) -> bytes:
 def decompress_chunk(codec: str, payload: bytes, count: int, dtype: str) -> list[float]:
     """Return the values of one chunk's payload, numbers of dtype."""
     if codec == MINMAX:
-        return codec_scalar.decompress_chunk(payload, count, dtype)
+        return decompress_minmax(payload, count, dtype)
     if codec == "OneBit":
         return _from_one_bit(payload, count, dtype)
     found = FORMATS[codec]
@@ -106,9 +107,9 @@ def error_bound(codec: str, x: float, block: list[float], restored: float, dtype
         dtype: of both.
     """
     if codec == MINMAX:
-        return codec_scalar.bound(min(block), max(block), restored, dtype)
+        return bound(min(block), max(block), restored, dtype)
     form, largest = FORMATS[codec], max(abs(value) for value in block)
-    scale, rounding = 2.0 ** exponent_of(largest, form.emax), codec_scalar.half_ulp(restored, dtype)
+    scale, rounding = 2.0 ** exponent_of(largest, form.emax), half_ulp(restored, dtype)
     saturates = abs(x) > form.numbers[-1] * scale
     if codec == "MXINT8":
         return scale / (64 if saturates else 128) + rounding
