@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Script", "Violation", "literal", "written_down"]
+__all__ = ["Script", "Violation", "literal"]
 
 
 class Violation(AssertionError):  # noqa: N818 - a finding, not an error
@@ -72,13 +70,3 @@ class Script:
         if names:
             imports.insert(0, f"from math import {', '.join(names)}")
         return "\n".join([*imports, "", text, ""])
-
-
-@contextmanager
-def written_down(script: str) -> Iterator[None]:
-    """Attach a script to a violation raised in the block."""
-    try:
-        yield
-    except Violation as violation:
-        violation.snippet = script
-        raise
