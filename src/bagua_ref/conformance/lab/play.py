@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from types import ModuleType
+import functools
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -68,13 +69,13 @@ class Play:
             raise Violation(message[:1000], str(self.script)) from error
 
     def _run(self, source: str | ast.Module) -> None:
-        code = compile(source, "<counterexample>", "exec")
+        code = _compiled(source, "exec") if isinstance(source, str) else compile(source, "<counterexample>", "exec")
         exec(code, self.names)  # noqa: S102  # nosec B102 # written by the check, line by line
 
     def value(self, source: str) -> Any:
         """Return the value of an expression; raise `Violation` for any exception."""
         try:
-            return eval(source, self.names)  # noqa: S307  # nosec B307 # written by the check
+            return eval(_compiled(source, "eval"), self.names)  # noqa: S307  # nosec B307 # written by the check
         except Exception as error:
             raise self.violation(f"{source} raised {type(error).__name__}: {error}", source) from error
 
@@ -105,6 +106,11 @@ class Play:
 
 _OWN = {"comm_ops": ReferenceCommOps, "algorithms": ReferenceAlgorithms}
 """Parts of the package's own, which are made with the target's kernels."""
+
+
+@functools.lru_cache(4096)
+def _compiled(source: str, mode: str) -> CodeType:
+    return compile(source, "<counterexample>", mode)
 
 
 def source_of_part(target: Target, part: str) -> list[str]:
