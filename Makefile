@@ -121,14 +121,13 @@ bench: $(VENV)/.dev  ## every comparison with a peer; one table and one JSON fil
 has_gpu = $(1) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null
 # Only what imports with pytest, torch, CuPy and hypothesis alone; the samplers also want what contrib is installed with.
 gpu_tests = tests/test_cuda_gpu.py tests/test_streams.py tests/test_backends.py tests/test_gloo.py tests/test_ddp.py \
-	property_tests/test_kernels.py property_tests/test_codec.py property_tests/test_qadam.py property_tests/test_comm_ops.py \
-	property_tests/test_conformance_suites.py
+	property_tests/test_suites.py property_tests/test_qadam.py property_tests/test_comm_ops.py
 gpu:  ## on a machine with a CUDA device: its tests, CUDA's own checkers where present, benchmarks/gpu_kernels.py
 	@if $(call has_gpu,$(bin)/python); then python=$(bin)/python; \
 	elif $(call has_gpu,$(PYTHON)); then python=$(PYTHON); \
 	else echo "make gpu: neither $(bin)/python nor $(PYTHON) has a torch that sees a CUDA device; nothing was run."; exit 1; fi; \
 	export PYTHONPATH=src; more=; \
-	if "$$python" -c 'import redis, rich, xxhash' 2>/dev/null; then more="tests/test_samplers.py property_tests/test_samplers.py"; \
+	if "$$python" -c 'import redis, rich, xxhash' 2>/dev/null; then more="tests/test_samplers.py property_tests/test_samplers.py property_tests/test_contrib_suites.py"; \
 	else echo "make gpu: without redis, rich and xxhash the samplers are left out."; fi; \
 	"$$python" -m pytest -m gpu $(gpu_tests) $$more $(PYTEST_ARGS); \
 	if command -v compute-sanitizer >/dev/null; then for tool in memcheck racecheck; do \

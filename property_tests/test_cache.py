@@ -18,7 +18,6 @@ from tests.cache_values import same
 from bagua_ref.contrib import CachedDataset, CacheLoader
 from bagua_ref.contrib.cache import guard
 from bagua_ref.contrib.cache.fake_server import start_fake_server
-from bagua_ref.contrib.utils.store import ClusterStore
 
 keys = st.integers(0, 11)
 sizes = st.integers(1, 7)
@@ -191,37 +190,6 @@ def test_S8_2_S8_3_the_cache_is_a_dict_that_may_forget(backend, monkeypatch):
     finally:
         for server in machine.pool:
             server.kill()
-
-
-@every_backend
-@given(
-    names=st.lists(st.text(max_size=8) | st.text("_%125F", max_size=4), min_size=1, max_size=3),
-    batch=st.lists(keys, max_size=12),
-    size=sizes,
-)
-def test_S8_1_loaders_with_one_name_share_and_others_do_not(backend, names, batch, size):
-    need(backend)
-    model: dict[tuple[str, str], str] = {}
-    loaders = [CacheLoader(backend, dataset_name=name, writer_buffer_size=size) for name in names]
-    loaders[0].store.clear()
-    for number, loader in enumerate(loaders):
-        for key in batch:
-            value = loader.get(key, lambda key, number=number: f"{number}: {key}")
-            assert value == model.setdefault((loader.dataset_name, str(key)), f"{number}: {key}")
-        loader.flush()
-    assert loaders[0].num_keys() == len(model)
-
-
-@given(batch=st.lists(st.text(max_size=20)), count=st.integers(1, 9))
-def test_S8_1_a_key_lives_in_the_store_that_its_hash_names(batch, count):
-    from tests.test_cache_stores import DictStore
-
-    stores = [DictStore() for _ in range(count)]
-    cluster = ClusterStore(stores)
-    cluster.mset({key: key for key in batch})
-    for index, store in enumerate(stores):
-        assert set(store.values) == {key for key in batch if xxhash.xxh64(key.encode(), seed=0).intdigest() % count == index}
-    assert cluster.mget(batch) == [key.encode() for key in batch]
 
 
 @every_backend

@@ -1,13 +1,8 @@
-"""Properties of the balanced samplers on every backend: the shipped checks, and what they leave open (S7).
-
-These are complexities in every form, the public chunks, and saving and resuming a position.
-"""
+"""Properties of the balanced samplers beyond the suite: complexities in every form, the public chunks, saved positions (S7)."""
 
 from __future__ import annotations
 
 import warnings
-from functools import cache, partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,27 +10,11 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from property_tests.strategies import Seeded, every_backend
+from property_tests.strategies import every_backend
 
 from bagua_ref.conformance.expected import samplers_plain
 from bagua_ref.conformance.inputs.sampler_cases import cases, complexities, cut, levels
-from bagua_ref.conformance.run.pytest_suites import SamplerSuite
 from bagua_ref.contrib import LoadBalancingDistributedBatchSampler, LoadBalancingDistributedSampler
-
-
-@cache
-def with_samplers_on(backend: str) -> SimpleNamespace:
-    sampler = partial(LoadBalancingDistributedSampler, backend=backend)
-    batches = LoadBalancingDistributedBatchSampler
-    parts = SimpleNamespace(LoadBalancingDistributedSampler=sampler, LoadBalancingDistributedBatchSampler=batches)
-    return SimpleNamespace(samplers=parts)
-
-
-@every_backend
-class TestSamplers(Seeded, SamplerSuite):
-    @pytest.fixture
-    def target(self, backend):
-        return with_samplers_on(backend)
 
 
 def as_scalar(number: Any) -> st.SearchStrategy[Any]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from bagua_ref.backends import get_backend, get_codec
 from bagua_ref.conformance.expected import samplers_plain
+from bagua_ref.conformance.expected.collectives_plain import combine
 from bagua_ref.conformance.targets.process_link import DTYPES
 
 KERNELS = (
@@ -60,20 +61,6 @@ def raw(x: Tensor) -> bytes:
 
 def tensor(data: bytes, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
-
-
-def reduced(parts: list[Tensor], op: str) -> Tensor:
-    x = torch.stack(parts)
-    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-    if op in ("MIN", "MAX"):
-        return x.amin(0) if op == "MIN" else x.amax(0)
-    if op in ("SUM", "AVG", "PRODUCT"):
-        total = wide.prod(0) if op == "PRODUCT" else wide.sum(0)
-        return (total / len(parts) if op == "AVG" else total).to(x.dtype)
-    combine = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}[op]
-    for part in parts[1:]:
-        parts[0] = combine(parts[0], part)
-    return parts[0]
 
 
 class Program:
@@ -175,7 +162,7 @@ class Program:
             return {"out": torch.cat(parts)} if call == "allgather" or root == world.rank else {}
         if call == "alltoall":
             return {"out": torch.cat([part[world.rank * chunk : (world.rank + 1) * chunk] for part in parts])}
-        total = reduced(parts, header["op"])
+        total = combine(torch.stack(parts), header["op"])
         if call == "reduce_scatter":
             total = total[world.rank * chunk : (world.rank + 1) * chunk].clone()
         if FAULT == "planted" and world.n > 2 and world.rank == 1:

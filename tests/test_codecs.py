@@ -72,7 +72,7 @@ def round_trip(name: str, x: torch.Tensor, num_chunks: int = 1) -> torch.Tensor:
 def test_S12_1_pinned_payloads(name, values, payload):
     wanted = bytes(payload).ljust(32, b"\0")
     assert bytes(codec(name).compress(torch.tensor(values), 1).tolist()) == wanted
-    assert codecs_scalar.compress_chunk(name, torch.tensor(values).tolist()) == wanted
+    assert codecs_scalar.compress_chunk(name, torch.tensor(values).tolist(), "float32") == wanted
 
 
 def test_S12_2_pinned_payload():
@@ -186,7 +186,7 @@ def test_S12_3_bounds_are_attained():
         errors = (round_trip(name, x).double() - x.double()).abs()
         assert errors[-1].item() == pytest.approx(error, rel=1e-5)
         for value, got in zip(x.tolist(), errors.tolist(), strict=True):
-            assert got <= codecs_scalar.error_bound(name, value, x.tolist())
+            assert got <= codecs_scalar.error_bound(name, value, x.tolist(), 0.0, "float32")
 
 
 # Operations and algorithms

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from tests import collective_cases as cases
+from tests import communication_cases as cases
 
 import bagua_ref
 from bagua_ref.algorithms.gradient_allreduce import GradientAllReduceAlgorithm

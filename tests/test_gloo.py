@@ -5,20 +5,21 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import threading
 import time
-import traceback
 from contextlib import nullcontext
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests import collective_cases as cases
-from tests import leaving
+from tests import communication_cases as cases
+from tests import disagreements, leaving
 from tests.launch import launch, outcomes
 
 import bagua_ref
@@ -47,29 +48,61 @@ def warm_up(comm):
     comm.allreduce_inplace(torch.ones(1))
 
 
-CASES = [case.__name__ for case in cases.CASES]
+class InStep:
+    """Worlds for the conformance suite on real processes, which draw the same inputs and hear of each other's results.
+
+    The first ranks are a smaller world; its nodes are not those of the input, which collectives on tensors do not see.
+    """
+
+    def __init__(self):
+        self.comms = [bagua_ref.new_group(list(range(n + 1))).get_global_communicator() for n in range(bagua_ref.get_world_size())]
+        self.store, self.rank, self.round = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"])), bagua_ref.get_rank(), 0
+
+    def run_world(self, factory, nodes, program, seed):
+        """Return every rank's result or raise the first rank's error, as the conformance package's function does."""
+        self.round += 1
+        result = error = None
+        if self.rank < sum(nodes):
+            try:
+                result = program(self.comms[sum(nodes) - 1])
+            except Exception as raised:
+                error = raised
+        self.store.set(f"{self.round}-{self.rank}", pickle.dumps((result, error)))
+        ended = [pickle.loads(self.store.get(f"{self.round}-{rank}")) for rank in range(sum(nodes))]
+        for _, error in ended:
+            if error is not None:
+                raise error
+        return [result for result, _ in ended]
+
+
+def run_suite(seed=0, inputs=10):
+    """Run the collectives' suite on the processes of this world; return each check's message, up to the first failure."""
+    from bagua_ref.conformance.lab import ranks
+    from bagua_ref.conformance.lab.journal import Journal
+    from bagua_ref.conformance.run.search import PROFILES, Search, search
+    from bagua_ref.conformance.suites.checks import checks_of
+    from bagua_ref.conformance.targets.target import resolve
+    from bagua_ref.conformance.targets.world import own_communicator
+
+    PROFILES["quick"], ranks.run_world, messages = inputs, InStep().run_world, {}
+    target = resolve(SimpleNamespace(communicator=own_communicator, capabilities={"max_ranks": bagua_ref.get_world_size()}))
+    for name, check in checks_of(["collectives"]).items():
+        if name.endswith("barrier"):  # its ranks share a list
+            continue
+        outcome = search(check, None, target, Search("quick", seed, shrink=False), Journal())
+        messages[name] = outcome.message
+        if not outcome.passed:
+            break  # ranks may no longer be in step
+    return messages
 
 
 def run_cases():
-    """Run the cases up to the first that fails; return their names and how each ended."""
-    ended = {}
-    for name in CASES:
-        try:
-            getattr(cases, name)(default_comm())
-        except Exception:
-            return ended | {name: traceback.format_exc()}  # ranks may no longer be in step
-        ended[name] = "passed"
-    return ended
+    """Run the cases beyond the suite."""
+    for case in cases.CASES:
+        case(default_comm())
 
 
-@pytest.fixture(scope="module")
-def cases_ended():
-    """Return how the cases ended in each rank of 2 or 4, with one launch for all cases."""
-    return functools.cache(lambda nranks, over_gloo: [o.result or {} for o in outcomes(run_cases, nranks, over_gloo=over_gloo)])
-
-
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(
+processes = pytest.mark.parametrize(
     ("nranks", "over_gloo"),
     [
         pytest.param(2, True, id="2-gloo"),
@@ -78,9 +111,18 @@ def cases_ended():
         pytest.param(4, False, id="4-memory"),
     ],
 )
-def test_S3_9_collectives(cases_ended, nranks, name, over_gloo):
-    for rank, ended in enumerate(cases_ended(nranks, over_gloo)):
-        assert ended.get(name, "not run, as an earlier case failed") == "passed", f"rank {rank}"
+
+
+@processes
+def test_S3_9_the_suite_passes_on_processes(nranks, over_gloo):
+    for messages in launch(run_suite, nranks, over_gloo=over_gloo):
+        assert len(messages) == 17
+        assert set(messages.values()) == {""}, messages
+
+
+@processes
+def test_S3_9_further_cases_on_processes(nranks, over_gloo):
+    launch(run_cases, nranks, over_gloo=over_gloo)
 
 
 class ThroughTheHost(TorchDistributedCommunicator):
@@ -201,8 +243,9 @@ def through_the_host():
     group = _get_default_group()
     transport = group._job.transport
     comm = ThroughTheHost(transport.store, "host", group.ranks, transport.rank, 30.0, uses_nccl=False, waits=transport.waits)
-    for case in (cases.broadcast, cases.reduce, cases.allreduce, cases.allreduce_large, cases.alltoall, cases.exchange):
-        case(comm)
+    for call in cases.calls(comm.nranks()):
+        cases.check(comm, call)
+    cases.large_reductions(comm)
 
 
 @transports
@@ -210,18 +253,19 @@ def test_tensors_that_gloo_cannot_reach_go_through_the_hosts_memory(over_gloo):
     launch(through_the_host, 2, over_gloo=over_gloo)
 
 
-def on_a_gpu(backend, names):
+def on_a_gpu(backend):
     bagua_ref.init_process_group(backend=backend, timeout=60)
     torch.set_default_device("cuda")
-    for name in names:
-        getattr(cases, name)(default_comm())
+    run_cases()
+    return run_suite()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("nranks", "backend"), [(1, "nccl"), (2, "gloo")])
 def test_S3_9_collectives_of_cuda_tensors(nranks, backend):
     """NCCL needs a GPU per rank; ranks that share one use the host's memory."""
-    launch(on_a_gpu, nranks, backend, CASES, init=False)
+    for messages in launch(on_a_gpu, nranks, backend, init=False):
+        assert set(messages.values()) == {""}, messages
 
 
 def places():
@@ -399,7 +443,7 @@ def caught(function, *arguments):
 def call_differently():
     """Return the error of each case, and of the call after it; each case has a group of its own."""
     last, found = bagua_ref.get_rank() == bagua_ref.get_world_size() - 1, {}
-    for name, (call, other, *_) in cases.DIFFERENT_CALLS.items():
+    for name, (call, other, *_) in disagreements.DIFFERENT_CALLS.items():
         comm = bagua_ref.new_group().get_global_communicator()
         begin = time.monotonic()
         found[name] = caught(other if last else call, comm), caught(comm.barrier), time.monotonic() - begin
@@ -412,7 +456,7 @@ def test_S3_9_ranks_that_make_different_calls_are_told_at_once_who_calls_what(nr
     others = "ranks 0-1 call" if nranks == 3 else "rank 0 calls"
     for found in launch(call_differently, nranks, over_gloo=over_gloo):
         for name, (message, then, seconds) in found.items():
-            _, _, first, last = cases.DIFFERENT_CALLS[name]
+            _, _, first, last = disagreements.DIFFERENT_CALLS[name]
             assert f"{others} {first}" in message or first in message.partition(others)[2].partition(", rank")[0], (name, message)
             assert last in message.partition(f", rank {nranks - 1} calls ")[2], (name, message)
             assert "all ranks must call the same collective" in message, name
@@ -422,7 +466,7 @@ def test_S3_9_ranks_that_make_different_calls_are_told_at_once_who_calls_what(nr
 
 def send_something_else():
     rank, found = bagua_ref.get_rank(), {}
-    for name, (send, receive, *_) in cases.DIFFERENT_MESSAGES.items():
+    for name, (send, receive, *_) in disagreements.DIFFERENT_MESSAGES.items():
         comm = bagua_ref.new_group().get_global_communicator()
         warm_up(comm)
         begin = time.monotonic()
@@ -433,7 +477,7 @@ def send_something_else():
 @transports
 def test_S3_9_a_message_of_another_size_or_dtype_is_an_error_on_both_ranks(over_gloo):
     sender, receiver = launch(send_something_else, 2, over_gloo=over_gloo)
-    for name, (_, _, sent, received) in cases.DIFFERENT_MESSAGES.items():
+    for name, (_, _, sent, received) in disagreements.DIFFERENT_MESSAGES.items():
         (message, then), seconds = receiver[name]
         assert then != "no error"
         assert seconds < 5

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from tests.collective_cases import DIFFERENT_CALLS
+from tests.disagreements import DIFFERENT_CALLS
 
 from bagua_ref.base.runtime import current_world
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError, SimulationError

@@ -36,7 +36,7 @@ from bagua_ref.cli import main
 from bagua_ref.communicators.rendezvous import rendezvous
 from bagua_ref.communicators.torch_transport import TorchDistributedTransport
 from bagua_ref.conformance.formats.safetensors_file import write_safetensors
-from bagua_ref.conformance.run.xfails import read_xfails
+from bagua_ref.conformance.run.runner import read_xfails
 from bagua_ref.conformance.trace import Recorder, TraceError, check_trace, read_trace
 from bagua_ref.conformance.vectors import VectorsError, check_outputs, read_manifest
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError

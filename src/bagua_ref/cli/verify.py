@@ -20,8 +20,7 @@ def verify(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
     Raises:
         CommandError: the target cannot be imported or made, or Hypothesis is missing.
     """
-    from bagua_ref.conformance.run.runner import check_ids, run_conformance
-    from bagua_ref.conformance.run.xfails import read_xfails
+    from bagua_ref.conformance.run.runner import check_ids, read_xfails, run_conformance
     from bagua_ref.conformance.suites.checks import all_checks
     from bagua_ref.conformance.targets.process import ProcessTarget
     from bagua_ref.conformance.targets.target import assemble, resolve

@@ -74,10 +74,13 @@ def saturate(dtype: str, value: float) -> float:
 
 def bound(low: float, high: float, restored: float, dtype: str) -> float:
     """Return the bound of the error of a restored value (S4.6), in float64."""
-    scale = grid(low, high)[0]
-    half_ulp = 0.0
-    if dtype != "float32":
-        digits, smallest = (11, -24) if dtype == "float16" else (8, -133)
-        exponent = math.frexp(restored)[1] if restored else -1000
-        half_ulp = 0.5 * 2.0 ** max(exponent - digits, smallest)
-    return 0.5 / scale + 1.5 * 2.0**-22 * max(abs(low), abs(high)) + half_ulp
+    return 0.5 / grid(low, high)[0] + 1.5 * 2.0**-22 * max(abs(low), abs(high)) + half_ulp(restored, dtype)
+
+
+def half_ulp(value: float, dtype: str) -> float:
+    """Return what rounding to a 16-bit dtype may add to the error of a value; 0 for float32, in which it is computed."""
+    if dtype == "float32":
+        return 0.0
+    digits, smallest = (11, -24) if dtype == "float16" else (8, -133)
+    exponent = math.frexp(value)[1] if value else -1000
+    return 0.5 * 2.0 ** max(exponent - digits, smallest)

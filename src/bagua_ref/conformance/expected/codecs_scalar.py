@@ -1,4 +1,4 @@
-"""MXFP8, MXFP4, MXINT8 and OneBit (S12), one number at a time.
+"""Every codec, MinMaxUInt8 (S4), MXFP8, MXFP4, MXINT8 and OneBit (S12), one number at a time.
 
 Chunks are lists of Python floats that are numbers of the dtype; payloads are bytes. Every product is one with a power of two,
 and exact in float64.
@@ -11,11 +11,14 @@ import struct
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from bagua_ref.conformance.expected.codec_scalar import saturate
+from bagua_ref.conformance.expected.codec_scalar import block_size, bound, half_ulp, saturate
+from bagua_ref.conformance.expected.codec_scalar import compress_chunk as compress_minmax
+from bagua_ref.conformance.expected.codec_scalar import decompress_chunk as decompress_minmax
 from bagua_ref.conformance.expected.rounding import f32
 
-__all__ = ["FORMATS", "Elements", "compress_chunk", "decompress_chunk", "error_bound", "exponent_of", "payload_size"]
+__all__ = ["FORMATS", "MINMAX", "Elements", "compress_chunk", "decompress_chunk", "error_bound", "exponent_of", "payload_size"]
 
+MINMAX = "MinMaxUInt8"
 BLOCK = 32
 POISON = 255
 NAN = bytes.fromhex("0000c07f")
@@ -66,20 +69,26 @@ FORMATS = {
 
 
 def payload_size(codec: str, c: int) -> int:
-    """Return the size in bytes of a chunk's payload (S12.1, S12.2)."""
+    """Return the size in bytes of a chunk's payload (S4.1, S12.1, S12.2)."""
+    if codec == MINMAX:
+        return block_size(c)
     if codec == "OneBit":
         return 32 + _padded(math.ceil(c / 8)) if c else 0
     return _padded(math.ceil(c / 32) + math.ceil(c * FORMATS[codec].bits / 8))
 
 
-def compress_chunk(codec: str, chunk: list[float]) -> bytes:
-    """Return one chunk's payload."""
+def compress_chunk(codec: str, chunk: list[float], dtype: str) -> bytes:
+    """Return the payload of one chunk of numbers of dtype."""
+    if codec == MINMAX:
+        return compress_minmax(chunk, dtype)
     payload = _one_bit(chunk) if codec == "OneBit" else _microscaling(codec, chunk)
     return payload.ljust(payload_size(codec, len(chunk)), b"\0")
 
 
 def decompress_chunk(codec: str, payload: bytes, count: int, dtype: str) -> list[float]:
     """Return the values of one chunk's payload, numbers of dtype."""
+    if codec == MINMAX:
+        return decompress_minmax(payload, count, dtype)
     if codec == "OneBit":
         return _from_one_bit(payload, count, dtype)
     found = FORMATS[codec]
@@ -87,16 +96,26 @@ def decompress_chunk(codec: str, payload: bytes, count: int, dtype: str) -> list
     return [_stored(dtype, _element(codec, elements, place, scales[place // BLOCK], found)) for place in range(count)]
 
 
-def error_bound(codec: str, x: float, block: list[float]) -> float:
-    """Return the bound of the error of one element of a finite block, before it is rounded to a dtype (S12.3)."""
+def error_bound(codec: str, x: float, block: list[float], restored: float, dtype: str) -> float:
+    """Return the bound of the error of one element of a finite block (MinMaxUInt8: chunk), in float64 (S4.6, S12.3).
+
+    Args:
+        codec: one of `FORMATS`, or MinMaxUInt8.
+        x: the element.
+        block: all elements of its block.
+        restored: what came back of it.
+        dtype: of both.
+    """
+    if codec == MINMAX:
+        return bound(min(block), max(block), restored, dtype)
     form, largest = FORMATS[codec], max(abs(value) for value in block)
-    scale = 2.0 ** exponent_of(largest, form.emax)
+    scale, rounding = 2.0 ** exponent_of(largest, form.emax), half_ulp(restored, dtype)
     saturates = abs(x) > form.numbers[-1] * scale
     if codec == "MXINT8":
-        return scale / (64 if saturates else 128)
+        return scale / (64 if saturates else 128) + rounding
     if saturates:
-        return largest / (8 if codec == "MXFP8" else 4)
-    return max(abs(x) / (16 if codec == "MXFP8" else 4), form.numbers[1] * scale / 2)
+        return largest / (8 if codec == "MXFP8" else 4) + rounding
+    return max(abs(x) / (16 if codec == "MXFP8" else 4), form.numbers[1] * scale / 2) + rounding
 
 
 def exponent_of(largest: float, emax: int) -> int:

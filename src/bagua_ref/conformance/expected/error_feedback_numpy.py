@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from bagua_ref.conformance.expected.codec_scalar import compress_chunk as compress_minmax
-from bagua_ref.conformance.expected.codec_scalar import decompress_chunk as decompress_minmax
 from bagua_ref.conformance.expected.codecs_scalar import compress_chunk, decompress_chunk
 from bagua_ref.conformance.expected.decentralized_numpy import Array, stored
 
@@ -15,10 +13,7 @@ __all__ = ["coded", "error_feedback_round"]
 def coded(codec: str, chunk: Array) -> Array:
     """Return D(C(chunk)), in float32."""
     numbers = [float(value) for value in chunk]
-    if codec == "MinMaxUInt8":
-        payload = compress_minmax(numbers, "float32")
-        return np.array(decompress_minmax(payload, len(numbers), "float32"), np.float32)
-    payload = compress_chunk(codec, numbers)
+    payload = compress_chunk(codec, numbers, "float32")
     return np.array(decompress_chunk(codec, payload, len(numbers), "float32"), np.float32)
 
 

@@ -1,15 +1,17 @@
-"""Inputs that are hard for the codecs of S12: numbers next to the ties of an element format, and payloads of any bytes."""
+"""Inputs that are hard for codecs: numbers next to the ties of an element format, and payloads of any bytes."""
 
 from __future__ import annotations
 
 import random
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
-from bagua_ref.conformance.expected.codecs_scalar import BLOCK, FORMATS, payload_size
+from bagua_ref.conformance.expected.codecs_scalar import BLOCK, FORMATS, MINMAX, payload_size
+from bagua_ref.conformance.inputs.strategies import bulk, numbers, seeds
 
-__all__ = ["any_payload", "near_ties"]
+__all__ = ["near_ties", "payloads"]
 
 _LOWEST = {torch.float16: -24, torch.bfloat16: -133, torch.float32: -149}
 _HIGHEST = {torch.float16: 15, torch.bfloat16: 127, torch.float32: 127}
@@ -39,7 +41,38 @@ def near_ties(codec: str, dtype: torch.dtype, seed: int) -> Tensor:
     return torch.where(moved.isfinite() & (x != 0), moved, x)
 
 
-def any_payload(codec: str, num_chunks: int, size: int, seed: int) -> Tensor:
+@st.composite
+def payloads(draw: st.DrawFn, codec: str, dtype: torch.dtype) -> tuple[Tensor, int, int]:
+    """Payloads of any bytes, the number of their chunks, and of the elements of each."""
+    if codec == MINMAX:
+        size = draw(st.one_of(st.integers(0, 40), st.sampled_from([32, 256])))
+        blocks = [draw(_levels(dtype, size)) for _ in range(draw(st.integers(1, 4)))]
+        return torch.tensor(list(b"".join(blocks)), dtype=torch.uint8), len(blocks), size
+    num_chunks, size = draw(st.integers(1, 3)), draw(st.sampled_from([0, 1, 2, 31, 32, 33, 70, 257]))
+    return _scales_and_elements(codec, num_chunks, size, draw(seeds)), num_chunks, size
+
+
+@st.composite
+def _levels(draw: st.DrawFn, dtype: torch.dtype, size: int) -> bytes:
+    """Blocks of MinMaxUInt8 with any levels between any ends; the gaps hold anything, as nobody reads them."""
+    kind = draw(st.sampled_from(["any", "tame", "near", "largest"]))
+    if kind == "largest":  # one end is, and levels may lie beyond it
+        largest = torch.finfo(dtype).max
+        end = draw(st.sampled_from([-largest, largest]))
+        ends = sorted([end, end * draw(st.floats(-1 if dtype is torch.float16 else 0, 1))])
+    elif kind == "any":
+        ends = sorted(draw(st.tuples(numbers(dtype, finite=True), numbers(dtype, finite=True))))
+    else:
+        ends = sorted(bulk(dtype, kind, draw(seeds), 2).tolist())
+    header = bytes(torch.tensor(ends, dtype=torch.float64).to(dtype).view(torch.uint8).tolist())
+    body = bytes(range(256)) if size == 256 else draw(st.binary(min_size=size, max_size=size))
+    if kind == "largest":
+        body = (b"\0\xff" + body)[:size]
+    filling = draw(st.sampled_from([b"\0", b"\xff"]))
+    return (header.ljust(32, filling) + body).ljust(payload_size(MINMAX, size), filling)
+
+
+def _scales_and_elements(codec: str, num_chunks: int, size: int, seed: int) -> Tensor:
     """Return payloads of any bytes; scales and codes are often at the ends of their range, and OneBit's any float32."""
     generator = torch.Generator().manual_seed(seed)
     block = payload_size(codec, size)

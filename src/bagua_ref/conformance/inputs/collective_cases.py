@@ -2,41 +2,35 @@
 
 from __future__ import annotations
 
-from functools import reduce
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from bagua_ref.conformance.expected import collectives_plain as plain
 from bagua_ref.conformance.inputs.strategies import Draw
 from bagua_ref.types import ReduceOp
 
 __all__ = [
-    "BITWISE",
-    "MOVABLE",
-    "REDUCTIONS",
-    "counts",
-    "nothing",
-    "reduced",
-    "reductions",
-    "root_of",
-    "terms",
-    "values",
-]
+    "BITWISE", "FLOATS", "INTEGERS", "METHODS", "MOVABLE", "REDUCING", "REDUCTIONS", "CollectiveCall", "collective_call", "counts",
+    "nothing", "root_of", "terms", "values",
+]  # fmt: skip
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("uint8", "int8", "int32", "int64")
 MOVABLE = (*FLOATS, *INTEGERS, "bool")
-BITWISE: dict[ReduceOp, Any] = {
-    ReduceOp.BAND: lambda a, b: a & b, ReduceOp.BOR: lambda a, b: a | b, ReduceOp.BXOR: lambda a, b: a ^ b,
-}  # fmt: skip
+BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 REDUCTIONS = (
     *((op, name) for op in ReduceOp if op not in BITWISE for name in FLOATS),
     *((op, name) for op in ReduceOp if op is not ReduceOp.AVG for name in INTEGERS),
 )
-reductions = st.sampled_from(REDUCTIONS)
+REDUCING = ("allreduce", "reduce", "reduce_scatter")
+METHODS = (*REDUCING, "broadcast", "allgather", "gather", "scatter", "alltoall")
+"""The collectives on tensors; all but broadcast also end in ``_inplace``."""
+
 counts = st.one_of(st.integers(0, 7), st.sampled_from([33, 257]))
 
 _FACTOR = {torch.uint8: 77, torch.int8: 77, torch.int32: 0x3C6EF373, torch.int64: 0x2545F4914F6CDD1D}
@@ -60,7 +54,7 @@ def values(rank: int, count: int, dtype: torch.dtype, start: int = 0) -> Tensor:
 
 
 def terms(op: ReduceOp, rank: int, count: int, dtype: torch.dtype, start: int = 0) -> Tensor:
-    """Return a rank's values for a reduction: sums are exact in any order, and only products wrap around."""
+    """Return a rank's values for a reduction: sums are exact in any order, and those of integers wrap around."""
     small, bits = _numbers(rank, count, start, 2, 3, 5), 8 * dtype.itemsize
     if dtype.is_floating_point:
         if op in (ReduceOp.MIN, ReduceOp.MAX):
@@ -69,25 +63,7 @@ def terms(op: ReduceOp, rank: int, count: int, dtype: torch.dtype, start: int = 
         return (small * (1 + beyond)).to(dtype)
     if op in (ReduceOp.MIN, ReduceOp.MAX) or op in BITWISE:
         return values(rank, count, dtype, start)
-    if op is ReduceOp.SUM and bits > 8:
-        return ((small - 3) * (1 << (bits - 8)) + small).to(dtype)
-    return (small - 3 if op is ReduceOp.SUM and dtype is torch.int8 else small).to(dtype)
-
-
-def reduced(op: ReduceOp, n: int, count: int, dtype: torch.dtype, start: int = 0) -> Tensor:
-    """Return the reduction of all ranks' terms: sums are exact and rounded once; products of integers wrap around."""
-    brought = torch.stack([terms(op, rank, count, dtype, start) for rank in range(n)])
-    wide = brought.double() if dtype.is_floating_point else brought.long()
-    if op in BITWISE:
-        combined: Tensor = reduce(BITWISE[op], wide.unbind())
-        return combined.to(dtype)
-    if op in (ReduceOp.MIN, ReduceOp.MAX):
-        return (wide.amin(0) if op is ReduceOp.MIN else wide.amax(0)).to(dtype)
-    total = wide.prod(0) if op is ReduceOp.PRODUCT else wide.sum(0)
-    if op is not ReduceOp.AVG:
-        return total.to(dtype)
-    one_rounding = np.float64 if dtype is torch.float64 else np.float32
-    return torch.from_numpy(total.numpy().astype(one_rounding) / one_rounding(n)).to(dtype)
+    return ((small - 3) * (1 << (bits - 2)) + small if op is ReduceOp.SUM else small).to(dtype)
 
 
 def nothing(count: int, dtype: torch.dtype) -> Tensor:
@@ -98,3 +74,78 @@ def nothing(count: int, dtype: torch.dtype) -> Tensor:
 def root_of(draw: Draw, nodes: tuple[int, ...]) -> int:
     """Draw a rank."""
     return int(draw(st.integers(0, sum(nodes) - 1)))
+
+
+@dataclass(frozen=True)
+class CollectiveCall:
+    """A collective with its arguments and the tensors among them afterwards, by rank.
+
+    Attributes:
+        method: of communicators.
+        brought: each rank's arguments.
+        expected: each rank's tensors, in the order of its arguments.
+        terms: n if results may differ by ``SUM(n)``: libraries round 16-bit sums at each step, and products and means in another
+            order. 0: exact.
+    """
+
+    method: str
+    brought: list[list[Any]]
+    expected: list[list[Tensor]]
+    terms: int = 0
+
+
+def collective_call(method: str, op: ReduceOp, n: int, count: int, dtype: torch.dtype, root: int, start: int = 0) -> CollectiveCall:
+    """Return a call of one of `METHODS`, or its form in place, on n ranks.
+
+    Args:
+        method: its name.
+        op: of reductions.
+        n: number of ranks.
+        count: elements of a chunk: each rank has one chunk, or n of what is reduced and scattered, scattered or exchanged.
+        dtype: of all tensors.
+        root: the rank that sends or receives.
+        start: selects the numbers.
+    """
+    name, everyone = method.removesuffix("_inplace"), range(n)
+    bring = partial(terms, op) if name in REDUCING else values
+    size = count if name in ("allreduce", "reduce", "broadcast", "allgather", "gather") else n * count
+    x = torch.stack([bring(rank, size, dtype, start) for rank in everyone])
+    short, long = nothing(count, dtype), nothing(n * count, dtype)
+
+    def with_own(whole: Tensor, own: Tensor, rank: int) -> Tensor:
+        """Return n chunks of which the rank's own is replaced."""
+        found = whole.clone()
+        found[rank * count : (rank + 1) * count] = own
+        return found
+
+    def results() -> tuple[Tensor, tuple[Any, ...], list[Tensor]]:
+        """Return what ranks receive into, the arguments after the tensors, and the results by rank."""
+        if name == "reduce":
+            return short, (root, op), list(plain.reduce(x, op.name, root))
+        if name in REDUCING:
+            return short, (op,), list((plain.allreduce if name == "allreduce" else plain.reduce_scatter)(x, op.name))
+        if name == "broadcast":
+            return short, (root,), list(plain.broadcast(x, root))
+        if name == "scatter":
+            return short, (root,), list(plain.scatter(x[root], n))
+        return long, (root,) if name == "gather" else (), list((plain.alltoall if name == "alltoall" else plain.allgather)(x))
+
+    received, more, wanted = results()
+    if name in ("reduce", "gather"):  # of the others, nothing is received
+        kept = [received if method == name else mine for mine in x]
+        wanted = [wanted[rank] if rank == root else kept[rank] for rank in everyone]
+    near = n if name in REDUCING and dtype.is_floating_point and op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT) else 0
+    if method == name and name != "broadcast":
+        brought = [[mine, received, *more] for mine in x]
+        return CollectiveCall(method, brought, [[mine, result] for mine, result in zip(x, wanted, strict=True)], near)
+    given = list(x)
+    if name == "reduce_scatter":
+        wanted = [with_own(x[rank], wanted[rank], rank) for rank in everyone]
+    elif name == "allgather":
+        given = [with_own(long, x[rank], rank) for rank in everyone]
+    elif name == "gather":
+        given[root], more = with_own(long, x[root], root), (count, root)
+    elif name == "scatter":
+        given, more = [x[root] if rank == root else short for rank in everyone], (count, root)
+        wanted[root] = x[root]
+    return CollectiveCall(method, [[mine, *more] for mine in given], [[result] for result in wanted], near)

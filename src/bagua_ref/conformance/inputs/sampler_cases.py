@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bagua_ref.conformance.expected import samplers_plain
 from bagua_ref.conformance.inputs.strategies import seeds
 
-__all__ = ["about_an_edge", "cases", "complexities", "cut", "few_or_many", "levels", "noisy_cases"]
+__all__ = ["about_an_edge", "cases", "complexities", "cut", "few_or_many", "identity", "levels", "noisy_cases"]
 
 _few = st.integers(-3, 3)
 _near_edges = st.sampled_from([s * 2**p for p in (15, 16, 31, 32, 53, 62, 63) for s in (1, -1)]).flatmap(
@@ -105,3 +105,8 @@ def few_or_many(drawn: list[int]) -> list[list[int]]:
     """A batch_fn with which replicas differ in their numbers of batches by more than a factor of two."""
     few = [part for part in (drawn[:1], drawn[1:]) if part]
     return few if drawn[0] % 2 else [[index] for index in drawn]
+
+
+def identity(sample: Any) -> Any:
+    """Return a sample as its complexity."""
+    return sample

@@ -1,7 +1,8 @@
-"""Redis servers for checks of a cache: started, inspected, killed, and ended with their process."""
+"""Redis servers for checks of a cache, which end with their process, and scripts about a cache loader that has them as stores."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import multiprocessing
@@ -10,17 +11,26 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from bagua_ref.conformance.lab.lab import Lab
+from bagua_ref.conformance.lab.play import Play
+from bagua_ref.conformance.lab.violation import Violation
 from bagua_ref.contrib.cache.fake_server import start_fake_server
 from bagua_ref.contrib.cache.server import find_program, start_redis_server
 from bagua_ref.errors import BackendUnavailableError
 
-__all__ = ["CacheServer", "ServerPool", "assert_keys", "assert_within", "in_worker", "reason_without_servers", "start_servers"]
+__all__ = [
+    "LOADER", "CacheScript", "CacheServer", "ServerPool", "assert_keys", "assert_within", "cache_script", "in_worker",
+    "reason_without_servers", "start_servers",
+]  # fmt: skip
 
 _LOOPBACK = "127.0.0.1"
 _CAPACITY = 64 * 1024**2
+LOADER = ("CacheLoader",)
+_pools: weakref.WeakKeyDictionary[Lab, ServerPool] = weakref.WeakKeyDictionary()
 
 
 def reason_without_servers() -> str:
@@ -222,3 +232,51 @@ def _end_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(0.1)
     os._exit(1)
+
+
+def _pool(lab: Lab) -> ServerPool:
+    if lab not in _pools:
+        _pools[lab] = ServerPool()
+        lab.resources.callback(_pools[lab].close)
+    return _pools[lab]
+
+
+class CacheScript(Play):
+    """A script about ``loader``, whose stores are ``servers``."""
+
+    def __init__(self, lab: Lab, servers: int, *imports: str) -> None:
+        super().__init__(lab, "cache", "from bagua_ref.conformance.lab.servers import start_servers", *imports)
+        self.names["start_servers"] = _pool(lab).start_servers
+        self.do(f"servers = start_servers({servers})\nhosts = [server.host for server in servers]")
+
+    def warnings_of(self, lines: str) -> None:
+        """Run lines, which may access ``loader``, and flush it; the warnings are in ``seen``."""
+        inner = "".join(f"    {line}\n" for line in lines.splitlines())
+        self.do(
+            "import warnings\n\nwith warnings.catch_warnings(record=True) as seen:\n"
+            f"    warnings.simplefilter('always')\n{inner}    loader.flush()"
+        )
+
+    def loader(self, name: str = "data", size: int = 1, variable: str = "loader", more: str = "") -> None:
+        """Make a loader."""
+        arguments = f"hosts=hosts, dataset_name={name!r}, writer_buffer_size={size}{more}"
+        self.do(f"{variable} = cache.CacheLoader(backend='redis', {arguments})")
+
+
+@contextlib.contextmanager
+def cache_script(lab: Lab, servers: int = 1, values: str = "Source") -> Iterator[CacheScript]:
+    """Give a script, and end what it leaves behind, as the next one has the same servers."""
+    script = CacheScript(lab, servers, f"from bagua_ref.conformance.inputs.cache_values import {values}")
+    try:
+        yield script
+    except Violation as violation:
+        if died := [place for place, server in enumerate(script.names.get("servers", ())) if server.has_died()]:
+            raise Violation(
+                f"{violation}; meanwhile, store {died[0]}, a server of the check, had died", violation.snippet
+            ) from violation.__cause__
+        raise
+    finally:
+        for name, left in script.names.items():
+            if hasattr(left, "num_keys"):
+                with contextlib.suppress(Exception), lab.journal.call(("close", f"{script.script}{name}.close()")):
+                    left.close()

@@ -12,7 +12,7 @@ from bagua_ref.conformance.inputs.strategies import Draw
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.play import Play
 
-__all__ = ["MOMENTA", "OPTIONS", "WITH_FUSED", "TwinPlay", "any_twins", "groups_of", "options_of", "seeds"]
+__all__ = ["FLAGS", "MOMENTA", "OPTIONS", "TwinPlay", "any_twins", "groups_of", "long_twins", "options_of", "seeds"]
 
 OPTIONS: dict[str, dict[str, list[Any]]] = {
     "SGD": {"momentum": [0.9, 0.5], "dampening": [0.5], "nesterov": [True]},
@@ -30,9 +30,12 @@ OPTIONS: dict[str, dict[str, list[Any]]] = {
 """Torch's element-wise optimizers, best known first, with values to try for their options."""
 
 _COMMON: dict[str, list[Any]] = {"weight_decay": [0.1], "maximize": [True], "foreach": [True, False]}
-WITH_FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
+_WITH_FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 MOMENTA = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad")
 """Optimizers for which S6 requires that equal parameters are fused."""
+
+FLAGS = st.sampled_from(["", ", do_flatten=False"])
+"""Options of ``fuse_optimizer``, as source."""
 
 _shapes = st.sampled_from([(3,), (2, 3), (17,), (9, 4), (5, 1), (33,), (1,), (), (0,)])
 seeds = st.integers(0, 2**16)
@@ -64,7 +67,10 @@ class TwinPlay(Play):
 
     def make_parameters(self, sizes: list[int], dtype: str = "float32") -> None:
         """Make parameters for groups of these sizes."""
-        shapes = [self.draw(_shapes) for _ in range(sum(sizes))]
+        self.make([self.draw(_shapes) for _ in range(sum(sizes))], dtype)
+
+    def make(self, shapes: list[tuple[int, ...]], dtype: str = "float32") -> None:
+        """Make parameters of these shapes."""
         self.do(f"ps = parameters({self.draw(seeds)}, {shapes}, torch.{dtype})\nqs = copies(ps)")
 
     def fuse(self, name: str, sizes: list[int], options: list[dict[str, Any]], flags: str = "") -> None:
@@ -85,6 +91,12 @@ class TwinPlay(Play):
         self.do("plain.step()")
         self.do("assert_twins(fused, plain)")
 
+    def take_steps(self, most: int = 3) -> None:
+        """Take two to ``most`` steps, with gradients that are new tensors or not."""
+        for kept in self.draw(st.lists(st.booleans(), min_size=2, max_size=most)):
+            self.gradients(kept)
+            self.step()
+
 
 def groups_of(name: str, sizes: list[int], options: list[dict[str, Any]]) -> str:
     """Return the source of groups of these sizes, of the parameters in the list ``name``."""
@@ -102,4 +114,16 @@ def any_twins(lab: Lab, draw: Draw, dtype: str = "float32", flags: str = "") -> 
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=2))
     twins.make_parameters(sizes, dtype)
     twins.fuse(name, sizes, [draw(options_of(name)) for _ in sizes], flags)
+    return twins
+
+
+def long_twins(lab: Lab, draw: Draw, dtype: str, flags: str = "") -> TwinPlay:
+    """Fuse parameters whose sizes are not multiples of a vector's, with torch's fused steps unless the dtype has 16 bits."""
+    twins, name = TwinPlay(lab, draw), draw(st.sampled_from(_WITH_FUSED if dtype == "float32" else MOMENTA))
+    sizes = draw(st.lists(st.sampled_from([1, 5, 13, 17, 33, 67]), min_size=3, max_size=6))
+    chosen = {key: value for key, value in draw(options_of(name)).items() if key != "foreach"}
+    known = "fused" in inspect.signature(getattr(torch.optim, name)).parameters
+    more = {"fused": True} if dtype == "float32" and known else {}
+    twins.make([(size,) for size in sizes], dtype)
+    twins.fuse(name, [len(sizes)], [{**chosen, **more}], flags)
     return twins

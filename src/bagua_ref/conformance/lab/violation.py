@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Script", "Violation", "literal", "written_down"]
+__all__ = ["Script", "Violation", "literal"]
 
 
 class Violation(AssertionError):  # noqa: N818 - a finding, not an error
@@ -49,7 +48,7 @@ def literal(value: Any) -> str:
         return f"[{inner}]" if isinstance(value, list) else f"({inner},)" if len(value) == 1 else f"({inner})"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{literal(key)}: {literal(item)}" for key, item in value.items()) + "}"
-    return repr(value)
+    return str(int(value)) if isinstance(value, IntEnum) else repr(value)
 
 
 @dataclass
@@ -71,13 +70,3 @@ class Script:
         if names:
             imports.insert(0, f"from math import {', '.join(names)}")
         return "\n".join([*imports, "", text, ""])
-
-
-@contextmanager
-def written_down(script: str) -> Iterator[None]:
-    """Attach a script to a violation raised in the block."""
-    try:
-        yield
-    except Violation as violation:
-        violation.snippet = script
-        raise

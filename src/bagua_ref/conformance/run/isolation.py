@@ -27,7 +27,7 @@ from bagua_ref.conformance.run.search import Outcome, Search, search
 from bagua_ref.conformance.suites.checks import Check, prepare
 from bagua_ref.conformance.targets.target import Target
 
-__all__ = ["CheckTask", "InProcess", "OnThread", "Worker", "can_fork"]
+__all__ = ["CheckTask", "Isolation", "can_fork"]
 
 
 def can_fork(target: Target) -> bool:
@@ -37,68 +37,59 @@ def can_fork(target: Target) -> bool:
 
 
 class CheckTask:
-    """A running check for some dtypes; `poll` collects its outcomes."""
+    """A running check for some dtypes; `poll` collects its outcomes.
+
+    Args:
+        place: where it runs.
+        check: the check.
+        dtypes: names of dtypes, or None.
+        target: the implementation under test.
+        time_limit: time limit of a single call in seconds.
+    """
 
     def __init__(
-        self, check: Check, dtypes: list[str | None], target: Target, how: Search, time_limit: float, journal: Journal | None = None
+        self, place: _CheckProcess | _CheckThread, check: Check, dtypes: list[str | None], target: Target, time_limit: float
     ) -> None:
-        self.check, self.waiting, self.target, self.how, self.time_limit = check, list(dtypes), target, how, time_limit
-        self.journal = Journal() if journal is None else journal
+        self.place, self.check, self.waiting, self._target, self._time_limit = place, check, list(dtypes), target, time_limit
         self.passed = True
         """Whether all outcomes so far have passed."""
         self._begun = time.perf_counter()
+        place.begin(check, dtypes)
 
     def poll(self) -> list[tuple[str | None, Outcome]]:
         """Return the outcomes since the last call; the task is done when no dtype is waiting."""
         found = self._collect()
-        if not self.waiting:
-            return found
-        if self.journal.seconds() > self.time_limit:
-            self.stop()
-            verdict = self._verdict(f"no answer within {self.time_limit:g} s", "does not return")
-        elif (death := self._death()) is not None:
+        if self.waiting and self.place.journal.seconds() > self._time_limit:
+            self.place.stop()
+            found += self._fail(f"no answer within {self._time_limit:g} s", "does not return")
+        elif self.waiting and (death := self.place.death()) is not None:
             found += self._collect()
-            if not self.waiting:
-                return found
-            verdict = self._verdict(f"the process died: {death}", "ends the process")
-        else:
-            return found
-        self.passed = False
-        found.append((self.waiting.pop(0), verdict))
-        # Other dtypes most likely do the same, each after the same wait.
-        for dtype in self.waiting:
-            found.append((dtype, Outcome(False, f"not tried: {verdict.message}, for another dtype", verdict.snippet)))
-        self.waiting.clear()
+            found += self._fail(f"the process died: {death}", "ends the process")
         return found
 
     def _collect(self) -> list[tuple[str | None, Outcome]]:
-        found = self._receive()
+        found = self.place.receive()
         for dtype, outcome in found:
             self.waiting.remove(dtype)
             self.passed &= outcome.passed
         return found
 
-    def _verdict(self, message: str, comment: str) -> Outcome:
-        last = self.journal.last()
-        snippet = ""
+    def _fail(self, message: str, comment: str) -> list[tuple[str | None, Outcome]]:
+        """Return a verdict on the last call, and one for each other dtype, which would most likely wait as long for the same."""
+        last, journal, snippet = self.place.journal.last(), self.place.journal, ""
         if last is not None:
             method, arguments = last
             message = f"{method}: {message}"
             if isinstance(arguments, str):
                 snippet = _commented(arguments, comment)
             elif arguments is not None:
-                snippet = str(script_of_call(self.target.setup, method, arguments, comment))
-        return Outcome(False, message, snippet, self.journal.calls, time.perf_counter() - self._begun)
-
-    def _receive(self) -> list[tuple[str | None, Outcome]]:
-        raise NotImplementedError
-
-    def _death(self) -> str | None:
-        raise NotImplementedError
-
-    def stop(self) -> None:
-        """Stop the task."""
-        raise NotImplementedError
+                snippet = str(script_of_call(self._target.setup, method, arguments, comment))
+        verdict = Outcome(False, message, snippet, journal.calls, time.perf_counter() - self._begun)
+        others = Outcome(False, f"not tried: {message}, for another dtype", snippet)
+        found = [(dtype, others if place else verdict) for place, dtype in enumerate(self.waiting)]
+        self.passed &= not found
+        self.waiting.clear()
+        return found
 
 
 def _commented(script: str, comment: str) -> str:
@@ -113,7 +104,7 @@ def _commented(script: str, comment: str) -> str:
     return "\n".join([*lines, ""])
 
 
-class Worker:
+class _CheckProcess:
     """A forked process that runs checks, one after another.
 
     Args:
@@ -127,17 +118,16 @@ class Worker:
             prepare(suite)
         self.journal = Journal()
         context = multiprocessing.get_context("fork")
-        self.pipe, other_end = context.Pipe()
-        self.process = context.Process(
-            target=self._work, args=(other_end, {check.id: check for check in checks}, target, how), daemon=True
-        )
+        self._pipe, other_end = context.Pipe()
+        work = (other_end, {check.id: check for check in checks}, target, how)
+        self._process = context.Process(target=self._work, args=work, daemon=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the child of a process with threads uses one thread only
-            self.process.start()
+            self._process.start()
         other_end.close()
 
     def _work(self, pipe: Any, checks: dict[str, Check], target: Target, how: Search) -> None:
-        self.pipe.close()  # so that the parent's end is the last one, and its death ends this process
+        self._pipe.close()  # so that the parent's end is the last one, and its death ends this process
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends this process
         gc.freeze()  # collecting what the parent left would copy all of its memory, again and again
         faulthandler.disable()  # the verdict reports how the process died
@@ -149,71 +139,97 @@ class Worker:
                 for dtype in dtypes:
                     pipe.send((dtype, search(checks[name], dtype, target, how, self.journal)))
 
-    def stop(self) -> None:
-        """Kill the process."""
-        self.process.kill()
-        self.process.join()
-        self.pipe.close()
+    def begin(self, check: Check, dtypes: list[str | None]) -> None:
+        """Let the process run a check for some dtypes."""
+        self.journal.clear()
+        with contextlib.suppress(OSError):  # the process is gone, and `death` says how
+            self._pipe.send((check.id, dtypes))
 
-
-class InProcess(CheckTask):
-    """A task in a forked process.
-
-    Args:
-        worker: the process; None: a new one.
-    """
-
-    def __init__(
-        self, check: Check, dtypes: list[str | None], target: Target, how: Search, time_limit: float, worker: Worker | None = None
-    ) -> None:
-        self.worker = Worker([check], target, how) if worker is None else worker
-        self.worker.journal.clear()
-        super().__init__(check, dtypes, target, how, time_limit, self.worker.journal)
-        with contextlib.suppress(OSError):  # the process is gone, and `_death` says how
-            self.worker.pipe.send((check.id, dtypes))
-
-    def _receive(self) -> list[tuple[str | None, Outcome]]:
+    def receive(self) -> list[tuple[str | None, Outcome]]:
+        """Return the outcomes since the last call, by dtype."""
         found = []
-        with contextlib.suppress(EOFError, OSError):  # the process has ended, and `_death` says how
-            while self.worker.pipe.poll():
-                found.append(self.worker.pipe.recv())
+        with contextlib.suppress(EOFError, OSError):  # the process has ended, and `death` says how
+            while self._pipe.poll():
+                found.append(self._pipe.recv())
         return found
 
-    def _death(self) -> str | None:
-        if self.worker.process.is_alive():
+    def death(self) -> str | None:
+        """Return the signal or exit code with which the process died; None if it lives."""
+        if self._process.is_alive():
             return None
-        code = self.worker.process.exitcode or 0
+        code = self._process.exitcode or 0
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     def stop(self) -> None:
         """Kill the process."""
-        self.worker.stop()
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
 
 
-class OnThread(CheckTask):
-    """A task on a thread of this process."""
+class _CheckThread:
+    """A thread of this process that runs one check."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, target: Target, how: Search) -> None:
+        self.journal = Journal()
+        self._target, self._how, self._abandoned = target, how, False
         self._outcomes: queue.SimpleQueue[tuple[str | None, Outcome]] = queue.SimpleQueue()
-        self._abandoned = False
-        self._thread = threading.Thread(target=self._work, args=(list(self.waiting),), daemon=True)
+
+    def begin(self, check: Check, dtypes: list[str | None]) -> None:
+        """Start the thread."""
+        self._thread = threading.Thread(target=self._work, args=(check, dtypes), daemon=True)
         self._thread.start()
 
-    def _work(self, dtypes: list[str | None]) -> None:
+    def _work(self, check: Check, dtypes: list[str | None]) -> None:
         for dtype in dtypes:
             if not self._abandoned:
-                self._outcomes.put((dtype, search(self.check, dtype, self.target, self.how, self.journal)))
+                self._outcomes.put((dtype, search(check, dtype, self._target, self._how, self.journal)))
 
-    def _receive(self) -> list[tuple[str | None, Outcome]]:
-        found = []
-        while not self._outcomes.empty():
-            found.append(self._outcomes.get())
-        return found
+    def receive(self) -> list[tuple[str | None, Outcome]]:
+        """Return the outcomes since the last call, by dtype."""
+        return [self._outcomes.get() for _ in range(self._outcomes.qsize())]
 
-    def _death(self) -> str | None:
+    def death(self) -> str | None:
+        """Return that the thread has ended; None if it has not."""
         return None if self._thread.is_alive() else "its thread ended"
 
     def stop(self) -> None:
         """Abandon the thread; it ends before the next dtype."""
         self._abandoned = True
+
+
+class Isolation:
+    """The processes or threads in which checks of a target run; a process is kept for the next check if all have passed.
+
+    Args:
+        checks: checks that may be started.
+        target: the implementation under test.
+        how: settings of the search.
+        time_limit: time limit of a single call in seconds.
+        fork: whether to use processes.
+    """
+
+    def __init__(self, checks: Collection[Check], target: Target, how: Search, time_limit: float, fork: bool) -> None:
+        self._checks, self._target, self._how, self._time_limit, self._fork = checks, target, how, time_limit, fork
+        self._idle: list[_CheckProcess] = []
+
+    def start(self, check: Check, dtypes: list[str | None]) -> CheckTask:
+        """Start a check for some dtypes."""
+        place: _CheckProcess | _CheckThread
+        if self._fork:
+            place = self._idle.pop() if self._idle else _CheckProcess(self._checks, self._target, self._how)
+        else:
+            place = _CheckThread(self._target, self._how)
+        return CheckTask(place, check, dtypes, self._target, self._time_limit)
+
+    def end(self, task: CheckTask, keep: bool = True) -> None:
+        """Stop a task, but keep its process if it has passed."""
+        if keep and task.passed and not task.waiting and isinstance(task.place, _CheckProcess):
+            self._idle.append(task.place)
+        else:
+            task.place.stop()
+
+    def stop(self) -> None:
+        """Stop all idle processes."""
+        while self._idle:
+            self._idle.pop().stop()

@@ -9,9 +9,8 @@ import pytest
 
 from bagua_ref.conformance.clauses import SUITES
 from bagua_ref.conformance.run.pytest_suites import judge
-from bagua_ref.conformance.run.runner import OneByOne, check_ids, row_id
+from bagua_ref.conformance.run.runner import OneByOne, check_ids, read_xfails, row_id
 from bagua_ref.conformance.run.search import Search
-from bagua_ref.conformance.run.xfails import read_xfails
 from bagua_ref.conformance.suites.checks import all_checks, checks_of, variants
 from bagua_ref.conformance.targets.target import assemble
 

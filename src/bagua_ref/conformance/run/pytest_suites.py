@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import pytest
 
 from bagua_ref.conformance.clauses import SUITES
-from bagua_ref.conformance.run.runner import OneByOne, check_ids, reason_to_skip, row_id
+from bagua_ref.conformance.run.runner import OneByOne, check_ids, reason_to_skip, row_id, verdict
 from bagua_ref.conformance.run.search import Search
 from bagua_ref.conformance.suites.checks import Check, all_checks, checks_of, variants
 from bagua_ref.conformance.targets.target import Target
@@ -40,15 +40,15 @@ def judge(
     if reason := reason_to_skip(target, check, dtype):
         pytest.skip(reason)
     outcome = runs.run(target, check, dtype, how, time_limit)
-    if outcome.skipped:
-        pytest.skip(outcome.skipped)
-    expected = check.id in xfail or row_id(check, dtype) in xfail
-    if expected and outcome.passed:
-        pytest.fail(f"{row_id(check, dtype)} passed, but is listed as a known failure: remove it from the list", pytrace=False)
-    if expected:
-        pytest.xfail(outcome.message)
-    if not outcome.passed:
-        pytest.fail(f"{check.id}: {check.sentence}\n{outcome.message} (seed {how.seed})\n\n{outcome.snippet}", pytrace=False)
+    status, message = verdict(outcome, check.id in xfail or row_id(check, dtype) in xfail)
+    if status == "skipped":
+        pytest.skip(message)
+    if status == "xfailed":
+        pytest.xfail(message)
+    if status == "xpassed":
+        pytest.fail(f"{row_id(check, dtype)} {message}", pytrace=False)
+    if status == "failed":
+        pytest.fail(f"{check.id}: {check.sentence}\n{message} (seed {how.seed})\n\n{outcome.snippet}", pytrace=False)
 
 
 class ConformanceSuite:

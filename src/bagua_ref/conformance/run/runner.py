@@ -7,6 +7,7 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,13 +15,13 @@ import torch
 from bagua_ref import __version__
 from bagua_ref.backends.base import KernelBackend
 from bagua_ref.conformance.clauses import CLAUSES, SPEC_VERSION, SUITES, VECTORS_VERSION
-from bagua_ref.conformance.run.isolation import CheckTask, InProcess, OnThread, Worker, can_fork
+from bagua_ref.conformance.run.isolation import CheckTask, Isolation, can_fork
 from bagua_ref.conformance.run.report import Report, Result
 from bagua_ref.conformance.run.search import PROFILES, Outcome, Search
 from bagua_ref.conformance.suites.checks import Check, all_checks, checks_of, reason_to_skip_suite, variants
 from bagua_ref.conformance.targets.target import Target, resolve
 
-__all__ = ["MOST_JOBS", "OneByOne", "check_ids", "reason_to_skip", "row_id", "run_conformance"]
+__all__ = ["MOST_JOBS", "OneByOne", "check_ids", "read_xfails", "reason_to_skip", "row_id", "run_conformance", "verdict"]
 
 MOST_JOBS = 4
 """The most processes that run without being asked for."""
@@ -105,8 +106,8 @@ class OneByOne:
     def __init__(self) -> None:
         self._targets: dict[int, tuple[Any, Target]] = {}
         """What was given and its target, by the identity of the former."""
-        self._idle: dict[tuple[int, str, Search], tuple[Target, Worker]] = {}
-        """Targets and their processes by the target's identity, suite and settings."""
+        self._isolations: dict[tuple[int, str, Search, float], Isolation] = {}
+        """Isolations by their targets' identity, suite and settings."""
 
     def resolve(self, given: Any) -> Target:
         """Return what `resolve` returns, the same for the same object."""
@@ -118,33 +119,25 @@ class OneByOne:
 
     def run(self, target: Target, check: Check, dtype: str | None, how: Search, time_limit: float = 10.0) -> Outcome:
         """Run a check for one dtype."""
-        task: CheckTask
-        kind, goes_on = (id(target), check.suite, how), False
-        if can_fork(target):
-            if kind not in self._idle:
-                self._idle[kind] = target, Worker(checks_of([check.suite]).values(), target, how)
-            _, worker = self._idle.pop(kind)
-            task = InProcess(check, [dtype], target, how, time_limit, worker)
-        else:
-            task = OnThread(check, [dtype], target, how, time_limit)
+        kind = (id(target), check.suite, how, time_limit)
+        isolation = self._isolations.pop(kind, None)
+        if isolation is None:
+            isolation = Isolation(checks_of([check.suite]).values(), target, how, time_limit, can_fork(target))
+        self._isolations[kind] = isolation
+        if len(self._isolations) > MOST_JOBS:
+            self._isolations.pop(next(iter(self._isolations))).stop()
+        task = isolation.start(check, [dtype])
         try:
             while not (found := task.poll()):
                 time.sleep(_POLL_SECONDS)
-            goes_on = task.passed and isinstance(task, InProcess) and not target.external
             return found[0][1]
         finally:
-            if goes_on:
-                self._idle[kind] = target, worker
-            else:
-                task.stop()
-            if len(self._idle) > MOST_JOBS:
-                self._idle.pop(next(iter(self._idle)))[1].stop()
+            isolation.end(task, keep=not target.external)
 
     def stop(self) -> None:
         """Stop all processes."""
-        for _, worker in self._idle.values():
-            worker.stop()
-        self._idle.clear()
+        while self._isolations:
+            self._isolations.popitem()[1].stop()
 
 
 def check_ids(checks: Iterable[Check] | None = None) -> list[str]:
@@ -216,53 +209,63 @@ class _Session:
         for row in plan:
             if row.id not in self.results:
                 waiting.setdefault(row.check, []).append(row.dtype)
-        queue = list(waiting.items())
-        running: list[CheckTask] = []
-        idle: list[Worker] = []
+        queue, running = list(waiting.items()), list[CheckTask]()
+        isolation = Isolation(waiting, self.target, self.how, self.time_limit, fork=jobs > 0)
         try:
             while queue or running:
                 while queue and len(running) < max(1, jobs):
-                    check, dtypes = queue.pop(0)
-                    if not jobs:
-                        running.append(OnThread(check, dtypes, self.target, self.how, self.time_limit))
-                        continue
-                    worker = idle.pop() if idle else Worker(waiting, self.target, self.how)
-                    running.append(InProcess(check, dtypes, self.target, self.how, self.time_limit, worker))
+                    running.append(isolation.start(*queue.pop(0)))
                 for task in list(running):
                     for dtype, outcome in task.poll():
                         self.add(self._judge(_Row(task.check, dtype), outcome))
-                    if task.waiting:
-                        continue
-                    running.remove(task)
-                    if isinstance(task, InProcess) and task.passed:
-                        idle.append(task.worker)
-                    else:
-                        task.stop()
+                    if not task.waiting:
+                        running.remove(task)
+                        isolation.end(task)
                 if self.fail_fast and any(result.status in ("failed", "xpassed") for result in self.results.values()):
                     break
                 time.sleep(_POLL_SECONDS)
         finally:
             for task in running:
-                task.stop()
-            for worker in idle:
-                worker.stop()
+                isolation.end(task)
+            isolation.stop()
         for row in plan:
             if row.id not in self.results:
                 check, reason = row.check, "not tried after a failure (fail_fast)"
                 self.add(Result(row.id, check.suite, check.clause, "skipped", check.sentence, reason))
 
     def _judge(self, row: _Row, outcome: Outcome) -> Result:
-        if outcome.skipped:
-            return Result(row.id, row.check.suite, row.check.clause, "skipped", row.check.sentence, outcome.skipped)
-        expected = row.id in self.xfail or row.check.id in self.xfail
-        status = {(True, False): "passed", (False, False): "failed", (True, True): "xpassed", (False, True): "xfailed"}[
-            outcome.passed, expected
-        ]
-        message = "passed, but is listed as a known failure: remove it from the list" if status == "xpassed" else outcome.message
+        status, message = verdict(outcome, row.id in self.xfail or row.check.id in self.xfail)
         check = row.check
         return Result(
             row.id, check.suite, check.clause, status, check.sentence, message, outcome.snippet, outcome.examples, outcome.seconds
         )
+
+
+def verdict(outcome: Outcome, known_failure: bool) -> tuple[str, str]:
+    """Return the status of an outcome, as in a report, and the message."""
+    if outcome.skipped:
+        return "skipped", outcome.skipped
+    if not outcome.passed:
+        return "xfailed" if known_failure else "failed", outcome.message
+    return ("xpassed", "passed, but is listed as a known failure: remove it from the list") if known_failure else ("passed", "")
+
+
+def read_xfails(path: Path, known: Sequence[str]) -> tuple[str, ...]:
+    """Return the ids in a list of known failures: one per line, ``#`` begins a comment.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not text in UTF-8, or an id is unknown; the message names the file and the line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text in UTF-8: {error}") from None
+    entries = {number: line.partition("#")[0].strip() for number, line in enumerate(lines, start=1)}
+    for number, entry in entries.items():
+        if entry and entry not in known:
+            raise ValueError(f"{path} line {number}: no check is called {entry!r}")
+    return tuple(filter(None, entries.values()))
 
 
 def _known(argument: str, values: Iterable[str], allowed: Sequence[str]) -> list[str]:

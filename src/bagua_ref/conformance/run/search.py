@@ -11,7 +11,6 @@ from typing import Any
 from bagua_ref.conformance.lab.journal import Journal
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.violation import Violation
-from bagua_ref.conformance.run.story import Story
 from bagua_ref.conformance.suites.checks import Check
 from bagua_ref.conformance.targets.target import Target
 from bagua_ref.conformance.targets.world import MOST_RANKS
@@ -65,15 +64,15 @@ def search(check: Check, dtype: str | None, target: Target, how: Search, journal
     from hypothesis.errors import Flaky, Unsatisfiable
 
     lab = Lab(target, dtype, journal, how.profile == "large", MOST_RANKS.get(check.suite))
-    begun, story = time.perf_counter(), Story()
+    begun, attempts = time.perf_counter(), _Attempts()
 
     def run(data: Any) -> None:
         try:
             check.function(lab, data.draw)
         except Violation as violation:
-            story.add(violation)
+            attempts.add(violation)
             raise
-        story.add(None)
+        attempts.add(None)
 
     phases = [Phase.generate, Phase.shrink] if how.shrink else [Phase.generate]
     configured = settings(
@@ -93,10 +92,10 @@ def search(check: Check, dtype: str | None, target: Target, how: Search, journal
         with lab.resources:
             seed(own_seed)(configured(given(st.data())(run)))()
     except Violation as violation:
-        found = story.failed_connection() or violation
+        found = attempts.failed_connection() or violation
         message, snippet = str(found), found.snippet
     except Flaky:
-        found = story.failed_connection() or story.difference()
+        found = attempts.failed_connection() or attempts.difference()
         message, snippet = str(found), found.snippet
     except Unsatisfiable as error:
         message = f"raised {type(error).__name__}: {error}"
@@ -105,4 +104,57 @@ def search(check: Check, dtype: str | None, target: Target, how: Search, journal
     except BaseException as error:  # whatever an implementation does, there is a verdict
         message = f"raised {type(error).__name__}: {error}"
         snippet = traceback.format_exc()
-    return Outcome(not message, message, snippet, story.until_failure, time.perf_counter() - begun, skipped)
+    return Outcome(not message, message, snippet, attempts.until_failure, time.perf_counter() - begun, skipped)
+
+
+class _Attempts:
+    """The outcomes of inputs in the order in which they were tried; rejected inputs do not count."""
+
+    def __init__(self) -> None:
+        self._outcomes: list[Violation | None] = []
+
+    def add(self, outcome: Violation | None) -> None:
+        """Note the outcome of an input; None: no violation."""
+        self._outcomes.append(outcome)
+
+    @property
+    def until_failure(self) -> int:
+        """Number of inputs up to the first violation, or of all inputs."""
+        return next((place for place, outcome in enumerate(self._outcomes, 1) if outcome is not None), len(self._outcomes))
+
+    def difference(self) -> Violation:
+        """Return a violation about the last input, which Hypothesis tried again, with another outcome."""
+        failures = [outcome for outcome in self._outcomes if outcome is not None]
+        if not failures:
+            return Violation("results differ for the same input")
+        last = self._outcomes[-1]
+        first = failures[-1] if last is None or len(failures) < 2 else failures[-2]
+        then = "no violation" if last is None or last is first else str(last)
+        return Violation(f"results differ for the same input: at first, {first}; when it was tried again, {then}", first.snippet)
+
+    def failed_connection(self) -> Violation | None:
+        """Return the first of at least two violations with which every input has failed since, all by errors of connections.
+
+        The input that Hypothesis has shrunk does not matter then: any would have failed. None if the first input already failed,
+        as nothing is known to have worked.
+        """
+        lost = [outcome is not None and _is_of_connection(outcome.__cause__) for outcome in self._outcomes]
+        worked = len(lost) - lost[::-1].index(False) if False in lost else 0
+        first = self._outcomes[worked] if 0 < worked < len(lost) - 1 else None
+        if first is None:
+            return None
+        return Violation(
+            f"{first}; {worked} inputs passed, then {len(lost) - worked} failed with connection errors: the server behind the "
+            "target is probably down",
+            first.snippet,
+        )
+
+
+def _is_of_connection(error: BaseException | None) -> bool:
+    """Return whether an error, or one that caused it, is of a connection: by its class's name, as clients have their own."""
+    while error is not None:
+        names = [cls.__name__ for cls in type(error).__mro__]
+        if any(word in name for name in names for word in ("Connection", "Timeout", "Network", "Unavailable")):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

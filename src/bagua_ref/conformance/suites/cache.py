@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from bagua_ref.conformance.inputs.strategies import Draw
 from bagua_ref.conformance.inputs.value_sources import NO_KEYS, key_sources, value_sources
-from bagua_ref.conformance.lab.cache_script import LOADER, cache_script
 from bagua_ref.conformance.lab.lab import Lab
-from bagua_ref.conformance.lab.servers import reason_without_servers
+from bagua_ref.conformance.lab.servers import LOADER, cache_script, reason_without_servers
 from bagua_ref.conformance.suites.checks import check
 
 _names = st.one_of(st.sampled_from(["", "data", "a_b"]), st.text(max_size=6))
@@ -38,10 +37,7 @@ def reason_to_skip() -> str:
 
 def _stored_name(dataset: str, key: object) -> str:
     """Return the name in the stores: "%" and "_" of the dataset's name are escaped, so that no two datasets share one."""
-    return (
-        "".join({"%": "%25", "_": "%5F"}.get(letter, letter) for letter in dataset)
-        + f"_{key if isinstance(key, str) else repr(key)}"
-    )
+    return f"{dataset.replace('%', '%25').replace('_', '%5F')}_{key if isinstance(key, str) else repr(key)}"
 
 
 def _placed(names: Sequence[str], stores: int) -> list[list[str]]:
@@ -145,7 +141,7 @@ _CHANGEABLE = (
 
 @check("cache", "S8.2", "own", needs=LOADER, effort=0.3)
 def own(lab: Lab, draw: Draw) -> None:
-    """What get returns is the caller's own: changing it changes neither what waits to be written nor what is stored."""
+    """What `get()` returns is the caller's own: changing it changes neither what waits to be written nor what is stored."""
     source, moves = draw(st.sampled_from(_CHANGEABLE)), st.sampled_from(["", "flush", "close"])
     with cache_script(lab, 1, "Source, array, assert_same, spoil, tensor") as script:
         script.do(f"load = Source({{'key': {source}}})")
@@ -161,7 +157,7 @@ def own(lab: Lab, draw: Draw) -> None:
 
 @check("cache", "S8.2", "get", needs=LOADER, effort=1.5)
 def get(lab: Lab, draw: Draw) -> None:
-    """Get returns the value of a key, whichever loader made it; load_fn is called for new keys only; writes are buffered."""
+    """`get()` returns the value of a key, whichever loader made it; load_fn is called for new keys only; writes are buffered."""
     stores, size, name = draw(st.integers(1, 3)), draw(_sizes), draw(st.sampled_from(["data", "d", ""]))
     moves = draw(st.lists(st.one_of(st.integers(0, 5), st.sampled_from(["flush", "close", "num_keys"])), min_size=2, max_size=16))
     with cache_script(lab, stores, "Source, assert_same") as script:
@@ -207,7 +203,7 @@ def none(lab: Lab, draw: Draw) -> None:
 
 @check("cache", "S8.2", "num_keys", needs=LOADER, effort=0.5)
 def num_keys(lab: Lab, draw: Draw) -> None:
-    """Num_keys flushes the write buffer and counts the keys of all datasets in all stores."""
+    """`num_keys()` flushes the write buffer and counts the keys of all datasets in all stores."""
     stores, counts = draw(st.integers(1, 3)), draw(st.lists(st.sampled_from([0, 1, 2, 5, 70]), min_size=1, max_size=3))
     with cache_script(lab, stores) as script:
         script.do("load = Source()")
@@ -295,19 +291,13 @@ def down(lab: Lab, draw: Draw) -> None:
     stores, size, wanted = draw(st.integers(1, 3)), draw(_sizes), draw(st.lists(st.integers(0, 9), min_size=2, max_size=12))
     dead, early = draw(st.integers(0, stores - 1)), draw(st.booleans())
     with cache_script(lab, stores, "Source, assert_same") as script:
-        script.do(f"import warnings\n\nload = Source({{key: f'value {{key}}' for key in range(10)}})\ndead = servers[{dead}]")
+        script.do(f"load = Source({{key: f'value {{key}}' for key in range(10)}})\ndead = servers[{dead}]")
         if early:
             script.do("dead.kill()")
         script.loader("d", size)
         if not early:
             script.do(f"loader.get({draw(st.integers(0, 9))}, load)\ndead.kill()")
-        script.do(
-            "with warnings.catch_warnings(record=True) as seen:\n"
-            "    warnings.simplefilter('always')\n"
-            f"    for key in {wanted}:\n"
-            "        assert_same(loader.get(key, load), f'value {key}')\n"
-            "    loader.flush()"
-        )
+        script.warnings_of(f"for key in {wanted}:\n    assert_same(loader.get(key, load), f'value {{key}}')")
         refused = any(_store_of(f"d_{key}", stores) == dead for key in wanted)
         if refused:
             script.do("assert len(seen) == 1, f'there must be one warning, not {len(seen)}'")
@@ -323,17 +313,11 @@ def full(lab: Lab, draw: Draw) -> None:
     size, old, new = draw(_sizes), draw(st.integers(1, 4)), draw(st.integers(1, 8))
     new = max(new, size)  # at least one value is written
     with cache_script(lab, 1, "Source, assert_same") as script:
-        script.do("import warnings\n\nload = Source({key: f'value {key}' for key in range(20)})")
+        script.do("load = Source({key: f'value {key}' for key in range(20)})")
         script.loader("d", size)
         script.do(f"for key in range({old}):\n    loader.get(key, load)\nloader.flush()\nservers[0].refuse_writes()")
         script.do(f"load.expect(*range({old}))")
-        script.do(
-            "with warnings.catch_warnings(record=True) as seen:\n"
-            "    warnings.simplefilter('always')\n"
-            f"    for key in range({old + new}):\n"
-            "        assert_same(loader.get(key, load), f'value {key}')\n"
-            "    loader.flush()"
-        )
+        script.warnings_of(f"for key in range({old + new}):\n    assert_same(loader.get(key, load), f'value {{key}}')")
         script.do(f"load.expect(*range({old}, {old + new}))\nassert len(seen) == 1, f'expected one warning, got {{len(seen)}}'")
 
 
@@ -341,16 +325,10 @@ def full(lab: Lab, draw: Draw) -> None:
 def warns_once(lab: Lab, draw: Draw) -> None:
     """A store that stays down causes one warning, however often it is accessed."""
     with cache_script(lab, 1) as script:
-        script.do("import time\nimport warnings\n\nload = Source()\nservers[0].kill()")
+        script.do("import time\n\nload = Source()\nservers[0].kill()")
         script.loader("d", draw(_sizes))
-        script.do(
-            "with warnings.catch_warnings(record=True) as seen:\n"
-            "    warnings.simplefilter('always')\n"
-            "    for key in range(4):\n"
-            "        loader.get(key, load)\n"
-            "        time.sleep(0.15)\n"
-            "assert len(seen) == 1, f'there must be one warning, not {len(seen)}'"
-        )
+        script.warnings_of("for key in range(4):\n    loader.get(key, load)\n    time.sleep(0.15)")
+        script.do("assert len(seen) == 1, f'there must be one warning, not {len(seen)}'")
 
 
 @check("cache", "S8.3", "back", needs=LOADER, effort=0.08)
@@ -371,7 +349,7 @@ def back(lab: Lab, draw: Draw) -> None:
 
 @check("cache", "S8.3", "counters", needs=LOADER, effort=0.5)
 def counters(lab: Lab, draw: Draw) -> None:
-    """Stats() reports hits and misses, and no errors when there are none."""
+    """`stats()` reports hits and misses, and no errors when there are none."""
     wanted = draw(st.lists(st.integers(0, 5), min_size=1, max_size=10))
     with cache_script(lab, draw(st.integers(1, 2))) as script:
         script.do("load = Source()")

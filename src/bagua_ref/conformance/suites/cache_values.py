@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 from hypothesis import strategies as st
 
 from bagua_ref.conformance.inputs.strategies import Draw
 from bagua_ref.conformance.inputs.value_sources import TENSORS, array_sources, objects, plain_sources, tensor_sources, value_sources
-from bagua_ref.conformance.lab.cache_script import LOADER, cache_script
 from bagua_ref.conformance.lab.lab import Lab
+from bagua_ref.conformance.lab.servers import LOADER, cache_script
 from bagua_ref.conformance.suites.checks import check
 
 _keys = st.one_of(st.integers(0, 11), st.text(max_size=5))
@@ -35,22 +38,23 @@ def tensors(lab: Lab, draw: Draw) -> None:
     _come_back(lab, draw, draw(st.lists(tensor_sources(lab.dtype_name), min_size=1, max_size=3)))
 
 
-@check("cache", "S8.5", "arrays", needs=LOADER, effort=0.8)
-def arrays(lab: Lab, draw: Draw) -> None:
-    """Arrays of any dtype, byte order, shape and strides come back bit for bit, without pickle."""
-    _come_back(lab, draw, draw(st.lists(array_sources(), min_size=1, max_size=4)))
+_OTHERS: dict[str, tuple[Any, int, str]] = {
+    "arrays": (array_sources(), 4, "Arrays of any dtype, byte order, shape and strides come back bit for bit, without pickle."),
+    "plain": (plain_sources(), 6, "None, bool, int, float, str and bytes come back unchanged, without pickle."),
+    "containers": (
+        value_sources(), 2, "Tuples, lists and dicts of all these, however nested, come back unchanged, without pickle.",
+    ),
+}  # fmt: skip
+"""Check -> its values, how many there are at most, and its sentence."""
 
 
-@check("cache", "S8.5", "plain", needs=LOADER, effort=0.8)
-def plain(lab: Lab, draw: Draw) -> None:
-    """None, bool, int, float, str and bytes come back unchanged, without pickle."""
-    _come_back(lab, draw, draw(st.lists(plain_sources(), min_size=1, max_size=6)))
+def _others(lab: Lab, draw: Draw, name: str) -> None:
+    values, most, _ = _OTHERS[name]
+    _come_back(lab, draw, draw(st.lists(values, min_size=1, max_size=most)))
 
 
-@check("cache", "S8.5", "containers", needs=LOADER, effort=0.8)
-def containers(lab: Lab, draw: Draw) -> None:
-    """Tuples, lists and dicts of all these, however nested, come back unchanged, without pickle."""
-    _come_back(lab, draw, draw(st.lists(value_sources(), min_size=1, max_size=2)))
+for _name, (_, _, _sentence) in _OTHERS.items():
+    check("cache", "S8.5", _name, needs=LOADER, effort=0.8, sentence=_sentence)(partial(_others, name=_name))
 
 
 @check("cache", "S8.5", "needs_pickle", needs=LOADER, effort=0.5)

@@ -18,8 +18,6 @@ if TYPE_CHECKING:  # hypothesis is not needed to list checks
 __all__ = ["Check", "all_checks", "check", "checks_of", "prepare", "reason_to_skip_suite", "require_hypothesis", "variants"]
 
 _MODULES = {suite: (suite,) for suite in SUITES} | {
-    "codec": ("codec_minmax", "codec"),
-    "collectives": ("collectives_messages", "collectives_series", "collectives"),
     "algorithms": (
         "algorithms_async",
         "algorithms_local_sgd",
@@ -29,7 +27,7 @@ _MODULES = {suite: (suite,) for suite in SUITES} | {
         "algorithms",
     ),
     "cache": ("cache_values", "cache"),
-    "fused_optimizer": ("fused_optimizer", "fused_optimizer_storage", "fused_optimizer_gradients"),
+    "fused_optimizer": ("fused_optimizer", "fused_optimizer_memory"),
 }
 """The modules of each suite, in the order in which their checks are listed."""
 
@@ -69,14 +67,18 @@ def check(
     dtypes: tuple[str, ...] = (),
     needs: tuple[str, ...] = (),
     effort: float = 1.0,
+    sentence: str = "",
 ) -> Callable[[Callable[[Lab, Draw], None]], Callable[[Lab, Draw], None]]:
-    """Return a decorator that enters a property into the table; its sentence is the first line of the function's docstring."""
+    """Return a decorator that enters a property into the table.
+
+    Without ``sentence``, the property's is the first line of the function's docstring.
+    """
     assert suite in SUITES
     assert clause in CLAUSES
 
     def enter(function: Callable[[Lab, Draw], None]) -> Callable[[Lab, Draw], None]:
-        sentence = (function.__doc__ or "").splitlines()[0]
-        row = Check(f"{suite}.{clause}.{name}", suite, clause, sentence, function, dtypes, needs, effort)
+        said = sentence or (function.__doc__ or "").splitlines()[0]
+        row = Check(f"{suite}.{clause}.{name}", suite, clause, said, function, dtypes, needs, effort)
         assert row.id not in _table, row.id
         _table[row.id] = row
         return function

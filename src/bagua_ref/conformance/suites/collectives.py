@@ -1,210 +1,106 @@
-"""Collectives in simulated worlds of 1 to 9 ranks on 1 to 4 uneven nodes, with results computed from the rank (S3.9).
-
-Messages, objects and refusals are next door, and so are several collectives in a row.
-"""
+"""Collectives in worlds of 1 to 9 ranks on 1 to 4 uneven nodes, with results computed from the rank (S3.9)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bagua_ref.conformance.expected.tolerances import EXACT, SUM, assert_equal
+from bagua_ref.conformance.expected import collectives_plain as plain
 from bagua_ref.conformance.inputs.collective_cases import (
+    BITWISE,
+    METHODS,
     MOVABLE,
+    REDUCING,
+    REDUCTIONS,
+    CollectiveCall,
+    collective_call,
     counts,
     nothing,
-    reduced,
-    reductions,
     root_of,
-    terms,
     values,
 )
 from bagua_ref.conformance.inputs.strategies import Draw, seeds, worlds
-from bagua_ref.conformance.lab.collective_script import script_of_collective
 from bagua_ref.conformance.lab.lab import Lab
-from bagua_ref.conformance.lab.ranks import run_ranks
-from bagua_ref.conformance.lab.violation import Violation, written_down
+from bagua_ref.conformance.lab.ranks import RankScript, tensors_in
+from bagua_ref.conformance.lab.violation import Violation, literal
 from bagua_ref.conformance.suites.checks import check
 from bagua_ref.types import ReduceOp
 
-
-def _check(
-    lab: Lab,
-    draw: Draw,
-    nodes: tuple[int, ...],
-    method: str,
-    arguments: Callable[[int], tuple[Any, ...]],
-    wanted: Callable[[int], list[Tensor]],
-    tolerance: int = 0,
-) -> None:
-    """Call ``comm.method(*arguments(rank))`` on every rank; its tensors must then equal ``wanted(rank)``, in order."""
-    n, seed = sum(nodes), draw(seeds)
-    brought = [arguments(rank) for rank in range(n)]
-
-    def program(comm: Any) -> list[Tensor]:
-        mine = tuple(argument.clone() if isinstance(argument, Tensor) else argument for argument in brought[comm.rank()])
-        returned = getattr(comm, method)(*mine)
-        assert returned is None, f"{method} returned {returned!r}"
-        return [argument for argument in mine if isinstance(argument, Tensor)]
-
-    expected = [wanted(rank) for rank in range(n)]
-    script = script_of_collective(lab.target, nodes, seed, method, brought, expected)
-    with written_down(script):
-        found = run_ranks(lab, nodes, program, method, script, seed)
-        for rank in range(n):
-            for number, (tensor, want) in enumerate(zip(found[rank], expected[rank], strict=True)):
-                try:
-                    magnitude = want.double().abs() if tolerance else None
-                    assert_equal(tensor, want, SUM(tolerance) if tolerance else EXACT, magnitude=magnitude)
-                except AssertionError as error:
-                    raise Violation(f"{method} on nodes {nodes}: tensor {number} of rank {rank}: {error}") from None
+_MOVING = tuple(name for name in METHODS if name not in REDUCING)
+_dtypes = st.sampled_from(MOVABLE).map(lambda name: getattr(torch, name))
 
 
-def _several(op: ReduceOp, n: int, dtype: torch.dtype) -> int:
-    """Return n for SUM(n): libraries round 16-bit sums at each step, and products and means in another order; 0: exact."""
-    return n if dtype.is_floating_point and op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT) else 0
+def _run(lab: Lab, nodes: tuple[int, ...], seed: int, calls: Sequence[CollectiveCall]) -> None:
+    """Make calls on one communicator; report a failure with as few of them as show it."""
+    everyone = range(sum(nodes))
+    try:
+        RankScript(lab, nodes, seed).run_calls(
+            [(call.method, call.terms) for call in calls],
+            [[call.brought[rank] for call in calls] for rank in everyone],
+            [[call.expected[rank] for call in calls] for rank in everyone],
+        )
+    except Violation as violation:
+        failed = next((call for call in calls if str(violation).startswith(f"{call.method} ")), None)
+        alike = [call for call in calls if call is failed or (failed is not None and call.method == failed.method)]
+        if len(alike) < len(calls):
+            for call in alike:
+                _run(lab, nodes, seed, [call])
+            _run(lab, nodes, seed, alike)
+        raise
 
 
-@check("collectives", "S3.9", "allreduce", needs=(), effort=2)
-def allreduce(lab: Lab, draw: Draw) -> None:
-    """All ranks get the reduction over all ranks, in place or not."""
-    nodes, (op, name), count = lab.world(draw, worlds()), draw(reductions), draw(counts)
-    dtype, n = getattr(torch, name), sum(nodes)
-    total, near = reduced(op, n, count, dtype), _several(op, n, dtype)
-    if draw(st.booleans()):
-        _check(lab, draw, nodes, "allreduce_inplace", lambda r: (terms(op, r, count, dtype), op), lambda r: [total], near)
-        return
-    _check(
-        lab, draw, nodes, "allreduce", lambda r: (terms(op, r, count, dtype), nothing(count, dtype), op),
-        lambda r: [terms(op, r, count, dtype), total], near,
-    )  # fmt: skip
+def _one_call(lab: Lab, draw: Draw, name: str) -> None:
+    """Check a collective, in place or not."""
+    nodes, count = lab.world(draw, worlds()), draw(counts)
+    op, dtype = draw(st.sampled_from(REDUCTIONS if name in REDUCING else [(ReduceOp.SUM, dtype) for dtype in MOVABLE]))
+    method = name if name == "broadcast" or draw(st.booleans()) else f"{name}_inplace"
+    root = root_of(draw, nodes)
+    _run(lab, nodes, draw(seeds), [collective_call(method, op, sum(nodes), count, getattr(torch, dtype), root)])
 
 
-@check("collectives", "S3.9", "reduce", effort=2)
-def reduce_(lab: Lab, draw: Draw) -> None:
-    """Only dst gets the reduction over all ranks; the other ranks' tensors do not change."""
-    nodes, (op, name), count = lab.world(draw, worlds()), draw(reductions), draw(counts)
-    dtype, n, dst = getattr(torch, name), sum(nodes), root_of(draw, nodes)
-    total, near = reduced(op, n, count, dtype), _several(op, n, dtype)
-    if draw(st.booleans()):
-        _check(
-            lab, draw, nodes, "reduce_inplace", lambda r: (terms(op, r, count, dtype), dst, op),
-            lambda r: [total if r == dst else terms(op, r, count, dtype)], near,
-        )  # fmt: skip
-        return
-    _check(
-        lab, draw, nodes, "reduce", lambda r: (terms(op, r, count, dtype), nothing(count, dtype), dst, op),
-        lambda r: [terms(op, r, count, dtype), total if r == dst else nothing(count, dtype)], near,
-    )  # fmt: skip
+_SENTENCES = {
+    "allreduce": "All ranks get the reduction over all ranks, in place or not.",
+    "reduce": "Only dst gets the reduction over all ranks; the other ranks' tensors do not change.",
+    "reduce_scatter": "Rank r gets chunk r of the reduction; in place, the other chunks do not change.",
+    "broadcast": "Every rank gets src's tensor.",
+    "allgather": "Every rank gathers all tensors in rank order; in place, chunk r is its own.",
+    "gather": "Only dst gathers all tensors in rank order; in place, its tensor is n times as long as the others.",
+    "scatter": "Rank r gets chunk r of src's tensor.",
+    "alltoall": "Chunk d goes to rank d, and chunk s comes from rank s.",
+}
 
 
-@check("collectives", "S3.9", "reduce_scatter", effort=2)
-def reduce_scatter(lab: Lab, draw: Draw) -> None:
-    """Rank r gets chunk r of the reduction; in place, the other chunks do not change."""
-    nodes, (op, name), count = lab.world(draw, worlds()), draw(reductions), draw(counts)
-    dtype, n = getattr(torch, name), sum(nodes)
-    near = _several(op, n, dtype)
-
-    def inplace(rank: int) -> list[Tensor]:
-        wanted = terms(op, rank, n * count, dtype)
-        wanted[rank * count : (rank + 1) * count] = reduced(op, n, count, dtype, rank * count)
-        return [wanted]
-
-    if draw(st.booleans()):
-        _check(lab, draw, nodes, "reduce_scatter_inplace", lambda r: (terms(op, r, n * count, dtype), op), inplace, near)
-        return
-    _check(
-        lab, draw, nodes, "reduce_scatter", lambda r: (terms(op, r, n * count, dtype), nothing(count, dtype), op),
-        lambda r: [terms(op, r, n * count, dtype), reduced(op, n, count, dtype, r * count)], near,
-    )  # fmt: skip
+for _name, _sentence in _SENTENCES.items():
+    check("collectives", "S3.9", _name, effort=2 if _name in REDUCING else 1, sentence=_sentence)(partial(_one_call, name=_name))
 
 
-@check("collectives", "S3.9", "broadcast")
-def broadcast(lab: Lab, draw: Draw) -> None:
-    """Every rank gets src's tensor."""
-    nodes, dtype, count = lab.world(draw, worlds()), getattr(torch, draw(st.sampled_from(MOVABLE))), draw(counts)
-    src = root_of(draw, nodes)
-    _check(lab, draw, nodes, "broadcast", lambda r: (values(r, count, dtype), src), lambda r: [values(src, count, dtype)])
+@check("collectives", "S3.9", "alltoall_v")
+def alltoall_v(lab: Lab, draw: Draw) -> None:
+    """Blocks of the given counts move between the given displacements, and gaps do not change."""
+    nodes, dtype = lab.world(draw, worlds()), draw(_dtypes)
+    n, most = sum(nodes), draw(st.integers(0, 3))
+    gap, other = draw(st.integers(0, 2)), draw(st.integers(0, 2))  # received blocks may have another layout than sent ones
+    sizes = [[(rank + peer) % (most + 1) for peer in range(n)] for rank in range(n)]
 
+    def displacements(between: int) -> list[list[int]]:
+        return [[sum(row[:peer]) + between * peer for peer in range(n)] for row in sizes]
 
-def _own_chunk(rank: int, n: int, count: int, dtype: torch.dtype) -> Tensor:
-    tensor = nothing(n * count, dtype)
-    tensor[rank * count : (rank + 1) * count] = values(rank, count, dtype)
-    return tensor
-
-
-@check("collectives", "S3.9", "allgather")
-def allgather(lab: Lab, draw: Draw) -> None:
-    """Every rank gathers all tensors in rank order; in place, chunk r is its own."""
-    nodes, dtype, count = lab.world(draw, worlds()), getattr(torch, draw(st.sampled_from(MOVABLE))), draw(counts)
-    n = sum(nodes)
-    everything = torch.cat([values(rank, count, dtype) for rank in range(n)])
-    if draw(st.booleans()):
-        _check(lab, draw, nodes, "allgather_inplace", lambda r: (_own_chunk(r, n, count, dtype),), lambda r: [everything])
-        return
-    _check(
-        lab, draw, nodes, "allgather", lambda r: (values(r, count, dtype), nothing(n * count, dtype)),
-        lambda r: [values(r, count, dtype), everything],
-    )  # fmt: skip
-
-
-@check("collectives", "S3.9", "gather")
-def gather(lab: Lab, draw: Draw) -> None:
-    """Only dst gathers all tensors in rank order; in place, its tensor is n times as long as the others."""
-    nodes, dtype, count = lab.world(draw, worlds()), getattr(torch, draw(st.sampled_from(MOVABLE))), draw(counts)
-    n, dst = sum(nodes), root_of(draw, nodes)
-    everything = torch.cat([values(rank, count, dtype) for rank in range(n)])
-    if draw(st.booleans()):
-        _check(
-            lab, draw, nodes, "gather_inplace",
-            lambda r: (_own_chunk(r, n, count, dtype) if r == dst else values(r, count, dtype), count, dst),
-            lambda r: [everything if r == dst else values(r, count, dtype)],
-        )  # fmt: skip
-        return
-    _check(
-        lab, draw, nodes, "gather", lambda r: (values(r, count, dtype), nothing(n * count, dtype), dst),
-        lambda r: [values(r, count, dtype), everything if r == dst else nothing(n * count, dtype)],
-    )  # fmt: skip
-
-
-@check("collectives", "S3.9", "scatter")
-def scatter(lab: Lab, draw: Draw) -> None:
-    """Rank r gets chunk r of src's tensor."""
-    nodes, dtype, count = lab.world(draw, worlds()), getattr(torch, draw(st.sampled_from(MOVABLE))), draw(counts)
-    n, src = sum(nodes), root_of(draw, nodes)
-    if draw(st.booleans()):
-        _check(
-            lab, draw, nodes, "scatter_inplace",
-            lambda r: (values(r, n * count, dtype) if r == src else nothing(count, dtype), count, src),
-            lambda r: [values(src, n * count, dtype) if r == src else values(src, count, dtype, r * count)],
-        )  # fmt: skip
-        return
-    _check(
-        lab, draw, nodes, "scatter", lambda r: (values(r, n * count, dtype), nothing(count, dtype), src),
-        lambda r: [values(r, n * count, dtype), values(src, count, dtype, r * count)],
-    )  # fmt: skip
-
-
-@check("collectives", "S3.9", "alltoall")
-def alltoall(lab: Lab, draw: Draw) -> None:
-    """Chunk d goes to rank d, and chunk s comes from rank s."""
-    nodes, dtype, count = lab.world(draw, worlds()), getattr(torch, draw(st.sampled_from(MOVABLE))), draw(counts)
-    n = sum(nodes)
-
-    def transposed(rank: int) -> Tensor:
-        return torch.cat([values(peer, count, dtype, rank * count) for peer in range(n)])
-
-    if draw(st.booleans()):
-        _check(lab, draw, nodes, "alltoall_inplace", lambda r: (values(r, n * count, dtype),), lambda r: [transposed(r)])
-        return
-    _check(
-        lab, draw, nodes, "alltoall", lambda r: (values(r, n * count, dtype), nothing(n * count, dtype)),
-        lambda r: [values(r, n * count, dtype), transposed(r)],
-    )  # fmt: skip
+    in_place = draw(st.booleans())
+    sent_at, received_at = displacements(gap), displacements(gap if in_place else other)
+    sent = [values(rank, sum(sizes[rank]) + gap * n, dtype) for rank in range(n)]
+    received = sent if in_place else [nothing(sum(row) + other * n, dtype) for row in sizes]
+    wanted = plain.alltoall_v(sent, received, sizes, sent_at, received_at)
+    if in_place:
+        brought = [[sent[r], sizes[r], sent_at[r]] for r in range(n)]
+        call = CollectiveCall("alltoall_v_inplace", brought, [[want] for want in wanted])
+    else:
+        brought = [[sent[r], sizes[r], sent_at[r], received[r], sizes[r], received_at[r]] for r in range(n)]
+        call = CollectiveCall("alltoall_v", brought, [[mine, want] for mine, want in zip(sent, wanted, strict=True)])
+    _run(lab, nodes, draw(seeds), [call])
 
 
 @check("collectives", "S3.9", "long", effort=0.08)
@@ -212,60 +108,176 @@ def long(lab: Lab, draw: Draw) -> None:
     """What holds for short tensors holds for long ones."""
     nodes = lab.world(draw, worlds(4).filter(lambda nodes: sum(nodes) > 1))
     n, root, dtype = sum(nodes), root_of(draw, nodes), draw(st.sampled_from([torch.uint8, torch.float32, torch.bfloat16]))
-    count = -(-draw(st.sampled_from(lab.long_sizes)) // n)
-    everything = torch.cat([values(rank, count, dtype) for rank in range(n)])
-    empty, total = nothing(n * count, dtype), reduced(ReduceOp.MAX, n, n * count, dtype)
-    cases: dict[str, tuple[Callable[[int], tuple[Any, ...]], Callable[[int], list[Tensor]]]] = {
-        "allreduce_inplace": (lambda r: (terms(ReduceOp.MAX, r, n * count, dtype), ReduceOp.MAX), lambda r: [total]),
-        "broadcast": (lambda r: (values(r, n * count, dtype), root), lambda r: [values(root, n * count, dtype)]),
-        "allgather_inplace": (lambda r: (_own_chunk(r, n, count, dtype),), lambda r: [everything]),
-        "gather": (
-            lambda r: (values(r, count, dtype), empty, root),
-            lambda r: [values(r, count, dtype), everything if r == root else empty],
-        ),
-        "scatter": (
-            lambda r: (values(r, n * count, dtype), nothing(count, dtype), root),
-            lambda r: [values(r, n * count, dtype), values(root, count, dtype, r * count)],
-        ),
-        "alltoall_inplace": (
-            lambda r: (values(r, n * count, dtype),),
-            lambda r: [torch.cat([values(peer, count, dtype, r * count) for peer in range(n)])],
-        ),
-    }
-    for method, (arguments, wanted) in cases.items():
-        _check(lab, draw, nodes, method, arguments, wanted)
+    count, seed = -(-draw(st.sampled_from(lab.long_sizes)) // n), draw(seeds)
+    for method in ("allreduce_inplace", "broadcast", "allgather_inplace", "gather", "scatter", "alltoall_inplace"):
+        chunk = count if method in ("allgather_inplace", "gather", "scatter", "alltoall_inplace") else n * count
+        _run(lab, nodes, seed, [collective_call(method, ReduceOp.MAX, n, chunk, dtype, root)])
 
 
-@check("collectives", "S3.9", "alltoall_v")
-def alltoall_v(lab: Lab, draw: Draw) -> None:
-    """Blocks of the given counts move between the given displacements, and gaps do not change."""
-    nodes, dtype = lab.world(draw, worlds()), getattr(torch, draw(st.sampled_from(MOVABLE)))
-    n, most, gap = sum(nodes), draw(st.integers(0, 3)), draw(st.integers(0, 2))
+@check("collectives", "S3.9", "one_after_another", effort=0.6)
+def one_after_another(lab: Lab, draw: Draw) -> None:
+    """A collective is not affected by earlier ones on the same communicator."""
+    nodes, seed, turn = lab.world(draw, worlds()), draw(seeds), draw(seeds)
+    methods = ("allreduce_inplace", "allreduce", "reduce_inplace", "reduce", "reduce_scatter", *_MOVING)
+    dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]
+    sizes = [draw(st.integers(1, 4)) for _ in methods]
+    calls = []
+    for step in range(draw(st.integers(2, 3)) * len(methods)):
+        place = (step * (3 if turn % 2 else 1) + turn) % len(methods)  # 3 and their number have no common divisor
+        count = sizes[place] if turn % 3 else sizes[place] + step % 2
+        dtype, root = dtypes[(place + turn) % 4], root_of(draw, nodes)
+        calls.append(collective_call(methods[place], ReduceOp.SUM, sum(nodes), count, dtype, root, 13 * step))
+    _run(lab, nodes, seed, calls)
 
-    other = draw(st.integers(0, 2))  # received blocks may have another layout than sent ones
 
-    def layout(rank: int, between: int = gap) -> tuple[list[int], list[int], int]:
-        sizes = [(rank + peer) % (most + 1) for peer in range(n)]
-        return sizes, [sum(sizes[:peer]) + between * peer for peer in range(n)], sum(sizes) + between * n
+@check("collectives", "S3.9", "every_dtype", effort=0.4)
+def every_dtype(lab: Lab, draw: Draw) -> None:
+    """Every dtype moves bit for bit, and supports each of its reductions."""
+    nodes, seed, count = lab.world(draw, worlds()), draw(seeds), draw(st.integers(1, 5))
+    root, turn = root_of(draw, nodes), draw(seeds)
+    reducing = (*REDUCING, "allreduce_inplace", "reduce_inplace")
+    cases = [(reducing[(turn + place) % len(reducing)], *reduction) for place, reduction in enumerate(REDUCTIONS)]
+    cases += [(_MOVING[(turn + place) % len(_MOVING)], ReduceOp.SUM, name) for place, name in enumerate(MOVABLE)]
+    _run(
+        lab, nodes, seed, [collective_call(method, op, sum(nodes), count, getattr(torch, name), root) for method, op, name in cases]
+    )
 
-    def filled(rank: int, tensor: Tensor, between: int) -> Tensor:
-        sizes, displs, _ = layout(rank, between)
-        for peer in range(n):
-            block = values(peer, sizes[peer], dtype, layout(peer)[1][rank])
-            tensor[displs[peer] : displs[peer] + sizes[peer]] = block
-        return tensor
 
-    def send(rank: int) -> Tensor:
-        return values(rank, layout(rank)[2], dtype)
+@check("collectives", "S3.9", "exchange")
+def exchange(lab: Lab, draw: Draw) -> None:
+    """Every message arrives; messages between the same two ranks arrive in the order in which they were sent."""
+    nodes, dtype = lab.world(draw, worlds()), draw(_dtypes)
+    ranks = st.integers(0, sum(nodes) - 1)
+    messages = draw(st.lists(st.tuples(ranks, ranks, counts), max_size=20))
+    sends: list[list[tuple[Tensor, int]]] = [[] for _ in range(sum(nodes))]
+    receives: list[list[tuple[Tensor, int]]] = [[] for _ in sends]
+    wanted: list[list[Tensor]] = [[] for _ in sends]
+    for number, (src, dst, count) in enumerate(messages):
+        sends[src].append((values(number, count, dtype), dst))
+        receives[dst].append((nothing(count, dtype), src))
+        wanted[dst].append(values(number, count, dtype))
+    expected = [[*tensors_in(sent), *want] for sent, want in zip(sends, wanted, strict=True)]
+    brought = [[sent, received] for sent, received in zip(sends, receives, strict=True)]
+    _run(lab, nodes, draw(seeds), [CollectiveCall("exchange", brought, expected)])
 
-    def recv(rank: int) -> Tensor:
-        return nothing(layout(rank, other)[2], dtype)
 
-    if draw(st.booleans()):
-        in_place = lambda r: [filled(r, send(r), gap)]  # noqa: E731
-        _check(lab, draw, nodes, "alltoall_v_inplace", lambda r: (send(r), *layout(r)[:2]), in_place)
-        return
-    _check(
-        lab, draw, nodes, "alltoall_v", lambda r: (send(r), *layout(r)[:2], recv(r), *layout(r, other)[:2]),
-        lambda r: [send(r), filled(r, recv(r), other)],
-    )  # fmt: skip
+@check("collectives", "S3.9", "send_and_recv")
+def send_and_recv(lab: Lab, draw: Draw) -> None:
+    """A message passed from rank to rank reaches the last one."""
+    nodes, dtype, count = lab.world(draw, worlds()), draw(_dtypes), draw(counts)
+    script = RankScript(lab, nodes, draw(seeds))
+    script.give(message=values(0, count, dtype), empty=nothing(count, dtype))
+    script.run(
+        "send and recv",
+        """
+        tensor = message.clone() if comm.rank() == 0 else empty.clone()
+        if comm.rank() > 0:
+            comm.recv(tensor, comm.rank() - 1)
+        if comm.rank() < comm.nranks() - 1:
+            comm.send(tensor, comm.rank() + 1)
+        return [[tensor]]
+        """,
+    )
+    script.do("assert_ranks([('send and recv', 0)], nodes, results, [[[message]]] * sum(nodes))")
+
+
+@check("collectives", "S3.9", "broadcast_object")
+def broadcast_object(lab: Lab, draw: Draw) -> None:
+    """Every rank gets src's object, whatever its size and whichever rank src is."""
+    nodes = lab.world(draw, worlds())
+    src, seed = root_of(draw, nodes), draw(seeds)
+    simple = st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=300), st.binary(max_size=20))
+    value = draw(st.recursive(simple, lambda inner: st.one_of(st.lists(inner), st.dictionaries(st.text(), inner)), max_leaves=5))
+    source = repr(value)
+    if draw(st.integers(0, 3)) == 3:  # more than fits one message
+        source = f"[bytes(range(251)) * {draw(st.sampled_from(lab.long_sizes)) // 251 + 1}, {source}]"
+    script = RankScript(lab, nodes, seed)
+    script.do(f"value = {source}")
+    script.run("broadcast_object", f"return comm.broadcast_object(value if comm.rank() == {src} else comm.rank(), {src})")
+    script.do(
+        "for rank, found in enumerate(results):\n"
+        "    assert found == value and type(found) is type(value), (\n"
+        f"        f'broadcast_object from {src}: rank {{rank}} got {{found!r:.200}} instead of {{value!r:.200}}'\n    )"
+    )
+
+
+@check("collectives", "S3.9", "refuses")
+def refuses(lab: Lab, draw: Draw) -> None:
+    """Invalid arguments raise a ValueError or TypeError before anything is sent, and the communicator continues to work."""
+    nodes = lab.world(draw, worlds())
+    n = sum(nodes)
+    method, arguments = draw(
+        st.sampled_from(
+            [
+                ("broadcast", [torch.zeros(2), draw(st.sampled_from([-1, n, n + 3]))]),
+                ("allgather", [torch.zeros(2), torch.zeros(2 * n + 1)]),
+                ("allreduce", [torch.zeros(2), torch.zeros(2, dtype=torch.float64), ReduceOp.SUM]),
+                ("allreduce_inplace", [torch.zeros(2, dtype=torch.int32), ReduceOp.AVG]),
+                ("allreduce_inplace", [torch.zeros(2), draw(st.sampled_from(BITWISE))]),
+            ]
+        )
+    )
+    script = RankScript(lab, nodes, draw(seeds))
+    script.run(
+        method,
+        f"""
+        try:
+            comm.{method}({", ".join(map(literal, arguments))})
+        except (ValueError, TypeError):
+            return [after_call(comm, "allreduce_inplace", [torch.ones(1), {int(ReduceOp.SUM)}])]
+        return None
+        """,
+    )
+    script.do(f"assert None not in results, f'{method} on nodes {{nodes}} accepted invalid arguments'")
+    script.do(
+        f"assert_ranks([('allreduce after a refused {method}', 0)], nodes, results, [[[torch.full((1,), {float(n)})]]] * {n})"
+    )
+
+
+@check("collectives", "S3.9", "gaps")
+def gaps(lab: Lab, draw: Draw) -> None:
+    """A non-contiguous tensor is either refused on every rank or gets the right result, and its gaps do not change."""
+    nodes, seed, count = lab.world(draw, worlds()), draw(seeds), draw(st.integers(2, 7))
+    dtype, method = (
+        draw(st.sampled_from([torch.float32, torch.int64])),
+        draw(st.sampled_from(["allreduce_inplace", "broadcast", "allgather"])),
+    )
+    call = collective_call(method, ReduceOp.SUM, sum(nodes), count, dtype, root_of(draw, nodes))
+    before = [tensors_in(mine) for mine in call.brought]
+    script = RankScript(lab, nodes, seed)
+    script.give(brought=call.brought, expected=[[mine, kept] for mine, kept in zip(call.expected, before, strict=True)])
+    script.run(
+        f"{method} of tensors with gaps",
+        f"""
+        mine = [torch.stack([item, item], dim=1)[:, 0] if isinstance(item, torch.Tensor) else item for item in brought[comm.rank()]]
+        try:
+            comm.{method}(*mine)
+        except (ValueError, TypeError, RuntimeError):  # torch's own refusals are RuntimeErrors
+            return None
+        tensors = [item for item in mine if isinstance(item, torch.Tensor)]
+        return [tensors, [tensor.as_strided(tensor.shape, tensor.stride(), 1) for tensor in tensors]]
+        """,
+    )
+    script.do(
+        "expected = [wanted for wanted, found in zip(expected, results) if found]\n"
+        f"calls = [('{method} of tensors with gaps', 0), ('the memory between their elements', 0)]\n"
+        "assert_ranks(calls, nodes, list(filter(None, results)), expected)"
+    )
+
+
+@check("collectives", "S3.9", "barrier")
+def barrier(lab: Lab, draw: Draw) -> None:
+    """No rank leaves a barrier before all ranks have reached it."""
+    nodes, seed = lab.world(draw, worlds()), draw(seeds)
+    script = RankScript(lab, nodes, seed)
+    script.do("arrived = []")
+    script.run(
+        "barrier",
+        f"""
+        for number in range(1, {draw(st.integers(1, 3))} + 1) if hasattr(comm, "barrier") else ():
+            arrived.append(comm.rank())
+            comm.barrier()
+            reached = arrived[(number - 1) * comm.nranks() :]
+            assert len(reached) >= comm.nranks(), f"left barrier {{number}} when only ranks {{reached}} had reached it"
+        """,
+    )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext, suppress
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,15 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bagua_ref.conformance.expected import comm_ops_scalar, decentralized_numpy
-from bagua_ref.conformance.expected.tolerances import EXACT, SUM, Tolerance, assert_equal
+from bagua_ref.conformance.expected.tolerances import SUM
 from bagua_ref.conformance.inputs.graph_cases import doubly_stochastic, flawed, graph_cases, sized_worlds, sizes_of
 from bagua_ref.conformance.inputs.strategies import COMPRESSIBLE, FLOATS, Draw, bulk, mixed, paired_worlds, seeds, tensors, worlds
 from bagua_ref.conformance.lab.lab import Lab
-from bagua_ref.conformance.lab.ranks import run_ranks
-from bagua_ref.conformance.lab.violation import Script, Violation, literal
+from bagua_ref.conformance.lab.ranks import RankScript
+from bagua_ref.conformance.lab.violation import Violation, literal
 from bagua_ref.conformance.suites.checks import check
-from bagua_ref.conformance.targets.reference_target import ReferenceCommOps
-from bagua_ref.conformance.targets.world import RankWorld
 
 
 def _inputs(lab: Lab, draw: Draw, ranks: int, multiple: int, finite: bool = False) -> list[Tensor]:
@@ -34,74 +33,26 @@ def _inputs(lab: Lab, draw: Draw, ranks: int, multiple: int, finite: bool = Fals
 
 def _run(
     lab: Lab, draw: Draw, nodes: tuple[int, ...], method: str, inputs: list[Any], *, refused: bool = False, **options: Any
-) -> tuple[list[Any], str]:
-    """Call ``comm_ops.method(world, inputs[rank], ...)`` on every rank; return the results and a script that does the same.
+) -> RankScript:
+    """Call ``comm_ops.method(world, inputs[rank], ...)`` on every rank; return a script with their ``results``.
 
     With ``refused``, the result of a rank that raises ValueError is None.
     """
-    own = lab.target.parts.get("comm_ops")
-    ops = ReferenceCommOps(lab.target.kernels) if own is None else own
-    seed = draw(seeds)
-    setup = list(lab.target.setup)
-    if own is None:
-        setup.insert(0, "from bagua_ref.conformance.targets.reference_target import ReferenceCommOps")
-        setup.append("comm_ops = ReferenceCommOps(kernels)")
-    else:
-        setup = [*lab.target.origin, "comm_ops = target.comm_ops"]
-    setup = ["from bagua_ref.conformance.targets.world import RankWorld", "from bagua_ref.simulation import SimulatedWorld", *setup]
-    call = f"comm_ops.{method}(world, inputs[comm.rank()]{''.join(f', {k}={literal(v)}' for k, v in options.items())})"
-    body = [
-        "",
-        f"nodes = {nodes!r}",
-        f"inputs = {literal(inputs)}",
-        "",
-        "",
-        "def program(comm):",
-        f"    world = RankWorld(comm.rank(), {sum(nodes)}, nodes, comm)",
-        *(
-            ["    try:", f"        return {call}", "    except ValueError:", "        return None"]
-            if refused
-            else [f"    return {call}"]
-        ),
-        "",
-        "",
-        f"results = SimulatedWorld({sum(nodes)}, nodes=nodes, seed={seed}).run(program)",
-    ]
-    script = str(Script(setup, body))
-
-    def program(comm: Any) -> Any:
-        world = RankWorld(comm.rank(), sum(nodes), nodes, comm)
-        mine = inputs[comm.rank()]
-        mine = mine.clone() if isinstance(mine, Tensor) else [x.clone() for x in mine]
-        with suppress(ValueError) if refused else nullcontext():
-            return getattr(ops, method)(world, mine, **options)
-
-    try:
-        return run_ranks(
-            lab, nodes, program, f"{method}({', '.join(f'{k}={v}' for k, v in options.items())})", script, seed, simulated=True
-        ), script
-    except Violation as violation:
-        violation.snippet = script
-        raise
+    script = RankScript(lab, nodes, draw(seeds), "comm_ops")
+    script.give(inputs=inputs)
+    more = "".join(f", {name}={literal(value)}" for name, value in options.items())
+    call = f"comm_ops.{method}(RankWorld(comm.rank(), {sum(nodes)}, nodes, comm), copies_of(inputs[comm.rank()]){more})"
+    program = f"try:\n    return {call}\nexcept ValueError:\n    return None" if refused else f"return {call}"
+    script.run(f"{method}({more[2:]})", program)
+    return script
 
 
-def _compare(
-    found: Any, want: Tensor, what: str, script: str, place: str, tolerance: Tolerance = EXACT, magnitude: Tensor | None = None
-) -> None:
-    try:
-        if not isinstance(found, Tensor):
-            raise AssertionError(f"{type(found).__name__} instead of a tensor")
-        assert_equal(found, want, tolerance, magnitude=magnitude)
-    except AssertionError as error:
-        line = f"{place}  # {error}\nassert_equal({place}, {literal(want)}, EXACT)" + (
-            "" if tolerance is EXACT else f"  # up to {tolerance.name}"
-        )
-        whole = script.replace("import torch\n", "import torch\n\nfrom bagua_ref.conformance import EXACT, assert_equal", 1)
-        raise Violation(f"{what}: {error}", f"{whole}{line}\n") from None
-
-
-def _tensor(values: list[float], dtype: torch.dtype) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64).to(dtype)
+def _compare_rounds(lab: Lab, script: RankScript, what: str, wanted: Iterable[list[decentralized_numpy.Array]]) -> None:
+    """Compare each rank's elements after each round."""
+    for step, ranks in enumerate(wanted):
+        for rank, want in enumerate(ranks):
+            tensor = torch.from_numpy(np.ascontiguousarray(want)).to(lab.dtype)
+            script.expect(f"results[{rank}][{step}]", tensor, f"{what} on nodes {script.nodes}, step {step}, rank {rank}")
 
 
 def _centralized(
@@ -110,7 +61,7 @@ def _centralized(
     mean = draw(st.booleans())
     inputs = _inputs(lab, draw, sum(nodes), len(nodes) if hierarchical else sum(nodes)) if given is None else given
     options = {"average": mean, "scattergather": True, "compression": compression, "hierarchical": hierarchical}
-    found, script = _run(lab, draw, nodes, "centralized", inputs, **options)
+    script = _run(lab, draw, nodes, "centralized", inputs, **options)
     operation = comm_ops_scalar.low_precision if compression else comm_ops_scalar.scatter_gather
     lists = [x.tolist() for x in inputs]
     if hierarchical:
@@ -118,8 +69,8 @@ def _centralized(
     else:
         wanted = operation(lists, lab.dtype_name, mean)
     for rank, want in enumerate(wanted):
-        what = f"centralized({options}) on nodes {nodes}, rank {rank}"
-        _compare(found[rank], _tensor(want, lab.dtype), what, script, f"results[{rank}]")
+        tensor = torch.tensor(want, dtype=torch.float64).to(lab.dtype)
+        script.expect(f"results[{rank}]", tensor, f"centralized({options}) on nodes {nodes}, rank {rank}")
 
 
 @check("comm_ops", "S3.1", "scatter_gather", dtypes=FLOATS)
@@ -161,18 +112,23 @@ def full_precision(lab: Lab, draw: Draw) -> None:
     multiple = (len(nodes) if between else n) if scattergather else 1
     inputs = [x / 64 for x in _inputs(lab, draw, n, multiple, finite=True)]  # room for the sum
     options = {"average": mean, "scattergather": scattergather, "compression": None, "hierarchical": between}
-    found, script = _run(lab, draw, nodes, "centralized", inputs, **options)
+    script = _run(lab, draw, nodes, "centralized", inputs, **options)
     divisor = n if mean else 1
     exact = torch.stack([x.double() for x in inputs])
-    magnitude = exact.abs().sum(0) / divisor
+    wanted, magnitude = (exact.sum(0) / divisor).to(lab.dtype), exact.abs().sum(0) / divisor
     for rank in range(n):
         what = f"centralized({options}) on nodes {nodes}, rank {rank}"
-        _compare(found[rank], (exact.sum(0) / divisor).to(lab.dtype), what, script, f"results[{rank}]", SUM(n + 1), magnitude)
-        _compare(found[rank], found[0], f"{what} and rank 0 differ", script, f"results[{rank}]")
+        script.expect(f"results[{rank}]", wanted, what, SUM(n + 1), magnitude)
+        script.expect(f"results[{rank}]", script.names["results"][0], f"{what} and rank 0 differ")
 
 
 def _arrays(ranks: list[Tensor]) -> list[decentralized_numpy.Array]:
     return [x.double().numpy() if x.dtype is torch.float64 else x.float().numpy() for x in ranks]
+
+
+def _rounds(lab: Lab, draw: Draw, first: list[Tensor], more: int) -> list[list[Tensor]]:
+    """Return each rank's elements in the first round and in more rounds."""
+    return [first, *([bulk(lab.dtype, "tame", draw(seeds), x.numel()) for x in first] for _ in range(more))]
 
 
 def _decentralized(
@@ -180,18 +136,16 @@ def _decentralized(
 ) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
     """Compare rounds of averaging with a few ranks; return the inputs and results, by round."""
     method, name = ("decentralized", "mode") if mode == "shift_one" else (_GRAPHS[0], "graph")
-    first = _inputs(lab, draw, sum(nodes), 1) if given is None else given
-    rounds = [first] + [[bulk(lab.dtype, "tame", draw(seeds), x.numel()) for x in first] for _ in range(draw(st.integers(0, 4)))]
+    rounds = _rounds(lab, draw, _inputs(lab, draw, sum(nodes), 1) if given is None else given, draw(st.integers(0, 4)))
     by_rank = [list(ranks) for ranks in zip(*rounds, strict=True)]
-    found, script = _run(lab, draw, nodes, method, by_rank, **{name: mode}, hierarchical=between)
-    for step, ranks in enumerate(rounds):
-        with np.errstate(all="ignore"):
-            wanted = decentralized_numpy.average(_arrays(ranks), lab.dtype_name, mode, between, list(nodes), step)
-        for rank, want in enumerate(wanted):
-            what = f"{method}({literal(mode)}, hierarchical={between}) on nodes {nodes}, step {step}, rank {rank}"
-            tensor = torch.from_numpy(np.ascontiguousarray(want)).to(lab.dtype)
-            _compare(found[rank][step], tensor, what, script, f"results[{rank}][{step}]")
-    return rounds, [list(ranks) for ranks in zip(*found, strict=True)]
+    script = _run(lab, draw, nodes, method, by_rank, **{name: mode}, hierarchical=between)
+    with np.errstate(all="ignore"):
+        wanted = [
+            decentralized_numpy.average(_arrays(ranks), lab.dtype_name, mode, between, list(nodes), step)
+            for step, ranks in enumerate(rounds)
+        ]
+    _compare_rounds(lab, script, f"{method}({literal(mode)}, hierarchical={between})", wanted)
+    return rounds, [list(ranks) for ranks in zip(*script.names["results"], strict=True)]
 
 
 @check("comm_ops", "S3.4", "shift_one", dtypes=FLOATS)
@@ -213,12 +167,11 @@ def many_steps(lab: Lab, draw: Draw) -> None:
     """Peers follow the step however many there have been."""
     nodes, count = lab.world(draw, st.sampled_from([(6,), (3, 3)])), draw(st.sampled_from([260, 520]))
     first = [torch.full((1,), float(2**rank)) for rank in range(6)]  # the sum names the ranks
-    found, script = _run(lab, draw, nodes, "decentralized", [[x] * count for x in first], mode="shift_one", hierarchical=False)
-    for step in range(count):
-        wanted = decentralized_numpy.average(_arrays(first), "float32", "shift_one", False, list(nodes), step)
-        for rank, want in enumerate(wanted):
-            what = f"decentralized(shift_one) on nodes {nodes}, step {step}, rank {rank}"
-            _compare(found[rank][step], torch.from_numpy(np.ascontiguousarray(want)), what, script, f"results[{rank}][{step}]")
+    script = _run(lab, draw, nodes, "decentralized", [[x] * count for x in first], mode="shift_one", hierarchical=False)
+    averages = (
+        decentralized_numpy.average(_arrays(first), "float32", "shift_one", False, list(nodes), step) for step in range(count)
+    )
+    _compare_rounds(lab, script, "decentralized(shift_one)", averages)
 
 
 @check("comm_ops", "S3.4", "all", dtypes=FLOATS)
@@ -227,44 +180,38 @@ def all_ranks(lab: Lab, draw: Draw) -> None:
     between, nodes = draw(st.booleans()), lab.world(draw, worlds(8))
     n = sum(nodes)
     inputs = [x / 64 for x in _inputs(lab, draw, n, 1, finite=True)]
-    found, script = _run(lab, draw, nodes, "decentralized", [[x] for x in inputs], mode="all", hierarchical=between)
+    script = _run(lab, draw, nodes, "decentralized", [[x] for x in inputs], mode="all", hierarchical=between)
     exact = torch.stack([x.double() for x in inputs])
     for rank in range(n):
         what = f"decentralized(all, hierarchical={between}) on nodes {nodes}, rank {rank}"
-        place, magnitude = f"results[{rank}][0]", exact.abs().mean(0)
-        _compare(found[rank][0], exact.mean(0).to(lab.dtype), what, script, place, SUM(n + 1), magnitude)
+        script.expect(f"results[{rank}][0]", exact.mean(0).to(lab.dtype), what, SUM(n + 1), exact.abs().mean(0))
 
 
 _GRAPHS = ("decentralized_on_graph",)
 
 
-def _on_graph(lab: Lab, draw: Draw, name: str) -> None:
+_NAMED_GRAPHS = {
+    "one_peer_exponential": ("S13.1", "one_peer_exponential", "Each rank is averaged with the rank 2^(t mod K) before it."),
+    "hypercube": ("S13.2", "hypercube", "Ranks whose numbers differ in bit t mod K are averaged."),
+    "neighbours": (
+        "S13.3",
+        "ring",
+        "On the ring, each rank is averaged with both neighbours, added in the order own, left, right.",
+    ),
+    "exponential": ("S13.3", "exponential", "Each rank is averaged with the ranks 1, 2, 4, ... before it, added in this order."),
+}
+"""Check -> its clause, graph and sentence."""
+
+
+def _on_graph(lab: Lab, draw: Draw, graph: str) -> None:
     between = draw(st.booleans())
-    _decentralized(lab, draw, name, lab.world(draw, sized_worlds(between, sizes_of(name, 9))), between)
+    _decentralized(lab, draw, graph, lab.world(draw, sized_worlds(between, sizes_of(graph, 9))), between)
 
 
-@check("comm_ops", "S13.1", "one_peer_exponential", dtypes=FLOATS, needs=_GRAPHS, effort=0.5)
-def one_peer_exponential(lab: Lab, draw: Draw) -> None:
-    """Each rank is averaged with the rank 2^(t mod K) before it."""
-    _on_graph(lab, draw, "one_peer_exponential")
-
-
-@check("comm_ops", "S13.2", "hypercube", dtypes=FLOATS, needs=_GRAPHS, effort=0.5)
-def hypercube(lab: Lab, draw: Draw) -> None:
-    """Ranks whose numbers differ in bit t mod K are averaged."""
-    _on_graph(lab, draw, "hypercube")
-
-
-@check("comm_ops", "S13.3", "neighbours", dtypes=FLOATS, needs=_GRAPHS, effort=0.5)
-def neighbours(lab: Lab, draw: Draw) -> None:
-    """On the ring, each rank is averaged with both neighbours, added in the order own, left, right."""
-    _on_graph(lab, draw, "ring")
-
-
-@check("comm_ops", "S13.3", "exponential", dtypes=FLOATS, needs=_GRAPHS, effort=0.5)
-def exponential(lab: Lab, draw: Draw) -> None:
-    """Each rank is averaged with the ranks 1, 2, 4, ... before it, added in this order."""
-    _on_graph(lab, draw, "exponential")
+for _name, (_clause, _graph, _sentence) in _NAMED_GRAPHS.items():
+    check("comm_ops", _clause, _name, dtypes=FLOATS, needs=_GRAPHS, effort=0.5, sentence=_sentence)(
+        partial(_on_graph, graph=_graph)
+    )
 
 
 @check("comm_ops", "S13.4", "weights", dtypes=FLOATS, needs=_GRAPHS, effort=0.5)
@@ -287,9 +234,9 @@ def refuses_graphs(lab: Lab, draw: Draw) -> None:
     for graph in flawed(talking, draw(st.integers(0, talking - 1))):
         graphs = [*good, graph]
         rounds = [torch.ones(3)] * len(graphs)
-        found, script = _run(lab, draw, nodes, _GRAPHS[0], [rounds] * n, refused=True, graph=graphs, hierarchical=between)
-        if took := [rank for rank, result in enumerate(found) if result is not None]:
-            raise Violation(f"rank {took[0]} of nodes {nodes} took the graph {graph}; it must raise ValueError", script)
+        script = _run(lab, draw, nodes, _GRAPHS[0], [rounds] * n, refused=True, graph=graphs, hierarchical=between)
+        said = f"nodes {nodes} took the graph {graph}; it must raise ValueError"
+        script.do(f"for rank, result in enumerate(results):\n    assert result is None, f'rank {{rank}} of {said}'")
 
 
 @check("comm_ops", "S13.5", "mean", needs=_GRAPHS, effort=0.5)
@@ -323,24 +270,19 @@ def long_ring(lab: Lab, draw: Draw) -> None:
 
 
 def _ring(lab: Lab, draw: Draw, nodes: tuple[int, ...], count: int, first: list[Tensor]) -> None:
-    between = draw(st.booleans())
-    rounds = [first] + [[bulk(lab.dtype, "tame", draw(seeds), x.numel()) for x in first] for _ in range(count - 1)]
+    between, rounds = draw(st.booleans()), _rounds(lab, draw, first, count - 1)
     start = bulk(lab.dtype, "tame", draw(seeds), first[0].numel())
-    by_rank = [list(ranks) for ranks in zip(*rounds, strict=True)]
-    inputs = [[start, *mine] for mine in by_rank]
-    found, script = _run(lab, draw, nodes, "low_precision_decentralized", inputs, hierarchical=between)
+    inputs = [[start, *mine] for mine in zip(*rounds, strict=True)]
+    script = _run(lab, draw, nodes, "low_precision_decentralized", inputs, hierarchical=between)
     model = decentralized_numpy.Ring.of(_arrays([start] * (len(nodes) if between else sum(nodes))))
-    for step, ranks in enumerate(rounds):
-        with np.errstate(all="ignore"):
-            mine = _arrays(ranks)
-            if between:
-                means = [
-                    decentralized_numpy.node_mean(node, lab.dtype_name) for node in decentralized_numpy.split(mine, list(nodes))
-                ]
-                wanted = decentralized_numpy.on_every_rank(model.step(means, lab.dtype_name), list(nodes))
-            else:
-                wanted = model.step(mine, lab.dtype_name)
-        for rank, want in enumerate(wanted):
-            what = f"low_precision_decentralized(hierarchical={between}) on nodes {nodes}, step {step}, rank {rank}"
-            tensor = torch.from_numpy(np.ascontiguousarray(want)).to(lab.dtype)
-            _compare(found[rank][step], tensor, what, script, f"results[{rank}][{step}]")
+
+    def after(ranks: list[Tensor]) -> list[decentralized_numpy.Array]:
+        mine = _arrays(ranks)
+        if not between:
+            return model.step(mine, lab.dtype_name)
+        means = [decentralized_numpy.node_mean(node, lab.dtype_name) for node in decentralized_numpy.split(mine, list(nodes))]
+        return decentralized_numpy.on_every_rank(model.step(means, lab.dtype_name), list(nodes))
+
+    with np.errstate(all="ignore"):
+        wanted = [after(ranks) for ranks in rounds]
+    _compare_rounds(lab, script, f"low_precision_decentralized(hierarchical={between})", wanted)

@@ -1,18 +1,13 @@
-"""Fused optimizers compared with unfused twins (S6): a target's ``fuse_optimizer`` takes the parameters of ours.
-
-Where weights and gradients lie in memory is next door.
-"""
+"""Fused optimizers compared with unfused twins (S6): a target's ``fuse_optimizer`` takes the parameters of ours."""
 
 from __future__ import annotations
-
-import inspect
 
 import torch
 from hypothesis import strategies as st
 
 from bagua_ref.conformance.inputs.strategies import Draw
 from bagua_ref.conformance.lab.lab import Lab
-from bagua_ref.conformance.lab.twin_play import MOMENTA, WITH_FUSED, TwinPlay, any_twins, groups_of, options_of, seeds
+from bagua_ref.conformance.lab.twin_play import FLAGS, MOMENTA, TwinPlay, any_twins, groups_of, long_twins, options_of
 from bagua_ref.conformance.lab.twins import takes_later_parameters
 from bagua_ref.conformance.suites.checks import check
 
@@ -29,15 +24,12 @@ def prepare() -> None:
 @check("fused_optimizer", "S6", "bits", dtypes=("float32", "float64"), effort=1.2)
 def bits(lab: Lab, draw: Draw) -> None:
     """Weights and state after fused steps equal those after step(), bit for bit."""
-    twins = any_twins(lab, draw, lab.dtype_name)
-    for kept in draw(st.lists(st.booleans(), min_size=2, max_size=4)):
-        twins.gradients(kept)
-        twins.step()
+    any_twins(lab, draw, lab.dtype_name).take_steps(most=4)
 
 
 @check("fused_optimizer", "S6", "mixed", effort=1.5)
 def mixed(lab: Lab, draw: Draw) -> None:
-    """Step() may be called between fused steps, and parameters without gradients are skipped as step() skips them."""
+    """`step()` may be called between fused steps, and parameters without gradients are skipped as step() skips them."""
     twins = any_twins(lab, draw, flags=draw(st.sampled_from(["", ", do_flatten=False", ", check_flatten=False"])))
     for how in draw(st.lists(st.sampled_from(["fused.fuse_step()", "fused.fuse_step()", "fused.step()"]), min_size=4, max_size=6)):
         twins.gradients(draw(st.booleans()), draw(_without))
@@ -88,7 +80,7 @@ def groups(lab: Lab, draw: Draw) -> None:
     options = [draw(options_of(name)) for _ in sizes]
     late = draw(st.booleans()) and takes_later_parameters(getattr(torch.optim, name))
     known = slice(0, -1 if late else None)
-    twins.fuse(name, sizes[known], options[known], draw(st.sampled_from(["", ", do_flatten=False"])))
+    twins.fuse(name, sizes[known], options[known], draw(FLAGS))
     for turn in range(3):
         if late and turn == 1:
             start = sum(sizes[:-1])
@@ -104,7 +96,7 @@ def groups(lab: Lab, draw: Draw) -> None:
 
 @check("fused_optimizer", "S6", "state_dict", effort=0.8)
 def state_dict(lab: Lab, draw: Draw) -> None:
-    """State_dict has the keys and values of the unfused optimizer, and each can load the other's."""
+    """`state_dict()` has the keys and values of the unfused optimizer, and each can load the other's."""
     twins = any_twins(lab, draw)
     twins.do("import copy\n\nfrom bagua_ref.conformance.lab.twins import assert_same_state_dict\n")
     for _ in range(draw(st.integers(1, 2))):
@@ -167,7 +159,7 @@ def count(lab: Lab, draw: Draw) -> None:
     twins, name = TwinPlay(lab, draw), draw(st.sampled_from(MOMENTA))
     sizes = draw(st.lists(st.sampled_from([1, 2, 3, 6]), min_size=1, max_size=3))
     shapes = [draw(st.sampled_from([(3,), (2, 3), (17,), (33,)])) for _ in range(sum(sizes))]
-    twins.do(f"ps = parameters({draw(seeds)}, {shapes})\nqs = copies(ps)")
+    twins.make(shapes)
     twins.fuse(name, sizes, [{"lr": 0.1} for _ in sizes])
     twins.do("assert fused._bagua_fused_count == 0")
     fused, idle = 0, draw(st.integers(-1, len(sizes) - 1))
@@ -184,37 +176,19 @@ def count(lab: Lab, draw: Draw) -> None:
 @check("fused_optimizer", "S6", "sixteen_bits", dtypes=("float16", "bfloat16"), effort=0.6)
 def sixteen_bits(lab: Lab, draw: Draw) -> None:
     """16-bit parameters on a CPU equal those after step(), bit for bit."""
-    twins = _long_twins(lab, draw, lab.dtype_name)
-    for kept in draw(st.lists(st.booleans(), min_size=2, max_size=3)):
-        twins.gradients(kept)
-        twins.step()
-
-
-def _long_twins(lab: Lab, draw: Draw, dtype: str, flags: str = "") -> TwinPlay:
-    """Fuse parameters whose sizes are not multiples of a vector's, with torch's fused steps unless the dtype has 16 bits."""
-    twins, name = TwinPlay(lab, draw), draw(st.sampled_from(WITH_FUSED if dtype == "float32" else MOMENTA))
-    sizes = draw(st.lists(st.sampled_from([1, 5, 13, 17, 33, 67]), min_size=3, max_size=6))
-    chosen = {key: value for key, value in draw(options_of(name)).items() if key != "foreach"}
-    known = "fused" in inspect.signature(getattr(torch.optim, name)).parameters
-    more = {"fused": True} if dtype == "float32" and known else {}
-    twins.do(f"ps = parameters({draw(seeds)}, {[(size,) for size in sizes]}, torch.{dtype})\nqs = copies(ps)")
-    twins.fuse(name, [len(sizes)], [{**chosen, **more}], flags)
-    return twins
+    long_twins(lab, draw, lab.dtype_name).take_steps()
 
 
 @check("fused_optimizer", "S6", "fused_true", effort=0.8)
 def fused_true(lab: Lab, draw: Draw) -> None:
     """Groups with fused=True equal those after torch's own fused step, bit for bit."""
-    twins = _long_twins(lab, draw, "float32")
-    for kept in draw(st.lists(st.booleans(), min_size=2, max_size=3)):
-        twins.gradients(kept)
-        twins.step()
+    long_twins(lab, draw, "float32").take_steps()
 
 
 @check("fused_optimizer", "S6", "inexact", dtypes=("bfloat16", "float32"), effort=0.4)
 def inexact(lab: Lab, draw: Draw) -> None:
     """With allow_inexact=True, results for 16-bit parameters and fused=True differ in the last bits at most."""
-    twins = _long_twins(lab, draw, lab.dtype_name, ", allow_inexact=True")
+    twins = long_twins(lab, draw, lab.dtype_name, ", allow_inexact=True")
     twins.do("from bagua_ref.conformance import SUM")
     for kept in draw(st.lists(st.booleans(), min_size=1, max_size=2)):
         twins.gradients(kept)
@@ -228,9 +202,7 @@ def other_classes(lab: Lab, draw: Draw) -> None:
     twins.use("Lion")
     twins.make_parameters(sizes)
     twins.fuse("Lion", sizes, [{"lr": 0.1, "weight_decay": draw(st.sampled_from([0.0, 0.1]))} for _ in sizes])
-    for kept in draw(st.lists(st.booleans(), min_size=2, max_size=3)):
-        twins.gradients(kept)
-        twins.step()
+    twins.take_steps()
 
 
 @check("fused_optimizer", "S6", "refuses", effort=0.5)
@@ -239,13 +211,14 @@ def refuses(lab: Lab, draw: Draw) -> None:
     names = ["LBFGS", "Adafactor", "Muon", "SparseAdam", "LAMB", "twice"]
     name = draw(st.sampled_from([name for name in names if hasattr(torch.optim, name) or name in ("LAMB", "twice")]))
     twins = TwinPlay(lab, draw)
-    twins.do(f"ps = parameters({draw(seeds)}, [(3, 5), (2, 4), (7, 3)])\nqs = copies(ps)\ngive_gradients(0, ps, qs)")
+    twins.make([(3, 5), (2, 4), (7, 3)])
+    twins.gradients()
     if name == "twice":
         twins.do(f"fused = fuse_optimizer(torch.optim.{draw(st.sampled_from(MOMENTA))}(ps))")
         twins.do(
             "try:\n    fuse_optimizer(fused)\nexcept RuntimeError:\n    pass\n"
             "else:\n    raise AssertionError('fusing twice must raise a RuntimeError')"
         )
-        return
-    twins.use("LAMB, assert_refused" if name == "LAMB" else "assert_refused")
-    twins.do(f"assert_refused(fuse_optimizer, {'' if name == 'LAMB' else 'torch.optim.'}{name}(ps))")
+    else:
+        twins.use("LAMB, assert_refused" if name == "LAMB" else "assert_refused")
+        twins.do(f"assert_refused(fuse_optimizer, {'' if name == 'LAMB' else 'torch.optim.'}{name}(ps))")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,18 +28,21 @@ _divisors = st.one_of(
 )
 
 
-@check("kernels", "S1", "add", dtypes=FLOATS, needs=("add_",))
-def add(lab: Lab, draw: Draw) -> None:
-    """x + y is rounded once."""
-    x, y = draw(operands(lab.dtype, 2))
-    lab.elementwise("add_", {"x": x, "y": y}, kernels_scalar.add)
+_BINARY = {
+    "add": ("S1", "x + y is rounded once."),
+    "subtract": ("S1", "x - y is rounded once."),
+    "average": ("S3.4", "The sum is rounded, then halved, even where it overflows."),
+}
+"""Kernels of two tensors: clause and sentence of their checks."""
 
 
-@check("kernels", "S1", "subtract", dtypes=FLOATS, needs=("subtract_",))
-def subtract(lab: Lab, draw: Draw) -> None:
-    """x - y is rounded once."""
+def _binary(lab: Lab, draw: Draw, name: str) -> None:
     x, y = draw(operands(lab.dtype, 2))
-    lab.elementwise("subtract_", {"x": x, "y": y}, kernels_scalar.subtract)
+    lab.elementwise(f"{name}_", {"x": x, "y": y}, getattr(kernels_scalar, name))
+
+
+for _name, (_clause, _sentence) in _BINARY.items():
+    check("kernels", _clause, _name, dtypes=FLOATS, needs=(f"{_name}_",), sentence=_sentence)(partial(_binary, name=_name))
 
 
 @check("kernels", "S1", "add_scaled", dtypes=FLOATS, needs=("add_scaled_",))
@@ -49,13 +53,6 @@ def add_scaled(lab: Lab, draw: Draw) -> None:
     if draw(st.booleans()):
         x = _nearly(-factor * y.double(), lab.dtype)  # what is left shows whether the product was rounded
     lab.elementwise("add_scaled_", {"x": x, "y": y, "factor": factor}, kernels_scalar.add_scaled)
-
-
-@check("kernels", "S3.4", "average", dtypes=FLOATS, needs=("average_",))
-def average(lab: Lab, draw: Draw) -> None:
-    """The sum is rounded, then halved, even where it overflows."""
-    x, y = draw(operands(lab.dtype, 2))
-    lab.elementwise("average_", {"x": x, "y": y}, kernels_scalar.average)
 
 
 @check("kernels", "S3.3", "divide", dtypes=FLOATS, needs=("divide_",))
@@ -265,9 +262,6 @@ def _mostly(few: list[Any], dtype: torch.dtype) -> st.SearchStrategy[Tensor]:
     ).map(lambda values: torch.tensor(values, dtype=wide).to(dtype))
 
 
-_BINARY = ("add_", "subtract_", "average_")
-
-
 @check(
     "kernels", "S1", "long", dtypes=FLOATS, needs=("add_", "add_scaled_", "divide_", "combine_ring_", "reduce_chunks_"), effort=0.1
 )
@@ -280,7 +274,7 @@ def long(lab: Lab, draw: Draw) -> None:
     make = [bulk(lab.dtype, "tame", draw(seeds), size) for _ in range(4)]
     wide = make[3].double() if lab.dtype is torch.float64 else make[3].float()
     cases: list[tuple[str, dict[str, Any]]] = [
-        *((method, {"x": make[0], "y": make[1]}) for method in _BINARY),
+        *((f"{name}_", {"x": make[0], "y": make[1]}) for name in _BINARY),
         ("add_scaled_", {"x": make[0], "y": make[1], "factor": 0.3}),
         ("divide_", {"x": make[0], "divisor": 3.0}),
         ("combine_ring_", {"x": make[0], "left": make[1], "right": make[2], "weight": make[3]}),

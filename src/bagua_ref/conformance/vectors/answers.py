@@ -113,7 +113,7 @@ def _chunks(x: Tensor, num_chunks: int) -> list[list[Any]]:
 
 def _compress(c: Given) -> Tensors:
     blocks = [
-        codecs_scalar.compress_chunk(c.codec, chunk) if "codec" in c.parameters else codec_scalar.compress_chunk(chunk, c.dtype)
+        codecs_scalar.compress_chunk(c.codec if "codec" in c.parameters else "MinMaxUInt8", chunk, c.dtype)
         for chunk in _chunks(c.x, c.num_chunks)
     ]
     target = c.parameters.get("target_chunk")

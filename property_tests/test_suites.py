@@ -1,4 +1,4 @@
-"""Properties of bucket operations and whole trainings on every backend, as shipped in the suites (S2, S3, S5)."""
+"""Properties of kernels, codecs, bucket operations and trainings as shipped in the suites, on every backend."""
 
 from __future__ import annotations
 
@@ -8,14 +8,21 @@ from types import SimpleNamespace
 import pytest
 from property_tests.strategies import Seeded, every_backend, every_backend_in_proof
 
-from bagua_ref.conformance.run.pytest_suites import AlgorithmSuite, CommOpSuite
+from bagua_ref.conformance.run.pytest_suites import AlgorithmSuite, CodecSuite, CommOpSuite, KernelSuite
 from bagua_ref.conformance.suites.checks import checks_of
 from bagua_ref.conformance.targets.reference_algorithms import ReferenceAlgorithms
 from bagua_ref.conformance.targets.reference_target import ReferenceCommOps
 
 
+@every_backend
+class TestKernels(Seeded, KernelSuite, CodecSuite):
+    @pytest.fixture
+    def target(self, backend):
+        return backend
+
+
 @every_backend_in_proof
-class TestBackends(Seeded, CommOpSuite, AlgorithmSuite):
+class TestOperations(Seeded, CommOpSuite, AlgorithmSuite):
     @pytest.fixture
     def target(self, backend):
         return backend

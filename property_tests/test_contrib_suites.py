@@ -1,0 +1,38 @@
+"""Properties of samplers, collectives, the cache and the fused optimizer as shipped in the suites (S3.9, S6, S7, S8)."""
+
+from __future__ import annotations
+
+import functools
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+from property_tests.strategies import Seeded, every_backend
+
+from bagua_ref.conformance.run.pytest_suites import CacheSuite, CollectiveSuite, FusedOptimizerSuite, SamplerSuite
+from bagua_ref.conformance.targets.reference_target import ReferenceTarget
+from bagua_ref.contrib import LoadBalancingDistributedBatchSampler, LoadBalancingDistributedSampler
+
+
+@functools.cache
+def with_samplers_on(backend: str) -> SimpleNamespace:
+    sampler = partial(LoadBalancingDistributedSampler, backend=backend)
+    batches = LoadBalancingDistributedBatchSampler
+    parts = SimpleNamespace(LoadBalancingDistributedSampler=sampler, LoadBalancingDistributedBatchSampler=batches)
+    return SimpleNamespace(samplers=parts)
+
+
+@every_backend
+class TestSamplers(Seeded, SamplerSuite):
+    @pytest.fixture
+    def target(self, backend):
+        return with_samplers_on(backend)
+
+
+TARGET = ReferenceTarget()
+
+
+class TestOwnParts(Seeded, CollectiveSuite, CacheSuite, FusedOptimizerSuite):
+    @pytest.fixture
+    def target(self):
+        return TARGET
