@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from tests import oracle_c
 from tests.oracle_c import OPERATIONS, VECTORS
 
-from bagua_ref.algorithms.fragments import Fragment, Schedule, split_into_fragments
+from bagua_ref.algorithms.fragments import Fragment, FragmentSchedule, split_into_fragments
 from bagua_ref.algorithms.q_adam import QAdamOptimizer
 from bagua_ref.backends.base import COMPRESSIBLE, FLOATS
 from bagua_ref.base.not_provided import install_command
@@ -165,7 +165,7 @@ def placed(x: Tensors, dataset_name: str, num_stores: int) -> Tensors:
 
 
 def fragments_due(x: Tensors, period: int, fragments: int, delay: int, warmup_steps: int) -> Tensors:
-    schedule, steps = Schedule(period, fragments, delay), (x["step"] - warmup_steps).tolist()
+    schedule, steps = FragmentSchedule(period, fragments, delay), (x["step"] - warmup_steps).tolist()
     after = {"sent": schedule.sent_after, "applied": schedule.applied_after}
     due = {name: [of(t) if t > 0 else None for t in steps] for name, of in after.items()}
     return {name: torch.tensor([-1 if p is None else p for p in found]) for name, found in due.items()}
