@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import ast
-import sys
-from types import ModuleType
+import functools
+from types import CodeType, ModuleType
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from bagua_ref.conformance.expected.tolerances import EXACT, Tolerance, assert_equal
 from bagua_ref.conformance.lab.lab import Lab
-from bagua_ref.conformance.lab.violation import Script, Violation
-from bagua_ref.conformance.targets.target import Target
+from bagua_ref.conformance.lab.violation import Script, Violation, literal
+from bagua_ref.conformance.targets.reference_algorithms import ReferenceAlgorithms
+from bagua_ref.conformance.targets.reference_ops import ReferenceCommOps
+from bagua_ref.conformance.targets.target import Target, load
 
 __all__ = ["Play", "source_of_part"]
 
@@ -21,14 +27,29 @@ class Play:
         lab: provides the target.
         part: name of the part of the target, also in the script.
         imports: first lines of the script.
+
+    Attributes:
+        what: description of what is run, for messages; empty: the line itself.
+        names: the script's variables.
     """
 
     def __init__(self, lab: Lab, part: str, *imports: str) -> None:
-        self.lab, self.part = lab, part
+        self.lab, self.part, self.what = lab, part, ""
         self.script = Script([*imports, *source_of_part(lab.target, part), ""])
         self.names: dict[str, Any] = {"__name__": "counterexample"}
         self._run("\n".join(["import torch", *imports]))
-        self.names[part] = lab.target.parts[part]
+        if part in lab.target.parts:
+            self.names[part] = lab.target.parts[part]
+        else:
+            self.names["kernels"] = lab.target.kernels
+            first, *_, last = source_of_part(lab.target, part)
+            self._run(f"{first}\n{last}")
+
+    def give(self, **values: Any) -> None:
+        """Define names; the source of their values, which may be long, is only written."""
+        for name, value in values.items():
+            self.names[name] = value
+            self.script.body.append(f"{name} = {literal(value)}")
 
     def do(self, line: str) -> None:
         """Append a line, or a few that belong together, and run it; raise `Violation` for any exception."""
@@ -38,27 +59,84 @@ class Play:
         try:
             for statement in ast.parse(line).body:
                 done = "\n".join(line.splitlines()[: statement.end_lineno])
-                with self.lab.journal.call((self.part, before + done)):
+                with self.lab.journal.call((self.what or self.part, before + done)):
                     self._run(ast.Module([statement], type_ignores=[]))
         except BaseException as error:  # whatever an implementation does, there is a verdict
             said = f"{type(error).__name__}: {error}"
-            shown = done.splitlines()[-1].strip()
-            message = str(error) if isinstance(error, AssertionError) and str(error) else f"{shown} raised {said}"
+            shown = self.what or done.splitlines()[-1].strip()
+            says_itself = isinstance(error, AssertionError) and str(error) and not self.what
+            message = str(error) if says_itself else f"{shown} raised {said}"
             raise Violation(message[:1000], str(self.script)) from error
 
     def _run(self, source: str | ast.Module) -> None:
-        code = compile(source, "<counterexample>", "exec")
+        code = _compiled(source, "exec") if isinstance(source, str) else compile(source, "<counterexample>", "exec")
         exec(code, self.names)  # noqa: S102  # nosec B102 # written by the check, line by line
+
+    def value(self, source: str) -> Any:
+        """Return the value of an expression; raise `Violation` for any exception."""
+        try:
+            return eval(_compiled(source, "eval"), self.names)  # noqa: S307  # nosec B307 # written by the check
+        except Exception as error:
+            raise self.violation(f"{source} raised {type(error).__name__}: {error}", source) from error
+
+    def expect(
+        self, source: str, want: Tensor, where: str, tolerance: Tolerance = EXACT, magnitude: Tensor | float | None = None
+    ) -> None:
+        """Raise `Violation` unless the value of an expression equals ``want``."""
+        found, size = self.value(source), None if magnitude is None else torch.as_tensor(magnitude, dtype=torch.float64)
+        if found is None:
+            raise self.violation(f"{where}: there is none", f"assert {source} is not None")
+        try:
+            assert_equal(found, want, tolerance, magnitude=size)
+        except AssertionError as error:
+            more = "" if size is None else f", magnitude={literal(size)}"
+            line = f"assert_equal({source}, {literal(want)}, {tolerance.name}{more})"
+            raise self.violation(f"{where}: {error}", line) from None
+
+    def expect_true(self, source: str, message: str) -> None:
+        """Raise `Violation` unless an expression is true."""
+        if not self.value(source):
+            raise self.violation(message, f"assert {source}")
+
+    def violation(self, message: str, line: str) -> Violation:
+        """Return a violation whose script ends with ``line``."""
+        script = Script(self.script.setup, [*self.script.body, line])
+        return Violation(f"{self.what}: {message}" if self.what else message, str(script))
+
+
+_OWN = {"comm_ops": ReferenceCommOps, "algorithms": ReferenceAlgorithms}
+"""Parts of the package's own, which are made with the target's kernels."""
+
+
+@functools.lru_cache(4096)
+def _compiled(source: str, mode: str) -> CodeType:
+    return compile(source, "<counterexample>", mode)
 
 
 def source_of_part(target: Target, part: str) -> list[str]:
     """Return lines of a script that define a part of the target under the part's name."""
+    if part not in target.parts:
+        own = _OWN[part]
+        device = "" if target.device.type == "cpu" or part == "comm_ops" else f", device={str(target.device)!r}"
+        return [f"from {own.__module__} import {own.__name__}", *target.setup, f"{part} = {own.__name__}(kernels{device})"]
     found = target.parts[part]
     if isinstance(found, ModuleType):
         return [f"import {found.__name__} as {part}"]
     module, name = getattr(found, "__module__", None), getattr(found, "__qualname__", "")
-    if module != "__main__" and name and getattr(sys.modules.get(str(module)), name, None) is found:
+    if part == "communicator" and target.factory:
+        module, _, name = target.factory.partition(":")
+    if module != "__main__" and name and _is_there(module, name, found):
+        top = name.partition(".")[0]
+        if top != name:
+            return [f"from {module} import {top}", "", f"{part} = {name}"]
         return [f"from {module} import {name}" + ("" if name == part else f" as {part}")]
-    if target.origin:
+    if target.origin and not (part == "communicator" and target.factory):
         return [*target.origin, f"{part} = target.{part}"]
     return [f"# {part} = the part of your target"]
+
+
+def _is_there(module: Any, name: str, found: Any) -> bool:
+    try:
+        return load(f"{module}:{name}") is found
+    except (ImportError, AttributeError, ValueError):
+        return False

@@ -22,11 +22,11 @@ _MODULES = {suite: (suite,) for suite in SUITES} | {
     "collectives": ("collectives_messages", "collectives_series", "collectives"),
     "algorithms": (
         "algorithms_async",
-        "algorithms_local_sgd",
-        "algorithms_diloco",
+        "algorithms_local",
         "algorithms_powersgd",
         "algorithms_topk",
         "algorithms",
+        "algorithms_properties",
     ),
     "cache": ("cache_values", "cache"),
     "fused_optimizer": ("fused_optimizer", "fused_optimizer_storage", "fused_optimizer_gradients"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -90,22 +91,14 @@ class ReferenceAlgorithms(CompressedTrainings):
             options: ``hierarchical`` and ``communication_interval``.
         """
         options["peer_selection_mode"] = graph if isinstance(graph, str) else in_turn(graph)
-        module, optimizer = self._begin("decentralized", weights, lr, bucket_bytes, options)
-        seen = self._steps(module, optimizer, gradients[:restart])
-        if restart:
-            saved, state = _copies(module.weights), cast("Any", module).bagua_algorithm.state_dict()
-            module, optimizer = self._begin("decentralized", weights, lr, bucket_bytes, options)
-            with torch.no_grad():
-                for weight, value in zip(module.weights, saved, strict=True):
-                    weight.copy_(value)
-            cast("Any", module).bagua_algorithm.load_state_dict(state)
-        return seen + self._steps(module, optimizer, gradients[restart:])
+        return self._train("decentralized", weights, gradients, lr, bucket_bytes, options, restart)
 
     def low_precision_decentralized(
-        self, world: RankWorld, weights: list[Tensor], gradients: list[Gradients], *, lr: float, bucket_bytes: int, **options: Any
-    ) -> list[list[Tensor]]:
-        """Train as S5.4 says; ``options`` are ``hierarchical`` and ``communication_interval``."""
-        return self._train("low_precision_decentralized", weights, gradients, lr, bucket_bytes, options)
+        self, world: RankWorld, weights: list[Tensor], gradients: list[Gradients], *, lr: float, bucket_bytes: int,
+        restart: int = 0, **options: Any,
+    ) -> list[list[Tensor]]:  # fmt: skip
+        """Train as S5.4 says; ``options`` are ``hierarchical`` and ``communication_interval``, ``restart`` is that of S13."""
+        return self._train("low_precision_decentralized", weights, gradients, lr, bucket_bytes, options, restart)
 
     def qadam(
         self,
@@ -117,6 +110,7 @@ class ReferenceAlgorithms(CompressedTrainings):
         warmup_steps: int,
         hierarchical: bool,
         bucket_bytes: int,
+        restart: int = 0,
     ) -> list[list[Tensor]]:
         """Train as S5.5 says.
 
@@ -128,12 +122,17 @@ class ReferenceAlgorithms(CompressedTrainings):
             warmup_steps: the last step with exact gradients.
             hierarchical: compress between node leaders.
             bucket_bytes: bucket size.
+            restart: after so many steps, save weights and states, and continue with a new training that has loaded them; 0: never.
         """
-        module = self._module(weights)
-        grouped = [{"params": [w], **group} for w, group in zip(module.weights, groups, strict=True)]
-        optimizer = QAdamOptimizer(grouped, warmup_steps=warmup_steps)
-        self._wrap(module, optimizer, QAdamAlgorithm(optimizer, hierarchical), bucket_bytes)
-        return self._steps(module, optimizer, gradients)
+
+        def begin() -> _Training:
+            module = self._module(weights)
+            grouped = [{"params": [w], **group} for w, group in zip(module.weights, groups, strict=True)]
+            optimizer = QAdamOptimizer(grouped, warmup_steps=warmup_steps)
+            self._wrap(module, optimizer, QAdamAlgorithm(optimizer, hierarchical), bucket_bytes)
+            return module, optimizer
+
+        return self._steps_with_restart(begin, gradients, restart)
 
     def async_model_average(
         self,
@@ -233,7 +232,8 @@ class ReferenceAlgorithms(CompressedTrainings):
         options: dict[str, Any],
     ) -> list[list[Tensor]]:
         """Run the actions of a training with local updates."""
-        module, optimizer = self._begin(name, weights, lr, bucket_bytes, options, momentum)
+        begin = partial(self._begin, name, weights, lr, bucket_bytes, options, momentum)
+        module, optimizer = begin()
         seen = []
         for action, *arguments in program:
             if action == "step":
@@ -246,11 +246,7 @@ class ReferenceAlgorithms(CompressedTrainings):
                 else:
                     raise AssertionError("the step raised no error")
             elif action == "restart":
-                parts = (module, optimizer, cast("Any", module).bagua_algorithm)
-                states = copy.deepcopy([part.state_dict() for part in parts])
-                module, optimizer = self._begin(name, weights, lr, bucket_bytes, options, momentum)
-                for part, state in zip((module, optimizer, cast("Any", module).bagua_algorithm), states, strict=True):
-                    part.load_state_dict(state)
+                module, optimizer = self._restarted(begin, module, optimizer)
             if action == "gradients":
                 seen.append(_copies([torch.zeros_like(w) if w.grad is None else w.grad for w in module.weights]))
             elif action == "global weights":
@@ -268,12 +264,27 @@ class ReferenceAlgorithms(CompressedTrainings):
         lr: float,
         bucket_bytes: int,
         options: dict[str, Any],
+        restart: int = 0,
     ) -> list[list[Tensor]]:
-        return self._steps(*self._begin(name, weights, lr, bucket_bytes, options), gradients)
+        return self._steps_with_restart(partial(self._begin, name, weights, lr, bucket_bytes, options), gradients, restart)
+
+    def _steps_with_restart(self, begin: Callable[[], _Training], gradients: list[Gradients], restart: int) -> list[list[Tensor]]:
+        training = begin()
+        seen = self._steps(*training, gradients[:restart])
+        training = self._restarted(begin, *training) if restart else training
+        return seen + self._steps(*training, gradients[restart:])
+
+    def _restarted(self, begin: Callable[[], _Training], module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> _Training:
+        """Return a new training that has loaded the states of another."""
+        states = copy.deepcopy([part.state_dict() for part in (module, optimizer, cast("Any", module).bagua_algorithm)])
+        training = begin()
+        for part, state in zip((*training, cast("Any", training[0]).bagua_algorithm), states, strict=True):
+            part.load_state_dict(state)
+        return training
 
     def _begin(
         self, name: str, weights: list[Tensor], lr: float, bucket_bytes: int, options: dict[str, Any], momentum: float = 0.0
-    ) -> tuple[_GivenGradients, torch.optim.Optimizer]:
+    ) -> _Training:
         module = self._module(weights)
         optimizer = torch.optim.SGD(module.parameters(), lr=lr, momentum=momentum)
         self._wrap(module, optimizer, Algorithm.init(name, **options), bucket_bytes)
@@ -323,6 +334,9 @@ class _GivenGradients(torch.nn.Module):
         for place, gradient in reversed(given.items()):
             total = total.to(gradient.device) + (self.weights[place] * gradient).sum().double()
         return total
+
+
+_Training = tuple[_GivenGradients, torch.optim.Optimizer]
 
 
 def _copies(tensors: Sequence[Tensor] | torch.nn.ParameterList) -> list[Tensor]:

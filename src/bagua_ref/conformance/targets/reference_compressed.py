@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -47,7 +47,8 @@ class CompressedTrainings:
         self, name: str, weights: list[Tensor], program: list[Any], lr: float, bucket_bytes: int, options: dict[str, Any]
     ) -> list[list[Tensor | None]]:
         trainer = cast("Any", self)
-        module, optimizer = trainer._begin(name, weights, lr, bucket_bytes, options)
+        begin = partial(trainer._begin, name, weights, lr, bucket_bytes, options)
+        module, optimizer = begin()
         seen: list[list[Tensor | None]] = []
         for action, *arguments in program:
             found: list[Tensor | None] = []
@@ -59,11 +60,7 @@ class CompressedTrainings:
             elif action == "new buckets":
                 module._bagua.reset()
             else:
-                parts = (module, optimizer, module.bagua_algorithm)
-                states = copy.deepcopy([part.state_dict() for part in parts])
-                module, optimizer = trainer._begin(name, weights, lr, bucket_bytes, options)
-                for part, state in zip((module, optimizer, module.bagua_algorithm), states, strict=True):
-                    part.load_state_dict(state)
+                module, optimizer = trainer._restarted(begin, module, optimizer)
             seen.append([None if x is None else x.cpu().clone() for x in found])
         return seen
 
