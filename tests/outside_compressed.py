@@ -294,6 +294,13 @@ def torchs_powersgd(world: Any, settings: dict[str, Any]) -> tuple[Any, Callable
     return state, hook
 
 
+class TorchsHook(Hooked):
+    """torch's own hook."""
+
+    def __init__(self, world: Any, weights: list[torch.Tensor], settings: dict[str, Any]) -> None:
+        super().__init__(world, weights, settings, torchs_powersgd)
+
+
 def target(powersgd: Callable[..., Training] | None = None, topk: Callable[..., Training] | None = None) -> Any:
     """Return a target whose algorithms are these."""
     algorithms: dict[str, Any] = {}

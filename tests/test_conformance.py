@@ -22,7 +22,7 @@ from bagua_ref.backends.reference import ReferenceBackend
 from bagua_ref.cli import main
 from bagua_ref.conformance import Report, Result, run_conformance
 from bagua_ref.conformance.clauses import CLAUSES
-from bagua_ref.conformance.lab.canary import Canary
+from bagua_ref.conformance.lab.lab import Canary
 from bagua_ref.conformance.run.runner import MOST_JOBS, OneByOne, check_ids
 from bagua_ref.conformance.run.search import Search
 from bagua_ref.conformance.suites.checks import all_checks

@@ -1,23 +1,35 @@
-"""Tests of the suite of algorithms with outside trainers: a correct one passes, faulty ones fail with a script that runs."""
+"""Tests of the suite of algorithms with outside trainers: correct ones pass, faulty ones fail with a script that runs."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from tests import outside_algorithms as outside
+from tests import outside_compressed as compressed
+from tests import outside_local_updates as local_updates
 from tests.launch import run_script
 
-from bagua_ref.conformance import run_conformance
-
-pytestmark = pytest.mark.slow
+from bagua_ref.conformance import Report, run_conformance
+from bagua_ref.conformance.clauses import CLAUSES
 
 GRADIENTS = "algorithms.S5.1.gradients[float32]"
 PEERS = "algorithms.S5.3.shift_one[float32]"
 
 
-def on(target, *checks, **options):
-    return run_conformance(target, ["algorithms"], checks=checks or None, **{"time_limit": 3.0, **options})
+LACKS = {"algorithms.S9.1.inside_nodes", "algorithms.S9.5.one_byte", "algorithms.S9.5.not_finite_bytes"}
+"""They use hierarchical averaging or compression, which the outside trainers of local updates do not have."""
 
 
+def on(target: Any, *checks: str, **options: Any) -> Report:
+    return run_conformance(target, ["algorithms"], checks=checks, **{"time_limit": 3.0, **options})
+
+
+def clauses_of(section: str) -> list[str]:
+    return [clause for clause in CLAUSES if clause.partition(".")[0] == section]
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_inputs")
 def test_a_trainer_of_its_own_passes_and_what_it_lacks_is_skipped():
     report = on(outside.Right(), "S5", "S5.1", "S5.3", "S5.5", "S2.4", "S2.5", seed=5)
@@ -27,10 +39,12 @@ def test_a_trainer_of_its_own_passes_and_what_it_lacks_is_skipped():
     assert by_id["algorithms.S5.5.steps[float32]"].message == "the target's algorithms has no qadam"
 
 
+@pytest.mark.slow
 def test_arguments_are_the_targets_to_keep():
     assert on(outside.faulty(outside.UsesUpItsArguments)(), GRADIENTS, "S2.4").passed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
@@ -55,9 +69,10 @@ def test_a_trainer_that_misbehaves_gets_a_verdict(kind, said):
     (failed,) = report.failures()
     assert said in failed.message
     assert failed.message.startswith("gradient_allreduce(lr=")
-    assert "algorithms.gradient_allreduce(world, weights[comm.rank()], inputs[comm.rank()], **options)" in failed.counterexample
+    assert "algorithms.gradient_allreduce(world, *copied([weights[world.rank], inputs[world.rank]])" in failed.counterexample
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "check"),
     [
@@ -80,12 +95,78 @@ def test_a_counterexample_runs_fails_by_itself_and_passes_with_a_right_trainer(t
     assert ran.returncode == 0, ran.stderr
 
 
+@pytest.mark.slow
 def test_a_counterexample_is_small():
     (failed,) = on(outside.StaysWithItsPeerTarget(), PEERS).failures()
     assert len(failed.counterexample) < 3000, failed.counterexample
 
 
+@pytest.mark.slow
 def test_the_script_of_one_that_hangs_is_kept():
     (failed,) = on(outside.SleepsTarget(), GRADIENTS, shrink=False).failures()
     assert "from tests.outside_algorithms import SleepsTarget" in failed.counterexample
     assert failed.counterexample.rstrip().endswith(".run(program)  # does not return")
+
+
+# Trainers of their own, and faults of real ones.
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_inputs")
+def test_a_powersgd_with_another_basis_passes_but_for_its_messages() -> None:
+    report = on(compressed.target(compressed.PowerSGD), *clauses_of("S10"), shrink=False, jobs=2, time_limit=10.0)
+    (failed,) = report.failures()
+    assert failed.id == "algorithms.S10.5.messages"
+    assert report.counts()["passed"] >= 22
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_inputs")
+def test_a_topk_passes() -> None:
+    assert on(compressed.target(topk=compressed.TopK), "S11.2", shrink=False, jobs=2, time_limit=10.0).passed
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_inputs")
+def test_local_updates_pass_and_fail_only_what_they_lack() -> None:
+    target = local_updates.target(local_updates.LocalSGD, local_updates.DiLoCo)
+    report = on(target, *clauses_of("S9"), shrink=False, jobs=2, time_limit=10.0)
+    failed = {result.id: result.message for result in report.failures()}
+    assert failed.keys() == LACKS
+    assert all("NotImplementedError" in message for message in failed.values())
+    assert report.counts()["passed"] >= 35
+
+
+def test_a_memory_of_what_is_not_compressed_is_found() -> None:
+    target = compressed.target(compressed.RemembersWhatIsNotCompressed)
+    (failed,) = on(target, "algorithms.S10.1.compressed", shrink=False, time_limit=10.0).failures()
+    assert "which is not compressed" in failed.message
+
+
+@pytest.mark.parametrize(
+    ("module", "argument", "kind", "check"),
+    [
+        (compressed, "powersgd", compressed.ZeroGivesNaN, "S10.2.zero_gradients"),
+        (compressed, "powersgd", compressed.ZeroGivesNaN, "S10.3.dependent_columns"),
+        (compressed, "powersgd", compressed.StaysDead, "S10.2.dead_columns"),
+        (compressed, "powersgd", compressed.IsPoisoned, "S10.4.not_finite"),
+        *((compressed, "powersgd", compressed.TorchsHook, check) for check in
+          ("S10.2.zero_gradients", "S10.2.dead_columns", "S10.3.dependent_columns")),
+        (compressed, "topk", compressed.DividesBySenders, "S11.2.rounds[float32]"),
+        (compressed, "topk", compressed.RemembersOverflows, "S11.2.not_finite[float32]"),
+        (local_updates, "local_sgd", local_updates.LastBucketOnly, "S9.1.period[float32]"),
+        (local_updates, "local_sgd", local_updates.SkipsWithoutGradient, "S9.1.unused_parameters"),
+        (local_updates, "local_sgd", local_updates.OffsetOne, "S9.1.period[float32]"),
+        (local_updates, "local_sgd", local_updates.OffsetOne, "S9.1.offset"),
+        (local_updates, "diloco", local_updates.LastOfFragmentOnly, "S9.4.schedule[float32]"),
+        (local_updates, "diloco", local_updates.SharedOuterOptimizer, "S9.3.own_optimizers"),
+        (local_updates, "diloco", local_updates.SharedOuterOptimizer, "S9.4.schedule[float32]"),
+        (local_updates, "diloco", local_updates.WeightsOfTheApply, "S9.4.schedule[float32]"),
+        (local_updates, "diloco", local_updates.Lerp, "S9.4.mix[float32]"),
+        (local_updates, "diloco", local_updates.StartsInTheWarmUp, "S9.warmup"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)  # fmt: skip
+def test_faults_of_real_trainers_are_found(module: Any, argument: str, kind: Any, check: str) -> None:
+    (failed,) = on(module.target(**{argument: kind}), f"algorithms.{check}", shrink=False, jobs=2, time_limit=10.0).failures()
+    assert "elements differ" in failed.message

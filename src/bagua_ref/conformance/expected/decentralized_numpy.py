@@ -44,11 +44,17 @@ def restored(x: Array, dtype: str) -> Array:
     return np.array(decompress_chunk(compress_chunk(x.tolist(), dtype), x.size, dtype), x.dtype)
 
 
+def added(ranks: list[Array]) -> Array:
+    """Return ``((+0 + rank 0's) + rank 1's) + ...`` (S3.7)."""
+    total: Array = np.zeros_like(ranks[0])
+    for x in ranks:
+        total = total + x
+    return total
+
+
 def node_mean(node: list[Array], dtype: str) -> Array:
     """Return the mean over a node, added in rank order and rounded once."""
-    total = np.zeros_like(node[0])
-    for x in node:
-        total = total + x
+    total = added(node)
     return stored(total / total.dtype.type(len(node)), dtype)
 
 

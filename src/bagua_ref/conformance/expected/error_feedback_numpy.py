@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from bagua_ref.conformance.expected.codecs_scalar import compress_chunk, decompress_chunk
-from bagua_ref.conformance.expected.decentralized_numpy import Array, stored
+from bagua_ref.conformance.expected.decentralized_numpy import Array, added, stored
 
 __all__ = ["coded", "error_feedback_round"]
 
@@ -38,9 +38,7 @@ def error_feedback_round(
     new_workers = [p - d for p, d in zip(sent, arrived, strict=True)]
     result, new_servers = np.zeros(m, np.float32), []
     for chunk, server in zip(chunks, servers, strict=True):
-        total = np.zeros(m // n, np.float32)
-        for d in arrived:
-            total = total + d[chunk]
+        total = added([d[chunk] for d in arrived])
         y = (total / np.float32(n) if average else total) + server
         result[chunk] = coded(codec, y)
         new_servers.append(y - result[chunk])

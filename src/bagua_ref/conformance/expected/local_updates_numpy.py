@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from bagua_ref.conformance.expected.comm_ops_scalar import low_precision
-from bagua_ref.conformance.expected.decentralized_numpy import Array, step_of_sgd, stored
+from bagua_ref.conformance.expected.algorithms_plain import one_byte
+from bagua_ref.conformance.expected.decentralized_numpy import Array, added, step_of_sgd, stored
 
 Weights = list[Array]
 """One rank's parameters."""
@@ -62,15 +62,6 @@ def library_mean(ranks: list[Array], dtype: str) -> Array:
     for x in ranks[1:]:
         total = total + x
     return stored(total / total.dtype.type(len(ranks)), dtype)
-
-
-def mean_in_rank_order(ranks: list[Array]) -> Array:
-    """Return ``(((+0 + rank 0's) + rank 1's) + ...) / n`` (S3.7)."""
-    total: Array = np.zeros_like(ranks[0])
-    for x in ranks:
-        total = total + x
-    mean: Array = total / total.dtype.type(len(ranks))
-    return mean
 
 
 def averaged(ranks: Sequence[Sequence[Any]], dtypes: list[str]) -> list[Weights]:
@@ -203,10 +194,8 @@ class DiLoCo:
             places = [place for place in self.fragments[p] if self.g[place].dtype == wide]
             if not places:
                 continue
-            size = sum(self.g[place].size for place in places)
-            padding = np.zeros(-size % len(self.ranks), wide)
-            flats = [np.concatenate([*(self.g[place] - x[place] for place in places), padding]) for x in self.ranks]
-            mean = mean_in_rank_order(flats) if self.compression is None else compressed_mean(flats)
+            flats = [np.concatenate([self.g[place] - x[place] for place in places]) for x in self.ranks]
+            mean = added(flats) / wide(len(flats)) if self.compression is None else compressed_mean(flats)
             for place in places:
                 found[place], mean = mean[: self.g[place].size], mean[self.g[place].size :]
         return [found[place] for place in self.fragments[p]]
@@ -233,7 +222,8 @@ class DiLoCo:
 
 def compressed_mean(flats: list[Array]) -> Array:
     """Return the mean with one byte per element on the wire (S3.2)."""
-    return np.array(low_precision([flat.tolist() for flat in flats], "float32", average=True)[0], np.float32)
+    exchange = one_byte(average=True, nodes=[len(flats)], between_leaders=False)
+    return np.array(exchange([flat.tolist() for flat in flats], "float32")[0], np.float32)
 
 
 def mixed(x: Array, g: Array, mix: float, dtype: str) -> Array:

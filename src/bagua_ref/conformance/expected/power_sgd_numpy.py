@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from bagua_ref.conformance.expected.decentralized_numpy import Array
+from bagua_ref.conformance.expected.decentralized_numpy import Array, added
 
-__all__ = ["Round", "compressed_rank", "is_tame", "norm", "orthonormal", "power_sgd_round", "start"]
+__all__ = ["LowRankRound", "added", "compressed_rank", "is_tame", "norm", "orthonormal", "power_sgd_round", "start"]
 
 
 def compressed_rank(shape: tuple[int, ...], rank: int, rate: float) -> int:
@@ -70,8 +70,8 @@ def start(q: Array | None, shape: tuple[int, int], dtype: type, seed: int, k: in
 
 
 @dataclass
-class Round:
-    """What comes of a round.
+class LowRankRound:
+    """Results of a round.
 
     Attributes:
         result: the averaged gradient.
@@ -95,7 +95,7 @@ def power_sgd_round(
     seed: int = 0,
     k: int = 0,
     i: int = 0,
-) -> Round:
+) -> LowRankRound:
     """Return what comes of a compressed round (S10.2 to S10.4).
 
     Args:
@@ -118,22 +118,14 @@ def power_sgd_round(
         own = [product(x.T, p) for x in given]
         q_mean = added(own) / given[0].dtype.type(len(given))
     if not (np.isfinite(p_sum).all() and np.isfinite(q_mean).all()):
-        return Round(np.full_like(given[0], np.nan), errors, q)
+        return LowRankRound(np.full_like(given[0], np.nan), errors, q)
     result = product(p, q_mean.T)
     left = None
     if memory == "local":
         left = [x - product(p, mine.T) for x, mine in zip(given, own, strict=True)]
     if memory == "averaged":
         left = [x - result for x in given]
-    return Round(result, left, q_mean)
-
-
-def added(ranks: list[Array]) -> Array:
-    """Return the sum over ranks."""
-    total = np.zeros_like(ranks[0])
-    for x in ranks:
-        total = total + x
-    return total
+    return LowRankRound(result, left, q_mean)
 
 
 def norm(arrays: list[Array]) -> float:

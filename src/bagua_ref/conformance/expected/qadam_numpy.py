@@ -8,13 +8,12 @@ A parameter is a flat list of numbers of the dtype. Ranks hold the same weights 
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 import torch
 
-from bagua_ref.conformance.expected.comm_ops_scalar import hierarchical, low_precision
+from bagua_ref.conformance.expected.algorithms_plain import one_byte
 from bagua_ref.conformance.expected.kernels_scalar import update_momentum
 from bagua_ref.conformance.expected.rounding import arithmetic, divide, to
 
@@ -78,8 +77,7 @@ class QAdam:
             self.v[place] = self._adam.state[parameter]["exp_avg_sq"].tolist()
 
     def _exchange_momenta(self, gradients: list[Parameters]) -> None:
-        n, leaders = sum(self.nodes), len(self.nodes)
-        alignment = math.lcm(n, leaders) if self.hierarchical else n
+        exchange = one_byte(average=True, nodes=self.nodes, between_leaders=self.hierarchical)
         for bucket in self.buckets:
             xs = []
             for rank in gradients:
@@ -87,11 +85,8 @@ class QAdam:
                 for place in bucket:
                     beta1 = self.options[place]["betas"][0]
                     x += [update_momentum(self.dtype, m, g, beta1) for m, g in zip(self.m[place], rank[place], strict=True)]
-                xs.append(x + [0.0] * (-len(x) % alignment))
-            if self.hierarchical:
-                results = hierarchical(low_precision, xs, self.nodes, self.dtype, average=True)
-            else:
-                results = low_precision(xs, self.dtype, average=True)
+                xs.append(x)
+            results = exchange(xs, self.dtype)
             assert all(np.array_equal(result, results[0], equal_nan=True) for result in results)
             for place in bucket:
                 size = len(self.m[place])

@@ -1,8 +1,9 @@
-"""Weights and gradients of the trainings that are checked."""
+"""Worlds, weights, gradients and options of the trainings that are checked."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,27 +15,70 @@ from torch import Tensor
 from bagua_ref.conformance.inputs.strategies import Draw, bulk, seeds
 
 __all__ = [
+    "BOUNDARY",
+    "EVERY_MATRIX",
     "ONE_BUCKET",
+    "PLAIN",
     "ByRank",
     "any_gradients",
+    "any_weights",
     "array",
-    "copies",
     "exact_gradients",
+    "given_fragments",
     "grid_weights",
-    "lists",
+    "matrices",
+    "matrix_weights",
+    "momenta",
+    "multi_rank_worlds",
+    "of_rank",
     "on_a_grid",
-    "shapes",
-    "tensor",
+    "outer_optimizer",
+    "outer_optimizers",
+    "schedules",
+    "sized_worlds",
+    "tame",
+    "used_parts",
+    "usual",
+    "wide",
 ]
 
 ONE_BUCKET = 2**20
 """A bucket size so large that every training here has one bucket per dtype."""
 
-_kinds = st.sampled_from(["tame", "tame", "ties", "near", "grid", "halfway", "narrow", "constant", "zeros"])
 ByRank = list[list[dict[int, Tensor]]]
 """Gradients by rank and step, each by the parameter's place."""
 
-shapes = st.sampled_from([(1,), (3,), (3, 2), (17,), (2, 1, 5), (), (0,)])
+multi_rank_worlds = st.sampled_from([(2,), (1, 1), (2, 1), (3,), (2, 2)])
+
+
+def sized_worlds(dtype: torch.dtype) -> st.SearchStrategy[tuple[int, ...]]:
+    """Worlds; for 16 bits of at most 2 ranks, whose sums are the same in any order."""
+    most = 2 if dtype.itemsize == 2 else 4
+    return st.sampled_from([nodes for nodes in ((2,), (1, 1), (1,), (2, 1), (3,), (1, 2, 1)) if sum(nodes) <= most])
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which numbers of ``dtype`` are computed."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def array(x: Tensor) -> npt.NDArray[Any]:
+    """Return the numbers flat, as float32 (float64 for float64)."""
+    found: npt.NDArray[Any] = x.reshape(-1).to(wide(x.dtype)).numpy()
+    return found
+
+
+# Weights.
+
+_shapes = st.sampled_from([(1,), (3,), (3, 2), (17,), (2, 1, 5), (), (0,)])
+matrices = st.sampled_from([(5, 9), (9, 5), (6, 2), (3, 2, 3), (8, 7), (4, 3, 2, 2), (12, 6)])
+_others = st.sampled_from([(), (7,), (0,), (0, 3), (1,)])
+
+BOUNDARY = [
+    *[(4, 4), (4, 5), (5, 4), (3, 6), (6, 3), (3, 7), (2, 3, 4), (4, 3, 2)],
+    *[(2, 12), (12, 2), (6, 4), (8, 8), (24,), (1, 30), (0, 3)],
+]
+"""Shapes of which some are just compressed by powersgd at usual rates, and some just not."""
 
 
 def on_a_grid(seed: int, like: Tensor, limit: int, multiple: int = 1) -> Tensor:
@@ -43,54 +87,128 @@ def on_a_grid(seed: int, like: Tensor, limit: int, multiple: int = 1) -> Tensor:
     return (torch.from_numpy(drawn) * multiple / 4).to(like.dtype).view(like.shape)
 
 
-def copies(weights: list[Tensor], ranks: int) -> list[list[Tensor]]:
-    """Return the same weights for each rank."""
-    return [[w.clone() for w in weights] for _ in range(ranks)]
+def grid_weights(draw: Draw, dtypes: list[torch.dtype], forms: Sequence[tuple[int, ...]] | None = None) -> list[Tensor]:
+    """Weights that are multiples of 1/4 up to 8, of drawn shapes unless they are given."""
+    forms = [draw(_shapes) for _ in dtypes] if forms is None else forms
+    seed = draw(seeds)
+    like = [torch.empty(form, dtype=dtype) for dtype, form in zip(dtypes, forms, strict=True)]
+    return [on_a_grid(seed + place, w, 32) for place, w in enumerate(like)]
 
 
-def lists(tensors: list[Tensor]) -> list[list[float]]:
-    """Return each tensor's elements as numbers."""
-    return [x.reshape(-1).tolist() for x in tensors]
+def any_weights(draw: Draw, dtype: torch.dtype, most: int = 4, fewest: int = 1) -> list[Tensor]:
+    """Up to ``most`` parameters."""
+    return grid_weights(draw, [dtype] * draw(st.integers(fewest, most)))
 
 
-def tensor(numbers: list[float], like: Tensor) -> Tensor:
-    """Return the numbers as a tensor like ``like``."""
-    return torch.tensor(numbers, dtype=torch.float64).to(like.dtype).view(like.shape)
+def matrix_weights(draw: Draw, dtype: torch.dtype, most: int = 2) -> list[Tensor]:
+    """Up to ``most`` matrices, among other parameters."""
+    forms = [draw(matrices) for _ in range(draw(st.integers(1, most)))] + [draw(_others) for _ in range(draw(st.integers(0, 2)))]
+    order = np.random.default_rng(draw(seeds)).permutation(len(forms))
+    return grid_weights(draw, [dtype] * len(forms), [forms[place] for place in order])
 
 
-def array(x: Tensor) -> npt.NDArray[Any]:
-    """Return the numbers flat, as float32 (float64 for float64)."""
-    return x.reshape(-1).double().numpy() if x.dtype is torch.float64 else x.reshape(-1).float().numpy()
+# Gradients.
+
+any_kind = st.sampled_from(["tame", "tame", "ties", "near", "grid", "halfway", "narrow", "constant", "zeros"])
+tame = st.sampled_from(["tame", "tame", "ties", "near", "zeros"])
+"""Kinds of gradients that leave weights far from the largest number."""
+usual = st.sampled_from(["tame", "tame", "tame", "ties", "zeros"])
+"""Kinds of gradients whose matrices are seldom close to a lower rank."""
 
 
-def any_gradients(draw: Draw, like: list[Tensor], ranks: int, steps: int, kinds: st.SearchStrategy[str] = _kinds) -> ByRank:
+def any_gradients(draw: Draw, like: list[Tensor], ranks: int, steps: int, kinds: st.SearchStrategy[str] = any_kind) -> ByRank:
     """Gradients of a kind for each parameter, by rank and step."""
     drawn, seed = [draw(kinds) for _ in like], draw(seeds)
 
-    def gradient(place: int, w: Tensor, number: int) -> Tensor:
+    def gradient(number: int, place: int, w: Tensor) -> Tensor:
         return bulk(w.dtype, drawn[place], seed + 997 * number + place, w.numel(), finite=True).view(w.shape)
 
-    return [
-        [{place: gradient(place, w, rank * steps + step) for place, w in reversed([*enumerate(like)])} for step in range(steps)]
-        for rank in range(ranks)
-    ]
+    return _by_rank(like, ranks, steps, gradient)
 
 
 def exact_gradients(draw: Draw, like: list[Tensor], ranks: int, steps: int) -> ByRank:
     """Gradients whose sum and mean over ranks are exact in any order of operations."""
     seed = draw(seeds)
-    return [
-        [
-            {place: on_a_grid(seed + 997 * (rank * steps + step) + place, w, 4, ranks) for place, w in reversed([*enumerate(like)])}
-            for step in range(steps)
-        ]
-        for rank in range(ranks)
+    return _by_rank(like, ranks, steps, lambda number, place, w: on_a_grid(seed + 997 * number + place, w, 4, ranks))
+
+
+def _by_rank(like: list[Tensor], ranks: int, steps: int, gradient: Callable[[int, int, Tensor], Tensor]) -> ByRank:
+    places = [*enumerate(like)][::-1]
+    return [[{p: gradient(rank * steps + step, p, w) for p, w in places} for step in range(steps)] for rank in range(ranks)]
+
+
+def used_parts(draw: Draw, gradients: ByRank) -> ByRank:
+    """Leave out some parameters of each rank's steps, and some always."""
+    found = []
+    for rank in gradients:
+        places = st.sets(st.sampled_from(sorted(rank[0])), max_size=len(rank[0]) - 1)
+        never = draw(places)
+        left = [{place: g for place, g in given.items() if place not in never | draw(places)} for given in rank]
+        found.append([mine or dict([min(given.items())]) for mine, given in zip(left, rank, strict=True)])
+    return found
+
+
+def of_rank(draw: Draw, like: Tensor, ranks: int, rank: int) -> list[Tensor]:
+    """Return a gradient for each rank, whose mean has at most this rank as a matrix, though each one's is full."""
+    shape, seed = (like.shape[0], like.numel() // like.shape[0]), draw(seeds)
+    parts = [bulk(torch.float64, "tame", seed + place, size * rank) for place, size in enumerate(shape)]
+    mean = parts[0].view(-1, rank) @ parts[1].view(rank, -1)
+    noise = [bulk(torch.float64, "tame", seed + 2 + r, like.numel()).view(shape) for r in range(ranks)]
+    centre = torch.stack(noise).mean(0)
+    return [(mean + x - centre).to(like.dtype).view(like.shape) for x in noise]
+
+
+# Options of powersgd (S10) and of local updates (S9).
+
+EVERY_MATRIX = 0.01
+"""A rate at which every matrix is compressed."""
+
+PLAIN: dict[str, Any] = {"class": "SGD", "lr": 1.0}
+"""The outer optimizer of the identities."""
+
+outer_optimizers = st.sampled_from(
+    [
+        PLAIN,
+        {"class": "SGD", "lr": 0.5, "momentum": 0.5},
+        {"class": "SGD", "lr": 1.0, "momentum": 0.5, "nesterov": True},
+        {"class": "SGD", "lr": 0.5, "momentum": 0.5, "weight_decay": 0.5},
     ]
+)
+"""Those whose products are exact, so that a fused multiply-add gives the same result."""
+
+momenta = st.sampled_from([0.0, 0.5])
+"""Of inner optimizers."""
 
 
-def grid_weights(draw: Draw, dtypes: list[torch.dtype], forms: Sequence[tuple[int, ...]] | None = None) -> list[Tensor]:
-    """Weights that are multiples of 1/4 up to 8, of drawn shapes unless they are given."""
-    forms = [draw(shapes) for _ in dtypes] if forms is None else forms
-    seed = draw(seeds)
-    like = [torch.empty(form, dtype=dtype) for dtype, form in zip(dtypes, forms, strict=True)]
-    return [on_a_grid(seed + place, w, 32) for place, w in enumerate(like)]
+def outer_optimizer(settings: dict[str, Any] | None) -> Callable[[list[Tensor]], torch.optim.Optimizer]:
+    """Return what makes the outer optimizer of a fragment (S9.2)."""
+    options = dict(settings or {"class": "SGD", "lr": 0.7, "momentum": 0.9, "nesterov": True})
+    name = options.pop("class")
+    return lambda tensors: getattr(torch.optim, name)(tensors, **options)
+
+
+@st.composite
+def given_fragments(draw: st.DrawFn, parameters: int, fewest: int = 1, most: int = 4) -> list[list[int]]:
+    """Lists of places in which each of the parameters stands once, in any order."""
+    count, generator = draw(st.integers(fewest, min(most, parameters))), np.random.default_rng(draw(seeds))
+    order = generator.permutation(parameters).tolist()
+    cuts = sorted(generator.choice(parameters - 1, count - 1, replace=False) + 1) if count > 1 else []
+    return [order[a:b] for a, b in itertools.pairwise([0, *cuts, parameters])]
+
+
+def schedules(
+    draw: Draw,
+    parameters: int,
+    *,
+    gaps: st.SearchStrategy[int] | None = None,
+    smallest_gap: int = 1,
+    fewest: int = 1,
+    most: int = 4,
+) -> dict[str, Any]:
+    """Options of diloco that say when which fragments of so many parameters are sent and applied."""
+    count: int = draw(st.integers(min(fewest, parameters), min(most, parameters)))
+    fragments: int | list[list[int]] = count
+    if draw(st.booleans()):
+        fragments = draw(given_fragments(parameters, count, count))
+    gap = draw(st.integers(smallest_gap, 3) if gaps is None else gaps)
+    return {"period": gap * count, "fragments": fragments, "delay": draw(st.integers(0, gap - 1))}

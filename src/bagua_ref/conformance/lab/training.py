@@ -1,180 +1,335 @@
-"""A training in a simulated world: run once, then compared number by number."""
+"""Scripts of a training in a simulated world, put together action by action with what each must return (S2, S5, S9 to S11)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
-from bagua_ref.conformance.expected.tolerances import EXACT, Tolerance, assert_equal
+from bagua_ref.conformance.expected.tolerances import EXACT, SUM, Tolerance
+from bagua_ref.conformance.inputs.strategies import Draw, name_of, seeds, worlds
+from bagua_ref.conformance.inputs.training_cases import ONE_BUCKET, ByRank, any_gradients, any_weights, array, exact_gradients, wide
 from bagua_ref.conformance.lab.lab import Lab
-from bagua_ref.conformance.lab.violation import Script, Violation, literal
-from bagua_ref.conformance.targets.reference_algorithms import ReferenceAlgorithms
-from bagua_ref.conformance.targets.world import RankWorld
-from bagua_ref.simulation import SimulatedWorld
+from bagua_ref.conformance.lab.play import Play
 
-__all__ = ["Training", "check_form"]
+__all__ = ["ANYTHING", "TrainedAlgorithm", "TrainingPlay", "check_form", "copied", "exactly", "of_kinds"]
 
+ANYTHING = Ellipsis
+"""An expected value that is not compared."""
 
-def check_form(results: list[Any], weights: list[list[Tensor]], inputs: list[list[Any]]) -> None:
-    """Raise AssertionError unless every rank returned tensors like its weights for each of its inputs.
-
-    Args:
-        results: by rank.
-        weights: by rank.
-        inputs: by rank; there must be one result for each.
-    """
-    for rank, (found, mine, steps) in enumerate(zip(results, weights, inputs, strict=True)):
-        if not isinstance(found, list | tuple) or len(found) != len(steps):
-            length = f" of {len(found)}" if isinstance(found, list | tuple) else ""
-            raise AssertionError(f"rank {rank} returned a {type(found).__name__}{length}, not a list of {len(steps)}")
-        for step, tensors in enumerate(found):
-            if not isinstance(tensors, list | tuple) or len(tensors) != len(mine):
-                raise AssertionError(f"rank {rank} returned {type(tensors).__name__} as entry {step}, not {len(mine)} tensors")
-            for place, (tensor, weight) in enumerate(zip(tensors, mine, strict=True)):
-                if not isinstance(tensor, Tensor) or (tensor.shape, tensor.dtype) != (weight.shape, weight.dtype):
-                    what = f"{tensor.dtype} of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
-                    raise AssertionError(
-                        f"rank {rank} returned {what} as parameter {place} in entry {step}, not {weight.dtype} of shape "
-                        f"{tuple(weight.shape)}"
-                    )
+_COMPRESSED = ("powersgd", "topk")
+_WITH_PROGRAM = (*_COMPRESSED, "local_sgd", "diloco", "async_model_average")
+_STATE = {"memories": "a memory", "factors": "a factor"}
 
 
-class Training:
-    """A run of a target's ``algorithms`` on given weights and gradients, and a script that repeats it.
+class TrainingPlay(Play):
+    """A script that trains with one of the target's ``algorithms`` and compares what every rank returns.
+
+    `step` and `look` add an action to every rank's program, and say what each rank must return for it; `run` trains and compares.
 
     Args:
         lab: provides the target.
+        draw: Hypothesis's.
         method: name of a method of `ReferenceAlgorithms`.
         nodes: number of ranks on each node.
-        weights: each rank's parameters.
-        inputs: each rank's gradients by step, or its program.
-        seed: seed of the interleaving.
+        weights: the parameters.
+        gradients: by rank and step.
         options: keyword arguments.
-        form: raises AssertionError unless ``form(results, weights, inputs)`` are results of the right form.
-        record: whether to note what is sent.
+        before: step, from 0, -> an action that precedes it.
+        starts: the weights of each rank before training; None: ``weights``.
+        looks: actions that follow each step.
+        exact: whether sums over ranks do not depend on their order; None: of two ranks at most they do not.
+        record: whether to note what is sent, as ``messages``.
 
     Attributes:
-        results: by rank, by step, by parameter.
-        messages: of each collective its name, and what each rank sent, if asked for.
-
-    Raises:
-        Violation: the target raised an exception, or its results have the wrong form.
+        n: number of ranks.
+        steps: number of steps for which there are gradients.
+        taken: number of steps so far.
+        index: (action, step) -> the place of what is returned for it.
     """
 
     def __init__(
         self,
         lab: Lab,
+        draw: Draw,
         method: str,
         nodes: tuple[int, ...],
-        weights: list[list[Tensor]],
-        inputs: list[list[Any]],
-        seed: int,
+        weights: list[Tensor],
+        gradients: ByRank,
         options: dict[str, Any],
-        form: Callable[[list[Any], list[list[Tensor]], list[list[Any]]], None] = check_form,
+        before: dict[int, str] | None = None,
+        starts: list[list[Tensor]] | None = None,
+        looks: tuple[str, ...] = (),
+        exact: bool | None = None,
         record: bool = False,
     ) -> None:
         lab.need_ranks(sum(nodes))
-        own = lab.target.parts.get("algorithms")
-        self._algorithms = ReferenceAlgorithms(lab.target.kernels, lab.target.device) if own is None else own
-        self._nodes, self._weights, self._inputs, self._seed = nodes, weights, inputs, seed
-        self._method, self._options = method, options
-        self.what = f"{method}({', '.join(f'{name}={value}' for name, value in options.items())}) on nodes {nodes}"
-        self._script = self._write(lab, own is None, record)
-        self.messages: list[tuple[str, list[Tensor]]] = []
+        super().__init__(
+            lab,
+            "algorithms",
+            "from bagua_ref.conformance import EXACT, SUM, assert_equal",
+            "from bagua_ref.conformance.lab.training import check_form, copied",
+            "from bagua_ref.conformance.targets.world import RankWorld",
+            "from bagua_ref.simulation import SimulatedWorld",
+        )
+        self.method, self.nodes, self.n, self.weights, self.given = method, nodes, sum(nodes), weights, gradients
+        self.options, self.before, self._record, self._seed = options, before or {}, record, draw(seeds)
+        self.looks, self._exact = looks, self.n <= 2 if exact is None else exact
+        self._starts = [weights] * self.n if starts is None else starts
+        self.dtypes = [name_of(w.dtype) for w in weights]
+        self.start = [array(w) for w in weights]
+        self.steps, self.taken = len(gradients[0]) if gradients else 0, 0
+        self.index: dict[tuple[str, int], int] = {}
+        self._programs: list[list[Any]] = [[] for _ in range(self.n)]
+        self._expected: list[tuple[list[list[Any]], Tolerance, Any, str]] = []
+
+    def gradients(self, step: int) -> list[list[Any]]:
+        """Return a step's gradients as arrays by rank and parameter, None for those that are not used."""
+        return [[array(rank[step][p]) if p in rank[step] else None for p in range(len(self.weights))] for rank in self.given]
+
+    def nearly(self) -> Tolerance:
+        """Return the tolerance of weights after the next step.
+
+        Each sum over ranks may be rounded in another order, and the difference stays in the weights.
+        """
+        return EXACT if self._exact else SUM(8 * (self.taken + 2) * (self.n + 2))
+
+    def tensors(self, step: int, place: int) -> list[Tensor]:
+        """Return every rank's gradient of a parameter, zero where it is not used, in the dtype of the arithmetic."""
+        w = self.weights[place]
+        return [rank[step].get(place, torch.zeros_like(w)).to(wide(w.dtype)) for rank in self.given]
+
+    def step(self, expected: Any = ANYTHING, tolerance: Tolerance = EXACT, magnitude: Any = None, how: str = "step") -> None:
+        """Let every rank take its next step.
+
+        Args:
+            expected: by rank and parameter, what is returned: a tensor, array or list of numbers, None, or `ANYTHING`.
+            tolerance: tolerance of these.
+            magnitude: by parameter, for `SUM`; None: of the largest number that is expected of the whole training.
+            how: the action.
+        """
+        if self.taken in self.before and self.method in _WITH_PROGRAM:
+            weights, *how_near, _ = self._expected[-1]  # what keeps the weights returns them again
+            self.look(self.before[self.taken], *((ANYTHING,) if self.method in _COMPRESSED else (weights, *how_near)))
+        for rank, program in enumerate(self._programs):
+            program.append((how, self.given[rank][self.taken]))
+        self.taken += 1
+        self._expect(how, expected, tolerance, magnitude, f"{how} {self.taken}")
+
+    def look(self, action: str, expected: Any = ANYTHING, tolerance: Tolerance = EXACT, magnitude: Any = None) -> None:
+        """Let every rank do something that is no step; arguments are those of `step`."""
+        for program in self._programs:
+            program.append((action,))
+        self._expect(action, expected, tolerance, magnitude, f"{action} after step {self.taken}")
+
+    def _expect(self, action: str, expected: Any, tolerance: Tolerance, magnitude: Any, where: str) -> None:
+        self.index[action, self.taken - 1] = len(self._expected)
+        self._expected.append(([] if expected is ANYTHING else expected, tolerance, magnitude, where))
+
+    def run(self, programs: list[list[Any]] | None = None) -> None:
+        """Train, and compare what every rank returns for each action; ``programs`` replace those of `step` and `look`."""
+        inputs = self._programs if programs is None else programs
+        options = dict(self.options)
+        if self.method not in _WITH_PROGRAM:
+            inputs = [[gradients for _, gradients in program] for program in inputs]
+            options |= {action: step for step, action in self.before.items()}
+        unseen = ["restart", "new buckets"] if self.method in _COMPRESSED else []
+        self.what = f"{self.method}({', '.join(f'{name}={value}' for name, value in options.items())}) on nodes {self.nodes}"
+        self.give(nodes=self.nodes, weights=self._starts, inputs=inputs, options=options)
+        call = f"algorithms.{self.method}(world, *copied([weights[world.rank], inputs[world.rank]]), **copied(options))"
+        recorded = "messages = world.record()\n" if self._record else ""
+        self.do(
+            f"\n\ndef program(comm):\n    world = RankWorld(comm.rank(), {self.n}, nodes, comm)\n    return {call}\n\n\n"
+            f"world = SimulatedWorld({self.n}, nodes=nodes, seed={self._seed})\n{recorded}results = world.run(program)"
+        )
         try:
-            with lab.journal.call((self.what, str(self._script))):
-                world = SimulatedWorld(sum(nodes), nodes=nodes, seed=seed)
-                if record:
-                    self.messages = world.record()
-                self.results = world.run(self._run)
-        except BaseException as error:  # whatever an implementation does, there is a verdict
-            raise Violation(f"{self.what} raised {type(error).__name__}: {error}", str(self._script)) from error
-        try:
-            form(self.results, weights, inputs)
+            check_form(self.names["results"], self._starts, inputs, unseen)
         except AssertionError as error:
-            imports = f"from {form.__module__} import {form.__name__}"
-            raise self._violation(str(error), f"{form.__name__}(results, weights, inputs)", imports=imports) from None
+            raise self.violation(str(error), f"check_form(results, weights, inputs, {unseen})") from None
+        largest: list[float] | None = None
+        for index, (expected, tolerance, magnitude, where) in enumerate(self._expected):
+            if magnitude is None and tolerance is not EXACT:
+                magnitude = largest = largest or [self._largest()] * len(self.weights)
+            for rank, of_rank in enumerate(expected):
+                for place, want in enumerate(of_rank):
+                    self.compare(rank, index, place, want, tolerance, None if magnitude is None else magnitude[place], where)
 
-    def _run(self, comm: Any) -> Any:
-        rank = comm.rank()
-        world = RankWorld(rank, sum(self._nodes), self._nodes, comm)
-        mine = [w.clone() for w in self._weights[rank]]
-        return getattr(self._algorithms, self._method)(world, mine, _copy(self._inputs[rank]), **_copy(self._options))
+    def _largest(self) -> float:
+        seen = [np.abs(x).max() for expected, *_ in self._expected for rank in expected for x in rank if np.size(x)]
+        return float(max([*map(float, seen), 0.0])) + 1
 
-    def _write(self, lab: Lab, is_reference: bool, record: bool) -> Script:
-        if is_reference:
-            device = "" if lab.target.device.type == "cpu" else f", {str(lab.target.device)!r}"
-            setup = ["from bagua_ref.conformance.targets.reference_algorithms import ReferenceAlgorithms", *lab.target.setup]
-            setup.append(f"algorithms = ReferenceAlgorithms(kernels{device})")
-        else:
-            setup = [*lab.target.origin, "algorithms = target.algorithms"]
-        setup[:0] = ["from bagua_ref.conformance.targets.world import RankWorld", "from bagua_ref.simulation import SimulatedWorld"]
-        body = [
-            "",
-            f"nodes = {self._nodes!r}",
-            f"weights = {_rows(self._weights)}",
-            f"inputs = {_rows(self._inputs)}",
-            f"options = {literal(self._options)}",
-            "",
-            "",
-            "def program(comm):",
-            f"    world = RankWorld(comm.rank(), {sum(self._nodes)}, nodes, comm)",
-            f"    return algorithms.{self._method}(world, weights[comm.rank()], inputs[comm.rank()], **options)",
-            "",
-            "",
-            f"world = SimulatedWorld({sum(self._nodes)}, nodes=nodes, seed={self._seed})",
-            *(["messages = world.record()"] if record else []),
-            "results = world.run(program)",
-        ]
-        return Script(setup, body)
-
-    def _violation(
-        self, message: str, *lines: str, imports: str = "from bagua_ref.conformance import EXACT, SUM, assert_equal"
-    ) -> Violation:
-        script = Script([imports, *self._script.setup], [*self._script.body, *lines])
-        return Violation(f"{self.what}: {message}", str(script))
-
-    def expect(
+    def compare(
         self,
+        rank: int,
+        index: int,
+        place: int,
+        want: Any,
+        tolerance: Tolerance = EXACT,
+        magnitude: Tensor | float | None = None,
+        where: str = "",
+    ) -> None:
+        """Raise `Violation` unless a rank returned ``want`` for a parameter as entry ``index``."""
+        source = f"results[{rank}][{index}][{place}]"
+        where = f"rank {rank}, {where}, parameter {place}"
+        if want is None:
+            self.expect_true(f"{source} is None", f"{where}: there is one")
+        elif want is not ANYTHING:
+            self.expect(source, self._tensor(want, index, place), where, tolerance, magnitude)
+
+    def _tensor(self, want: Any, index: int, place: int) -> Tensor:
+        """Return the expected numbers as a tensor like the parameter, or like its memory."""
+        if isinstance(want, Tensor):
+            return want
+        w, action = self.weights[place], self._programs[0][index][0] if self._programs[0] else ""
+        numbers = (
+            torch.from_numpy(np.ascontiguousarray(want))
+            if isinstance(want, np.ndarray)
+            else torch.tensor(want, dtype=torch.float64)
+        )
+        return numbers.to(wide(w.dtype) if action in _STATE else w.dtype).view(w.shape)
+
+    # What a rank returned for an action after a step.
+
+    def source(self, action: str, rank: int, step: int, place: int) -> str:
+        """Return how the script names what a rank returned."""
+        return f"results[{rank}][{self.index[action, step]}][{place}]"
+
+    def seen(self, action: str, rank: int, step: int, place: int) -> Any:
+        """Return what a rank returned."""
+        return self.names["results"][rank][self.index[action, step]][place]
+
+    def expect_seen(
+        self,
+        action: str,
         rank: int,
         step: int,
         place: int,
-        want: Tensor,
+        want: Tensor | None,
         tolerance: Tolerance = EXACT,
-        magnitude: Tensor | None = None,
+        magnitude: Tensor | float | None = None,
         why: str = "",
     ) -> None:
-        """Raise `Violation` unless a rank's parameter after a step equals ``want``."""
-        where = f"rank {rank}, {why or f'step {step}'}, parameter {place}"
-        self.expect_that(f"results[{rank}][{step}][{place}]", self.results[rank][step][place], want, where, tolerance, magnitude)
-
-    def expect_true(self, source: str, holds: bool, message: str) -> None:
-        """Raise `Violation` unless ``holds``, which a script computes by ``source``."""
-        if not holds:
-            raise self._violation(message, f"assert {source}")
-
-    def expect_that(
-        self, source: str, found: Tensor, want: Tensor, where: str, tolerance: Tolerance = EXACT, magnitude: Tensor | None = None
-    ) -> None:
-        """Raise `Violation` unless ``found``, which a script computes by ``source``, equals ``want``."""
-        try:
-            assert_equal(found, want, tolerance, magnitude=magnitude)
-        except AssertionError as error:
-            more = "" if magnitude is None else f", magnitude={literal(magnitude)}"
-            line = f"assert_equal({source}, {literal(want)}, {tolerance.name}{more})"
-            raise self._violation(f"{where}: {error}", line) from None
+        """Raise `Violation` unless a rank returned ``want``."""
+        what = f"step {step}, {_STATE.get(action, 'the averaged gradient')}{', ' * bool(why)}{why}"
+        self.compare(rank, self.index[action, step], place, want, tolerance, magnitude, what)
 
 
-def _copy(value: Any) -> Any:
+Gradients = Callable[[Draw, list[Tensor], int, int, dict[str, Any]], ByRank]
+"""Draws the gradients for weights, a number of ranks and one of steps, and options."""
+
+
+def of_kinds(kinds: st.SearchStrategy[str]) -> Gradients:
+    """Return what draws gradients of these kinds."""
+    return lambda draw, like, ranks, steps, options: any_gradients(draw, like, ranks, steps, kinds)
+
+
+def exactly(draw: Draw, like: list[Tensor], ranks: int, steps: int, options: dict[str, Any]) -> ByRank:
+    """Return gradients whose sum and mean over ranks are exact in any order of operations."""
+    return exact_gradients(draw, like, ranks, steps)
+
+
+@dataclass(frozen=True)
+class TrainedAlgorithm:
+    """An algorithm of a target: how its trainings are drawn, and what they must give.
+
+    Attributes:
+        method: name of a method of `ReferenceAlgorithms`.
+        options: draws options for weights.
+        follow: takes the steps of a training, each with what it must give.
+        judge: compares what depends on the results of a training.
+        worlds: number of ranks on each node, for a dtype.
+        weights: draws weights of a dtype.
+        gradients: draws their gradients.
+        steps: draws their number for options.
+    """
+
+    method: str
+    options: Callable[[Draw, list[Tensor]], dict[str, Any]]
+    follow: Callable[[TrainingPlay], None]
+    judge: Callable[[TrainingPlay], None] = lambda training: None
+    worlds: Callable[[torch.dtype], st.SearchStrategy[tuple[int, ...]]] = lambda dtype: worlds(4)
+    weights: Callable[[Draw, torch.dtype], list[Tensor]] = any_weights
+    gradients: Gradients = exactly
+    steps: Callable[[Draw, dict[str, Any]], int] = lambda draw, options: 3
+
+    def train(
+        self,
+        lab: Lab,
+        draw: Draw,
+        *,
+        nodes: tuple[int, ...] | None = None,
+        weights: list[Tensor] | None = None,
+        gradients: Gradients | None = None,
+        change: Callable[[ByRank], ByRank] = lambda given: given,
+        steps: int | None = None,
+        before: Callable[[int], dict[int, str]] = lambda steps: {},
+        starts: list[list[Tensor]] | None = None,
+        looks: tuple[str, ...] = (),
+        exact: bool | None = None,
+        follow: Callable[[TrainingPlay], None] | None = None,
+        judge: Callable[[TrainingPlay], None] | None = None,
+        record: bool = False,
+        **options: Any,
+    ) -> TrainingPlay:
+        """Draw what is not given, train, and compare; arguments are the attributes and those of `TrainingPlay`.
+
+        ``change`` gets the gradients and returns those to train with, ``before`` the number of steps.
+        """
+        nodes = draw(self.worlds(lab.dtype)) if nodes is None else nodes
+        weights = self.weights(draw, lab.dtype) if weights is None else weights
+        options = {**self.options(draw, weights), "bucket_bytes": draw(st.sampled_from([1, 40, ONE_BUCKET])), **options}
+        steps = self.steps(draw, options) if steps is None else steps
+        given = change((gradients or self.gradients)(draw, weights, sum(nodes), steps, options))
+        training = TrainingPlay(lab, draw, self.method, nodes, weights, given, options, before(steps), starts, looks, exact, record)
+        with np.errstate(all="ignore"):
+            (follow or self.follow)(training)
+        training.run()
+        (judge or self.judge)(training)
+        return training
+
+
+def check_form(results: Sequence[Any], weights: list[list[Tensor]], inputs: list[list[Any]], unseen: Collection[str] = ()) -> None:
+    """Raise AssertionError unless every rank returned a list of tensors like its weights for each of its inputs.
+
+    Args:
+        results: by rank.
+        weights: by rank.
+        inputs: each rank's gradients by step, or its program. ``("memories",)`` and ``("factors",)`` may also return None for a
+            weight, and have the dtype of the arithmetic; factors are matrices.
+        unseen: actions of which nothing is looked at.
+    """
+    for rank, (found, mine, actions) in enumerate(zip(results, weights, inputs, strict=True)):
+        if not isinstance(found, list | tuple) or len(found) != len(actions):
+            length = f" of {len(found)}" if isinstance(found, list | tuple) else ""
+            raise AssertionError(f"rank {rank} returned a {type(found).__name__}{length}, not a list of {len(actions)}")
+        for entry, (tensors, action) in enumerate(zip(found, actions, strict=True)):
+            name = action[0] if isinstance(action, tuple) else "step"
+            if name in unseen:
+                continue
+            if not isinstance(tensors, list | tuple) or len(tensors) != len(mine):
+                raise AssertionError(f"rank {rank} returned {type(tensors).__name__} as entry {entry}, not {len(mine)} tensors")
+            for place, (tensor, weight) in enumerate(zip(tensors, mine, strict=True)):
+                if name in _STATE and tensor is None:
+                    continue
+                dtype = wide(weight.dtype) if name in _STATE else weight.dtype
+                shape = "two dimensions" if name == "factors" else f"shape {tuple(weight.shape)}"
+                right = isinstance(tensor, Tensor) and tensor.dtype is dtype
+                if not right or not (tensor.dim() == 2 if name == "factors" else tensor.shape == weight.shape):
+                    what = f"{tensor.dtype} of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+                    raise AssertionError(
+                        f"rank {rank} returned {what} as parameter {place} in entry {entry}, not {dtype} of {shape}"
+                    )
+
+
+def copied(value: Any) -> Any:
     """Return a deep copy, which a target may change."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, dict):
-        return {name: _copy(item) for name, item in value.items()}
-    return type(value)(map(_copy, value)) if isinstance(value, list | tuple) else value
-
-
-def _rows(by_rank: list[Any]) -> str:
-    return "[\n" + "".join(f"    {literal(mine)},\n" for mine in by_rank) + "]"
+        return {name: copied(item) for name, item in value.items()}
+    return type(value)(map(copied, value)) if isinstance(value, list | tuple) else value

@@ -101,6 +101,8 @@ def search(check: Check, dtype: str | None, target: Target, how: Search, journal
         message = f"raised {type(error).__name__}: {error}"
         if lab.smallest_world is not None:
             message, skipped = "", f"needs {lab.smallest_world} ranks, the target has at most {target.max_ranks}"
+        elif lab.lacks:
+            message, skipped = "", f"the target's capabilities exclude {lab.lacks}"
     except BaseException as error:  # whatever an implementation does, there is a verdict
         message = f"raised {type(error).__name__}: {error}"
         snippet = traceback.format_exc()

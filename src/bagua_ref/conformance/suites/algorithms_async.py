@@ -9,12 +9,11 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bagua_ref.conformance.expected import algorithms_plain as plain
 from bagua_ref.conformance.expected.tolerances import SUM
-from bagua_ref.conformance.inputs.strategies import Draw, dtype_named, name_of, seeds, worlds
-from bagua_ref.conformance.inputs.training_cases import ONE_BUCKET, copies, lists, on_a_grid, tensor
+from bagua_ref.conformance.inputs.strategies import FLOATS, Draw, dtype_named, seeds, worlds
+from bagua_ref.conformance.inputs.training_cases import ONE_BUCKET, on_a_grid
 from bagua_ref.conformance.lab.lab import Lab
-from bagua_ref.conformance.lab.training import Training
+from bagua_ref.conformance.lab.training import TrainingPlay
 from bagua_ref.conformance.suites.checks import check
 from bagua_ref.conformance.targets.reference_algorithms import Action
 
@@ -30,27 +29,26 @@ class _Case:
 
     def __init__(self, lab: Lab, draw: Draw, nodes: tuple[int, ...], dtype: torch.dtype) -> None:
         self.nodes, self.n, self._seed = nodes, sum(nodes), draw(seeds)
-        other = [name for name in ("float32", "float64") if lab.target.dtypes is None or name in lab.target.dtypes]
-        dtypes = [dtype, *draw(st.lists(st.sampled_from([dtype, *map(dtype_named, other)]), max_size=2))]
+        others = map(dtype_named, lab.usable(FLOATS))
+        dtypes = [dtype, *draw(st.lists(st.sampled_from([dtype, *others]), max_size=2))]
         self.weights = [on_a_grid(self._seed + place, torch.empty(3, dtype=dtype), 32) for place, dtype in enumerate(dtypes)]
         self._made = len(dtypes)
 
     def gradients(self) -> Action:
         """Return a step with new gradients."""
         self._made += 100
-        return (
-            "step",
-            {place: on_a_grid(self._seed + self._made + place, w, 4, self.n) for place, w in reversed([*enumerate(self.weights)])},
-        )
+        places = reversed([*enumerate(self.weights)])
+        return "step", {place: on_a_grid(self._seed + self._made + place, w, 4, self.n) for place, w in places}
 
-    def train(self, lab: Lab, draw: Draw, programs: list[list[Action]], interval: float, warmup_steps: int) -> Training:
+    def train(self, lab: Lab, draw: Draw, programs: list[list[Action]], interval: float, warmup_steps: int) -> TrainingPlay:
         """Run each rank's program."""
         options = {"lr": 1.0, "bucket_bytes": draw(st.sampled_from([1, ONE_BUCKET]))}
         options |= {"sync_interval_ms": interval, "warmup_steps": warmup_steps}
-        starts = copies(self.weights, self.n)
-        return Training(lab, "async_model_average", self.nodes, starts, programs, draw(seeds), options)
+        training = TrainingPlay(lab, draw, "async_model_average", self.nodes, self.weights, [], options)
+        training.run(programs)
+        return training
 
-    def expect_nothing_lost(self, training: Training, programs: list[list[Action]], places: list[int], agree: bool) -> None:
+    def expect_nothing_lost(self, training: TrainingPlay, programs: list[list[Action]], places: list[int], agree: bool) -> None:
         """Expect that the mean over ranks follows the mean of all steps; if ``agree``, that every rank does.
 
         Args:
@@ -61,13 +59,12 @@ class _Case:
         """
         for p, w in enumerate(self.weights):
             taken = [[g[p] for g in _steps(program[:place])] for program, place in zip(programs, places, strict=True)]
-            mass = w.double().abs() + torch.stack([_sum([g.abs() for g in mine], w) for mine in taken]).double().amax(0)
-            want = (w.double() - torch.stack([_sum(mine, w) for mine in taken]).double().mean(0)).to(w.dtype)
-            found = torch.stack([results[place][p] for results, place in zip(training.results, places, strict=True)])
+            mass = w.double().abs() + torch.stack([_sum([g.abs() for g in mine], w) for mine in taken]).amax(0)
+            want = (w.double() - torch.stack([_sum(mine, w) for mine in taken]).mean(0)).to(w.dtype)
             source = f"torch.stack([mine[at][{p}] for mine, at in zip(results, {places})]).double().mean(0).to({w.dtype})"
-            training.expect_that(source, found.double().mean(0).to(w.dtype), want, f"mean over ranks, parameter {p}", _ROUNDS, mass)
+            training.expect(source, want, f"mean over ranks, parameter {p}", _ROUNDS, mass)
             for rank, place in enumerate(places if agree else []):
-                training.expect(rank, place, p, want, _ROUNDS, mass, f"action {place} (abort)")
+                training.compare(rank, place, p, want, _ROUNDS, mass, f"action {place} (abort)")
 
 
 def _steps(program: list[Action]) -> list[Any]:
@@ -75,15 +72,7 @@ def _steps(program: list[Action]) -> list[Any]:
 
 
 def _sum(gradients: list[Tensor], like: Tensor) -> Tensor:
-    return torch.stack([torch.zeros_like(like), *gradients]).sum(0)
-
-
-def _after_step(weights: list[Tensor], gradients: list[list[Tensor]]) -> list[Tensor]:
-    """Return the weights after a step along the mean of several ranks' gradients."""
-    by_rank: list[list[list[float] | None]] = [list(lists(rank)) for rank in gradients]
-    names = [name_of(w.dtype) for w in weights]
-    (numbers,) = plain.train_on_gradients(lists(weights), [by_rank], 1.0, names, ONE_BUCKET, plain.full_precision(True))
-    return [tensor(found, w) for found, w in zip(numbers, weights, strict=True)]
+    return torch.stack([torch.zeros_like(like), *gradients]).double().sum(0)
 
 
 def _sleep(draw: Draw) -> Action:
@@ -91,7 +80,7 @@ def _sleep(draw: Draw) -> Action:
     return ("sleep", draw(st.sampled_from([0.1, 0.2, 0.3, 0.03, 0.17])))
 
 
-def _expect_known(case: _Case, training: Training, programs: list[list[Action]], warmup_steps: int, rounds: bool) -> None:
+def _expect_known(case: _Case, training: TrainingPlay, programs: list[list[Action]], warmup_steps: int, rounds: bool) -> None:
     """Compare the weights that do not depend on the timing of rounds."""
     taken = [_steps(program) for program in programs]
     for rank, program in enumerate(programs):
@@ -100,14 +89,15 @@ def _expect_known(case: _Case, training: Training, programs: list[list[Action]],
             may_have_moved = rounds and not aborted and step > warmup_steps + (action[0] != "step")
             if action[0] == "step":
                 along = taken if step < warmup_steps else [taken[rank]]
-                want = _after_step(before, [[steps[step][p] for p in range(len(before))] for steps in along])
+                # The mean of several ranks' gradients is exact.
+                want = [w - torch.stack([steps[step][p] for steps in along]).mean(0) for p, w in enumerate(before)]
                 step += 1
             else:
                 want = before
             if not may_have_moved:
                 for p, expected in enumerate(want):
-                    training.expect(rank, place, p, expected, why=f"action {place} ({action[0]})")
-            before = training.results[rank][place]
+                    training.compare(rank, place, p, expected, where=f"action {place} ({action[0]})")
+            before = training.names["results"][rank][place]
             aborted = action[0] == "abort" or (aborted and action[0] != "resume")
 
 

@@ -4,42 +4,186 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
 from bagua_ref.conformance.expected import power_sgd_numpy as plain
+from bagua_ref.conformance.expected.algorithms_plain import buckets
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM
-from bagua_ref.conformance.inputs.local_update_cases import multi_rank_worlds, used_parts
-from bagua_ref.conformance.inputs.low_rank_cases import (
+from bagua_ref.conformance.inputs.strategies import FLOATS, Draw, bulk, seeds, worlds
+from bagua_ref.conformance.inputs.training_cases import (
     BOUNDARY,
     EVERY_MATRIX,
+    ONE_BUCKET,
+    ByRank,
+    grid_weights,
     matrices,
+    matrix_weights,
+    multi_rank_worlds,
     of_rank,
-    powersgd_options,
-    powersgd_weights,
     usual,
+    wide,
 )
-from bagua_ref.conformance.inputs.strategies import FLOATS, Draw, bulk, seeds, worlds
-from bagua_ref.conformance.inputs.training_cases import ONE_BUCKET, ByRank, any_gradients, exact_gradients, grid_weights
 from bagua_ref.conformance.lab.lab import Lab
-from bagua_ref.conformance.lab.powersgd_rounds import ROUNDED, PowerSGDRounds
+from bagua_ref.conformance.lab.training import TrainedAlgorithm, TrainingPlay, exactly, of_kinds
 from bagua_ref.conformance.suites.checks import check
 
+__all__ = ["POWERSGD", "judge_exactly", "rank_of", "same_on_all_ranks"]
+
 _NEEDS = ("powersgd",)
-_some_worlds = st.sampled_from([(2,), (1, 1), (3,), (2, 2), (1,)])
+
+ROUNDED = SUM(400)
+"""For projections on columns whose span is known to 100 times the rounding of what was added up for them (`is_tame`)."""
+
+
+def _options(draw: Draw, weights: list[Tensor]) -> dict[str, Any]:
+    return {
+        "lr": 0.5,
+        "matrix_approximation_rank": draw(st.integers(1, 4)),
+        "warmup_steps": 0,
+        "min_compression_rate": EVERY_MATRIX,
+        "memory": draw(st.sampled_from(["local", "local", "averaged", None])),
+        "warm_start": draw(st.sampled_from([True, True, False])),
+        "seed": draw(st.sampled_from([0, 1, 7919, 2**32 - 1])),
+    }
+
+
+def _layout(training: TrainingPlay) -> list[list[int]]:
+    return buckets([w.numel() for w in training.weights], training.dtypes, training.options["bucket_bytes"])
+
+
+def rank_of(training: TrainingPlay, place: int) -> int:
+    """Return r, 0 where a gradient is not compressed."""
+    options, shape = training.options, tuple(training.weights[place].shape)
+    return plain.compressed_rank(shape, options["matrix_approximation_rank"], options["min_compression_rate"])
+
+
+def _matrices(training: TrainingPlay, step: int, place: int) -> list[Any]:
+    """Return every rank's gradient as a matrix."""
+    return [g.reshape(g.shape[0], -1).numpy() for g in training.tensors(step, place)]
+
+
+def _errors(training: TrainingPlay, step: int, place: int) -> list[Any] | None:
+    """Return every rank's e before a round, None without memory."""
+    if training.options["memory"] is None:
+        return None
+    like = _matrices(training, step, place)[0]
+    if step == training.options["warmup_steps"]:
+        return [np.zeros_like(like)] * training.n
+    before = [training.seen("memories", rank, step - 1, place) for rank in range(training.n)]
+    return [np.zeros_like(like) if e is None else e.reshape(like.shape).numpy() for e in before]
+
+
+def _start(training: TrainingPlay, step: int, place: int) -> tuple[Any, dict[str, Any], Any]:
+    """Return Q as the last round left it (None: there is none), what N is drawn from, and the columns that begin the round."""
+    k, like = step - training.options["warmup_steps"], _matrices(training, step, place)[0]
+    q = None if k == 0 else training.seen("factors", 0, step - 1, place)
+    if q is not None:
+        source = training.source("factors", 0, step - 1, place)
+        training.expect_true(f"{source}.isfinite().all()", f"step {step - 1}: Q of parameter {place} is not finite")
+        q = q.numpy()
+    order = list(itertools.chain(*_layout(training)))
+    drawn: dict[str, Any] = {"seed": training.options["seed"], "k": k, "i": order.index(place)}
+    known, shape = q if training.options["warm_start"] else None, (like.shape[1], rank_of(training, place))
+    return q, drawn, plain.start(known, shape, like.dtype.type, **drawn)
+
+
+def same_on_all_ranks(training: TrainingPlay, action: str, step: int, place: int) -> None:
+    """Compare the averaged gradients, or the factors, of all ranks, bit for bit."""
+    first = training.seen(action, 0, step, place)
+    for rank in range(1, training.n if first is not None else 0):
+        training.expect_seen(action, rank, step, place, first, why="compared with rank 0")
+
+
+def judge_mean(training: TrainingPlay, step: int, place: int, exact: bool = False) -> None:
+    """Expect the mean."""
+    given = torch.stack(training.tensors(step, place)).double()
+    want = given.mean(0).to(training.weights[place].dtype)
+    for rank in range(training.n):
+        training.expect_seen("step", rank, step, place, want, EXACT if exact else SUM(training.n + 1), given.abs().mean(0))
+
+
+def judge_round(training: TrainingPlay, step: int, place: int, exact: bool = False) -> None:
+    """Compare a round of one parameter with a plain one from equal e and Q."""
+    r, w, everywhere = rank_of(training, place), training.weights[place], range(training.n)
+    if r == 0:
+        judge_mean(training, step, place, exact)
+        for rank, action in itertools.product(everywhere, ("memories", "factors")):
+            training.expect_seen(action, rank, step, place, None, why="which is not compressed")
+        return
+    same_on_all_ranks(training, "step", step, place)
+    same_on_all_ranks(training, "factors", step, place)
+    sent, errors, (q, drawn, columns) = (
+        _matrices(training, step, place), _errors(training, step, place), _start(training, step, place)
+    )  # fmt: skip
+    every = [*sent, *(errors or [])]
+    size, options = plain.norm(every), {name: training.options[name] for name in ("memory", "warm_start")}
+    is_known = plain.is_tame(plain.added(every) @ columns, size)
+    if not is_known or (q is not None and options["warm_start"] and not plain.is_tame(q)):
+        _judge_conservation(training, step, place, every, size)
+        return
+    wanted = plain.power_sgd_round(sent, errors, q, r, **options, **drawn)
+    result, kind = torch.from_numpy(wanted.result).to(w.dtype).view(w.shape), wide(w.dtype)
+    for rank in everywhere:
+        training.expect_seen("step", rank, step, place, result, SUM(4) if w.dtype.itemsize == 2 else ROUNDED, size)
+        left = None if wanted.errors is None else torch.from_numpy(wanted.errors[rank]).view(w.shape)
+        training.expect_seen("memories", rank, step, place, left, ROUNDED, size, "though memory=None" * (left is None))
+        if wanted.q is not None:  # Q Q^T does not depend on the basis
+            gram, source = torch.from_numpy(wanted.q).double(), f"{training.source('factors', rank, step, place)}.double()"
+            mass = size * size * sent[0].shape[0] * torch.finfo(kind).eps / torch.finfo(torch.float64).eps
+            training.expect(
+                f"{source} @ {source}.T", gram @ gram.T, f"Q Q^T: rank {rank}, step {step}, place {place}", ROUNDED, mass
+            )
+
+
+def _judge_conservation(training: TrainingPlay, step: int, place: int, every: list[Any], size: float) -> None:
+    """Expect that what is applied and the mean of the new memories is the mean of the gradients and the old ones."""
+    w = training.weights[place]
+    if training.options["memory"] is not None and w.dtype.itemsize > 2:
+        want = torch.from_numpy(plain.added(every).astype(np.float64) / training.n).view(w.shape).to(w.dtype)
+        memories = " + ".join(f"{training.source('memories', rank, step, place)}.double()" for rank in range(training.n))
+        source = f"({training.source('step', 0, step, place)}.double() + ({memories}) / {training.n}).to({w.dtype})"
+        training.expect(source, want, f"conservation: step {step}, parameter {place}", SUM(60 * training.n), size)
+
+
+def _follow(training: TrainingPlay) -> None:
+    for _ in range(training.steps):
+        training.step()
+        training.look("memories")
+        training.look("factors")
+
+
+def judge(training: TrainingPlay, exact: bool = False) -> None:
+    """Compare every step."""
+    for step, place in itertools.product(range(training.steps), range(len(training.weights))):
+        if step < training.options["warmup_steps"]:
+            judge_mean(training, step, place, exact)
+        else:
+            judge_round(training, step, place, exact)
+
+
+def judge_exactly(training: TrainingPlay) -> None:
+    """Compare every step; means of what is not compressed do not depend on the order of sums."""
+    judge(training, exact=True)
+
+
+POWERSGD = TrainedAlgorithm(
+    "powersgd",
+    _options,
+    _follow,
+    judge,
+    worlds=lambda dtype: st.sampled_from([(2,), (1, 1), (3,), (2, 2), (1,)]),
+    weights=matrix_weights,
+    gradients=of_kinds(usual),
+    steps=lambda draw, options: options["warmup_steps"] + 3,
+)
 
 
 # S10.1
-
-
-@check("algorithms", "S10.1", "warmup", needs=_NEEDS, effort=0.3)
-def warmup(lab: Lab, draw: Draw) -> None:
-    """Up to warmup_steps, gradients are averaged; then rounds are counted from 0, and nothing was remembered."""
-    nodes, weights, warmup_steps = draw(_some_worlds), powersgd_weights(draw, torch.float32), draw(st.integers(1, 3))
-    gradients = exact_gradients(draw, weights, sum(nodes), warmup_steps + 2)
-    PowerSGDRounds(lab, draw, nodes, weights, gradients, powersgd_options(draw, warmup_steps=warmup_steps)).follow(exact=True)
 
 
 @check("algorithms", "S10.1", "compressed", needs=_NEEDS, effort=0.6)
@@ -47,31 +191,12 @@ def compressed(lab: Lab, draw: Draw) -> None:
     """Compressed are matrices with (n + m) * r * min_compression_rate < n * m; all others are averaged, and have no memory."""
     generator = np.random.default_rng(draw(seeds))
     forms = [BOUNDARY[place] for place in generator.permutation(len(BOUNDARY))[:6]]
-    weights, nodes = grid_weights(draw, [torch.float32] * 6, forms), draw(multi_rank_worlds)
-    options = powersgd_options(
-        draw,
-        matrix_approximation_rank=draw(st.sampled_from([1, 1, 2, 5])),
+    POWERSGD.train(
+        lab, draw, nodes=draw(multi_rank_worlds), weights=grid_weights(draw, [torch.float32] * 6, forms), gradients=exactly,
+        steps=2, judge=judge_exactly, matrix_approximation_rank=draw(st.sampled_from([1, 1, 2, 5])),
         min_compression_rate=draw(st.sampled_from([2.0, 2.0, 1.0, 0.75, 1.5, 0.2])),
         memory=draw(st.sampled_from(["local", "averaged"])),
-    )
-    PowerSGDRounds(lab, draw, nodes, weights, exact_gradients(draw, weights, sum(nodes), 2), options).follow(exact=True)
-
-
-@check("algorithms", "S10.1", "new_buckets", needs=_NEEDS, effort=0.3)
-def new_buckets(lab: Lab, draw: Draw) -> None:
-    """Memories and factors belong to parameters, and outlive new buckets."""
-    nodes, weights = draw(_some_worlds), powersgd_weights(draw, torch.float32)
-    gradients = any_gradients(draw, weights, sum(nodes), 4, usual)
-    PowerSGDRounds(lab, draw, nodes, weights, gradients, powersgd_options(draw), {2: "new buckets"}).follow()
-
-
-@check("algorithms", "S10.1", "restart", needs=_NEEDS, effort=0.3)
-def restart(lab: Lab, draw: Draw) -> None:
-    """Training that continues from saved weights and states goes on as if it had never stopped."""
-    nodes, weights = draw(_some_worlds), powersgd_weights(draw, torch.float32)
-    gradients = any_gradients(draw, weights, sum(nodes), 4, usual)
-    options = powersgd_options(draw, warmup_steps=draw(st.integers(0, 2)))
-    PowerSGDRounds(lab, draw, nodes, weights, gradients, options, {draw(st.integers(1, 3)): "restart"}).follow()
+    )  # fmt: skip
 
 
 # S10.2
@@ -80,68 +205,69 @@ def restart(lab: Lab, draw: Draw) -> None:
 @check("algorithms", "S10.2", "rounds", dtypes=FLOATS, needs=_NEEDS, effort=0.4)
 def rounds(lab: Lab, draw: Draw) -> None:
     """Each round gives P Q^T and leaves e and Q as the formulas say, from the e and Q that the last one left."""
-    nodes, weights = draw(_some_worlds), powersgd_weights(draw, lab.dtype)
-    gradients = any_gradients(draw, weights, sum(nodes), 3, usual)
-    PowerSGDRounds(lab, draw, nodes, weights, gradients, powersgd_options(draw)).follow()
+    POWERSGD.train(lab, draw)
 
 
-@check("algorithms", "S10.2", "unused_parameters", needs=_NEEDS, effort=0.3)
-def unused_parameters(lab: Lab, draw: Draw) -> None:
-    """A rank that does not use a parameter contributes a gradient of zero, and its memory."""
-    nodes, weights = draw(multi_rank_worlds), powersgd_weights(draw, torch.float32)
-    weights += grid_weights(draw, [torch.float32], [draw(matrices)])
-    gradients = used_parts(draw, any_gradients(draw, weights, sum(nodes), 3, usual))
-    PowerSGDRounds(lab, draw, nodes, weights, gradients, powersgd_options(draw)).follow()
-
-
-def _follow_exactly(training: PowerSGDRounds, ranks_of_steps: Sequence[int]) -> None:
+def _judge_as_mean(training: TrainingPlay, ranks_of_steps: Sequence[int]) -> None:
     """Expect the mean of every step up to rounding, given each one's rank, unless rounding decides what Q spans."""
     for step, rank in enumerate(ranks_of_steps):
-        given = torch.stack(training.given(step, 0)).double()
-        want, size = given.mean(0).to(training.weights[0].dtype), plain.norm(training.matrices_of(step, 0))
-        _, _, columns = training.start(step, 0)
-        values = np.linalg.svd(plain.added(training.matrices_of(step, 0)) @ columns, compute_uv=False)
-        if rank and values[rank - 1] <= 1e-2 * values[0]:
-            continue
-        for number in range(training.n):
-            training.expect("step", number, step, 0, want, ROUNDED, size)
+        want = torch.stack(training.tensors(step, 0)).double().mean(0).to(training.weights[0].dtype)
+        given, (_, _, columns) = _matrices(training, step, 0), _start(training, step, 0)
+        values = np.linalg.svd(plain.added(given) @ columns, compute_uv=False)
+        if not rank or values[rank - 1] > 1e-2 * values[0]:
+            for number in range(training.n):
+                training.expect_seen("step", number, step, 0, want, ROUNDED, plain.norm(given))
+
+
+def _products(ranks_of_steps: Sequence[int], seed: int, factors: Sequence[float]) -> Any:
+    """Return what makes gradients of these ranks, one for each step; rank i of the world has them times ``factors[i]``."""
+
+    def gradients(draw: Draw, weights: list[Tensor], ranks: int, steps: int, options: dict[str, Any]) -> ByRank:
+        found: ByRank = [[] for _ in range(ranks)]
+        for step, rank in enumerate(ranks_of_steps):
+            sides = [
+                bulk(torch.float32, "tame", seed + 7 * step + p, size * rank).view(size, rank)
+                for p, size in enumerate(weights[0].shape)
+            ]
+            for number, mine in enumerate(found):
+                mine.append({0: sides[0] @ sides[1].T * factors[number]})
+        return found
+
+    return gradients
 
 
 @check("algorithms", "S10.2", "dead_columns", needs=_NEEDS, effort=0.5)
 def dead_columns(lab: Lab, draw: Draw) -> None:
     """A gradient of zero gives zero, never NaN; columns of Q that became 0 are replaced, and later gradients come through."""
-    nodes, (n, m), r = draw(_some_worlds), draw(st.sampled_from([(6, 5), (4, 8), (9, 6)])), draw(st.integers(1, 3))
-    weights, seed = grid_weights(draw, [torch.float32], [(n, m)]), draw(seeds)
+    shape, r = draw(st.sampled_from([(6, 5), (4, 8), (9, 6)])), draw(st.integers(1, 3))
     ranks_of_steps = draw(st.sampled_from([(0, 1, 0, 1), (1, 0, 0, 1), (1, r, 1, r), (0, 0, r), (1, 1, 0, r)]))
-    full = min(n, m)
-    gradients: ByRank = [[] for _ in range(sum(nodes))]
-    for step, rank in enumerate((*ranks_of_steps, full)):
-        left, right = (
-            bulk(torch.float32, "tame", seed + 7 * step + p, size * rank).view(size, rank) for p, size in enumerate((n, m))
-        )
-        for number, mine in enumerate(gradients):
-            mine.append({0: left @ right.T * (1 + number)})
+
+    def judge_all(training: TrainingPlay) -> None:
+        _judge_as_mean(training, ranks_of_steps)
+        judge_round(training, len(ranks_of_steps), 0)
+
     # A memory would bring back what a dependent column has left of earlier gradients.
-    options = powersgd_options(draw, matrix_approximation_rank=r, memory=None)
-    training = PowerSGDRounds(lab, draw, nodes, weights, gradients, options)
-    _follow_exactly(training, ranks_of_steps)
-    training.round(len(ranks_of_steps), 0)
+    POWERSGD.train(
+        lab, draw, weights=grid_weights(draw, [torch.float32], [shape]), judge=judge_all, matrix_approximation_rank=r, memory=None,
+        gradients=_products((*ranks_of_steps, min(shape)), draw(seeds), range(1, 5)),
+    )  # fmt: skip
 
 
 @check("algorithms", "S10.2", "zero_gradients", needs=_NEEDS, effort=0.3)
 def zero_gradients(lab: Lab, draw: Draw) -> None:
     """Where all gradients are zero, so are the average and the memory, bit for bit, in every round."""
-    nodes, weights = draw(_some_worlds), powersgd_weights(draw, torch.float32)
-    gradients: ByRank = [[{p: torch.zeros_like(w) for p, w in enumerate(weights)} for _ in range(3)] for _ in range(sum(nodes))]
-    training = PowerSGDRounds(
-        lab, draw, nodes, weights, gradients, powersgd_options(draw, memory=draw(st.sampled_from(["local", "averaged"])))
-    )
-    for step, rank, place in itertools.product(range(3), range(training.n), range(len(weights))):
-        zero = torch.zeros(weights[place].shape)
-        for action in ("step", "memories") if training.rank_of(place) else ("step",):
-            found = training.seen(action, rank, step, place)
-            training.expect_that(action, rank, step, place, f"{training.source(action, rank, step, place)}.abs()",
-                                 None if found is None else found.abs(), zero, EXACT, None)  # fmt: skip
+
+    def judge_zero(training: TrainingPlay) -> None:
+        for step, rank, place in itertools.product(range(3), range(training.n), range(len(training.weights))):
+            for action in ("step", "memories") if rank_of(training, place) else ("step",):
+                zero = torch.zeros(training.weights[place].shape)
+                where = f"rank {rank}, step {step}, {action} of parameter {place}"
+                training.expect(f"{training.source(action, rank, step, place)}.abs()", zero, where)
+
+    def zeros(gradients: ByRank) -> ByRank:
+        return [[{place: torch.zeros_like(g) for place, g in given.items()} for given in rank] for rank in gradients]
+
+    POWERSGD.train(lab, draw, change=zeros, judge=judge_zero, memory=draw(st.sampled_from(["local", "averaged"])))
 
 
 # S10.3
@@ -150,138 +276,112 @@ def zero_gradients(lab: Lab, draw: Draw) -> None:
 @check("algorithms", "S10.3", "dependent_columns", needs=_NEEDS, effort=0.5)
 def dependent_columns(lab: Lab, draw: Draw) -> None:
     """What rounding leaves of a dependent column is no direction: gradients of a lower rank than r are averaged exactly."""
-    nodes, (n, m), rank = draw(_some_worlds), draw(st.sampled_from([(24, 16), (12, 9), (9, 30)])), draw(st.integers(1, 2))
-    weights, seed = grid_weights(draw, [torch.float32], [(n, m)]), draw(seeds)
-    left, right = (bulk(torch.float32, "tame", seed + p, size * rank).view(size, rank) for p, size in enumerate((n, m)))
-    gradients: ByRank = [[{0: left @ right.T * 2.0**number}] * 3 for number in range(sum(nodes))]
-    options = powersgd_options(draw, matrix_approximation_rank=draw(st.integers(rank + 1, 6)), memory=None)
-    _follow_exactly(PowerSGDRounds(lab, draw, nodes, weights, gradients, options), [rank] * 3)
+    shape, rank, seed = draw(st.sampled_from([(24, 16), (12, 9), (9, 30)])), draw(st.integers(1, 2)), draw(seeds)
+
+    def repeated(gradients: ByRank) -> ByRank:
+        return [mine * 3 for mine in gradients]
+
+    POWERSGD.train(
+        lab, draw, weights=grid_weights(draw, [torch.float32], [shape]), gradients=_products([rank], seed, (1, 2, 4, 8)),
+        change=repeated, judge=lambda training: _judge_as_mean(training, [rank] * 3), memory=None,
+        matrix_approximation_rank=draw(st.integers(rank + 1, 6)),
+    )  # fmt: skip
 
 
 @check("algorithms", "S10.3", "scales", dtypes=("float32", "float64"), needs=_NEEDS, effort=0.4)
 def scales(lab: Lab, draw: Draw) -> None:
     """Columns are compared with their own size: gradients of any magnitude are compressed alike."""
-    nodes, weights = draw(_some_worlds), powersgd_weights(draw, lab.dtype)
     factor = 2.0 ** draw(st.sampled_from([-45, -30, 40, 50] if lab.dtype is torch.float32 else [-300, -60, 60, 300]))
-    gradients = any_gradients(draw, weights, sum(nodes), 3, st.just("tame"))
-    scaled = [[{place: g * factor for place, g in given.items()} for given in rank] for rank in gradients]
-    PowerSGDRounds(lab, draw, nodes, weights, scaled, powersgd_options(draw)).follow()
+
+    def scaled(gradients: ByRank) -> ByRank:
+        return [[{place: g * factor for place, g in given.items()} for given in rank] for rank in gradients]
+
+    POWERSGD.train(lab, draw, gradients=of_kinds(st.just("tame")), change=scaled)
 
 
 # S10.4
 
 
+def expect_refused(training: TrainingPlay, step: int, place: int) -> None:
+    """Expect NaN, and that nothing else has changed."""
+    w, r = training.weights[place], rank_of(training, place)
+    for rank in range(training.n):
+        training.expect_seen("step", rank, step, place, torch.full_like(w, torch.nan))
+        for action, like in (("memories", w), ("factors", torch.zeros(w.numel() // w.shape[0], r))):
+            found = training.seen(action, rank, step, place)
+            if (action == "memories" and training.options["memory"] is None) or (step == 0 and found is None):
+                continue  # there is none, or none yet
+            before = training.seen(action, rank, step - 1, place) if step else torch.zeros_like(like)
+            training.expect_seen(action, rank, step, place, before, why="after a round that was not finite")
+
+
 @check("algorithms", "S10.4", "not_finite", needs=_NEEDS, effort=0.6)
 def not_finite(lab: Lab, draw: Draw) -> None:
     """A gradient that is not finite on one rank becomes NaN on every rank, and its memories and its factor stay; others go on."""
-    nodes, weights = (
-        draw(_some_worlds),
-        [*grid_weights(draw, [torch.float32], [draw(matrices)]), *powersgd_weights(draw, torch.float32)],
-    )
-    n, bad_step = sum(nodes), draw(st.integers(0, 2))
-    gradients = any_gradients(draw, weights, n, 4, usual)
-    culprit = gradients[draw(st.integers(0, n - 1))][bad_step][0].view(-1)
-    culprit[draw(st.integers(0, culprit.numel() - 1))] = draw(st.sampled_from([float("nan"), float("inf"), float("-inf")]))
-    training = PowerSGDRounds(lab, draw, nodes, weights, gradients, powersgd_options(draw))
-    for step, place in itertools.product(range(4), range(len(weights))):
-        if step == bad_step and place == 0:
-            _refused(training, step, place)
-        else:
-            training.round(step, place)
+    weights = [*grid_weights(draw, [torch.float32], [draw(matrices)]), *matrix_weights(draw, torch.float32)]
+    bad_step = draw(st.integers(0, 2))
 
+    def poisoned(gradients: ByRank) -> ByRank:
+        culprit = gradients[draw(st.integers(0, len(gradients) - 1))][bad_step][0].view(-1)
+        culprit[draw(st.integers(0, culprit.numel() - 1))] = draw(st.sampled_from([float("nan"), float("inf"), float("-inf")]))
+        return gradients
 
-def _refused(training: PowerSGDRounds, step: int, place: int) -> None:
-    """Expect NaN, and that nothing else has changed."""
-    w, r = training.weights[place], training.rank_of(place)
-    for rank in range(training.n):
-        training.expect("step", rank, step, place, torch.full_like(w, torch.nan))
-        for action, like in (("memories", w), ("factors", torch.zeros(w.numel() // w.shape[0], r))):
-            if action == "memories" and training.options["memory"] is None:
-                continue
-            before = training.seen(action, rank, step - 1, place) if step else torch.zeros_like(like)
-            found = training.seen(action, rank, step, place)
-            if step == 0 and found is None:  # there is none yet
-                continue
-            training.expect(action, rank, step, place, before, why="after a round that was not finite")
+    def judge_all(training: TrainingPlay) -> None:
+        for step, place in itertools.product(range(4), range(len(weights))):
+            (expect_refused if (step, place) == (bad_step, 0) else judge_round)(training, step, place)
+
+    POWERSGD.train(lab, draw, weights=weights, change=poisoned, steps=4, judge=judge_all)
 
 
 @check("algorithms", "S10.4", "overflow", needs=_NEEDS, effort=0.2)
 def overflow(lab: Lab, draw: Draw) -> None:
     """So does one whose Q overflows in the sum, though every rank's gradient and P are finite; the next one comes through."""
-    nodes = draw(_some_worlds)
+
+    def gradients(draw: Draw, weights: list[Tensor], ranks: int, steps: int, options: dict[str, Any]) -> ByRank:
+        return [[{0: torch.full((64, 8), 1e38 / ranks)}, {0: torch.ones(64, 8)}] for _ in range(ranks)]
+
+    def judge_both(training: TrainingPlay) -> None:
+        expect_refused(training, 0, 0)
+        for rank in range(training.n):
+            training.expect_seen("step", rank, 1, 0, torch.ones(64, 8), ROUNDED, 10.0)
+
     weights = grid_weights(draw, [torch.float32], [(64, 8)])
-    large = torch.full((64, 8), 1e38 / sum(nodes))
-    gradients: ByRank = [[{0: large}, {0: torch.ones(64, 8)}] for _ in range(sum(nodes))]
-    training = PowerSGDRounds(lab, draw, nodes, weights, gradients, powersgd_options(draw, matrix_approximation_rank=1))
-    _refused(training, 0, 0)
-    for rank in range(training.n):
-        training.expect("step", rank, 1, 0, torch.ones(64, 8), ROUNDED, 10.0)
+    POWERSGD.train(lab, draw, weights=weights, gradients=gradients, judge=judge_both, matrix_approximation_rank=1)
 
 
 # S10.5
 
 
-@check("algorithms", "S10.5", "conservation", dtypes=("float32", "float64"), needs=_NEEDS, effort=0.3)
-def conservation(lab: Lab, draw: Draw) -> None:
-    """What was applied in all rounds, and the mean of the memories, is the sum of the mean gradients."""
-    nodes, weights = draw(_some_worlds), powersgd_weights(draw, lab.dtype)
-    gradients = any_gradients(draw, weights, sum(nodes), 5, usual)
-    options = powersgd_options(draw, memory=draw(st.sampled_from(["local", "averaged"])), warmup_steps=draw(st.integers(0, 2)))
-    training = PowerSGDRounds(lab, draw, nodes, weights, gradients, options)
-    for place in range(len(weights)):
-        every = [x for step in range(5) for x in training.given(step, place)]
-        want = torch.stack(every).double().sum(0) / training.n
-        found = torch.stack([training.seen("step", 0, step, place) for step in range(5)]).double().sum(0)
-        left = [training.seen("memories", rank, 4, place) for rank in range(training.n)] if training.rank_of(place) else []
-        source = f"sum(results[0][i][{place}].double() for i in range(0, 15, 3))"
-        if left and all(x is not None for x in left):
-            found = found + torch.stack(left).double().mean(0)
-            source += f" + torch.stack([r[-2][{place}] for r in results]).double().mean(0)"
-        size = plain.norm([x.reshape(1, -1).numpy() for x in [*every, *left] if x is not None])
-        kind = lab.dtype
-        tolerance = SUM(100 * training.n)
-        training.expect_that(
-            "step", 0, 4, place, f"({source}).to({kind})", found.to(kind), want.to(kind), tolerance, size, "the sum"
-        )
-
-
 @check("algorithms", "S10.5", "low_rank", needs=_NEEDS, effort=0.5)
 def low_rank(lab: Lab, draw: Draw) -> None:
     """A mean of rank r or less is averaged exactly, though no rank's own gradient has that rank."""
-    nodes, r = draw(worlds(4)), draw(st.integers(1, 3))
-    weights = grid_weights(draw, [torch.float32], [draw(st.sampled_from([(8, 10), (12, 8), (9, 3, 3)]))])
-    by_rank = of_rank(draw, weights[0], sum(nodes), r)
-    options = powersgd_options(draw, matrix_approximation_rank=r)
-    _follow_exactly(PowerSGDRounds(lab, draw, nodes, weights, [[{0: g}] for g in by_rank], options), [r])
-
-
-@check("algorithms", "S10.5", "same_bits", dtypes=FLOATS, needs=_NEEDS, effort=0.2)
-def same_bits(lab: Lab, draw: Draw) -> None:
-    """All ranks have the same averaged gradients and factors, bit for bit, whatever the gradients are."""
-    nodes, weights = draw(multi_rank_worlds), powersgd_weights(draw, lab.dtype)
-    gradients = any_gradients(draw, weights, sum(nodes), 3, st.sampled_from(["tame", "near", "ties", "constant", "tiny"]))
-    training = PowerSGDRounds(lab, draw, nodes, weights, gradients, powersgd_options(draw))
-    for step, place in itertools.product(range(3), range(len(weights))):
-        training.same_on_all_ranks(step, place)
-        training.same_on_all_ranks(step, place, "factors")
+    r, shape = draw(st.integers(1, 3)), draw(st.sampled_from([(8, 10), (12, 8), (9, 3, 3)]))
+    POWERSGD.train(
+        lab, draw, nodes=draw(worlds(4)), weights=grid_weights(draw, [torch.float32], [shape]), matrix_approximation_rank=r,
+        gradients=lambda draw, weights, ranks, steps, options: [[{0: g}] for g in of_rank(draw, weights[0], ranks, r)],
+        judge=lambda training: _judge_as_mean(training, [r]),
+    )  # fmt: skip
 
 
 @check("algorithms", "S10.5", "messages", needs=_NEEDS, effort=0.3)
 def messages(lab: Lab, draw: Draw) -> None:
     """Each bucket sends one all-reduce for all P and what is not compressed, and one for all Q, of exactly their elements."""
-    nodes, weights = draw(multi_rank_worlds), powersgd_weights(draw, torch.float32, 3)
+    weights = matrix_weights(draw, torch.float32, 3)
     weights.insert(draw(st.integers(0, len(weights))), torch.zeros(7))
-    options = powersgd_options(draw, min_compression_rate=draw(st.sampled_from([EVERY_MATRIX, 1.0])))
-    options["bucket_bytes"] = draw(st.sampled_from([40, ONE_BUCKET, ONE_BUCKET]))
-    training = PowerSGDRounds(lab, draw, nodes, weights, any_gradients(draw, weights, sum(nodes), 2, usual), options, record=True)
-    sizes = []
-    for bucket in training.layout:
-        ranks = [(weights[place], training.rank_of(place)) for place in bucket]
-        first = sum(r * w.shape[0] if r else w.numel() for w, r in ranks)
-        sizes += [first, *([sum(r * (w.numel() // w.shape[0]) for w, r in ranks if r)] if any(r for _, r in ranks) else [])]
-    floats = "[x for x in (sends[0] for what, sends in messages if what.startswith('allreduce')) if x.is_floating_point()]"
-    source = f"[x.numel() for x in {floats} if x.numel()]"
-    sent = [sends[0] for what, sends in training.training.messages if what.startswith("allreduce")]
-    found = [x.numel() for x in sent if x.is_floating_point() and x.numel()]
-    wanted = [size for size in sizes if size] * 2
-    training.training.expect_true(f"{source} == {wanted}", found == wanted, f"all-reduces have {found} elements, not {wanted}")
+
+    def judge_messages(training: TrainingPlay) -> None:
+        sizes = []
+        for bucket in _layout(training):
+            ranks = [(training.weights[place], rank_of(training, place)) for place in bucket]
+            sizes.append(sum(r * w.shape[0] if r else w.numel() for w, r in ranks))
+            sizes += [sum(r * (w.numel() // w.shape[0]) for w, r in ranks if r)] if any(r for _, r in ranks) else []
+        floats = "[x for x in (sends[0] for what, sends in messages if what.startswith('allreduce')) if x.is_floating_point()]"
+        training.do(f"sizes = [x.numel() for x in {floats} if x.numel()]")
+        wanted = [size for size in sizes if size] * 2
+        training.expect_true(f"sizes == {wanted}", f"all-reduces have {training.names['sizes']} elements, not {wanted}")
+
+    POWERSGD.train(
+        lab, draw, nodes=draw(multi_rank_worlds), weights=weights, steps=2, judge=judge_messages, record=True,
+        min_compression_rate=draw(st.sampled_from([EVERY_MATRIX, 1.0])),
+        bucket_bytes=draw(st.sampled_from([40, ONE_BUCKET, ONE_BUCKET])),
+    )  # fmt: skip

@@ -20,11 +20,11 @@ __all__ = ["Check", "all_checks", "check", "checks_of", "prepare", "reason_to_sk
 _MODULES = {suite: (suite,) for suite in SUITES} | {
     "algorithms": (
         "algorithms_async",
-        "algorithms_local_sgd",
-        "algorithms_diloco",
+        "algorithms_local",
         "algorithms_powersgd",
         "algorithms_topk",
         "algorithms",
+        "algorithms_properties",
     ),
     "cache": ("cache_values", "cache"),
     "fused_optimizer": ("fused_optimizer", "fused_optimizer_memory"),
