@@ -14,7 +14,7 @@ from bagua_ref.conformance.expected.tolerances import EXACT, Tolerance, assert_e
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.violation import Script, Violation, literal
 from bagua_ref.conformance.targets.reference_algorithms import ReferenceAlgorithms
-from bagua_ref.conformance.targets.reference_ops import ReferenceCommOps
+from bagua_ref.conformance.targets.reference_target import ReferenceCommOps
 from bagua_ref.conformance.targets.target import Target, load
 
 __all__ = ["Play", "source_of_part"]
