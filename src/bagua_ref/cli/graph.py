@@ -9,8 +9,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from bagua_ref.base.extras import install_command
-from bagua_ref.cli.command import CommandError, Commands, add_command, add_json_options, write_json
+from bagua_ref.cli.command import CommandError, Commands, add_command, add_json_options, write_json, write_picture
+from bagua_ref.cli.graph_picture import draw_graphs
 from bagua_ref.formulas.graphs import MODES, Graph, checked_graph
 from bagua_ref.formulas.mixing import Mixing, mixing
 
@@ -71,7 +71,10 @@ def _graph(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
     if not arguments.json:
         _print(arguments.mode, graphs, found, arguments.tolerance)
     if arguments.png is not None:
-        _draw(arguments.mode, graphs, found, arguments.tolerance, arguments.png)
+        title = f"{arguments.mode}, {arguments.ranks} ranks: {verdict(found, arguments.tolerance)}"
+        title += f", spectral gap {found.spectral_gap:.3g}"
+        title += f" per period of {found.period} rounds" if found.period > 1 else ""
+        write_picture(lambda: draw_graphs(graphs, title), arguments.png, "demo")
     write_json(arguments, _as_json(arguments, graphs, found))
     return 0
 
@@ -167,20 +170,6 @@ def _matrix(graph: Graph) -> str:
         cells = ["." if source not in sources else "o" if source == receiver else "x" for source in range(n)]
         lines.append(f"  {'to' if not receiver else '':>2} {receiver:3}  {' '.join(cells)}")
     return "\n".join(lines)
-
-
-def _draw(mode: str, graphs: list[Graph], found: Mixing, tolerance: float, path: Path) -> None:
-    from bagua_ref.cli.graph_picture import draw_graphs
-
-    title = f"{mode}, {len(graphs[0])} ranks: {verdict(found, tolerance)}, spectral gap {found.spectral_gap:.3g}"
-    title += f" per period of {found.period} rounds" if found.period > 1 else ""
-    try:
-        draw_graphs(graphs, title).savefig(path, dpi=120, metadata={"Software": None})
-    except ModuleNotFoundError:
-        raise CommandError(f"--png needs matplotlib; install with: {install_command('demo')}") from None
-    except (OSError, ValueError) as error:  # no such folder or format
-        raise CommandError(f"cannot write {str(path)!r}: {error}") from None
-    print(f"Picture: {path}")
 
 
 def _as_json(arguments: argparse.Namespace, graphs: list[Graph], found: Mixing) -> dict[str, Any]:
