@@ -1,5 +1,3 @@
-"""Mixture of experts: not provided; importing this raises an error that names what to use instead."""
+from bagua_ref.base.not_provided import not_provided  # noqa: D100
 
-from bagua_ref.base.not_provided import not_provided
-
-raise not_provided("model_parallel")
+raise not_provided(__name__)

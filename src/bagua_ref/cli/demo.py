@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed as dist
+import torch.distributed as dist
 
 from bagua_ref.base.extras import install_command
 from bagua_ref.cli.command import CommandError, Commands, add_command, add_json_options, is_installed, write_json
@@ -133,7 +133,7 @@ def _train(workers: int, exchange: Path) -> Iterator[dict[str, Any]]:
     Raises:
         _WorkerError: a worker has failed.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # no port has to be guessed
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     shared = {
         "WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": workers, "GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port,
         "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0,

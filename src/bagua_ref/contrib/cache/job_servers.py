@@ -84,7 +84,7 @@ def addresses(kind: str, capacity: int, every_node: bool) -> list[dict[str, Any]
                     "this job's cache servers are started by its ranks, not by their DataLoader workers; make the CacheLoader or "
                     "CachedDataset before the DataLoader, or pass hosts="
                 )
-            known[kind] = ([_start(kind, capacity, LOOPBACK).address], 0) if job is _alone else _meet(kind, capacity)
+            known[kind] = ([_start(kind, capacity, LOOPBACK).address], 0) if job is _alone else _start_and_announce(kind, capacity)
         server = _owned(kind)
         if server is not None and server.capacity != capacity:
             warnings.warn(
@@ -142,7 +142,7 @@ def _job() -> Any:
     return _alone
 
 
-def _meet(kind: str, capacity: int) -> tuple[list[dict[str, Any]], int]:
+def _start_and_announce(kind: str, capacity: int) -> tuple[list[dict[str, Any]], int]:
     """Start this node's server if this is its first rank, announce it, and return all addresses and this node's index."""
     world = current_world()
     if world.transport is not None:
@@ -160,26 +160,28 @@ def _meet(kind: str, capacity: int) -> tuple[list[dict[str, Any]], int]:
         hosts = _exchange(store, "node", node, range(count), _machine())
         try:
             server = _start(kind, capacity, LOOPBACK if len(set(hosts)) == 1 else node_address(get_master_addr()))
-            card: dict[str, Any] = {"address": server.address}
+            mine: dict[str, Any] = {"address": server.address}
         except BackendUnavailableError as error:
-            card = {"error": str(error)}
-        store.set(f"server/{node}", json.dumps(card))
-    cards = [_card(_read(store, f"server/{other}", f"the cache server of node {other}"), other) for other in range(count)]
-    for other, card in enumerate(cards):
-        if "error" in card:
-            raise BackendUnavailableError(f"node {other}: {card['error']}" if count > 1 else card["error"])
-    return [card["address"] for card in cards], node
+            mine = {"error": str(error)}
+        store.set(f"server/{node}", json.dumps(mine))
+    announced = [
+        _announcement(_read(store, f"server/{other}", f"the cache server of node {other}"), other) for other in range(count)
+    ]
+    for other, server in enumerate(announced):
+        if "error" in server:
+            raise BackendUnavailableError(f"node {other}: {server['error']}" if count > 1 else server["error"])
+    return [server["address"] for server in announced], node
 
 
-def _card(data: bytes, node: int) -> dict[str, Any]:
+def _announcement(data: bytes, node: int) -> dict[str, Any]:
     """Return a node's announcement of its server: its address, or the error for which it has none."""
-    card: dict[str, Any] = heard(data, {"address?": _ADDRESS, "error?": str}, f"node {node}")
-    return card if card.get("error") is not None else heard(data, {"address": _ADDRESS}, f"node {node}")
+    announced: dict[str, Any] = heard(data, {"address?": _ADDRESS, "error?": str}, f"node {node}")
+    return announced if announced.get("error") is not None else heard(data, {"address": _ADDRESS}, f"node {node}")
 
 
-def _exchange(store: Any, what: str, mine: int, all_of_them: Sequence[int], card: str) -> list[str]:
-    """Publish this rank's card and return the cards of all."""
-    store.set(f"{what}/{mine}", card)
+def _exchange(store: Any, what: str, mine: int, all_of_them: Sequence[int], value: str) -> list[str]:
+    """Publish this rank's value and return the values of all."""
+    store.set(f"{what}/{mine}", value)
     return [_read(store, f"{what}/{other}", f"{what} {other} of {len(all_of_them)}").decode() for other in all_of_them]
 
 

@@ -15,9 +15,6 @@ from bagua_ref.base.utils import flatten
 
 __all__ = ["NUMBERS", "PLAIN_TYPES", "Run", "attributes", "find_runs", "flatten_weights", "held_by_bucket", "is_plain"]
 
-LONGEST_ON_CPU, LONGEST = 2**19, 2**24
-"""About so many elements are stepped at once, as more of them fit no cache."""
-
 data_ptr = Tensor.data_ptr
 get_grad = attrgetter("grad")
 
@@ -103,10 +100,7 @@ def find_runs(parameters: Sequence[Tensor], store: MutableMapping[Any, Any], fla
     model = next((p for p in parameters if p.numel() > 1 and type(store.get(p)) is dict), None)
     kinds = {} if model is None else {key: _kind(value, model) for key, value in store[model].items()}
     for chain in neighbours(parameters, flats):
-        longest = LONGEST_ON_CPU if chain[0].device.type == "cpu" else LONGEST
-        totals = itertools.accumulate(p.numel() for p in chain)
-        alike = {id(p): (_signature(p, store.get(p), kinds), total // longest) for p, total in zip(chain, totals, strict=True)}
-        for (signature, _), members in itertools.groupby(chain, key=lambda p: alike[id(p)]):
+        for signature, members in itertools.groupby(chain, key=lambda p: _signature(p, store.get(p), kinds)):
             part = list(members)
             if len(part) > 1 and signature is not None and any(p.numel() > 1 for p in part):
                 flat = flat_view(part, flats)
@@ -271,10 +265,6 @@ class Run:
                 grad.data = part
             self._copy = None
         self._seen = grads[0]
-
-    def has_its_shapes(self) -> bool:
-        """Return whether parameters have the shapes that they had when their gradients were copied first."""
-        return all(p.shape == part.shape for p, part in zip(self.parameters, self._copied, strict=True))
 
     def give_gradient_back(self) -> None:
         """Drop the flat gradient, after copying changes that the step made in a copy to the parameters' gradients."""
