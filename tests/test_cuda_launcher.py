@@ -15,8 +15,8 @@ from tests.threads import assert_right_on_threads
 import bagua_ref.backends as registry
 from bagua_ref.backends import available_backends, get_backend, get_codec
 from bagua_ref.backends.cuda import launcher
-from bagua_ref.backends.cuda.disk_cache import cached
 from bagua_ref.backends.cuda.launch import KERNELS, source_of
+from bagua_ref.backends.cuda.launcher import cached
 from bagua_ref.base.extras import install_command
 from bagua_ref.errors import BackendUnavailableError
 

@@ -9,12 +9,15 @@ zero, against S1. It also needs a device to compile, and raises if it cannot cre
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import hashlib
 import importlib.util
 import os
+import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,11 +25,10 @@ from typing import Any
 import torch
 
 from bagua_ref.backends.cuda.backend import PlannedBackend
-from bagua_ref.backends.cuda.disk_cache import cached
 from bagua_ref.backends.cuda.launch import Card, Launch, Plan, pack, source_of
 from bagua_ref.base.extras import install_command
 
-__all__ = ["CudaBackend", "compile_source", "header_folder"]
+__all__ = ["CudaBackend", "cache_folder", "cached", "compile_source", "header_folder"]
 
 _OPTIONS = (
     "--std=c++17",
@@ -34,6 +36,9 @@ _OPTIONS = (
     "--device-as-default-execution-space",
     "--ptxas-options=-v",
 )
+
+
+_DIGEST = 32
 
 
 class CudaBackend(PlannedBackend):
@@ -226,3 +231,42 @@ def _image(source: str, index: int) -> bytes:
     architecture = 10 * major + minor
     made_of = (source_of(source), architecture, _OPTIONS, _nvrtc().getVersion(), header_folder())
     return cached(f"{source}-sm{architecture}", made_of, lambda: compile_source(source, architecture)[0])
+
+
+def cache_folder() -> Path:
+    """Return the folder of compiled kernels: BAGUA_REF_CACHE_DIR, else ``bagua_ref`` in the user's cache folder."""
+    chosen = os.environ.get("BAGUA_REF_CACHE_DIR")
+    if chosen:
+        return Path(chosen)
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "bagua_ref"
+
+
+def cached(name: str, made_of: object, make: Callable[[], bytes]) -> bytes:
+    """Return the result of ``make``, from disk if it was made from the same inputs before.
+
+    Damaged files count as absent, and a folder that cannot be read or written only costs time.
+
+    Args:
+        name: the beginning of the file's name.
+        made_of: everything that determines the result; its repr is hashed.
+        make: computes the result.
+    """
+    path = cache_folder() / f"{name}-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:_DIGEST]}"
+    with contextlib.suppress(OSError):
+        stored = path.read_bytes()
+        if hashlib.sha256(stored[_DIGEST:]).digest() == stored[:_DIGEST]:
+            return stored[_DIGEST:]
+    result = make()
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Other processes may read or write the same file: they must see either all of the old or all of the new one.
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(hashlib.sha256(result).digest() + result)
+            os.replace(temporary, path)
+        except OSError:
+            os.unlink(temporary)
+            raise
+    return result

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch.utils.data import get_worker_info
@@ -20,7 +20,7 @@ from torch.utils.data import get_worker_info
 from bagua_ref.base.runtime import Identity, current_world
 from bagua_ref.communicators.rendezvous import another_connection, heard, prefixed
 from bagua_ref.contrib.cache.fake_server import start_fake_server
-from bagua_ref.contrib.cache.server import LOOPBACK, node_address, start_redis_server
+from bagua_ref.contrib.cache.server import LOOPBACK, CacheServer, node_address, start_redis_server
 from bagua_ref.env import get_master_addr
 from bagua_ref.errors import BackendUnavailableError, CommunicationTimeoutError, NotInitializedError
 
@@ -31,16 +31,6 @@ _WAIT_SECONDS = 300.0
 _ADDRESS = {"host": str, "port": range(1, 2**16), "password": str}
 
 
-class _Server(Protocol):
-    capacity: int
-    host: str
-
-    @property
-    def address(self) -> dict[str, Any]: ...
-    def stop(self) -> None: ...
-    def is_running(self) -> bool: ...
-
-
 class _Alone:
     """The job of a process without other ranks."""
 
@@ -48,7 +38,7 @@ class _Alone:
 _alone = _Alone()
 _locks: dict[int, Any] = {}
 """The lock of each process: a child that is forked while another thread holds its parent's would wait for ever."""
-_own: dict[str, tuple[int, _Server]] = {}
+_own: dict[str, tuple[int, CacheServer]] = {}
 """For each kind, the process id and the server that the process started."""
 _known: weakref.WeakKeyDictionary[Any, dict[str, tuple[list[dict[str, Any]], int]]] = weakref.WeakKeyDictionary()
 """For each job and kind, the servers of all nodes, and the index of this node. Forked processes inherit it."""
@@ -75,7 +65,7 @@ def addresses(kind: str, capacity: int, every_node: bool) -> list[dict[str, Any]
     with _locks.setdefault(os.getpid(), threading.RLock()):
         job = _job()
         known = _known.setdefault(job, {})
-        if kind in known and job is _alone and _owned(kind) is not None and not cast("_Server", _owned(kind)).is_running():
+        if kind in known and job is _alone and _owned(kind) is not None and not cast("CacheServer", _owned(kind)).is_running():
             shutdown(kind)  # no other rank waits for this server
             known.pop(kind, None)
         if kind not in known:
@@ -107,12 +97,12 @@ def shutdown(kind: str) -> None:
             server.stop()
 
 
-def _owned(kind: str) -> _Server | None:
+def _owned(kind: str) -> CacheServer | None:
     pid, server = _own.get(kind, (0, None))
     return server if pid == os.getpid() else None
 
 
-def _start(kind: str, capacity: int, host: str) -> _Server:
+def _start(kind: str, capacity: int, host: str) -> CacheServer:
     """Return this process's server on ``host``, after starting it if it is not running."""
     server = _owned(kind)
     if server is not None and server.host == host and server.is_running():
