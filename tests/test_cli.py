@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -471,13 +470,13 @@ def test_an_algorithm_that_works_in_the_background_is_stopped_and_ranks_are_comb
 
 
 def events(name: str, accuracy: float = 0.9) -> list[dict[str, Any]]:
-    """Return what rank 0 writes of ten steps alone and with ``name``, whose outcome is the mean over ranks."""
-    result = [{"algorithm": ALONE, "loss": 1.0, "bytes_sent": 0} for _ in range(10)]
-    outcome = asdict(TrainingOutcome(ALONE, 0.5, 1.0, 0, None, 1.0, 0.0, [1.0] * 10, [0] * 10))
+    """Return what rank 0 reports of ten steps alone and with ``name``, whose outcome is the mean over ranks."""
+    result: list[dict[str, Any]] = [{"algorithm": ALONE, "loss": 1.0, "bytes_sent": 0} for _ in range(10)]
+    outcome = TrainingOutcome(ALONE, 0.5, 1.0, 0, None, 1.0, 0.0, [1.0] * 10, [0] * 10)
     result.append({"algorithm": ALONE, "outcome": outcome})
     result += [{"algorithm": name, "loss": 0.25, "bytes_sent": 1000 * (step + 1)} for step in range(10)]
     sent = [1000.0 * (step + 1) for step in range(10)]
-    outcome = asdict(TrainingOutcome(name, accuracy, 0.5, 1000.0, 0.25, 1.0, 0.0, [0.5] * 10, sent))
+    outcome = TrainingOutcome(name, accuracy, 0.5, 1000.0, 0.25, 1.0, 0.0, [0.5] * 10, sent)
     return [*result, {"algorithm": name, "outcome": outcome}]
 
 
@@ -603,15 +602,15 @@ def start_demo(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]
 
 
 def workers_of(tmp_path: Path) -> list[int]:
-    """Return the processes that have this test's folder as an argument."""
+    """Return the workers whose temporary files would be in this test's folder."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             try:
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-            except (FileNotFoundError, ProcessLookupError):
+                words, variables = ((entry / name).read_bytes() for name in ("cmdline", "environ"))
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
                 continue  # it has ended meanwhile
-            if b"bagua_ref.cli.demo_worker" in words and str(tmp_path).encode() in b" ".join(words):
+            if b"spawn_main" in words and str(tmp_path).encode() in variables:
                 found.append(int(entry.name))
     return found
 
@@ -670,16 +669,16 @@ def test_a_worker_that_dies_is_named(tmp_path: Path, start_demo: Any) -> None:
     os.kill(workers_of(tmp_path)[0], signal.SIGKILL)
     _, err = finish(process, tmp_path)
     assert process.returncode == 1
-    assert re.search(r"bagua-ref demo: worker \d (was killed by SIGKILL|failed with exit code 1)", err)
+    assert re.search(r"bagua-ref demo: worker \d (was killed by SIGKILL|failed)", err)
     assert not (tmp_path / "report" / "results.json").exists()
 
 
 @pytest.mark.slow
-def test_the_end_of_a_failed_workers_output_is_printed(
+def test_the_error_of_a_worker_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Digits, "load", lambda: (torch.zeros(1),))
     assert demo.run_demo(Settings(workers=1, quick=True), tmp_path) == 1
     complaint = capsys.readouterr().err
-    assert complaint.startswith("bagua-ref demo: worker 0 failed with exit code 1\nThe end of worker 0's standard error:\n")
+    assert complaint.startswith("bagua-ref demo: worker 0 failed:\n")
     assert "TypeError" in complaint

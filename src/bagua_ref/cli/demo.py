@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from torch import multiprocessing
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from bagua_ref.base.extras import install_command
 from bagua_ref.cli.command import CommandError, Commands, add_command, add_json_options, is_installed, write_json
+from bagua_ref.cli.demo_worker import work
 from bagua_ref.cli.recipes import ALONE, RECIPES, Digits, Settings
 from bagua_ref.cli.report import TrainingOutcome, print_table, readable_bytes, write_report
 
@@ -92,11 +89,8 @@ def run_demo(settings: Settings, output: Path) -> int:
 
     console = Console(highlight=False)
     try:
-        with _signals_raised(), tempfile.TemporaryDirectory(prefix="bagua-ref-demo-") as folder:
-            exchange = Path(folder)
-            (exchange / "settings.json").write_text(json.dumps(asdict(settings)))
-            torch.save(tuple(Digits.load()), exchange / "digits.pt")
-            outcomes = show(_train(settings.workers, exchange), settings, console)
+        with _signals_raised(), closing(_train(settings)) as events:
+            outcomes = show(events, settings, console)
     except _StoppedError as stopped:
         (number,) = stopped.args
         print(f"bagua-ref demo: stopped by {number.name}; all workers have ended", file=sys.stderr)
@@ -127,65 +121,39 @@ def _signals_raised() -> Iterator[None]:
             signal.signal(number, handler or signal.SIG_DFL)  # None: it was not set from Python
 
 
-def _train(workers: int, exchange: Path) -> Iterator[dict[str, Any]]:
-    """Run the workers, and yield what rank 0 writes; end them if this is closed.
+def _train(settings: Settings) -> Generator[dict[str, Any], None, None]:
+    """Run the workers, and yield what rank 0 reports; end them if this is closed.
 
     Raises:
         _WorkerError: a worker has failed.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    shared = {
-        "WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": workers, "GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port,
-        "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0,
-    }  # fmt: skip
-    processes: list[subprocess.Popen[bytes]] = []
+    events = multiprocessing.get_context("spawn").SimpleQueue()
+    arguments = store.port, settings, [tensor.numpy() for tensor in Digits.load()], events
+    running = start_processes(work, arguments, settings.workers, join=False)
+    assert running is not None
     try:
-        with (exchange / "progress.jsonl").open("a+") as progress:
-            for rank in range(workers):
-                environment = {name: str(value) for name, value in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()}
-                with (exchange / f"worker{rank}.log").open("wb") as log:
-                    processes.append(
-                        subprocess.Popen(  # nosec B603 # this interpreter and our own module
-                            [sys.executable, "-m", "bagua_ref.cli.demo_worker", str(exchange)],
-                            env={**os.environ, **environment},
-                            stdout=subprocess.DEVNULL,
-                            stderr=log,
-                            start_new_session=True,  # Ctrl-C in a terminal is for this process
-                        )
-                    )
-            rest, running = "", True
-            while running:
-                codes = [process.poll() for process in processes]
-                if any(codes):
-                    raise _WorkerError(_describe_failure(codes, exchange))
-                running = None in codes
-                *lines, rest = (rest + progress.read()).split("\n")  # the last line may be incomplete
-                yield from map(json.loads, lines)
-                time.sleep(_POLL_SECONDS if running else 0)
+        ended = False
+        while not ended:
+            ended = running.join(timeout=_POLL_SECONDS)
+            while not events.empty():
+                yield events.get()
+    except ProcessExitedException as error:
+        how = f"was killed by {error.signal_name}" if error.signal_name else f"failed with exit code {error.exit_code}"
+        raise _WorkerError(f"bagua-ref demo: worker {error.error_index} {how}") from None
+    except ProcessRaisedException as error:
+        raise _WorkerError(f"bagua-ref demo: worker {error.error_index} failed:\n{error.msg.strip()}") from None
     finally:
-        for process in processes:
+        for process in running.processes:
             process.kill()
-            process.wait()
-
-
-def _describe_failure(codes: list[int | None], exchange: Path) -> str:
-    """Return which workers failed, and the last lines of the first one's standard error."""
-    failed = {rank: code for rank, code in enumerate(codes) if code}
-    lines = []
-    for rank, code in failed.items():
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-        lines.append(f"bagua-ref demo: worker {rank} {how}")
-    first = min(failed)
-    if written := (exchange / f"worker{first}.log").read_text(errors="replace").splitlines():
-        lines += [f"The end of worker {first}'s standard error:", *written[-20:]]
-    return "\n".join(lines)
+            process.join()
 
 
 def show(events: Iterable[dict[str, Any]], settings: Settings, console: Any) -> list[TrainingOutcome]:
     """Show the progress of a demo: bars in a terminal, elsewhere lines at begin and end of each algorithm; return the outcomes.
 
     Args:
-        events: what rank 0 writes: ``algorithm`` with ``loss`` and ``bytes_sent`` after each step, and with the ``outcome``.
+        events: what rank 0 reports: ``algorithm`` with ``loss`` and ``bytes_sent`` after each step, and with the ``outcome``.
         settings: the settings of the demo.
         console: a ``rich.console.Console``.
     """
@@ -205,14 +173,15 @@ def show(events: Iterable[dict[str, Any]], settings: Settings, console: Any) -> 
                 bars.update(waiting, visible=False)
                 bars.start_task(tasks[name])
                 say(f"{name}: training, {settings.steps} steps")
-            if "outcome" in event:
-                outcomes.append(outcome := TrainingOutcome(**event["outcome"]))
+            outcome = event.get("outcome")
+            if outcome is not None:
+                outcomes.append(outcome)
                 loss, sent = outcome.losses[-1], outcome.bytes_sent[-1]  # means over ranks
             else:
                 steps[name] += 1
                 loss, sent = event["loss"], event["bytes_sent"]
             news = f"loss {loss:.3f}" + ("" if name == ALONE else f", {readable_bytes(sent)} sent")
             bars.update(tasks[name], completed=steps[name], news=news)
-            if "outcome" in event:
+            if outcome is not None:
                 say(f"{name}: test accuracy {outcome.test_accuracy:.1%}, {news}")
     return outcomes

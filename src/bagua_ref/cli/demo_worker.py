@@ -1,15 +1,11 @@
-"""A worker process of the demo, which trains with each algorithm in turn; rank 0 records every step for the parent process."""
+"""A worker process of the demo, which trains with each algorithm in turn; rank 0 reports every step to the parent process."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +17,7 @@ from bagua_ref.cli.recipes import ALONE, RECIPES, Digits, Settings, make_model, 
 from bagua_ref.cli.report import TrainingOutcome
 from bagua_ref.integrations.trained_module import call_if_there
 
-__all__ = ["main", "train"]
+__all__ = ["train", "work"]
 
 
 def train(name: str, settings: Settings, digits: Digits, report: Callable[..., None]) -> TrainingOutcome:
@@ -79,37 +75,32 @@ def train(name: str, settings: Settings, digits: Digits, report: Callable[..., N
     )
 
 
-def main(directory: str) -> None:
-    """Train with the settings in ``directory/settings.json``; rank 0 writes one JSON object per line to ``progress.jsonl``."""
+def work(rank: int, port: int, settings: Settings, arrays: list[Any], events: Any) -> None:
+    """Train with each algorithm in turn, as ``rank`` of a group whose store is at ``port``.
+
+    Rank 0 puts a dict into the queue ``events`` after each step and at the end of each algorithm.
+    """
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # warnings would appear among the progress bars; errors are raised
     torch.set_num_threads(1)  # there may be more workers than cores
-    exchange = Path(directory)
-    known = json.loads((exchange / "settings.json").read_text())
-    settings = Settings(**{**known, "algorithms": tuple(known["algorithms"])})
-    digits = Digits(*torch.load(exchange / "digits.pt"))
-    parent = os.getppid()
+    environment = {
+        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": settings.workers, "LOCAL_WORLD_SIZE": settings.workers, "GROUP_RANK": 0,
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0,
+    }  # fmt: skip
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    digits = Digits(*map(torch.from_numpy, arrays))
     # Rank 0 trains alone while the others wait, some milliseconds per step.
     bagua_ref.init_process_group(backend="gloo", timeout=60 + settings.steps)
-    rank = bagua_ref.get_rank()
     # The first optimizer makes torch import many modules, which must not count as training time.
     make_optimizer(ALONE, make_model().parameters())
     bagua_ref.barrier()
-    with (exchange / "progress.jsonl").open("a", buffering=1) as stream:
-        for name in (ALONE, *settings.algorithms):
+    for name in (ALONE, *settings.algorithms):
 
-            def report(name: str = name, **news: Any) -> None:
-                if rank == 0:
-                    stream.write(json.dumps({"algorithm": name, **news}) + "\n")
-                if os.getppid() != parent:
-                    os._exit(1)  # a parent that was killed with SIGKILL cannot end its workers
+        def report(name: str = name, **news: Any) -> None:
+            if rank == 0:
+                events.put({"algorithm": name, **news})
 
-            if name != ALONE or rank == 0:
-                report(outcome=asdict(train(name, settings, digits, report)))
-            bagua_ref.barrier()
+        if name != ALONE or rank == 0:
+            report(outcome=train(name, settings, digits, report))
+        bagua_ref.barrier()
     bagua_ref.destroy_process_group()
-    sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(0)  # gloo's threads sometimes abort a process at its normal exit
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -157,10 +157,10 @@ def _start_and_announce(kind: str, capacity: int) -> tuple[list[dict[str, Any]],
     announced = [
         _announcement(_read(store, f"server/{other}", f"the cache server of node {other}"), other) for other in range(count)
     ]
-    for other, server in enumerate(announced):
-        if "error" in server:
-            raise BackendUnavailableError(f"node {other}: {server['error']}" if count > 1 else server["error"])
-    return [server["address"] for server in announced], node
+    for other, found in enumerate(announced):
+        if "error" in found:
+            raise BackendUnavailableError(f"node {other}: {found['error']}" if count > 1 else found["error"])
+    return [found["address"] for found in announced], node
 
 
 def _announcement(data: bytes, node: int) -> dict[str, Any]:
