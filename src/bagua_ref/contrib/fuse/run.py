@@ -15,6 +15,9 @@ from bagua_ref.base.utils import flatten
 
 __all__ = ["NUMBERS", "PLAIN_TYPES", "Run", "attributes", "find_runs", "flatten_weights", "held_by_bucket", "is_plain"]
 
+LONGEST_ON_CPU, LONGEST = 2**19, 2**24
+"""About so many elements are stepped at once, as more of them fit no cache: without it, Adam takes 2.5 times as long."""
+
 data_ptr = Tensor.data_ptr
 get_grad = attrgetter("grad")
 
@@ -100,7 +103,10 @@ def find_runs(parameters: Sequence[Tensor], store: MutableMapping[Any, Any], fla
     model = next((p for p in parameters if p.numel() > 1 and type(store.get(p)) is dict), None)
     kinds = {} if model is None else {key: _kind(value, model) for key, value in store[model].items()}
     for chain in neighbours(parameters, flats):
-        for signature, members in itertools.groupby(chain, key=lambda p: _signature(p, store.get(p), kinds)):
+        longest = LONGEST_ON_CPU if chain[0].device.type == "cpu" else LONGEST
+        totals = itertools.accumulate(p.numel() for p in chain)
+        alike = {id(p): (_signature(p, store.get(p), kinds), total // longest) for p, total in zip(chain, totals, strict=True)}
+        for (signature, _), members in itertools.groupby(chain, key=lambda p: alike[id(p)]):
             part = list(members)
             if len(part) > 1 and signature is not None and any(p.numel() > 1 for p in part):
                 flat = flat_view(part, flats)
