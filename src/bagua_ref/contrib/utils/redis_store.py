@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from bagua_ref.base.not_provided import explain_missing
 from bagua_ref.contrib.cache import job_servers
-from bagua_ref.contrib.cache.protocol import Limit
 from bagua_ref.contrib.cache.server import node_address, start_redis_daemon
 from bagua_ref.contrib.utils.store import ClusterStore, Store, StoreError, encoded_key
 from bagua_ref.env import checked_timeout, get_master_addr, get_node_rank
@@ -222,7 +221,7 @@ class _RedisStore(Store):
         # Not only for the first request: if a thread imports it while another forks a worker, the worker waits for ever.
         import bagua_ref.contrib.cache.protocol  # noqa: F401
 
-        self._client: tuple[Any, Limit] | None = None
+        self._client: tuple[Any, Any] | None = None
         self._pid = 0
 
     @contextmanager
@@ -259,7 +258,7 @@ class _RedisStore(Store):
             what = f"a list of {', '.join(sorted({type(one).__name__ for one in answer})) or 'nothing'} ({len(answer)})"
         raise StoreError(f"{self} fails: it answers {command} with {what}{f' instead of {count} values' if count else ''}")
 
-    def _connect(self) -> tuple[Any, Limit]:
+    def _connect(self) -> tuple[Any, Any]:
         """Return a client, which connects at its first use, and the limit of its requests."""
         import redis
         from redis.backoff import NoBackoff
