@@ -1,4 +1,4 @@
-"""The tables of docs/faults.md, written by ``python docs/_faults.py`` from what ``make faults`` and ``make soak`` have measured."""
+"""Tables of docs/reference/faults.md from what ``make faults`` and ``make soak`` measured: ``python docs/_faults.py``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).with_name("faults.md")
+PAGE = Path(__file__).with_name("reference") / "faults.md"
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 PER_TABLE = 6
 """Algorithms in a table of faults."""

@@ -1,4 +1,4 @@
-"""The table of docs/algorithms/decentralized.md, written by ``python docs/_mixing.py``. A test fails if it is out of date.
+"""The table of docs/algorithms/graphs.md, written by ``python docs/_mixing.py``. A test fails if it is out of date.
 
 For every mode and several numbers of ranks it has the rounds to consensus and the spectral gap per round.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 from bagua_ref.formulas.graphs import MODES
 from bagua_ref.formulas.mixing import mixing
 
-PAGE = Path(__file__).with_name("algorithms") / "decentralized.md"
+PAGE = Path(__file__).with_name("algorithms") / "graphs.md"
 BEGIN, END = "<!-- mixing: begin -->\n", "<!-- mixing: end -->\n"
 RANKS = (3, 4, 6, 8, 16, 32, 64)
 

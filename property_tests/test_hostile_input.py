@@ -28,7 +28,7 @@ from bagua_ref.base.launch_environment import read_launch
 from bagua_ref.cli import main
 from bagua_ref.cli.balance import read_lengths
 from bagua_ref.comm_ops import CentralizedLowPrecision, LowPrecisionDecentralized
-from bagua_ref.communicators.rendezvous import meet
+from bagua_ref.communicators.rendezvous import rendezvous
 from bagua_ref.conformance.run.xfails import read_xfails
 from bagua_ref.conformance.trace import Recorder
 from bagua_ref.conformance.vectors.safetensors_file import DamagedFileError, read_safetensors, write_safetensors
@@ -327,13 +327,13 @@ def test_S1_a_hostile_answer_ends_the_rendezvous_with_a_typed_error(heard):
     store.set("proposed", "m")
     store.set("m/all", heard)
     with pytest.raises(CommunicationError):
-        meet(store, 1, 2, "card", 0.05)
+        rendezvous(store, 1, 2, "card", 0.05)
     store.set("m/answer1", heard)
     with (
         mock.patch("uuid.uuid4", return_value=mock.Mock(hex="m")),
         may_refuse(CommunicationError, "rank 1", hides="lost the store"),
     ):
-        assert meet(store, 0, 2, "card", 0.05)[1][0] == "card"
+        assert rendezvous(store, 0, 2, "card", 0.05)[1][0] == "card"
 
 
 @given(

@@ -15,7 +15,7 @@ from property_tests.strategies import COMPRESSIBLE, inputs
 from bagua_ref.backends import get_backend, get_codec, list_codecs
 from bagua_ref.backends.reference.blocks import BLOCK
 from bagua_ref.comm_ops import CentralizedErrorFeedback, CentralizedLowPrecision, ErrorMemory
-from bagua_ref.communicators.overlap import Overlap
+from bagua_ref.communicators.pipelining import Overlap
 from bagua_ref.communicators.simulated import SimulatedCommunicator
 from bagua_ref.conformance import EXACT, assert_equal
 from bagua_ref.simulation import SimulatedWorld

@@ -22,8 +22,8 @@ from tests.launch import run_script
 
 import bagua_ref
 from bagua_ref.algorithms import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry
-from bagua_ref.base import extras
-from bagua_ref.base.extras import install_command
+from bagua_ref.base import not_provided
+from bagua_ref.base.not_provided import install_command
 from bagua_ref.base.utils import readable_bytes
 from bagua_ref.cli import demo, demo_worker, doctor, main
 from bagua_ref.cli.recipes import ALONE, RECIPES, Digits, Settings
@@ -128,7 +128,7 @@ def test_in_a_checkout_an_extra_is_installed_from_its_folder(tmp_path: Path, mon
     folder = tmp_path / "it's mine"
     (folder / "src" / "bagua_ref").mkdir(parents=True)
     (folder / "pyproject.toml").touch()
-    monkeypatch.setattr(extras, "_FOLDER", folder)
+    monkeypatch.setattr(not_provided, "_FOLDER", folder)
     assert shlex.split(install_command("demo")) == ["pip", "install", "-e", f"{folder}[demo]"]
 
 
@@ -138,7 +138,7 @@ def test_of_an_installed_package_the_packages_of_an_extra_are_installed(tmp_path
         "Metadata-Version: 2.4\nName: bagua_ref\nVersion: 0\nRequires-Dist: torch>=2.6\nRequires-Dist: other; extra == 'test'\n"
         "Requires-Dist: rich>=14; extra == 'demo'\nRequires-Dist: matplotlib; extra == \"demo\"\n"
     )
-    monkeypatch.setattr(extras, "_FOLDER", tmp_path)
+    monkeypatch.setattr(not_provided, "_FOLDER", tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     assert install_command("demo") == "pip install 'rich>=14' matplotlib"
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bagua_ref.base.extras import install_command
+from bagua_ref.base.not_provided import install_command
 from bagua_ref.cli import main
 from bagua_ref.formulas import graphs
 from bagua_ref.formulas.graphs import MODES

@@ -39,7 +39,7 @@ def test_arguments_are_the_targets_to_keep():
         (outside.Exits, "raised SystemExit: 3"),
         (outside.Dies, "the process died: exit code 4"),
         (outside.Sleeps, "no answer within 3 s"),
-        (outside.LeavesOneRankWaiting, "the simulated ranks wait for each other"),
+        (outside.LeavesOneRankWaiting, "deadlock: every simulated rank"),
         (outside.ReturnsNothing, "rank 0 returned a NoneType, not a list of"),
         (outside.ReturnsTooFewSteps, "rank 0 returned a list of "),
         (outside.ReturnsTooFewParameters, "rank 0 returned list as entry 0, not "),

@@ -16,7 +16,7 @@ from tests.cuda_emulation.inputs import FAR, assert_payload, numbers, placed, ru
 from torch import Tensor
 
 from bagua_ref.backends import get_backend, get_codec
-from bagua_ref.backends.cuda.launch import Card, Launch
+from bagua_ref.backends.cuda.launch import Card, KernelLaunch
 from bagua_ref.conformance import EXACT, assert_equal
 
 if build.compiler() is None:
@@ -158,7 +158,7 @@ def test_S12_2_small_numbers_beside_a_large_one_count():
     same_payload("OneBit", x, 1)
 
 
-def with_parts(launch: Launch, parts: int) -> Launch:
+def with_parts(launch: KernelLaunch, parts: int) -> KernelLaunch:
     """Return a launch of a codec's kernel, with its last two numbers, parts and their size, replaced."""
     places = [place for place, value in enumerate(launch.args) if isinstance(value, ctypes.c_longlong)][-2:]
     args = list(launch.args)

@@ -10,7 +10,7 @@ from tests.cuda_emulation import build
 from tests.cuda_emulation.backend import EmulatedBackend, Emulator
 
 from bagua_ref.backends import get_backend, get_codec
-from bagua_ref.backends.cuda.launch import Launch
+from bagua_ref.backends.cuda.launch import KernelLaunch
 from bagua_ref.conformance import EXACT, assert_equal
 
 if build.compiler() is None:
@@ -104,7 +104,7 @@ def run(
     emulator: Emulator, kernel: str, *args: torch.Tensor | int, grid: int = 1, block: int = 256, shared: int = 0, order: int = 0
 ):
     values = tuple(ctypes.c_longlong(a) if isinstance(a, int) else ctypes.c_void_p(a.data_ptr()) for a in args)
-    emulator.run(Launch("selftest", kernel, grid, values, shared, block), order=order)
+    emulator.run(KernelLaunch("selftest", kernel, grid, values, shared, block), order=order)
 
 
 orders = pytest.mark.parametrize("order", [0, 1, 5])

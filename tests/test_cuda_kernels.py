@@ -14,7 +14,8 @@ from tests.cuda_emulation.inputs import FAR, numbers, placed, run_ends, sparse
 from torch import Tensor
 
 from bagua_ref.backends import get_backend, get_codec
-from bagua_ref.backends.cuda import movement, plan
+from bagua_ref.backends.cuda import launch as plans
+from bagua_ref.backends.cuda import movement
 from bagua_ref.backends.cuda.launch import BLOCK, Card
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.conformance import EXACT, assert_equal
@@ -176,7 +177,7 @@ def test_indices_beyond_2_to_the_31(dtype):
     x, y = sparse(FAR, dtype), sparse(FAR, dtype)
     per_block = 16 // x.element_size() * BLOCK
     x[-9:], y[-9:] = 3, 4
-    (launch,) = plan.element_wise(Card(2), "add", x, y).launches
+    (launch,) = plans.element_wise(Card(2), "add", x, y).launches
     run_ends(launch, -(-FAR // per_block))
     assert x[-10:].tolist() == [0.0] + [7.0] * 9
 
@@ -184,7 +185,7 @@ def test_indices_beyond_2_to_the_31(dtype):
 def test_chunks_and_copies_beyond_2_to_the_31():
     x = sparse(3 * 2**30, torch.float16)
     x[2**30 - 1], x[2**31 - 1], x[-1] = 1, 2, 4
-    (launch,) = plan.reduce_chunks(Card(2), x, 3, 2, average=False).launches
+    (launch,) = plans.reduce_chunks(Card(2), x, 3, 2, average=False).launches
     run_ends(launch, 2**30 // (8 * BLOCK))
     assert x[-2:].tolist() == [0.0, 7.0]
     flat = sparse(2 * x.numel(), torch.uint8)

@@ -17,7 +17,7 @@ from bagua_ref.backends import available_backends, get_backend, get_codec
 from bagua_ref.backends.cuda import launcher
 from bagua_ref.backends.cuda.launch import KERNELS, source_of
 from bagua_ref.backends.cuda.launcher import cached
-from bagua_ref.base.extras import install_command
+from bagua_ref.base.not_provided import install_command
 from bagua_ref.errors import BackendUnavailableError
 
 needs_compiler = pytest.mark.skipif(build.compiler() is None, reason="there is no g++")

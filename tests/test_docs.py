@@ -44,12 +44,28 @@ def test_a_page_of_the_guide_has_python() -> None:
     assert sum(len(blocks(page)) for page in PAGES) >= 20
 
 
+REFERENCE = ("spec.md", "findings.md", "porting.md", "reference/")
+LEFT_OUT = re.compile(r"^```.*?^```|!\[[^\]]*\]\([^)]*\)|<!-- .*?begin -->.*?<!-- .*?end -->", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_of_the_guide_is_short(page: Path) -> None:
+    """Details are in pages of reference; code, descriptions of images and generated tables do not count."""
+    words = len(LEFT_OUT.sub("", page.read_text()).split())
+    assert words <= 1200 or str(page.relative_to(ROOT / "docs")).startswith(REFERENCE)
+
+
+def test_the_tables_of_benchmarks_are_current() -> None:
+    page = load_script("docs/_benchmarks.py")
+    assert page.PAGE.read_text() == page.page(), "run: python docs/_benchmarks.py"
+
+
 def test_the_tables_of_checks_are_current() -> None:
     for path, text in load_script("docs/_conformance.py").pages().items():
         assert path.read_text() == text, "run: python docs/_conformance.py"
 
 
-SECTIONS = ["Formula", "Message pattern", "Bytes sent", "Memory", "When to use it", "Example", "Options"]
+SECTIONS = ["Example", "Formula", "Message pattern", "Bytes sent", "Memory", "When to use it", "Options"]
 TRAFFIC = [
     ("gradient_allreduce", {}),
     ("bytegrad", {"hierarchical": False}),

@@ -112,7 +112,7 @@ def test_ranks_that_wait_for_each_other_learn_it_at_once(algorithm: str, collect
     outcome = launch(run_until_stuck, 2, algorithm)
     for errors, seconds in outcome:
         assert seconds < 15
-        assert f"none can go on: rank 0 waits in {collective} of group 'default/background" in errors[0], errors
+        assert f"every rank is waiting for another: rank 0 waits in {collective} of group 'default/background" in errors[0], errors
         assert "rank 1 waits in connect of group 'default/global'" in errors[0], errors
 
 
@@ -169,7 +169,7 @@ def test_S2_5_the_end_of_the_rank_that_serves_the_store_is_noticed_and_named_at_
 
 
 def run_until_stuck(algorithm: str) -> tuple[list[str], float]:
-    waiting._PATIENCE, waiting._GLANCE = 1.0, 0.2
+    waiting._PATIENCE, waiting._INTERVAL = 1.0, 0.2
     training = faults.begin(algorithm)
     start = time.monotonic()
     faults.ends_early(training)

@@ -26,7 +26,7 @@ from bagua_ref import ReduceOp
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.communicators.collectives import combine
 from bagua_ref.communicators.connection import Connection
-from bagua_ref.communicators.pieces import move_in_pieces
+from bagua_ref.communicators.pipelining import exchange_pipelined
 from bagua_ref.communicators.torch_distributed import TorchDistributedCommunicator
 from bagua_ref.communicators.waiting import Waiting
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
@@ -770,7 +770,7 @@ def test_S2_5_no_work_outlives_what_failed_between_two_pieces_even_if_the_error_
         raise FloatingPointError
 
     with pytest.raises(FloatingPointError) as kept:
-        connection.run("alltoall", lambda _: move_in_pieces(Group, [], [(torch.zeros(4), 0)], ([0], [0]), fill))
+        connection.run("alltoall", lambda _: exchange_pipelined(Group, [], [(torch.zeros(4), 0)], ([0], [0]), fill))
     assert freed == ["work"], kept  # or the other ranks would not notice
 
 

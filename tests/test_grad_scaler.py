@@ -190,13 +190,13 @@ def scales_and_notes(algorithm: Any, scaler_class: Any) -> list[tuple[list[float
             made.grad_scaler = scaler
         module.with_bagua([optimizer], made)
         comm = module._bagua.rounds._agreement.comm
-        exchange, counts[r] = comm.exchange_notes, 0
+        exchange, counts[r] = comm.exchange_ints, 0
 
         def counting(*args: Any, **options: Any) -> Any:
             counts[r] += 1
             return exchange(*args, **options)
 
-        comm.exchange_notes = counting
+        comm.exchange_ints = counting
         return train(module, optimizer, scaler, r, 5, {1: {1, 4}})
 
     scales = simulate(3, rank)

@@ -25,7 +25,7 @@ from tests.launch import launch, outcomes
 
 import bagua_ref
 from bagua_ref.communicators.job_store import job_store
-from bagua_ref.communicators.rendezvous import meet
+from bagua_ref.communicators.rendezvous import rendezvous
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 
 pytestmark = pytest.mark.slow
@@ -147,7 +147,7 @@ def test_S1_the_store_ends_while_ranks_meet() -> None:
     client = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
     threading.Timer(0.3, store.clear).start()
     with pytest.raises(CommunicationError, match=rf"^rank 1 lost the store at 127\.0\.0\.1:{port} after 0\.\d s") as raised:
-        meet(client, 1, 2, None, 20.0)
+        rendezvous(client, 1, 2, None, 20.0)
     assert isinstance(raised.value.__cause__, RuntimeError)
 
 

@@ -41,7 +41,7 @@ HOUSE = (
     Floor(
         1,
         ("backends.base", "backends.checks", "backends.codec", "backends.formats", "communicators.base",
-          "communicators.collectives", "communicators.overlap", "communicators.topology", "formulas", "formulas.*"),
+          "communicators.collectives", "communicators.pipelining", "communicators.topology", "formulas", "formulas.*"),
         layers(range(2)),
     ),
     Floor(
@@ -49,8 +49,8 @@ HOUSE = (
         (
             "backends", "backends.reference", "backends.reference.*", "backends.cuda", "backends.cuda.*",
             "communicators", "communicators.torch_distributed", "communicators.connection", "communicators.rendezvous",
-            "communicators.watch", "communicators.job_store", "communicators.forked", "communicators.last_words",
-            "communicators.waiting", "communicators.pieces", "communicators.notes", "communicators.mesh",
+            "communicators.failures", "communicators.job_store", "communicators.processes", "communicators.failures",
+            "communicators.waiting", "communicators.pipelining", "communicators.int_sockets", "communicators.mesh",
             "communicators.shared_memory", "communicators.gloo_sockets", "communicators.processes",
             "communicators.torch_transport",
             "communicators.simulated", "communicators.scheduler",

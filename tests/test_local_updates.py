@@ -101,9 +101,9 @@ def test_S9_1_hierarchical_averages_gradients_in_the_node_and_weights_over_all()
 
 def test_S9_1_nodes_hear_of_each_other_only_when_weights_are_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    exchange = SimulatedCommunicator.exchange_notes
+    exchange = SimulatedCommunicator.exchange_ints
     monkeypatch.setattr(
-        SimulatedCommunicator, "exchange_notes", lambda comm, *args: (sizes.append(comm.nranks()), exchange(comm, *args))[1]
+        SimulatedCommunicator, "exchange_ints", lambda comm, *args: (sizes.append(comm.nranks()), exchange(comm, *args))[1]
     )
 
     def rank(r: int) -> None:
@@ -984,7 +984,7 @@ def late_partner(delay: int) -> Callable[[int], float]:
 def test_S9_4_steps_go_on_while_a_fragment_is_on_its_way() -> None:
     for delay in (1, 2, 3):
         assert simulate(2, late_partner(delay)) == [4.0 - delay] * 2
-    with pytest.raises(SimulationError, match="none can go on"):  # without a delay, rank 0 would wait for rank 1 in its step
+    with pytest.raises(SimulationError, match="deadlock"):  # without a delay, rank 0 would wait for rank 1 in its step
         simulate(2, late_partner(0))
 
 

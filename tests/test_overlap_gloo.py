@@ -15,8 +15,8 @@ from bagua_ref.algorithms import ByteGradAlgorithm
 from bagua_ref.backends import get_backend, get_codec, list_codecs
 from bagua_ref.backends.reference.codecs import MinMaxUInt8
 from bagua_ref.comm_ops import CentralizedErrorFeedback, CentralizedLowPrecision, CommOp, ErrorMemory
-from bagua_ref.communicators import pieces, shared_memory
-from bagua_ref.communicators.overlap import Overlap
+from bagua_ref.communicators import pipelining, shared_memory
+from bagua_ref.communicators.pipelining import Overlap
 from bagua_ref.conformance import EXACT, assert_equal
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 from bagua_ref.simulation import SimulatedWorld
@@ -54,7 +54,7 @@ def reduce_all_at_once() -> list[torch.Tensor]:
 
 
 def reduce_all_in_small_pieces() -> list[torch.Tensor]:
-    pieces.PIECE = 4099
+    pipelining.PIECE = 4099
     shared_memory._LARGEST = 4096
     return reduce_all()
 
@@ -73,7 +73,7 @@ ENDS = range(10, 81, 10)
 
 
 def exchange_and_log() -> list[tuple[str, int]]:
-    pieces.PIECE = 10
+    pipelining.PIECE = 10
     comm = bagua_ref.new_group().get_global_communicator()
     log = []
 
@@ -93,7 +93,7 @@ def exchange_and_log() -> list[tuple[str, int]]:
 
 
 def test_gloo_reads_pieces_while_later_ones_are_still_to_be_filled() -> None:
-    under_way = pieces._UNDER_WAY
+    under_way = pipelining._UNDER_WAY
     for log in launch(exchange_and_log, 2, over_gloo=True):
         for filled, read in zip(ENDS[under_way:], ENDS, strict=False):
             assert log.index(("read", read)) < log.index(("fill", filled))
@@ -115,7 +115,7 @@ class Failing(MinMaxUInt8):
 
 
 def reduce_with_a_failing_codec() -> str:
-    pieces.PIECE = 4099
+    pipelining.PIECE = 4099
     shared_memory._LARGEST = 4096
     comm = bagua_ref.new_group().get_global_communicator()
     x = torch.ones(comm.nranks() * 600_000)
@@ -142,7 +142,7 @@ def test_S2_5_a_codec_that_fails_in_the_middle_of_a_payload_is_an_error_on_every
 
 
 def train_beside_a_rank_that_hangs() -> str:
-    pieces.PIECE = 4099
+    pipelining.PIECE = 4099
     shared_memory._LARGEST = 4096
     Failing.pause = 12
     module = torch.nn.Linear(1200, 1200)

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from bagua_ref.communicators.rendezvous import meet
+from bagua_ref.communicators.rendezvous import rendezvous
 from bagua_ref.errors import CommunicationTimeoutError
 
 
@@ -17,7 +17,7 @@ def meet_all(store, order, timeout=20.0, attempt=""):
     with ThreadPoolExecutor(len(order)) as pool:
         futures = {}
         for rank in order:
-            futures[rank] = pool.submit(meet, store, rank, len(order), f"{attempt}card{rank}", timeout)
+            futures[rank] = pool.submit(rendezvous, store, rank, len(order), f"{attempt}card{rank}", timeout)
             threading.Event().wait(0.01)
         return [futures[rank].result() for rank in sorted(order)]
 
@@ -45,7 +45,7 @@ def test_an_attempt_that_failed_does_no_harm(died, order):
         meet_all(store, died, attempt="old")
     else:
         with ThreadPoolExecutor() as pool:
-            for future in [pool.submit(meet, store, rank, 3, "old", 0.1) for rank in died]:
+            for future in [pool.submit(rendezvous, store, rank, 3, "old", 0.1) for rank in died]:
                 with pytest.raises(CommunicationTimeoutError):
                     future.result()
     met = meet_all(store, order, attempt="new")
@@ -56,6 +56,6 @@ def test_who_is_missing_is_named():
     with pytest.raises(
         CommunicationTimeoutError, match=r"^rank 0 timed out after 0\.1 s waiting for ranks 1-2 of 3 in the store at "
     ):
-        meet(dist.HashStore(), 0, 3, None, 0.1)
+        rendezvous(dist.HashStore(), 0, 3, None, 0.1)
     with pytest.raises(CommunicationTimeoutError, match=r"^rank 1 timed out after 0\.1 s waiting for rank 0 of 2 in the store at "):
-        meet(dist.HashStore(), 1, 2, None, 0.1)
+        rendezvous(dist.HashStore(), 1, 2, None, 0.1)

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 import bagua_ref
 from bagua_ref.backends.reference import ReferenceBackend
-from bagua_ref.base.extras import install_command
+from bagua_ref.base.not_provided import install_command
 from bagua_ref.cli import balance, main
 from bagua_ref.conformance.expected import samplers_plain
 from bagua_ref.contrib import LoadBalancingDistributedBatchSampler, LoadBalancingDistributedSampler

@@ -17,8 +17,8 @@ from bagua_ref.base.runtime import RealWorld, current_world
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.comm_ops.asynchronous import WeightLock
 from bagua_ref.communicators.connection import Connection
+from bagua_ref.communicators.failures import Watchdog
 from bagua_ref.communicators.waiting import Waiting
-from bagua_ref.communicators.watch import Watch
 from bagua_ref.errors import CommunicationTimeoutError
 from bagua_ref.scheduling.engine import Engine
 from bagua_ref.simulation import SimulatedWorld
@@ -228,7 +228,7 @@ def wait_until(condition: Any) -> None:
 
 @pytest.mark.usefixtures("watches_end")
 def test_S2_5_what_is_done_in_time_is_not_given_up_and_what_is_not_is_once():
-    watch, given_up = Watch(), []
+    watch, given_up = Watchdog(), []
     watch.add(Work(completed=True), 0.0, lambda: given_up.append("done"))
     watch.add(Work(completed=False), 0.1, lambda: given_up.append("late"))
     slow = Work(completed=False)
@@ -252,7 +252,7 @@ def test_S2_5_work_that_fails_is_given_up_and_a_watch_that_died_of_giving_up_is_
         given_up.append("failed")
         raise RuntimeError("the library cannot be aborted")
 
-    watch, given_up = Watch(), []
+    watch, given_up = Watchdog(), []
     watch.add(Failed(completed=False), 0.0, give_up)
     wait_until(lambda: given_up and not watch._thread.is_alive())
     watch.add(Work(completed=False), 0.0, lambda: given_up.append("next"))

@@ -33,7 +33,7 @@ from bagua_ref.base.untrusted import (
     read_file,
 )
 from bagua_ref.cli import main
-from bagua_ref.communicators.rendezvous import meet
+from bagua_ref.communicators.rendezvous import rendezvous
 from bagua_ref.communicators.torch_transport import TorchDistributedTransport
 from bagua_ref.conformance.run.xfails import read_xfails
 from bagua_ref.conformance.trace import Recorder, TraceError, check_trace, read_trace
@@ -333,7 +333,7 @@ def test_a_proposal_that_is_no_text_is_not_an_answer() -> None:
     store = dist.HashStore()
     store.set("proposed", b"\xff")
     with pytest.raises(CommunicationTimeoutError, match="rank 1 timed out after"):
-        meet(store, 1, 2, None, 0.1)
+        rendezvous(store, 1, 2, None, 0.1)
 
 
 def test_a_file_that_becomes_a_pipe_between_looking_and_opening_is_refused_at_once(

@@ -20,7 +20,7 @@ from tests.oracle_c import OPERATIONS, VECTORS
 
 from bagua_ref.algorithms.q_adam import QAdamOptimizer
 from bagua_ref.backends.base import COMPRESSIBLE, FLOATS
-from bagua_ref.base.extras import install_command
+from bagua_ref.base.not_provided import install_command
 from bagua_ref.cli import main
 from bagua_ref.conformance import EXACT, ULP, assert_equal
 from bagua_ref.conformance.clauses import VECTORS_VERSIONS

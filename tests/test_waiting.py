@@ -55,7 +55,7 @@ def store() -> dist.Store:
 @pytest.fixture
 def ranks(store: dist.Store, monkeypatch: pytest.MonkeyPatch, no_thread_is_left: None) -> Iterator[list[Waiting]]:
     monkeypatch.setattr(waiting, "_PATIENCE", 0.2)
-    monkeypatch.setattr(waiting, "_GLANCE", 0.05)
+    monkeypatch.setattr(waiting, "_INTERVAL", 0.05)
     made = [Waiting(store, rank, 2) for rank in range(2)]
     yield made
     for waits in made:
@@ -86,7 +86,7 @@ def test_ranks_that_wait_in_different_collectives_are_all_interrupted_with_the_s
     waits = [enter(0, "gradients/3"), enter(1, "barrier/7")]
     until(lambda: all(wait.reasons for wait in waits))
     assert {wait.reasons[0] for wait in waits} == {
-        "the ranks wait for each other and none can go on: rank 0 waits in gradients/3; rank 1 waits in barrier/7"
+        "deadlock: every rank is waiting for another: rank 0 waits in gradients/3; rank 1 waits in barrier/7"
     }
 
 
@@ -131,7 +131,7 @@ def test_a_wait_that_ends_is_taken_back_at_once(enter: Enter, store: dist.Store)
 
 def test_a_store_that_does_not_answer_keeps_no_wait_from_ending(monkeypatch: pytest.MonkeyPatch, no_thread_is_left: None) -> None:
     monkeypatch.setattr(waiting, "_PATIENCE", 0.1)
-    monkeypatch.setattr(waiting, "_GLANCE", 0.05)
+    monkeypatch.setattr(waiting, "_INTERVAL", 0.05)
     monkeypatch.setattr(waiting, "_LIMIT", 0.1)
     asked, answer = threading.Event(), threading.Event()
 
@@ -147,7 +147,7 @@ def test_a_store_that_does_not_answer_keeps_no_wait_from_ending(monkeypatch: pyt
     waits = Waiting(Hangs(), 0, 2)
     with waits.waiting("in barrier", "barrier/7", (0, 1), print):
         assert asked.wait(10)
-    waits.tell_why(ValueError("no data"))
+    waits.report_exit(ValueError("no data"))
     waits.close()
     answer.set()
     assert waits._threads
@@ -184,17 +184,17 @@ def test_a_wait_with_a_short_timeout_is_published_before_it_ends(
 
 
 def test_the_exception_that_ends_a_rank_is_told(ranks: list[Waiting]) -> None:
-    assert ranks[0].why_gone((0, 1)) == ""
-    ranks[1].tell_why(ValueError("no data"))
-    assert ranks[0].why_gone((0, 1)) == "rank 1 ended with ValueError: no data"
-    assert ranks[1].why_gone((0, 1)) == ""
+    assert ranks[0].reasons_gone((0, 1)) == ""
+    ranks[1].report_exit(ValueError("no data"))
+    assert ranks[0].reasons_gone((0, 1)) == "rank 1 ended with ValueError: no data"
+    assert ranks[1].reasons_gone((0, 1)) == ""
 
 
 def test_a_connection_that_closes_because_none_could_go_on_is_known_for_that(enter: Enter, ranks: list[Waiting]) -> None:
     ours, theirs = enter(0, "gradients/3"), enter(1, "barrier/7")
     until(lambda: theirs.reasons)
     ours.end()  # before this rank's own watch has seen the verdict, or after it
-    assert ranks[0].why_gone((0, 1)) == theirs.reasons[0]
+    assert ranks[0].reasons_gone((0, 1)) == theirs.reasons[0]
 
 
 def test_a_wait_that_ends_while_it_is_being_published_is_taken_back(
@@ -205,7 +205,7 @@ def test_a_wait_that_ends_while_it_is_being_published_is_taken_back(
     def blocked_and_ends(waits: Waiting) -> list[Any]:
         found = blocked(waits)
         if found and not ending:
-            monkeypatch.setattr(waiting, "_GLANCE", 60)
+            monkeypatch.setattr(waiting, "_INTERVAL", 60)
             thread = threading.Thread(target=wait.end)
             thread.start()
             ending.append(thread)

@@ -9,7 +9,7 @@ import torch
 from tests.cuda_emulation import build
 
 from bagua_ref.backends.cuda.backend import PlannedBackend
-from bagua_ref.backends.cuda.launch import Card, Launch, Plan, pack
+from bagua_ref.backends.cuda.launch import Card, KernelLaunch, Plan, pack
 
 
 class Emulator:
@@ -22,7 +22,7 @@ class Emulator:
             ctypes.c_char_p, number, number, number, number, size, ctypes.c_void_p, number, ctypes.c_char_p, size,
         ]  # fmt: skip
 
-    def run(self, launch: Launch, workspace: int = 0, order: int = 0, blocks: range | None = None) -> None:
+    def run(self, launch: KernelLaunch, workspace: int = 0, order: int = 0, blocks: range | None = None) -> None:
         """Run a launch, or some of its blocks; ``order`` of the threads: 0 as numbered, 1 reversed, else the seed of a shuffle."""
         arguments, _values = pack(launch, workspace)
         self.run_packed(launch.kernel, launch.grid, launch.block, launch.shared, ctypes.addressof(arguments), order, blocks)

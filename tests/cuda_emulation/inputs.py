@@ -9,7 +9,7 @@ import torch
 from tests.cuda_emulation.backend import emulator
 from torch import Tensor
 
-from bagua_ref.backends.cuda.launch import Launch
+from bagua_ref.backends.cuda.launch import KernelLaunch
 from bagua_ref.conformance.expected.tolerances import ULP, assert_equal
 
 FAR = 2**31 + 12_345
@@ -38,7 +38,7 @@ def sparse(size: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(room, dtype=dtype)
 
 
-def run_ends(launch: Launch, grid: int, workspace: int = 0) -> None:
+def run_ends(launch: KernelLaunch, grid: int, workspace: int = 0) -> None:
     """Run the first block and the last three, on a grid large enough that no block loops.
 
     The first block also handles the elements that do not fill a pack.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bagua_ref.backends import get_backend
 from bagua_ref.backends.cuda.backend import PlannedBackend
-from bagua_ref.backends.cuda.launch import WORKSPACE, Card, Launch, Plan
+from bagua_ref.backends.cuda.launch import WORKSPACE, Card, KernelLaunch, Plan
 from bagua_ref.backends.cuda.movement import Segments
 
 SANITIZERS = {
@@ -57,7 +57,7 @@ def replay(
     *,
     multiprocessors: int = 1,
     order: int = 0,
-    change: Callable[[Launch], Launch] = lambda launch: launch,
+    change: Callable[[KernelLaunch], KernelLaunch] = lambda launch: launch,
 ) -> tuple[subprocess.CompletedProcess, bool]:
     """Run ``work(kernels)`` in the program and on the reference.
 
@@ -101,7 +101,7 @@ def replay(
     return run, same
 
 
-def _launch(launch: Launch, spans: list[tuple[int, int]], workspace: int) -> bytes:
+def _launch(launch: KernelLaunch, spans: list[tuple[int, int]], workspace: int) -> bytes:
     made = _text(launch.kernel.encode()) + _number(launch.grid, launch.block, launch.shared, len(launch.args))
     for value in launch.args:
         if value is WORKSPACE:

@@ -12,8 +12,8 @@ from tests.cuda_emulation.replay import Recorder, program, replay
 from torch import Tensor
 
 from bagua_ref.backends import get_codec
-from bagua_ref.backends.cuda import plan
-from bagua_ref.backends.cuda.launch import KERNELS, Card, Launch
+from bagua_ref.backends.cuda import launch
+from bagua_ref.backends.cuda.launch import KERNELS, Card, KernelLaunch
 
 if build.compiler() is None:
     pytest.skip("there is no g++", allow_module_level=True)
@@ -120,7 +120,7 @@ def test_keys_to_sort_by_are_written_within_their_bounds(dtype, sanitizer, tmp_p
 
     def work(kernels) -> None:
         if hasattr(kernels, "plans"):
-            kernels._submit(plan.order_keys(kernels.card, floats, keys), keys.device)
+            kernels._submit(launch.order_keys(kernels.card, floats, keys), keys.device)
         else:
             negative = floats.view(keys.dtype) < 0
             keys.copy_(torch.where(negative, floats.view(keys.dtype) ^ torch.iinfo(keys.dtype).max, floats.view(keys.dtype)))
@@ -210,7 +210,7 @@ def test_a_planted_fault_is_found(sanitizer, source, there, planted, case, findi
 
 
 def test_too_little_shared_memory_in_the_plan_is_found(tmp_path):
-    def change(launch: Launch) -> Launch:
+    def change(launch: KernelLaunch) -> KernelLaunch:
         return dataclasses.replace(launch, shared=max(0, launch.shared - 32))
 
     work, tensors = codec(torch.float32, 2, 500)

@@ -30,7 +30,7 @@ class Agreement:
             facts: what must be equal.
             flag: of a round, whether this rank has loaded a state since the last one.
         """
-        return Comparison(self, facts, self.comm.exchange_notes([int(flag), *(fact.value for fact in facts)]))
+        return Comparison(self, facts, self.comm.exchange_ints([int(flag), *(fact.value for fact in facts)]))
 
     def _check(self, facts: Sequence[Fact], notes: Sequence[Sequence[int]]) -> None:
         if differences := describe_differences(facts, notes, self._ranks):
@@ -72,4 +72,4 @@ class Comparison:
             CommunicationError: ranks differ; the message, equal on all of them, says which ranks in what.
         """
         if any(note[0] for note in self.check_facts()) and (weights := digest()) is not None:
-            self._agreement._check([weights], self._agreement.comm.exchange_notes([weights.value])())
+            self._agreement._check([weights], self._agreement.comm.exchange_ints([weights.value])())

@@ -1,12 +1,14 @@
-"""Parts of the original that bagua_ref does not provide, and their replacements, which an import of them names."""
+"""Parts that are missing: what the original has and bagua_ref does not, and commands that install optional dependencies."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
+from pathlib import Path
 
 from bagua_ref.errors import NotProvidedError
 
-__all__ = ["MISSING", "REPLACEMENTS", "explain_missing", "not_provided"]
+__all__ = ["MISSING", "REPLACEMENTS", "explain_missing", "install_command", "not_provided"]
 
 _EXPERTS = (
     "use a library of expert layers, such as DeepSpeed's deepspeed.moe or Tutel, and list the experts' parameters in "
@@ -93,3 +95,25 @@ def explain_missing(module: str) -> Callable[[str], object]:
         raise AttributeError(f"module 'bagua_ref.{module}' has no attribute {name!r}")
 
     return __getattr__
+
+
+_FOLDER = Path(__file__).parents[3]
+"""The root of the checkout, if this file is in one."""
+
+
+def install_command(extra: str) -> str:
+    """Return the shell command that installs an extra of bagua_ref, depending on how bagua_ref is installed.
+
+    For a checkout, it installs the checkout again, in place. Otherwise, it names the packages, as bagua_ref may have been installed
+    from a file that is gone, and may not be on any package index.
+
+    Args:
+        extra: a name under ``project.optional-dependencies`` in pyproject.toml.
+    """
+    if (_FOLDER / "pyproject.toml").is_file() and (_FOLDER / "src" / "bagua_ref").is_dir():
+        return f"pip install -e {shlex.quote(f'{_FOLDER}[{extra}]')}"
+    from importlib.metadata import requires  # not needed to import bagua_ref
+
+    named = [line.partition(";") for line in requires("bagua_ref") or ()]
+    packages = [name.strip() for name, _, marker in named if marker.strip().replace('"', "'") == f"extra == '{extra}'"]
+    return f"pip install {shlex.join(packages)}"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DistributedSampler
 
-from bagua_ref.base.extras import install_command
+from bagua_ref.base.not_provided import install_command
 from bagua_ref.cli.command import CommandError, Commands, add_command, add_json_options, is_installed, write_json
 from bagua_ref.contrib.load_balancing_data_loader import LoadBalancingDistributedSampler
 

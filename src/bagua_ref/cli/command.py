@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from bagua_ref.base.extras import install_command
+from bagua_ref.base.not_provided import install_command
 
 __all__ = [
     "CommandError", "Commands", "PrintCompletion", "add_command", "add_json_options", "end_progress", "is_installed",

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import multiprocessing
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
-from bagua_ref.base.extras import install_command
+from bagua_ref.base.not_provided import install_command
 from bagua_ref.cli.command import CommandError, Commands, add_command, add_json_options, is_installed, write_json
 from bagua_ref.cli.demo_worker import work
 from bagua_ref.cli.recipes import ALONE, RECIPES, Digits, Settings

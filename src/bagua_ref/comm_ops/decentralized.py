@@ -173,7 +173,7 @@ class Decentralized(CommOp):
         except Exception as raised:
             error = raised
         checksum = zlib.crc32(repr(graph).encode())
-        notes = self._everyone.exchange_notes([int(error is None), checksum])()
+        notes = self._everyone.exchange_ints([int(error is None), checksum])()
         differing = [rank for rank, note in enumerate(notes) if note != notes[0]]
         if differing:
             outcomes = [f"a graph of checksum {checksum}" if good else "no valid graph" for good, checksum in notes]

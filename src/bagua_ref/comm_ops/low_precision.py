@@ -9,7 +9,7 @@ from bagua_ref.backends.base import KernelBackend
 from bagua_ref.backends.codec import Codec
 from bagua_ref.comm_ops.base import CommOp
 from bagua_ref.communicators.base import Communicator
-from bagua_ref.communicators.overlap import Overlap
+from bagua_ref.communicators.pipelining import Overlap
 
 __all__ = ["CentralizedLowPrecision"]
 

@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from bagua_ref.communicators.overlap import Overlap
+from bagua_ref.communicators.pipelining import Overlap
 from bagua_ref.observe.meter import profiled
 from bagua_ref.types import BackendTensor, ReduceOp
 
@@ -87,20 +87,20 @@ class Communicator(ABC):
     def abort(self, reason: str = "") -> None:
         """Abort the connection; operations in progress and later ones raise CommunicationError, with the reason if one is given."""
 
-    def exchange_notes(self, note: Sequence[int]) -> Callable[[], list[list[int]]]:
-        """Send ``note``, a few int64, to every rank; its bytes do not count in `bytes_sent`.
+    def exchange_ints(self, values: Sequence[int]) -> Callable[[], list[list[int]]]:
+        """Send ``values``, a few int64, to every rank; their bytes do not count in `bytes_sent`.
 
         Args:
-            note: equally many numbers on all ranks.
+            values: equally many on all ranks.
 
         Returns:
-            A function that waits for every rank's note and returns them.
+            A function that waits for every rank's values and returns them.
         """
 
         def receive() -> list[list[int]]:
-            notes = torch.empty(self._nranks, len(note), dtype=torch.int64)
-            self._allgather(torch.tensor(note, dtype=torch.int64), notes)
-            received: list[list[int]] = notes.tolist()
+            gathered = torch.empty(self._nranks, len(values), dtype=torch.int64)
+            self._allgather(torch.tensor(values, dtype=torch.int64), gathered)
+            received: list[list[int]] = gathered.tolist()
             return received
 
         return receive

@@ -20,23 +20,22 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from bagua_ref.base.runtime import is_background_thread
-from bagua_ref.communicators import notes, shared_memory
-from bagua_ref.communicators.forked import keep_forever
+from bagua_ref.communicators import int_sockets, shared_memory
+from bagua_ref.communicators.failures import FailureReports, Watchdog
 from bagua_ref.communicators.gloo_sockets import GlooSockets, open_sockets
-from bagua_ref.communicators.last_words import LastWords
-from bagua_ref.communicators.notes import NoteSockets
-from bagua_ref.communicators.pieces import ComputingError, OtherCallError
+from bagua_ref.communicators.int_sockets import IntSockets
+from bagua_ref.communicators.pipelining import ComputingError, OtherCallError
+from bagua_ref.communicators.processes import keep_forever
 from bagua_ref.communicators.rendezvous import another_connection, ask, first_sentence, host_of, interruptible, prefixed
 from bagua_ref.communicators.shared_memory import SharedMemory
 from bagua_ref.communicators.waiting import Waiting
-from bagua_ref.communicators.watch import Watch
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 
 __all__ = ["Connection"]
 
 _TICK = timedelta(milliseconds=200)  # seconds until a waiting collective notices abort() or Ctrl-C
 _PATIENCE = 0.5  # seconds after which a rank that connects asks whether another one could not
-_watch = Watch()
+_watchdog = Watchdog()
 
 
 class Connection:
@@ -64,13 +63,13 @@ class Connection:
         waits: Waiting,
         shares_memory: bool = False,
     ) -> None:
-        self._last_words, self._waits = LastWords(prefixed("gave up", store), ranks, rank), waits
+        self._failures, self._waits = FailureReports(prefixed("gave up", store), ranks, rank), waits
         self._store, self._name, self._rank, self._ranks = store, name, rank, ranks
         self._title = f"TorchDistributedCommunicator({name!r}, rank {rank} of {len(ranks)}) of global ranks {list(ranks)}"
-        self._collectives = self._exchanged_notes = 0
+        self._collectives = self._exchanges = 0
         self._begun: list[Any] = []
-        """The work of the exchange of notes that is under way."""
-        self._sockets: NoteSockets | None = None
+        """The works of the exchange of integers that is under way."""
+        self._sockets: IntSockets | None = None
         self._has_tried_sockets = False
         self._shares_memory = shares_memory and len(ranks) > 1
         self.memory: SharedMemory | None = None
@@ -93,62 +92,62 @@ class Connection:
             raise
         except RuntimeError as error:
             # Descriptors may be what this rank lacks; the others wait inside gloo until they hear of it.
-            self._last_words.tell(first_sentence(error), anew=False)
+            self._failures.report(first_sentence(error), anew=False)
             raise self._failure("connect", error) from None
         # The rank that serves the store must not exit before all are connected, so every rank waits for all.
         self._gloo_sockets.find(self._exchange_over_gloo(self._gloo_sockets.listening, "connect")(), rank)
 
-    def exchange_notes(self, note: Sequence[int], collective: str = "agreement") -> Callable[[], list[list[int]]]:
-        """Send ``note`` to every rank; return a function that waits for the notes of all, while other collectives may run before.
+    def exchange_ints(self, values: Sequence[int], collective: str = "agreement") -> Callable[[], list[list[int]]]:
+        """Send ``values`` to every rank; return a function that waits for those of all, while other collectives may run before.
 
         One exchange can be under way at a time; errors as `run`.
         """
         self.share_memory(collective)
         if not self._has_tried_sockets:
             host = "" if self.memory is not None else host_of(self._store)
-            share = lambda note: self._exchange_over_gloo(note, collective)()  # noqa: E731
-            self._sockets = notes.connect(self._rank, len(self._ranks), host, share, self._timeout.total_seconds())
+            share = lambda values: self._exchange_over_gloo(values, collective)()  # noqa: E731
+            self._sockets = int_sockets.connect(self._rank, len(self._ranks), host, share, self._timeout.total_seconds())
             self._has_tried_sockets = True
         if (sockets := self._sockets) is None:
-            return self._exchange_over_gloo(note, collective)
-        return self._begin(lambda _: sockets.send(note), sockets.notes, collective, sockets.have_come)
+            return self._exchange_over_gloo(values, collective)
+        return self._begin(lambda _: sockets.send(values), sockets.received, collective, sockets.are_complete)
 
     def share_memory(self, collective: str) -> None:
         """Let the ranks share memory before their first ``collective``, if they can. Collective; errors as `run`."""
         if self._shares_memory:
-            share = lambda note: self._exchange_over_gloo(note, collective)()  # noqa: E731
+            share = lambda values: self._exchange_over_gloo(values, collective)()  # noqa: E731
             self.memory = shared_memory.connect(self._rank, len(self._ranks), share, self._timeout.total_seconds())
             self._shares_memory = False
 
     def compare(self, collective: str, call: str) -> None:
         """Raise CommunicationError, on all ranks, if they do not make the same ``call``. Collective."""
         number = zlib.crc32(call.encode())
-        if any(theirs != [number] for theirs in self.exchange_notes([number], collective)()):
-            why = self._last_words.of_different_calls(call)
+        if any(theirs != [number] for theirs in self.exchange_ints([number], collective)()):
+            why = self._failures.describe_mismatch(call)
             self.abort(why)
             raise CommunicationError(f"in group {self._name!r} {why}")
 
-    def _exchange_over_gloo(self, note: Sequence[int], collective: str = "agreement") -> Callable[[], list[list[int]]]:
-        """Exchange notes by an all-to-all, which can be interrupted; unlike an all-gather, it does not pass them around a ring."""
-        copies = torch.tensor(note, dtype=torch.int64).repeat(len(self._ranks))
+    def _exchange_over_gloo(self, values: Sequence[int], collective: str = "agreement") -> Callable[[], list[list[int]]]:
+        """Exchange integers by an interruptible all-to-all; unlike an all-gather, it does not pass them around a ring."""
+        copies = torch.tensor(values, dtype=torch.int64).repeat(len(self._ranks))
         received = torch.empty_like(copies)
-        notes = received.view(len(self._ranks), -1)
-        return self._begin(lambda group: group.alltoall_base(received, copies, [], []), notes.tolist, collective)
+        by_rank = received.view(len(self._ranks), -1)
+        return self._begin(lambda group: group.alltoall_base(received, copies, [], []), by_rank.tolist, collective)
 
     def _begin(
         self,
         start: Callable[[Any], Any],
         result: Callable[[], list[list[int]]],
         collective: str = "agreement",
-        has_come: Callable[[], bool] = lambda: False,
+        is_complete: Callable[[], bool] = lambda: False,
     ) -> Callable[[], list[list[int]]]:
-        """Start an exchange of notes, as `run` would; return a function that waits for it and returns its result."""
-        self._exchanged_notes += 1
-        place = f"agreement {self._exchanged_notes}"
+        """Start an exchange of integers, as `run` would; return a function that waits for it and returns its result."""
+        self._exchanges += 1
+        place = f"agreement {self._exchanges}"
         self.run(collective, lambda group: [start(group)], waits=False)
 
         def finish() -> list[list[int]]:
-            if self._closed or not has_come():  # as it has, mostly, this takes half the time
+            if self._closed or not is_complete():  # as it mostly is, this takes half the time
                 self.run(collective, lambda _: self._begun, place=place)
             return result()
 
@@ -200,7 +199,7 @@ class Connection:
             if over_nccl:
                 for work in works:
                     work.wait()
-                    _watch.add(work, self._timeout.total_seconds(), _late(self, collective))
+                    _watchdog.add(work, self._timeout.total_seconds(), _late(self, collective))
                 return
             with self._waiting(collective, peers, place):
                 for work in works:
@@ -215,9 +214,9 @@ class Connection:
         except ComputingError as failed:
             own = failed.error
             if call and isinstance(failed, OtherCallError):
-                own = CommunicationError(f"in group {self._name!r} {self._last_words.of_different_calls(call)}")
+                own = CommunicationError(f"in group {self._name!r} {self._failures.describe_mismatch(call)}")
             self._closed = self._closed or f"it failed earlier, in {collective}"
-            self._last_words.tell(f"{type(own).__name__}: {own}")
+            self._failures.report(f"{type(own).__name__}: {own}")
             del group, works, work
             for known in (failed, own):  # their tracebacks would keep the connections, and so the other ranks waiting
                 traceback.clear_frames(known.__traceback__)
@@ -232,7 +231,7 @@ class Connection:
             self._closed = self._closed or f"it was interrupted earlier, in {collective}"
             keep_forever(group)
             self._drop()
-            self._last_words.tell(f"{type(interruption).__name__} in {collective}")
+            self._failures.report(f"{type(interruption).__name__} in {collective}")
             raise
         finally:
             # Freeing a work lets go of Python's lock for a moment; a thread that does so while the interpreter ends aborts the
@@ -245,7 +244,7 @@ class Connection:
     def abort(self, reason: str = "") -> None:
         """Abort the connection; operations in progress and later ones raise CommunicationError, on other ranks with the reason."""
         if reason and not self._closed:
-            self._last_words.tell(reason)
+            self._failures.report(reason)
         self._closed = self._closed or reason or "it was aborted or its process group destroyed"
         # A collective in progress notices this within a tick and drops the groups itself, unless gloo waits for a message.
         if self._turn.acquire(timeout=5 * _TICK.total_seconds()):
@@ -277,7 +276,7 @@ class Connection:
                 while not done.wait(max(0.0, min(_TICK.total_seconds(), deadline - time.monotonic()))):
                     self._check_open("connect")
                     if time.monotonic() >= deadline:
-                        raise self._nobody_came(keys)
+                        raise self._timed_out(keys)
                 if errors:
                     raise errors[0]
         except BaseException:
@@ -295,7 +294,7 @@ class Connection:
         if self._closed:
             raise self._kind_of_end(f"{collective} on {self._title}: {self._closed}")
 
-    def _nobody_came(self, keys: dict[int, str]) -> CommunicationTimeoutError:
+    def _timed_out(self, keys: dict[int, str]) -> CommunicationTimeoutError:
         missing: list[int] = []
         ask(self._store, lambda store: missing.extend(rank for rank, key in keys.items() if not store.check([key])))
         who = self._waits.who_is_missing(self._place, missing) if missing else "the job's store does not answer"
@@ -310,7 +309,7 @@ class Connection:
         members = self._ranks if peers is None else [self._ranks[peer] for peer in {self._rank, *peers}]
         self._place = f"{self._name}/{place or ('exchange' if peers else self._collectives)}"
         what, timeout = f"in {collective} of group {self._name!r}", min(self._timeout.total_seconds(), 2 * patience)
-        who_gave_up = self._last_words.heard_so_far
+        who_gave_up = self._failures.poll
         return self._waits.waiting(what, self._place, members, self._interrupt, is_background_thread(), timeout, who_gave_up)
 
     def _interrupt(self, reason: str) -> None:
@@ -340,7 +339,7 @@ class Connection:
         if self._gloo_sockets is not None:
             self._gloo_sockets.close_in_child()
 
-    def give_up_late(self, collective: str) -> None:
+    def abort_late(self, collective: str) -> None:
         """Abort the connection because ``collective`` has not finished within the timeout."""
         if not self._closed:
             self._kind_of_end = CommunicationTimeoutError
@@ -370,7 +369,7 @@ class Connection:
             return CommunicationTimeoutError(
                 f"{collective} on {self._title}: timed out after {self._timeout.total_seconds():g} s; {who} ({why})"
             )
-        who = self._last_words.why_gone(self._waits, hung_up) or "this rank failed, or another one has died or left"
+        who = self._failures.reason_for_end(self._waits, hung_up) or "this rank failed, or another one has died or left"
         return CommunicationError(f"{collective} on {self._title} failed; {who} ({why})")
 
     def _drop(self) -> None:
@@ -391,6 +390,6 @@ def _late(connection: Connection, collective: str) -> Callable[[], None]:
     def give_up() -> None:
         found = weak()
         if found is not None:
-            found.give_up_late(collective)
+            found.abort_late(collective)
 
     return give_up

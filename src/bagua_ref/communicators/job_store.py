@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from bagua_ref.base.launch_environment import Identity, read_launch
-from bagua_ref.communicators.rendezvous import Unanswered, first_line, limited
+from bagua_ref.communicators.rendezvous import NoReply, first_line, within
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 
 __all__ = ["job_store"]
@@ -42,7 +42,7 @@ def job_store(store: Any, rank: int, world_size: int, timeout: float) -> tuple[S
         if not 0 <= rank < world_size:
             raise ValueError(f"rank={rank} and world_size={world_size} must be given with store, with 0 <= rank < world_size")
         return store, rank, world_size
-    rank, world_size, address = _meeting_point(rank, world_size)
+    rank, world_size, address = _store_address(rank, world_size)
     if address is None:
         return dist.HashStore(), rank, world_size  # type: ignore[attr-defined]
     host, port = address
@@ -65,7 +65,7 @@ def _open_store(host: str, port: int, rank: int, timeout: float) -> Store:
             except (OSError, UnicodeError) as error:
                 problem = str(error)
                 if time.monotonic() > began + timeout:
-                    raise Unanswered from None
+                    raise NoReply from None
                 time.sleep(0.1)
             else:
                 problem = "a program listens there, but does not answer as a store"
@@ -81,8 +81,8 @@ def _open_store(host: str, port: int, rank: int, timeout: float) -> Store:
         )
 
     try:
-        return limited(open_store, timeout)
-    except Unanswered:
+        return within(open_store, timeout)
+    except NoReply:
         raise CommunicationTimeoutError(
             f"rank {rank} timed out after {timeout:g} s connecting to {what} ({problem}); {_ADVICE}"
         ) from None
@@ -96,7 +96,7 @@ def _open_store(host: str, port: int, rank: int, timeout: float) -> Store:
         ) from error
 
 
-def _meeting_point(rank: int, world_size: int) -> tuple[int, int, tuple[str, int] | None]:
+def _store_address(rank: int, world_size: int) -> tuple[int, int, tuple[str, int] | None]:
     """Return this rank, the number of ranks and the store's address, None in a world of one; -1 means as the environment says."""
     given = {"RANK": rank, "WORLD_SIZE": world_size}
     if -1 not in given.values() and {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():

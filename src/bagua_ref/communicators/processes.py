@@ -1,15 +1,22 @@
-"""Processes of the ranks on this machine, watched until they end: a child that holds a dead process's sockets hides its death."""
+"""Processes of a job: other ranks', watched until they end, and forked children, which must not use connections."""
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import os
 import select
 from collections.abc import Iterable, Sequence
-from typing import Any
+from functools import cache
+from typing import Any, NoReturn, Protocol
+from weakref import WeakSet
 
-__all__ = ["Processes", "this_process"]
+import torch.distributed as dist
+
+from bagua_ref.errors import CommunicationError
+
+__all__ = ["Connected", "ParentsConnection", "Processes", "keep_forever", "leave_to_parent", "refuse_in_child", "this_process"]
 
 _logger = logging.getLogger(__name__)
 _BOOT = "/proc/sys/kernel/random/boot_id"
@@ -84,3 +91,67 @@ def _start_time(pid: int) -> int:
     """Return when process ``pid`` has started, in clock ticks since the machine has."""
     with open(f"/proc/{pid}/stat") as file:
         return int(file.read().rpartition(")")[2].split()[19])
+
+
+_connected: WeakSet[Connected] = WeakSet()
+
+
+class Connected(Protocol):
+    """An owner of connections."""
+
+    def leave_to_parent(self) -> None:
+        """Replace every connection by `ParentsConnection`, and close its sockets here, so that they end with the parent."""
+
+
+class ParentsConnection:
+    """Stands in for a connection of the parent process; every use of it raises `CommunicationError`.
+
+    Destroying the connection would end the parent's, too: both processes share the epoll set that watches its sockets.
+    """
+
+    def __init__(self, connection: Any) -> None:
+        keep_forever(connection)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        _refuse()
+
+
+def leave_to_parent(connected: Connected) -> None:
+    """Call ``connected.leave_to_parent()`` in every child that this process forks from now on."""
+    _connected.add(connected)
+    _watch_forks()
+
+
+def refuse_in_child(pid: int) -> None:
+    """Raise unless this is process ``pid``.
+
+    Raises:
+        CommunicationError: it was forked from that process.
+    """
+    if os.getpid() != pid:
+        _refuse()
+
+
+def keep_forever(thing: Any) -> None:
+    """Keep ``thing`` until the process ends, even when the interpreter frees all modules."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+def _refuse() -> NoReturn:
+    raise CommunicationError(
+        "this process was forked after init_process_group() and cannot use its parent's process groups; call init_process_group() "
+        "after the fork instead, start the process with multiprocessing's 'spawn', or do not communicate or train in it"
+    )
+
+
+@cache
+def _watch_forks() -> None:
+    os.register_at_fork(after_in_child=_in_child)
+
+
+def _in_child() -> None:
+    for connected in list(_connected):
+        keep_forever(connected)
+        connected.leave_to_parent()
+    if _connected:
+        keep_forever(dict(dist.distributed_c10d._world.pg_map))

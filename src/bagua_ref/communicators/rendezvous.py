@@ -23,20 +23,20 @@ from bagua_ref.communicators.scheduler import format_ranks
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 
 __all__ = [
+    "NoReply",
     "StoreLostError",
-    "Unanswered",
     "address_of",
     "another_connection",
     "check_others",
     "connecting",
     "first_line",
     "first_sentence",
-    "heard",
     "host_of",
     "interruptible",
-    "limited",
-    "meet",
+    "parse_message",
     "prefixed",
+    "rendezvous",
+    "within",
 ]
 
 T = TypeVar("T")
@@ -141,21 +141,21 @@ class _OtherFailed(RuntimeError):  # noqa: N818  it is never raised to a user
     """Another rank cannot connect."""
 
 
-class Unanswered(Exception):  # noqa: N818  it is never raised to a user
+class NoReply(Exception):  # noqa: N818  it is never raised to a user
     """A call had not returned within the limit."""
 
 
-def limited(function: Callable[[], T], seconds: float) -> T:
+def within(function: Callable[[], T], seconds: float) -> T:
     """Return ``function()``, run on another thread, as torch's stores wait for ever for a server that is stopped.
 
     Raises:
-        Unanswered: it had not returned after ``seconds``; the thread goes on.
+        NoReply: it had not returned after ``seconds``; the thread goes on.
     """
     deadline = time.monotonic() + seconds
 
     def check() -> None:
         if time.monotonic() >= deadline:
-            raise Unanswered
+            raise NoReply
 
     return interruptible(function, check, seconds)
 
@@ -179,7 +179,7 @@ def interruptible(function: Callable[[], T], check: Callable[[], None], pause: f
         future = Future()  # an exception's traceback refers to this variable: the cycle would keep a store that has failed
 
 
-def heard(data: bytes, form: Any, whose: str) -> Any:
+def parse_message(data: bytes, form: Any, whose: str) -> Any:
     """Return the JSON that another rank put into the store.
 
     Args:
@@ -200,8 +200,8 @@ def heard(data: bytes, form: Any, whose: str) -> Any:
     return value
 
 
-def meet(store: Store, rank: int, world_size: int, card: Any, timeout: float, form: Any = object) -> tuple[str, list[Any]]:
-    """Return a name that is unique to this rendezvous, and every rank's card in rank order. Collective.
+def rendezvous(store: Store, rank: int, world_size: int, info: Any, timeout: float, form: Any = object) -> tuple[str, list[Any]]:
+    """Return a name that is unique to this rendezvous, and every rank's ``info`` in rank order. Collective.
 
     Rank 0 proposes a new name, the other ranks answer under that name with a random mark each, and rank 0 publishes the answers.
     A rank that does not find its own mark has read the keys of an earlier rendezvous and tries again. A launcher that restarts
@@ -211,9 +211,9 @@ def meet(store: Store, rank: int, world_size: int, card: Any, timeout: float, fo
         store: shared by all ranks.
         rank: this rank.
         world_size: the number of ranks.
-        card: information for the other ranks, as JSON values.
+        info: information for the other ranks, as JSON values.
         timeout: seconds to wait for the others.
-        form: the form that the others' cards must have, see `bagua_ref.base.untrusted.check_form`.
+        form: the form that the others' must have, see `bagua_ref.base.untrusted.check_form`.
 
     Raises:
         CommunicationTimeoutError: they did not come in time; names the missing ranks as far as they are known.
@@ -222,8 +222,8 @@ def meet(store: Store, rank: int, world_size: int, card: Any, timeout: float, fo
     """
     began = time.monotonic()
     try:
-        mark, papers = limited(partial(_meet, store, rank, world_size, card, timeout, form), timeout + _GRACE)
-    except Unanswered:
+        mark, messages = within(partial(_rendezvous, store, rank, world_size, info, timeout, form), timeout + _GRACE)
+    except NoReply:
         raise CommunicationTimeoutError(
             f"rank {rank} timed out after {timeout:g} s: the store at {address_of(store)} does not answer; the process that serves "
             "it has stopped or cannot be reached"
@@ -235,7 +235,7 @@ def meet(store: Store, rank: int, world_size: int, card: Any, timeout: float, fo
             f"rank {rank} lost the store at {address_of(store)} after {time.monotonic() - began:.1f} s of waiting for the other "
             f"ranks; the process that serves it, often rank 0's, has ended ({first_line(error)})"
         ) from error
-    missing = [r for r, paper in enumerate(papers) if paper is None]
+    missing = [r for r, message in enumerate(messages) if message is None]
     if missing:
         waited = time.monotonic() - began
         if rank == 0 and len(missing) < world_size - 1:
@@ -244,11 +244,11 @@ def meet(store: Store, rank: int, world_size: int, card: Any, timeout: float, fo
             f"rank {rank} timed out after {waited:.1f} s waiting for {format_ranks(missing)} of {world_size} in the store at "
             f"{address_of(store)}"
         )
-    return mark, [card for _, card in papers]
+    return mark, [info for _, info in messages]
 
 
-def _meet(store: Store, rank: int, world_size: int, card: Any, timeout: float, form: Any) -> tuple[str, list[Any]]:
-    """Return the name, and each rank's mark and card, or None for ranks that did not come."""
+def _rendezvous(store: Store, rank: int, world_size: int, info: Any, timeout: float, form: Any) -> tuple[str, list[Any]]:
+    """Return the name, and each rank's mark and info, or None for ranks that did not come."""
     mark = uuid.uuid4().hex
     if rank == 0:
         answers = {r: f"{mark}/answer{r}" for r in range(1, world_size)}
@@ -256,19 +256,20 @@ def _meet(store: Store, rank: int, world_size: int, card: Any, timeout: float, f
         with suppress(RuntimeError):  # if not for the timeout, the store fails in the next line, too
             store.wait(list(answers.values()), timedelta(seconds=timeout))
         wrote = [
-            heard(store.get(answer), [str, form], f"rank {r}") if store.check([answer]) else None for r, answer in answers.items()
+            parse_message(store.get(answer), [str, form], f"rank {r}") if store.check([answer]) else None
+            for r, answer in answers.items()
         ]
-        papers = [[mark, card], *wrote]
-        store.set(f"{mark}/all", json.dumps({r: paper for r, paper in enumerate(papers) if paper is not None}))
-        return mark, papers
+        messages = [[mark, info], *wrote]
+        store.set(f"{mark}/all", json.dumps({r: message for r, message in enumerate(messages) if message is not None}))
+        return mark, messages
     answered, pause, deadline = "", 0.002, time.monotonic() + timeout
     while time.monotonic() < deadline:
         proposed = store.get("proposed").decode(errors="replace") if store.check(["proposed"]) else ""
         if proposed != answered:
-            store.set(f"{proposed}/answer{rank}", json.dumps([mark, card]))
+            store.set(f"{proposed}/answer{rank}", json.dumps([mark, info]))
             answered, pause = proposed, 0.002
         if answered and store.check([f"{answered}/all"]):
-            found = heard(store.get(f"{answered}/all"), {str: [str, form]}, "rank 0")
+            found = parse_message(store.get(f"{answered}/all"), {str: [str, form]}, "rank 0")
             if str(rank) in found and found[str(rank)][0] == mark:
                 return answered, [found.get(str(r)) for r in range(world_size)]
         time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
@@ -276,7 +277,7 @@ def _meet(store: Store, rank: int, world_size: int, card: Any, timeout: float, f
     came = [bool(answered), *(not answered or store.check([f"{answered}/answer{r}"]) for r in range(1, world_size))]
     if all(came):  # rank 0 has gone, or what it proposed is an earlier attempt's
         came[0] = False
-    return answered, [[mark, card] if here else None for here in came]
+    return answered, [[mark, info] if here else None for here in came]
 
 
 @contextmanager
@@ -296,10 +297,10 @@ def connecting(store: Store, rank: int, world_size: int) -> Iterator[None]:
         if dist.is_initialized():
             dist.destroy_process_group()
         missing, why = list[int](), first_line(error)
-        with suppress(RuntimeError, Unanswered):
+        with suppress(RuntimeError, NoReply):
             if not isinstance(error, _OtherFailed):  # or gloo still uses the store
-                limited(lambda: store.set(f"failed{rank}", why), _GRACE)
-                missing = limited(lambda: [r for r in range(world_size) if not store.check([f"connecting{r}"])], _GRACE)
+                within(lambda: store.set(f"failed{rank}", why), _GRACE)
+                missing = within(lambda: [r for r in range(world_size) if not store.check([f"connecting{r}"])], _GRACE)
         timed_out = re.search(r"time(d )?out", str(error), re.IGNORECASE)
         raise (CommunicationTimeoutError if timed_out else CommunicationError)(
             f"rank {rank} could not connect to the ranks that it met in the store at {address_of(store)}, after {waited:.1f} s: "

@@ -326,7 +326,7 @@ class Scheduler:
         # A rank's own timeout is a watchdog. While ranks wait for each other, it would only report later what is known now.
         stuck = any(ticket.collective for ticket in tickets)
         if not any(ticket.passes or not stuck for ticket in timed):
-            self._fail(SimulationError(f"the simulated ranks wait for each other and none can go on: {self._who_waits()}"))
+            self._fail(SimulationError(f"deadlock: every simulated rank is waiting for another: {self._who_waits()}"))
             return
         if not any(ticket.task and ticket.task.is_main for ticket in timed):
             self._wake_ups += 1

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from bagua_ref.communicators.collectives import combine
 from bagua_ref.communicators.mesh import Unreachable, close_sockets, connect_all, hung_up, listen_locally
-from bagua_ref.communicators.pieces import OtherCallError, compute
+from bagua_ref.communicators.pipelining import OtherCallError, compute
 from bagua_ref.env import shares_memory
 from bagua_ref.errors import CommunicationError
 from bagua_ref.types import ReduceOp
@@ -198,7 +198,7 @@ class SharedMemory:
         after: Callable[[slice], object] | None = None,
         everyone: bool = False,
     ) -> Iterator[Until]:
-        """Send and receive tensors, as `move_in_pieces` does; all ranks that take part give the same ``name`` ("": the dtypes').
+        """Exchange tensors, as `exchange_pipelined` does; all ranks that take part give the same ``name`` ("": the dtypes').
 
         With ``everyone``, ranks that have nothing to send to each other send the name, so that all notice if one gives another.
         """
@@ -298,7 +298,7 @@ def connect(rank: int, nranks: int, share: Callable[[Sequence[int]], list[list[i
     Args:
         rank: this rank.
         nranks: the number of ranks, two or more.
-        share: exchanges notes in another way; what it raises is raised here, too.
+        share: exchanges int64 in another way; what it raises is raised here, too.
         timeout: seconds without progress after which waiting for a rank has failed.
     """
     try:

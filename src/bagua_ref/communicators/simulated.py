@@ -31,10 +31,10 @@ class _Call:
 
 
 class _Board:
-    """The notes of one exchange, and the ranks that wait for the others'."""
+    """The integers of one exchange, and the ranks that wait for the others'."""
 
     def __init__(self) -> None:
-        self.notes: dict[int, list[int]] = {}
+        self.values: dict[int, list[int]] = {}
         self.waiting: list[Ticket] = []
 
 
@@ -99,24 +99,24 @@ class SimulatedCommunicator(Communicator):
         """Wait until every rank has called it."""
         self._meet("barrier()", None, None, lambda sends, recvs: None)
 
-    def exchange_notes(self, note: Sequence[int]) -> Callable[[], list[list[int]]]:
+    def exchange_ints(self, values: Sequence[int]) -> Callable[[], list[list[int]]]:
         """Send ``note`` to every rank; return a function that waits for all of them."""
         self._check_open()
         group, self._exchanges = self._group, self._exchanges + 1
         serial, board = self._exchanges, group.boards.setdefault(self._exchanges, _Board())
-        board.notes[self._rank] = list(note)
-        if len(board.notes) == self._nranks:
+        board.values[self._rank] = list(values)
+        if len(board.values) == self._nranks:
             for ticket in board.waiting:
                 group.scheduler.grant(ticket)
         group.scheduler.yield_()
 
         def receive() -> list[list[int]]:
-            if len(board.notes) < self._nranks:
+            if len(board.values) < self._nranks:
                 group.check()
                 board.waiting.append(group.scheduler.ticket(f"in agreement of group {self.name!r}", collective=True))
                 group.wait(board.waiting[-1], self._rank)
             group.boards.pop(serial, None)
-            return [board.notes[rank] for rank in range(self._nranks)]
+            return [board.values[rank] for rank in range(self._nranks)]
 
         return receive
 

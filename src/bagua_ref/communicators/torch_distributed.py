@@ -17,9 +17,8 @@ from torch._C._distributed_c10d import Store
 from bagua_ref.communicators.base import Communicator
 from bagua_ref.communicators.collectives import combine, describe, divide_
 from bagua_ref.communicators.connection import Connection
-from bagua_ref.communicators.forked import OfParent
-from bagua_ref.communicators.overlap import Overlap
-from bagua_ref.communicators.pieces import move_in_pieces
+from bagua_ref.communicators.pipelining import Overlap, exchange_pipelined
+from bagua_ref.communicators.processes import ParentsConnection
 from bagua_ref.communicators.shared_memory import SharedMemory
 from bagua_ref.communicators.waiting import Waiting
 from bagua_ref.errors import CommunicationError
@@ -66,13 +65,15 @@ class TorchDistributedCommunicator(Communicator):
         super().__init__(list(ranks).index(global_rank), len(ranks), name)
         self.ranks, self._uses_nccl = tuple(ranks), uses_nccl
         self._sent_to, self._received_from = [0] * self._nranks, [0] * self._nranks
-        self._connection: Connection | OfParent = Connection(store, name, self._rank, self.ranks, timeout, waits, shares_memory)
+        self._connection: Connection | ParentsConnection = Connection(
+            store, name, self._rank, self.ranks, timeout, waits, shares_memory
+        )
 
     def leave_to_parent(self) -> None:
         """Leave the connection to the parent of this process, a forked child."""
         if isinstance(self._connection, Connection):
             self._connection.close_in_child()
-            self._connection = OfParent(self._connection)
+            self._connection = ParentsConnection(self._connection)
 
     def abort(self, reason: str = "") -> None:
         """Abort the connection; operations in progress and later ones raise CommunicationError, with the reason if one is given."""
@@ -83,9 +84,9 @@ class TorchDistributedCommunicator(Communicator):
         self._agree("barrier()", None)
         self._connection.run("barrier", lambda group: [group.barrier()])
 
-    def exchange_notes(self, note: Sequence[int]) -> Callable[[], list[list[int]]]:
-        """Send ``note`` to every rank, over sockets of their own or gloo; return a function that waits for all of them."""
-        return self._connection.exchange_notes(note)
+    def exchange_ints(self, values: Sequence[int]) -> Callable[[], list[list[int]]]:
+        """Send ``values`` to every rank, over sockets of their own or gloo; return a function that waits for all of them."""
+        return self._connection.exchange_ints(values)
 
     # Movement.
 
@@ -126,7 +127,7 @@ class TorchDistributedCommunicator(Communicator):
             )
         else:
             tags = self._sent_to, self._received_from
-            move = lambda group: move_in_pieces(group, sends, landings, tags, before, after)  # noqa: E731
+            move = lambda group: exchange_pipelined(group, sends, landings, tags, before, after)  # noqa: E731
             self._connection.run(collective, move, peers=peers)
         for (tensor, _), (landing, _) in zip(recvs, landings, strict=True):
             _bring_back(tensor, landing)
@@ -141,7 +142,7 @@ class TorchDistributedCommunicator(Communicator):
             return
         labels = [(torch.tensor(list(describe(tensor).encode().ljust(_LABEL)), dtype=torch.uint8), peer) for tensor, peer in sends]
         landings = [(torch.empty(_LABEL, dtype=torch.uint8), peer) for _, peer in recvs]
-        move = lambda group: move_in_pieces(group, labels, landings, (self._sent_to, self._received_from))  # noqa: E731
+        move = lambda group: exchange_pipelined(group, labels, landings, (self._sent_to, self._received_from))  # noqa: E731
         self._connection.run(call, move, peers={peer for _, peer in (*sends, *recvs)})
         for (tensor, peer), (landing, _) in zip(recvs, landings, strict=True):
             sent = bytes(landing.tolist()).decode(errors="replace").rstrip()

@@ -15,18 +15,17 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from bagua_ref.base.untrusted import NATURAL
-from bagua_ref.communicators.forked import leave_to_parent
 from bagua_ref.communicators.gloo_sockets import close_served
-from bagua_ref.communicators.processes import Processes, this_process
-from bagua_ref.communicators.rendezvous import another_connection, meet, prefixed
+from bagua_ref.communicators.processes import Processes, leave_to_parent, this_process
+from bagua_ref.communicators.rendezvous import another_connection, prefixed, rendezvous
 from bagua_ref.communicators.shared_memory import machine
 from bagua_ref.communicators.torch_distributed import TorchDistributedCommunicator
 from bagua_ref.communicators.waiting import Waiting
 
 __all__ = ["TorchDistributedTransport"]
 
-_CARD = [str, NATURAL, (str, type(None)), [str, NATURAL, NATURAL], str]
-"""What ranks tell each other: node, number of GPUs, CUDA_VISIBLE_DEVICES, process (see `this_process`), machine (see `machine`)."""
+_INFO_FORM = [str, NATURAL, (str, type(None)), [str, NATURAL, NATURAL], str]
+"""Form of a rank's information: node, number of GPUs, CUDA_VISIBLE_DEVICES, `this_process`, `machine`."""
 
 
 class TorchDistributedTransport:
@@ -53,8 +52,8 @@ class TorchDistributedTransport:
             node = str(rank // local_world_size)
         gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
         self._machine = machine()
-        card = [node, gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), this_process(), self._machine]
-        job, found = meet(prefixed("bagua_ref", store), rank, world_size, card, timeout, _CARD)
+        info = [node, gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), this_process(), self._machine]
+        job, found = rendezvous(prefixed("bagua_ref", store), rank, world_size, info, timeout, _INFO_FORM)
         # The job's name is unique, so the caller's prefix is not needed; without it, `another_connection` works in every torch.
         self.store = prefixed(f"bagua_ref/{job}", getattr(store, "_underlying_non_prefix_store", store))
         self._idle = [self.store]

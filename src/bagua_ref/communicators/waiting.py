@@ -17,7 +17,7 @@ from bagua_ref.communicators.processes import Processes
 from bagua_ref.communicators.rendezvous import another_connection, ask
 from bagua_ref.communicators.scheduler import format_ranks
 
-__all__ = ["Waiting", "has_ended", "nobody_can_go_on"]
+__all__ = ["Waiting", "describe_deadlock", "has_ended"]
 
 _PATIENCE = 5.0
 """Seconds after which a wait is published, or half of its timeout if that is less."""
@@ -32,7 +32,7 @@ _LONGEST = 1000
 _LIMIT = 2.0
 """Seconds to wait for the thread that asks the store; more mean that the store cannot be reached."""
 
-_GLANCE = 1.0
+_INTERVAL = 1.0
 """Seconds between two looks at the waits."""
 
 _GRACE = 0.3
@@ -159,7 +159,7 @@ class Waiting:
             for what, ranks in missing.items()
         )
 
-    def why_gone(self, members: Sequence[int], limit: float = 5.0) -> str:
+    def reasons_gone(self, members: Sequence[int], limit: float = 5.0) -> str:
         """Return why ``members`` have ended, or why nobody can go on; "" if nobody has said so within ``limit`` seconds."""
         said: list[str] = []
 
@@ -175,7 +175,7 @@ class Waiting:
         """Return which of ``members`` are known to have no process any more, waiting at most ``seconds`` for the first."""
         return self._processes.ended(members, seconds) if self._processes else set()
 
-    def tell_why(self, error: BaseException) -> None:
+    def report_exit(self, error: BaseException) -> None:
         """Tell the other ranks which exception ends this process; it may be called while the interpreter ends."""
         with self._with_store() as reached:  # `ask` would start a thread, which newer Pythons refuse by then
             if reached:
@@ -190,7 +190,7 @@ class Waiting:
         if self._processes is not None:
             self._processes.wake()
         for thread in self._threads:
-            thread.join(_GLANCE)
+            thread.join(_INTERVAL)
         if self._processes is not None:
             self._processes.close()
 
@@ -212,12 +212,12 @@ class Waiting:
             self._published, self._is_blocked = waits or self._published, bool(waits)
 
     def _watch(self) -> None:
-        said_before = None
+        before = None
         with suppress(RuntimeError):  # the store is gone with the rank that served it, which the collectives notice
             self._store = another_connection(self._job_store)
-            while not self._stop.wait(min([_GLANCE, *(wait.patience / 4 for wait in list(self._waits.values()))])):
+            while not self._stop.wait(min([_INTERVAL, *(wait.patience / 4 for wait in list(self._waits.values()))])):
                 with self._lock:
-                    said_before, verdict = self._look(said_before)
+                    before, verdict = self._check(before)
                 for wait in list(self._waits.values() if verdict else self._long().values()):
                     if why := verdict or wait.who_gave_up():
                         wait.interrupt(why)
@@ -241,7 +241,7 @@ class Waiting:
         ask(self._job_store, lambda store: said.append(store.get(key) if store.check([key]) else b""), _GRACE)
         return said == [_HAS_LEFT.encode()]
 
-    def _look(self, said_before: list[Any] | None) -> tuple[list[Any], str]:
+    def _check(self, before: list[Any] | None) -> tuple[list[Any], str]:
         """Publish this rank's waits, and return those of all ranks, and why none of them can go on if they have not changed."""
         assert self._store is not None
         mine = self._blocked()
@@ -249,10 +249,10 @@ class Waiting:
         if (seen := self._failed + self._long_waits()) != self._seen:
             self._store.set(f"seen/{self._rank}", json.dumps(seen))
             self._seen = seen
-        said = self._said() if mine else []
+        said = self._published_waits() if mine else []
         verdict = self._verdict(self._store, mine) if mine else ""
-        if said and said == said_before and not verdict:
-            verdict = nobody_can_go_on(said)
+        if said and said == before and not verdict:
+            verdict = describe_deadlock(said)
             for rank in range(self._world_size) if verdict else ():
                 self._store.set(f"verdict/{rank}", json.dumps([said[rank], verdict]))
         return said, verdict
@@ -275,7 +275,7 @@ class Waiting:
             return []  # the background thread is not waiting
         return [[wait.what, wait.place, list(wait.members)] for wait in long.values()]
 
-    def _said(self) -> list[Any]:
+    def _published_waits(self) -> list[Any]:
         """Return every rank's waits; none if a rank waits for nothing."""
         assert self._store is not None
         keys = [f"waits/{rank}" for rank in range(self._world_size)]
@@ -302,15 +302,15 @@ def has_ended(ranks: Collection[int]) -> str:
     return f"the process{'es' * several} of {format_ranks(sorted(ranks))} {'have' if several else 'has'} ended"
 
 
-def nobody_can_go_on(waits: Sequence[Sequence[Any]]) -> str:
+def describe_deadlock(waits: Sequence[Sequence[Any]]) -> str:
     """Return who waits for what if no rank can ever go on, else "".
 
     Args:
         waits: of each rank: what it waits for, in which collective, and the members of that.
 
-    >>> nobody_can_go_on([[["in barrier", "all/7", [0, 1]]], [["in allreduce", "module/3", [0, 1]]]])
-    'the ranks wait for each other and none can go on: rank 0 waits in barrier; rank 1 waits in allreduce'
-    >>> nobody_can_go_on([[["in barrier", "all/7", [0, 1]]], [["in barrier", "all/7", [0, 1]]]])
+    >>> describe_deadlock([[["in barrier", "all/7", [0, 1]]], [["in allreduce", "module/3", [0, 1]]]])
+    'deadlock: every rank is waiting for another: rank 0 waits in barrier; rank 1 waits in allreduce'
+    >>> describe_deadlock([[["in barrier", "all/7", [0, 1]]], [["in barrier", "all/7", [0, 1]]]])
     ''
     """
     where = [{place for _, place, _ in mine if place} for mine in waits]
@@ -322,4 +322,4 @@ def nobody_can_go_on(waits: Sequence[Sequence[Any]]) -> str:
     for rank, mine in enumerate(waits):
         what = [what for what, place, _ in mine if place] or [_LEFT]
         sentences.append(f"rank {rank} {'' if what == [_LEFT] else 'waits '}{' and '.join(what)}")
-    return f"the ranks wait for each other and none can go on: {'; '.join(sentences)}"
+    return f"deadlock: every rank is waiting for another: {'; '.join(sentences)}"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bagua_ref.backends import KernelBackend, get_backend
-from bagua_ref.base.extras import install_command
+from bagua_ref.base.not_provided import install_command
 
 __all__ = ["Numbers", "Ordering", "ends", "noise_bound", "numbers_of", "read_complexities", "shown", "to_number"]
 

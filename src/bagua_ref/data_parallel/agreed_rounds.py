@@ -107,7 +107,7 @@ class AgreedRounds:
             training._bagua_backend.before_round = self._open
             if training.bagua_algorithm.agrees_in_nodes:
                 node = self._group.get_intra_node_communicator()
-                ranks = [rank for (rank,) in node.exchange_notes([self._group.ranks[comm.rank()]])()]
+                ranks = [rank for (rank,) in node.exchange_ints([self._group.ranks[comm.rank()]])()]
                 self._in_node = Agreement(node, ranks, training.bagua_module_name)
 
     def plan(self) -> None:

@@ -97,7 +97,7 @@ class UnusedParameters:
         engine = self._trained._bagua_backend
         try:
             with engine.meter.waiting():
-                notes = comm.exchange_notes(note)()
+                notes = comm.exchange_ints(note)()
         except CommunicationError:
             engine.wait_pending_comm_ops()  # if the worker has failed, too, its error says more
             raise

@@ -6,6 +6,7 @@ nothing.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from bagua_ref.base.memory import by_dtype_and_device
 from bagua_ref.base.not_provided import explain_missing
 from bagua_ref.base.runtime import current_world
 from bagua_ref.communicators.base import Communicator, NonMember
+from bagua_ref.errors import NotInitializedError
 from bagua_ref.groups.process_group import (
     BaguaProcessGroup,
     MaybeCommunicator,
@@ -31,7 +33,6 @@ from bagua_ref.groups.process_group import (
     is_initialized,
     new_group,
 )
-from bagua_ref.groups.torch_group_patch import BaguaProcessGroupPatch
 from bagua_ref.types import ReduceOp
 
 __all__ = [
@@ -313,3 +314,42 @@ def _without_repeats(tensor: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 if not TYPE_CHECKING:  # so that type checkers still find misspelt names
     __getattr__ = explain_missing("communication")
+
+
+# torch's groups accept no new attributes.
+_patched: weakref.WeakKeyDictionary[Any, BaguaProcessGroup] = weakref.WeakKeyDictionary()
+
+
+class BaguaProcessGroupPatch:
+    """The methods that importing bagua_ref adds to torch's ProcessGroup, for the Bagua group of the same ranks."""
+
+    def bagua_patch(self, stream: Any = None) -> Any:
+        """Make the Bagua group of these ranks, once, and return the torch group. All members call this in the same order."""
+        known = _patched.get(self)
+        if known is None or known._closed:
+            _patched[self] = from_torch_group(self, stream)
+        return self
+
+    @property
+    def bagua_pg(self) -> BaguaProcessGroup:
+        """The group that `bagua_patch` made."""
+        return _patched_group(self)
+
+    def bagua_get_global_communicator(self) -> Any:
+        """As `BaguaProcessGroup.get_global_communicator`."""
+        return _patched_group(self).get_global_communicator()
+
+    def bagua_get_inter_node_communicator(self) -> Any:
+        """As `BaguaProcessGroup.get_inter_node_communicator`."""
+        return _patched_group(self).get_inter_node_communicator()
+
+    def bagua_get_intra_node_communicator(self) -> Any:
+        """As `BaguaProcessGroup.get_intra_node_communicator`."""
+        return _patched_group(self).get_intra_node_communicator()
+
+
+def _patched_group(torch_group: Any) -> BaguaProcessGroup:
+    group = _patched.get(torch_group)
+    if group is None:
+        raise NotInitializedError("this torch process group has no Bagua group yet; call its bagua_patch() first")
+    return group

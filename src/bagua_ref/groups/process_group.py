@@ -19,8 +19,8 @@ import torch.distributed as dist
 from bagua_ref.base import streams
 from bagua_ref.base.runtime import Identity, RealWorld, World, current_world
 from bagua_ref.communicators.base import Communicator, NonMember
-from bagua_ref.communicators.forked import refuse_in_child
 from bagua_ref.communicators.job_store import job_store
+from bagua_ref.communicators.processes import refuse_in_child
 from bagua_ref.communicators.rendezvous import StoreLostError, check_others, connecting, interruptible
 from bagua_ref.communicators.topology import Topology
 from bagua_ref.communicators.torch_transport import TorchDistributedTransport
@@ -327,7 +327,7 @@ def _destroy_at_exit(world: World, pid: int, waits: Waiting) -> None:
     if world.default_group is not None and os.getpid() == pid:
         error = getattr(sys, "last_value", None)
         if error is not None and not hasattr(sys, "ps1"):  # at a prompt, the program went on after the error
-            waits.tell_why(error)
+            waits.report_exit(error)
         _destroy(world)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.util import find_spec
 
-from bagua_ref.base.extras import install_command
+from bagua_ref.base.not_provided import install_command
 from bagua_ref.integrations.lightning_parts import FabricPart, TrainerPart
 
 __all__ = ["BaguaStrategy", "FabricBaguaStrategy"]

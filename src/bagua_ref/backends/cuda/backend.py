@@ -13,7 +13,7 @@ from torch import Tensor
 from bagua_ref.backends import formats
 from bagua_ref.backends.base import KernelBackend
 from bagua_ref.backends.codec import Codec
-from bagua_ref.backends.cuda import codec_plans, movement, plan
+from bagua_ref.backends.cuda import codec_plans, launch, movement
 from bagua_ref.backends.cuda.launch import Card, Plan
 
 __all__ = ["PlannedBackend", "PlannedCodec"]
@@ -84,32 +84,32 @@ class PlannedBackend(KernelBackend):
         """Queue the launches, in order, on the current stream."""
 
     def _add_(self, x: Tensor, y: Tensor) -> None:
-        self._submit(plan.element_wise(self._card(x.device), "add", x, y), x.device)
+        self._submit(launch.element_wise(self._card(x.device), "add", x, y), x.device)
 
     def _subtract_(self, x: Tensor, y: Tensor) -> None:
-        self._submit(plan.element_wise(self._card(x.device), "subtract", x, y), x.device)
+        self._submit(launch.element_wise(self._card(x.device), "subtract", x, y), x.device)
 
     def _add_scaled_(self, x: Tensor, y: Tensor, factor: float) -> None:
-        self._submit(plan.element_wise(self._card(x.device), "add_scaled", x, y, numbers=(factor,)), x.device)
+        self._submit(launch.element_wise(self._card(x.device), "add_scaled", x, y, numbers=(factor,)), x.device)
 
     def _average_(self, x: Tensor, y: Tensor) -> None:
-        self._submit(plan.element_wise(self._card(x.device), "average", x, y), x.device)
+        self._submit(launch.element_wise(self._card(x.device), "average", x, y), x.device)
 
     def _divide_(self, x: Tensor, divisor: float) -> None:
-        self._submit(plan.element_wise(self._card(x.device), "divide", x, numbers=(divisor,)), x.device)
+        self._submit(launch.element_wise(self._card(x.device), "divide", x, numbers=(divisor,)), x.device)
 
     def _combine_ring_(self, x: Tensor, left: Tensor, right: Tensor, weight: Tensor) -> None:
-        self._submit(plan.element_wise(self._card(x.device), "combine_ring", x, left, right, weight), x.device)
+        self._submit(launch.element_wise(self._card(x.device), "combine_ring", x, left, right, weight), x.device)
 
     def _async_average_(self, x: Tensor, reduced: Tensor, snapshot: Tensor, nranks: int) -> None:
-        self._submit(plan.element_wise(self._card(x.device), "async_average", x, reduced, snapshot, numbers=(nranks,)), x.device)
+        self._submit(launch.element_wise(self._card(x.device), "async_average", x, reduced, snapshot, numbers=(nranks,)), x.device)
 
     def _update_momentum_(self, m: Tensor, grad: Tensor, beta1: float, one_minus_beta1: float) -> None:
         numbers = (beta1, one_minus_beta1)
-        self._submit(plan.element_wise(self._card(m.device), "update_momentum", m, grad, numbers=numbers), m.device)
+        self._submit(launch.element_wise(self._card(m.device), "update_momentum", m, grad, numbers=numbers), m.device)
 
     def _reduce_chunks_(self, x: Tensor, num_chunks: int, target_chunk: int, average: bool) -> None:
-        self._submit(plan.reduce_chunks(self._card(x.device), x, num_chunks, target_chunk, average), x.device)
+        self._submit(launch.reduce_chunks(self._card(x.device), x, num_chunks, target_chunk, average), x.device)
 
     def _gather_flat(self, tensors: Sequence[Tensor], out: Tensor) -> None:
         self._copy(out, tensors, gather=True)
@@ -122,7 +122,7 @@ class PlannedBackend(KernelBackend):
         # It sorts integers, because the order of -0 and NaN in a sort of floats is not documented.
         if keys.dtype in _KEYS:
             floats, keys = keys.detach(), torch.empty_like(keys, dtype=_KEYS[keys.dtype])
-            self._submit(plan.order_keys(self._card(keys.device), floats, keys), keys.device)
+            self._submit(launch.order_keys(self._card(keys.device), floats, keys), keys.device)
         return torch.sort(keys, stable=True).indices
 
     def _copy(self, flat: Tensor, tensors: Sequence[Tensor], *, gather: bool) -> None:

@@ -6,8 +6,7 @@ import ctypes
 
 from torch import Tensor
 
-from bagua_ref.backends.cuda.launch import WORKSPACE, Card, Launch, Plan
-from bagua_ref.backends.cuda.plan import PACK, WAVES, long, name_of, one_launch, pointer
+from bagua_ref.backends.cuda.launch import PACK, WAVES, WORKSPACE, Card, KernelLaunch, Plan, long, name_of, one_launch, pointer
 
 __all__ = ["ON_CHIP", "compress_blocks", "compress_minmax", "compress_signs", "decompress"]
 
@@ -75,7 +74,7 @@ def _two_passes(
     chosen: tuple[ctypes.c_void_p, ctypes.c_void_p, int],
     first: tuple[int, int],
     waves: int,
-) -> tuple[Launch, Launch]:
+) -> tuple[KernelLaunch, KernelLaunch]:
     """Return a launch that writes a number for each part of a chunk to the workspace, and one that reads those of its chunk.
 
     Args:
@@ -93,8 +92,8 @@ def _two_passes(
     parts, part_size = _parts(size, _share(card, num_chunks, WAVES))
     begin, end = (f"{kernel}_{name_of(x)}" for kernel in kernels)
     return (
-        Launch(source, begin, _grid(card, num_chunks * first[0], waves), (start, *chunks, many, long(first[1]), WORKSPACE)),
-        Launch(
+        KernelLaunch(source, begin, _grid(card, num_chunks * first[0], waves), (start, *chunks, many, long(first[1]), WORKSPACE)),
+        KernelLaunch(
             source,
             end,
             _grid(card, num_chunks * parts),

@@ -7,7 +7,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-__all__ = ["BLOCK", "KERNELS", "WORKSPACE", "Argument", "Card", "Launch", "Plan", "pack", "source_of"]
+import torch
+from torch import Tensor
+
+__all__ = [
+    "BLOCK",
+    "KERNELS",
+    "PACK",
+    "WAVES",
+    "WORKSPACE",
+    "Argument",
+    "Card",
+    "KernelLaunch",
+    "Plan",
+    "element_wise",
+    "long",
+    "name_of",
+    "one_launch",
+    "order_keys",
+    "pack",
+    "pointer",
+    "reduce_chunks",
+    "source_of",
+]
 
 BLOCK = 256
 """Threads per block, the same for all kernels and in the sources (``vector.cuh``)."""
@@ -64,7 +86,7 @@ class Card:
 
 
 @dataclass(frozen=True)
-class Launch:
+class KernelLaunch:
     """One kernel on one grid.
 
     Attributes:
@@ -92,11 +114,11 @@ class Plan:
         workspace: bytes of scratch memory that they share, uninitialised; nothing else may use it until they are done.
     """
 
-    launches: tuple[Launch, ...] = ()
+    launches: tuple[KernelLaunch, ...] = ()
     workspace: int = 0
 
 
-def pack(launch: Launch, workspace: int) -> tuple[ctypes.Array[ctypes.c_void_p], tuple[object, ...]]:
+def pack(launch: KernelLaunch, workspace: int) -> tuple[ctypes.Array[ctypes.c_void_p], tuple[object, ...]]:
     """Return an array of the arguments' addresses, and the values, which must outlive the launch call.
 
     Args:
@@ -114,3 +136,74 @@ def source_of(name: str) -> str:
         content = (_FOLDER / header).read_text(encoding="utf-8").replace("#pragma once\n", "")
         text = text.replace(f'#include "{header}"\n', content)
     return text
+
+
+PACK = 16
+"""Bytes that a thread reads or writes at once."""
+
+WAVES = 32
+"""The most blocks per multiprocessor; beyond that, each block loops."""
+
+
+def pointer(x: Tensor) -> ctypes.c_void_p:
+    """Return x's address.
+
+    Raises:
+        ValueError: x is a lazily negated or conjugated view, or its address is not a multiple of the element size.
+    """
+    if x.is_neg() or x.is_conj():
+        raise ValueError(f"a {x.dtype} tensor is a lazily negated or conjugated view; pass resolve_neg() or resolve_conj() of it")
+    address = x.data_ptr()
+    if address % min(x.element_size(), 8):
+        raise ValueError(f"a {x.dtype} tensor begins at address {address:#x}; it must be a multiple of {x.element_size()}")
+    return ctypes.c_void_p(address)
+
+
+def element_wise(card: Card, name: str, x: Tensor, *operands: Tensor, numbers: tuple[float, ...] = ()) -> Plan:
+    """x <- f(x, operands, numbers), one of the kernels in ``elementwise.cu``."""
+    if x.numel() == 0:
+        return Plan()
+    args = (pointer(x), *map(pointer, operands), long(x.numel()), *(_number(x, value) for value in numbers))
+    return one_launch("elementwise", f"{name}_{name_of(x)}", _grid(card, x.numel() * x.element_size(), 2 * PACK), args)
+
+
+def reduce_chunks(card: Card, x: Tensor, num_chunks: int, target_chunk: int, average: bool) -> Plan:
+    """Sum the chunks in order into one of them (S3.7)."""
+    size = x.numel() // num_chunks
+    if size == 0:
+        return Plan()
+    divisor = _number(x, num_chunks if average else 0)
+    args = (pointer(x), long(size), long(num_chunks), long(target_chunk), divisor)
+    return one_launch("chunks", f"reduce_chunks_{name_of(x)}", _grid(card, size * x.element_size(), PACK), args)
+
+
+def order_keys(card: Card, floats: Tensor, keys: Tensor) -> Plan:
+    """keys <- integers of the floats' size that sort as they do (S7.2)."""
+    if floats.numel() == 0:
+        return Plan()
+    args = (pointer(floats), long(floats.numel()), pointer(keys))
+    return one_launch("movement", f"order_keys_{name_of(floats)}", _grid(card, floats.numel(), 1), args)
+
+
+def one_launch(source: str, kernel: str, grid: int, args: tuple[Argument, ...], shared: int = 0) -> Plan:
+    """Return the plan of a single launch; arguments as of `KernelLaunch`."""
+    return Plan((KernelLaunch(source, kernel, grid, args, shared),))
+
+
+def _grid(card: Card, work: int, per_thread: int) -> int:
+    return max(1, min(-(-work // (per_thread * BLOCK)), WAVES * card.multiprocessors))
+
+
+def name_of(x: Tensor) -> str:
+    """Return x's dtype as kernels name it."""
+    return str(x.dtype).removeprefix("torch.")
+
+
+def long(value: int) -> ctypes.c_longlong:
+    """Return a size or an index as the C type that kernels take."""
+    return ctypes.c_longlong(value)
+
+
+def _number(x: Tensor, value: float) -> ctypes.c_float | ctypes.c_double:
+    """Return a number as the C type of x's arithmetic."""
+    return ctypes.c_double(value) if x.dtype is torch.float64 else ctypes.c_float(value)

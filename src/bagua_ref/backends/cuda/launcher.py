@@ -25,10 +25,10 @@ from typing import Any
 import torch
 
 from bagua_ref.backends.cuda.backend import PlannedBackend
-from bagua_ref.backends.cuda.launch import Card, Launch, Plan, pack, source_of
-from bagua_ref.base.extras import install_command
+from bagua_ref.backends.cuda.launch import Card, KernelLaunch, Plan, pack, source_of
+from bagua_ref.base.not_provided import install_command
 
-__all__ = ["CudaBackend", "cache_folder", "cached", "compile_source", "header_folder"]
+__all__ = ["CudaBackend", "cached", "compile_source", "folder", "header_folder"]
 
 _OPTIONS = (
     "--std=c++17",
@@ -36,9 +36,6 @@ _OPTIONS = (
     "--device-as-default-execution-space",
     "--ptxas-options=-v",
 )
-
-
-_DIGEST = 32
 
 
 class CudaBackend(PlannedBackend):
@@ -110,7 +107,7 @@ class CudaBackend(PlannedBackend):
             self._workspaces[index, stream] = workspace
         return workspace.data_ptr()
 
-    def _function(self, launch: Launch, index: int) -> int:
+    def _function(self, launch: KernelLaunch, index: int) -> int:
         """Return the driver's handle for a kernel on a device."""
         from cupy.cuda import driver
 
@@ -233,8 +230,11 @@ def _image(source: str, index: int) -> bytes:
     return cached(f"{source}-sm{architecture}", made_of, lambda: compile_source(source, architecture)[0])
 
 
-def cache_folder() -> Path:
-    """Return the folder of compiled kernels: BAGUA_REF_CACHE_DIR, else ``bagua_ref`` in the user's cache folder."""
+_DIGEST = 32
+
+
+def folder() -> Path:
+    """Return the folder: BAGUA_REF_CACHE_DIR, else ``bagua_ref`` in the user's cache folder."""
     chosen = os.environ.get("BAGUA_REF_CACHE_DIR")
     if chosen:
         return Path(chosen)
@@ -245,14 +245,14 @@ def cache_folder() -> Path:
 def cached(name: str, made_of: object, make: Callable[[], bytes]) -> bytes:
     """Return the result of ``make``, from disk if it was made from the same inputs before.
 
-    Damaged files count as absent, and a folder that cannot be read or written only costs time.
+    A folder that cannot be read or written only costs time.
 
     Args:
         name: the beginning of the file's name.
         made_of: everything that determines the result; its repr is hashed.
         make: computes the result.
     """
-    path = cache_folder() / f"{name}-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:_DIGEST]}"
+    path = folder() / f"{name}-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:_DIGEST]}"
     with contextlib.suppress(OSError):
         stored = path.read_bytes()
         if hashlib.sha256(stored[_DIGEST:]).digest() == stored[:_DIGEST]:

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from bagua_ref.backends.cuda.launch import Card, Launch, Plan
-from bagua_ref.backends.cuda.plan import pointer
+from bagua_ref.backends.cuda.launch import Card, KernelLaunch, Plan, pointer
 
 __all__ = ["PIECE", "SEGMENTS", "Segments", "Strided", "copy", "is_plain"]
 
@@ -75,7 +74,7 @@ def copy(card: Card, flat: Tensor, tensors: Sequence[tuple[Tensor, int]], *, gat
             (whole if shape in ([], [(tensor.numel(), 1)]) else apart).append((tensor, start))
     way = "gather" if gather else "scatter"
     launches = [
-        Launch("movement", f"{way}_segments", min(table.pieces, _WAVES * card.multiprocessors), (pointer(flat), table))
+        KernelLaunch("movement", f"{way}_segments", min(table.pieces, _WAVES * card.multiprocessors), (pointer(flat), table))
         for table in _tables(whole)
     ]
     launches += [_strided(card, flat, tensor, start, way) for tensor, start in apart]
@@ -95,14 +94,14 @@ def _tables(tensors: list[tuple[Tensor, int]]) -> Iterator[Segments]:
         yield table
 
 
-def _strided(card: Card, flat: Tensor, tensor: Tensor, start: int, way: str) -> Launch:
+def _strided(card: Card, flat: Tensor, tensor: Tensor, start: int, way: str) -> KernelLaunch:
     shape = _merged(tensor)
     table = Strided(count=tensor.numel(), rank=len(shape))
     for axis, (size, stride) in enumerate(shape):
         table.size[axis], table.stride[axis] = size, stride
     here = ctypes.c_void_p((pointer(flat).value or 0) + start * flat.element_size())
     grid = max(1, min(-(-tensor.numel() // 256), _WAVES * card.multiprocessors))
-    return Launch("movement", f"{way}_strided_{flat.element_size()}", grid, (here, pointer(tensor), table))
+    return KernelLaunch("movement", f"{way}_strided_{flat.element_size()}", grid, (here, pointer(tensor), table))
 
 
 def _merged(tensor: Tensor) -> list[tuple[int, int]]:

@@ -1,7 +1,8 @@
-"""Iteration over tensors in cache-sized blocks, as float32 (or float64) NumPy arrays, and the buffers for it."""
+"""Matrices of chunks in tiles, and the base class of the reference backend's codecs."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -11,7 +12,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK", "Array", "Scratch", "blocks", "computed_in", "reader", "rows_of", "scratch", "tiles", "writer"]
+from bagua_ref.backends.codec import Codec
+
+__all__ = ["BLOCK", "Array", "RowCodec", "Scratch", "blocks", "computed_in", "reader", "rows_of", "scratch", "tiles", "writer"]
 
 Array: TypeAlias = npt.NDArray[Any]
 Index: TypeAlias = slice | tuple[slice, slice]
@@ -119,3 +122,53 @@ def tiles(num_rows: int, num_columns: int) -> Iterator[tuple[slice, slice]]:
     for column in range(0, num_columns, columns):
         for row in range(0, num_rows, rows):
             yield slice(row, min(row + rows, num_rows)), slice(column, min(column + columns, num_columns))
+
+
+class RowCodec(Codec):
+    """A codec in terms of matrices: row r of the payload belongs to row r of x. Payloads are on the CPU, x may be anywhere."""
+
+    @abstractmethod
+    def encode(self, x: Tensor, payload: Tensor, buffers: Scratch) -> Iterator[int]:
+        """Write the blocks of x's rows to payload's rows; yield from time to time how many bytes of each row are final."""
+
+    @abstractmethod
+    def decode(self, payload: Tensor, out: Tensor, buffers: Scratch) -> Iterator[int]:
+        """Write the values of payload's rows to out's rows; yield how many bytes of each row are needed before reading them."""
+
+    def _compress(self, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor) -> None:
+        for _ in RowCodec._compress_in_steps(self, x, num_chunks, target_chunk, out):  # self's may call this
+            pass
+
+    def _decompress(self, payload: Tensor, num_chunks: int, out: Tensor) -> None:
+        for _ in RowCodec._decompress_in_steps(self, payload, num_chunks, out):
+            pass
+
+    def _compress_in_steps(self, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor) -> Iterator[int]:
+        chunks, payload = rows_of(x, num_chunks), rows_of(out, num_chunks)
+        if target_chunk is not None:
+            chunks, payload = chunks[target_chunk : target_chunk + 1], payload[target_chunk : target_chunk + 1]
+        on_cpu = payload if payload.device.type == "cpu" else torch.empty_like(payload, device="cpu")
+        with scratch() as buffers:
+            for final in _silent(self.encode(chunks, on_cpu, buffers)):
+                if on_cpu is payload:
+                    yield final
+        if on_cpu is not payload:
+            payload.copy_(on_cpu)
+        yield payload.shape[1]
+
+    def _decompress_in_steps(self, payload: Tensor, num_chunks: int, out: Tensor) -> Iterator[int]:
+        rows = rows_of(payload, num_chunks)
+        if rows.device.type != "cpu":
+            yield rows.shape[1]
+        with scratch() as buffers:
+            yield from _silent(self.decode(rows.cpu(), rows_of(out, num_chunks), buffers))
+
+
+def _silent(steps: Iterator[int]) -> Iterator[int]:
+    """Suppress NumPy's warnings inside the steps, and not between them, where other code runs."""
+    while True:
+        with np.errstate(all="ignore"):
+            reached = next(steps, None)
+        if reached is None:
+            return
+        yield reached

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bagua_ref.base.extras import install_command
+from bagua_ref.base.not_provided import install_command
 from bagua_ref.base.untrusted import load_json, read_file
 from bagua_ref.conformance.clauses import VECTORS_VERSION, VECTORS_VERSIONS
 from bagua_ref.conformance.vectors.case import Case, name_of

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bagua_ref.base.extras import install_command
+from bagua_ref.base.not_provided import install_command
 from bagua_ref.base.untrusted import one_line, read_file
 
 __all__ = ["CODES", "DamagedFileError", "read_safetensors", "write_safetensors"]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
 from bagua_ref.base.runtime import Identity, current_world
-from bagua_ref.communicators.rendezvous import another_connection, heard, prefixed
+from bagua_ref.communicators.rendezvous import another_connection, parse_message, prefixed
 from bagua_ref.contrib.cache.fake_server import start_fake_server
 from bagua_ref.contrib.cache.server import LOOPBACK, CacheServer, node_address, start_redis_server
 from bagua_ref.env import get_master_addr
@@ -165,8 +165,8 @@ def _start_and_announce(kind: str, capacity: int) -> tuple[list[dict[str, Any]],
 
 def _announcement(data: bytes, node: int) -> dict[str, Any]:
     """Return a node's announcement of its server: its address, or the error for which it has none."""
-    announced: dict[str, Any] = heard(data, {"address?": _ADDRESS, "error?": str}, f"node {node}")
-    return announced if announced.get("error") is not None else heard(data, {"address": _ADDRESS}, f"node {node}")
+    announced: dict[str, Any] = parse_message(data, {"address?": _ADDRESS, "error?": str}, f"node {node}")
+    return announced if announced.get("error") is not None else parse_message(data, {"address": _ADDRESS}, f"node {node}")
 
 
 def _exchange(store: Any, what: str, mine: int, all_of_them: Sequence[int], value: str) -> list[str]:

@@ -13,6 +13,9 @@ from bagua_ref.contrib.cache.server import node_address, start_redis_daemon
 from bagua_ref.contrib.utils.store import ClusterStore, Store, StoreError, encoded_key
 from bagua_ref.env import checked_timeout, get_master_addr, get_node_rank
 
+if TYPE_CHECKING:  # redis is imported by those who use it
+    pass
+
 __all__ = [
     "FakeRedisStore",
     "RedisStore",

@@ -1,9 +1,7 @@
 """Codecs in tiled NumPy, one file each."""
 
+from bagua_ref.backends.reference.codecs.microscaling import MXFP4, MXFP8, MXINT8
 from bagua_ref.backends.reference.codecs.minmax_uint8 import MinMaxUInt8
-from bagua_ref.backends.reference.codecs.mxfp4 import MXFP4
-from bagua_ref.backends.reference.codecs.mxfp8 import MXFP8
-from bagua_ref.backends.reference.codecs.mxint8 import MXINT8
 from bagua_ref.backends.reference.codecs.one_bit import OneBit
 
 __all__ = ["CODECS"]

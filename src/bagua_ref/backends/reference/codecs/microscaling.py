@@ -1,20 +1,21 @@
-"""Blocks of 32 elements that share a power of two: what the MX codecs have in common (S12.1)."""
+"""Codecs of blocks of 32 elements that share a power of two: MXFP8, MXFP4 and MXINT8 in NumPy (S12.1)."""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
 from collections.abc import Iterator
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from bagua_ref.backends import formats
 from bagua_ref.backends.formats import BLOCK_SIZE, Microscaling
-from bagua_ref.backends.reference.blocks import Array, Scratch, reader, tiles, writer
-from bagua_ref.backends.reference.codecs.rows import RowCodec
+from bagua_ref.backends.reference.blocks import Array, RowCodec, Scratch, reader, tiles, writer
 
-__all__ = ["BlockCodec", "scaled"]
+__all__ = ["MXFP4", "MXFP8", "MXINT8", "BlockCodec", "FloatCodec", "scaled"]
 
 _POISON = 255
 _BIAS = 127
@@ -121,3 +122,115 @@ def _in_blocks(values: Array, buffers: Scratch, *, fill: bool) -> Array:
     if fill:
         padded[:, :width], padded[:, width:] = values, 0
     return padded.reshape(-1, BLOCK_SIZE)
+
+
+_BIAS, _MANTISSA, _EXPONENT_BITS = 127, 23, 0x7F800000  # of float32
+_HALF_BIAS, _HALF_MANTISSA = 15, 10
+
+
+class FloatCodec(BlockCodec):
+    """Elements with an exponent.
+
+    Attributes:
+        bias: of the element's exponent.
+        mantissa: bits of it.
+        largest: the code of the largest finite number.
+    """
+
+    bias: ClassVar[int]
+    mantissa: ClassVar[int]
+    largest: ClassVar[int]
+
+    def quantise(self, tile: Array, magnitude: Array, exponent: Array, buffers: Scratch) -> Array:
+        """Let the addition of an anchor round: 1.5 * 2^23 times the element's last place, so that the sum's low bits count places.
+
+        A number of q last places with exponent E has the code ``q + 2^mantissa * (E - smallest E)``, subnormals included.
+        """
+        scaled(magnitude, -exponent, out=magnitude)
+        anchor = buffers.like(3, tile)
+        bits = np.bitwise_and(magnitude.view(np.int32), _EXPONENT_BITS, out=anchor.view(np.int32))
+        smallest = 1 - self.bias + _BIAS
+        torch.from_numpy(bits).clamp_(min=smallest << _MANTISSA)  # NumPy's maximum of an array and a number is slow
+        shift = _MANTISSA - self.mantissa
+        np.add(bits, np.int32(shift << _MANTISSA | 1 << _MANTISSA - 1), out=bits)
+        np.add(magnitude, anchor, out=magnitude)
+        np.right_shift(bits, shift, out=bits)
+        np.add(bits, magnitude.view(np.int32), out=bits)
+        code: Array = buffers.tensor(4, tile.size, torch.uint8).numpy().reshape(tile.shape)
+        np.copyto(code, bits, casting="unsafe")
+        exponents_of_the_anchor = (smallest + shift << self.mantissa) + (1 << self.mantissa - 1)
+        np.subtract(code, np.uint8(exponents_of_the_anchor % 256), out=code)
+        sign = np.signbit(tile)
+        torch.from_numpy(code).clamp_(max=self.largest).add_(torch.from_numpy(sign), alpha=1 << self.bits - 1)
+        return code
+
+    def restore(self, codes: Array, exponent: Array, out: Array, buffers: Scratch) -> None:
+        """Shift the codes, whose signs are in the highest bit of their bytes, into float16s, and scale these."""
+        half = buffers.tensor(4, out.size, torch.float16).view(out.shape)
+        shifted = half.view(torch.int16).numpy()
+        np.copyto(shifted, codes.view(np.int8))  # which extends the sign to the left
+        shift = _HALF_MANTISSA - self.mantissa + self.bits - 8
+        np.left_shift(shifted, shift, out=shifted)
+        np.bitwise_and(shifted, np.int16(-0x8000 | 0x7F << shift), out=shifted)
+        torch.from_numpy(out).copy_(half)
+        exponent = exponent + (_HALF_BIAS - self.bias)
+        scaled(out, np.minimum(exponent, 127), out=out)
+        if exponent.max() > 127:  # 2**exponent is no float32, but the product may be
+            scaled(out, np.maximum(exponent - 127, 0), out=out)
+
+
+_NAN = 0x7F
+
+
+class MXFP8(FloatCodec, formats.MXFP8):
+    """E4M3: bias 7, 3 bits of mantissa, largest 448."""
+
+    bias, mantissa, largest = 7, 3, 0x7E
+
+    def restore(self, codes: Array, exponent: Array, out: Array, buffers: Scratch) -> None:
+        """Restore also the NaN of foreign payloads."""
+        super().restore(codes, exponent, out, buffers)
+        is_nan = (codes & _NAN) == _NAN
+        if is_nan.any():
+            out[is_nan] = np.nan
+
+
+class MXFP4(FloatCodec, formats.MXFP4):
+    """E2M1: bias 1, 1 bit of mantissa, largest 6; two a byte."""
+
+    bias, mantissa, largest = 1, 1, 0x7
+
+    def store(self, codes: Array, elements: Array, columns: slice) -> None:
+        """Put each second code into the high nibble of the one before it."""
+        pairs = codes.view(np.uint16)  # little-endian: the first code is the low byte
+        packed = np.bitwise_or(pairs, pairs >> 4, out=pairs).astype(np.uint8)
+        first, last = columns.start // 2, -(-columns.stop // 2)
+        elements[:, first:last] = packed[:, : last - first]
+
+    def load(self, elements: Array, columns: slice) -> Array:
+        """Return two codes of each byte, each in the upper half of its own."""
+        pairs = elements[:, columns.start // 2 : -(-columns.stop // 2)].astype(np.uint16)
+        codes: Array = ((pairs << 4 | pairs << 8) & 0xF0F0).view(np.uint8)
+        return codes
+
+
+_FRACTION = 6  # bits after the binary point
+
+
+class MXINT8(BlockCodec, formats.MXINT8):
+    """Integers from -127 to 127, in units of 2^-6."""
+
+    def quantise(self, tile: Array, magnitude: Array, exponent: Array, buffers: Scratch) -> Array:
+        """Round to integers."""
+        level, exponent = magnitude, _FRACTION - exponent
+        scaled(tile, np.minimum(exponent, 127), out=level)
+        if exponent.max() > 127:  # 2**exponent is no float32
+            scaled(level, np.maximum(exponent - 127, 0), out=level)
+        np.rint(level, out=level)
+        codes: Array = torch.from_numpy(level).clamp_(-127, 127).to(torch.int8).view(torch.uint8).numpy()
+        return codes
+
+    def restore(self, codes: Array, exponent: Array, out: Array, buffers: Scratch) -> None:
+        """Scale the integers."""
+        np.copyto(out, codes.view(np.int8))
+        scaled(out, exponent - _FRACTION, out=out)

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from bagua_ref.backends import formats
 from bagua_ref.backends.formats import HEADER_BYTES
-from bagua_ref.backends.reference.blocks import Array, Scratch, reader, tiles, writer
-from bagua_ref.backends.reference.codecs.rows import RowCodec
+from bagua_ref.backends.reference.blocks import Array, RowCodec, Scratch, reader, tiles, writer
 
 __all__ = ["MinMaxUInt8"]
 

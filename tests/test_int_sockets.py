@@ -1,4 +1,4 @@
-"""Tests of the sockets on which ranks compare notes: alone, with a rank in each thread, and below trainings over gloo."""
+"""Tests of the sockets on which ranks exchange a few integers: alone, with a rank in each thread, and below trainings over gloo."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tests.trainings import batch, network
 
 import bagua_ref
 from bagua_ref.algorithms import DecentralizedAlgorithm, GradientAllReduceAlgorithm
-from bagua_ref.communicators import mesh, notes
-from bagua_ref.communicators.notes import NoteSockets
+from bagua_ref.communicators import int_sockets, mesh
+from bagua_ref.communicators.int_sockets import IntSockets
 from bagua_ref.env import shares_memory
 from bagua_ref.errors import CommunicationError
 
@@ -36,13 +36,13 @@ SOON = timedelta(seconds=0.05)
 INT64 = st.integers(-(2**63), 2**63 - 1)
 
 
-def connect_all(ranks: Ranks, timeout: float = 20.0, hosts: Sequence[str] = ()) -> list[NoteSockets | None]:
+def connect_all(ranks: Ranks, timeout: float = 20.0, hosts: Sequence[str] = ()) -> list[IntSockets | None]:
     hosts = hosts or ["localhost"] * len(ranks.said)
-    return ranks.run(lambda rank, share: notes.connect(rank, len(hosts), hosts[rank], share, timeout))
+    return ranks.run(lambda rank, share: int_sockets.connect(rank, len(hosts), hosts[rank], share, timeout))
 
 
 @contextmanager
-def connected(nranks: int, timeout: float = 20.0, host: str = "localhost") -> Iterator[list[NoteSockets]]:
+def connected(nranks: int, timeout: float = 20.0, host: str = "localhost") -> Iterator[list[IntSockets]]:
     sockets = [one for one in connect_all(Ranks(nranks), timeout, [host] * nranks) if one is not None]
     assert len(sockets) == nranks
     try:
@@ -55,7 +55,7 @@ def connected(nranks: int, timeout: float = 20.0, host: str = "localhost") -> It
 @pytest.mark.parametrize("nranks", [1, 2, 5])
 @pytest.mark.parametrize("host", ["localhost", ""], ids=["TCP", "Unix"])
 @given(data=st.data())
-def test_every_rank_gets_the_notes_of_all_in_every_exchange(nranks: int, host: str, data: st.DataObject) -> None:
+def test_every_rank_gets_the_values_of_all_in_every_exchange(nranks: int, host: str, data: st.DataObject) -> None:
     rounds = data.draw(
         st.integers(0, 6).flatmap(
             lambda size: st.lists(
@@ -70,7 +70,7 @@ def test_every_rank_gets_the_notes_of_all_in_every_exchange(nranks: int, host: s
             for rank in ranks:
                 rank.wait()
                 assert rank.is_completed()
-                assert rank.notes() == said
+                assert rank.received() == said
 
 
 def test_a_rank_may_be_one_exchange_ahead() -> None:
@@ -80,18 +80,18 @@ def test_a_rank_may_be_one_exchange_ahead() -> None:
         fast.wait()
         fast.send([4])
         slow.wait()
-        assert slow.notes() == [[2], [1]]
+        assert slow.received() == [[2], [1]]
         slow.send([3])
         slow.wait()
         fast.wait()
-        assert slow.notes() == fast.notes() == [[4], [3]]
+        assert slow.received() == fast.received() == [[4], [3]]
 
 
 def test_a_note_may_come_in_pieces() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX)
-    inet = NoteSockets(0, {1: ours}, 20.0)
+    inet = IntSockets(0, {1: ours}, 20.0)
     with theirs:
-        message = notes.array("q", [2, 7, -8]).tobytes()
+        message = int_sockets.array("q", [2, 7, -8]).tobytes()
         inet.send([5, 6])
         theirs.sendall(message[:11])
         with pytest.raises(RuntimeError, match="timed out"):
@@ -99,7 +99,7 @@ def test_a_note_may_come_in_pieces() -> None:
         assert not inet.is_completed()
         theirs.sendall(message[11:])
         inet.wait()
-        assert inet.notes() == [[5, 6], [7, -8]]
+        assert inet.received() == [[5, 6], [7, -8]]
         inet.close()
 
 
@@ -133,7 +133,7 @@ def test_what_a_rank_said_before_it_left_is_read(host: str) -> None:
         leaves.send([2])
         leaves.close()  # without having read what the other one sent
         stays.wait()
-        assert stays.notes() == [[1], [2]]
+        assert stays.received() == [[1], [2]]
 
 
 @pytest.mark.parametrize("host", ["localhost", ""], ids=["TCP", "Unix"])
@@ -148,11 +148,11 @@ def test_sending_to_a_rank_that_has_left_is_an_error_that_the_connection_underst
             stays.send([2])
 
 
-def test_notes_of_different_lengths_are_an_error_on_both_ranks() -> None:
+def test_values_of_different_lengths_are_an_error_on_both_ranks() -> None:
     with connected(2) as (one, other):
         one.send([1, 2])
         other.send([1])
-        with pytest.raises(RuntimeError, match=r"rank 0 of the group sent a note of 2 numbers, this rank one of 1"):
+        with pytest.raises(RuntimeError, match=r"rank 0 of the group sent 2 numbers, this rank 1"):
             other.wait()
         assert other.is_completed()
         other.close()
@@ -163,7 +163,7 @@ def test_notes_of_different_lengths_are_an_error_on_both_ranks() -> None:
 def test_an_exchange_that_was_not_waited_for_is_an_error_at_the_next() -> None:
     with connected(2) as (one, _):
         one.send([1])
-        with pytest.raises(RuntimeError, match="the last exchange of notes has not been waited for"):
+        with pytest.raises(RuntimeError, match="the last exchange has not been waited for"):
             one.send([2])
 
 
@@ -171,7 +171,7 @@ def test_an_exchange_that_was_not_waited_for_is_an_error_at_the_next() -> None:
 def test_where_a_rank_cannot_listen_no_rank_uses_sockets(
     broken: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    listen: Callable[..., socket.socket] = notes.listen_towards
+    listen: Callable[..., socket.socket] = int_sockets.listen_towards
     ranks, hosts = Ranks(3), ["localhost" if rank != broken else "no such host" for rank in range(3)]
 
     def maybe(host: str) -> socket.socket:
@@ -179,12 +179,12 @@ def test_where_a_rank_cannot_listen_no_rank_uses_sockets(
             raise OSError("Name or service not known")
         return listen(host)
 
-    monkeypatch.setattr(notes, "listen_towards", maybe)
+    monkeypatch.setattr(int_sockets, "listen_towards", maybe)
     with caplog.at_level(logging.INFO):
         assert connect_all(ranks, hosts=hosts) == [None] * 3
     assert ranks.shared == 2
     assert sorted("Name or service" in line for line in caplog.messages) == [False, False, True]
-    assert all(line.startswith("ranks compare their notes over gloo") for line in caplog.messages)
+    assert all(line.startswith("ranks compare their calls over gloo") for line in caplog.messages)
 
 
 @pytest.mark.parametrize("broken", [1, 2])
@@ -208,7 +208,7 @@ def test_where_a_rank_cannot_be_reached_no_rank_uses_sockets(broken: int, monkey
 def disturbed(host: str, disturb: Callable[[socket.socket], None]) -> Iterator[None]:
     """Call ``disturb(server)`` for every socket that listens, before the ranks learn of it."""
     name = "listen_towards" if host else "listen_locally"
-    listen: Callable[..., socket.socket] = getattr(notes, name)
+    listen: Callable[..., socket.socket] = getattr(int_sockets, name)
 
     def listen_and_disturb(*args: Any) -> socket.socket:
         server = listen(*args)
@@ -216,19 +216,19 @@ def disturbed(host: str, disturb: Callable[[socket.socket], None]) -> Iterator[N
         return server
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(notes, name, listen_and_disturb)
+        patch.setattr(int_sockets, name, listen_and_disturb)
         yield
 
 
 def exchange_once(nranks: int, host: str, timeout: float = 20.0) -> float:
-    """Connect and exchange notes; return the seconds that it took."""
+    """Connect and exchange integers; return the seconds that it took."""
     begin = time.monotonic()
     with connected(nranks, timeout, host) as ranks:
         for place, rank in enumerate(ranks):
             rank.send([place])
         for rank in ranks:
             rank.wait()
-            assert rank.notes() == [[place] for place in range(nranks)]
+            assert rank.received() == [[place] for place in range(nranks)]
         return time.monotonic() - begin
 
 
@@ -295,7 +295,7 @@ def test_ranks_connect_though_strangers_fill_the_backlog(host: str, monkeypatch:
 def test_strangers_beyond_a_number_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """They would use up the descriptors of the process; the rank that they wait with here never comes."""
     monkeypatch.setattr(mesh, "_STRANGERS", 2)
-    with notes.listen_towards("localhost") as server, ThreadPoolExecutor(1) as pool, ExitStack() as opened:
+    with int_sockets.listen_towards("localhost") as server, ThreadPoolExecutor(1) as pool, ExitStack() as opened:
         waiting = pool.submit(mesh._welcome, server, bytes(16), {1}, {}, opened, time.monotonic() + 3)
         strangers = [socket.create_connection(server.getsockname()[:2]) for _ in range(8)]
         for stranger in strangers[:5]:
@@ -329,7 +329,7 @@ def test_an_error_of_the_other_exchange_closes_everything() -> None:
         raise CommunicationError("a rank has died")
 
     with pytest.raises(CommunicationError, match="a rank has died"):
-        notes.connect(0, 2, "localhost", share, 20.0)
+        int_sockets.connect(0, 2, "localhost", share, 20.0)
     gc.collect()
 
 
@@ -353,7 +353,7 @@ def test_a_forked_child_that_lets_go_of_the_sockets_leaves_them_to_its_parent() 
         one.send([1])
         other.send([2])
         one.wait()
-        assert one.notes() == [[1], [2]]
+        assert one.received() == [[1], [2]]
 
 
 def test_sockets_that_nobody_refers_to_are_closed() -> None:
@@ -368,7 +368,7 @@ def test_sockets_that_nobody_refers_to_are_closed() -> None:
 
 
 def train(steps: int, skipped_by: int | None = None) -> tuple[torch.Tensor, set[socket.AddressFamily]]:
-    """Train over gloo; return the weights and the kind of the sockets that carry the notes, if any do."""
+    """Train over gloo; return the weights and the kind of the sockets that carry the integers, if any do."""
     module: Any = network()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     module.with_bagua([optimizer], GradientAllReduceAlgorithm())
@@ -379,13 +379,13 @@ def train(steps: int, skipped_by: int | None = None) -> tuple[torch.Tensor, set[
             optimizer.step()
     connection: Any = module._bagua.process_group.get_global_communicator()._connection
     weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
-    notes_between = connection._sockets._sockets.values() if connection._sockets is not None else ()
-    return weights, {one.family for one in notes_between}
+    between = connection._sockets._sockets.values() if connection._sockets is not None else ()
+    return weights, {one.family for one in between}
 
 
 def train_without_sockets(steps: int, skipped_by: int | None = None) -> tuple[torch.Tensor, set[socket.AddressFamily]]:
     if bagua_ref.get_rank() == 1:  # one rank is enough
-        notes.listen_towards = notes.listen_locally = refuse
+        int_sockets.listen_towards = int_sockets.listen_locally = refuse
     return train(steps, skipped_by)
 
 
@@ -417,7 +417,7 @@ def test_ranks_that_disagree_are_told_in_either_way(function: Callable[..., Any]
 def wait_for_a_rank_that_gives_up() -> None:
     module: Any = network()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    module.with_bagua([optimizer], DecentralizedAlgorithm(hierarchical=False))  # with it, notes come before buckets
+    module.with_bagua([optimizer], DecentralizedAlgorithm(hierarchical=False))  # with it, an exchange comes before buckets
     module(batch(bagua_ref.get_rank(), 0)).square().mean().backward()
     optimizer.step()
     if bagua_ref.get_rank() == 1:

@@ -1,4 +1,4 @@
-"""Sockets for notes, small messages that wait in the operating system until they are read, so that no thread wakes for them.
+"""Sockets for a few int64, which wait in the operating system until they are read, so that no thread wakes for them.
 
 A message of gloo wakes a thread at both ends twice, which takes half a millisecond of a step on two cores.
 """
@@ -17,13 +17,13 @@ from multiprocessing.connection import wait
 
 from bagua_ref.communicators.mesh import Unreachable, close_sockets, connect_all, hung_up, listen_locally, listen_towards
 
-__all__ = ["NoteSockets", "connect"]
+__all__ = ["IntSockets", "connect"]
 
 _logger = logging.getLogger(__name__)
 
 
-class NoteSockets:
-    """A socket to each other rank of a group, and one exchange of notes at a time.
+class IntSockets:
+    """A socket to each other rank of a group, and one exchange at a time.
 
     `wait` and `is_completed` are those of a torch.distributed work.
 
@@ -37,8 +37,8 @@ class NoteSockets:
         for connected in sockets.values():
             connected.setblocking(False)
         self._sockets, self._rank, self._timeout = sockets, rank, timeout
-        self._note: Sequence[int] = []
-        self._received: dict[int, bytes] = {}
+        self._values: Sequence[int] = []
+        self._bytes: dict[int, bytes] = {}
         self._missing: dict[socket.socket, int] = {}
         self._deadline: float | None = None
         self._failed = ""
@@ -47,21 +47,21 @@ class NoteSockets:
         """Close the sockets, which the other ranks notice; also called when this is garbage-collected."""
         self.close.atexit = False
 
-    def send(self, note: Sequence[int]) -> NoteSockets:
-        """Send ``note``, a few int64, to every other rank, and begin to wait for theirs; return this.
+    def send(self, values: Sequence[int]) -> IntSockets:
+        """Send ``values``, a few int64, to every other rank, and begin to wait for theirs; return this.
 
         Raises:
-            RuntimeError: a rank has gone, or notes of the last exchange are still missing.
+            RuntimeError: a rank has gone, or the last exchange has not ended.
         """
         if self._missing:
-            raise RuntimeError("the last exchange of notes has not been waited for")
-        self._note, self._deadline = note, None
-        self._received, self._missing = dict.fromkeys(self._sockets, b""), {one: peer for peer, one in self._sockets.items()}
-        message = array("q", [len(note), *note]).tobytes()
+            raise RuntimeError("the last exchange has not been waited for")
+        self._values, self._deadline = values, None
+        self._bytes, self._missing = dict.fromkeys(self._sockets, b""), {one: peer for peer, one in self._sockets.items()}
+        message = array("q", [len(values), *values]).tobytes()
         try:
             for connected in self._sockets.values():
-                if connected.send(message) < len(message):  # there is room for hundreds of notes, and no rank is two ahead
-                    raise RuntimeError("a rank does not read its notes")
+                if connected.send(message) < len(message):  # there is room for hundreds, and no rank is two ahead
+                    raise RuntimeError("a rank does not read its messages")
         except OSError as error:
             raise RuntimeError(str(error)) from None
         return self
@@ -70,12 +70,12 @@ class NoteSockets:
         """Return whether `wait` has nothing to wait for."""
         return bool(self._failed) or not self._missing
 
-    def have_come(self) -> bool:
-        """Read what has come, without waiting; return whether these are all notes."""
-        size = 8 * (1 + len(self._note))
+    def are_complete(self) -> bool:
+        """Read without waiting; return whether the exchange is complete."""
+        size = 8 * (1 + len(self._values))
         for connected, peer in [] if self._failed else list(self._missing.items()):
             try:
-                more = connected.recv(size - len(self._received[peer]))
+                more = connected.recv(size - len(self._bytes[peer]))
             except BlockingIOError:
                 continue
             except OSError as error:
@@ -84,11 +84,11 @@ class NoteSockets:
             if not more:
                 self._failed = "connection closed by peer"
                 break
-            self._received[peer] += more
-            if len(self._received[peer]) == size:
+            self._bytes[peer] += more
+            if len(self._bytes[peer]) == size:
                 del self._missing[connected]
-                if (length := array("q", self._received[peer])[0]) != len(self._note):
-                    self._failed = f"rank {peer} of the group sent a note of {length} numbers, this rank one of {len(self._note)}"
+                if (length := array("q", self._bytes[peer])[0]) != len(self._values):
+                    self._failed = f"rank {peer} of the group sent {length} numbers, this rank {len(self._values)}"
                     break
         return not self._failed and not self._missing
 
@@ -97,16 +97,16 @@ class NoteSockets:
         return hung_up(self._sockets)
 
     def wait(self, limit: timedelta = timedelta.max) -> None:
-        """Wait until all notes have come, for ``limit`` at most.
+        """Wait until the exchange is complete, for ``limit`` at most.
 
         Raises:
-            RuntimeError: some have not come, and never will if `is_completed`.
+            RuntimeError: it is not, and never will be if `is_completed`.
         """
         now = time.monotonic()
         if self._deadline is None:
             self._deadline = now + self._timeout
         until = min(self._deadline, now + limit.total_seconds())
-        while not self.have_come():
+        while not self.are_complete():
             left = until - time.monotonic()
             if not self._failed and (left <= 0 or not wait(list(self._missing), left)):
                 if until < self._deadline:
@@ -115,15 +115,15 @@ class NoteSockets:
             if self._failed:
                 raise RuntimeError(self._failed)
 
-    def notes(self) -> list[list[int]]:
-        """Return the notes of all ranks, which have come."""
-        theirs = {peer: array("q", received).tolist()[1:] for peer, received in self._received.items()}
-        return [theirs[rank] if rank in theirs else list(self._note) for rank in range(len(theirs) + 1)]
+    def received(self) -> list[list[int]]:
+        """Return the values of all ranks, once the exchange is complete."""
+        theirs = {peer: array("q", received).tolist()[1:] for peer, received in self._bytes.items()}
+        return [theirs[rank] if rank in theirs else list(self._values) for rank in range(len(theirs) + 1)]
 
 
 def connect(
     rank: int, nranks: int, host: str, share: Callable[[Sequence[int]], list[list[int]]], timeout: float
-) -> NoteSockets | None:
+) -> IntSockets | None:
     """Connect all ranks of a group; return this one's sockets, or None, on every rank, if some ranks do not reach each other.
 
     Args:
@@ -131,14 +131,14 @@ def connect(
         nranks: the number of ranks.
         host: a machine that all ranks reach; others are told the address with which this rank would talk to it. "": all ranks are
             on one machine.
-        share: exchanges notes in another way; what it raises is raised here, too.
-        timeout: seconds without progress after which waiting for notes raises.
+        share: exchanges int64 in another way; what it raises is raised here, too.
+        timeout: seconds without progress after which waiting raises.
     """
     try:
         sockets = connect_all(rank, nranks, lambda: listen_towards(host) if host else listen_locally(), share, timeout)
     except Unreachable as why:
-        _logger.info("ranks compare their notes over gloo, as %s; a step takes a little longer", why)
+        _logger.info("ranks compare their calls over gloo, as %s; a step takes a little longer", why)
         return None
     for connected in sockets.values() if host else ():
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return NoteSockets(rank, sockets, timeout)
+    return IntSockets(rank, sockets, timeout)

@@ -1,0 +1,173 @@
+"""Failures of a connection: why other ranks gave it up, and collectives on a device that hang (S2.5)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch._C._distributed_c10d import Store
+
+from bagua_ref.communicators.rendezvous import another_connection, ask
+from bagua_ref.communicators.scheduler import format_ranks
+from bagua_ref.communicators.waiting import Waiting, has_ended
+
+__all__ = ["FailureReports", "Watchdog"]
+
+_ANYBODY = "gave up"
+"""A key that exists once any rank has told why it gives up: one question to the store instead of one per rank."""
+_REPLY = 5.0
+"""Seconds to wait for the store when a rank has gone."""
+_SHORT_REPLY = 0.5
+"""The same if a rank's process has ended, which perhaps served the store."""
+_EXIT_DELAY = 0.2
+"""Seconds between the end of a rank's sockets and that of its process."""
+_COMPARING = 3.0
+"""Seconds in which ranks whose calls differ have told each other what they call."""
+
+
+class FailureReports:
+    """Why the ranks of one communicator gave it up.
+
+    Args:
+        store: a store of these ranks only.
+        ranks: their global ranks, for messages.
+        rank: the place of this process among them.
+    """
+
+    def __init__(self, store: Store, ranks: Sequence[int], rank: int) -> None:
+        self._store, self._ranks, self._rank = store, ranks, rank
+        self._own_connection: Store | None = None
+
+    def report(self, why: str, anew: bool = True) -> None:
+        """Report to the other ranks why this one gives up; without ``anew``, no connection to the store is opened for that."""
+
+        def write(store: Store) -> None:
+            store.set(f"gave up/{self._rank}", why)
+            store.set(_ANYBODY, "")
+
+        ask(self._store, write, anew=anew)
+
+    def reported(self, limit: float = 5.0) -> str:
+        """Return the other ranks' reports; "" if there is none, or the store does not answer within ``limit`` seconds."""
+        found: list[str] = []
+        ask(self._store, lambda store: found.append(self._read(store)), limit)
+        return found[0] if found else ""
+
+    def reason_for_end(self, waits: Waiting, hung_up: Sequence[int]) -> str:
+        """Return the reason why a connection has ended, "" if it is unknown.
+
+        Args:
+            waits: the job's.
+            hung_up: places of the ranks whose sockets are closed.
+        """
+        others = [rank for place, rank in enumerate(self._ranks) if place != self._rank]
+        closed = [self._ranks[place] for place in hung_up]
+        ended = waits.ended(others, 0)
+        limit = _SHORT_REPLY if ended else _REPLY  # the store may have ended with the rank that served it
+        began = time.monotonic()
+        reported = self.reported(limit)
+        if not reported and time.monotonic() - began < limit:
+            reported = waits.reasons_gone(self._ranks, limit)
+        # Its sockets close a little before a process has ended.
+        if reported or (ended := ended or waits.ended(closed or others, _EXIT_DELAY)):
+            return reported or has_ended(ended)
+        return f"{format_ranks(closed)} {'have' if len(closed) > 1 else 'has'} died or left" if closed else ""
+
+    def describe_mismatch(self, call: str) -> str:
+        """Publish the ``call`` of this rank, from which others differ; return a sentence that says who calls what."""
+        calls: dict[str, list[int]] = {call: [self._ranks[self._rank]]}
+
+        def publish_and_read(store: Store) -> None:
+            store.set(f"call/{self._rank}", call)
+            missing, until = {*range(len(self._ranks))} - {self._rank}, time.monotonic() + _COMPARING
+            while missing and time.monotonic() < until:
+                for place in [place for place in missing if store.check([f"call/{place}"])]:
+                    missing.remove(place)
+                    calls.setdefault(store.get(f"call/{place}").decode(), []).append(self._ranks[place])
+                time.sleep(0.002)
+
+        ask(self._store, publish_and_read, 2 * _COMPARING)
+        who = [(sorted(ranks), what) for what, ranks in calls.items()]
+        said = ", ".join(f"{format_ranks(ranks)} call{'s' * (len(ranks) == 1)} {what}" for ranks, what in sorted(who))
+        return f"{said}; all ranks must call the same collective with the same arguments, sizes and dtypes"
+
+    def poll(self) -> str:
+        """Return the other ranks' reports, for a thread that asks repeatedly and may wait for the store.
+
+        Raises:
+            RuntimeError: the store cannot be reached.
+        """
+        if self._own_connection is None:
+            self._own_connection = another_connection(self._store)
+        return self._read(self._own_connection)
+
+    def _read(self, store: Store) -> str:
+        reports: dict[int, str] = {}
+        for place, rank in enumerate(self._ranks) if store.check([_ANYBODY]) else ():
+            if place != self._rank and store.check([f"gave up/{place}"]):
+                reports[rank] = store.get(f"gave up/{place}").decode()
+        first = {rank: why for rank, why in reports.items() if "gave up" not in why}  # the others followed
+        return "; ".join(f"rank {rank} gave up: {why}" for rank, why in (first or reports).items())
+
+
+_INTERVAL = 0.05
+"""Seconds between two checks of the works."""
+
+
+@dataclass
+class _UnderWay:
+    work: Any
+    deadline: float
+    give_up: Callable[[], None]
+
+
+class Watchdog:
+    """Deadlines of works, checked on a thread that exists only while there are works to watch."""
+
+    def __init__(self) -> None:
+        self._under_way: deque[_UnderWay] = deque()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def add(self, work: Any, timeout: float, give_up: Callable[[], None]) -> None:
+        """Call ``give_up()`` unless ``work.is_completed()`` within ``timeout`` seconds.
+
+        Args:
+            work: a torch.distributed work; works are checked in the order in which they were added.
+            timeout: in seconds.
+            give_up: called once, on the watch's thread.
+        """
+        with self._lock:
+            self._under_way.append(_UnderWay(work, time.monotonic() + timeout, give_up))
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._check, name="bagua_ref watch of collectives", daemon=True)
+                self._thread.start()
+
+    def _check(self) -> None:
+        while True:
+            late: list[_UnderWay] = []
+            with self._lock:
+                now, watched = time.monotonic(), self._under_way
+                self._under_way = deque()
+                for entry in watched:
+                    if not _is_done(entry.work):
+                        (late if now > entry.deadline else self._under_way).append(entry)
+                if not self._under_way and not late:
+                    self._thread = None
+                    return
+            for entry in late:
+                entry.give_up()
+            del late, watched
+            time.sleep(_INTERVAL)
+
+
+def _is_done(work: Any) -> bool:
+    """Return whether ``work`` has finished; a failed one never does, so it is given up at its deadline."""
+    try:
+        return bool(work.is_completed())
+    except RuntimeError:
+        return False

@@ -1,0 +1,141 @@
+"""The house stays one that a person can carry: lines per room, one owner per name, and rules that keep it so.
+
+A commit that raises a number of lines says why in the comment beside it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "bagua_ref"
+
+LINES: dict[str, int] = {}
+"""The most lines of each room of src, and of the folders of tests."""
+
+FILES = 250
+"""The most files of src; public names of modules that have moved into a room do not count."""
+
+SAME_NAME = {"MXFP4", "MXFP8", "MXINT8", "MinMaxUInt8", "OneBit"}
+"""Classes that several backends have: the contract of a codec and its implementations."""
+
+
+def room(path: Path) -> str:
+    """Return the room of a file: its package, of conformance and contrib the part; of tests the folder."""
+    parts = path.relative_to(ROOT).parts[:-1]
+    if parts[0] != "src":
+        return "/".join(parts[:2])
+    inner = parts[2:]
+    return "/".join(inner[:2] if inner[:1] in (("conformance",), ("contrib",), ("backends",)) else inner[:1]) or "package"
+
+
+def files() -> list[Path]:
+    found = [path for folder in (SOURCE, ROOT / "tests", ROOT / "property_tests") for path in folder.rglob("*.py")]
+    return sorted(path for path in found if "__pycache__" not in path.parts)
+
+
+def is_public_name(path: Path) -> bool:
+    """Return whether a module only stands for one that is in a room, or raises that it is not provided."""
+    text = path.read_text()
+    return "sys.modules[__name__]" in text or "\nraise not_provided(" in text
+
+
+def trees() -> Iterator[tuple[Path, ast.Module]]:
+    for path in SOURCE.rglob("*.py"):
+        yield path, ast.parse(path.read_text())
+
+
+def lines_by_room() -> dict[str, int]:
+    counts: dict[str, int] = defaultdict(int)
+    for path in files():
+        if not is_public_name(path):
+            counts[room(path)] += len(path.read_text().splitlines())
+    return counts
+
+
+def test_rooms_have_no_more_lines_than_allowed() -> None:
+    counts = lines_by_room()
+    assert {name: count for name, count in counts.items() if count > LINES.get(name, 0)} == {}
+    assert set(LINES) == set(counts)
+
+
+def test_there_are_few_files() -> None:
+    assert len([path for path in SOURCE.rglob("*.py") if not is_public_name(path)]) <= FILES
+
+
+def test_each_class_name_has_one_owner() -> None:
+    owners: dict[str, list[str]] = defaultdict(list)
+    for path, tree in trees():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                owners[node.name].append(str(path.relative_to(SOURCE)))
+    assert {name: where for name, where in owners.items() if len(where) > 1 and name not in SAME_NAME} == {}
+
+
+def members(node: ast.ClassDef) -> set[str]:
+    return {item.name for item in node.body if isinstance(item, ast.FunctionDef)} | {
+        ast.unparse(item.target) for item in node.body if isinstance(item, ast.AnnAssign)
+    }
+
+
+def test_a_protocol_has_two_implementers() -> None:
+    classes = {node.name: node for _, tree in trees() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+
+    def all_members(name: str) -> set[str]:
+        node = classes.get(name)
+        own = {item.attr for item in ast.walk(node) if isinstance(item, ast.Attribute)} if node else set()
+        return set() if node is None else members(node) | own | {m for base in node.bases for m in all_members(ast.unparse(base))}
+
+    few = []
+    for name, node in classes.items():
+        if any(ast.unparse(base).startswith("Protocol") for base in node.bases):
+            having = [other for other in classes if other != name and members(node) <= all_members(other)]
+            few += [(name, having)] * (len(having) < 2)
+    assert few == []
+
+
+def test_a_check_never_returns_early() -> None:
+    def own_returns(node: ast.AST) -> Iterator[ast.Return]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Return):
+                yield child
+            elif not isinstance(child, ast.FunctionDef | ast.Lambda):
+                yield from own_returns(child)
+
+    early = [
+        f"{path.relative_to(SOURCE)}:{returned.lineno}"
+        for path, tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and any(ast.unparse(d).startswith("check(") for d in node.decorator_list)
+        for returned in own_returns(node)
+    ]
+    assert early == []
+
+
+def test_tests_quote_no_source_text() -> None:
+    """A planted fault names what it changes (tests/meta/edit.py), or a line could not be simplified without a test."""
+    code = set()
+    for path, tree in trees():
+        lines = path.read_text().splitlines()
+        statements = (node for node in ast.walk(tree) if isinstance(node, ast.stmt))
+        assignments = (node for node in statements if not isinstance(node, ast.Expr | ast.ClassDef | ast.FunctionDef))
+        code |= {line for node in assignments if len(line := lines[node.lineno - 1].strip()) >= 24}
+    quoted = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in files()
+        if path.is_relative_to(ROOT / "tests")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if any(line.strip() in code for line in node.value.split("\n"))
+    ]
+    assert quoted == []
+
+
+@pytest.mark.parametrize("name", ["conformance/suites", "algorithms", "tests/meta"])
+def test_the_rooms_are_found(name: str) -> None:
+    assert lines_by_room()[name] > 100
