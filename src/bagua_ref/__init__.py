@@ -121,7 +121,7 @@ if not _TYPE_CHECKING:  # so that type checkers still find misspelt names
         from bagua_ref.base.not_provided import REPLACEMENTS, not_provided
 
         known = name in REPLACEMENTS
-        raise AttributeError(str(not_provided(f"{__name__}.{name}")) if known else f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(str(not_provided(name)) if known else f"module {__name__!r} has no attribute {name!r}")
 
 
 def _install(mixin: type, target: type) -> None:

@@ -1,3 +1,3 @@
 from bagua_ref.base.not_provided import not_provided  # noqa: D100
 
-raise not_provided(__name__)
+raise not_provided("model_parallel")

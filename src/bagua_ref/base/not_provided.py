@@ -79,10 +79,10 @@ MISSING = {
 def not_provided(name: str) -> NotProvidedError:
     """Return the error that importing the module ``name`` raises.
 
-    >>> not_provided("bagua_ref.distributed.run")
+    >>> not_provided("distributed.run")
     NotProvidedError('bagua_ref.distributed.run is not provided; start workers with torchrun, e.g. ...')
     """
-    return NotProvidedError(f"{name} is not provided; {REPLACEMENTS[name.removeprefix('bagua_ref.')]}")
+    return NotProvidedError(f"bagua_ref.{name} is not provided; {REPLACEMENTS[name]}")
 
 
 def explain_missing(module: str) -> Callable[[str], object]:
