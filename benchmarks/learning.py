@@ -21,13 +21,14 @@ from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy
 
 import bagua_ref
-from bagua_ref.cli.recipes import ALONE, RECIPES, Recipe, make_model
+from bagua_ref.cli.recipes import ALONE, RECIPES, make_model, make_optimizer
+from bagua_ref.integrations.trained_module import Recipe
 
 PROCESSES, BATCH, EPOCHS, SEEDS = 4, 64, 10, range(5)
 
 
-def accuracies(name: str, recipe: Recipe, seed: int, epochs: int) -> list[float]:
-    """Train with the algorithm ``name`` and return this rank's test accuracy in percent after each epoch."""
+def accuracies(name: str, recipe: Recipe | None, seed: int, epochs: int) -> list[float]:
+    """Train with a recipe, None: alone, and return this rank's test accuracy in percent after each epoch."""
     images, labels = (torch.tensor(part) for part in load_digits(return_X_y=True))
     images = (images.float() / 16).view(-1, 1, 8, 8)
     generator = torch.Generator().manual_seed(seed)
@@ -35,12 +36,12 @@ def accuracies(name: str, recipe: Recipe, seed: int, epochs: int) -> list[float]
     held_out, training = order[: len(order) // 3], order[len(order) // 3 :]
     torch.manual_seed(seed)
     model = make_model()
-    optimizer = recipe.make_optimizer(model.parameters())
+    optimizer = make_optimizer(name, model.parameters())
     steps = epochs * (len(training) // BATCH)
     decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.02, total_iters=steps)  # ranks converge in the last steps
     share = slice(None)
-    if name != ALONE:
-        model.with_bagua([optimizer], recipe.make_algorithm(name, optimizer))
+    if recipe is not None:
+        recipe.wrap(model, [optimizer])
         share = slice(bagua_ref.get_rank(), None, PROCESSES)
     found = []
     for _ in range(epochs):
@@ -62,7 +63,7 @@ def measure(epochs: int, seeds: list[int]) -> dict[str, list[float]]:
     """Return each algorithm's accuracy on this rank, one for each seed; rank 0 alone trains the baseline."""
     result = {name: [accuracies(name, recipe, seed, epochs)[-1] for seed in seeds] for name, recipe in RECIPES.items()}
     if bagua_ref.get_rank() == 0:
-        result[ALONE] = [accuracies(ALONE, Recipe(), seed, epochs)[-1] for seed in seeds]
+        result[ALONE] = [accuracies(ALONE, None, seed, epochs)[-1] for seed in seeds]
     return result
 
 

@@ -18,13 +18,14 @@ import workers
 from learning import EPOCHS, PROCESSES, accuracies
 
 import bagua_ref
-from bagua_ref.cli.recipes import RECIPES, Recipe
+from bagua_ref.cli.recipes import RECIPES
+from bagua_ref.integrations.trained_module import Recipe
 
 BASELINE = "gradient_allreduce"
 
 
 def _codec(name: str, error_feedback: bool) -> Recipe:
-    return Recipe({"hierarchical": False, "compression": name, "error_feedback": error_feedback})
+    return Recipe("bytegrad", {"hierarchical": False, "compression": name, "error_feedback": error_feedback}, __name__)
 
 
 CONTENDERS: dict[str, Recipe] = {
@@ -32,10 +33,10 @@ CONTENDERS: dict[str, Recipe] = {
     "bytegrad": RECIPES["bytegrad"],
     **{f"bytegrad, {codec}, error memory": _codec(codec, True) for codec in ("MXFP8", "MXINT8", "MXFP4", "OneBit")},
     "bytegrad, MXFP4": _codec("MXFP4", False),
-    "powersgd, rank 1": Recipe({"matrix_approximation_rank": 1, "warmup_steps": 10}),
-    "powersgd, rank 4": Recipe({"matrix_approximation_rank": 4, "warmup_steps": 10}),
-    "topk, 1 %": Recipe({"ratio": 0.01, "warmup_steps": 10}),
-    "topk, 5 %": Recipe({"ratio": 0.05, "warmup_steps": 10}),
+    "powersgd, rank 1": Recipe("powersgd", {"matrix_approximation_rank": 1, "warmup_steps": 10}, __name__),
+    "powersgd, rank 4": Recipe("powersgd", {"matrix_approximation_rank": 4, "warmup_steps": 10}, __name__),
+    "topk, 1 %": Recipe("topk", {"ratio": 0.01, "warmup_steps": 10}, __name__),
+    "topk, 5 %": Recipe("topk", {"ratio": 0.05, "warmup_steps": 10}, __name__),
 }
 JUDGED = ("bytegrad, MXFP4, error memory", "bytegrad, OneBit, error memory", "powersgd, rank 4", "topk, 1 %")
 

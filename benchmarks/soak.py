@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import bagua_ref
-from bagua_ref.cli.recipes import RECIPES
+from bagua_ref.cli.recipes import RECIPES, make_optimizer
 from bagua_ref.contrib import CachedDataset
 
 ROOT = Path(__file__).parents[1]
@@ -66,8 +66,8 @@ def train(name: str, steps: int, every: int, seconds: float) -> list[Usage]:
     dataset = CachedDataset(Vectors(), dataset_name="vectors")
     loader = DataLoader(dataset, batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(rank))
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 2))
-    optimizer = RECIPES[name].make_optimizer(module.parameters())
-    module.with_bagua([optimizer], RECIPES[name].make_algorithm(name, optimizer))
+    optimizer = make_optimizer(name, module.parameters())
+    RECIPES[name].wrap(module, [optimizer])
     found: list[Usage] = []
     goes_on = torch.ones(1)
     bagua_ref.broadcast(goes_on)  # connects the group that is used below

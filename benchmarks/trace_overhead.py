@@ -20,7 +20,7 @@ import workers
 from torch.nn.functional import cross_entropy
 
 import bagua_ref
-from bagua_ref.cli.recipes import RECIPES, Digits, Settings, make_model
+from bagua_ref.cli.recipes import RECIPES, Digits, Settings, make_model, make_optimizer
 from bagua_ref.conformance.trace import Recorder
 
 ALGORITHMS = ("gradient_allreduce", "bytegrad")
@@ -36,8 +36,8 @@ def measure(folder: str, rounds: int) -> dict[str, dict[str, float]]:
     for name in ALGORITHMS:
         torch.manual_seed(0)
         model = make_model()
-        optimizer = RECIPES[name].make_optimizer(model.parameters())
-        model.with_bagua([optimizer], RECIPES[name].make_algorithm(name, optimizer))
+        optimizer = make_optimizer(name, model.parameters())
+        RECIPES[name].wrap(model, [optimizer])
         times: dict[str, list[float]] = {kind: [] for kind in KINDS}
         size = 0.0
         for turn in range(rounds + 1):

@@ -28,8 +28,7 @@ from bagua_ref.contrib import CachedDataset, CacheLoader
 from bagua_ref.contrib.cache import job_servers
 from bagua_ref.contrib.cache import server as server_module
 from bagua_ref.contrib.cache.server import node_address, start_redis_server
-from bagua_ref.contrib.utils.fake_redis_store import FakeRedisStore
-from bagua_ref.contrib.utils.redis_store import RedisStore, bootstrap_redis_server, shutdown_redis_server
+from bagua_ref.contrib.utils.redis_store import FakeRedisStore, RedisStore, bootstrap_redis_server, shutdown_redis_server
 from bagua_ref.errors import BackendUnavailableError, CommunicationTimeoutError, NotInitializedError
 
 pytestmark = pytest.mark.slow

@@ -17,8 +17,8 @@ from tests.cache_servers import Server, eventually, every_backend, free_port, ne
 import bagua_ref
 from bagua_ref.contrib import CacheLoader
 from bagua_ref.contrib.cache.server import start_redis_server
-from bagua_ref.contrib.utils.fake_redis_store import FakeRedisStore
 from bagua_ref.contrib.utils.redis_store import (
+    FakeRedisStore,
     RedisStore,
     _RedisStore,
     get_host_ip,

@@ -21,7 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 import bagua_ref
 from bagua_ref.contrib import CachedDataset
-from bagua_ref.contrib.cache.progress import _lines
+from bagua_ref.contrib.cached_dataset import _lines
 from bagua_ref.contrib.load_balancing_data_loader import LoadBalancingDistributedSampler
 from bagua_ref.simulation import SimulatedWorld
 
@@ -340,7 +340,7 @@ class Maker(Plain):
 
 
 def test_a_worker_that_would_start_a_server_is_told_where_to():
-    from bagua_ref.contrib.utils.fake_redis_store import FakeRedisStore
+    from bagua_ref.contrib.utils.redis_store import FakeRedisStore
 
     FakeRedisStore().shutdown()
     with pytest.raises(RuntimeError, match="make the CacheLoader or CachedDataset before the DataLoader"):

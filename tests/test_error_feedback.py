@@ -68,7 +68,7 @@ def test_qadam_with_one_bit_and_error_memory_learns_the_digits() -> None:
     def rank(r: int) -> float:
         torch.manual_seed(0)
         model = recipes.make_model()
-        optimizer = recipes.RECIPES["qadam"].make_optimizer(model.parameters())
+        optimizer = recipes.make_optimizer("qadam", model.parameters())
         model.with_bagua([optimizer], QAdamAlgorithm(optimizer, hierarchical=False, **ONE_BIT))
         for images, labels in digits.batches(settings, r, 2):
             optimizer.zero_grad()

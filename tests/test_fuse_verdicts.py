@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from tests.scripts import load_script
-from torch import Tensor, nn
+from tests.test_fuse import Plain, give, parameters
+from torch import Tensor
 
 from bagua_ref.contrib.fuse.optimizer import fuse_optimizer, is_fused_optimizer
 from bagua_ref.contrib.fuse.verify import ELEMENTWISE, NOT_ELEMENTWISE, try_on_clones
@@ -25,21 +26,13 @@ ROOT = Path(__file__).parents[1]
 verdicts = load_script("docs/_fuse_table.py")
 
 
-def parameters() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in [(6, 5), (11,), (3, 3), (40,)]]
-
-
-def test_the_page_is_current() -> None:
+def test_the_page_is_current_and_has_every_optimizer_of_torch() -> None:
+    assert verdicts.classes().keys() <= {*ELEMENTWISE, *NOT_ELEMENTWISE}
     page = verdicts.PAGE.read_text().splitlines()
     for name, cls in verdicts.classes().items():  # older versions of torch have fewer
         assert verdicts.row(name, cls) in page, "run: python docs/_fuse_table.py"
     listed = [line.split("`")[1] for line in page if line.startswith("| `")]
     assert sorted(listed) == sorted([*ELEMENTWISE, *NOT_ELEMENTWISE])
-
-
-def test_every_optimizer_of_torch_has_a_verdict() -> None:
-    assert verdicts.classes().keys() <= {*ELEMENTWISE, *NOT_ELEMENTWISE}
 
 
 @pytest.mark.parametrize("name", verdicts.classes())
@@ -57,38 +50,19 @@ def test_what_is_known_to_couple_elements_is_refused_by_name(name: str, verify: 
     assert not is_fused_optimizer(optimizer)
 
 
-class Base(torch.optim.Optimizer):
-    """An optimizer whose update of one parameter is `update`."""
-
-    def __init__(self, params: Any, **options: Any) -> None:
-        super().__init__(params, {"lr": 0.1, **options})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self.update(p, p.grad, self.state[p], group)
-        return loss
-
-    def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
-        raise NotImplementedError
-
-
-class Signs(Base):
+class Signs(Plain):
     def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
         state["calls"] = state.get("calls", 0) + 1  # a Python number, made at the first step
         state["m"] = 0.9 * state.get("m", torch.zeros_like(p)) + grad  # a new tensor in each step
         p.sub_(state["m"].sign(), alpha=group["lr"] / state["calls"])
 
 
-class Lamb(Base):
+class Lamb(Plain):
     def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
         p.sub_(grad * (p.norm() / grad.norm().clamp_min(1e-9)), alpha=group["lr"])
 
 
-class LambWhereDecayed(Base):
+class LambWhereDecayed(Plain):
     """Element-wise unless weight_decay is set."""
 
     def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
@@ -96,7 +70,7 @@ class LambWhereDecayed(Base):
         p.sub_(grad * trust, alpha=group["lr"])
 
 
-class OnlyLate(Base):
+class OnlyLate(Plain):
     """Element-wise in its first steps only."""
 
     def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
@@ -104,14 +78,14 @@ class OnlyLate(Base):
         p.sub_(grad if state["step"] < 6 else grad / (1 + grad.abs().max()), alpha=group["lr"])
 
 
-class MatricesOnly(Base):
+class MatricesOnly(Plain):
     """Depends on the number of dimensions."""
 
     def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
         p.sub_(grad.sign() if p.ndim > 1 else grad, alpha=group["lr"])
 
 
-class WholeSteps(Base):
+class WholeSteps(Plain):
     """Depends on all parameters together."""
 
     def step(self, closure: Any = None) -> Any:
@@ -122,12 +96,12 @@ class WholeSteps(Base):
         p.sub_(grad, alpha=group["lr"] * (1 + abs(self.total)))
 
 
-class Noisy(Base):
+class Noisy(Plain):
     def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
         p.sub_(grad + torch.randn_like(p), alpha=group["lr"])
 
 
-class Rows(Base):
+class Rows(Plain):
     """Has state per row."""
 
     def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
@@ -135,7 +109,7 @@ class Rows(Base):
         p.sub_(grad / (1 + state["rows"].sqrt()), alpha=group["lr"])
 
 
-class Blocks(Base):
+class Blocks(Plain):
     """Has state that parameters cannot share."""
 
     def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
@@ -143,14 +117,14 @@ class Blocks(Base):
         p.sub_(grad, alpha=group["lr"])
 
 
-class Counts(Base):
+class Counts(Plain):
     """Depends on the number of parameters, not on their elements."""
 
     def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
         p.sub_(grad, alpha=group["lr"] / len(group["params"]))
 
 
-class NeedsClosure(Base):
+class NeedsClosure(Plain):
     def step(self, closure: Any) -> Any:  # type: ignore[override]
         return super().step(closure)
 
@@ -161,9 +135,7 @@ def test_a_class_that_updates_each_element_by_itself_is_fused(cls: Any) -> None:
     ps, qs = parameters(), parameters()
     fused, plain = fuse_optimizer(cls(ps, **options)), cls(qs, **options)
     for step in range(5):
-        for p, q in zip(ps, qs, strict=True):
-            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
-            q.grad = p.grad.clone()
+        give(step, ps, qs)
         fused.fuse_step() if step != 3 else fused.step()
         plain.step()
         for p, q in zip(ps, qs, strict=True):
@@ -212,7 +184,7 @@ def test_a_class_that_does_not_is_refused_with_the_reason(cls: Any, why: str) ->
     ],
 )
 def test_a_class_that_treats_a_few_shapes_otherwise_is_refused(special: Any) -> None:
-    class Special(Base):
+    class Special(Plain):
         def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
             p.sub_(grad.sign() if special(p) else grad, alpha=group["lr"])
 
@@ -220,7 +192,7 @@ def test_a_class_that_treats_a_few_shapes_otherwise_is_refused(special: Any) -> 
         fuse_optimizer(Special(parameters()))
 
 
-class Shampoo(Base):
+class Shampoo(Plain):
     """Multiplies by a root of a matrix for each dimension, as Shampoo does; of a vector of n elements, that has n x n."""
 
     def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
@@ -232,7 +204,7 @@ class Shampoo(Base):
         p.sub_(grad, alpha=group["lr"])
 
 
-class Slow(Base):
+class Slow(Plain):
     """Takes a while for each parameter."""
 
     seconds = 0.05
@@ -242,7 +214,7 @@ class Slow(Base):
         p.sub_(grad, alpha=group["lr"])
 
 
-class Pairs(Base):
+class Pairs(Plain):
     """Makes a matrix of all pairs of elements."""
 
     def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
@@ -270,7 +242,7 @@ def test_a_trial_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_fused_optimizer(fuse_optimizer(optimizer, verify=False))
 
 
-class SlowInside(Base):
+class SlowInside(Plain):
     """Takes many operations."""
 
     def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
@@ -293,7 +265,7 @@ class Stubborn(SlowInside):
 def test_a_trial_ends_in_the_middle_of_a_step(monkeypatch: pytest.MonkeyPatch, cls: Any) -> None:
     steps: list[int] = []
     monkeypatch.setattr("bagua_ref.contrib.fuse.verify.MOST_SECONDS", 0.03)
-    monkeypatch.setattr(cls, "step", lambda self, step=Base.step: (step(self), steps.append(1)))
+    monkeypatch.setattr(cls, "step", lambda self, step=Plain.step: (step(self), steps.append(1)))
     with pytest.raises(ValueError, match=rf"{cls.__name__} cannot be fused: .* more than 0.03 s\. .* pass verify=False"):
         fuse_optimizer(cls(parameters()))
     assert not steps
@@ -318,8 +290,7 @@ def test_the_log_says_once_where_torch_has_a_fused_step(make: Any, said: bool, c
     with caplog.at_level("INFO", logger="bagua_ref"):
         ps = parameters()
         fused: Any = fuse_optimizer(make(ps))
-        for p in ps:
-            p.grad = torch.ones_like(p)
+        give(0, ps)
         fused.fuse_step()
         fused.fuse_step()
     entries = [record for record in caplog.records if "fused=True" in record.getMessage()]
@@ -337,8 +308,7 @@ def test_a_new_option_or_group_is_tried_before_it_is_stepped() -> None:
     for change in ("option", "group"):
         ps = parameters()
         optimizer: Any = fuse_optimizer(LambWhereDecayed(ps, weight_decay=0.0))
-        for p in ps:
-            p.grad = torch.ones_like(p)
+        give(0, ps)
         optimizer.fuse_step()
         if change == "option":
             optimizer.param_groups[0]["weight_decay"] = 0.1
@@ -355,14 +325,12 @@ def test_a_new_option_or_group_is_tried_before_it_is_stepped() -> None:
 def test_verify_false_is_at_the_users_risk() -> None:
     ps = parameters()
     optimizer: Any = fuse_optimizer(Lamb(ps), verify=False)
-    for p in ps:
-        p.grad = torch.ones_like(p)
+    give(0, ps)
     optimizer.fuse_step()
     assert optimizer._bagua_fused_count == 1
     blocks: Any = fuse_optimizer(Blocks(parameters()), verify=False)
-    for p in blocks.param_groups[0]["params"]:
-        p.grad = torch.ones_like(p)
-    with pytest.raises(RuntimeError, match=r"state 'blocks' of 90 elements in 4 parameters is a list, .* cannot be fused"):
+    give(0, blocks.param_groups[0]["params"])
+    with pytest.raises(RuntimeError, match=r"state 'blocks' of 110 elements in 4 parameters is a list, .* cannot be fused"):
         blocks.fuse_step()
 
 
@@ -392,8 +360,7 @@ def test_an_optimizer_that_was_stepped_before_is_tried_from_where_it_is() -> Non
     ps = parameters()
     optimizer = Signs(ps)
     for _ in range(3):
-        for p in ps:
-            p.grad = torch.ones_like(p)
+        give(0, ps)
         optimizer.step()
     fused: Any = fuse_optimizer(optimizer)
     fused.fuse_step()

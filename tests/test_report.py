@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from bagua_ref.cli.recipes import ALONE, Settings
-from bagua_ref.cli.report import write_report
-from bagua_ref.cli.results import TrainingOutcome
+from bagua_ref.cli.report import TrainingOutcome, write_report
 
 pytestmark = pytest.mark.slow
 

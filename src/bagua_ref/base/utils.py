@@ -29,6 +29,7 @@ __all__ = [
     "inside_backward",
     "let_compiler_see_hooks",
     "overlapping",
+    "readable_bytes",
     "uncompiled",
     "unflatten",
     "untraced",
@@ -150,6 +151,19 @@ def check_contiguous(tensors: Sequence[Tensor]) -> bool:
         and before.data_ptr() + before.numel() * before.element_size() == after.data_ptr()
         for before, after in itertools.pairwise(filled)
     )
+
+
+def readable_bytes(count: float) -> str:
+    """Return ``count`` bytes in decimal units.
+
+    >>> readable_bytes(229692)
+    '229.7 kB'
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
 
 
 def get_flattened_tensor(tensors: Sequence[Tensor]) -> Tensor:

@@ -2,25 +2,88 @@
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch.utils.data import DistributedSampler
 
+from bagua_ref.base.not_provided import install_command
+from bagua_ref.cli.command import CommandError, Commands, add_command, add_json_options, is_installed, write_json
 from bagua_ref.contrib.load_balancing_data_loader import LoadBalancingDistributedSampler
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-__all__ = ["Epoch", "as_json", "draw_epochs", "is_installed", "print_epochs", "read_lengths", "simulate_epochs"]
+__all__ = ["Epoch", "add_parser", "as_json", "draw_epochs", "print_epochs", "read_lengths", "simulate_epochs"]
 
 _LARGEST = 1e18  # sums of these still fit into floats
 _DRAWN = 60  # steps in the plot: more would be unreadable
 _COLORS = ("#d55e00", "#0072b2")  # Okabe and Ito's
+
+
+def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add ``balance`` to the commands of ``bagua-ref``."""
+    balance = add_command(
+        commands,
+        "balance",
+        _balance,
+        help="compare the work per step and replica with and without the balanced sampler",
+        description="Distribute samples of the given lengths over replicas, once with torch's DistributedSampler and once with "
+        "LoadBalancingDistributedSampler. Print and plot how much work each replica has in each step, taking a sample's length as "
+        "its cost.",
+    )
+    balance.add_argument(
+        "--lengths",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="lengths of the samples: a text file with one number per line, or a one-dimensional .npy array",
+    )
+    balance.add_argument("--replicas", type=int, required=True, metavar="N", help="number of training processes")
+    balance.add_argument(
+        "--batch-size", type=int, default=8, metavar="N", help="samples per replica and step (default: %(default)s)"
+    )
+    balance.add_argument(
+        "--random-level", type=float, default=0.0, metavar="X", help="random_level of the sampler, 0 to 1 (default: %(default)s)"
+    )
+    balance.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of both samplers (default: %(default)s)")
+    balance.add_argument("--steps", type=int, default=8, metavar="N", help="number of steps to print (default: %(default)s)")
+    balance.add_argument("--output", type=Path, metavar="FILE", help="where to save the plot (default: balance.png)")
+    add_json_options(balance)
+
+
+def _balance(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    try:
+        lengths = read_lengths(arguments.lengths)
+        epochs = simulate_epochs(lengths, arguments.replicas, arguments.batch_size, arguments.seed, arguments.random_level)
+    except OSError as error:
+        parser.error(f"cannot read {str(arguments.lengths)!r}: {error.strerror}")
+    except ValueError as error:
+        parser.error(str(error))
+    if not arguments.json and not is_installed("rich"):
+        raise CommandError(f"printing tables needs rich; install with: {install_command('demo')}")
+    picture: Path | None = arguments.output or Path("balance.png")
+    if is_installed("matplotlib"):
+        try:
+            draw_epochs(*epochs).savefig(picture, dpi=120, metadata={"Software": None})
+        except (OSError, ValueError) as error:  # no such folder or format
+            parser.error(f"output={str(picture)!r} must be a writable image file: {error}")
+    else:
+        complaint = f"the picture needs matplotlib; install with: {install_command('demo')}"
+        if arguments.output is not None:
+            raise CommandError(complaint)
+        print(f"{parser.prog}: warning: {complaint}", file=sys.stderr)
+        picture = None
+    if not arguments.json:
+        from rich.console import Console
+
+        print_epochs(*epochs, Console(highlight=False), arguments.steps)
+        if picture is not None:
+            print(f"Picture: {picture}")
+    write_json(arguments, as_json(*epochs, picture))
+    return 0
 
 
 @dataclass(frozen=True)
@@ -49,11 +112,6 @@ class Epoch:
     def idle(self) -> float:
         """The share of the replicas' time spent waiting for the slowest one."""
         return 1 - float(self.work.mean(axis=1).sum() / self.work.max(axis=1).sum())
-
-
-def is_installed(package: str) -> bool:
-    """Return whether an optional package is installed."""
-    return find_spec(package) is not None
 
 
 def read_lengths(path: Path) -> list[int | float]:
@@ -128,7 +186,7 @@ def as_json(before: Epoch, after: Epoch, picture: Path | None) -> dict[str, Any]
     return {"replicas": replicas, "steps": steps, "picture": None if picture is None else str(picture), **epochs}
 
 
-def print_epochs(before: Epoch, after: Epoch, console: Console, steps: int) -> None:
+def print_epochs(before: Epoch, after: Epoch, console: Any, steps: int) -> None:
     """Print a summary of both epochs, and the work of each replica in the first ``steps`` steps."""
     from rich import box
     from rich.table import Table

@@ -1,16 +1,21 @@
-"""Parts shared by all subcommands: parsers, errors, JSON output, shell completion."""
+"""Parts shared by all subcommands: parsers, errors, JSON and pictures, progress, shell completion."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from bagua_ref.base.not_provided import install_command
 
-__all__ = ["CommandError", "Commands", "PrintCompletion", "add_command", "add_json_options", "write_file", "write_json"]
+__all__ = [
+    "CommandError", "Commands", "PrintCompletion", "add_command", "add_json_options", "end_progress", "is_installed",
+    "show_progress", "write_file", "write_json", "write_picture",
+]  # fmt: skip
 
 Commands = argparse._SubParsersAction  # argparse has no public name for the result of add_subparsers
 
@@ -67,6 +72,40 @@ def write_file(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise CommandError(f"cannot write {str(path)!r}: {error.strerror}") from None
+
+
+def write_picture(draw: Callable[[], Any], path: Path, extra: str) -> None:
+    """Save the matplotlib Figure that ``draw()`` returns, and print its path.
+
+    Raises:
+        CommandError: matplotlib, which ``extra`` installs, is missing, or the file cannot be written.
+    """
+    try:
+        draw().savefig(path, dpi=120, metadata={"Software": None})
+    except ModuleNotFoundError:
+        raise CommandError(f"--png needs matplotlib; install with: {install_command(extra)}") from None
+    except (OSError, ValueError) as error:  # no such folder or format
+        raise CommandError(f"cannot write {str(path)!r}: {error}") from None
+    print(f"Picture: {path}")
+
+
+def is_installed(module: str) -> bool:
+    """Return whether an optional package, which provides ``module``, is installed."""
+    return find_spec(module) is not None
+
+
+def show_progress(line: str, done: int, total: int, keep: bool = False) -> None:
+    """Show progress on standard error: in a terminal one changing line, else a line for each tenth, and each one to ``keep``."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{line}", end="\n" if keep else "", file=sys.stderr, flush=True)
+    elif keep or done == total or done * 10 // total > (done - 1) * 10 // total:
+        print(line, file=sys.stderr, flush=True)
+
+
+def end_progress() -> None:
+    """Remove the changing line of `show_progress`."""
+    if sys.stderr.isatty():
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 class PrintCompletion(argparse.Action):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import re
@@ -19,9 +20,10 @@ import torch.distributed as dist
 
 import bagua_ref
 from bagua_ref import env
+from bagua_ref.cli.command import Commands, add_command, add_json_options, write_json
 from bagua_ref.errors import BackendUnavailableError
 
-__all__ = ["examine", "print_findings", "tested_versions"]
+__all__ = ["add_parser", "examine", "print_findings", "tested_versions"]
 
 _VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT",
@@ -29,6 +31,27 @@ _VARIABLES = (
 )  # fmt: skip
 _PREFIXES = ("BAGUA_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_RANK", "SLURM_")
 _COLUMNS = 80
+
+
+def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add ``doctor`` to the commands of ``bagua-ref``."""
+    doctor = add_command(
+        commands,
+        "doctor",
+        _doctor,
+        help="report what is installed and what can run on this machine",
+        description="Report versions, kernel backends, gloo, NCCL, GPUs, Redis and environment variables; where something cannot "
+        "be used, say why.",
+    )
+    add_json_options(doctor)
+
+
+def _doctor(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    findings = examine()
+    if not arguments.json:
+        print_findings(findings)
+    write_json(arguments, findings)
+    return 0
 
 
 def examine() -> dict[str, dict[str, Any]]:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bagua_ref.algorithms import Algorithm, QAdamOptimizer
+from bagua_ref.algorithms import QAdamOptimizer
+from bagua_ref.integrations.trained_module import Recipe
 
-__all__ = ["ALONE", "RECIPES", "Digits", "Recipe", "Settings", "make_model"]
+__all__ = ["ALONE", "RECIPES", "Digits", "Settings", "make_model", "make_optimizer"]
 
 ALONE = "single process"
 """The name of the baseline: the same batches in one process, with plain torch."""
@@ -22,49 +21,28 @@ GLOBAL_BATCH = 64
 TRAINING_IMAGES = 1437  # four fifths of the images; the other 360 are the test set
 _QUICK_STEPS = 10
 
-
-def _sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-
-
-def _qadam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    # The variance freezes early: with Adam's eps of 1e-8, weights whose gradients were almost zero until then get huge steps.
-    return QAdamOptimizer(parameters, lr=2e-3, warmup_steps=50, eps=1e-3)
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """The setup of training with one algorithm.
-
-    Args:
-        arguments: the arguments of ``Algorithm.init``.
-        make_optimizer: makes the optimizer from the parameters.
-        optimizer_argument: the name of the algorithm's argument for the optimizer, if it has one.
-    """
-
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = _sgd
-    optimizer_argument: str | None = None
-
-    def make_algorithm(self, name: str, optimizer: torch.optim.Optimizer) -> Algorithm:
-        """Return the algorithm registered as ``name``."""
-        wanted = {self.optimizer_argument: optimizer} if self.optimizer_argument is not None else {}
-        return Algorithm.init(name, **self.arguments, **wanted)
-
-
 # On one node, hierarchical communication saves no traffic, so it is off.
-RECIPES: dict[str, Recipe] = {
-    "gradient_allreduce": Recipe({"hierarchical": False}),
-    "bytegrad": Recipe({"hierarchical": False}),
-    "decentralized": Recipe({"hierarchical": False}),
-    "low_precision_decentralized": Recipe({"hierarchical": False}),
-    "qadam": Recipe({"hierarchical": False}, _qadam, "q_adam_optimizer"),
-    "async": Recipe({"sync_interval_ms": 50}),
-    "local_sgd": Recipe({"period": 8}),
-    "diloco": Recipe({"period": 16, "fragments": 4, "delay": 2, "mix": 0.5}),
-    "powersgd": Recipe({"matrix_approximation_rank": 4, "warmup_steps": 10}),
-    "topk": Recipe({"ratio": 0.05, "warmup_steps": 10}),
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "gradient_allreduce": {"hierarchical": False},
+    "bytegrad": {"hierarchical": False},
+    "decentralized": {"hierarchical": False},
+    "low_precision_decentralized": {"hierarchical": False},
+    "qadam": {"hierarchical": False},
+    "async": {"sync_interval_ms": 50},
+    "local_sgd": {"period": 8},
+    "diloco": {"period": 16, "fragments": 4, "delay": 2, "mix": 0.5},
+    "powersgd": {"matrix_approximation_rank": 4, "warmup_steps": 10},
+    "topk": {"ratio": 0.05, "warmup_steps": 10},
 }
+RECIPES = {name: Recipe(name, options, "the demo") for name, options in _OPTIONS.items()}
+
+
+def make_optimizer(name: str, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return the optimizer for training with algorithm ``name``, or `ALONE`."""
+    if name == "qadam":
+        # The variance freezes early: with Adam's eps of 1e-8, weights whose gradients were almost zero until then get huge steps.
+        return QAdamOptimizer(parameters, lr=2e-3, warmup_steps=50, eps=1e-3)
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
 @dataclass(frozen=True)
@@ -72,7 +50,7 @@ class Settings:
     """The options that the user chose.
 
     Raises:
-        ValueError: a number is out of range or a name is unknown.
+        ValueError: a number is out of range, or an algorithm is named twice.
     """
 
     workers: int = 4
@@ -82,15 +60,13 @@ class Settings:
     quick: bool = False
 
     def __post_init__(self) -> None:
-        if not 1 <= self.workers <= GLOBAL_BATCH:
-            raise ValueError(f"workers={self.workers} must be from 1 to {GLOBAL_BATCH}, the number of images in a batch")
-        if not 1 <= self.epochs <= 1000:
-            raise ValueError(f"epochs={self.epochs} must be from 1 to 1000")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed={self.seed} must be from 0 to {2**32 - 1}")
-        for name in self.algorithms:
-            if name not in RECIPES:
-                raise ValueError(f"algorithms: {name!r} must be one of {', '.join(RECIPES)}")
+        for name, low, high, note in (
+            ("workers", 1, GLOBAL_BATCH, ", the number of images in a batch"),
+            ("epochs", 1, 1000, ""),
+            ("seed", 0, 2**32 - 1, ""),
+        ):
+            if not low <= getattr(self, name) <= high:
+                raise ValueError(f"{name}={getattr(self, name)} must be from {low} to {high}{note}")
         if len(set(self.algorithms)) < len(self.algorithms):
             raise ValueError(f"algorithms: {' '.join(self.algorithms)} names an algorithm twice")
 
@@ -110,8 +86,7 @@ class Settings:
         return self.steps_per_epoch * (1 if self.quick else self.epochs)
 
 
-@dataclass(frozen=True)
-class Digits:
+class Digits(NamedTuple):
     """Images (m, 1, 8, 8) with values from 0 to 1 and their labels (m,), split into a training and a test set."""
 
     train_images: Tensor
@@ -129,16 +104,6 @@ class Digits:
         images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1)[order] / 16
         labels = torch.tensor(digits.target, dtype=torch.int64)[order]
         return Digits(images[:TRAINING_IMAGES], labels[:TRAINING_IMAGES], images[TRAINING_IMAGES:], labels[TRAINING_IMAGES:])
-
-    def save(self, path: Path) -> None:
-        """Write the file that `restore` reads, so that workers need not import scikit-learn."""
-        np.savez(path, **{name: tensor.numpy() for name, tensor in vars(self).items()})
-
-    @staticmethod
-    def restore(path: Path) -> Digits:
-        """Read the file that `save` wrote."""
-        with np.load(path) as arrays:
-            return Digits(**{name: torch.from_numpy(arrays[name]) for name in arrays.files})
 
     def batches(self, settings: Settings, share: int, shares: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield part ``share`` of ``shares`` of every step's batch; the whole batch does not depend on ``shares``."""

@@ -1,4 +1,4 @@
-"""The demo's results as a table on the terminal, as ``index.html`` with curves and as ``results.json``."""
+"""The demo's results: a table on the terminal, ``index.html`` with curves, and ``results.json``."""
 
 from __future__ import annotations
 
@@ -6,74 +6,90 @@ import json
 import platform
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from html import escape
 from io import BytesIO
+from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 import bagua_ref
 from bagua_ref.algorithms import GlobalAlgorithmRegistry
-from bagua_ref.cli.curves import draw_curves
-from bagua_ref.cli.progress import readable_bytes
+from bagua_ref.base.utils import readable_bytes
 from bagua_ref.cli.recipes import ALONE, Settings, make_model
-from bagua_ref.cli.results import TrainingOutcome
 
-if TYPE_CHECKING:
-    from rich.console import Console
+__all__ = ["TrainingOutcome", "draw_curves", "print_table", "readable_bytes", "trailing_mean", "write_report"]
 
-__all__ = ["print_table", "table_rows", "write_report"]
+_HEADERS = {
+    "algorithm": "algorithm",
+    "test accuracy": "test\naccuracy",
+    "final loss": "final\nloss",
+    "sent per step and rank": "sent per\nstep, rank",
+    "ratio to full precision": "ratio\nto full",
+    "steps per second": "steps/s",
+    "weight difference": "weight\ndiff.",
+}
+"""The headers of the table's columns, and their narrow forms for terminals."""
 
-_HEADERS = (
-    "algorithm",
-    "test accuracy",
-    "final loss",
-    "sent per step and rank",
-    "ratio to full precision",
-    "steps per second",
-    "weight difference",
-)
-_NARROW_HEADERS = (
-    "algorithm",
-    "test\naccuracy",
-    "final\nloss",
-    "sent per\nstep, rank",
-    "ratio\nto full",
-    "steps/s",
-    "weight\ndiff.",
-)
+# Okabe and Ito's palette, slightly darker or lighter for contrast; dashes help where curves overlap.
+_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b07800", "#56b4e9")
+_COLORS_ON_DARK = ("#4fa9e8", "#ff8a3d", "#2fcf9f", "#e79ac8", "#f0c030", "#a9dcff")
+_DASHES = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)), (0, (3, 1)), (0, (8, 3)))
 
 
-def table_rows(outcomes: Sequence[TrainingOutcome]) -> list[tuple[str, ...]]:
-    """Return the table's cells, a row per outcome."""
-    return [
-        (
-            outcome.algorithm,
-            f"{outcome.test_accuracy:.1%}",
-            f"{outcome.final_loss:.4f}",
-            "-" if outcome.algorithm == ALONE else readable_bytes(outcome.bytes_per_step),
-            "-" if outcome.ratio is None else f"{outcome.ratio:.3f}",
-            f"{outcome.steps_per_second:.0f}",
-            "-" if outcome.algorithm == ALONE else f"{outcome.weight_difference:.2g}",
+@dataclass(frozen=True)
+class TrainingOutcome:
+    """The outcome of training with one algorithm.
+
+    Attributes:
+        algorithm: its name, or `ALONE`.
+        test_accuracy: the share of test images that are classified correctly, mean over ranks.
+        final_loss: the training loss, mean over ranks and the last epoch.
+        bytes_per_step: bytes sent per step and rank.
+        ratio: bytes_per_step divided by the bytes of a float32 all-reduce of the gradients; None if that needs no communication.
+        steps_per_second: the speed of the slowest rank.
+        weight_difference: the largest difference of any weight between two ranks after the last step.
+        losses: the loss of each step, mean over ranks.
+        bytes_sent: bytes sent up to each step, mean over ranks.
+    """
+
+    algorithm: str
+    test_accuracy: float
+    final_loss: float
+    bytes_per_step: float
+    ratio: float | None
+    steps_per_second: float
+    weight_difference: float
+    losses: list[float]
+    bytes_sent: list[float]
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the cells of its row in the table."""
+        return (
+            self.algorithm,
+            f"{self.test_accuracy:.1%}",
+            f"{self.final_loss:.4f}",
+            "-" if self.algorithm == ALONE else readable_bytes(self.bytes_per_step),
+            "-" if self.ratio is None else f"{self.ratio:.3f}",
+            f"{self.steps_per_second:.0f}",
+            "-" if self.algorithm == ALONE else f"{self.weight_difference:.2g}",
         )
-        for outcome in outcomes
-    ]
 
 
-def print_table(outcomes: Sequence[TrainingOutcome], settings: Settings, console: Console) -> None:
+def print_table(outcomes: Sequence[TrainingOutcome], settings: Settings, console: Any) -> None:
     """Print the table."""
     from rich import box
     from rich.table import Table
 
     roomy = console.width >= 100
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1 if roomy else 0), title_justify="left", title=_headline(settings))
-    for place, header in enumerate(_NARROW_HEADERS):
+    for place, header in enumerate(_HEADERS.values()):
         table.add_column(header, justify="right" if place else "left", no_wrap=place == 0)
-    for row in table_rows(outcomes):
-        table.add_row(*row)
+    for outcome in outcomes:
+        table.add_row(*outcome.cells())
     console.print(table)
 
 
@@ -105,7 +121,7 @@ def _page(outcomes: Sequence[TrainingOutcome], settings: Settings) -> str:
         headline=escape(_headline(settings)),
         workers=settings.workers,
         headers="".join(f"<th scope=col>{escape(header)}</th>" for header in _HEADERS),
-        rows="\n".join(_row(cells) for cells in table_rows(outcomes)),
+        rows="\n".join(_row(outcome.cells()) for outcome in outcomes),
         async_note=_async_note({outcome.algorithm: outcome for outcome in outcomes}, settings),
         figures="\n".join(_figure(outcomes, settings, kind, caption) for kind, caption in _CAPTIONS.items()),
         algorithms="\n".join(
@@ -119,7 +135,9 @@ def _page(outcomes: Sequence[TrainingOutcome], settings: Settings) -> str:
 def _row(cells: Sequence[str]) -> str:
     """Return one row of the table; its cells carry their headers for narrow screens, where each row is a block of lines."""
     first, *others = cells
-    labelled = (f'<td data-label="{escape(header)}">{escape(cell)}</td>' for header, cell in zip(_HEADERS[1:], others, strict=True))
+    labelled = (
+        f'<td data-label="{escape(header)}">{escape(cell)}</td>' for header, cell in zip(list(_HEADERS)[1:], others, strict=True)
+    )
     return f"<tr><th scope=row>{escape(first)}</th>{''.join(labelled)}</tr>"
 
 
@@ -147,6 +165,58 @@ def _figure(outcomes: Sequence[TrainingOutcome], settings: Settings, kind: str, 
         f'<figure><picture><source media="(prefers-color-scheme: dark)" srcset="{sources[True]}">'
         f'<img src="{sources[False]}" alt="{escape(caption)}"></picture><figcaption>{escape(caption)}</figcaption></figure>'
     )
+
+
+def draw_curves(outcomes: Sequence[TrainingOutcome], kind: str, window: int, *, dark: bool) -> Any:
+    """Return a matplotlib Figure with a transparent background.
+
+    Args:
+        outcomes: the outcomes, one for each curve.
+        kind: "loss" or "traffic" by step, or "loss by traffic".
+        window: the number of steps over which losses are averaged, up to each step.
+        dark: whether the page is dark.
+    """
+    from matplotlib.figure import Figure
+
+    ink, grid, colors = ("#e6e7ea", "#3a3f48", _COLORS_ON_DARK) if dark else ("#1c1e21", "#d5d8dd", _COLORS)
+    figure = Figure(figsize=(5.4, 4.0), layout="constrained")
+    figure.patch.set_alpha(0)
+    axes = figure.add_subplot(facecolor="none")
+    together = [outcome for outcome in outcomes if outcome.algorithm != ALONE]
+    for outcome in outcomes:
+        losses = trailing_mean(outcome.losses, window)
+        steps = range(1, len(losses) + 1)
+        megabytes = [count / 1e6 for count in outcome.bytes_sent]
+        if outcome.algorithm == ALONE:
+            if kind == "loss":
+                axes.plot(steps, losses, color=ink, alpha=0.3, linewidth=6, label=ALONE)
+            continue
+        place = together.index(outcome)
+        x, y = {"loss": (steps, losses), "traffic": (steps, megabytes), "loss by traffic": (megabytes, losses)}[kind]
+        axes.plot(
+            x, y, color=colors[place % len(colors)], linestyle=_DASHES[place % len(_DASHES)], linewidth=1.8, label=outcome.algorithm
+        )
+    axes.set_xlabel("MB sent by each rank" if kind == "loss by traffic" else "step", color=ink)
+    axes.set_ylabel("MB sent by each rank" if kind == "traffic" else "training loss", color=ink)
+    if kind != "traffic":
+        axes.set_yscale("log")
+    axes.grid(color=grid, linewidth=0.6)
+    axes.tick_params(which="both", colors=ink)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(ink)
+    axes.legend(frameon=False, labelcolor=ink)
+    return figure
+
+
+def trailing_mean(values: Sequence[float], window: int) -> list[float]:
+    """Return, for each value, the mean of the last ``window`` values (fewer at the beginning).
+
+    >>> trailing_mean([4.0, 2.0, 0.0], 2)
+    [4.0, 3.0, 1.0]
+    """
+    sums = [0.0, *accumulate(values)]
+    return [(sums[i] - sums[max(0, i - window)]) / min(i, window) for i in range(1, len(sums))]
 
 
 _CAPTIONS = {

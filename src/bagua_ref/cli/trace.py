@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from bagua_ref.base.not_provided import install_command
 from bagua_ref.base.untrusted import one_line
-from bagua_ref.cli.command import CommandError, Commands, add_command, add_json_options, write_json
-from bagua_ref.conformance.trace import RankTrace, TraceReport
+from bagua_ref.cli.command import (
+    CommandError,
+    Commands,
+    add_command,
+    add_json_options,
+    end_progress,
+    show_progress,
+    write_json,
+    write_picture,
+)
+from bagua_ref.conformance.trace import RankTrace
 
 __all__ = ["add_parser"]
 
@@ -64,35 +71,27 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
 def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     from bagua_ref.conformance.trace import TraceError, check_trace
     from bagua_ref.conformance.trace.replay import parse_options
+    from bagua_ref.conformance.trace.report import draw_errors
 
     try:
         options = parse_options(arguments.option)
         report = check_trace(arguments.directory, arguments.algorithm, options, buckets=arguments.bucket, progress=_progress)
-    except ValueError as error:
-        _end_progress()
+    except (ValueError, TraceError) as error:
+        end_progress()
+        if isinstance(error, TraceError):
+            raise CommandError(error) from None
         parser.error(str(error))
-    except TraceError as error:
-        _end_progress()
-        raise CommandError(error) from None
-    _end_progress()
+    end_progress()
     if not arguments.json:
         print(report)
     write_json(arguments, report.as_json())
     if arguments.png is not None:
-        _draw(report, arguments.png)
+        write_picture(lambda: draw_errors(report), arguments.png, "conformance")
     return 0 if report.passed else 1
 
 
-def _draw(report: TraceReport, path: Path) -> None:
-    from bagua_ref.conformance.trace.report import draw_errors
-
-    try:
-        draw_errors(report).savefig(path, dpi=120, metadata={"Software": None})
-    except ModuleNotFoundError:
-        raise CommandError(f"--png needs matplotlib; install with: {install_command('conformance')}") from None
-    except (OSError, ValueError) as error:  # no such folder or format
-        raise CommandError(f"cannot write {str(path)!r}: {error}") from None
-    print(f"Picture: {path}")
+def _progress(done: int, total: int) -> None:
+    show_progress(f"replaying: {done} of {total} steps", done, total)
 
 
 def _show(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
@@ -156,16 +155,3 @@ def _summary(ranks: list[RankTrace]) -> str:
     for (name, bucket), times in zip(first["buckets"].items(), _times_recorded(ranks), strict=True):
         lines.append(f"{name:10} {bucket['dtype']:9} {bucket['elements']:12,} {len(bucket['tensors']):7} {times:8}")
     return "\n".join(map(one_line, lines))
-
-
-def _progress(done: int, total: int) -> None:
-    """Show progress: one changing line in a terminal, else one line for each tenth."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[Kreplaying: {done} of {total} steps", end="", file=sys.stderr, flush=True)
-    elif done == total or done * 10 // total > (done - 1) * 10 // total:
-        print(f"replaying: {done} of {total} steps", file=sys.stderr, flush=True)
-
-
-def _end_progress() -> None:
-    if sys.stderr.isatty():
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)

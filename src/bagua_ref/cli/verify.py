@@ -6,15 +6,121 @@ import argparse
 import json
 import os
 import sys
+from pathlib import Path
 
-from bagua_ref.cli.command import CommandError, write_file, write_json
+from bagua_ref.cli.command import (
+    CommandError,
+    Commands,
+    add_command,
+    add_json_options,
+    end_progress,
+    show_progress,
+    write_file,
+    write_json,
+)
+from bagua_ref.conformance.clauses import SUITES
 from bagua_ref.conformance.run.report import Result
 from bagua_ref.errors import BaguaError
 
-__all__ = ["verify"]
+__all__ = ["add_parser"]
 
 
-def verify(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add ``verify`` to the commands of ``bagua-ref``."""
+    verify = add_command(
+        commands,
+        "verify",
+        _verify,
+        help="check an implementation against the specification, clause by clause",
+        description="Search for inputs for which an implementation differs from the specification.",
+        epilog="Exit status is 0 if all checks passed, 1 if one failed or a known failure passed, and 2 if nothing could be run.",
+    )
+    verify.add_argument(
+        "--backend", metavar="NAME|pkg.mod:Class", help="a kernel backend, or any other target that run_conformance accepts"
+    )
+    verify.add_argument("--communicator", metavar="pkg.mod:factory", help="a function that each rank calls with its world")
+    verify.add_argument(
+        "--command",
+        dest="command_line",
+        metavar="PROGRAM",
+        help="a program in any language, with its arguments, that answers requests on standard input and output",
+    )
+    verify.add_argument(
+        "--launch", metavar="LAUNCHER", help="starts the ranks of --command: a command with {ranks}, such as 'mpirun -n {ranks}'"
+    )
+    verify.add_argument(
+        "--ranks",
+        type=_count,
+        default=9,
+        metavar="N",
+        help="how many ranks --launch starts: the largest world (default: %(default)s)",
+    )
+    verify.add_argument(
+        "--suite",
+        nargs="+",
+        action="extend",
+        choices=SUITES,
+        metavar="NAME",
+        help="suites to run: %(choices)s (default: all that apply to the target)",
+    )
+    verify.add_argument("--check", nargs="+", action="extend", metavar="ID", help="run only these checks, given by id or by clause")
+    verify.add_argument(
+        "--profile",
+        choices=("quick", "full", "large"),
+        default="quick",
+        help="number of inputs to try, and how long long ones are (default: %(default)s)",
+    )
+    verify.add_argument(
+        "--xfails", type=Path, metavar="FILE", help="list of known failures: one id per line, comments start with #"
+    )
+    verify.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of all inputs (default: %(default)s)")
+    verify.add_argument(
+        "--jobs",
+        type=_count,
+        metavar="N",
+        help="number of processes; 0: threads of this process (default: one per core, up to 4; 1 if the target is external)",
+    )
+    verify.add_argument(
+        "--time-limit",
+        type=_seconds,
+        metavar="S",
+        help="seconds after which a single call counts as hanging (default: 10, and 60 with --command, whose ranks must start)",
+    )
+    verify.add_argument("--fail-fast", action="store_true", help="stop at the first failure")
+    add_json_options(verify)
+    verify.add_argument("--junit", type=Path, metavar="PATH", help="also write the result as JUnit XML to PATH")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a non-negative integer")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
+    return seconds
+
+
+def _verify(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    named = arguments.backend is not None or arguments.communicator is not None
+    if named == (arguments.command_line is not None):
+        parser.error("one of --backend, --communicator (or both) and --command is required")
+    if arguments.ranks < 1:
+        parser.error(f"argument --ranks: {arguments.ranks} must be at least 1")
+    if arguments.launch is not None and (arguments.command_line is None or "{ranks}" not in arguments.launch):
+        parser.error("argument --launch: needs --command, and {ranks} in its text, such as 'mpirun -n {ranks}'")
+    if arguments.xfails is not None and not arguments.xfails.is_file():
+        parser.error(f"argument --xfails: no such file: {str(arguments.xfails)!r}")
+    return _run(parser, arguments)
+
+
+def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     """Run the checks; return 0 if all passed, 1 if one failed, 2 if none could be run.
 
     Raises:
@@ -53,7 +159,7 @@ def verify(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
         parser.error(str(error))
     except (TypeError, AttributeError, ImportError, OSError, BaguaError) as error:
         raise CommandError(error) from None
-    _show(0, 0, None)
+    end_progress()
     if not arguments.json:
         print(report)
     code = 0 if report.passed else 1 if report.ran else 2
@@ -72,15 +178,5 @@ def verify(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
     return code
 
 
-def _show(done: int, total: int, result: Result | None) -> None:
-    """Show progress: one changing line in a terminal, else one line for each failure and each tenth."""
-    terminal = sys.stderr.isatty()
-    if result is None:
-        if terminal:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-        return
-    line = f"[{done}/{total}] {result.id}: {result.status}"
-    if terminal:
-        print(f"\r\x1b[K{line}", end="" if result.status != "failed" else "\n", file=sys.stderr, flush=True)
-    elif result.status in ("failed", "xpassed") or done == total or done * 10 // total > (done - 1) * 10 // total:
-        print(line, file=sys.stderr, flush=True)
+def _show(done: int, total: int, result: Result) -> None:
+    show_progress(f"[{done}/{total}] {result.id}: {result.status}", done, total, keep=result.status in ("failed", "xpassed"))

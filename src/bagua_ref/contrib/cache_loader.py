@@ -17,8 +17,7 @@ from bagua_ref.contrib.cache.codec import DamagedValueError, TooLargeError, deco
 from bagua_ref.contrib.cache.counters import CacheStats, Counters
 from bagua_ref.contrib.cache.guard import Guard
 from bagua_ref.contrib.cache.write_buffer import WriteBuffer
-from bagua_ref.contrib.utils.fake_redis_store import FakeRedisStore
-from bagua_ref.contrib.utils.redis_store import RedisStore
+from bagua_ref.contrib.utils.redis_store import FakeRedisStore, RedisStore
 from bagua_ref.contrib.utils.store import ClusterStore
 
 __all__ = ["CacheLoader"]
@@ -123,14 +122,14 @@ class CacheLoader:
             first.setdefault(names[place], place)
         made = list(load_many([keys[place] for place in first.values()]))
         if len(made) != len(first):
-            raise ValueError(f"{len(first)} samples were asked for and {len(made)} came back")
+            raise ValueError(f"load_many returned {len(made)} values for {len(first)} keys")
         new: dict[str, bytes] = {}
         for (name, place), value in zip(first.items(), made, strict=True):
             values[place] = value
             try:
                 new[name] = encode(value, self._allow_pickle)
             except TooLargeError as error:
-                self._note(error)
+                self._record(error)
         for place in missing:
             if place != first[names[place]]:  # a key that repeats gets separate values, as two samples do
                 again = new.get(names[place])
@@ -187,13 +186,13 @@ class CacheLoader:
                 try:
                     value = decode(data, self._allow_pickle)
                 except DamagedValueError as error:
-                    self._note(error, names[place])
+                    self._record(error, names[place])
                     missing.append(place)
             values.append(value)
         self._counters.add(hits=len(names) - len(missing), bytes_read=read)
         return values, missing
 
-    def _note(self, error: ValueError, name: str = "") -> None:
+    def _record(self, error: ValueError, name: str = "") -> None:
         self._counters.add(errors=1)
         if not self._has_warned:
             self._has_warned = True

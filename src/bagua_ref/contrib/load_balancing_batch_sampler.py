@@ -7,8 +7,7 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
-from bagua_ref.contrib.load_balancing_sampler import LoadBalancingDistributedSampler
-from bagua_ref.contrib.sampler_state import Place, check_settings, checked_count
+from bagua_ref.contrib.load_balancing_sampler import LoadBalancingDistributedSampler, Place, check_settings, checked_count
 
 __all__ = ["LoadBalancingDistributedBatchSampler"]
 

@@ -244,7 +244,7 @@ def _compare(what: str, ours: Any, theirs: Tensor, tolerance: Tolerance) -> None
 
 def _bits(tensor: Tensor) -> Tensor:
     dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
-    return dense.reshape(-1).contiguous().view(torch.uint8)
+    return dense.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def assert_place(parameters: Sequence[Tensor], pointers: Sequence[int]) -> None:

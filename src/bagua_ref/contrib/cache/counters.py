@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from multiprocessing import context, sharedctypes
 from typing import Any
 
+from bagua_ref.base.utils import readable_bytes
+
 __all__ = ["CacheStats", "Counters"]
 
 _ROWS = 256
@@ -51,7 +53,7 @@ class CacheStats:
     def __repr__(self) -> str:
         return (
             f"CacheStats(hits={self.hits}, misses={self.misses} ({self.hit_rate:.1%} hits), errors={self.errors}, "
-            f"read {_readable(self.bytes_read)}, written {_readable(self.bytes_written)})"
+            f"read {readable_bytes(self.bytes_read)}, written {readable_bytes(self.bytes_written)})"
         )
 
 
@@ -113,11 +115,3 @@ def _is_alive(pid: int) -> bool:
     except PermissionError:
         return True
     return True
-
-
-def _readable(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"

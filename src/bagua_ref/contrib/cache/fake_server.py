@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from bagua_ref.contrib.cache.server import CacheServer
 from bagua_ref.errors import BackendUnavailableError
 
 __all__ = ["FakeServer", "start_fake_server"]
@@ -27,26 +28,10 @@ _BEFORE_PASSWORD = 10, 16 * 1024
 
 
 @dataclass
-class FakeServer:
-    """A server inside this process, which ends with it.
+class FakeServer(CacheServer):
+    """A server inside this process, which ends with it."""
 
-    Attributes:
-        host: the address that it listens on.
-        port: the port that it listens on.
-        capacity: the requested capacity; nothing is ever evicted.
-        password: the password for clients; never displayed.
-    """
-
-    host: str
-    port: int
-    capacity: int
-    password: str = field(repr=False)
     _listener: _Listener = field(repr=False)
-
-    @property
-    def address(self) -> dict[str, Any]:
-        """The connection options for clients, as an entry of ``hosts=``."""
-        return {"host": self.host, "port": self.port, "password": self.password}
 
     def stop(self) -> None:
         """End the server and its connections."""

@@ -64,14 +64,6 @@ class Guard(Store):
         self._reading, self._writing = _Backoff(), _Backoff()
         self._warned = False
 
-    def set(self, key: str, value: str | bytes) -> None:
-        """Write, or do nothing if that fails."""
-        self.mset({key: value})
-
-    def get(self, key: str) -> bytes | None:
-        """Read; return None if that fails."""
-        return self._try(lambda: self.store.get(key), None)
-
     def mset(self, dictionary: Mapping[str, str | bytes]) -> None:
         """Write, or do nothing if that fails."""
         if not self._writing.is_over():
@@ -122,12 +114,12 @@ class Guard(Store):
                 raise StoreError(f"{self.store} still does not answer")
             answer = ask()
         except StoreError as error:
-            self._note(error, time.monotonic() - started)
+            self._record(error, time.monotonic() - started)
             return otherwise
         self._reading.succeed()
         return answer
 
-    def _note(self, error: StoreError, spent: float) -> None:
+    def _record(self, error: StoreError, spent: float) -> None:
         (self._writing if error.refused else self._reading).fail(spent)
         self._counters.add(errors=1)
         if not self._warned:

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch.utils.data import get_worker_info
@@ -20,7 +20,7 @@ from torch.utils.data import get_worker_info
 from bagua_ref.base.runtime import Identity, current_world
 from bagua_ref.communicators.rendezvous import another_connection, parse_message, prefixed
 from bagua_ref.contrib.cache.fake_server import start_fake_server
-from bagua_ref.contrib.cache.server import LOOPBACK, node_address, start_redis_server
+from bagua_ref.contrib.cache.server import LOOPBACK, CacheServer, node_address, start_redis_server
 from bagua_ref.env import get_master_addr
 from bagua_ref.errors import BackendUnavailableError, CommunicationTimeoutError, NotInitializedError
 
@@ -31,16 +31,6 @@ _WAIT_SECONDS = 300.0
 _ADDRESS = {"host": str, "port": range(1, 2**16), "password": str}
 
 
-class _Server(Protocol):
-    capacity: int
-    host: str
-
-    @property
-    def address(self) -> dict[str, Any]: ...
-    def stop(self) -> None: ...
-    def is_running(self) -> bool: ...
-
-
 class _Alone:
     """The job of a process without other ranks."""
 
@@ -48,7 +38,7 @@ class _Alone:
 _alone = _Alone()
 _locks: dict[int, Any] = {}
 """The lock of each process: a child that is forked while another thread holds its parent's would wait for ever."""
-_own: dict[str, tuple[int, _Server]] = {}
+_own: dict[str, tuple[int, CacheServer]] = {}
 """For each kind, the process id and the server that the process started."""
 _known: weakref.WeakKeyDictionary[Any, dict[str, tuple[list[dict[str, Any]], int]]] = weakref.WeakKeyDictionary()
 """For each job and kind, the servers of all nodes, and the index of this node. Forked processes inherit it."""
@@ -75,7 +65,7 @@ def addresses(kind: str, capacity: int, every_node: bool) -> list[dict[str, Any]
     with _locks.setdefault(os.getpid(), threading.RLock()):
         job = _job()
         known = _known.setdefault(job, {})
-        if kind in known and job is _alone and _owned(kind) is not None and not cast("_Server", _owned(kind)).is_running():
+        if kind in known and job is _alone and _owned(kind) is not None and not cast("CacheServer", _owned(kind)).is_running():
             shutdown(kind)  # no other rank waits for this server
             known.pop(kind, None)
         if kind not in known:
@@ -84,7 +74,7 @@ def addresses(kind: str, capacity: int, every_node: bool) -> list[dict[str, Any]
                     "this job's cache servers are started by its ranks, not by their DataLoader workers; make the CacheLoader or "
                     "CachedDataset before the DataLoader, or pass hosts="
                 )
-            known[kind] = ([_start(kind, capacity, LOOPBACK).address], 0) if job is _alone else _meet(kind, capacity)
+            known[kind] = ([_start(kind, capacity, LOOPBACK).address], 0) if job is _alone else _start_and_announce(kind, capacity)
         server = _owned(kind)
         if server is not None and server.capacity != capacity:
             warnings.warn(
@@ -107,12 +97,12 @@ def shutdown(kind: str) -> None:
             server.stop()
 
 
-def _owned(kind: str) -> _Server | None:
+def _owned(kind: str) -> CacheServer | None:
     pid, server = _own.get(kind, (0, None))
     return server if pid == os.getpid() else None
 
 
-def _start(kind: str, capacity: int, host: str) -> _Server:
+def _start(kind: str, capacity: int, host: str) -> CacheServer:
     """Return this process's server on ``host``, after starting it if it is not running."""
     server = _owned(kind)
     if server is not None and server.host == host and server.is_running():
@@ -142,7 +132,7 @@ def _job() -> Any:
     return _alone
 
 
-def _meet(kind: str, capacity: int) -> tuple[list[dict[str, Any]], int]:
+def _start_and_announce(kind: str, capacity: int) -> tuple[list[dict[str, Any]], int]:
     """Start this node's server if this is its first rank, announce it, and return all addresses and this node's index."""
     world = current_world()
     if world.transport is not None:
@@ -160,26 +150,28 @@ def _meet(kind: str, capacity: int) -> tuple[list[dict[str, Any]], int]:
         hosts = _exchange(store, "node", node, range(count), _machine())
         try:
             server = _start(kind, capacity, LOOPBACK if len(set(hosts)) == 1 else node_address(get_master_addr()))
-            card: dict[str, Any] = {"address": server.address}
+            mine: dict[str, Any] = {"address": server.address}
         except BackendUnavailableError as error:
-            card = {"error": str(error)}
-        store.set(f"server/{node}", json.dumps(card))
-    cards = [_card(_read(store, f"server/{other}", f"the cache server of node {other}"), other) for other in range(count)]
-    for other, card in enumerate(cards):
-        if "error" in card:
-            raise BackendUnavailableError(f"node {other}: {card['error']}" if count > 1 else card["error"])
-    return [card["address"] for card in cards], node
+            mine = {"error": str(error)}
+        store.set(f"server/{node}", json.dumps(mine))
+    announced = [
+        _announcement(_read(store, f"server/{other}", f"the cache server of node {other}"), other) for other in range(count)
+    ]
+    for other, found in enumerate(announced):
+        if "error" in found:
+            raise BackendUnavailableError(f"node {other}: {found['error']}" if count > 1 else found["error"])
+    return [found["address"] for found in announced], node
 
 
-def _card(data: bytes, node: int) -> dict[str, Any]:
+def _announcement(data: bytes, node: int) -> dict[str, Any]:
     """Return a node's announcement of its server: its address, or the error for which it has none."""
-    card: dict[str, Any] = parse_message(data, {"address?": _ADDRESS, "error?": str}, f"node {node}")
-    return card if card.get("error") is not None else parse_message(data, {"address": _ADDRESS}, f"node {node}")
+    announced: dict[str, Any] = parse_message(data, {"address?": _ADDRESS, "error?": str}, f"node {node}")
+    return announced if announced.get("error") is not None else parse_message(data, {"address": _ADDRESS}, f"node {node}")
 
 
-def _exchange(store: Any, what: str, mine: int, all_of_them: Sequence[int], card: str) -> list[str]:
-    """Publish this rank's card and return the cards of all."""
-    store.set(f"{what}/{mine}", card)
+def _exchange(store: Any, what: str, mine: int, all_of_them: Sequence[int], value: str) -> list[str]:
+    """Publish this rank's value and return the values of all."""
+    store.set(f"{what}/{mine}", value)
     return [_read(store, f"{what}/{other}", f"{what} {other} of {len(all_of_them)}").decode() for other in all_of_them]
 
 

@@ -10,6 +10,8 @@ import socket
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing import util
 from pathlib import Path
@@ -18,7 +20,15 @@ from typing import Any
 from bagua_ref.base.runtime import find_free_port
 from bagua_ref.errors import BackendUnavailableError
 
-__all__ = ["STOP_PRIORITY", "RedisServer", "find_program", "node_address", "start_redis_daemon", "start_redis_server"]
+__all__ = [
+    "STOP_PRIORITY",
+    "CacheServer",
+    "RedisServer",
+    "find_program",
+    "node_address",
+    "start_redis_daemon",
+    "start_redis_server",
+]
 
 PROGRAMS = ("redis-server", "valkey-server")
 LOOPBACK = "127.0.0.1"
@@ -30,13 +40,13 @@ STOP_PRIORITY = -10
 
 
 @dataclass
-class RedisServer:
-    """A server that this process started. It ends with `stop`, at exit, or when this process ends for any other reason.
+class CacheServer(ABC):
+    """A server of this process for one node's cache.
 
     Attributes:
         host: the address that it listens on.
         port: the port that it listens on.
-        capacity: bytes that it may use.
+        capacity: bytes that it may use; a server in Python never evicts.
         password: the password for clients; never displayed.
     """
 
@@ -44,13 +54,27 @@ class RedisServer:
     port: int
     capacity: int
     password: str = field(repr=False)
-    _watchdog: subprocess.Popen[bytes] = field(repr=False)
-    _finalizer: Any = field(repr=False, default=None)
 
     @property
     def address(self) -> dict[str, Any]:
         """The connection options for clients, as an entry of ``hosts=``."""
         return {"host": self.host, "port": self.port, "password": self.password}
+
+    @abstractmethod
+    def stop(self) -> None:
+        """End the server; does nothing if it has ended."""
+
+    @abstractmethod
+    def is_running(self) -> bool:
+        """Return whether it answers."""
+
+
+@dataclass
+class RedisServer(CacheServer):
+    """A Redis that this process started. It ends with `stop`, at exit, or when this process ends for any other reason."""
+
+    _watchdog: subprocess.Popen[bytes] = field(repr=False)
+    _finalizer: Any = field(repr=False, default=None)
 
     def stop(self) -> None:
         """End the server and its watchdog; does nothing if they have ended."""
@@ -97,8 +121,9 @@ def start_redis_server(host: str, capacity: int, port: int | None = None, *argum
     for _ in range(1 if port else _PORTS_TO_TRY):
         password = secrets.token_urlsafe(32)
         server = _start(program, host, port or find_free_port(), capacity, password, arguments)
-        said = _wait_until_up(server)
+        said = _wait_until_up(server._watchdog.stdout, server.is_running)
         if not said:
+            server._watchdog.stdout.close()  # type: ignore[union-attr]
             server._finalizer = util.Finalize(None, _stop, (server._watchdog,), exitpriority=STOP_PRIORITY)
             return server
         _stop(server._watchdog)
@@ -119,10 +144,7 @@ def start_redis_daemon(port: int, capacity: int, *arguments: str) -> None:
     program = find_program()
     if _listens(port):
         raise BackendUnavailableError(f"{program} does not start: port {port} is already in use")
-    settings = {
-        "bind": LOOPBACK, "port": port, "protected-mode": "yes", "maxmemory": capacity, "maxmemory-policy": "allkeys-random",
-        "save": "", "appendonly": "no", "daemonize": "no", "loglevel": "warning", "logfile": "",
-    }  # fmt: skip
+    settings = _settings(LOOPBACK, port, capacity)
     command = [program, *(word for name, value in settings.items() for word in (f"--{name}", str(value))), *arguments]
     # The shell exits at once, which detaches the server; the server's own --daemonize would not report why it fails.
     shell = subprocess.Popen(  # nosec B603 # the script is constant, all else are its arguments
@@ -133,16 +155,17 @@ def start_redis_daemon(port: int, capacity: int, *arguments: str) -> None:
         start_new_session=True,
     )
     assert shell.stdout is not None
-    said, deadline = b"", time.monotonic() + _START_SECONDS
     with shell, shell.stdout as output:
-        while not _listens(port):
-            ended = False
-            if select.select([output], [], [], 0.01)[0]:
-                more = os.read(output.fileno(), 4096)
-                said, ended = said + more, not more
-            if ended or time.monotonic() > deadline:
-                reason = "; ".join(said.decode(errors="replace").splitlines()[-3:])
-                raise BackendUnavailableError(f"{program} does not start on port {port}: {reason or 'it gave no reason'}")
+        if said := _wait_until_up(output, lambda: _listens(port)):
+            raise BackendUnavailableError(f"{program} does not start on port {port}: {said}")
+
+
+def _settings(host: str, port: int, capacity: int) -> dict[str, Any]:
+    """Return the settings of a cache, which stores nothing on disk and evicts keys at random."""
+    return {
+        "bind": host, "port": port, "protected-mode": "yes", "maxmemory": capacity, "maxmemory-policy": "allkeys-random",
+        "save": "", "appendonly": "no", "daemonize": "no", "loglevel": "warning", "logfile": "",
+    }  # fmt: skip
 
 
 def _listens(port: int) -> bool:
@@ -154,19 +177,7 @@ def _listens(port: int) -> bool:
 
 
 def _start(program: str, host: str, port: int, capacity: int, password: str, arguments: tuple[str, ...]) -> RedisServer:
-    settings = f"""
-        bind {host}
-        port {port}
-        requirepass {password}
-        protected-mode yes
-        maxmemory {capacity}
-        maxmemory-policy allkeys-random
-        save ""
-        appendonly no
-        daemonize no
-        loglevel warning
-        logfile ""
-    """
+    settings = {**_settings(host, port, capacity), "requirepass": password}
     watchdog = subprocess.Popen(  # nosec B603 # this interpreter, our own file and the program found on PATH
         [sys.executable, "-I", "-S", str(Path(__file__).with_name("watchdog.py")), str(os.getpid()), program, "-", *arguments],
         stdin=subprocess.PIPE,
@@ -175,24 +186,23 @@ def _start(program: str, host: str, port: int, capacity: int, password: str, arg
         start_new_session=True,  # Ctrl-C in a terminal must not end the server before its clients
     )
     assert watchdog.stdin is not None
-    watchdog.stdin.write(settings.encode())
+    watchdog.stdin.write("".join(f"{name} {value if value != '' else chr(34) * 2}\n" for name, value in settings.items()).encode())
     watchdog.stdin.close()
     return RedisServer(host, port, capacity, password, watchdog)
 
 
-def _wait_until_up(server: RedisServer) -> str:
-    """Return "" once the server answers, or its output if it ends first."""
-    output = server._watchdog.stdout
-    assert output is not None
-    deadline = time.monotonic() + _START_SECONDS
-    while not (ended := bool(select.select([output], [], [], 0.01)[0])) and time.monotonic() < deadline:
-        if _answers(server.host, server.port, server.password):
-            output.close()
-            return ""
-    if not ended:
-        return f"no answer within {_START_SECONDS:g} s"
-    lines = output.read().decode(errors="replace").splitlines()[-3:]
-    return "; ".join(lines) or "it exited at once without output"
+def _wait_until_up(output: Any, is_up: Callable[[], bool]) -> str:
+    """Return "" once the server is up, or else why not: the end of its output, if it ends first."""
+    said, deadline = b"", time.monotonic() + _START_SECONDS
+    while not is_up():
+        if select.select([output], [], [], 0.01)[0]:
+            more = os.read(output.fileno(), 4096)
+            if not more:
+                return "; ".join(said.decode(errors="replace").splitlines()[-3:]) or "it exited at once without output"
+            said += more
+        elif time.monotonic() > deadline:
+            return f"no answer within {_START_SECONDS:g} s"
+    return ""
 
 
 def _answers(host: str, port: int, password: str) -> bool:
@@ -200,10 +210,10 @@ def _answers(host: str, port: int, password: str) -> bool:
     try:
         with socket.create_connection((host, port), timeout=1.0) as connection:
             connection.sendall(f"AUTH {password}\r\nPING\r\n".encode())
-            heard, right = b"", b"+OK\r\n+PONG\r\n"
-            while heard != right and right.startswith(heard) and (more := connection.recv(4096)):
-                heard += more
-            return heard == right
+            received, right = b"", b"+OK\r\n+PONG\r\n"
+            while received != right and right.startswith(received) and (more := connection.recv(4096)):
+                received += more
+            return received == right
     except OSError:
         return False
 

@@ -21,7 +21,7 @@ __all__ = ["Fuser"]
 
 EXACT, SHORT = (torch.float32, torch.float64), (torch.float16, torch.bfloat16)
 
-data_ptr, numel, is_contiguous = Tensor.data_ptr, Tensor.numel, Tensor.is_contiguous
+data_ptr, is_contiguous = Tensor.data_ptr, Tensor.is_contiguous
 get_grad, get_dtype = attrgetter("grad"), attrgetter("dtype")
 
 _HOOK: Any = "bagua_ref.fuse_step"
@@ -99,12 +99,10 @@ class Fuser(NotCopied):
         """Exchange the groups' parameters, as the last pre-step hook; first run the closure, as it computes gradients."""
         if self._exchanged is not None:  # if the step of a class calls that of another, all hooks run twice
             return None
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is not None:
+        if len(args) > 1 and args[1] is not None:  # as `step` passes the closure
             with torch.enable_grad():
-                self._loss = closure()
-            args = (*args[:1], *(None for _ in args[1:2]), *args[2:])
-            kwargs = {name: value for name, value in kwargs.items() if name != "closure"}
+                self._loss = args[1]()
+            args = args[0], None
         plan = self._current_plan(optimizer)
         self._num_states = len(optimizer.state)
         self._exchanged = [group["params"] for group in optimizer.param_groups]
@@ -149,6 +147,7 @@ class Fuser(NotCopied):
             torch.autograd.graph.increment_version([*plan.parameters, *plan.single])
         if len(optimizer.state) > self._num_states:
             self._order(optimizer, stepped, plan)
+        plan.expect_state(optimizer)
 
     def _order(self, optimizer: torch.optim.Optimizer, stepped: list[Any], plan: _Plan) -> None:
         """Put new entries of the state in the order of ``step()``, that of parameters in groups, as ``state_dict()`` keeps it."""
@@ -188,16 +187,14 @@ class _Plan:
     def __init__(
         self, optimizer: torch.optim.Optimizer, small: Sequence[int], allow_inexact: bool, flats: Sequence[Tensor] | None
     ) -> None:
-        self.state = optimizer.state
         self.runs: list[Run] = []
         self.stepped: list[list[Tensor]] = []  # for each group, the parameters that are stepped in place of its own
         self.num_fused_groups = 0
-        self._groups = [(list(group["params"]), options(group)) for group in optimizer.param_groups]
         single: list[Tensor] = []
-        overlap = has_overlap(p for parameters, _ in self._groups for p in parameters)
+        overlap = has_overlap(p for group in optimizer.param_groups for p in group["params"])
         for group, most in zip(optimizer.param_groups, small, strict=True):
             joinable = [p for p in group["params"] if not overlap and _may_join(p, group, allow_inexact)]
-            runs = list(find_runs([p for p in joinable if p.numel() <= most], self.state, flats or ()))
+            runs = list(find_runs([p for p in joinable if p.numel() <= most], optimizer.state, flats or ()))
             joined = {id(p) for run in runs for p in run.parameters}
             alone = [p for p in group["params"] if id(p) not in joined]
             # Large parameters count as members of a run, though nothing is gained by moving them together.
@@ -207,74 +204,63 @@ class _Plan:
             self.runs += runs
             single += alone
         self.parameters = [parameter for run in self.runs for parameter in run.parameters]
-        self._pointers = list(map(data_ptr, self.parameters))  # of weights in runs, then of their gradients at the last step
+        ends = list(itertools.accumulate((len(run.parameters) for run in self.runs), initial=0))
+        self._places = [slice(start, end) for start, end in itertools.pairwise(ends)]  # of each run's parameters
         self._idle = [p for p in single if p.grad is None]  # if one gets a gradient, it may join a run
         self.single = [p for p in single if p.grad is not None and type(p) in PLAIN_TYPES]  # if one moves, it may overlap a run
         self._matrices = [p for p in self.parameters if p.ndim > 1]
         # Only these can change their dtype in place without changing their size: the others are floats that need gradients.
         self._convertible = [p for p in self.parameters if p.dtype in SHORT or not p.requires_grad]
+        self._pointers: list[int] = []  # of the gradients at the last step
         self._attributes = list(map(vars, self.parameters))
-        self._expected = self._describe_weights(), list(map(dict, self._attributes))
-        self._states = list(self.state.values())
+        self._expected = self._describe(optimizer), list(map(dict, self._attributes))
+        self.expect_state(optimizer)
+
+    def expect_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Expect the entries that the optimizer's state has now."""
+        self._states = list(optimizer.state.values())
 
     def take_gradients(self, optimizer: torch.optim.Optimizer, keep: bool) -> bool:
         """Set the gradient of each run; return False, with the optimizer unchanged, if the plan is out of date."""
-        if not (self._groups_are_current(optimizer) and self._weights_are_current() and self._state_is_current(optimizer)):
+        if not self._is_current(optimizer):
             return False
         grads = list(map(get_grad, self.parameters))
         try:
-            pointers = list(map(data_ptr, itertools.chain(self.parameters, grads)))
+            pointers = list(map(data_ptr, grads))
         except (TypeError, RuntimeError):  # a gradient is None, or not dense
             return False
-        row_major, count = all(map(is_contiguous, grads)), len(grads)
-        changed = pointers != self._pointers
-        if (not row_major and any(map(_is_expanded, grads))) or (changed and pointers[:count] != self._pointers[:count]):
+        row_major = all(map(is_contiguous, grads))
+        if not row_major and any(map(_is_expanded, grads)):
             return False
-        self._pointers, start = pointers, 0
-        for run in self.runs:
-            end = start + len(run.parameters)
-            try:
-                run.take_gradient(grads[start:end], pointers[count + start : count + end] if changed else None, row_major, keep)
-            except RuntimeError:
-                if run.has_its_shapes():
-                    raise
-                return False
-            start = end
+        same, self._pointers = pointers == self._pointers, pointers
+        for run, place in zip(self.runs, self._places, strict=True):
+            run.take_gradient(grads[place], None if same else pointers[place], row_major, keep)
         return True
 
-    def _groups_are_current(self, optimizer: torch.optim.Optimizer) -> bool:
-        return len(optimizer.param_groups) == len(self._groups) and all(
-            len(group["params"]) == len(parameters) and all(map(is_, group["params"], parameters)) and options(group) == known
-            for group, (parameters, known) in zip(optimizer.param_groups, self._groups, strict=True)
-        )
+    def _is_current(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether all but the gradients of runs is what it was, except for numbers in the state, which runs read."""
+        states = optimizer.state.values()
+        if len(states) != len(self._states) or not all(map(is_, states, self._states)):
+            return False
+        if any(p.grad is not None for p in self._idle):
+            return False
+        try:
+            now = self._describe(optimizer), self._attributes
+            return now == self._expected and all(run.take_state() for run in self.runs)
+        except (KeyError, TypeError, RuntimeError):  # a value is missing, is not a dense tensor, or has no truth value, as tensors
+            return False
 
-    def _describe_weights(self) -> tuple[list[Any], ...]:
+    def _describe(self, optimizer: torch.optim.Optimizer) -> tuple[list[Any], ...]:
         registered = [getattr(run.parameters[0], "_bagua_registration", None) for run in self.runs]
-        getters = [None if known is None else known.getter for known in registered]
-        dtypes = list(map(get_dtype, self._convertible))
-        return list(map(numel, self.parameters)), list(map(data_ptr, self.single)), dtypes, getters
-
-    def _weights_are_current(self) -> bool:
-        """Return whether weights are what they were, except for the addresses of those in runs."""
-        if not all(map(is_, map(get_grad, self._idle), itertools.repeat(None))) or not all(map(is_contiguous, self._matrices)):
-            return False
-        try:
-            return (self._describe_weights(), self._attributes) == self._expected
-        except RuntimeError:  # an attribute has become a tensor, which has no truth value
-            return False
-
-    def _state_is_current(self, optimizer: torch.optim.Optimizer) -> bool:
-        if optimizer.state is not self.state:
-            return False
-        if len(self.state) != len(self._states) or not all(map(is_, self.state.values(), self._states)):
-            for run in self.runs:
-                if not all(map(is_, map(self.state.get, run.parameters), run.states or itertools.repeat(None))):
-                    return False
-            self._states = list(self.state.values())
-        try:
-            return all(run.take_state() for run in self.runs)
-        except (KeyError, TypeError, RuntimeError):  # a value is missing, or not a dense tensor any more
-            return False
+        return (
+            [(list(map(id, group["params"])), options(group)) for group in optimizer.param_groups],
+            list(map(data_ptr, itertools.chain(self.parameters, self.single))),
+            list(map(Tensor.numel, self.parameters)),  # of row-major weights, these three tell the shape
+            list(map(Tensor.dim, self.parameters)),
+            list(map(Tensor.stride, self._matrices)),
+            list(map(get_dtype, self._convertible)),
+            [None if known is None else known.getter for known in registered],
+        )
 
 
 def has_overlap(parameters: Iterable[Tensor]) -> bool:

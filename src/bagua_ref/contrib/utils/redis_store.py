@@ -14,9 +14,10 @@ from bagua_ref.contrib.utils.store import ClusterStore, Store, StoreError, encod
 from bagua_ref.env import checked_timeout, get_master_addr, get_node_rank
 
 if TYPE_CHECKING:  # redis is imported by those who use it
-    from bagua_ref.contrib.cache.protocol import Limit
+    pass
 
 __all__ = [
+    "FakeRedisStore",
     "RedisStore",
     "bootstrap_redis_server",
     "checked_capacity",
@@ -63,6 +64,8 @@ class RedisStore(ClusterStore):
         NotInitializedError: several ranks must start servers and have no process group yet.
     """
 
+    _kind = "redis"
+
     def __init__(
         self,
         hosts: Sequence[Mapping[str, Any]] | None = None,
@@ -74,7 +77,7 @@ class RedisStore(ClusterStore):
         timeout = checked_timeout(timeout)
         self.cluster_mode, self._is_ours = cluster_mode, hosts is None
         if hosts is None:
-            hosts = job_servers.addresses("redis", checked_capacity(capacity_per_node), every_node=cluster_mode)
+            hosts = job_servers.addresses(self._kind, checked_capacity(capacity_per_node), every_node=cluster_mode)
         elif isinstance(hosts, (str, Mapping)) or not all(isinstance(host, Mapping) for host in hosts):
             raise TypeError("hosts must be a list of dicts, such as [{'host': 'localhost', 'port': 6379}]")
         elif not hosts:
@@ -90,7 +93,26 @@ class RedisStore(ClusterStore):
         """Stop this node's server if this job started it; all loaders of the node lose it. Servers in ``hosts`` keep running."""
         self.close()
         if self._is_ours:
-            job_servers.shutdown("redis")
+            job_servers.shutdown(self._kind)
+
+
+class FakeRedisStore(RedisStore):
+    """A fakeredis server in the first rank of each node, for laptops and tests. It never evicts, so it can use up the memory.
+
+    Args:
+        cluster_mode: True: keys are spread over all nodes (S8.1). False: each node uses only its own server.
+        capacity_per_node: accepted, but not enforced.
+        timeout: see `RedisStore`.
+
+    Raises:
+        BackendUnavailableError: fakeredis is not installed.
+        NotInitializedError: there are several ranks and no process group yet.
+    """
+
+    _kind = "fakeredis"
+
+    def __init__(self, cluster_mode: bool = True, capacity_per_node: int = DEFAULT_CAPACITY, *, timeout: float = TIMEOUT) -> None:
+        super().__init__(None, cluster_mode, capacity_per_node, timeout=timeout)
 
 
 class _RedisStore(Store):
@@ -114,23 +136,15 @@ class _RedisStore(Store):
         self.__dict__.update(state)
         self._forget()
 
-    def set(self, key: str, value: str | bytes) -> None:
-        """Store ``value`` under ``key``."""
-        self.mset({key: value})
-
-    def get(self, key: str) -> bytes | None:
-        """Return the value stored under ``key``, or None."""
-        return self.mget([key])[0]
-
     def num_keys(self) -> int:
         """Return the number of keys."""
-        with self._speaking() as client:
+        with self._request() as client:
             count: int = self._checked("DBSIZE", client.execute_command("DBSIZE"), _is_count)
             return count
 
     def clear(self) -> None:
         """Delete all keys."""
-        with self._speaking() as client:
+        with self._request() as client:
             self._checked("FLUSHDB", client.execute_command("FLUSHDB"), _is_ok)
 
     def mset(self, dictionary: Mapping[str, str | bytes]) -> None:
@@ -143,7 +157,7 @@ class _RedisStore(Store):
                 size = 0
             commands[-1] += (encoded_key(key), value)
             size += len(value)
-        with self._speaking() as client:
+        with self._request() as client:
             for command in filter(None, commands):
                 self._checked("MSET", client.execute_command("MSET", *command), _is_ok)
 
@@ -151,7 +165,7 @@ class _RedisStore(Store):
         """Return the value stored under each of ``keys``, or None."""
         if not keys:
             return []
-        with self._speaking(len(keys)) as client:
+        with self._request(len(keys)) as client:
             found: list[bytes | None] = self._checked(
                 "MGET", client.execute_command("MGET", *map(encoded_key, keys)), _is_value, len(keys)
             )
@@ -159,7 +173,7 @@ class _RedisStore(Store):
 
     def contains(self, keys: Sequence[str]) -> list[bool]:
         """Return whether each of ``keys`` has a value, without reading it."""
-        with self._speaking() as client, client.pipeline(transaction=False) as pipeline:
+        with self._request() as client, client.pipeline(transaction=False) as pipeline:
             for key in keys:
                 pipeline.execute_command("EXISTS", encoded_key(key))
             return [bool(count) for count in self._checked("EXISTS", pipeline.execute(), _is_count, len(keys))]
@@ -168,7 +182,7 @@ class _RedisStore(Store):
         """Return whether the server answers within a second and accepts the password."""
         probe = _RedisStore(**self._options, timeout=min(self._timeout, _PROBE_SECONDS))
         try:
-            with probe._speaking() as client:
+            with probe._request() as client:
                 return bool(client.execute_command("PING") == b"PONG")
         except StoreError:
             return False
@@ -179,7 +193,7 @@ class _RedisStore(Store):
         """Raise ValueError if the server cannot be used as it is described; do nothing if it does not answer within a second."""
         probe = _RedisStore(**self._options, timeout=min(self._timeout, _PROBE_SECONDS))
         try:
-            with probe._speaking() as client:
+            with probe._request() as client:
                 answer = client.execute_command("INFO", "cluster")
         except StoreError as error:
             if misuse := self._misuse(error.__cause__):
@@ -210,11 +224,11 @@ class _RedisStore(Store):
         # Not only for the first request: if a thread imports it while another forks a worker, the worker waits for ever.
         import bagua_ref.contrib.cache.protocol  # noqa: F401
 
-        self._client: tuple[Any, Limit] | None = None
+        self._client: tuple[Any, Any] | None = None
         self._pid = 0
 
     @contextmanager
-    def _speaking(self, values: int = 0) -> Iterator[Any]:
+    def _request(self, values: int = 0) -> Iterator[Any]:
         """Yield this process's client for a request, answered with ``values``; convert its errors into `StoreError`."""
         import redis
 
@@ -247,7 +261,7 @@ class _RedisStore(Store):
             what = f"a list of {', '.join(sorted({type(one).__name__ for one in answer})) or 'nothing'} ({len(answer)})"
         raise StoreError(f"{self} fails: it answers {command} with {what}{f' instead of {count} values' if count else ''}")
 
-    def _connect(self) -> tuple[Any, Limit]:
+    def _connect(self) -> tuple[Any, Any]:
         """Return a client, which connects at its first use, and the limit of its requests."""
         import redis
         from redis.backoff import NoBackoff

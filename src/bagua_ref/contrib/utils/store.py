@@ -42,13 +42,13 @@ def encoded_key(key: str) -> bytes:
 class Store(ABC):
     """A store of bytes under string keys. Every method may raise `StoreError`."""
 
-    @abstractmethod
     def set(self, key: str, value: str | bytes) -> None:
         """Store ``value`` under ``key``."""
+        self.mset({key: value})
 
-    @abstractmethod
     def get(self, key: str) -> bytes | None:
         """Return the value stored under ``key``, or None."""
+        return self.mget([key])[0]
 
     @abstractmethod
     def num_keys(self) -> int:
@@ -102,14 +102,6 @@ class ClusterStore(Store):
     def route(self, key: str) -> Store:
         """Return the store of ``key``: index xxh64(key in UTF-8, seed 0) mod number of stores (S8.1)."""
         return self.stores[self._index(key)]
-
-    def set(self, key: str, value: str | bytes) -> None:
-        """Store ``value`` under ``key``."""
-        self.route(key).set(key, value)
-
-    def get(self, key: str) -> bytes | None:
-        """Return the value stored under ``key``, or None."""
-        return self.route(key).get(key)
 
     def num_keys(self) -> int:
         """Return the number of keys in all stores."""
