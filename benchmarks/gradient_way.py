@@ -1,7 +1,7 @@
-"""Lines that one gradient passes: whole functions of bagua_ref that run on rank 0 of two gloo processes, for wrapping and for a step.
+"""Lines that one gradient passes: functions of bagua_ref that run on rank 0 of two gloo processes, for wrapping and for a step.
 
-A function counts with all its lines, docstring and comments included, once, if it is called on any thread. What moves bytes between
-processes (``communicators/``) is left out. ``--list`` shows the functions; the command fails if a goal is missed.
+A function counts with all its lines, docstring and comments included, once, if it is called on any thread. The transport
+(``communicators/``) is left out. ``--list`` shows the functions; the command fails if a goal is missed.
 """
 
 from __future__ import annotations
@@ -44,20 +44,22 @@ class Calls:
         self._codes = set()
 
     def end(self) -> dict[tuple[str, str, int], int]:
-        """End; return the lines of each function called, by file, name and first line; functions inside another one are part of it."""
+        """End; return the lines of each function called, by file, name and first line."""
         codes, self._codes = self._codes or set(), None
         called: dict[Path, set[int]] = {}
         for code in codes:
             path = Path(code.co_filename)
             if path.is_relative_to(HOME) and path.relative_to(HOME).parts[0] != TRANSPORT:
                 called.setdefault(path, set()).add(code.co_firstlineno)
-        return {(str(path.relative_to(HOME)), *key): count for path, at in called.items() for key, count in functions(path, at).items()}
+        return {
+            (str(path.relative_to(HOME)), *key): count for path, at in called.items() for key, count in functions(path, at).items()
+        }
 
 
 def functions(path: Path, called: set[int]) -> dict[tuple[str, int], int]:
-    """Return the lines of each function of a file that holds code called, by name and first line, without those of functions inside it.
+    """Return the lines of each function of a file that holds code called, by name and first line.
 
-    Lambdas and comprehensions are part of the function around them.
+    Functions inside it count for themselves; lambdas and comprehensions are part of it.
     """
     found: dict[tuple[str, int], int] = {}
 
@@ -86,7 +88,7 @@ def record() -> dict[str, dict[tuple[str, str, int], int]]:
     calls.begin()
     module.with_bagua([optimizer], ByteGradAlgorithm(hierarchical=False))
     found = {"wrapping": calls.end()}
-    for step in range(3):
+    for _ in range(3):
         calls.begin()
         optimizer.zero_grad()
         module(torch.ones(2, 16)).sum().backward()

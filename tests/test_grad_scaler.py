@@ -189,7 +189,7 @@ def scales_and_notes(algorithm: Any, scaler_class: Any) -> list[tuple[list[float
         if algorithm is None:
             made.grad_scaler = scaler
         module.with_bagua([optimizer], made)
-        comm = module._bagua.rounds._agreement.comm
+        comm = module._bagua.rounds.agreement.comm
         exchange, counts[r] = comm.exchange_notes, 0
 
         def counting(*args: Any, **options: Any) -> Any:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bagua_ref.agreement import Fact
 from bagua_ref.algorithms.base import TrainingContext
 from bagua_ref.algorithms.error_memories import check_join_with_memory
 from bagua_ref.algorithms.named_tensors import NamedTensors
 from bagua_ref.algorithms.versioned_state import VersionedStateImpl, check_saved_here
+from bagua_ref.rounds import Fact
 from bagua_ref.types import Group
 
 __all__ = ["CompressedGradientsImpl"]

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bagua_ref.agreement import Fact
 from bagua_ref.algorithms.base import Algorithm, TrainingContext
 from bagua_ref.algorithms.graph_guard import GraphGuard, weights_averaged
 from bagua_ref.algorithms.low_precision_decentralized import (
@@ -20,6 +19,7 @@ from bagua_ref.algorithms.weight_averaging import WeightAveragingImpl, bagua_ten
 from bagua_ref.base.memory import by_dtype_and_device
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.formulas.graphs import PeerSelection, check_mode
+from bagua_ref.rounds import Fact
 from bagua_ref.types import Group
 
 __all__ = [

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bagua_ref.agreement import Fact
 from bagua_ref.algorithms.base import TrainingContext
 from bagua_ref.algorithms.diloco_state import InFlight, check_outer_state, load_outer_state, outer_state
 from bagua_ref.algorithms.error_memories import ErrorMemories
@@ -20,6 +19,7 @@ from bagua_ref.buckets.tensor import BaguaTensor
 from bagua_ref.comm_ops import ErrorMemory
 from bagua_ref.errors import CommunicationError
 from bagua_ref.observe.meter import profiled
+from bagua_ref.rounds import Fact
 from bagua_ref.types import Group
 
 __all__ = ["DiLoCoAlgorithmImpl"]

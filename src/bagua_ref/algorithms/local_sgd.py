@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from bagua_ref.agreement import Fact
 from bagua_ref.algorithms.base import Algorithm, TrainingContext
 from bagua_ref.algorithms.local_updates import LocalUpdatesImpl, check_optimizers, check_whole, drift, norms_of
 from bagua_ref.base.memory import Layout
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.buckets.tensor import BaguaTensor, registration
 from bagua_ref.comm_ops import CentralizedFullPrecision
+from bagua_ref.rounds import Fact
 from bagua_ref.types import Group
 
 __all__ = ["LocalSGDAlgorithm", "LocalSGDAlgorithmImpl"]

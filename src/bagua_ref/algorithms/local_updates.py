@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bagua_ref.agreement import Fact
 from bagua_ref.algorithms.base import TrainingContext
 from bagua_ref.algorithms.versioned_state import VersionedStateImpl
 from bagua_ref.buckets.bucket import BaguaBucket
+from bagua_ref.rounds import Fact
 from bagua_ref.types import Group
 
 __all__ = ["LocalUpdatesImpl", "check_optimizers", "check_whole", "drift", "norms_of"]

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bagua_ref.agreement import Fact
 from bagua_ref.algorithms.base import Algorithm, TrainingContext
 from bagua_ref.algorithms.weight_averaging import WeightAveragingImpl, bagua_tensor, check_count, check_interval, register_weights
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.buckets.compression import check_compression
 from bagua_ref.buckets.tensor import registration
 from bagua_ref.comm_ops.low_precision_decentralized import trade_with_neighbours
+from bagua_ref.rounds import Fact
 from bagua_ref.types import Group
 
 __all__ = ["LowPrecisionDecentralizedAlgorithm", "LowPrecisionDecentralizedAlgorithmImpl"]

@@ -13,6 +13,7 @@ from bagua_ref.algorithms import Algorithm, AsyncModelAverageAlgorithm, QAdamAlg
 from bagua_ref.base.runtime import current_world
 from bagua_ref.conformance.targets.reference_compressed import CompressedTrainings
 from bagua_ref.conformance.targets.world import RankWorld
+from bagua_ref.data_parallel.training import Options
 from bagua_ref.data_parallel.wrapping import wrap
 from bagua_ref.errors import CommunicationError
 from bagua_ref.formulas.graphs import in_turn
@@ -285,17 +286,7 @@ class ReferenceAlgorithms(CompressedTrainings):
         return _GivenGradients([w.to(self.device, copy=True) for w in weights])
 
     def _wrap(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, algorithm: Algorithm, bucket_bytes: int) -> None:
-        wrap(
-            module,
-            [optimizer],
-            algorithm,
-            None,
-            do_flatten=self.flatten,
-            backend=self.kernels,
-            find_unused_parameters=True,
-            timeout=None,
-            bucket_bytes=bucket_bytes,
-        )
+        wrap(module, [optimizer], algorithm, None, Options(self.flatten, self.kernels, True, bucket_bytes=bucket_bytes))
 
     def _steps(self, module: _GivenGradients, optimizer: torch.optim.Optimizer, gradients: list[Gradients]) -> list[list[Tensor]]:
         seen = []

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bagua_ref.algorithms import Algorithm
 from bagua_ref.conformance.vectors.case import canonical
+from bagua_ref.data_parallel.training import Options
 from bagua_ref.data_parallel.wrapping import wrap
 from bagua_ref.groups.process_group import init_process_group
 from bagua_ref.simulation import SimulatedWorld
@@ -52,7 +53,7 @@ def trained(
         module = _GivenGradients(weights)
         optimizer = torch.optim.SGD(module.parameters(), lr=parameters["lr"], momentum=parameters.get("momentum", 0.0))
         made = Algorithm.init(algorithm, **options)
-        wrap(module, [optimizer], made, None, do_flatten=True, backend="reference", find_unused_parameters=False, timeout=None)
+        wrap(module, [optimizer], made, None, Options(backend="reference"))
         seen, seen_globally = [], []
         for of_ranks in gradients:
             optimizer.zero_grad()

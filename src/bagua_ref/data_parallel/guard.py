@@ -1,4 +1,4 @@
-"""Guard against optimizer steps on gradients that bypassed communication, or that communication does not know of."""
+"""Guards of a training: against a second reduction by torch, and optimizer steps on gradients that bypassed communication."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.compiler import is_dynamo_compiling
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from bagua_ref.algorithms.base import TrainingContext
 from bagua_ref.base.runtime import current_world
 from bagua_ref.base.utils import inside_backward
 from bagua_ref.data_parallel.sharding import whole
+from bagua_ref.types import Group
 
-__all__ = ["StepGuard"]
+__all__ = ["StepGuard", "refuse_both", "refuse_inside"]
 
 
 class StepGuard:
@@ -126,8 +129,6 @@ class StepGuard:
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Note the end of a step; return whether it counts as one of the training's."""
-        since = self._since[optimizer]
-        self._stepping = False
         since, after = self._since[optimizer], _Since()
         if since.gradients:  # of the step's own closure
             self._note(since)
@@ -150,6 +151,24 @@ class StepGuard:
         return any(not self._parameters.isdisjoint(map(id, group["params"])) for group in optimizer.param_groups)
 
 
+def refuse_both(group: Group) -> None:
+    """Refuse a torch DistributedDataParallel whose forward pass is under way if its group shares ranks with ``group``.
+
+    Raises:
+        RuntimeError: they share more than this rank; says which of the two to drop.
+    """
+    around = DistributedDataParallel._get_active_ddp_module()
+    if around is not None:
+        _refuse(around, group, "around")
+
+
+def refuse_inside(module: torch.nn.Module, group: Group) -> None:
+    """Refuse torch's DistributedDataParallel in ``module``, and as ``module``; errors as `refuse_both`."""
+    for inside in module.modules():
+        if isinstance(inside, DistributedDataParallel):
+            _refuse(inside, group, "inside")
+
+
 class _Since:
     """Events since an optimizer's last step."""
 
@@ -168,6 +187,16 @@ class _Since:
                 "Call the wrapped module itself, model(x), in training mode for each step; model.no_sync() keeps gradients local "
                 "on purpose"
             )
+
+
+def _refuse(ddp: DistributedDataParallel, group: Group, where: str) -> None:
+    shared = sorted({*group.ranks} & {*dist.get_process_group_ranks(ddp.process_group)})
+    if len(shared) > 1:
+        raise RuntimeError(
+            f"torch's DistributedDataParallel {where} this module and bagua_ref both reduce over ranks {shared}, so that all "
+            "gradients would travel twice: drop DistributedDataParallel and train the plain module, or drop with_bagua() or "
+            "train() to have DistributedDataParallel reduce alone. Both work only over groups that share no more than one rank"
+        )
 
 
 class _Watch:
