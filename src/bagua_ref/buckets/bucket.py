@@ -150,14 +150,6 @@ class BaguaBucket:
         """
         return self._storage.load(self.kernels)
 
-    def takes_in(self, place: int) -> bool:
-        """Return whether moving tensor ``place`` into flat storage as soon as it is ready pays; `load` moves the others."""
-        return self._storage.takes_in(place)
-
-    def take_in(self, place: int) -> None:
-        """Move tensor ``place``, just marked ready, into flat storage."""
-        self._storage.take_in(place)
-
     def copy_from_flat(self, flat: Tensor) -> None:
         """Copy ``flat``, which has the bucket's size, into the effective tensors, wherever they are; padding is not copied."""
         if flat.numel() != self._numel:

@@ -122,7 +122,7 @@ class ModuleTraining(TrainingContext):
         self.process_group = group.for_background()
         settings = {
             "algorithm": f"{type(algorithm).__name__}{algorithm.settings()}",
-            "buckets": f"{self._bucket_bytes()} bytes",
+            "buckets": f"{self.bucket_bytes} bytes",
             "broadcast_buffers": str(options.broadcast_buffers),
             "find_unused_parameters": str(options.find_unused_parameters),
         }
@@ -182,7 +182,7 @@ class ModuleTraining(TrainingContext):
         for optimizer in self.bagua_optimizers:
             align_state(optimizer)
         with use_world(self.world):
-            tensors = split_into_buckets(algorithm.init_tensors(self), self._bucket_bytes())
+            tensors = split_into_buckets(algorithm.init_tensors(self), self.bucket_bytes)
             self.bagua_buckets[:] = algorithm.tensors_to_buckets(tensors, options.do_flatten)
             for bucket in self.bagua_buckets:
                 bucket.backend = bucket.backend or self.kernel_backend
@@ -199,7 +199,9 @@ class ModuleTraining(TrainingContext):
         self._post_backward_hook = algorithm.init_post_backward_hook(self)
         self._post_step_hook = algorithm.init_post_optimizer_step_hook(self)
 
-    def _bucket_bytes(self) -> int:
+    @property
+    def bucket_bytes(self) -> int:
+        """The size at which a bucket is closed."""
         return get_default_bucket_size() if self.options.bucket_bytes is None else self.options.bucket_bytes
 
     def _optimizer_loaded(self, optimizer: torch.optim.Optimizer) -> None:

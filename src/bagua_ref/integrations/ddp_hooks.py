@@ -146,13 +146,17 @@ class DDPHookState(TrainingContext):
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Begin to average DDP's ``bucket`` in the background; return a future of its buffer."""
         self.rounds.check_usable()
-        with use_world(self.world), torch.no_grad(), self.rounds.aborting():
+        with use_world(self.world), torch.no_grad():
             if bucket.index() == 0:
                 self._engine.wait_pending_comm_ops()  # for nothing: DDP has waited for the last round
                 self._engine.begin_round()
-            ours = self._bucket_of(bucket)
-            ours.receive(bucket)
-            reduction: _Reduction = self._engine.schedule(ours.bucket, partial(_Reduction, self, ours, bucket))
+            try:
+                ours = self._bucket_of(bucket)
+                ours.receive(bucket)
+                reduction: _Reduction = self._engine.schedule(ours.bucket, partial(_Reduction, self, ours, bucket))
+            except Exception as error:
+                self.rounds.fail(error)
+                raise
             if bucket.is_last():
                 self._buckets = {index: known for index, known in self._buckets.items() if index <= bucket.index()}
         return reduction.future

@@ -128,8 +128,6 @@ class Engine:
         self._buckets: list[BaguaBucket] = []
         self._readiness: Readiness[Registration] = Readiness([])
         self._bucket_of: dict[Registration, BaguaBucket] = {}
-        self._large: dict[Registration, int] = {}
-        """The tensors that move into flat storage as soon as they are ready, and the place of each in its bucket."""
         self._under_way: set[BaguaBucket] = set()
         """The buckets scheduled since the last wait: the worker may be using their flat storage."""
         self._marked_on: dict[BaguaBucket, set[Any]] = {}
@@ -160,13 +158,9 @@ class Engine:
             for tensor in bucket.tensors:
                 registration(tensor).sink = None
         self._buckets, self._readiness = list(buckets), Readiness(members)
-        self._bucket_of, self._large = {}, {}
-        for bucket, registered in zip(buckets, members, strict=True):
-            for place, known in enumerate(registered):
-                known.sink = weakref.ref(self)
-                self._bucket_of[known] = bucket
-                if bucket.takes_in(place):
-                    self._large[known] = place
+        self._bucket_of = {known: bucket for bucket, registered in zip(buckets, members, strict=True) for known in registered}
+        for known in self._bucket_of:
+            known.sink = weakref.ref(self)
         self._marked_on = {bucket: set() for bucket in buckets if streams.current_stream(bucket.device) is not None}
 
     def mark_ready(self, tensor: Tensor) -> None:
@@ -181,8 +175,6 @@ class Engine:
         if begins:
             self._end_round()
             self.begin_round()
-        if known in self._large and (bucket := self._bucket_of[known]) not in self._under_way:
-            bucket.take_in(self._large[known])
         if self._marked_on and (bucket := self._bucket_of[known]) in self._marked_on:
             self._marked_on[bucket].add(streams.current_stream(bucket.device))
         for place in complete:
@@ -191,7 +183,7 @@ class Engine:
     def gradient_ready(self, name: str, parameter: Tensor) -> None:
         """Do what `mark_ready` does, as an algorithm's backward hook, and with fewer calls for most parameters."""
         known: Any = getattr(parameter, "_bagua_registration", None)
-        if not self._readiness.tick(known) or self._large or self._marked_on:
+        if not self._readiness.tick(known) or self._marked_on:
             self.mark_ready(parameter)
 
     def begin_round(self) -> None:
