@@ -37,7 +37,6 @@ HOUSE = (
         ("errors", "env", "types", "base", "base.*", "observe", "observe.*"),
         layers(0),
     ),
-    Floor(0, ("model_parallel", "moe", "service"), layers(0)),  # they only raise, saying that they are left out
     Floor(
         1,
         ("backends.base", "backends.checks", "backends.codec", "backends.formats", "communicators.base",

@@ -1,9 +1,11 @@
 """Bagua reborn: PyTorch training with relaxed communication, and the reference that other implementations test against.
 
 Importing it puts the methods of `BaguaTensor` on ``torch.Tensor``, those of `BaguaModule` on ``torch.nn.Module`` and
-``bagua_patch`` and its companions on torch's ``ProcessGroup``; nothing else happens.
+``bagua_patch`` and its companions on torch's ``ProcessGroup``, and has imports of what is not provided say what to use instead;
+nothing else happens.
 """
 
+import sys as _sys
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 import torch as _torch
@@ -18,6 +20,7 @@ from bagua_ref.backends import (
     register_codec,
     use_backend,
 )
+from bagua_ref.base import not_provided as _not_provided
 from bagua_ref.buckets.tensor import BaguaTensor
 from bagua_ref.data_parallel import GradScaler, join, train
 from bagua_ref.distributed import BaguaModule
@@ -118,10 +121,9 @@ if not _TYPE_CHECKING:  # so that type checkers still find misspelt names
             from importlib import import_module
 
             return import_module(f"bagua_ref.{name}")
-        from bagua_ref.base.not_provided import REPLACEMENTS, not_provided
-
-        known = name in REPLACEMENTS
-        raise AttributeError(str(not_provided(name)) if known else f"module {__name__!r} has no attribute {name!r}")
+        if name in _not_provided.REPLACEMENTS:
+            raise AttributeError(str(_not_provided.not_provided(name)))
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _install(mixin: type, target: type) -> None:
@@ -131,6 +133,7 @@ def _install(mixin: type, target: type) -> None:
             setattr(target, name, member)
 
 
+_sys.meta_path.append(_not_provided.Finder)
 _install(BaguaTensor, _torch.Tensor)
 _install(BaguaModule, _torch.nn.Module)
 if _torch.distributed.is_available():

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from bagua_ref.errors import NotProvidedError
 
-__all__ = ["MISSING", "REPLACEMENTS", "explain_missing", "not_provided"]
+__all__ = ["MISSING", "REPLACEMENTS", "Finder", "explain_missing", "not_provided"]
 
 _EXPERTS = (
     "use a library of expert layers, such as DeepSpeed's deepspeed.moe or Tutel, and list the experts' parameters in "
@@ -75,12 +75,23 @@ MISSING = {
 
 
 def not_provided(name: str) -> NotProvidedError:
-    """Return the error that importing the module ``name`` raises.
+    """Return the error of importing the module ``name``.
 
     >>> not_provided("distributed.run")
     NotProvidedError('bagua_ref.distributed.run is not provided; start workers with torchrun, e.g. ...')
     """
     return NotProvidedError(f"bagua_ref.{name} is not provided; {REPLACEMENTS[name]}")
+
+
+class Finder:
+    """An importer of no module, at the end of ``sys.meta_path``: importing one of `REPLACEMENTS` raises an error with its own."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        """Raise NotProvidedError if ``name`` is the full name of a module that is not provided."""
+        inner = name.removeprefix("bagua_ref.")
+        if inner != name and inner in REPLACEMENTS:
+            raise not_provided(inner)
 
 
 def explain_missing(module: str) -> Callable[[str], object]:

@@ -1,5 +1,0 @@
-"""Batch normalisation over all ranks: not provided; importing this raises an error that names what to use instead."""
-
-from bagua_ref.base.not_provided import not_provided
-
-raise not_provided("contrib.sync_batchnorm")

@@ -1,5 +1,0 @@
-"""The original's inner wrapper: not provided; importing this raises an error that names what to use instead."""
-
-from bagua_ref.base.not_provided import not_provided
-
-raise not_provided("data_parallel.bagua_distributed")

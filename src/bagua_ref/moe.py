@@ -1,5 +1,0 @@
-"""Mixture of experts, under a short name: not provided; importing this raises an error that names what to use instead."""
-
-from bagua_ref.base.not_provided import not_provided
-
-raise not_provided("moe")
