@@ -35,9 +35,9 @@ class StepGuard:
     def __init__(self, training: TrainingContext) -> None:
         self._training = weakref.ref(training)
         self._module_name, self._world = training.bagua_module_name, training.world
-        self._since = {optimizer: _Since() for optimizer in training.bagua_optimizers}
-        self._since_others = _Since()
-        """Events since the last step of an optimizer that was not passed when wrapping."""
+        self._known = frozenset(training.bagua_optimizers)
+        self._since = {optimizer: _Since() for optimizer in (None, *training.bagua_optimizers)}
+        """Events since each optimizer's last step; under None, of one that was not passed when wrapping."""
         self._parameters: frozenset[int] = frozenset()
         """The ids of the module's parameters."""
         self._unstepped: set[torch.optim.Optimizer] = set()
@@ -63,22 +63,22 @@ class StepGuard:
     def forward_begins(self) -> None:
         """Note the start of a training forward pass, which a backward pass should follow."""
         self.expects_backward = True
-        self._unstepped = set(self._since)
+        self._unstepped = set(self._known)
 
     def gradient_arrives(self) -> None:
         """Note a gradient that stays local on purpose, as under `no_sync`."""
-        for since in self._all():
+        for since in self._since.values():
             since.gradients = True
 
     def synchronized(self) -> None:
         """Note the end of a synchronized backward pass."""
-        for since in self._all():
+        for since in self._since.values():
             since.gradients = since.synchronized = True
-        self.expects_backward = self.expects_backward and bool(self._since)
+        self.expects_backward = self.expects_backward and bool(self._known)
 
     def bypassed(self, reason: str, parameter: torch.Tensor) -> None:
         """Note a gradient of ``parameter`` that bypassed communication unintentionally, and the reason."""
-        for since in self._all():
+        for since in self._since.values():
             since.gradients = True
             since.bypassed = reason, parameter, parameter.grad
 
@@ -89,7 +89,7 @@ class StepGuard:
             RuntimeError: the optimizer holds parameters of the module and steps inside a backward pass, or the algorithm must
                 know it; for another optimizer than the module's, also as `before_step`.
         """
-        known, inside = optimizer in self._since, inside_backward()
+        known, inside = optimizer in self._known, inside_backward()
         if (known and not inside) or not self._holds_parameters(optimizer):
             return
         who = type(optimizer).__name__
@@ -110,8 +110,8 @@ class StepGuard:
                 f"{why}. Call with_bagua() again on every rank, with this optimizer in its list (train(): leave the context, and "
                 "enter another one)"
             )
-        self._since_others.check(optimizer, self._module_name)
-        self._since_others = _Since()
+        self._since[None].check(optimizer, self._module_name)
+        self._since[None] = _Since()
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that ``optimizer`` may step.
@@ -143,9 +143,6 @@ class StepGuard:
         """Note what preceded a step."""
         self.followed_backward = since.gradients
         self.followed_synchronized = since.synchronized if since.gradients else None
-
-    def _all(self) -> list[_Since]:
-        return [*self._since.values(), self._since_others]
 
     def _holds_parameters(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(not self._parameters.isdisjoint(map(id, group["params"])) for group in optimizer.param_groups)
