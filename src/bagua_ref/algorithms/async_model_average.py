@@ -124,7 +124,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             bucket.append_asynchronous_model_average_op(self.peer_selection_mode, group=group)
             self._weight_buckets.append(bucket)
         name = f"bagua_ref averaging {context.bagua_module_name}"
-        meter = context._bagua_backend.meter
+        meter = context.engine.meter
         self._rounds = Rounds(context.world, name, self._weight_buckets, group, self.sync_interval_ms / 1000, meter)
         self._holder = WeightHolder(context.called_module, context.bagua_optimizers, self._rounds.ops, meter)
         weakref.finalize(self, self._rounds.forget).atexit = False
@@ -152,7 +152,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         """Wait for the gradients and release the weights, whatever the output was."""
 
         def hook() -> None:
-            bagua_ddp._bagua_backend.wait_pending_comm_ops()
+            bagua_ddp.engine.wait_pending_comm_ops()
             self._holder.drop_forward()
 
         return hook

@@ -105,7 +105,7 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
             self._averaging = step % self.communication_interval == 0
             if self._averaging:
                 for tensor in self.tensors:
-                    bagua_ddp._bagua_backend.mark_ready(tensor)
+                    bagua_ddp.engine.mark_ready(tensor)
                 self._rounds += 1
 
         return hook
@@ -116,7 +116,7 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
         def hook() -> None:
             averaging, self._averaging = self._averaging, False
             if averaging:
-                bagua_ddp._bagua_backend.wait_pending_comm_ops()
+                bagua_ddp.engine.wait_pending_comm_ops()
                 self._copy_back()
 
         return hook
@@ -132,7 +132,7 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the step and how often each bucket was averaged, which determines the next graph."""
-        self.context._bagua_backend.wait_pending_comm_ops()
+        self.context.engine.wait_pending_comm_ops()
         return super().state_dict()
 
     def counters(self) -> dict[str, Any]:

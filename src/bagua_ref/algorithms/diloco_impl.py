@@ -155,7 +155,7 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         """Let the outer optimizer step with the mean that was in flight, and move the weights to the result."""
         flight, self._in_flight = self._in_flight, None
         assert flight is not None
-        flight.wait(self.context._bagua_backend)
+        flight.wait(self.context.engine)
         fragment = self._fragments[flight.fragment]
         overflowed = [name for name, mean in flight.mean.items() if not mean.isfinite().all()]
         if overflowed:
@@ -224,7 +224,7 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
             CommunicationError: what is in flight does not arrive.
         """
         if self._in_flight is not None:
-            self._in_flight.wait(self.context._bagua_backend)
+            self._in_flight.wait(self.context.engine)
         outer = outer_state(self._fragments, self._taken, self._in_flight)
         return {**super().state_dict(), **outer, **self.error_memories.state()}
 
@@ -241,7 +241,7 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         state = {name: value for name, value in state.items() if not drop_local or name not in self.rank_state}
         self.check_state(state)
         if self._in_flight is not None:
-            self.context._bagua_backend.wait_pending_comm_ops()
+            self.context.engine.wait_pending_comm_ops()
         super().load_state_dict(state, drop_local)
         self.error_memories.load(self.error_memories.check(state, drop_local))
         self._in_flight, self._taken = load_outer_state(state, self._fragments), state["global_weights"] is not None

@@ -85,11 +85,11 @@ class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
 
     def init_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[str, torch.nn.Parameter], object]:
         """Mark gradients ready where they are averaged."""
-        return bagua_ddp._bagua_backend.gradient_ready if self._averages_in_nodes else super().init_backward_hook(bagua_ddp)
+        return bagua_ddp.engine.gradient_ready if self._averages_in_nodes else super().init_backward_hook(bagua_ddp)
 
     def init_post_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[], object]:
         """Wait for the gradients, if any are averaged."""
-        return bagua_ddp._bagua_backend.wait_pending_comm_ops
+        return bagua_ddp.engine.wait_pending_comm_ops
 
     def after_local_step(self, local_step: int, communicates: bool) -> None:
         """Average the weights if the step is due."""
@@ -102,7 +102,7 @@ class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
 
     def _average_weights(self) -> None:
         """Average a copy of a part of the weights at a time: they stay where they are, and scratch is a bucket's size."""
-        engine = self.context._bagua_backend
+        engine = self.context.engine
         for place, part in enumerate(self._parts):
             weights = [
                 BaguaTensor.to_bagua_tensor(p, registration(p).name, registration(p).module_name)  # type: ignore[arg-type]

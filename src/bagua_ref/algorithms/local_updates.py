@@ -124,7 +124,7 @@ class LocalUpdatesImpl(VersionedStateImpl):
     def run_round(self, buckets: Sequence[BaguaBucket]) -> None:
         """Begin a round that runs ``buckets`` in the background."""
         context = self.context
-        context._bagua_backend.run_round(buckets)
+        context.engine.run_round(buckets)
         self._passes_before = context.backward_passes
 
     def new_bucket(self, tensors: Sequence[Tensor], name: str, flatten: bool, **about: Any) -> BaguaBucket:

@@ -92,9 +92,9 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
             step, self._optimizer_steps = self._optimizer_steps, self._optimizer_steps + 1
             if step % self.communication_interval == 0:
                 for tensor in self.tensors:
-                    bagua_ddp._bagua_backend.mark_ready(tensor)
+                    bagua_ddp.engine.mark_ready(tensor)
                 self._passes_before = bagua_ddp.backward_passes
-                bagua_ddp._bagua_backend.wait_pending_comm_ops()
+                bagua_ddp.engine.wait_pending_comm_ops()
 
         return hook
 

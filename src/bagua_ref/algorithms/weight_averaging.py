@@ -33,7 +33,7 @@ class WeightAveragingImpl(AlgorithmImpl):
 
     def shadow(self, facts: Sequence[int]) -> None:
         """Average this rank's weights with the others'."""
-        engine = self.context._bagua_backend
+        engine = self.context.engine
         engine.run_round(self.context.bagua_buckets, is_open=True)
         engine.wait_pending_comm_ops()
 
