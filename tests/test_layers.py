@@ -62,7 +62,7 @@ HOUSE = (
     Floor(5, ("rounds", "rounds.*"), layers(0, 1, 5)),
     Floor(6, ("groups", "groups.*"), layers(range(3), 6)),
     Floor(7, ("algorithms", "algorithms.*"), layers(range(2), range(3, 8))),
-    Floor(8, ("data_parallel", "data_parallel.*", "distributed", "distributed.*"), layers(range(9))),
+    Floor(8, ("data_parallel", "data_parallel.*", "distributed"), layers(range(9))),
     Floor(9, ("contrib", "contrib.*"), layers(range(10))),
     Floor(9, ("integrations", "integrations.*"), layers(range(10))),
     Floor(9, ("checkpoint", "checkpoint.*"), layers(range(10))),
