@@ -36,6 +36,7 @@ from bagua_ref.algorithms import (
     QAdamAlgorithm,
     QAdamOptimizer,
 )
+from bagua_ref.scheduling.engine import Round
 
 BATCH = 32
 Loss = Callable[[nn.Module], Tensor]
@@ -174,17 +175,17 @@ def agreement(model: str, steps: int, rounds: int) -> Times:
 
     def wrap(module: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
         wrapped = WRAPPERS["ours"](module, optimizer)
-        engines.append(wrapped._bagua._bagua_backend)
+        engines.append(wrapped._bagua.engine)
         return wrapped
 
     step, (engine,) = stepper(model, wrap), engines
-    begins = engine.before_round
+    agreed = engine.new_round
 
-    def step_with(before_round: Any) -> None:
-        engine.before_round = before_round
+    def step_with(new_round: Callable[[], Round]) -> None:
+        engine.new_round = new_round
         step()
 
-    return measure({"ours": lambda: step_with(begins), "without agreement": lambda: step_with(None)}, steps, rounds)
+    return measure({"ours": lambda: step_with(agreed), "without agreement": lambda: step_with(Round)}, steps, rounds)
 
 
 def algorithms(model: str, steps: int, rounds: int) -> Times:

@@ -13,7 +13,7 @@ API = {
         "distributed": ["bagua_ref.distributed"],
         "data_parallel": [
             "bagua_ref.data_parallel.distributed",
-            "bagua_ref.data_parallel.context_form",
+            "bagua_ref.data_parallel.wrapping",
             "bagua_ref.data_parallel.functional",
             "bagua_ref.data_parallel.joining",
             "bagua_ref.data_parallel.grad_scaler",

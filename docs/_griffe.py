@@ -24,7 +24,7 @@ INTERNAL = re.compile(
             r"algorithms\.async_model_average\.(State|AsyncModelAverageAlgorithmImpl\.(?!abort$|resume$)\w+)",
             r"algorithms\.\w+\.QAdamOptimizer\.(ensure_state|__setstate__)",
             r"communication\.BaguaProcessGroup\.(for_background|sibling|side_stream|refuse_in_child)",
-            r"bucket\.BaguaBucket\.(running|kernels|stream|take_in|settle|copy_from_flat)",
+            r"bucket\.BaguaBucket\.(running|kernels|stream|settle|copy_from_flat)",
             r"tensor\.(?!BaguaTensor)\w+",
             r"runtime\.(RealWorld|use_world|World\.(default_group|transport|observers|engines))",
             r"launch_environment\.Identity\.from_environment",
@@ -32,6 +32,7 @@ INTERNAL = re.compile(
             r"conformance\.trace\.\w+\.Recorder\.(begin|end|forget|describe_own)",
             r"conformance\.vectors\.\w+\.(Case|all_cases)",
             r"data_parallel\.joining\.Joining",
+            r"data_parallel\.wrapping\.(wrap|context_of|resynchronize)",
             # Methods that only say what to use instead; docs/porting.md lists them.
             r"data_parallel\.distributed\.\w+\.(scatter|to_kwargs|gather|register_comm_hook)",
         )

@@ -11,7 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -180,8 +180,9 @@ def loads_other_weights(training: Training) -> None:
 def makes_other_buckets(training: Training) -> None:
     """Rank 1 alone puts its parameters into buckets of another size."""
     if training.rank == 1:
-        training.module._bagua._bucket_bytes = 2**20
-        training.module._bagua.reset()
+        context = training.module._bagua
+        context.options = replace(context.options, bucket_bytes=2**20)
+        context.reset()
     for _ in range(4):
         training.try_to(training.step)
 

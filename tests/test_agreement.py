@@ -48,7 +48,7 @@ def test_no_optimizer_uses_a_gradient_of_a_failed_round() -> None:
 def fail(training: Training) -> None:
     """Break the round on every rank, whatever the algorithm."""
     bagua_ref.barrier()
-    training.module._bagua.rounds.give_up("a test")
+    training.module._bagua.rounds.abort("a test")
     with pytest.raises(CommunicationError, match="cannot train on: a test"):
         training.step()
 

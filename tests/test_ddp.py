@@ -213,7 +213,7 @@ def test_its_options_reach_the_training() -> None:
         model = DistributedDataParallel(Partly(), find_unused_parameters=True, timeout=7.0, backend="reference")
         model(batch(r, 0)).sum().backward()
         assert model.module.unused.weight.grad is None
-        assert model.inner._bagua_backend._worker.timeout == 7.0
+        assert model.inner.engine._worker.timeout == 7.0
         assert model.bagua_buckets[0].backend == "reference"
         small = DistributedDataParallel(
             nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(5))), bucket_cap_mb=2048 / 2**20

@@ -241,7 +241,7 @@ def test_S5_3_the_weights_do_not_change_between_forward_and_the_end_of_backward(
         with torch.no_grad():
             module.w.fill_(r)
         loss = module(1.0)
-        module._bagua._bagua_backend.wait_pending_comm_ops()
+        module._bagua.engine.wait_pending_comm_ops()
         assert module.w.item() == r
         assert module.bagua_buckets[0]._decentralized_op.step == 1
         loss.backward(retain_graph=True)

@@ -13,7 +13,7 @@ import bagua_ref
 from bagua_ref.base.runtime import RealWorld, current_world
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
-from bagua_ref.scheduling.engine import Beginning, Engine
+from bagua_ref.scheduling.engine import Engine, Round
 from bagua_ref.scheduling.readiness import Readiness
 from bagua_ref.simulation import SimulatedWorld
 
@@ -24,6 +24,21 @@ def bucket_of(name: str, *functions: Any, tensors: int = 1) -> BaguaBucket:
     for function in functions:
         bucket.append_python_op(function)
     return bucket
+
+
+class Recorder(Round):
+    """A round that calls functions when it begins and ends."""
+
+    def __init__(self, begin: Any = None, end: Any = None, waits: bool = False) -> None:
+        self._begin, self._end, self.waits = begin, end, waits
+
+    def begin(self) -> None:
+        if self._begin is not None:
+            self._begin()
+
+    def end(self) -> None:
+        if self._end is not None:
+            self._end()
 
 
 def mark(*buckets: BaguaBucket) -> None:
@@ -61,12 +76,8 @@ def test_S2_4_operations_of_a_bucket_run_in_the_order_appended() -> None:
 def test_functions_and_rounds_of_other_buckets_run_after_the_round_under_way(is_open: bool, waits: bool) -> None:
     ran: list[str] = []
 
-    def begin() -> Any:
-        ran.append("begin")
-        return lambda: ran.append("end")
-
     engine = Engine(RealWorld())
-    engine.before_round = lambda: Beginning(begin, waits)
+    engine.new_round = lambda: Recorder(lambda: ran.append("begin"), lambda: ran.append("end"), waits)
     bucket, other = bucket_of("a", ran.append), bucket_of("b", ran.append)
     engine.register_ordered_buckets([bucket])
     mark(bucket)
@@ -206,7 +217,7 @@ def test_no_bucket_runs_in_a_round_that_was_refused_or_after_it(waits: bool) -> 
         if refuse[0]:
             raise CommunicationError("the ranks disagree")
 
-    engine.before_round = lambda: Beginning(open_round, waits)
+    engine.new_round = lambda: Recorder(open_round, waits=waits)
     buckets = [bucket_of(name, ran.append) for name in "ab"]
     engine.register_ordered_buckets(buckets)
     mark(*buckets)
@@ -223,7 +234,7 @@ def test_no_bucket_runs_in_a_round_that_was_refused_or_after_it(waits: bool) -> 
 def test_a_round_begins_on_the_worker_with_its_first_tensor_before_any_bucket_is_complete() -> None:
     begun, ran = threading.Event(), list[str]()
     engine = Engine(RealWorld())
-    engine.before_round = lambda: Beginning(begun.set, waits=True)
+    engine.new_round = lambda: Recorder(begun.set, waits=True)
     buckets = [bucket_of(name, ran.append) for name in "ab"]
     engine.register_ordered_buckets(buckets)
     engine.mark_ready(buckets[1].tensors[0])
@@ -244,7 +255,7 @@ def test_what_waits_for_no_rank_begins_a_round_on_the_marking_thread_unless_the_
         assert gate.wait(60)
 
     engine = Engine(RealWorld())
-    engine.before_round = lambda: Beginning(lambda: threads.append(threading.current_thread()), waits=False)
+    engine.new_round = lambda: Recorder(lambda: threads.append(threading.current_thread()))
     bucket, slow = bucket_of("a"), bucket_of("b")
     slow._ops = [operation]
     engine.register_ordered_buckets([bucket])
@@ -264,7 +275,7 @@ def test_what_waits_for_no_rank_begins_a_round_on_the_marking_thread_unless_the_
 def test_a_round_ends_on_the_waiting_thread_after_its_buckets() -> None:
     threads = list[threading.Thread]()
     engine = Engine(RealWorld())
-    engine.before_round = lambda: Beginning(lambda: lambda: threads.append(threading.current_thread()), waits=False)
+    engine.new_round = lambda: Recorder(end=lambda: threads.append(threading.current_thread()))
     bucket = bucket_of("a", lambda _: threads.append(threading.current_thread()))
     engine.register_ordered_buckets([bucket])
     mark(bucket)
@@ -284,7 +295,7 @@ def test_a_round_is_closed_after_its_last_bucket_and_waiting_raises_what_that_ra
         if refuse[0]:
             raise CommunicationError("the ranks disagree")
 
-    engine.before_round = lambda: Beginning(lambda: close, waits)
+    engine.new_round = lambda: Recorder(end=close, waits=waits)
     buckets = [bucket_of(name, ran.append) for name in "ab"]
     engine.register_ordered_buckets(buckets)
     mark(*buckets)
@@ -309,7 +320,7 @@ def test_a_round_in_which_a_bucket_fails_is_not_closed(waits: bool) -> None:
 
     engine, failing = Engine(RealWorld()), bucket_of("a", ran.append)
     good, failing._ops = failing._ops, [fail]
-    engine.before_round = lambda: Beginning(lambda: lambda: ran.append("closed"), waits)
+    engine.new_round = lambda: Recorder(end=lambda: ran.append("closed"), waits=waits)
     engine.register_ordered_buckets([failing])
     mark(failing)
     with pytest.raises(CommunicationError, match="a test"):

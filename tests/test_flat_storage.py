@@ -27,11 +27,6 @@ def parameter_in_storage(flatten: bool) -> tuple[torch.nn.Parameter, FlatStorage
     return parameter, FlatStorage("0", [parameter], [parameter.grad], flatten, alignment=4)
 
 
-def take_in(parameter: torch.nn.Parameter, storage: FlatStorage) -> None:
-    if storage._flatten:
-        storage.take_in(0)
-
-
 def fresh(parameter: torch.nn.Parameter, storage: FlatStorage) -> None:
     parameter.grad = torch.full((2, 3), 5.0)
 
@@ -60,7 +55,7 @@ def replace_data(parameter: torch.nn.Parameter, storage: FlatStorage) -> None:
 def test_S2_4_each_value_is_loaded_as_it_is_now(value: Change, change: Change | None, flatten: bool) -> None:
     parameter, storage = parameter_in_storage(flatten)
     for round_ in range(2):  # the second one begins with the gradient inside
-        for step in (value, take_in, *([change, take_in] if change else [])):
+        for step in (value, *([change] if change else [])):
             step(parameter, storage)
         expected = torch.zeros(6) if parameter.grad is None else parameter.grad.reshape(-1).clone()
         flat = storage.load(get_backend("reference"))

@@ -419,7 +419,7 @@ def test_a_mean_that_was_lost_is_not_applied_later() -> None:
         module, _, step = scalar(DiLoCoAlgorithm(3, plain, delay=2), torch.float32)
         step(1.0)
         flight = module.bagua_algorithm._in_flight
-        module._bagua._bagua_backend.wait_pending_comm_ops()
+        module._bagua.engine.wait_pending_comm_ops()
         flight._missing.add("fragment0")  # as if that had raised, and somebody had caught it
         for action in (module.bagua_algorithm.state_dict, lambda: (step(1.0), step(1.0))):
             with pytest.raises(CommunicationError, match="the mean of fragment 0 has not arrived"):

@@ -95,7 +95,7 @@ def test_memory_over_plain_training_in_copies_of_the_weights(
             if wrap and name == "async":
                 module.bagua_algorithm.abort(module)
             if wrap and name == "diloco":
-                module._bagua._bagua_backend.wait_pending_comm_ops()  # its scratch is gone, and the result still in flight
+                module._bagua.engine.wait_pending_comm_ops()  # its scratch is gone, and the result still in flight
             grads = [p.grad for p in module.parameters()]  # a gradient held only by C++ would not be counted
             bagua_ref.barrier()
             used.append(live_bytes())

@@ -403,7 +403,7 @@ def test_a_communication_hook_writes_what_was_last_too(tmp_path: Path) -> None:
         assert "disagree" in message
         assert f"{tmp_path}/rank{r}.json" in message
         written = json.loads((tmp_path / f"rank{r}.json").read_text())
-        assert [o["kind"] for o in written["operations"]] == ["CentralizedLowPrecision"]
+        assert [o["kind"] for o in written["operations"]] == ["agreement", "CentralizedLowPrecision", "agreement"]
 
 
 def test_a_failure_of_asynchronous_averaging_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,11 +30,11 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
 def with_bagua(timeout: Any) -> float:
     module: Any = network()
     module.with_bagua([], GradientAllReduceAlgorithm(), timeout=timeout)
-    return module._bagua._bagua_backend._worker.timeout  # type: ignore[no-any-return]
+    return module._bagua.engine._worker.timeout  # type: ignore[no-any-return]
 
 
 def wrapper(timeout: Any) -> float:
-    return DistributedDataParallel(network(), timeout=timeout).inner._bagua_backend._worker.timeout
+    return DistributedDataParallel(network(), timeout=timeout).inner.engine._worker.timeout
 
 
 def simulate(timeout: Any, function: Callable[[Any], Any], argument: Any) -> Any:

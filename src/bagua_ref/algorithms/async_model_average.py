@@ -151,7 +151,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             bucket.append_asynchronous_model_average_op(self.options.peer_selection_mode, group=group)
             self._weight_buckets.append(bucket)
         name = f"bagua_ref averaging {context.bagua_module_name}"
-        meter = context._bagua_backend.meter
+        meter = context.engine.meter
         self._rounds = AveragingThread(
             context.world, name, self._weight_buckets, group, self.options.sync_interval_ms / 1000, meter
         )
@@ -181,7 +181,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         """Wait for the gradients and release the weights, whatever the output was."""
 
         def hook() -> None:
-            bagua_ddp._bagua_backend.wait_pending_comm_ops()
+            bagua_ddp.engine.wait_pending_comm_ops()
             self._holder.drop_forward()
 
         return hook

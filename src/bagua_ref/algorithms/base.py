@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from bagua_ref.agreement import Fact
 from bagua_ref.algorithms.registry import GlobalAlgorithmRegistry, _AlgorithmRegistry  # noqa: F401 - a name of the original's
 from bagua_ref.algorithms.state import ErrorMemories, TensorStore, check_entries, saved_by
 from bagua_ref.backends.base import KernelBackend
@@ -20,29 +19,29 @@ from bagua_ref.base.runtime import World
 from bagua_ref.base.utils import NotCopied
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.buckets.tensor import BaguaTensor, with_aligned_grad
+from bagua_ref.rounds import AgreedRounds, Fact
 from bagua_ref.scheduling.engine import Engine
 from bagua_ref.types import Group
 
 __all__ = ["Algorithm", "AlgorithmImpl", "GlobalAlgorithmRegistry", "TrainingContext"]
 
 
-class TrainingContext(Protocol):
+class TrainingContext(NotCopied):
     """The training that an algorithm takes part in, as far as the algorithm may use it.
 
     Attributes:
-        module: the wrapped module.
-        called_module: the module that training calls: the same, or its torch.compile wrapper.
-        process_group: the module's own group, which only its background worker uses.
+        process_group: the training's own group, which only its background worker uses.
         bagua_module_name: unique in this process.
         bagua_buckets: the buckets in the order in which they are scheduled.
         bagua_optimizers: as passed when wrapping.
         bagua_train_step_counter: training forward passes begun so far; the current step is one less.
         bagua_algorithm: the implementation in use.
+        steps_of_optimizers: the steps that each optimizer has taken.
+        backward_passes: those begun outside `no_sync`.
         world: this rank's; starts threads.
         kernel_backend: the ``backend`` argument of wrapping.
         shards: this rank's shards of parameters that fully_shard (FSDP2) has sharded, by name.
-        _bagua_backend: the engine: ``mark_ready(tensor)`` and ``gradient_ready(name, parameter)`` schedule,
-            ``wait_pending_comm_ops()`` waits.
+        engine: ``mark_ready(tensor)`` and ``gradient_ready(name, parameter)`` schedule, ``wait_pending_comm_ops()`` waits.
     """
 
     process_group: Group
@@ -51,50 +50,54 @@ class TrainingContext(Protocol):
     bagua_optimizers: list[torch.optim.Optimizer]
     bagua_train_step_counter: int
     bagua_algorithm: AlgorithmImpl
+    steps_of_optimizers: list[int]
+    backward_passes = 0
     world: World
     kernel_backend: str | KernelBackend | None
     shards: dict[str, Any]
-    _bagua_backend: Engine
+    engine: Engine
+    rounds: AgreedRounds
+    _module: weakref.ref[torch.nn.Module]
+    _called: weakref.ref[torch.nn.Module]
+    _named: list[tuple[str, torch.nn.Parameter]]
+
+    @property
+    def _bagua_backend(self) -> Engine:
+        """The engine, under the original's name."""
+        return self.engine
 
     @property
     def module(self) -> torch.nn.Module:
         """The wrapped module."""
-        ...
-
-    @property
-    def steps_of_optimizers(self) -> list[int]:
-        """The steps that each optimizer has taken."""
-        ...
-
-    @property
-    def backward_passes(self) -> int:
-        """Backward passes begun outside `no_sync`."""
-        ...
+        module = self._module()
+        assert module is not None, "the module's hooks and properties are the only way here"
+        return module
 
     @property
     def called_module(self) -> torch.nn.Module:
-        """What training calls."""
-        ...
+        """The module that training calls: the wrapped one, or its torch.compile wrapper if that was wrapped."""
+        module = self._called()
+        return self.module if module is None else module
 
-    def reset(self) -> None:
-        """Get tensors, buckets, operations and hooks from the algorithm."""
-        ...
-
-    def reshard(self) -> None:
-        """If the module is sharded, let its next forward pass gather the weights anew, as they have changed."""
-        ...
-
-    def end_join(self) -> None:
-        """Inside `bagua_ref.join`: let this rank have no more batches, and wait until this is so for all; elsewhere, do nothing."""
-        ...
+    def bagua_build_params(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """Return the parameters that need a gradient and are not ignored, as ``named_parameters()`` names them (S2.1)."""
+        return self._named
 
     def note_load(self) -> None:
         """Have what is equal on all ranks compared in the next round."""
-        ...
+        self.rounds.note_load()
 
-    def bagua_build_params(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """Return the parameters that take part, in the order of ``named_parameters()`` (S2.1)."""
-        ...
+    def reset(self) -> None:
+        """Get tensors, buckets, operations and hooks from the algorithm (S5); the state is not broadcast again."""
+        raise NotImplementedError(f"the buckets of {self.bagua_module_name!r} cannot be made again")
+
+    def reshard(self) -> None:
+        """If the module is sharded, let its next forward pass gather the weights anew, as they have changed."""
+
+    def end_join(self) -> None:
+        """Inside `bagua_ref.join`: let this rank have no more batches, and wait until this is so for all; elsewhere, do nothing."""
+        if self.rounds.joining is not None:
+            self.rounds.joining.follow()
 
 
 class AlgorithmImpl(NotCopied):
@@ -221,7 +224,7 @@ class AlgorithmImpl(NotCopied):
             facts: the values of `facts` on those ranks.
         """
         context = self.context
-        context._bagua_backend.run(lambda: [*map(BaguaBucket.shadow, context.bagua_buckets)])
+        context.engine.run(lambda: [*map(BaguaBucket.shadow, context.bagua_buckets)])
 
     def why_refused(self, optimizer: torch.optim.Optimizer) -> str:
         """Return why ``optimizer``, which was not passed when wrapping, must not step the parameters; "" if it may."""
@@ -339,11 +342,11 @@ class AlgorithmImpl(NotCopied):
 
     def init_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[str, torch.nn.Parameter], object]:
         """Return ``hook(name, parameter)``, called when a parameter's gradient is accumulated; this one marks it ready."""
-        return bagua_ddp._bagua_backend.gradient_ready
+        return bagua_ddp.engine.gradient_ready
 
     def init_post_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[], object]:
         """Return ``hook()``, called once at the end of the outermost backward pass; this one waits for communication."""
-        return bagua_ddp._bagua_backend.wait_pending_comm_ops
+        return bagua_ddp.engine.wait_pending_comm_ops
 
     def init_post_optimizer_step_hook(self, bagua_ddp: TrainingContext) -> Callable[[torch.optim.Optimizer], object]:
         """Return ``hook(optimizer)``, called after each optimizer's step."""

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from bagua_ref.agreement import Fact
 from bagua_ref.algorithms.base import Algorithm, TrainingContext
 from bagua_ref.algorithms.low_precision_decentralized import (
     LowPrecisionDecentralizedAlgorithm,
@@ -27,6 +26,7 @@ from bagua_ref.base.memory import by_dtype_and_device
 from bagua_ref.base.utils import NotCopied, OwnHook, inside_backward, untraced
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.formulas.graphs import PeerSelection, check_mode
+from bagua_ref.rounds import Fact
 from bagua_ref.types import Group
 
 __all__ = [
@@ -148,7 +148,7 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
             self._averaging = step % self.options.communication_interval == 0
             if self._averaging:
                 for tensor in self.tensors:
-                    bagua_ddp._bagua_backend.mark_ready(tensor)
+                    bagua_ddp.engine.mark_ready(tensor)
                 self._rounds += 1
 
         return hook
@@ -159,7 +159,7 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
         def hook() -> None:
             averaging, self._averaging = self._averaging, False
             if averaging:
-                bagua_ddp._bagua_backend.wait_pending_comm_ops()
+                bagua_ddp.engine.wait_pending_comm_ops()
                 self._copy_back()
 
         return hook
@@ -175,7 +175,7 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the step and how often each bucket was averaged, which determines the next graph."""
-        self.context._bagua_backend.wait_pending_comm_ops()
+        self.context.engine.wait_pending_comm_ops()
         return super().state_dict()
 
     def counters(self) -> dict[str, Any]:

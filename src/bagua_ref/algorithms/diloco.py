@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bagua_ref.agreement import Fact
+from bagua_ref.rounds import Fact
 from bagua_ref.algorithms.base import Algorithm, TrainingContext
 from bagua_ref.algorithms.fragments import Fragment, FragmentSchedule, InFlight, checked_fragments, named_fragments
 from bagua_ref.algorithms.local_sgd import LocalUpdatesImpl, norms_of
@@ -232,7 +232,7 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         """Let the outer optimizer step with the mean that was in flight, and move the weights to the result."""
         flight, self._in_flight = self._in_flight, None
         assert flight is not None
-        flight.wait(self.context._bagua_backend)
+        flight.wait(self.context.engine)
         fragment = self._fragments[flight.fragment]
         overflowed = [name for name, mean in flight.mean.items() if not mean.isfinite().all()]
         if overflowed:
@@ -301,7 +301,7 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
             CommunicationError: what is in flight does not arrive.
         """
         if self._in_flight is not None:
-            self._in_flight.wait(self.context._bagua_backend)
+            self._in_flight.wait(self.context.engine)
         flight, optimizers = self._in_flight, [fragment.optimizer for fragment in self._fragments]
         weights = {name: g.detach().clone() for fragment in self._fragments for name, g in fragment.named.items()}
         return {
@@ -316,7 +316,7 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
     def load_checked(self, state: dict[str, Any]) -> None:
         """Load g, the outer optimizers, what is in flight, and the error memories."""
         if self._in_flight is not None:
-            self.context._bagua_backend.wait_pending_comm_ops()
+            self.context.engine.wait_pending_comm_ops()
         super().load_checked(state)
         weights, flight = state["global_weights"], state["in_flight"]
         for fragment, optimizer in zip(self._fragments, state["outer_optimizers"], strict=True):

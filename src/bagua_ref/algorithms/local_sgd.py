@@ -11,13 +11,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bagua_ref.agreement import Fact
+from bagua_ref.rounds import Fact
 from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext
 from bagua_ref.algorithms.registry import check_bool, check_optimizers, check_whole, implements
 from bagua_ref.base.memory import Layout
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.buckets.tensor import BaguaTensor, registration
 from bagua_ref.comm_ops import CentralizedFullPrecision
+from bagua_ref.rounds import Fact
 from bagua_ref.types import Group
 
 __all__ = ["LocalSGDAlgorithm", "LocalSGDAlgorithmImpl", "LocalUpdatesImpl", "norms_of"]
@@ -170,7 +171,7 @@ class LocalUpdatesImpl(AlgorithmImpl):
     def run_round(self, buckets: Sequence[BaguaBucket]) -> None:
         """Begin a round that runs ``buckets`` in the background."""
         context = self.context
-        context._bagua_backend.run_round(buckets)
+        context.engine.run_round(buckets)
         self._passes_before = context.backward_passes
 
     def new_bucket(self, tensors: Sequence[Tensor], name: str, flatten: bool, **about: Any) -> BaguaBucket:
@@ -256,11 +257,11 @@ class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
 
     def init_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[str, torch.nn.Parameter], object]:
         """Mark gradients ready where they are averaged."""
-        return bagua_ddp._bagua_backend.gradient_ready if self._averages_in_nodes else super().init_backward_hook(bagua_ddp)
+        return bagua_ddp.engine.gradient_ready if self._averages_in_nodes else super().init_backward_hook(bagua_ddp)
 
     def init_post_backward_hook(self, bagua_ddp: TrainingContext) -> Callable[[], object]:
         """Wait for the gradients, if any are averaged."""
-        return bagua_ddp._bagua_backend.wait_pending_comm_ops
+        return bagua_ddp.engine.wait_pending_comm_ops
 
     def after_local_step(self, local_step: int, communicates: bool) -> None:
         """Average the weights if the step is due."""
@@ -273,7 +274,7 @@ class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
 
     def _average_weights(self) -> None:
         """Average a copy of a part of the weights at a time: they stay where they are, and scratch is a bucket's size."""
-        engine = self.context._bagua_backend
+        engine = self.context.engine
         for place, part in enumerate(self._parts):
             weights = [
                 BaguaTensor.to_bagua_tensor(p, registration(p).name, registration(p).module_name)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bagua_ref.agreement import Fact
+from bagua_ref.rounds import Fact
 from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext
 from bagua_ref.algorithms.registry import check_whole, implements
 from bagua_ref.algorithms.state import check_names, check_tensors
@@ -17,6 +17,7 @@ from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.buckets.compression import check_compression
 from bagua_ref.buckets.tensor import BaguaTensor, registration
 from bagua_ref.comm_ops.low_precision_decentralized import trade_with_neighbours
+from bagua_ref.rounds import Fact
 from bagua_ref.types import Group
 
 __all__ = ["LowPrecisionDecentralizedAlgorithm", "LowPrecisionDecentralizedAlgorithmImpl"]
@@ -40,7 +41,7 @@ class WeightAveragingImpl(AlgorithmImpl):
 
     def shadow(self, facts: Sequence[int]) -> None:
         """Average this rank's weights with the others'."""
-        engine = self.context._bagua_backend
+        engine = self.context.engine
         engine.run_round(self.context.bagua_buckets, is_open=True)
         engine.wait_pending_comm_ops()
 
@@ -161,9 +162,9 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
             step, self._optimizer_steps = self._optimizer_steps, self._optimizer_steps + 1
             if step % self.options.communication_interval == 0:
                 for tensor in self.tensors:
-                    bagua_ddp._bagua_backend.mark_ready(tensor)
+                    bagua_ddp.engine.mark_ready(tensor)
                 self._passes_before = bagua_ddp.backward_passes
-                bagua_ddp._bagua_backend.wait_pending_comm_ops()
+                bagua_ddp.engine.wait_pending_comm_ops()
 
         return hook
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from bagua_ref.agreement import Fact
+from bagua_ref.rounds import Fact
 from bagua_ref.algorithms.base import Algorithm, TrainingContext
 from bagua_ref.algorithms.bytegrad import ByteGradAlgorithmImpl
 from bagua_ref.algorithms.q_adam_optimizer import MomentumBucket, QAdamOptimizer
@@ -19,6 +19,7 @@ from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.buckets.compression import check_compression
 from bagua_ref.buckets.optimizer_state import align_state
 from bagua_ref.buckets.tensor import BaguaTensor
+from bagua_ref.rounds import Fact
 from bagua_ref.types import Group, ReduceOp
 
 __all__ = ["QAdamAlgorithm", "QAdamAlgorithmImpl", "QAdamOptimizer"]

@@ -150,14 +150,6 @@ class BaguaBucket:
         """
         return self._storage.load(self.kernels)
 
-    def takes_in(self, place: int) -> bool:
-        """Return whether moving tensor ``place`` into flat storage as soon as it is ready pays; `load` moves the others."""
-        return self._storage.takes_in(place)
-
-    def take_in(self, place: int) -> None:
-        """Move tensor ``place``, just marked ready, into flat storage."""
-        self._storage.take_in(place)
-
     def copy_from_flat(self, flat: Tensor) -> None:
         """Copy ``flat``, which has the bucket's size, into the effective tensors, wherever they are; padding is not copied."""
         if flat.numel() != self._numel:
@@ -186,19 +178,16 @@ class BaguaBucket:
             streams.order_after([after], self.device)
             flat = self.load() if flat is None else flat
             streams.hold([flat], self.device)
-            self._run_operations(flat, label or f"bagua_ref::bucket{self.name}")
+            for place, op in enumerate(self._ops):
+                flat = self.load() if place else flat
+                self._run(op, flat, label or f"bagua_ref::bucket{self.name}")
+                # A Python function writes to the tensors itself. A decentralized operation changes nothing before copy-back: the
+                # forward and backward pass use the tensors meanwhile, and to autograd even a write of equal values is a change.
+                if not self.flatten and not isinstance(op, (PythonOp, Decentralized)):
+                    self.copy_from_flat(flat)
+            if self.flatten and any(isinstance(op, PythonOp) for op in self._ops):
+                self.load()  # a Python function may have replaced tensors
             return streams.record(streams.current_stream(self.device))
-
-    def _run_operations(self, flat: Tensor, label: str) -> None:
-        for place, op in enumerate(self._ops):
-            flat = self.load() if place else flat
-            self._run(op, flat, label)
-            # A Python function writes to the tensors itself. A decentralized operation changes nothing before copy-back: the
-            # forward and backward pass use the tensors meanwhile, and to autograd even a write of equal values is a change.
-            if not self.flatten and not isinstance(op, (PythonOp, Decentralized)):
-                self.copy_from_flat(flat)
-        if self.flatten and any(isinstance(op, PythonOp) for op in self._ops):
-            self.load()  # a Python function may have replaced tensors
 
     def _run(self, op: Callable[[Tensor], Any], flat: Tensor, label: str) -> None:
         self.running, observers = op, current_world().observers

@@ -17,9 +17,6 @@ from bagua_ref.buckets.tensor import BaguaTensor, registration
 
 __all__ = ["FlatStorage"]
 
-_LARGE = 4096
-"""Elements from which on the time to read a tensor counts for more than the call that copies it."""
-
 
 class FlatStorage:
     """The flat tensor that a bucket's operations work on, and the way from its tensors to it and back.
@@ -94,21 +91,6 @@ class FlatStorage:
         if self.padding_tensor is not None:
             self._flat[self.filled :] = 0
             self.padding_tensor.data = self._flat[self.filled :]
-
-    def takes_in(self, place: int) -> bool:
-        """Return whether moving tensor ``place`` into flat storage at once pays: large ones are in the processor's cache still.
-
-        Small ones cost less when `load` moves them all by one call.
-        """
-        return self._flatten and self._shapes[place].numel() >= _LARGE
-
-    def take_in(self, place: int) -> None:
-        """Move tensor ``place`` into flat storage, if nothing forbids it; `load` moves, or refuses, what this leaves behind."""
-        tensor, view = self._registered[place].getter(self._tensors[place]), self._views[place]
-        if tensor is None or not self._fits(tensor, place) or tensor.data_ptr() in self._memory:
-            return
-        if (view.data_ptr(), view.stride()) == self._positions[place]:
-            self._replace(place, view.copy_(tensor.detach() if tensor.requires_grad else tensor))
 
     @torch.no_grad()  # gradients of backward(create_graph=True) require gradients
     def load(self, kernels: KernelBackend) -> Tensor:

@@ -18,7 +18,7 @@ from bagua_ref.base.untrusted import check_form
 from bagua_ref.base.utils import uncompiled
 from bagua_ref.buckets.optimizer_state import check_optimizer_state, take_over
 from bagua_ref.checkpoint.plain import plain
-from bagua_ref.data_parallel.wrapped_module import WrappedModule
+from bagua_ref.data_parallel.training import ModuleTraining
 from bagua_ref.data_parallel.wrapping import context_of
 
 __all__ = ["RestoreError", "State", "TrainingState", "listed"]
@@ -63,7 +63,7 @@ class TrainingState:
         if context_of(module) is None and isinstance(inside, torch.nn.Module) and context_of(inside) is not None:
             module = uncompiled(inside)  # of a DistributedDataParallel
         self.module: torch.nn.Module = module
-        self.context: WrappedModule | None = context_of(module)
+        self.context: ModuleTraining | None = context_of(module)
         self.optimizers = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
         if not all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in self.optimizers):
             raise TypeError(f"optimizers={optimizers!r} must be a torch.optim.Optimizer or a list of them")

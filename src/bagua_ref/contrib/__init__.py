@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from bagua_ref.base.not_provided import not_provided
 from bagua_ref.contrib.cache_loader import CacheLoader
 from bagua_ref.contrib.cached_dataset import CachedDataset
 from bagua_ref.contrib.fuse.optimizer import fuse_optimizer
@@ -18,5 +19,5 @@ __all__: list[str] = [
 
 def __getattr__(name: str) -> Any:
     if name == "SyncBatchNorm":
-        from bagua_ref.contrib import sync_batchnorm  # noqa: F401  (raises the error that names what to use instead)
+        raise not_provided("contrib.sync_batchnorm")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,9 +17,8 @@ from bagua_ref.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
 from bagua_ref.backends.base import KernelBackend
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.data_parallel.joining import join
-from bagua_ref.data_parallel.metrics import metrics_of
 from bagua_ref.data_parallel.sharding import group_of
-from bagua_ref.data_parallel.wrapped_module import WrappedModule
+from bagua_ref.data_parallel.training import ModuleTraining, Options
 from bagua_ref.data_parallel.wrapping import context_of, wrap
 from bagua_ref.errors import NotInitializedError
 from bagua_ref.groups.process_group import BaguaProcessGroup, _get_default_group
@@ -138,18 +137,9 @@ class DistributedDataParallel(torch.nn.Module):
             group = to_bagua_process_group(process_group)
         except NotInitializedError as error:
             raise NotInitializedError("call bagua_ref.init_process_group() before DistributedDataParallel()") from error
-        wrap(
-            self.module,
-            optimizers,
-            algorithm,
-            group,
-            do_flatten,
-            backend=backend,
-            find_unused_parameters=find_unused_parameters,
-            timeout=timeout,
-            bucket_bytes=max(1, int(self.bucket_cap_mb * 1024**2)),
-            broadcast_buffers=self.broadcast_buffers,
-        )
+        bucket_bytes = max(1, int(self.bucket_cap_mb * 1024**2))
+        options = Options(do_flatten, backend, find_unused_parameters, timeout, bucket_bytes, self.broadcast_buffers)
+        wrap(self.module, optimizers, algorithm, group, options)
         return self
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -165,7 +155,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     def bagua_metrics(self) -> dict[str, float | int]:
         """Return what this training has counted on this rank, as `bagua_ref.distributed.BaguaModule.bagua_metrics` does."""
-        return metrics_of(self.inner)
+        return self.inner.metrics()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load parameters and buffers; names may start with ``module.``, as those of `state_dict` do, or not.
@@ -183,7 +173,7 @@ class DistributedDataParallel(torch.nn.Module):
         return super().load_state_dict(state_dict, strict)
 
     @property
-    def inner(self) -> WrappedModule:
+    def inner(self) -> ModuleTraining:
         """The training context: buckets, hooks and everything else that algorithms use.
 
         Raises:

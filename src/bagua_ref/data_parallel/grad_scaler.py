@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from bagua_ref.data_parallel.agreed_rounds import STEP
-from bagua_ref.data_parallel.gradient_hook import trainings_of
-from bagua_ref.data_parallel.wrapped_module import WrappedModule
+from bagua_ref.data_parallel.hooks import trainings_of
+from bagua_ref.data_parallel.rounds import STEP
+from bagua_ref.data_parallel.training import ModuleTraining
 
 __all__ = ["GradScaler"]
 
@@ -56,13 +56,13 @@ class GradScaler(torch.amp.GradScaler):
             if not algorithm.steps_together or algorithm.replicas_are_equal:
                 continue
             overflows = any(found.item() for found in found_inf.values())
-            if rounds.tell(STEP, overflows).flag:
+            if rounds.announce(STEP, overflows).flag:
                 for found in found_inf.values():
                     found.fill_(1)
         return found_inf
 
 
-def _trainings(optimizer: torch.optim.Optimizer) -> list[WrappedModule]:
+def _trainings(optimizer: torch.optim.Optimizer) -> list[ModuleTraining]:
     """Return the trainings of the optimizer's parameters."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     return list(dict.fromkeys(training for parameter in parameters for training in trainings_of(parameter)))

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from bagua_ref.communicators.scheduler import format_ranks
-from bagua_ref.data_parallel.agreed_rounds import BUFFERS, PLAN, ROUND, Told
+from bagua_ref.data_parallel.rounds import BUFFERS, PLAN, ROUND, Announced
 from bagua_ref.data_parallel.state_broadcast import share_object, share_state
-from bagua_ref.data_parallel.wrapped_module import WrappedModule
+from bagua_ref.data_parallel.training import ModuleTraining
 from bagua_ref.data_parallel.wrapping import context_of
 
 __all__ = ["Joining", "join"]
@@ -84,7 +84,7 @@ def join(
         _follow(joinings)
     except BaseException as error:
         for joining in joinings:
-            joining.give_up(f"an exception left join() there: {type(error).__name__}: {error}")
+            joining.abort(f"an exception left join() there: {type(error).__name__}: {error}")
         raise
     for joining in joinings:
         joining.raise_if_early()
@@ -131,7 +131,7 @@ class Joining:
         RuntimeError: the module is in another one.
     """
 
-    def __init__(self, training: WrappedModule, all_count: bool, throws: bool, others: Sequence[Any]) -> None:
+    def __init__(self, training: ModuleTraining, all_count: bool, throws: bool, others: Sequence[Any]) -> None:
         self.training, self.others = training, others
         self._all_count, self._throws = all_count, throws
         self._shadowed = 0
@@ -161,21 +161,21 @@ class Joining:
         self._takes_others = takes_others
         self.training.rounds.joining = self
 
-    def round_ended(self, told: Told) -> None:
+    def round_ended(self, announced: Announced) -> None:
         """Complete a round in which this rank had a batch.
 
         Raises:
             RuntimeError: some rank had none, and ``throws``.
         """
-        if not told.joined:
+        if not announced.joined:
             return
         training = self.training
         if training.bagua_algorithm.average and not self._all_count:
-            share = (len(told.active) + len(told.joined)) / len(told.active)
+            share = (len(announced.active) + len(announced.joined)) / len(announced.active)
             for bucket in training.bagua_buckets:
                 torch._foreach_mul_([tensor.detach() for tensor in bucket.effective_tensors()], share)
         if self._throws:
-            self._end_early(told)
+            self._end_early(announced)
             self.raise_if_early()
 
     def follow(self) -> None:
@@ -185,15 +185,15 @@ class Joining:
             raise RuntimeError(
                 f"module {training.bagua_module_name!r} was wrapped again or resynchronized inside join(); leave the context first"
             )
-        while (told := training.rounds.shadow()).active:
-            if told.act == BUFFERS:
-                training.buffers.broadcast(told.active[0], training._bagua_backend.meter)
-            elif told.act == PLAN:
+        while (announced := training.rounds.shadow()).active:
+            if announced.act == BUFFERS:
+                training.buffers.broadcast(announced.active[0], training.engine.meter)
+            elif announced.act == PLAN:
                 training.reset()
-            elif told.act == ROUND:
+            elif announced.act == ROUND:
                 self._shadowed += 1
                 if self._throws:
-                    self._end_early(told)
+                    self._end_early(announced)
                     return
         self._take_over()
 
@@ -209,7 +209,7 @@ class Joining:
         comm.allgather_inplace(shadowed)
         source = int(shadowed.argmin())
         if training.will_broadcast_buffers():
-            training.buffers.broadcast(source, training._bagua_backend.meter)
+            training.buffers.broadcast(source, training.engine.meter)
         if not shadowed.any():
             return
         if algorithm.replicas_are_equal:
@@ -224,19 +224,19 @@ class Joining:
             if comm.rank() != source:
                 other.load_state_dict(state)
 
-    def give_up(self, why: str) -> None:
+    def abort(self, why: str) -> None:
         """End because of a failure, on all ranks."""
         if self.under_way:
             self.training.rounds.joining = None
-            self.training.rounds.give_up(why)
+            self.training.rounds.abort(why)
 
     def raise_if_early(self) -> None:
         """Raise if training has ended early."""
         if self.ended_early:
             raise RuntimeError(self.ended_early)
 
-    def _end_early(self, told: Told) -> None:
-        ranks = [self.training.process_group.ranks[rank] for rank in told.joined]
+    def _end_early(self, announced: Announced) -> None:
+        ranks = [self.training.process_group.ranks[rank] for rank in announced.joined]
         self.ended_early = (
             f"{format_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} no more batches, which ends training on all ranks, as "
             "join(throw_on_early_termination=True) asks for"
@@ -244,11 +244,11 @@ class Joining:
         self._take_over()
 
 
-def _sorted(joinables: Sequence[Any]) -> tuple[list[WrappedModule], list[Any]]:
+def _sorted(joinables: Sequence[Any]) -> tuple[list[ModuleTraining], list[Any]]:
     """Return the trainings of the modules among ``joinables``, and the other objects."""
     if not isinstance(joinables, (list, tuple)):
         raise TypeError(f"joinables={joinables!r} must be a list of wrapped modules, and of objects with a state")
-    trainings: list[WrappedModule] = []
+    trainings: list[ModuleTraining] = []
     others: list[Any] = []
     for joinable in joinables:
         if isinstance(joinable, torch.nn.Module):

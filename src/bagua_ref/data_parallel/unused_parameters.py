@@ -94,7 +94,7 @@ class UnusedParameters:
         if comm.nranks() == 1:
             return list(bits)
         note = [sum(bit << place for place, bit in enumerate(bits[start : start + _BITS])) for start in range(0, len(bits), _BITS)]
-        engine = self._trained._bagua_backend
+        engine = self._trained.engine
         try:
             with engine.meter.waiting():
                 notes = comm.exchange_ints(note)()

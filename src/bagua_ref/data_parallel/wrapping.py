@@ -1,28 +1,29 @@
-"""Validation and wrapping of a module, shared by ``with_bagua`` and `DistributedDataParallel`."""
+"""Validation and wrapping of a module, shared by ``with_bagua``, `train` and `DistributedDataParallel`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from bagua_ref.algorithms import AsyncModelAverageAlgorithm
 from bagua_ref.algorithms.base import Algorithm
 from bagua_ref.backends import get_backend
 from bagua_ref.backends.base import KernelBackend
 from bagua_ref.base.runtime import current_world
 from bagua_ref.base.utils import let_compiler_see_hooks, uncompiled
-from bagua_ref.data_parallel.gradient_hook import trainings_of
-from bagua_ref.data_parallel.metrics import count_from_now
+from bagua_ref.data_parallel.hooks import trainings_of
+from bagua_ref.data_parallel.parameters import refuse_what_cannot_be_flat
 from bagua_ref.data_parallel.sharding import check_sharded, group_of
-from bagua_ref.data_parallel.trained_parameters import refuse_what_cannot_be_flat
-from bagua_ref.data_parallel.wrapped_module import WrappedModule
+from bagua_ref.data_parallel.training import ModuleTraining, Options
 from bagua_ref.env import checked_timeout
 from bagua_ref.errors import NotInitializedError
 from bagua_ref.types import Group
 
-__all__ = ["context_of", "wrap"]
+__all__ = ["context_of", "resynchronize", "train", "wrap"]
 
 
 def wrap(
@@ -30,25 +31,17 @@ def wrap(
     optimizers: Sequence[torch.optim.Optimizer],
     algorithm: Algorithm,
     process_group: Group | DeviceMesh | None,
-    do_flatten: bool,
-    *,
-    backend: str | KernelBackend | None,
-    find_unused_parameters: bool,
-    timeout: float | None,
-    bucket_bytes: int | None = None,
-    broadcast_buffers: bool = False,
-    without_forward: bool = False,
+    options: Options,
     caller: str = "with_bagua",
 ) -> None:
     """Train ``module`` together with the other ranks from now on; wrapping again replaces the algorithm (S5).
 
-    Arguments and errors as `bagua_ref.distributed.BaguaModule.with_bagua`; ``bucket_bytes``, ``broadcast_buffers``
-    and ``without_forward`` as `WrappedModule`; ``caller`` is what the user called, for messages.
+    Arguments and errors as `bagua_ref.distributed.BaguaModule.with_bagua`; ``caller`` is what the user called, for messages.
     """
     called, module = module, uncompiled(module)
-    optimizers = _check(module, optimizers, algorithm, timeout)
-    if backend is not None:
-        get_backend(backend)  # raises, before anything is sent, if it cannot run
+    optimizers = _check(module, optimizers, algorithm, options.timeout)
+    if options.backend is not None:
+        get_backend(options.backend)  # raises, before anything is sent, if it cannot run
     world = current_world()
     group = group_of(process_group) if process_group is not None else world.default_group
     if group is None:
@@ -65,36 +58,89 @@ def wrap(
     check_sharded(module, algorithm, group)
     let_compiler_see_hooks()
     before = context_of(module)
-    if before is not None and (without_forward or before.without_forward):
-        active = "train()" if before.without_forward else "with_bagua()"
+    if before is not None and (options.without_forward or before.options.without_forward):
+        active = "train()" if before.options.without_forward else "with_bagua()"
         raise ValueError(f"this {type(module).__name__} is in training by {active} already; {caller}() cannot train it as well")
     if before is not None:
-        before._bagua_backend.wait_pending_comm_ops()
+        before.engine.wait_pending_comm_ops()
         take_up_again = before.bagua_algorithm.suspend()
     try:
-        wrapped = WrappedModule(
-            called,
-            optimizers,
-            algorithm,
-            group,
-            world,
-            do_flatten=do_flatten,
-            backend=backend,
-            find_unused_parameters=find_unused_parameters,
-            timeout=group.timeout if timeout is None else timeout,
-            bucket_bytes=bucket_bytes,
-            broadcast_buffers=broadcast_buffers,
-            without_forward=without_forward,
-        )
+        training = ModuleTraining(called, optimizers, algorithm, group, world, options)
     except Exception:
         if before is not None:
             before.reset()  # the tensors may already be registered for the new algorithm
             take_up_again()
         raise
-    wrapped.publish()
-    count_from_now(wrapped)
+    training.publish()
     if before is not None:
         before.close()
+
+
+@contextmanager
+def train(
+    model: torch.nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    algorithm: Algorithm,
+    process_group: Group | DeviceMesh | None = None,
+    do_flatten: bool = True,
+    *,
+    backend: str | KernelBackend | None = None,
+    find_unused_parameters: bool = False,
+    timeout: float | None = None,
+) -> Iterator[torch.nn.Module]:
+    """Train ``model`` together with the other ranks in this context, whichever of its methods computes the loss (S5).
+
+    The first gradient of each backward pass stands in for the beginning of the training forward pass. Entering is collective.
+
+    Args:
+        model: the module; afterwards it has no hooks of the training any more.
+        optimizers: at least one, those of its parameters.
+        algorithm: any but asynchronous averaging, which would change weights during a forward pass that it does not see.
+        process_group: as `bagua_ref.distributed.BaguaModule.with_bagua`, and so are all that follow.
+        do_flatten: keep the tensors of each bucket in one storage.
+        backend: the kernels.
+        find_unused_parameters: treat parameters that a backward pass does not reach as having zero gradients; those that no rank's
+            backward pass reaches keep theirs.
+        timeout: seconds without progress after which waiting raises.
+
+    Returns:
+        A context that gives ``model``.
+
+    Raises:
+        ValueError: ``model`` is in training already, or ``optimizers`` is empty; otherwise as ``with_bagua``.
+        NotImplementedError: ``algorithm`` averages asynchronously.
+
+    >>> import torch, bagua_ref
+    >>> bagua_ref.init_process_group()
+    >>> model = torch.nn.Linear(4, 2)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with bagua_ref.train(model, [optimizer], bagua_ref.algorithms.GradientAllReduceAlgorithm()):
+    ...     model.forward(torch.ones(1, 4)).sum().backward()
+    ...     optimizer.step()
+    >>> bagua_ref.destroy_process_group()
+    """
+    if isinstance(algorithm, AsyncModelAverageAlgorithm):
+        raise NotImplementedError(
+            "algorithm=AsyncModelAverageAlgorithm changes weights at any time but during forward and backward passes, and train() "
+            "does not see where forward passes begin; call the module itself and use with_bagua()"
+        )
+    if not optimizers:
+        raise ValueError(f"optimizers={optimizers!r} must hold the optimizers of the module, at least one")
+    options = Options(do_flatten, backend, find_unused_parameters, timeout, without_forward=True)
+    wrap(model, optimizers, algorithm, process_group, options, "train")
+    try:
+        yield model
+        if (context := context_of(model)) is not None:
+            context.engine.wait_pending_comm_ops()
+    except RuntimeError as error:
+        context = context_of(model)
+        if context is not None and context.bagua_algorithm.why_one_backward and "modified by an inplace operation" in str(error):
+            raise RuntimeError(context.bagua_algorithm.why_one_backward) from error
+        raise
+    finally:
+        if (context := context_of(model)) is not None:
+            context.withdraw()
+            context.close()
 
 
 def resynchronize(module: torch.nn.Module) -> None:
@@ -111,21 +157,20 @@ def resynchronize(module: torch.nn.Module) -> None:
         raise ValueError(
             f"this {type(module).__name__} is not wrapped, so there is nothing to resynchronize; call with_bagua() first"
         )
-    before.rounds.give_up("it resynchronizes")
+    before.rounds.abort("it resynchronizes")
     before.bagua_algorithm.close()
     group = before.given_group.sibling() if before.process_group is before.given_group else before.given_group
     counters = before.bagua_algorithm.counters()
-    anew = WrappedModule(before.called_module, before.bagua_optimizers, before.algorithm, group, before.world, **before.options)
+    anew = ModuleTraining(before.called_module, before.bagua_optimizers, before.algorithm, group, before.world, before.options)
     comm = anew.process_group.get_global_communicator()
     anew.bagua_algorithm.load_counters(comm.broadcast_object(counters, 0) if comm.nranks() > 1 else counters)
     anew.publish()
-    count_from_now(anew)
     before.close()
 
 
-def context_of(module: torch.nn.Module) -> WrappedModule | None:
+def context_of(module: torch.nn.Module) -> ModuleTraining | None:
     """Return the training context of ``module``, None if it is not wrapped."""
-    return cast("WrappedModule | None", uncompiled(module).__dict__.get("_bagua"))
+    return cast("ModuleTraining | None", uncompiled(module).__dict__.get("_bagua"))
 
 
 def _check(

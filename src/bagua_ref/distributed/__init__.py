@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl
 from bagua_ref.backends.base import KernelBackend
 from bagua_ref.buckets.bucket import BaguaBucket
-from bagua_ref.data_parallel.metrics import metrics_of
+from bagua_ref.data_parallel.training import Options
 from bagua_ref.data_parallel.wrapping import context_of, resynchronize, wrap
 from bagua_ref.types import Group
 
@@ -81,16 +81,8 @@ class BaguaModule:
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> model = model.with_bagua([optimizer], GradientAllReduceAlgorithm())  # doctest: +SKIP
         """
-        wrap(
-            _module(self),
-            optimizers,
-            algorithm,
-            process_group,
-            do_flatten,
-            backend=backend,
-            find_unused_parameters=find_unused_parameters,
-            timeout=timeout,
-        )
+        options = Options(do_flatten, backend, find_unused_parameters, timeout)
+        wrap(_module(self), optimizers, algorithm, process_group, options)
         return self
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -133,7 +125,7 @@ class BaguaModule:
         context = context_of(_module(self))
         if context is None:
             raise ValueError(f"this {type(self).__name__} is not wrapped, so it has no metrics; call with_bagua() first")
-        return metrics_of(context)
+        return context.metrics()
 
     def bagua_resynchronize(self) -> None:
         """Train on after a failed round: with new connections, from the state and counters of the group's first rank.

@@ -5,26 +5,25 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bagua_ref.agreement import Agreement, Fact
-from bagua_ref.algorithms.base import Algorithm, GlobalAlgorithmRegistry
+from bagua_ref.algorithms.base import Algorithm, GlobalAlgorithmRegistry, TrainingContext
 from bagua_ref.algorithms.compressed_gradients import CompressedGradientsImpl
 from bagua_ref.algorithms.power_sgd import PowerSGDAlgorithmImpl
 from bagua_ref.backends.base import KernelBackend
 from bagua_ref.base import streams
 from bagua_ref.base.memory import Layout
 from bagua_ref.base.runtime import current_world, use_world
-from bagua_ref.base.utils import NotCopied
 from bagua_ref.buckets.tensor import BaguaTensor
 from bagua_ref.errors import CommunicationError, NotInitializedError
 from bagua_ref.groups.communication import from_torch_group, init_process_group, is_initialized
-from bagua_ref.observe.flight_recorder import explain
-from bagua_ref.scheduling.worker import Worker
+from bagua_ref.rounds import AgreedRound, AgreedRounds, Fact
+from bagua_ref.scheduling.engine import BucketRun, Engine
 from bagua_ref.types import Group
 
 __all__ = ["DDPHookState", "ddp_comm_hook"]
@@ -85,7 +84,7 @@ def _hook(state, bucket):  # type: ignore[no-untyped-def] # DDP compares annotat
     return state.reduce(bucket)
 
 
-class DDPHookState(NotCopied):
+class DDPHookState(TrainingContext):
     """The state of a communication hook; made by `ddp_comm_hook`.
 
     Attributes:
@@ -96,25 +95,21 @@ class DDPHookState(NotCopied):
     def __init__(self, name: str, algorithm: Algorithm, group: Group, backend: str | KernelBackend | None) -> None:
         self.algorithm, self.process_group, self.kernel_backend = algorithm, group, backend
         self.bagua_module_name = f"DDP with {name}"
-        self.bagua_optimizers: list[torch.optim.Optimizer] = []
-        self.bagua_train_step_counter = 0
-        self.shards: dict[str, Any] = {}
+        self.bagua_optimizers, self.bagua_train_step_counter, self.shards = [], 0, {}
         self.steps_of_optimizers = [0]
         """The finished reductions, in the place of the steps that algorithms count."""
         self.world = current_world()
         self.bagua_algorithm = algorithm.reify(group)
-        self.bagua_algorithm._context = weakref.ref(cast("Any", self))  # it offers what algorithms need of a training here
-        self._count_round = self.bagua_algorithm.init_post_backward_hook(cast("Any", self))
-        self._worker: Worker[_Begin | _Reduction] = Worker(self.world, "bagua_ref communication hook", group.timeout)
+        self.bagua_algorithm._context = weakref.ref(self)
+        self.engine = cast("Engine", self)  # of which algorithms use `wait_pending_comm_ops` only
+        self._count_round = self.bagua_algorithm.init_post_backward_hook(self)
+        self._engine = Engine(self.world, self.bagua_module_name, group.timeout, name)
         self._buckets: dict[int, _DDPBucket] = {}
         self._places: dict[torch.nn.Parameter, int] = {}
-        self._loaded = False
-        self._broken = ""
-        comm = group.get_global_communicator()
-        self._agreement = Agreement(comm, group.ranks, self.bagua_module_name) if comm.nranks() > 1 else None
-        if self._agreement is not None:
-            options = Fact("{has} options of checksum {value}", zlib.crc32(repr(algorithm).encode()))
-            self._agreement.begin([options], flag=False).check_facts()
+        self.rounds = _HookRounds(self, self._engine)
+        options = Fact("{has} options of checksum {value}", zlib.crc32(repr(algorithm).encode()))
+        if not self.rounds.alone:
+            self.rounds.agreement.begin([options]).check_facts()
 
     def __repr__(self) -> str:
         return f"DDPHookState({self.algorithm!r}, {self.reductions} reductions)"
@@ -150,65 +145,26 @@ class DDPHookState(NotCopied):
 
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Begin to average DDP's ``bucket`` in the background; return a future of its buffer."""
-        self.check_usable()
+        self.rounds.check_usable()
         with use_world(self.world), torch.no_grad():
             if bucket.index() == 0:
-                self._worker.wait()  # for nothing: DDP has waited for the last round
-                self._worker.submit(_Begin(self, self._compare()))
+                self._engine.wait_pending_comm_ops()  # for nothing: DDP has waited for the last round
+                self._engine.begin_round()
             try:
-                reduction = _Reduction(self, self._bucket_of(bucket), bucket)
+                ours = self._bucket_of(bucket)
+                ours.receive(bucket)
+                reduction: _Reduction = self._engine.schedule(ours.bucket, partial(_Reduction, self, ours, bucket))
             except Exception as error:
-                self._give_up(error)
+                self.rounds.fail(error)
                 raise
-            self._worker.submit(reduction)
             if bucket.is_last():
                 self._buckets = {index: known for index, known in self._buckets.items() if index <= bucket.index()}
         return reduction.future
-
-    def check_usable(self) -> None:
-        """Raise CommunicationError if a round has failed."""
-        if self._broken:
-            raise CommunicationError(f"{self.bagua_module_name}: {self._broken}; start again from a checkpoint")
-
-    def failing_for_good(self, function: Callable[[], None]) -> None:
-        """Call ``function``, unless a round has failed; if this fails, let no reduction begin any more, on any rank."""
-        if not self._broken:
-            try:
-                function()
-            except Exception as error:
-                self._give_up(error)
-
-    def _give_up(self, error: Exception) -> None:
-        why = f"{type(error).__name__}: {error}"
-        explain(error)
-        self._broken = f"{type(error).__name__}: {error}"
-        self.process_group.abort(why)
 
     def end_round(self) -> None:
         """Count a round; the last bucket's job calls this."""
         self._count_round()
         self.steps_of_optimizers[0] += 1
-
-    def _compare(self) -> Callable[[], None]:
-        """Return what compares the ranks before a round."""
-        loaded, self._loaded = self._loaded, False
-        facts = [Fact("{has} finished {value} reductions", self.reductions), *self.bagua_algorithm.facts()]
-        agreement = self._agreement
-
-        def compare() -> None:
-            if agreement is not None:
-                agreement.begin(facts, loaded).check(self._digest)
-
-        return compare
-
-    def _digest(self) -> Fact | None:
-        """Return a checksum of what is equal on all ranks; weights are DDP's business."""
-        checksum = 0
-        if not isinstance(self.bagua_algorithm, CompressedGradientsImpl):
-            return None
-        for factor in self.bagua_algorithm.factors.written():
-            checksum = zlib.crc32(factor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data, checksum)
-        return Fact("{has} factors of checksum {value} after a state was loaded", checksum)
 
     def _bucket_of(self, bucket: Any) -> _DDPBucket:
         """Return our bucket for DDP's; a new one where DDP has made new buckets."""
@@ -225,18 +181,34 @@ class DDPHookState(NotCopied):
             known = self._buckets[bucket.index()] = _DDPBucket(self, names, bucket)
         return known
 
-    # The part of a training that algorithms use.
-
-    @property
-    def _bagua_backend(self) -> DDPHookState:
-        return self
-
     def wait_pending_comm_ops(self) -> None:
         """Do nothing: DDP waits for the futures."""
 
-    def note_load(self) -> None:
-        """Have what is equal on all ranks compared in the next round."""
-        self._loaded = True
+
+class _HookRounds(AgreedRounds):
+    """The rounds of a hook."""
+
+    def __init__(self, state: DDPHookState, engine: Engine) -> None:
+        super().__init__(state.process_group, state.bagua_module_name, engine.meter, remedy="Start again from a checkpoint")
+        self._state = weakref.ref(state)
+        if not self.alone:
+            engine.new_round = self.new_round
+
+    def new_round(self) -> AgreedRound:
+        """Return the round that begins now."""
+        state = self._state()
+        assert state is not None, "DDP has it"
+        facts = [Fact("{has} finished {value} reductions", state.reductions), *state.bagua_algorithm.facts()]
+        return AgreedRound(self, facts)
+
+    def digest(self) -> Fact | None:
+        """Return a checksum of what is equal on all ranks; weights are DDP's business."""
+        algorithm, checksum = cast("DDPHookState", self._state()).bagua_algorithm, 0
+        if not isinstance(algorithm, CompressedGradientsImpl):
+            return None
+        for factor in algorithm.factors.written():
+            checksum = zlib.crc32(factor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data, checksum)
+        return Fact("{has} factors of checksum {value} after a state was loaded", checksum)
 
 
 class _DDPBucket:
@@ -257,7 +229,7 @@ class _DDPBucket:
         proxies = [self._proxy(name, state.bagua_module_name) for name in names]
         (self.bucket,) = state.bagua_algorithm.tensors_to_buckets([proxies], True)
         self.bucket.name, self.bucket.backend = str(bucket.index()), state.kernel_backend
-        state.bagua_algorithm.init_operations(cast("Any", state), self.bucket)
+        state.bagua_algorithm.init_operations(state, self.bucket)
 
     def _proxy(self, name: str, module_name: str) -> Tensor:
         def replace(proxy: Tensor, gradient: Tensor) -> None:
@@ -266,10 +238,9 @@ class _DDPBucket:
         proxy = cast("BaguaTensor", self._gradients[name].detach())
         return BaguaTensor.ensure_bagua_tensor(proxy, name, module_name, lambda proxy: self._gradients[name], replace)
 
-    def load(self, bucket: Any) -> Tensor:
-        """Return our flat tensor with the values of DDP's ``bucket``."""
+    def receive(self, bucket: Any) -> None:
+        """Let the gradients be those of DDP's ``bucket``."""
         self._gradients = dict(zip(self.names, _gradients(bucket), strict=True))
-        return self.bucket.load()
 
     def store(self, flat: Tensor, gradients: list[Tensor]) -> None:
         """Copy the result to DDP's ``gradients``, unless it is there."""
@@ -284,57 +255,45 @@ def _gradients(bucket: Any) -> list[Tensor]:
     return [Layout.of(parameter).view(part) for parameter, part in zip(parameters, parts, strict=True)]
 
 
-class _Begin:
-    """The first job of a round: the comparison of the ranks."""
-
-    def __init__(self, state: DDPHookState, compare: Callable[[], None]) -> None:
-        self._state, self._compare = state, compare
-
-    def __call__(self) -> None:
-        self._state.failing_for_good(self._compare)
-
-    def describe(self) -> str:
-        return "agreement with the other ranks at the beginning of a round"
-
-
-class _Reduction:
+class _Reduction(BucketRun):
     """The job that averages one of DDP's buckets.
 
     Args:
-        state: whose.
+        state: the state of the hook.
         ours: our bucket.
         bucket: DDP's.
+        run: the arguments of `bagua_ref.scheduling.engine.BucketRun`.
 
     Attributes:
         future: gets DDP's buffer, or the error.
     """
 
-    def __init__(self, state: DDPHookState, ours: _DDPBucket, bucket: Any) -> None:
+    def __init__(self, state: DDPHookState, ours: _DDPBucket, bucket: Any, *run: Any) -> None:
+        super().__init__(*run)
         self._state, self._ours = state, ours
         self._buffer, self._gradients, self._is_last = bucket.buffer(), _gradients(bucket), bucket.is_last()
         device = self._buffer.device
-        self._flat, self._ready = ours.load(bucket), streams.record(streams.current_stream(device))
-        self._done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
-        self.future = self._done.then(self._result)
+        self._result: torch.futures.Future[Tensor] = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
+        self.future = self._result.then(self._value)
 
     def __call__(self) -> None:
-        device = self._buffer.device
-        self._state.failing_for_good(self._run)
-        with streams.use_stream(self._ours.bucket.stream, device):
-            self._done.set_result(self._buffer)
+        super().__call__()
+        if (error := self.error or self.errors.fatal) is not None:
+            self._state.rounds.fail(error)
+        with streams.use_stream(self.bucket.stream, self._buffer.device):
+            self._result.set_result(self._buffer)
 
-    def _run(self) -> None:
-        bucket = self._ours.bucket
-        bucket.execute(self._flat, self._ready)
-        with streams.use_stream(bucket.stream, self._buffer.device):
+    def run(self) -> None:
+        """Run the operations, and put their result into DDP's bucket."""
+        super().run()
+        assert self.flat is not None, "DDP has waited for the last round, so the bucket was free to be loaded"
+        with streams.use_stream(self.bucket.stream, self._buffer.device):
             streams.hold([self._buffer], self._buffer.device)
-            self._ours.store(self._flat, self._gradients)
+            self._ours.store(self.flat, self._gradients)
         if self._is_last:
             self._state.end_round()
 
-    def _result(self, done: torch.futures.Future[Tensor]) -> Tensor:
-        self._state.check_usable()  # an error that is raised here becomes the future's
-        return done.value()
-
-    def describe(self) -> str:
-        return f"bucket {self._ours.bucket.name!r}, operation {self._ours.bucket.running!r}"
+    def _value(self, result: torch.futures.Future[Tensor]) -> Tensor:
+        if (error := self.error or self.errors.fatal) is not None:  # an error that is raised here becomes the future's
+            raise CommunicationError(f"{self._state.bagua_module_name}: {error}") from error
+        return result.value()

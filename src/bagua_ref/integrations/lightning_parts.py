@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from bagua_ref.data_parallel.wrapped_module import WrappedModule
+    from bagua_ref.data_parallel.training import ModuleTraining
 
     Base: Any
 else:
@@ -70,7 +70,7 @@ class _Part(Base):
 
 
 @contextmanager
-def _suspended(contexts: Sequence[WrappedModule]) -> Iterator[None]:
+def _suspended(contexts: Sequence[ModuleTraining]) -> Iterator[None]:
     """Stop background communication, so that weights do not change; collective."""
     resume = [context.bagua_algorithm.suspend() for context in contexts]
     try:
@@ -80,12 +80,12 @@ def _suspended(contexts: Sequence[WrappedModule]) -> Iterator[None]:
             function()
 
 
-def _has_own_state(context: WrappedModule) -> bool:
+def _has_own_state(context: ModuleTraining) -> bool:
     """Return whether weights or the algorithm's state belong to single ranks."""
     return not context.bagua_algorithm.replicas_are_equal or bool(context.bagua_algorithm.rank_state)
 
 
-def _state_of(context: WrappedModule) -> dict[str, Any]:
+def _state_of(context: ModuleTraining) -> dict[str, Any]:
     """Return what a checkpoint says of the algorithm."""
     algorithm, ranks = context.bagua_algorithm, context.given_group.ranks
     saved = {"algorithm": type(algorithm).__name__, "state": algorithm.state_dict()}
@@ -94,7 +94,7 @@ def _state_of(context: WrappedModule) -> dict[str, Any]:
     return saved
 
 
-def _restore(context: WrappedModule, saved: Mapping[str, Any]) -> None:
+def _restore(context: ModuleTraining, saved: Mapping[str, Any]) -> None:
     """Continue from what `_state_of` returned, after the states of model and optimizers have been loaded; collective.
 
     Raises:
@@ -144,7 +144,7 @@ class TrainerPart(_Part):
         )
 
     @property
-    def _context(self) -> WrappedModule | None:
+    def _context(self) -> ModuleTraining | None:
         return None if self.model is None else context_of(self.model)
 
     def configure_ddp(self) -> None:
@@ -324,7 +324,7 @@ class FabricPart(_Part):
         super().teardown()
 
 
-def _contexts(state: Mapping[str, Any]) -> dict[str, WrappedModule]:
+def _contexts(state: Mapping[str, Any]) -> dict[str, ModuleTraining]:
     """Return the trainings of the modules in ``state``, by name."""
     found = {name: context_of(entry) for name, entry in state.items() if isinstance(entry, torch.nn.Module)}
     return {name: context for name, context in found.items() if context is not None}

@@ -9,6 +9,7 @@ import torch
 
 from bagua_ref.algorithms import QAdamOptimizer
 from bagua_ref.algorithms.base import Algorithm, GlobalAlgorithmRegistry
+from bagua_ref.data_parallel.training import Options
 from bagua_ref.data_parallel.wrapping import context_of, wrap
 
 __all__ = ["Recipe", "call_if_there"]
@@ -49,17 +50,9 @@ class Recipe:
                 kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
                 raise ValueError(f"algorithm='qadam' needs exactly one optimizer, a QAdamOptimizer; there are: {kinds}")
             options["q_adam_optimizer"] = optimizers[0]
-        wrap(
-            module,
-            list(optimizers),
-            Algorithm.init(self.algorithm, **options),
-            None,
-            self.do_flatten,
-            backend=None,
-            find_unused_parameters=self.find_unused_parameters,
-            timeout=None,
-            caller=self._caller,
-        )
+        algorithm = Algorithm.init(self.algorithm, **options)
+        of_training = Options(self.do_flatten, find_unused_parameters=self.find_unused_parameters)
+        wrap(module, list(optimizers), algorithm, None, of_training, self._caller)
 
 
 def call_if_there(name: str, module: torch.nn.Module) -> None:

@@ -74,7 +74,7 @@ def dump(folder: str | Path, error: BaseException | None = None) -> Path:
             return path
 
 
-def explain(error: Exception) -> None:
+def explain(error: BaseException) -> None:
     """If BAGUA_REF_FLIGHT_RECORDER_DIR is set, write `record` there and add the file's path to a CommunicationError's message."""
     folder = os.environ.get(FOLDER)
     if not folder or not isinstance(error, CommunicationError):

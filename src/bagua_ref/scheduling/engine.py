@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,25 +17,88 @@ from bagua_ref.base.utils import overlapping
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.buckets.tensor import Registration, registration
 from bagua_ref.errors import CommunicationError
-from bagua_ref.observe.meter import Meter, Recorded, profiled, use_meter
+from bagua_ref.observe.meter import Meter, profiled, use_meter
 from bagua_ref.scheduling.readiness import Readiness
 from bagua_ref.scheduling.worker import Worker
 
-__all__ = ["Beginning", "Engine"]
+__all__ = ["BucketRun", "Engine", "Errors", "Round"]
 
 T = TypeVar("T")
 
 
-class Beginning(NamedTuple):
-    """What an engine does when a round begins.
+class Round:
+    """A round of communication: the part before its first bucket and after its last one, of which this one has neither.
 
     Attributes:
-        begin: called before the first bucket; what it returns, if not None, is called after the last one.
-        waits: whether ``begin`` waits for other ranks. If not, the marking thread calls it, unless the worker is busy.
+        waits: whether `begin` waits for other ranks. If not, the marking thread calls it, unless the worker is busy.
     """
 
-    begin: Callable[[], Callable[[], None] | None]
-    waits: bool
+    waits = False
+
+    def begin(self) -> None:
+        """Begin the round, before its first bucket. If this raises an error, no bucket runs any more, and waiting raises it."""
+
+    def end(self) -> None:
+        """End the round, after its last bucket and unless one has failed; errors are those of `begin`."""
+
+
+class Errors:
+    """Errors shared by all jobs of an engine.
+
+    Attributes:
+        fatal: after it, no bucket runs any more.
+        bucket_failed: whether a bucket of this round has failed.
+    """
+
+    fatal: BaseException | None = None
+    bucket_failed = False
+
+
+class BucketRun:
+    """One execution of a bucket's operations.
+
+    Args:
+        bucket: the bucket.
+        flat: the values of its tensors; None: it is loaded when it runs.
+        ready: a CUDA event that marks when they are available.
+        label: name of this execution in a profile, from its creation to the end of its operations.
+        errors: the engine's; after a fatal one, the operations do not run.
+
+    Attributes:
+        done: a CUDA event that marks the end; None on a CPU.
+        error: the error of an operation.
+    """
+
+    def __init__(self, bucket: BaguaBucket, flat: Tensor | None, ready: Any, label: str, errors: Errors) -> None:
+        self.bucket, self.flat, self._ready, self._label, self.errors = bucket, flat, ready, label, errors
+        self._ended: torch.futures.Future[None] | None = None
+        if torch.autograd.profiler._is_profiler_enabled:
+            self._ended = torch.futures.Future()
+            profiled = record_function(label)
+            profiled.__enter__()
+            profiled._call_end_callbacks_on_future(self._ended)
+        self.done: Any = None
+        self.error: BaseException | None = None
+
+    def __call__(self) -> None:
+        """Run the operations, unless there has been a fatal error, and keep their error."""
+        if self.errors.fatal is None:
+            try:
+                self.run()
+            except Exception as error:
+                self.error = CommunicationError(f"{self.describe()}: {type(error).__name__}: {error}")
+                self.error.__cause__ = error
+                self.errors.bucket_failed = True
+        if self._ended is not None:
+            self._ended.set_result(None)
+
+    def run(self) -> None:
+        """Run the operations."""
+        self.done = self.bucket.execute(self.flat, self._ready, self._label)
+
+    def describe(self) -> str:
+        """Return the bucket and the operation under way."""
+        return f"bucket {self.bucket.name!r}, operation {self.bucket.running!r}"
 
 
 class Engine:
@@ -48,9 +111,7 @@ class Engine:
         algorithm: the algorithm's name in profiles; "" uses ``name``.
 
     Attributes:
-        before_round: called when a round's first tensor is ready; what it returns is called before the first bucket; and what
-            that returns, if not None, after the last one. If one of these raises an error, no bucket runs any more, and waiting
-            raises it. None: rounds begin and end without further ado.
+        new_round: called when a round's first tensor is ready; returns the round.
         half_done: whether a round has been abandoned after it had begun.
         meter: what this training counts.
     """
@@ -58,17 +119,15 @@ class Engine:
     def __init__(self, world: World, name: str = "", timeout: float = 300.0, algorithm: str = "") -> None:
         self.name, self._algorithm = name, algorithm or name
         self.meter = Meter(world, name)
-        self.before_round: Callable[[], Beginning] | None = None
+        self.new_round: Callable[[], Round] = Round
         self.half_done = False
-        self._fate = _Fate()
-        self._opening: _Opening | None = None
-        """The beginning of the round that has not been closed."""
-        self._worker: Worker[_BucketRun | _Opening | _Closing] = Worker(world, f"bagua_ref worker {name}", timeout)
+        self._errors = Errors()
+        self._round: Round | None = None
+        """The round that has begun and not ended."""
+        self._worker: Worker[BucketRun | _Call] = Worker(world, f"bagua_ref worker {name}", timeout)
         self._buckets: list[BaguaBucket] = []
         self._readiness: Readiness[Registration] = Readiness([])
         self._bucket_of: dict[Registration, BaguaBucket] = {}
-        self._large: dict[Registration, int] = {}
-        """The tensors that move into flat storage as soon as they are ready, and the place of each in its bucket."""
         self._under_way: set[BaguaBucket] = set()
         """The buckets scheduled since the last wait: the worker may be using their flat storage."""
         self._marked_on: dict[BaguaBucket, set[Any]] = {}
@@ -99,13 +158,9 @@ class Engine:
             for tensor in bucket.tensors:
                 registration(tensor).sink = None
         self._buckets, self._readiness = list(buckets), Readiness(members)
-        self._bucket_of, self._large = {}, {}
-        for bucket, registered in zip(buckets, members, strict=True):
-            for place, known in enumerate(registered):
-                known.sink = weakref.ref(self)
-                self._bucket_of[known] = bucket
-                if bucket.takes_in(place):
-                    self._large[known] = place
+        self._bucket_of = {known: bucket for bucket, registered in zip(buckets, members, strict=True) for known in registered}
+        for known in self._bucket_of:
+            known.sink = weakref.ref(self)
         self._marked_on = {bucket: set() for bucket in buckets if streams.current_stream(bucket.device) is not None}
 
     def mark_ready(self, tensor: Tensor) -> None:
@@ -118,38 +173,36 @@ class Engine:
         known, begins = registration(tensor), self._readiness.idle
         complete = self._readiness.mark(known)
         if begins:
-            self._close_round()
-            self._open_round()
-        if known in self._large and (bucket := self._bucket_of[known]) not in self._under_way:
-            bucket.take_in(self._large[known])
+            self._end_round()
+            self.begin_round()
         if self._marked_on and (bucket := self._bucket_of[known]) in self._marked_on:
             self._marked_on[bucket].add(streams.current_stream(bucket.device))
         for place in complete:
-            self._schedule(self._buckets[place])
+            self.schedule(self._buckets[place])
 
     def gradient_ready(self, name: str, parameter: Tensor) -> None:
         """Do what `mark_ready` does, as an algorithm's backward hook, and with fewer calls for most parameters."""
         known: Any = getattr(parameter, "_bagua_registration", None)
-        if not self._readiness.tick(known) or self._large or self._marked_on:
+        if not self._readiness.tick(known) or self._marked_on:
             self.mark_ready(parameter)
 
-    def _open_round(self) -> None:
+    def begin_round(self) -> None:
+        """Begin a round now, as the first `mark_ready` of a round does, for buckets that are not registered."""
         self.meter.rounds += 1
-        if self.before_round is not None:
-            begin, waits = self.before_round()
-            self._opening = _Opening(begin, self._fate)
-            if waits or not self._worker.idle:
-                self._submit(self._opening)
-            else:  # waking the worker, which takes Python's lock during backward, would take longer
-                with use_meter(self.meter):
-                    self._opening()
+        self._round = self.new_round()
+        begin = _Call(self._round.begin, self._errors)
+        if self._round.waits or not self._worker.idle:
+            self._submit(begin)
+        else:  # waking the worker, which takes Python's lock during backward, would take longer
+            with use_meter(self.meter):
+                begin()
 
-    def _close_round(self) -> None:
-        if self._opening is not None:
-            self._submit(_Closing(self._opening, self._fate))
-            self._opening = None
+    def _end_round(self) -> None:
+        if self._round is not None:
+            self._submit(_Call(self._round.end, self._errors, ends=True))
+            self._round = None
 
-    def _submit(self, job: _BucketRun | _Opening | _Closing) -> None:
+    def _submit(self, job: BucketRun | _Call) -> None:
         with use_meter(self.meter):  # the worker's thread, which the first job starts, keeps it
             self._worker.submit(job)
 
@@ -160,20 +213,24 @@ class Engine:
 
         Args:
             buckets: in the order in which all ranks run them.
-            is_open: whether what `before_round` would do has been done.
+            is_open: whether the round has begun, by other means.
         """
         assert not self._readiness.started
-        self._close_round()
+        self._end_round()
         if not is_open:
-            self._open_round()
+            self.begin_round()
         for bucket in buckets:
-            self._schedule(bucket)
-        self._close_round()
+            self.schedule(bucket)
+        self._end_round()
 
-    def _schedule(self, bucket: BaguaBucket) -> None:
+    def schedule(self, bucket: BaguaBucket, kind: Callable[..., Any] = BucketRun) -> Any:
         """Load ``bucket`` on the current stream, after everything that its tensors wait for, and submit it to the worker.
 
         If the worker may still be running it, scheduled in an earlier round, the worker loads it.
+
+        Args:
+            bucket: in the order in which all ranks run them.
+            kind: makes the job, from the arguments of `BucketRun`.
         """
         here = streams.current_stream(bucket.device)
         if bucket in self._marked_on:
@@ -188,7 +245,9 @@ class Engine:
             raise
         self._under_way.add(bucket)
         label = f"bagua_ref::{self._algorithm}/bucket{bucket.name}"
-        self._submit(_BucketRun(bucket, flat, streams.record(here), label, self._fate))
+        run = kind(bucket, flat, streams.record(here), label, self._errors)
+        self._submit(run)
+        return run
 
     def wait_pending_comm_ops(self) -> None:
         """Wait until everything scheduled has finished (S2.5); on CUDA the current stream waits, not the host.
@@ -201,17 +260,16 @@ class Engine:
         """
         with profiled(f"bagua_ref::{self._algorithm}/wait"), self.meter.waiting(), use_meter(self.meter):
             runs = self._worker.wait()
-            if self._opening is not None:
-                _Closing(self._opening, self._fate)()
-                self._opening = None
+            if self._round is not None:
+                _Call(self._round.end, self._errors, ends=True)()
+                self._round = None
         self._under_way.clear()
-        if self._fate.error is not None:
-            raise self._fate.error
+        if self._errors.fatal is not None:
+            raise self._errors.fatal
         for run in runs:
-            if run.error is not None:
-                error = run.error
-                raise CommunicationError(f"{run.describe()}: {type(error).__name__}: {error}") from error
-            if isinstance(run, _BucketRun):
+            if isinstance(run, BucketRun):
+                if run.error is not None:
+                    raise run.error
                 streams.order_after([run.done], run.bucket.device)
 
     def run(self, function: Callable[[], T]) -> T:
@@ -219,9 +277,9 @@ class Engine:
 
         If it raises an error, no bucket runs any more.
         """
-        self._close_round()
+        self._end_round()
         results: list[T] = []
-        self._submit(_Opening(lambda: results.append(function()), self._fate))
+        self._submit(_Call(lambda: results.append(function()), self._errors))
         self.wait_pending_comm_ops()
         return results[0]
 
@@ -289,95 +347,26 @@ class Engine:
         self._worker.join()
 
 
-class _Fate:
-    """What the worker has learnt of rounds.
-
-    Attributes:
-        error: after it, no bucket of the engine runs any more.
-        bucket_failed: whether a bucket of this round has failed.
-    """
-
-    error: BaseException | None = None
-    bucket_failed = False
-
-
-class _Opening:
-    """The first job of a round."""
-
-    error: BaseException | None = None
-    close: Callable[[], None] | None = None
-
-    def __init__(self, begin: Callable[[], Callable[[], None] | None], fate: _Fate) -> None:
-        self._begin, self._fate = begin, fate
-
-    def __call__(self) -> None:
-        self._fate.bucket_failed = False
-        if self._fate.error is None:
-            try:
-                with Recorded("agreement"):
-                    self.close = self._begin()
-            except Exception as error:
-                self._fate.error = self.error = error
-
-    def describe(self) -> str:
-        return "agreement with the other ranks at the beginning of a round"
-
-
-class _Closing:
-    """The last job of a round; without effect if a bucket has failed, whose error says more."""
-
-    error: BaseException | None = None
-
-    def __init__(self, opening: _Opening, fate: _Fate) -> None:
-        self._opening, self._fate = opening, fate
-
-    def __call__(self) -> None:
-        close, self._opening.close = self._opening.close, None
-        if close is not None and self._fate.error is None and not self._fate.bucket_failed:
-            try:
-                with Recorded("end of round"):
-                    close()
-            except Exception as error:
-                self._fate.error = self.error = error
-
-    def describe(self) -> str:
-        return "agreement with the other ranks at the end of a round"
-
-
-class _BucketRun:
-    """One execution of a bucket's operations.
+class _Call:
+    """Call of a function between buckets, whose error is fatal.
 
     Args:
-        bucket: the bucket.
-        flat: the values of its tensors; None: it is loaded when it runs.
-        ready: a CUDA event that marks when they are available.
-        label: name of this execution in a profile, from its creation to the end of its operations.
-        fate: if it has an error, the operations do not run.
-
-    Attributes:
-        done: a CUDA event that marks the end; None on a CPU.
+        function: the beginning or the end of a round, or what runs between rounds.
+        errors: the engine's.
+        ends: whether it is the end of a round; without effect if a bucket has failed, whose error says more.
     """
 
-    def __init__(self, bucket: BaguaBucket, flat: Tensor | None, ready: Any, label: str, fate: _Fate) -> None:
-        self.bucket, self._flat, self._ready, self._label, self._fate = bucket, flat, ready, label, fate
-        self._ended: torch.futures.Future[None] | None = None
-        if torch.autograd.profiler._is_profiler_enabled:
-            self._ended = torch.futures.Future()
-            profiled = record_function(label)
-            profiled.__enter__()
-            profiled._call_end_callbacks_on_future(self._ended)
-        self.done: Any = None
-        self.error: BaseException | None = None
+    def __init__(self, function: Callable[[], object], errors: Errors, ends: bool = False) -> None:
+        self._function, self._errors, self._ends = function, errors, ends
 
     def __call__(self) -> None:
-        if self._fate.error is None:
+        errors = self._errors
+        skipped, errors.bucket_failed = self._ends and errors.bucket_failed, False
+        if errors.fatal is None and not skipped:
             try:
-                self.done = self.bucket.execute(self._flat, self._ready, self._label)
+                self._function()
             except Exception as error:
-                self.error = error
-                self._fate.bucket_failed = True
-        if self._ended is not None:
-            self._ended.set_result(None)
+                errors.fatal = error
 
     def describe(self) -> str:
-        return f"bucket {self.bucket.name!r}, operation {self.bucket.running!r}"
+        return f"agreement with the other ranks at the {'end' if self._ends else 'beginning'} of a round"

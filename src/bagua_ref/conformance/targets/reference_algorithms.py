@@ -13,6 +13,7 @@ from torch import Tensor
 from bagua_ref.algorithms import Algorithm, QAdamAlgorithm, QAdamOptimizer
 from bagua_ref.base.runtime import current_world
 from bagua_ref.conformance.targets.world import RankWorld
+from bagua_ref.data_parallel.training import Options
 from bagua_ref.data_parallel.wrapping import wrap
 from bagua_ref.errors import CommunicationError
 from bagua_ref.formulas.graphs import in_turn
@@ -202,10 +203,8 @@ class _ReferenceTraining:
             init_process_group()
         self._module: Any = GivenGradients([w.to(self._of.device, copy=True) for w in self._weights])
         self._optimizer, algorithm = self._make(list(self._module.weights))
-        wrap(
-            self._module, [self._optimizer], algorithm, None, do_flatten=self._of.flatten, backend=self._of.kernels,
-            find_unused_parameters=True, timeout=None, bucket_bytes=self._bucket_bytes,
-        )  # fmt: skip
+        options = Options(self._of.flatten, self._of.kernels, True, bucket_bytes=self._bucket_bytes)
+        wrap(self._module, [self._optimizer], algorithm, None, options)
 
     def steps(self, gradients: list[Gradients], restart: int = 0) -> History:
         """Take a step with the gradients of each; return the weights after each."""

@@ -1,23 +1,30 @@
-"""The parameters of a module that take part in training, and a check that they still do (S2.1)."""
+"""Parameters and buffers of a module in training, and their assignment to buckets (S2.1)."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import Parameter
 
 from bagua_ref.algorithms.base import AlgorithmImpl
 from bagua_ref.buckets.tensor import align
-from bagua_ref.data_parallel.functional_forwards import are_for_a_call
+from bagua_ref.data_parallel.hooks import are_for_a_call
 from bagua_ref.data_parallel.sharding import LocalShard, reshard, stand_in
+from bagua_ref.groups.communication import broadcast_coalesced
+from bagua_ref.observe.meter import Meter
+from bagua_ref.types import Group
 
-__all__ = ["TrainedParameters", "refuse_what_cannot_be_flat"]
+__all__ = ["Buffers", "TrainedParameters", "refuse_what_cannot_be_flat", "split_into_buckets"]
 
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+_ORDER = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+"""The dtypes of buckets, in this order."""
 
 
 class TrainedParameters:
@@ -123,6 +130,77 @@ class TrainedParameters:
         self._kept = list(chain.from_iterable(self._members))  # an id is only another object's once this one is gone
         self._ids = list(map(id, self._kept))
         self._frozen = [p for name, p in module.named_parameters() if not p.requires_grad and name not in self._ignored]
+
+
+class Buffers:
+    """A module's buffers and, if they are broadcast, connections for that: the training thread must not use the worker's.
+
+    Args:
+        module: the module; held weakly, and it may replace its buffers at any time.
+        ignored: names of those that are not broadcast.
+        group: the ranks.
+        wanted: whether they are to be broadcast.
+
+    Attributes:
+        group: a group of their own; None if there is nothing to broadcast.
+    """
+
+    def __init__(self, module: torch.nn.Module, ignored: Collection[str], group: Group, wanted: bool) -> None:
+        self._module, self._ignored, self._wanted = weakref.ref(module), ignored, wanted
+        self.group = group.sibling() if self.are_broadcast() and len(group.ranks) > 1 else None
+        if self.group is not None:
+            self.group.get_global_communicator()
+
+    def are_broadcast(self) -> bool:
+        """Return whether there are buffers, and they are to be broadcast."""
+        return self._wanted and bool(self._current())
+
+    def broadcast(self, source: int, meter: Meter) -> None:
+        """Give every rank the buffers of rank ``source`` of the group. Collective."""
+        assert self.group is not None, "are_broadcast() is True, and there are other ranks"
+        # Autograd must not take this for a change by the user to a saved buffer: data has no version.
+        buffers = [buffer.data for buffer in self._current() if not is_functorch_wrapped_tensor(buffer)]
+        with meter.waiting():
+            broadcast_coalesced(buffers, source, self.group.get_global_communicator())
+
+    def close(self) -> None:
+        """Close the connections."""
+        if self.group is not None:
+            self.group.close()
+
+    def _current(self) -> list[torch.Tensor]:
+        module = self._module()
+        assert module is not None, "it is being trained"
+        return [buffer for name, buffer in module.named_buffers() if name not in self._ignored]
+
+
+def split_into_buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> list[list[Tensor]]:
+    """Return ``tensors`` by dtype (bf16, f16, f32, f64), then device by first appearance, cut into buckets (S2.1).
+
+    A bucket is closed as soon as it holds ``bucket_bytes`` or more, and at every change of dtype or device.
+
+    Raises:
+        TypeError: a dtype that cannot be trained.
+
+    >>> [len(bucket) for bucket in split_into_buckets([torch.ones(4)] * 5, bucket_bytes=32)]
+    [2, 2, 1]
+    """
+    for tensor in tensors:
+        if tensor.dtype not in _ORDER:
+            raise TypeError(f"tensors of {tensor.dtype} cannot be trained; allowed are {', '.join(map(str, _ORDER))}")
+    devices = list(dict.fromkeys(tensor.device for tensor in tensors))
+    buckets: list[list[Tensor]] = []
+    for dtype in _ORDER:
+        for device in devices:
+            filled = bucket_bytes  # nothing is open at a change of dtype or device
+            for tensor in tensors:
+                if (tensor.dtype, tensor.device) == (dtype, device):
+                    if filled >= bucket_bytes:
+                        buckets.append([])
+                        filled = 0
+                    buckets[-1].append(tensor)
+                    filled += tensor.numel() * tensor.element_size()
+    return buckets
 
 
 def refuse_what_cannot_be_flat(module: torch.nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Guard against optimizer steps on gradients that bypassed communication, or that communication does not know of."""
+"""Guards of a training: against a second reduction by torch, and optimizer steps on gradients that bypassed communication."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.compiler import is_dynamo_compiling
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from bagua_ref.algorithms.base import TrainingContext
 from bagua_ref.base.runtime import current_world
 from bagua_ref.base.utils import inside_backward
 from bagua_ref.data_parallel.sharding import whole
+from bagua_ref.types import Group
 
-__all__ = ["StepGuard"]
+__all__ = ["StepGuard", "refuse_both", "refuse_inside"]
 
 
 class StepGuard:
@@ -32,9 +35,9 @@ class StepGuard:
     def __init__(self, training: TrainingContext) -> None:
         self._training = weakref.ref(training)
         self._module_name, self._world = training.bagua_module_name, training.world
-        self._since = {optimizer: _Since() for optimizer in training.bagua_optimizers}
-        self._since_others = _Since()
-        """Events since the last step of an optimizer that was not passed when wrapping."""
+        self._known = frozenset(training.bagua_optimizers)
+        self._since = {optimizer: _Since() for optimizer in (None, *training.bagua_optimizers)}
+        """Events since each optimizer's last step; under None, of one that was not passed when wrapping."""
         self._parameters: frozenset[int] = frozenset()
         """The ids of the module's parameters."""
         self._unstepped: set[torch.optim.Optimizer] = set()
@@ -60,22 +63,22 @@ class StepGuard:
     def forward_begins(self) -> None:
         """Note the start of a training forward pass, which a backward pass should follow."""
         self.expects_backward = True
-        self._unstepped = set(self._since)
+        self._unstepped = set(self._known)
 
     def gradient_arrives(self) -> None:
         """Note a gradient that stays local on purpose, as under `no_sync`."""
-        for since in self._all():
+        for since in self._since.values():
             since.gradients = True
 
     def synchronized(self) -> None:
         """Note the end of a synchronized backward pass."""
-        for since in self._all():
+        for since in self._since.values():
             since.gradients = since.synchronized = True
-        self.expects_backward = self.expects_backward and bool(self._since)
+        self.expects_backward = self.expects_backward and bool(self._known)
 
     def bypassed(self, reason: str, parameter: torch.Tensor) -> None:
         """Note a gradient of ``parameter`` that bypassed communication unintentionally, and the reason."""
-        for since in self._all():
+        for since in self._since.values():
             since.gradients = True
             since.bypassed = reason, parameter, parameter.grad
 
@@ -86,7 +89,7 @@ class StepGuard:
             RuntimeError: the optimizer holds parameters of the module and steps inside a backward pass, or the algorithm must
                 know it; for another optimizer than the module's, also as `before_step`.
         """
-        known, inside = optimizer in self._since, inside_backward()
+        known, inside = optimizer in self._known, inside_backward()
         if (known and not inside) or not self._holds_parameters(optimizer):
             return
         who = type(optimizer).__name__
@@ -107,8 +110,8 @@ class StepGuard:
                 f"{why}. Call with_bagua() again on every rank, with this optimizer in its list (train(): leave the context, and "
                 "enter another one)"
             )
-        self._since_others.check(optimizer, self._module_name)
-        self._since_others = _Since()
+        self._since[None].check(optimizer, self._module_name)
+        self._since[None] = _Since()
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that ``optimizer`` may step.
@@ -126,8 +129,6 @@ class StepGuard:
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Note the end of a step; return whether it counts as one of the training's."""
-        since = self._since[optimizer]
-        self._stepping = False
         since, after = self._since[optimizer], _Since()
         if since.gradients:  # of the step's own closure
             self._note(since)
@@ -143,11 +144,26 @@ class StepGuard:
         self.followed_backward = since.gradients
         self.followed_synchronized = since.synchronized if since.gradients else None
 
-    def _all(self) -> list[_Since]:
-        return [*self._since.values(), self._since_others]
-
     def _holds_parameters(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(not self._parameters.isdisjoint(map(id, group["params"])) for group in optimizer.param_groups)
+
+
+def refuse_both(group: Group) -> None:
+    """Refuse a torch DistributedDataParallel whose forward pass is under way if its group shares ranks with ``group``.
+
+    Raises:
+        RuntimeError: they share more than this rank; says which of the two to drop.
+    """
+    around = DistributedDataParallel._get_active_ddp_module()
+    if around is not None:
+        _refuse(around, group, "around")
+
+
+def refuse_inside(module: torch.nn.Module, group: Group) -> None:
+    """Refuse torch's DistributedDataParallel in ``module``, and as ``module``; errors as `refuse_both`."""
+    for inside in module.modules():
+        if isinstance(inside, DistributedDataParallel):
+            _refuse(inside, group, "inside")
 
 
 class _Since:
@@ -168,6 +184,16 @@ class _Since:
                 "Call the wrapped module itself, model(x), in training mode for each step; model.no_sync() keeps gradients local "
                 "on purpose"
             )
+
+
+def _refuse(ddp: DistributedDataParallel, group: Group, where: str) -> None:
+    shared = sorted({*group.ranks} & {*dist.get_process_group_ranks(ddp.process_group)})
+    if len(shared) > 1:
+        raise RuntimeError(
+            f"torch's DistributedDataParallel {where} this module and bagua_ref both reduce over ranks {shared}, so that all "
+            "gradients would travel twice: drop DistributedDataParallel and train the plain module, or drop with_bagua() or "
+            "train() to have DistributedDataParallel reduce alone. Both work only over groups that share no more than one rank"
+        )
 
 
 class _Watch:

@@ -6,38 +6,62 @@ import itertools
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from bagua_ref.algorithms.base import Algorithm, GlobalAlgorithmRegistry
+from bagua_ref.algorithms.base import Algorithm, GlobalAlgorithmRegistry, TrainingContext
 from bagua_ref.backends.base import KernelBackend
 from bagua_ref.base.runtime import World, use_world
-from bagua_ref.base.utils import NotCopied, OwnHook, OwnList, OwnName, inside_backward, uncompiled
-from bagua_ref.buckets.bucket import BaguaBucket
+from bagua_ref.base.utils import OwnHook, OwnList, OwnName, inside_backward, uncompiled
 from bagua_ref.buckets.optimizer_state import align_state
-from bagua_ref.data_parallel.agreed_rounds import BUFFERS, PLAN, AgreedRounds
-from bagua_ref.data_parallel.both_reduce import refuse_both, refuse_inside
-from bagua_ref.data_parallel.bucketing import split_into_buckets
-from bagua_ref.data_parallel.buffers import Buffers
-from bagua_ref.data_parallel.forward_passes import ForwardPasses, call_after_backward, trains
-from bagua_ref.data_parallel.functional_forwards import FunctionalForwards, inside_transform, outside_transforms
-from bagua_ref.data_parallel.gradient_hook import GradientHook, add_last
+from bagua_ref.data_parallel.guard import StepGuard, refuse_both, refuse_inside
+from bagua_ref.data_parallel.hooks import ForwardPasses, GradientHook, call_after_backward, outside_transforms, trains
+from bagua_ref.data_parallel.parameters import Buffers, TrainedParameters, split_into_buckets
+from bagua_ref.data_parallel.rounds import BUFFERS, PLAN, ModuleRounds
 from bagua_ref.data_parallel.sharding import reshard, whole
 from bagua_ref.data_parallel.state_broadcast import broadcast_state, warn_of_drift
-from bagua_ref.data_parallel.step_guard import StepGuard
-from bagua_ref.data_parallel.trained_parameters import TrainedParameters
 from bagua_ref.env import get_default_bucket_size
 from bagua_ref.scheduling.engine import Engine
 from bagua_ref.types import Group
 
-__all__ = ["WrappedModule"]
+__all__ = ["PER_STEP", "ModuleTraining", "Options"]
+
+PER_STEP = ("bytes_sent", "exposed_wait_seconds", "codec_seconds")
+"""The totals of which there is a mean over steps, too, with ``_per_step`` after the name."""
+
+_PUBLISHED = ("bagua_algorithm", "bagua_optimizers", "bagua_buckets", "bagua_train_step_counter")
+"""Attributes of a wrapped module, beside its name."""
 
 _counter = itertools.count()
 
 
-class WrappedModule(NotCopied):
-    """The training context of one module: implements `bagua_ref.algorithms.base.TrainingContext` and owns the hooks.
+@dataclass(frozen=True)
+class Options:
+    """Options of a training.
+
+    Attributes:
+        do_flatten: keep each bucket's tensors in one storage.
+        backend: the kernels; None chooses as `bagua_ref.backends.get_backend`.
+        find_unused_parameters: treat parameters that a backward pass does not reach as having zero gradients (S2.5).
+        timeout: seconds without progress after which waiting raises; None: that of the group.
+        bucket_bytes: the size at which a bucket is closed; None: `bagua_ref.env.get_default_bucket_size`.
+        broadcast_buffers: broadcast the first rank's buffers before each training forward pass, not only when wrapping.
+        without_forward: a backward pass's first gradient stands in for the beginning of a training forward pass.
+    """
+
+    do_flatten: bool = True
+    backend: str | KernelBackend | None = None
+    find_unused_parameters: bool = False
+    timeout: float | None = None
+    bucket_bytes: int | None = None
+    broadcast_buffers: bool = False
+    without_forward: bool = False
+
+
+class ModuleTraining(TrainingContext):
+    """The training of one module, which owns the hooks.
 
     Creating one is collective over ``group``: it makes a group of its own with the same ranks and broadcasts the first rank's
     state. A deep copy or pickle of the module is an ordinary module, without hooks.
@@ -48,20 +72,17 @@ class WrappedModule(NotCopied):
         algorithm: makes the implementation.
         group: the ranks that train together.
         world: this rank's.
-        do_flatten: keep each bucket's tensors in one storage.
-        backend: the kernels; None chooses as `bagua_ref.backends.get_backend`.
-        find_unused_parameters: treat parameters that a backward pass does not reach as having zero gradients (S2.5).
-        timeout: seconds without progress after which waiting raises.
-        bucket_bytes: the size at which a bucket is closed; None: `bagua_ref.env.get_default_bucket_size`.
-        broadcast_buffers: broadcast the first rank's buffers before each training forward pass, not only now.
-        without_forward: a backward pass's first gradient stands in for the beginning of a training forward pass.
+        options: of the training.
 
     Attributes:
         buffers: the module's buffers.
-        options: the keyword arguments, from which `wrapping.resynchronize` makes the training anew.
-        rounds: what the ranks agree on before each round of communication.
-        shards: this rank's shards of parameters that fully_shard (FSDP2) has sharded, by name.
+        given_group: ``group``.
+        parameters_to_ignore: names of parameters and buffers that are neither communicated nor broadcast.
+        rounds: the rounds of communication, and what the ranks agree on before each.
+        skipping: whether training forward passes that begin now skip communication, as in `no_sync`.
     """
+
+    rounds: ModuleRounds
 
     def __init__(
         self,
@@ -70,84 +91,79 @@ class WrappedModule(NotCopied):
         algorithm: Algorithm,
         group: Group,
         world: World,
-        *,
-        do_flatten: bool = True,
-        backend: str | KernelBackend | None = None,
-        find_unused_parameters: bool = False,
-        timeout: float = 300.0,
-        bucket_bytes: int | None = None,
-        broadcast_buffers: bool = False,
-        without_forward: bool = False,
+        options: Options,
     ) -> None:
-        self.algorithm = algorithm
-        self.options: dict[str, Any] = {
-            "do_flatten": do_flatten,
-            "backend": backend,
-            "find_unused_parameters": find_unused_parameters,
-            "timeout": timeout,
-            "bucket_bytes": bucket_bytes,
-            "broadcast_buffers": broadcast_buffers,
-            "without_forward": without_forward,
-        }
         refuse_inside(uncompiled(module), group)
+        self.algorithm, self.options, self.given_group, self.world = algorithm, options, group, world
         self._called = weakref.ref(module)  # hooks on the module inside a compiled one would be compiled
         module = uncompiled(module)
         self._module = weakref.ref(module)
         self.bagua_module_name = module.__dict__.get("bagua_module_name") or OwnName(f"bagua_module_{next(_counter)}")
-        self.bagua_optimizers: list[torch.optim.Optimizer] = OwnList(optimizers)
-        self.bagua_buckets: list[BaguaBucket] = OwnList()
+        self.bagua_optimizers = OwnList(optimizers)
+        self.bagua_buckets = OwnList()
+        self.steps_of_optimizers = [0] * len(optimizers)
         self._train_steps = 0
-        self.world, self._do_flatten, self.kernel_backend = world, do_flatten, backend
-        self._find_unused_parameters, self._bucket_bytes = find_unused_parameters, bucket_bytes
+        self.kernel_backend = options.backend
         self.parameters_to_ignore = {
             *getattr(module, "_bagua_params_and_buffers_to_ignore", ()),
             *getattr(module, "_ddp_params_and_buffers_to_ignore", ()),
         }
-        """Names of parameters and buffers that are neither communicated nor broadcast."""
-        self.skipping = False
-        """Whether training forward passes that begin now skip communication, as in `no_sync`."""
-        self._in_backward = False
-        self._functional = FunctionalForwards()
-        self.without_forward = without_forward
+        self.skipping = self._in_backward = False
         self._backward_begun = -1
         """The last backward pass that stood in for a forward pass."""
         self._passes = ForwardPasses(self._synchronize, synchronizing=not self.bagua_optimizers)
         self._guard = StepGuard(self)
-        self._bagua_backend = Engine(world, self.bagua_module_name, timeout, GlobalAlgorithmRegistry.name_of(algorithm))
+        timeout = group.timeout if options.timeout is None else options.timeout
+        self.engine = Engine(world, self.bagua_module_name, timeout, GlobalAlgorithmRegistry.name_of(algorithm))
         self._parameters = TrainedParameters(module, self.parameters_to_ignore)
-        self.shards = self._parameters.shards
-        split_into_buckets([p for _, p in self.bagua_build_params()], 1)  # refuse what cannot be trained before anything is sent
-        algorithm.check(self.bagua_build_params(), self.bagua_optimizers)
-        self.given_group, self.process_group = group, group.for_background()
-        self._owns_group = self.process_group is not group
-        settings = {"algorithm": f"{type(algorithm).__name__}{algorithm.settings()}", "buckets": f"{self.bucket_bytes} bytes"}
-        settings |= {"broadcast_buffers": str(broadcast_buffers), "find_unused_parameters": str(find_unused_parameters)}
+        self._named, self.shards = self._parameters.named, self._parameters.shards
+        split_into_buckets([p for _, p in self._named], 1)  # refuse what cannot be trained before anything is sent
+        algorithm.check(self._named, self.bagua_optimizers)
+        self.process_group = group.for_background()
+        settings = {
+            "algorithm": f"{type(algorithm).__name__}{algorithm.settings()}",
+            "buckets": f"{self.bucket_bytes} bytes",
+            "broadcast_buffers": str(options.broadcast_buffers),
+            "find_unused_parameters": str(options.find_unused_parameters),
+        }
         comm = self.process_group.get_global_communicator()
         broadcast_state(module, optimizers, comm, self.parameters_to_ignore, settings, group.ranks)
-        self.buffers = Buffers(module, self.parameters_to_ignore, group, broadcast_buffers)
+        self.buffers = Buffers(module, self.parameters_to_ignore, group, options.broadcast_buffers)
         self.bagua_algorithm = algorithm.reify(self.process_group)
         self.bagua_algorithm._context = weakref.ref(self)
-        self._handles: list[Any] = []
-        self.rounds = AgreedRounds(self, group.sibling() if find_unused_parameters else None)
+        self.rounds = ModuleRounds(self, group.sibling() if options.find_unused_parameters else None)
         if self.bagua_algorithm.replicas_are_equal:
-            warn_of_drift([parameter for _, parameter in self.bagua_build_params()], self.bagua_optimizers, comm, group.ranks)
+            warn_of_drift([parameter for _, parameter in self._named], self.bagua_optimizers, comm, group.ranks)
         self.reset()
-        self._handles.append(module.register_load_state_dict_post_hook(OwnHook(self.rounds.note_load)))
-        self._handles.append(self.called_module.register_forward_pre_hook(OwnHook(self._forward_called)))
-        self._handles.append(self.called_module.register_forward_hook(OwnHook(self._forward_returned)))
-        for name, parameter in self.bagua_build_params():
-            self._handles.append(add_last(whole(parameter), GradientHook(self, name)))
+        self._handles: list[Any] = [
+            module.register_load_state_dict_post_hook(OwnHook(self.rounds.note_load)),
+            self.called_module.register_forward_pre_hook(OwnHook(self._forward_called)),
+            self.called_module.register_forward_hook(OwnHook(self._forward_returned)),
+            *(GradientHook(self, name).add_last(whole(parameter)) for name, parameter in self._named),
+        ]
         for optimizer in self.bagua_optimizers:
             self._handles.append(optimizer.register_step_pre_hook(OwnHook(self._begin_step)))
             self._handles.append(optimizer.register_step_post_hook(OwnHook(self._end_step)))
             self._handles.append(optimizer.register_load_state_dict_post_hook(OwnHook(self._optimizer_loaded)))
 
     def publish(self) -> None:
-        """Set the attributes of `bagua_ref.distributed.BaguaModule` on the module; unwrapped modules have none of them."""
-        names = ("bagua_module_name", "bagua_algorithm", "bagua_optimizers", "bagua_buckets", "bagua_train_step_counter")
-        self.module.__dict__.update(_bagua=self, **{name: getattr(self, name) for name in names})
-        self.world.engines[self.bagua_module_name] = self._bagua_backend
+        """Set the attributes of `bagua_ref.distributed.BaguaModule` on the module, and begin to count.
+
+        Unwrapped modules have none of these attributes. What was sent when wrapping is no traffic of training.
+        """
+        self.module.__dict__.update(_bagua=self, **{name: getattr(self, name) for name in ("bagua_module_name", *_PUBLISHED)})
+        self.world.engines[self.bagua_module_name] = self.engine
         self._guard.watch()
+        self.engine.meter.bytes_before = self._bytes_sent()
+
+    def withdraw(self) -> None:
+        """Remove what `publish` set, but leave a name that the user gave."""
+        attributes = self.module.__dict__
+        for name in ("_bagua", *_PUBLISHED):
+            attributes.pop(name, None)
+        if isinstance(self.bagua_module_name, OwnName):
+            attributes.pop("bagua_module_name", None)
+        self.world.engines.pop(self.bagua_module_name, None)
 
     @property
     def bagua_train_step_counter(self) -> int:
@@ -158,74 +174,45 @@ class WrappedModule(NotCopied):
     def bagua_train_step_counter(self, value: int) -> None:
         self._train_steps = self.module.__dict__["bagua_train_step_counter"] = value
 
-    @property
-    def steps_of_optimizers(self) -> list[int]:
-        """The steps that each optimizer has taken."""
-        return self.rounds.steps_of_optimizers
-
-    @property
-    def backward_passes(self) -> int:
-        """Backward passes begun outside `no_sync`."""
-        return self.rounds.backward_passes
-
-    def note_load(self) -> None:
-        """Have what is equal on all ranks compared in the next round."""
-        self.rounds.note_load()
-
-    def _optimizer_loaded(self, optimizer: torch.optim.Optimizer) -> None:
-        align_state(optimizer)  # it may have been saved with other strides
-        self.rounds.note_load()
-
-    @property
-    def module(self) -> torch.nn.Module:
-        """The wrapped module."""
-        module = self._module()
-        assert module is not None, "the module's hooks and properties are the only way here"
-        return module
-
-    @property
-    def called_module(self) -> torch.nn.Module:
-        """The module that training calls: the wrapped one, or its torch.compile wrapper if that was wrapped."""
-        module = self._called()
-        return self.module if module is None else module
-
-    def bagua_build_params(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """Return the parameters that need a gradient and are not ignored, as ``named_parameters()`` names them (S2.1)."""
-        return self._parameters.named
-
-    @property
-    def bucket_bytes(self) -> int:
-        """The size at which a bucket is closed."""
-        return get_default_bucket_size() if self._bucket_bytes is None else self._bucket_bytes
-
     def reset(self) -> None:
         """Get tensors, buckets, operations and hooks from the algorithm (S5); the state is not broadcast again."""
-        algorithm = self.bagua_algorithm
-        without_gradient = [parameter for _, parameter in self.bagua_build_params() if parameter.grad is None]
-        self._bagua_backend.wait_pending_comm_ops()
+        algorithm, options = self.bagua_algorithm, self.options
+        without_gradient = [parameter for _, parameter in self._named if parameter.grad is None]
+        self.engine.wait_pending_comm_ops()
         for optimizer in self.bagua_optimizers:
             align_state(optimizer)
         with use_world(self.world):
-            tensors = algorithm.init_tensors(self)
-            self.bagua_buckets[:] = algorithm.tensors_to_buckets(split_into_buckets(tensors, self.bucket_bytes), self._do_flatten)
+            tensors = split_into_buckets(algorithm.init_tensors(self), self.bucket_bytes)
+            self.bagua_buckets[:] = algorithm.tensors_to_buckets(tensors, options.do_flatten)
             for bucket in self.bagua_buckets:
                 bucket.backend = bucket.backend or self.kernel_backend
                 algorithm.init_operations(self, bucket)
-        self._bagua_backend.register_ordered_buckets(self.bagua_buckets)
+        self.engine.register_ordered_buckets(self.bagua_buckets)
         self._parameters.note_strides()
         self.rounds.plan()
         for parameter in without_gradient:  # else torch would not create the optimizer's state when it loads a checkpoint
             parameter.grad = None
         self._forward_pre_hook = algorithm.init_forward_pre_hook(self)
-        self._backward_hook = self.rounds.noting_reached(algorithm.init_backward_hook(self))
+        self._backward_hook = algorithm.init_backward_hook(self)
+        if self.rounds.unused is not None:
+            self._backward_hook = self.rounds.unused.noting(self._backward_hook)
         self._post_backward_hook = algorithm.init_post_backward_hook(self)
         self._post_step_hook = algorithm.init_post_optimizer_step_hook(self)
+
+    @property
+    def bucket_bytes(self) -> int:
+        """The size at which a bucket is closed."""
+        return get_default_bucket_size() if self.options.bucket_bytes is None else self.options.bucket_bytes
+
+    def _optimizer_loaded(self, optimizer: torch.optim.Optimizer) -> None:
+        align_state(optimizer)  # it may have been saved with other strides
+        self.rounds.note_load()
 
     def _forward_called(self, module: torch.nn.Module, input: Any) -> None:
         if not trains(module):
             return
         refuse_both(self.given_group)
-        if self.without_forward:
+        if self.options.without_forward:
             return
         with outside_transforms():
             if torch.is_grad_enabled():
@@ -235,41 +222,39 @@ class WrappedModule(NotCopied):
                 self._passes.begin_without_gradients(not self.skipping)
 
     def _forward_returned(self, module: torch.nn.Module, input: Any, output: Any) -> None:
-        if self.without_forward or not trains(module) or not torch.is_grad_enabled():
-            return
-        if not self._functional.under_way and not inside_transform():
+        if not self.options.without_forward and trains(module) and torch.is_grad_enabled():
             self._passes.end(output, not self.skipping)
 
     def _abandon_failed_backward(self) -> None:
         if self._in_backward:
             self._in_backward = False
-            self._bagua_backend.abandon_round()
-            if self._bagua_backend.half_done:
-                self.rounds.give_up("one of its backward passes failed after communication had begun")
+            self.engine.abandon_round()
+            if self.engine.half_done:
+                self.rounds.abort("one of its backward passes failed after communication had begun")
 
     def _begin_forward(self, input: Any, synchronized: bool, in_backward: bool = False) -> None:
         self.given_group.refuse_in_child()
-        self._functional.under_way = not self._parameters.check()
-        if self._functional.under_way:
+        self._passes.is_functional = not self._parameters.check()
+        if self._passes.is_functional:
             if not self._guard.expects_backward:
-                self._functional.note(synchronized)
+                self._passes.begin_functional(synchronized)
             return
-        self._functional.take()
+        self._passes.forget_functional()
         self._abandon_failed_backward()
         self.rounds.check_usable()
         self._passes.begin(synchronized, in_backward)
         self.bagua_train_step_counter += 1
         self.bagua_algorithm.begin_forward()
         if synchronized and self._parameters.have_new_strides(self.bagua_algorithm):
-            self.rounds.tell(PLAN)
+            self.rounds.announce(PLAN)
             self.reset()
         if self.bagua_algorithm.need_reset():
             self.reset()
         self._guard.forward_begins()
         if synchronized:
             if self.buffers.group is not None and self.bagua_algorithm.ranks_in_step and not in_backward:
-                source = 0 if self.rounds.joining is None else self.rounds.tell(BUFFERS).active[0]
-                self.buffers.broadcast(source, self._bagua_backend.meter)
+                source = 0 if self.rounds.joining is None else self.rounds.announce(BUFFERS).active[0]
+                self.buffers.broadcast(source, self.engine.meter)
             self._forward_pre_hook(input)
 
     def will_broadcast_buffers(self) -> bool:
@@ -278,10 +263,10 @@ class WrappedModule(NotCopied):
 
     def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.given_group.refuse_in_child()
-        if self.without_forward and self._in_backward and not inside_backward():
+        if self.options.without_forward and self._in_backward and not inside_backward():
             raise RuntimeError("a backward pass failed inside train(), so gradients are of this rank alone; leave the context")
         self.rounds.check_usable()
-        self._functional.take()
+        self._passes.forget_functional()
         self._guard.before_step(optimizer)
 
     def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -289,11 +274,11 @@ class WrappedModule(NotCopied):
         if not (self._guard.followed_backward if self.bagua_algorithm.steps_follow_backward else counts):
             return
         self.steps_of_optimizers[self.bagua_optimizers.index(optimizer)] += 1
-        self._bagua_backend.meter.steps += optimizer is self.bagua_optimizers[-1]
+        self.engine.meter.steps += optimizer is self.bagua_optimizers[-1]
         synchronizing = self._guard.followed_synchronized
         if synchronizing is None:  # gradients that did not come through backward()
             synchronizing = self.module.training and self._passes.synchronizing
-        with self.rounds.giving_up():
+        with self.rounds.aborting():
             (self._post_step_hook if synchronizing else self.bagua_algorithm.end_unsynchronized_step)(optimizer)
         if synchronizing:
             self.rounds.end_round()
@@ -301,16 +286,18 @@ class WrappedModule(NotCopied):
     def _begin_backward(self, name: str, parameter: Any) -> bool:
         """Return whether the backward pass that delivers a gradient now is synchronized; if it is, begin its round."""
         self.given_group.refuse_in_child()
-        self.rounds.note_reached(name)
+        if self.rounds.unused is not None:
+            self.rounds.unused.reached.add(name)
         reached, first_run = self._passes.reached, self._passes.gradient_arrives()
         if first_run is not None:
             self._begin_forward((), first_run, in_backward=True)
-        elif self.without_forward and self.module.training:
+        elif self.options.without_forward and self.module.training:
             backward = torch._C._current_graph_task_id()
             if backward != self._backward_begun:
                 self._backward_begun = backward
                 self._begin_forward((), not self.skipping, in_backward=True)
-        if self.module.training and not self._guard.expects_backward and (synchronized := self._functional.take()) is not None:
+        expects = self._guard.expects_backward
+        if self.module.training and not expects and (synchronized := self._passes.forget_functional()) is not None:
             self._begin_forward((), synchronized, in_backward=True)
         if reached is None:
             bypassed = self._why_bypassed()
@@ -332,9 +319,9 @@ class WrappedModule(NotCopied):
 
     def _begin_round(self) -> None:
         self._in_backward = True
-        self.rounds.backward_passes += 1
-        self._bagua_backend.meter.steps += not self.bagua_optimizers
-        self._bagua_backend.begin_backward()
+        self.backward_passes += 1
+        self.engine.meter.steps += not self.bagua_optimizers
+        self.engine.begin_backward()
         call_after_backward(self._post_backward)
 
     def _synchronize(self, gradients: list[tuple[str, Any]]) -> None:
@@ -353,9 +340,10 @@ class WrappedModule(NotCopied):
 
     def _post_backward(self) -> None:
         self._in_backward = False
-        with self.rounds.giving_up():
-            self.rounds.agree_on_unused()
-            self._bagua_backend.end_backward(self._find_unused_parameters)
+        with self.rounds.aborting():
+            if self.rounds.unused is not None and self.engine.round_begun:
+                self.rounds.unused.agree()
+            self.engine.end_backward(self.options.find_unused_parameters)
             self._post_backward_hook()
         self._parameters.align_gradients()
         self._guard.synchronized()
@@ -367,11 +355,6 @@ class WrappedModule(NotCopied):
         if self.shards:
             reshard(self.module)
 
-    def end_join(self) -> None:
-        """Inside `bagua_ref.join`: let this rank have no more batches, and wait until this is so for all; elsewhere, do nothing."""
-        if self.rounds.joining is not None:
-            self.rounds.joining.follow()
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Skip all communication of training forward passes that begin in this context, and of their backward passes (S5)."""
@@ -381,14 +364,32 @@ class WrappedModule(NotCopied):
         finally:
             self.skipping = before
 
+    def metrics(self) -> dict[str, float | int]:
+        """Return the metrics of `bagua_ref.distributed.BaguaModule.bagua_metrics`."""
+        meter = self.engine.meter
+        found: dict[str, float | int] = {"steps": meter.steps, "rounds": meter.rounds}
+        found["steps_in_agreement"] = meter.steps if self.rounds.alone else meter.steps_in_agreement
+        found["bytes_sent"] = self._bytes_sent() - meter.bytes_before
+        if all(parameter.device.type == "cpu" for _, parameter in self._named):
+            found["exposed_wait_seconds"], found["codec_seconds"] = meter.wait_seconds, meter.codec_seconds
+        for name in PER_STEP:
+            if name in found:
+                found[f"{name}_per_step"] = found[name] / max(meter.steps, 1)
+        if meter.last_exchange is not None:
+            found["seconds_since_last_exchange"] = meter.world.clock() - meter.last_exchange
+        return found | self.bagua_algorithm.metrics()
+
+    def _bytes_sent(self) -> int:
+        return self.process_group.bytes_sent + (0 if self.buffers.group is None else self.buffers.group.bytes_sent)
+
     def close(self) -> None:
         """Remove the hooks, end the background thread and close its connections."""
         for handle in self._handles:
             handle.remove()
         self._guard.unwatch()
         self.bagua_algorithm.close()
-        self._bagua_backend.close()
-        if self._owns_group:
+        self.engine.close()
+        if self.process_group is not self.given_group:
             self.process_group.close()
         self.buffers.close()
         self.rounds.close()

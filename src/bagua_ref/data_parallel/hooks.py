@@ -1,0 +1,279 @@
+"""Hooks of a module in training: on its parameters' gradients, and on the graphs behind its outputs (S2.1, S5)."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+from torch._C._functorch import peek_interpreter_stack
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.compiler import is_dynamo_compiling
+from torch.nn.parallel.distributed import _find_tensors
+from torch.nn.utils.stateless import _functional_call
+from torch.utils.hooks import RemovableHandle
+
+from bagua_ref.base.utils import NotCopied, inside_backward, untraced
+
+__all__ = [
+    "ForwardPasses",
+    "GradientHook",
+    "are_for_a_call",
+    "call_after_backward",
+    "outside_transforms",
+    "trainings_of",
+    "trains",
+]
+
+
+class GradientHook(NotCopied):
+    """The hook of a parameter, which marks each gradient ready; ``training`` is the training that the parameter belongs to.
+
+    It runs for every gradient, so it must be fast.
+
+    Args:
+        wrapped: the training, a `bagua_ref.data_parallel.training.ModuleTraining`; held weakly, as the garbage collector
+            cannot see through the C++ part of a parameter.
+        name: the parameter's name.
+    """
+
+    __slots__ = ("_name", "training")
+
+    def __init__(self, wrapped: Any, name: str) -> None:
+        self.training, self._name = weakref.ref(wrapped), name
+
+    def __call__(self, parameter: Any) -> None:
+        """Mark the gradient of ``parameter``, which may be the part of a sharded one."""
+        if is_dynamo_compiling():  # asking takes a tenth of the time that an untraced call takes
+            self._untraced(parameter)
+            return
+        wrapped = self.training()
+        if wrapped is not None and (wrapped._in_backward or wrapped._begin_backward(self._name, parameter)):
+            wrapped._backward_hook(self._name, wrapped.shards.get(self._name, parameter) if wrapped.shards else parameter)
+
+    @untraced
+    def _untraced(self, parameter: Any) -> None:
+        self(parameter)
+
+    def add_last(self, parameter: torch.nn.Parameter) -> RemovableHandle:
+        """Register this so that it runs after all other post-accumulate-grad hooks of ``parameter``, also after later ones."""
+        before = parameter._post_accumulate_grad_hooks
+        if not isinstance(before, _Hooks):
+            hooks = _Hooks()
+            if before is not None:
+                # Handles of hooks that the user registered before remove them from that dictionary.
+                hooks[-1] = _Earlier(before)
+            parameter._post_accumulate_grad_hooks = hooks
+        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(self)
+        return handle
+
+
+def trainings_of(parameter: torch.nn.Parameter) -> list[Any]:
+    """Return each `bagua_ref.data_parallel.training.ModuleTraining` that ``parameter`` takes part in."""
+    hooks = (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
+    found = (hook.training() for hook in hooks if isinstance(hook, GradientHook))
+    return [training for training in found if training is not None]
+
+
+class Reached:
+    """The forward passes that a backward pass has reached; the autograd engine keeps it until the backward pass ends or fails.
+
+    Attributes:
+        synchronized: whether one of them began outside `no_sync`.
+        waiting: the parameters whose gradients arrived before one was, by name.
+    """
+
+    def __init__(self) -> None:
+        self.synchronized, self.over = False, False
+        self.waiting: list[tuple[str, Any]] = []
+
+    def __call__(self) -> None:
+        """Note that the backward pass has ended."""
+        self.over = True
+
+
+class ForwardPasses:
+    """Whether the forward passes that a backward pass reaches began outside `no_sync`.
+
+    The nodes of the graph behind each output say so when a backward pass comes to them. A backward pass that comes to none of
+    them, as when outputs hide their tensors, is synchronized as by torch's DistributedDataParallel: if it is the first one after a
+    forward pass outside `no_sync`.
+
+    Args:
+        synchronize: called if a backward pass turns out to be synchronized after some of its gradients have arrived, with these.
+        synchronizing: whether a backward pass that follows no forward pass is synchronized.
+    """
+
+    def __init__(self, synchronize: Callable[[list[tuple[str, Any]]], object], synchronizing: bool) -> None:
+        self._synchronize = weakref.WeakMethod(synchronize)
+        self.synchronizing = synchronizing
+        """Whether a backward pass that comes to no known node is synchronized."""
+        self._awaited = False
+        """Whether no backward pass has been synchronized since the last forward pass outside `no_sync`."""
+        self._expected = False
+        """Whether no gradient has arrived since the last forward pass."""
+        self._first_run: bool | None = None
+        """Whether the last forward pass, if it had gradients disabled, began outside `no_sync`; None after its first gradient."""
+        self._reached: Callable[[], Reached | None] = lambda: None
+        self.is_functional = False
+        """Whether the last forward pass had other tensors in place of parameters, as of `torch.func.functional_call`.
+
+        Only a backward pass shows whether it is part of training: if it reaches parameters, as that of MAML's outer loss.
+        """
+        self._functional: bool | None = None
+        """Whether a functional forward pass since the last step began outside `no_sync`; None: there was none."""
+
+    @property
+    def reached(self) -> Reached | None:
+        """What the backward pass under way has reached so far; None: nothing, or there is no backward pass."""
+        reached = self._reached()
+        return None if reached is None or reached.over else reached
+
+    def begin(self, synchronized: bool, in_backward: bool) -> None:
+        """Note the beginning of a forward pass, outside `no_sync` or not, or of a backward pass that stands in for one."""
+        self._expected, self._first_run = not in_backward, None
+        if synchronized:
+            self.synchronizing = self._awaited = True
+        elif not self._awaited:
+            self.synchronizing = False
+
+    def begin_without_gradients(self, synchronized: bool) -> None:
+        """Note the beginning of a forward pass with gradients disabled, outside `no_sync` or not."""
+        self._first_run = synchronized
+
+    def begin_functional(self, synchronized: bool) -> None:
+        """Note the beginning of a functional forward pass, outside `no_sync` or not."""
+        self._functional = bool(self._functional) or synchronized
+
+    def forget_functional(self) -> bool | None:
+        """Forget the functional forward passes; return whether one of them began outside `no_sync`, None if there were none."""
+        synchronized, self._functional = self._functional, None
+        return synchronized
+
+    def gradient_arrives(self) -> bool | None:
+        """Note a gradient; if it belongs to a forward pass that had gradients disabled, return whether that was outside `no_sync`.
+
+        Only the first run of a reentrant checkpoint around the module is such a forward pass: no other one comes before it.
+        """
+        expected, self._expected = self._expected, False
+        if self.reached is not None:
+            return None
+        first_run, self._first_run = self._first_run, None
+        return None if expected else first_run
+
+    def end(self, output: Any, synchronized: bool) -> None:
+        """Mark the graph behind the ``output`` of a forward pass, unless it is functional or in a transform."""
+        if self.is_functional or inside_transform():
+            return
+        mark = _Mark(self, synchronized)
+        for tensor in _find_tensors(output):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(mark)
+
+    def backward_synchronized(self) -> None:
+        """Note the end of a synchronized backward pass."""
+        self._awaited = False
+
+    def reach(self, synchronized: bool) -> None:
+        """Note that the backward pass under way has come to the output of a forward pass."""
+        reached = self.reached
+        if reached is None:
+            reached = Reached()
+            torch.autograd.Variable._execution_engine.queue_callback(reached)
+            self._reached = weakref.ref(reached)
+        if synchronized and not reached.synchronized:
+            reached.synchronized = True
+            synchronize = self._synchronize()
+            if reached.waiting and synchronize is not None:
+                synchronize(reached.waiting)
+
+
+def trains(module: torch.nn.Module) -> bool:
+    """Return whether a forward pass of ``module`` that begins now may be part of a training step."""
+    # Activation checkpointing repeats forward passes; torch.export runs one with stand-ins for the parameters.
+    return module.training and not inside_backward() and not torch.compiler.is_compiling()
+
+
+def call_after_backward(callback: Callable[[], object]) -> None:
+    """Call ``callback`` at the end of the outermost backward pass under way.
+
+    A reentrant checkpoint runs a backward pass inside another one: a node of the outer one is still being evaluated at its end, so
+    the call waits until that node is done.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(partial(_graph_task_ended, callback))
+
+
+def are_for_a_call(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether ``tensors``, what a module has as parameters in the forward pass under way, are there for this call only."""
+    if not all(isinstance(tensor, torch.nn.Parameter) for tensor in tensors):
+        return True  # modules take nothing but parameters for good
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not _functional_call.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+def outside_transforms() -> AbstractContextManager[Any]:
+    """Return a context outside of the transforms that the caller is in: tensors made in a transform end with it."""
+    return temporarily_clear_interpreter_stack() if inside_transform() else nullcontext()
+
+
+def inside_transform() -> bool:
+    """Return whether the caller is inside a transform."""
+    return peek_interpreter_stack() is not None
+
+
+class _Mark:
+    """A hook of the nodes behind an output, which are freed with the graph."""
+
+    def __init__(self, passes: ForwardPasses, synchronized: bool) -> None:
+        self._passes, self._synchronized = weakref.ref(passes), synchronized
+
+    def __call__(self, gradients: Any) -> None:
+        if is_dynamo_compiling():  # see `GradientHook`
+            self._untraced(gradients)
+            return
+        passes = self._passes()
+        if passes is not None:
+            passes.reach(self._synchronized)
+
+    @untraced
+    def _untraced(self, gradients: Any) -> None:
+        self(gradients)
+
+
+@untraced
+def _graph_task_ended(callback: Callable[[], object]) -> None:
+    node = torch._C._current_autograd_node()
+    if node is None:
+        callback()
+    else:
+        node.register_hook(lambda *_: call_after_backward(callback))
+
+
+class _Hooks(NotCopied, OrderedDict):  # type: ignore[type-arg]
+    """The post-accumulate-grad hooks of a parameter in the order in which torch runs them: each `GradientHook` after the others."""
+
+    def __setitem__(self, key: int, hook: Any) -> None:
+        super().__setitem__(key, hook)
+        if not isinstance(hook, GradientHook):
+            # torch goes through the dictionary that an OrderedDict is, whose order move_to_end does not change.
+            for own in [known for known, other in self.items() if isinstance(other, GradientHook)]:
+                super().__setitem__(own, self.pop(own))
+
+
+class _Earlier(NotCopied):
+    """The hooks that a parameter had before, as one hook."""
+
+    def __init__(self, hooks: dict[int, Any]) -> None:
+        self._hooks = hooks
+
+    def __call__(self, parameter: Any) -> None:
+        for hook in list(self._hooks.values()):
+            hook(parameter)
