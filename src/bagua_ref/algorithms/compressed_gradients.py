@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bagua_ref.rounds import Fact
 from bagua_ref.algorithms.base import AlgorithmImpl, TrainingContext
 from bagua_ref.algorithms.registry import check_join_with_memory
 from bagua_ref.algorithms.state import TensorStore, check_saved_here
+from bagua_ref.rounds import Fact
 from bagua_ref.types import Group
 
 __all__ = ["CompressedGradientsImpl"]

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bagua_ref.rounds import Fact
 from bagua_ref.algorithms.base import Algorithm, TrainingContext
 from bagua_ref.algorithms.fragments import Fragment, FragmentSchedule, InFlight, checked_fragments, named_fragments
 from bagua_ref.algorithms.local_sgd import LocalUpdatesImpl, norms_of
@@ -24,6 +23,7 @@ from bagua_ref.buckets.tensor import BaguaTensor
 from bagua_ref.comm_ops import ErrorMemory
 from bagua_ref.errors import CommunicationError
 from bagua_ref.observe.meter import profiled
+from bagua_ref.rounds import Fact
 from bagua_ref.types import Group
 
 __all__ = ["DiLoCoAlgorithm", "DiLoCoAlgorithmImpl"]

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bagua_ref.rounds import Fact
 from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext
 from bagua_ref.algorithms.registry import check_whole, implements
 from bagua_ref.algorithms.state import check_names, check_tensors

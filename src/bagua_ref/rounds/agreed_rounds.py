@@ -46,7 +46,7 @@ class AgreedRounds:
         self.in_node: Agreement | None = None
         if in_nodes and not self.alone:
             node = group.get_intra_node_communicator()
-            ranks = [rank for (rank,) in node.exchange_notes([group.ranks[comm.rank()]])()]
+            ranks = [rank for (rank,) in node.exchange_ints([group.ranks[comm.rank()]])()]
             self.in_node = Agreement(node, ranks, name)
         self.broken, self.loaded = "", False
         self.compared: Comparison | None = None

@@ -83,7 +83,7 @@ class Agreement:
             facts: what must be equal.
             flag: of a round, whether this rank has loaded a state since the last one.
         """
-        return Comparison(self, facts, self.comm.exchange_notes([int(flag), *(fact.value for fact in facts)]))
+        return Comparison(self, facts, self.comm.exchange_ints([int(flag), *(fact.value for fact in facts)]))
 
     def check(self, facts: Sequence[Fact], values: Sequence[Sequence[int]]) -> None:
         """Raise CommunicationError if the ``values`` of the facts on every rank differ; says which ranks differ in what."""
@@ -126,4 +126,4 @@ class Comparison:
             CommunicationError: ranks differ; the message, equal on all of them, says which ranks in what.
         """
         if any(flag for flag, *_ in self.check_facts()) and (weights := digest()) is not None:
-            self._agreement.check([weights], self._agreement.comm.exchange_notes([weights.value])())
+            self._agreement.check([weights], self._agreement.comm.exchange_ints([weights.value])())
