@@ -154,8 +154,8 @@ def documented(site: dict[str, Any]) -> list[str]:
 
 
 def test_the_site_publishes_pages_and_pictures_only(site: dict[str, Any]) -> None:
-    assert {"index.md", "algorithms/bytegrad.md", "images/trace.png", "stylesheets/extra.css"} <= site.keys()
-    assert {Path(path).suffix for path in site} == {".md", ".svg", ".png", ".css"}
+    assert {"index.md", "algorithms/bytegrad.md", "images/trace.png", "stylesheets/extra.css", "javascripts/filter.js"} <= site.keys()
+    assert {Path(path).suffix for path in site} == {".md", ".svg", ".png", ".css", ".js"}
 
 
 def test_what_is_not_provided_has_no_page(site: dict[str, Any]) -> None:
