@@ -41,10 +41,9 @@ SHAPES = [(), *LENGTHS, (2, 2), (3, 3), (4, 1), (2, 3), (2, 5, 2), (2, 2, 2, 2),
         max_size=3,
     ),
     flatten=st.booleans(),
-    taken_in=st.booleans(),
 )
 def test_S2_3_an_operation_sees_the_values_that_tensors_have_wherever_they_lie(
-    of_gradients: bool, shapes: list[tuple[int, ...]], rounds: list[list[str]], flatten: bool, taken_in: bool
+    of_gradients: bool, shapes: list[tuple[int, ...]], rounds: list[list[str]], flatten: bool
 ) -> None:
     made = [
         torch.nn.Parameter(torch.arange(torch.Size(shape).numel()).reshape(shape) + 100.0 * i) for i, shape in enumerate(shapes)
@@ -63,9 +62,6 @@ def test_S2_3_an_operation_sees_the_values_that_tensors_have_wherever_they_lie(
             else:
                 p.data = STRAY[stray](p.data)
         values = torch.cat([t.detach().flatten() for t in bucket.effective_tensors()])
-        if taken_in and flatten:
-            for place in range(len(made)):
-                bucket.take_in(place)
         bucket.execute()
         assert torch.equal(seen[-1][: len(values)], values)
         assert not seen[-1][len(values) :].any()

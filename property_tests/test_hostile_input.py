@@ -343,7 +343,7 @@ def test_S1_a_hostile_answer_ends_the_rendezvous_with_a_typed_error(heard):
 )
 def test_S8_4_a_hostile_announcement_of_a_server_is_read_or_refused_without_its_password(heard):
     with may_refuse(CommunicationError, "node 3", hides="secret"):
-        card = job_servers._card(heard, 3)
+        card = job_servers._announcement(heard, 3)
         assert isinstance(card.get("error"), str) or {"host", "port", "password"} <= card["address"].keys()
 
 

@@ -48,6 +48,15 @@ REFERENCE = ("spec.md", "findings.md", "porting.md", "reference/")
 LEFT_OUT = re.compile(r"^```.*?^```|!\[[^\]]*\]\([^)]*\)|<!-- .*?begin -->.*?<!-- .*?end -->", re.MULTILINE | re.DOTALL)
 
 
+def test_the_guide_to_the_code_names_what_is_in_the_files() -> None:
+    page = (ROOT / "docs/reading.md").read_text()
+    files = [ROOT / "src/bagua_ref" / name for name in re.findall(r"`(\w+/\w+\.py)`", page)]
+    assert len(files) > 15
+    source = "".join(path.read_text() for path in files)
+    for name in re.findall(r"`(?:\w+\.)?([A-Za-z_]+)`", page):
+        assert re.search(rf"\b{name}\b", source), name
+
+
 @pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_of_the_guide_is_short(page: Path) -> None:
     """Details are in pages of reference; code, descriptions of images and generated tables do not count."""
@@ -154,7 +163,13 @@ def documented(site: dict[str, Any]) -> list[str]:
 
 
 def test_the_site_publishes_pages_and_pictures_only(site: dict[str, Any]) -> None:
-    assert {"index.md", "algorithms/bytegrad.md", "images/trace.png", "stylesheets/extra.css", "javascripts/filter.js"} <= site.keys()
+    assert {
+        "index.md",
+        "algorithms/bytegrad.md",
+        "images/trace.png",
+        "stylesheets/extra.css",
+        "javascripts/filter.js",
+    } <= site.keys()
     assert {Path(path).suffix for path in site} == {".md", ".svg", ".png", ".css", ".js"}
 
 

@@ -21,6 +21,12 @@ LINES: dict[str, int] = {}
 FILES = 250
 """The most files of src; public names of modules that have moved into a room do not count."""
 
+OTHER_IMPLEMENTER = {
+    "Event": "threading.Event",
+    "Group": "groups are above the rooms that use them",
+}
+"""Protocols with one implementer in the package."""
+
 SAME_NAME = {"MXFP4", "MXFP8", "MXINT8", "MinMaxUInt8", "OneBit"}
 """Classes that several backends have: the contract of a codec and its implementations."""
 
@@ -95,7 +101,7 @@ def test_a_protocol_has_two_implementers() -> None:
     for name, node in classes.items():
         if any(ast.unparse(base).startswith("Protocol") for base in node.bases):
             having = [other for other in classes if other != name and members(node) <= all_members(other)]
-            few += [(name, having)] * (len(having) < 2)
+            few += [(name, having)] * (len(having) + (name in OTHER_IMPLEMENTER) < 2)
     assert few == []
 
 
@@ -123,8 +129,8 @@ def test_tests_quote_no_source_text() -> None:
     for path, tree in trees():
         lines = path.read_text().splitlines()
         statements = (node for node in ast.walk(tree) if isinstance(node, ast.stmt))
-        assignments = (node for node in statements if not isinstance(node, ast.Expr | ast.ClassDef | ast.FunctionDef))
-        code |= {line for node in assignments if len(line := lines[node.lineno - 1].strip()) >= 24}
+        plain = (node for node in statements if isinstance(node, ast.Assign | ast.AugAssign | ast.Return | ast.If | ast.For))
+        code |= {line for node in plain if len(line := lines[node.lineno - 1].strip()) >= 24}
     quoted = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in files()

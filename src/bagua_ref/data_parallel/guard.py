@@ -196,7 +196,7 @@ def _refuse(ddp: DistributedDataParallel, group: Group, where: str) -> None:
         )
 
 
-class _Watch:
+class _StepWatch:
     """The guards of all modules that are wrapped now; while there are any, torch calls `check` before each optimizer step."""
 
     def __init__(self) -> None:
@@ -234,4 +234,4 @@ class _Watch:
                 guard.check_step(optimizer)
 
 
-_watch = _Watch()
+_watch = _StepWatch()

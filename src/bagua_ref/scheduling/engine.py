@@ -124,7 +124,7 @@ class Engine:
         self._errors = Errors()
         self._round: Round | None = None
         """The round that has begun and not ended."""
-        self._worker: Worker[BucketRun | _Call] = Worker(world, f"bagua_ref worker {name}", timeout)
+        self._worker: Worker[BucketRun | _RoundCall] = Worker(world, f"bagua_ref worker {name}", timeout)
         self._buckets: list[BaguaBucket] = []
         self._readiness: Readiness[Registration] = Readiness([])
         self._bucket_of: dict[Registration, BaguaBucket] = {}
@@ -190,7 +190,7 @@ class Engine:
         """Begin a round now, as the first `mark_ready` of a round does, for buckets that are not registered."""
         self.meter.rounds += 1
         self._round = self.new_round()
-        begin = _Call(self._round.begin, self._errors)
+        begin = _RoundCall(self._round.begin, self._errors)
         if self._round.waits or not self._worker.idle:
             self._submit(begin)
         else:  # waking the worker, which takes Python's lock during backward, would take longer
@@ -199,10 +199,10 @@ class Engine:
 
     def _end_round(self) -> None:
         if self._round is not None:
-            self._submit(_Call(self._round.end, self._errors, ends=True))
+            self._submit(_RoundCall(self._round.end, self._errors, ends=True))
             self._round = None
 
-    def _submit(self, job: BucketRun | _Call) -> None:
+    def _submit(self, job: BucketRun | _RoundCall) -> None:
         with use_meter(self.meter):  # the worker's thread, which the first job starts, keeps it
             self._worker.submit(job)
 
@@ -261,7 +261,7 @@ class Engine:
         with profiled(f"bagua_ref::{self._algorithm}/wait"), self.meter.waiting(), use_meter(self.meter):
             runs = self._worker.wait()
             if self._round is not None:
-                _Call(self._round.end, self._errors, ends=True)()
+                _RoundCall(self._round.end, self._errors, ends=True)()
                 self._round = None
         self._under_way.clear()
         if self._errors.fatal is not None:
@@ -279,7 +279,7 @@ class Engine:
         """
         self._end_round()
         results: list[T] = []
-        self._submit(_Call(lambda: results.append(function()), self._errors))
+        self._submit(_RoundCall(lambda: results.append(function()), self._errors))
         self.wait_pending_comm_ops()
         return results[0]
 
@@ -347,7 +347,7 @@ class Engine:
         self._worker.join()
 
 
-class _Call:
+class _RoundCall:
     """Call of a function between buckets, whose error is fatal.
 
     Args:

@@ -23,7 +23,7 @@ from bagua_ref.contrib.cache.server import find_program, start_redis_server
 from bagua_ref.errors import BackendUnavailableError
 
 __all__ = [
-    "LOADER", "CacheScript", "CacheServer", "ServerPool", "assert_keys", "assert_within", "cache_script", "in_worker",
+    "LOADER", "CacheScript", "ScriptedServer", "ServerPool", "assert_keys", "assert_within", "cache_script", "in_worker",
     "reason_without_servers", "start_servers",
 ]  # fmt: skip
 
@@ -48,7 +48,7 @@ def _has_program() -> bool:
     return True
 
 
-class CacheServer:
+class ScriptedServer:
     """A redis-server, or the package's server in Python if there is none; it ends with this process.
 
     Attributes:
@@ -147,18 +147,18 @@ class _Full:
         return self.emptier.execute_command(name, *arguments)
 
 
-def start_servers(count: int) -> list[CacheServer]:
+def start_servers(count: int) -> list[ScriptedServer]:
     """Start servers that end with this process."""
-    return [CacheServer() for _ in range(count)]
+    return [ScriptedServer() for _ in range(count)]
 
 
 class ServerPool:
     """Servers that a check's inputs share, one input at a time."""
 
     def __init__(self) -> None:
-        self._servers: list[CacheServer] = []
+        self._servers: list[ScriptedServer] = []
 
-    def start_servers(self, count: int) -> list[CacheServer]:
+    def start_servers(self, count: int) -> list[ScriptedServer]:
         """Return servers as if they had just been started."""
         self._servers += start_servers(max(0, count - len(self._servers)))
         for server in self._servers:
@@ -171,7 +171,7 @@ class ServerPool:
             server.kill()
 
 
-def assert_keys(servers: Sequence[CacheServer], wanted: Sequence[Sequence[str]]) -> None:
+def assert_keys(servers: Sequence[ScriptedServer], wanted: Sequence[Sequence[str]]) -> None:
     """Raise AssertionError unless each server has exactly these keys."""
     for place, (server, keys) in enumerate(zip(servers, wanted, strict=True)):
         found = server.keys()
