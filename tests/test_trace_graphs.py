@@ -113,10 +113,10 @@ def test_S13_4_a_function_is_replayed_with_the_graph_that_all_ranks_recorded(tmp
     ("graph", "message"),
     [
         ("[[[0, 1.0]], [[1, 1.0]]]", "the recorded graph cannot be used: the graph has 2 rows; it must have 3"),
-        ("[[[0, 1.0]], [[1, 1.0]], [[2, 0.5]]]", "row 2, what rank 2 receives, has weights that sum to 0.5"),
+        ("[[[0, 1.0]], [[1, 1.0]], [[2, 0.5]]]", r"row 2 \(sources of rank 2\) has weights that sum to 0.5"),
         ("[[[0, 1.0]], [[1, 1.0]], [[2, 1e999]]]", "row 2 has weight inf for source 2"),
         (f"[[[0, 1.0]], [[1, 1.0]], [[2, 1{'0' * 400}]]]", "it must be a list of pairs"),
-        ("[" * 100_000, "nested more than 50 deep|not valid JSON"),
+        ("[" * 100_000, "nested more than 50 levels deep|not valid JSON"),
         ("{", "the recorded graph cannot be used: it is not valid JSON"),
     ],
     ids=["rows", "sum", "inf", "large", "deep", "JSON"],

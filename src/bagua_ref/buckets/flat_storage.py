@@ -22,7 +22,7 @@ _LARGE = 4096
 
 
 class FlatStorage:
-    """The flat tensor that a bucket's operations work on, and the way from its tensors to it and back.
+    """The flat tensor that a bucket's operations work on, and the copies between it and the bucket's tensors.
 
     Args:
         name: the bucket's.
@@ -30,7 +30,7 @@ class FlatStorage:
         effective: their effective tensors, which share a dtype and a device and do not overlap.
         flatten: move the effective tensors into one contiguous storage, unless they already are; otherwise `load` gathers them
             into a buffer and `store` copies that into them. The order of elements is the same in both.
-        alignment: the number of elements, padding included, divides by it.
+        alignment: the number of elements, padding included, is a multiple of it.
 
     Attributes:
         layouts: the strides of each effective tensor in flat storage: those that it has now, row-major ones if it is not dense.
@@ -55,7 +55,7 @@ class FlatStorage:
         self._flat: Tensor | None = None
         """The effective tensors' own storage if flat, else a buffer made when it is first needed."""
         self._views: list[Tensor] = []
-        """If flat, the part of ``_flat`` that is each tensor's, in its shape and strides."""
+        """If flat, each tensor's part of ``_flat``, in its shape and strides."""
         if flatten:
             self._move_together(effective)
         self._positions = list(_positions(self._views))
@@ -66,14 +66,14 @@ class FlatStorage:
             self._memory = range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
 
     def is_contiguous(self, effective: Sequence[Tensor | None]) -> bool:
-        """Return whether the effective tensors and the padding are contiguous in memory (S2.3); None is where it belongs."""
+        """Return whether the effective tensors and the padding are contiguous in memory (S2.3); None counts as in its place."""
         if not self._flatten and None in effective:
             return False
         present = [self._views[place] if tensor is None else tensor for place, tensor in enumerate(effective)]
         return check_contiguous([*self._in_order(present), *([self.padding_tensor] if self.padding_tensor is not None else [])])
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
-        """Return the part of ``flat`` that is each tensor's, in its shape and strides."""
+        """Return each tensor's part of ``flat``, in its shape and strides."""
         parts = flat[: self.filled].split([shape.numel() for shape in self._shapes])
         return [layout.view(part) for layout, part in zip(self.layouts, parts, strict=True)]
 
@@ -142,12 +142,12 @@ class FlatStorage:
         return self._flat
 
     def _bring_in(self, effective: list[Tensor]) -> None:
-        """Move those of the effective tensors into flat storage that lie elsewhere."""
+        """Move the effective tensors that lie elsewhere into flat storage."""
         places: Sequence[int] = range(len(effective))
         strayed, pointers = effective, list(map(torch.Tensor.data_ptr, effective))
         if max(pointers) >= self._memory.start and min(pointers) < self._memory.stop:  # else all lie elsewhere
             places = [place for place, position in enumerate(_positions(effective)) if position != self._positions[place]]
-            # Those that lie in other tensors' places are copied, or new values would mix with old ones.
+            # Those that lie in other tensors' places are copied first: they could be overwritten before they are read.
             strayed = [effective[place].clone() if pointers[place] in self._memory else effective[place] for place in places]
         if strayed:
             views = self._own_views(places)
@@ -160,16 +160,16 @@ class FlatStorage:
                 self._registered[place].replace(self._tensors[place], view)
 
     def _all_fit(self, effective: Sequence[Tensor | None]) -> bool:
-        """Return whether all tensors are there and `_fits` each; this takes much less time than to ask for each."""
+        """Return whether no tensor is missing and each `_fits`; this is much faster than one call for each."""
         kinds = {None if tensor is None else (tensor.layout, tensor.dtype) for tensor in effective}
         return kinds == {(torch.strided, self._dtype)} and all(map(eq, map(_shape, effective), self._shapes))
 
     def _fits(self, tensor: Tensor, place: int) -> bool:
-        """Return whether ``tensor`` is dense and has the shape and dtype of the one that was there at the beginning."""
+        """Return whether ``tensor`` is dense and has the shape and dtype that its bucket was made for."""
         return tensor.layout is torch.strided and tensor.shape == self._shapes[place] and tensor.dtype is self._dtype
 
     def _zero_or_refuse(self, place: int, tensor: Tensor | None) -> Tensor:
-        """Return a new zero tensor where zero_grad() removed a gradient and none came; refuse any other that does not fit."""
+        """Return a new zero tensor in place of a missing gradient; raise for any other tensor that does not fit."""
         shape, name = self._shapes[place], self._registered[place].name
         if tensor is None:
             tensor = self.layouts[place].zeros(self._dtype, self._device)
@@ -187,7 +187,7 @@ class FlatStorage:
 
     def _own_views(self, places: Sequence[int]) -> list[Tensor]:
         """Return views of the tensors' places in flat storage."""
-        if not all(map(eq, _positions(self._views), self._positions)):  # one of them was the gradient, and got other ``data``
+        if not all(map(eq, _positions(self._views), self._positions)):  # a view was the gradient, and its ``data`` was replaced
             self._views = self.views_of(cast("Tensor", self._flat))
         return [self._views[place] for place in places]
 
@@ -205,5 +205,5 @@ _shape = attrgetter("shape")
 
 
 def _positions(tensors: Sequence[Tensor]) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yield each address and stride: thousands of tuples at the same time would set off the garbage collector."""
+    """Yield each tensor's address and strides: a list of thousands of tuples would trigger the garbage collector."""
     return zip(map(torch.Tensor.data_ptr, tensors), map(torch.Tensor.stride, tensors), strict=True)
