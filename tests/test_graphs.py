@@ -208,7 +208,7 @@ def test_S13_a_round_is_one_exchange_of_so_many_bytes(mode: Any, n: int, monkeyp
         ([[(0, 1.0)]], "the graph has 1 rows; it must have 2"),
         ([[(0, 1.0)]] * 3, "the graph has 3 rows; it must have 2"),
         ([[(0, 1.0)], [(1, 0.5)]], r"row 1 \(sources of rank 1\) has weights that sum to 0.5; they must sum to 1"),
-        ([[(0, 1.0)], [(1, 1.0 + 2e-6)]], r"row 1, .* sum to 1.000002"),
+        ([[(0, 1.0)], [(1, 1.0 + 2e-6)]], r"row 1 .* sum to 1.000002"),
         (
             [[(0, 1.0)], [(1, 0.5), (0, 0.5)]],
             r"column 0 \(receivers of rank 0\) has weights that sum to 1.5; they must sum to 1",

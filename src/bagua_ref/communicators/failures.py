@@ -30,7 +30,7 @@ _COMPARING = 3.0
 
 
 class FailureReports:
-    """Reports of the ranks of one communicator on why they gave it up.
+    """Reports of ranks of one communicator that gave it up, with their reasons.
 
     Args:
         store: a store of these ranks only.
@@ -43,7 +43,7 @@ class FailureReports:
         self._own_connection: Store | None = None
 
     def report(self, why: str, anew: bool = True) -> None:
-        """Report to the other ranks why this one gives up; without ``anew``, over the existing connection to the store."""
+        """Publish ``why`` this rank gives up; without ``anew``, over the existing connection to the store."""
 
         def write(store: Store) -> None:
             store.set(f"gave up/{self._rank}", why)
@@ -58,7 +58,7 @@ class FailureReports:
         return found[0] if found else ""
 
     def reason_for_end(self, waits: Waiting, hung_up: Sequence[int]) -> str:
-        """Return the reason why a connection has ended, "" if it is unknown.
+        """Return the reason for the end of a connection, "" if it is unknown.
 
         Args:
             waits: the job's.

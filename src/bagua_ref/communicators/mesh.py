@@ -154,7 +154,7 @@ def _welcome(
 ) -> None:
     """Accept connections until all ranks ``missing`` have connected, in any order; close those that do not come from them."""
     server.setblocking(False)
-    greetings: dict[socket.socket, bytes] = {}  # what has come so far, in the order of connecting
+    greetings: dict[socket.socket, bytes] = {}  # bytes received so far, in the order of connecting
     try:
         while missing:
             ready = wait([server, *greetings], _left(deadline))
