@@ -325,7 +325,7 @@ def test_S13_4_a_graph_that_is_wrong_at_first_is_refused_when_wrapping_and_train
 
 
 @pytest.mark.parametrize(
-    ("function", "message"), [(wrong_later, "ValueError: row 0, what rank 0"), (fails_later, "LookupError: 'no")]
+    ("function", "message"), [(wrong_later, "ValueError: row 0 (sources of rank 0)"), (fails_later, "LookupError: 'no")]
 )
 @pytest.mark.parametrize("hierarchical", [False, True])
 def test_S13_4_a_graph_that_is_wrong_later_is_an_error_on_every_rank(function: Any, message: str, hierarchical: bool) -> None:

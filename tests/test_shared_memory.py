@@ -212,7 +212,7 @@ def test_messages_about_slots_may_come_in_pieces() -> None:
         theirs.sendall(message[11:])
         pipe.read()
         assert pipe.has_piece()
-        assert torch.equal(pipe.look(40, call), torch.ones(40, dtype=torch.uint8))
+        assert torch.equal(pipe.peek(40, call), torch.ones(40, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize(
