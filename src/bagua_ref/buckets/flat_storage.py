@@ -128,10 +128,10 @@ class FlatStorage:
         if not self._all_fit(effective):
             for place, tensor in enumerate(effective):
                 if tensor is None or not self._fits(tensor, place):
-                    effective[place] = self._zero_or_refuse(place, tensor)
+                    effective[place] = self._zero_or_raise(place, tensor)
         dense = cast("list[Tensor]", effective)
         if self._flatten:
-            self._bring_in(dense)
+            self._move_in(dense)
         else:
             for place, tensor in enumerate(dense):
                 if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
@@ -141,21 +141,21 @@ class FlatStorage:
             kernels.gather_flat(self._in_order(dense), self._flat[: self.filled])
         return self._flat
 
-    def _bring_in(self, effective: list[Tensor]) -> None:
+    def _move_in(self, effective: list[Tensor]) -> None:
         """Move the effective tensors that lie elsewhere into flat storage."""
         places: Sequence[int] = range(len(effective))
-        strayed, pointers = effective, list(map(torch.Tensor.data_ptr, effective))
+        outside, pointers = effective, list(map(torch.Tensor.data_ptr, effective))
         if max(pointers) >= self._memory.start and min(pointers) < self._memory.stop:  # else all lie elsewhere
             places = [place for place, position in enumerate(_positions(effective)) if position != self._positions[place]]
             # Those that lie in other tensors' places are copied first: they could be overwritten before they are read.
-            strayed = [effective[place].clone() if pointers[place] in self._memory else effective[place] for place in places]
-        if strayed:
+            outside = [effective[place].clone() if pointers[place] in self._memory else effective[place] for place in places]
+        if outside:
             views = self._own_views(places)
-            streams.hold(strayed, self._device)
-            if strayed is effective and self._one_dimensional:
-                torch.cat(strayed, out=cast("Tensor", self._flat)[: self.filled])  # takes half the time of the call below
+            streams.hold(outside, self._device)
+            if outside is effective and self._one_dimensional:
+                torch.cat(outside, out=cast("Tensor", self._flat)[: self.filled])  # takes half the time of the call below
             else:
-                torch._foreach_copy_(views, strayed)
+                torch._foreach_copy_(views, outside)
             for place, view in zip(places, views, strict=True):
                 self._registered[place].replace(self._tensors[place], view)
 
@@ -168,7 +168,7 @@ class FlatStorage:
         """Return whether ``tensor`` is dense and has the shape and dtype that its bucket was made for."""
         return tensor.layout is torch.strided and tensor.shape == self._shapes[place] and tensor.dtype is self._dtype
 
-    def _zero_or_refuse(self, place: int, tensor: Tensor | None) -> Tensor:
+    def _zero_or_raise(self, place: int, tensor: Tensor | None) -> Tensor:
         """Return a new zero tensor in place of a missing gradient; raise for any other tensor that does not fit."""
         shape, name = self._shapes[place], self._registered[place].name
         if tensor is None:

@@ -43,7 +43,7 @@ class FailureReports:
         self._own_connection: Store | None = None
 
     def report(self, why: str, anew: bool = True) -> None:
-        """Publish ``why`` this rank gives up; without ``anew``, over the existing connection to the store."""
+        """Publish the reason ``why`` this rank gives up; without ``anew``, over the existing connection to the store."""
 
         def write(store: Store) -> None:
             store.set(f"gave up/{self._rank}", why)

@@ -32,7 +32,7 @@ class ComputingError(Exception):
 
 
 class OtherCallError(ComputingError):
-    """Another rank called another collective than this one."""
+    """Another rank called a different collective."""
 
 
 def exchange_pipelined(
