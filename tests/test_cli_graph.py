@@ -208,7 +208,7 @@ def test_a_function_of_the_current_folder(run: Any) -> None:
         (["my_graphs:fails", "--ranks", "4"], "my_graphs:fails(t=0, n=4): LookupError: no graph"),
         (
             ["my_graphs:wrong", "--ranks", "4", "--period", "2"],
-            "my_graphs:wrong(t=1, n=4): ValueError: row 0, what rank 0 receives, has weights that sum to 0.5; they must sum to 1",
+            "my_graphs:wrong(t=1, n=4): ValueError: row 0 (sources of rank 0) has weights that sum to 0.5; they must sum to 1",
         ),
     ],
 )

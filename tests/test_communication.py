@@ -288,7 +288,7 @@ def test_S3_9_what_a_rank_sends_to_itself_must_be_what_it_receives(world_of_one)
     two, three = torch.ones(2), torch.ones(3)
     with pytest.raises(ValueError, match="exchange of rank 0 with itself"):
         comm.exchange([(two, 0)], [(three, 0)])
-    with pytest.raises(ValueError, match=r"send_counts\[0\]=2 and recv_counts\[0\]=3 are what rank 0 sends to itself"):
+    with pytest.raises(ValueError, match=r"send_counts\[0\]=2 and recv_counts\[0\]=3 must be equal, as rank 0 sends"):
         comm.alltoall_v(two, [2], [0], three, [3], [0])
 
 

@@ -16,7 +16,7 @@ from tests.cuda_emulation.inputs import FAR, assert_payload, numbers, placed, ru
 from torch import Tensor
 
 from bagua_ref.backends import get_backend, get_codec
-from bagua_ref.backends.cuda.launch import Card, KernelLaunch
+from bagua_ref.backends.cuda.launch import DeviceProperties, KernelLaunch
 from bagua_ref.conformance import EXACT, assert_equal
 
 if build.compiler() is None:
@@ -178,9 +178,9 @@ def test_indices_beyond_2_to_the_31(name, dtype):
     payload = sparse(codec.payload_bytes(FAR, dtype), torch.uint8)
     parts = -(-FAR // 2**18)  # of which only four are run
     workspace = sparse(parts * 8, torch.uint8)
-    for launch in codec.plan_compress(Card(2), x, 1, None, payload).launches:
+    for launch in codec.plan_compress(DeviceProperties(2), x, 1, None, payload).launches:
         run_ends(with_parts(launch, parts), parts, workspace.data_ptr())
-    (back,) = codec.plan_decompress(Card(2), payload, 1, y).launches
+    (back,) = codec.plan_decompress(DeviceProperties(2), payload, 1, y).launches
     run_ends(with_parts(back, parts), parts)
     if name == "OneBit":
         s = torch.tensor(9 * 36 / FAR, dtype=torch.float64).sqrt().float().to(dtype)

@@ -16,7 +16,7 @@ from torch import Tensor
 from bagua_ref.backends import get_backend, get_codec
 from bagua_ref.backends.cuda import launch as plans
 from bagua_ref.backends.cuda import movement
-from bagua_ref.backends.cuda.launch import BLOCK, Card
+from bagua_ref.backends.cuda.launch import BLOCK, DeviceProperties
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.conformance import EXACT, assert_equal
 
@@ -123,7 +123,10 @@ def test_more_tensors_than_fit_into_a_launch():
     flat = torch.zeros(sum(tensor.numel() for tensor in tensors))
     emulated.gather_flat(tensors, flat)
     assert torch.equal(flat, torch.cat(tensors))
-    assert len(movement.copy(Card(2), flat, list(zip(tensors, [0] * len(tensors), strict=True)), gather=True).launches) == 3
+    assert (
+        len(movement.copy(DeviceProperties(2), flat, list(zip(tensors, [0] * len(tensors), strict=True)), gather=True).launches)
+        == 3
+    )
 
 
 @pytest.mark.parametrize("flatten", [True, False])
@@ -135,7 +138,9 @@ def test_S2_3_dense_tensors_move_in_the_order_of_memory_and_without_a_launch_of_
     bucket.execute()
     assert torch.equal(seen[0], torch.arange(120.0).repeat(3))
     in_order = [layout.in_order(x) for layout, x in zip(bucket.layouts, tensors, strict=True)]
-    assert len(movement.copy(Card(2), seen[0], list(zip(in_order, (0, 120, 240), strict=True)), gather=True).launches) == 1
+    assert (
+        len(movement.copy(DeviceProperties(2), seen[0], list(zip(in_order, (0, 120, 240), strict=True)), gather=True).launches) == 1
+    )
 
 
 def test_lazy_views_are_copied_as_what_they_stand_for():
@@ -177,7 +182,7 @@ def test_indices_beyond_2_to_the_31(dtype):
     x, y = sparse(FAR, dtype), sparse(FAR, dtype)
     per_block = 16 // x.element_size() * BLOCK
     x[-9:], y[-9:] = 3, 4
-    (launch,) = plans.element_wise(Card(2), "add", x, y).launches
+    (launch,) = plans.element_wise(DeviceProperties(2), "add", x, y).launches
     run_ends(launch, -(-FAR // per_block))
     assert x[-10:].tolist() == [0.0] + [7.0] * 9
 
@@ -185,16 +190,16 @@ def test_indices_beyond_2_to_the_31(dtype):
 def test_chunks_and_copies_beyond_2_to_the_31():
     x = sparse(3 * 2**30, torch.float16)
     x[2**30 - 1], x[2**31 - 1], x[-1] = 1, 2, 4
-    (launch,) = plans.reduce_chunks(Card(2), x, 3, 2, average=False).launches
+    (launch,) = plans.reduce_chunks(DeviceProperties(2), x, 3, 2, average=False).launches
     run_ends(launch, 2**30 // (8 * BLOCK))
     assert x[-2:].tolist() == [0.0, 7.0]
     flat = sparse(2 * x.numel(), torch.uint8)
-    (launch,) = movement.copy(Card(2), flat, [(x.view(torch.uint8), 0)], gather=True).launches
+    (launch,) = movement.copy(DeviceProperties(2), flat, [(x.view(torch.uint8), 0)], gather=True).launches
     run_ends(launch, 2 * x.numel() // movement.PIECE)
     assert flat[-2:].view(torch.float16).item() == 7.0
     # Every other pair, at element offsets beyond 2**31.
     apart = x.view(-1, 4)[:, :2]
-    (launch,) = movement.copy(Card(2), flat.view(torch.float16), [(apart, 0)], gather=True).launches
+    (launch,) = movement.copy(DeviceProperties(2), flat.view(torch.float16), [(apart, 0)], gather=True).launches
     apart[-1] = 9
     run_ends(launch, apart.numel() // BLOCK)
     assert flat.view(torch.float16)[apart.numel() - 2 : apart.numel()].tolist() == [9.0, 9.0]

@@ -108,10 +108,10 @@ def cuda(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=7000 + index))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(multi_processor_count=2))
-    for cached_function in (launcher._card, launcher._nvrtc):
+    for cached_function in (launcher._properties, launcher._nvrtc):
         cached_function.cache_clear()
     yield fake
-    for cached_function in (launcher._card, launcher._nvrtc):
+    for cached_function in (launcher._properties, launcher._nvrtc):
         cached_function.cache_clear()
 
 

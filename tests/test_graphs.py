@@ -124,11 +124,11 @@ def test_S13_a_round_is_one_exchange_of_so_many_bytes(mode: Any, n: int, monkeyp
     [
         ([[(0, 1.0)]], "the graph has 1 rows; it must have 2"),
         ([[(0, 1.0)]] * 3, "the graph has 3 rows; it must have 2"),
-        ([[(0, 1.0)], [(1, 0.5)]], "row 1, what rank 1 receives, has weights that sum to 0.5; they must sum to 1"),
-        ([[(0, 1.0)], [(1, 1.0 + 2e-6)]], r"row 1, .* sum to 1.000002"),
+        ([[(0, 1.0)], [(1, 0.5)]], r"row 1 \(sources of rank 1\) has weights that sum to 0.5; they must sum to 1"),
+        ([[(0, 1.0)], [(1, 1.0 + 2e-6)]], r"row 1 .* sum to 1.000002"),
         (
             [[(0, 1.0)], [(1, 0.5), (0, 0.5)]],
-            "column 0, what is received from rank 0, has weights that sum to 1.5; they must sum to 1",
+            r"column 0 \(receivers of rank 0\) has weights that sum to 1.5; they must sum to 1",
         ),
         ([[(0, 1.0)], [(1, 0.5), (1, 0.5)]], "row 1 has source 1 twice; each source may appear once"),
         ([[(1, 1.0)], [(0, 1.0)]], r"row 0 has sources \[1\]; rank 0 itself must be one of them"),
@@ -234,7 +234,7 @@ def test_S13_4_a_graph_that_is_wrong_at_first_is_refused_when_wrapping_and_train
     def rank(r: int) -> None:
         module = network()
         wrong = in_turn([[[(0, 1.0)], [(1, 1.0)], [(1, 1.0), (2, 0.0)]]])
-        with pytest.raises(ValueError, match=r"column 1, what is received from rank 1, has weights that sum to 2\.0"):
+        with pytest.raises(ValueError, match=r"column 1 \(receivers of rank 1\) has weights that sum to 2\.0"):
             module.with_bagua([], DecentralizedAlgorithm(False, wrong))
         with pytest.raises(LookupError, match="no graph at all"):
             module.with_bagua([], DecentralizedAlgorithm(False, lambda t, n: {}["no graph at all"]))
@@ -245,7 +245,7 @@ def test_S13_4_a_graph_that_is_wrong_at_first_is_refused_when_wrapping_and_train
 
 
 @pytest.mark.parametrize(
-    ("function", "message"), [(wrong_later, "ValueError: row 0, what rank 0"), (fails_later, "LookupError: 'no")]
+    ("function", "message"), [(wrong_later, "ValueError: row 0 (sources of rank 0)"), (fails_later, "LookupError: 'no")]
 )
 @pytest.mark.parametrize("hierarchical", [False, True])
 def test_S13_4_a_graph_that_is_wrong_later_is_an_error_on_every_rank(function: Any, message: str, hierarchical: bool) -> None:

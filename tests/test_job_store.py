@@ -216,7 +216,7 @@ def dies_after_meeting(place: str, name: str) -> str:
 def test_S1_a_rank_that_dies_while_ranks_connect(place: str, name: str, why: str) -> None:
     survivor = outcomes(dies_after_meeting, 2, place, name, init=False)[0]
     assert survivor.traceback == ""
-    beginning = r"rank 0 could not connect to the ranks that it met in the store at 127\.0\.0\.1:\d+, after \d\.\d s: "
+    beginning = r"rank 0 could not connect to the ranks that it found in the store at 127\.0\.0\.1:\d+, after \d\.\d s: "
     assert re.match(beginning + why, survivor.result)
 
 

@@ -304,12 +304,12 @@ def test_a_disagreement_is_written_by_every_rank(tmp_path: Path, monkeypatch: py
             module(batch(r, 3)).sum().backward()
         with pytest.raises(CommunicationError, match="cannot train on") as again:
             module(batch(r, 4))
-        assert "what this rank did last" not in str(again.value)  # it is written once
+        assert "this rank's last operations" not in str(again.value)  # it is written once
         return str(raised.value)
 
     for r, message in enumerate(simulate(3, rank)):
         path = tmp_path / "new" / f"rank{r}.json"
-        assert message.endswith(f"; what this rank did last is in {path}")
+        assert message.endswith(f"; this rank's last operations are in {path}")
         written = json.loads(path.read_text())
         assert (written["rank"], written["world_size"]) == (r, 3)
         assert "disagree" in written["error"]
@@ -335,7 +335,7 @@ def test_nothing_is_written_unasked_and_a_folder_that_cannot_be_written_hides_no
     (tmp_path / "file").touch()
     monkeypatch.setenv(flight_recorder.FOLDER, str(tmp_path / "file"))
     flight_recorder.explain(error)
-    assert str(error).startswith("why; what this rank did last could not be written (")
+    assert str(error).startswith("why; this rank's last operations could not be written (")
     assert [flight_recorder.dump(tmp_path).name for _ in range(3)] == ["rank0.json", "rank0-1.json", "rank0-2.json"]
 
 
@@ -366,7 +366,7 @@ def test_a_rank_that_does_not_come_is_in_the_files_of_the_others(tmp_path: Path)
     assert all(isinstance(outcome.error, CommunicationError) for outcome in ended)
     for r in (0, 1):
         assert isinstance(ended[r].error, CommunicationTimeoutError)
-        assert str(ended[r].error).endswith(f"what this rank did last is in {tmp_path}/rank{r}.json")
+        assert str(ended[r].error).endswith(f"this rank's last operations are in {tmp_path}/rank{r}.json")
     written = [json.loads((tmp_path / f"rank{r}.json").read_text()) for r in range(3)]
     started = [[o["started"] for o in one["operations"] if o["kind"] == "agreement"] for one in written]
     assert [len(one) for one in started] == [3, 3, 3]
@@ -422,7 +422,7 @@ def test_a_failure_of_asynchronous_averaging_is_written(tmp_path: Path, monkeypa
                 if step == 10:
                     module.bagua_algorithm._rounds._group.abort("a test")
 
-        with pytest.raises(CommunicationError, match=f"what this rank did last is in {tmp_path}/rank{r}"):
+        with pytest.raises(CommunicationError, match=f"this rank's last operations are in {tmp_path}/rank{r}"):
             train()
 
     simulate(2, rank)

@@ -124,7 +124,7 @@ def test_schedules_that_are_not_run_are_an_error() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: Schedule([0, -1]), ValueError, r"choices=\[0, -1\] must be numbers of threads"),
+        (lambda: Schedule([0, -1]), ValueError, r"choices=\[0, -1\] must be ints, 0 or more"),
         (lambda: Schedule([0.5]), ValueError, r"choices=\[0\.5\] must be"),
         (lambda: Schedules(-1), ValueError, "deviations=-1 must be 0 or more, or None"),
         (lambda: Schedules(limit=0), ValueError, "limit=0 must be at least 1"),
@@ -147,7 +147,7 @@ def test_a_program_that_does_not_do_the_same_each_time_is_an_error() -> None:
         for schedule in Schedules():
             SimulatedWorld(2, schedule=schedule).run(program)
 
-    with pytest.raises(SimulationError, match="the program does not do the same"):
+    with pytest.raises(SimulationError, match="the program behaves differently"):
         search()
 
 

@@ -212,14 +212,14 @@ def test_messages_about_slots_may_come_in_pieces() -> None:
         theirs.sendall(message[11:])
         pipe.read()
         assert pipe.has_piece()
-        assert torch.equal(pipe.look(40, call), torch.ones(40, dtype=torch.uint8))
+        assert torch.equal(pipe.peek(40, call), torch.ones(40, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda memory: memory.allreduce(torch.ones(11), ReduceOp.SUM), "sent 44 bytes, where this rank expects 40 bytes"),
-        (lambda memory: memory.allreduce(torch.ones(10), ReduceOp.MAX), "what belongs to another collective"),
+        (lambda memory: memory.allreduce(torch.ones(10), ReduceOp.MAX), "data of another collective"),
         (lambda memory: memory.allreduce(torch.ones(10, dtype=torch.int32), ReduceOp.SUM), "another collective"),
         (lambda memory: memory.exchange([(torch.ones(10), 0)], [(torch.ones(10), 0)], "alltoall"), "another collective"),
     ],

@@ -101,10 +101,10 @@ def test_powers_of_two_are_keys() -> None:
         ('{"a": 1}'.encode("utf-16"), "it is not valid JSON: 'utf-8'"),
         (b"[NaN]", "NaN is not a number"),
         (b"-Infinity", "-Infinity is not a number"),
-        (b'{"a": {"b": 0, "c": 1, "c": 1}}', "the key 'c' is there twice"),
-        (b"[" * 51 + b"]" * 51, "nested more than 50 deep"),
-        (b'{"a":' * 51 + b"0" + b"}" * 51, "nested more than 50 deep"),
-        (b"[" * 10**6, "nested more than 50 deep"),
+        (b'{"a": {"b": 0, "c": 1, "c": 1}}', "duplicate key 'c'"),
+        (b"[" * 51 + b"]" * 51, "nested more than 50 levels deep"),
+        (b'{"a":' * 51 + b"0" + b"}" * 51, "nested more than 50 levels deep"),
+        (b"[" * 10**6, "nested more than 50 levels deep"),
     ],
 )
 def test_json_is_refused(data: bytes, message: str) -> None:

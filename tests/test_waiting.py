@@ -184,17 +184,17 @@ def test_a_wait_with_a_short_timeout_is_published_before_it_ends(
 
 
 def test_the_exception_that_ends_a_rank_is_told(ranks: list[Waiting]) -> None:
-    assert ranks[0].reasons_gone((0, 1)) == ""
+    assert ranks[0].exit_reasons((0, 1)) == ""
     ranks[1].report_exit(ValueError("no data"))
-    assert ranks[0].reasons_gone((0, 1)) == "rank 1 ended with ValueError: no data"
-    assert ranks[1].reasons_gone((0, 1)) == ""
+    assert ranks[0].exit_reasons((0, 1)) == "rank 1 ended with ValueError: no data"
+    assert ranks[1].exit_reasons((0, 1)) == ""
 
 
 def test_a_connection_that_closes_because_none_could_go_on_is_known_for_that(enter: Enter, ranks: list[Waiting]) -> None:
     ours, theirs = enter(0, "gradients/3"), enter(1, "barrier/7")
     until(lambda: theirs.reasons)
     ours.end()  # before this rank's own watch has seen the verdict, or after it
-    assert ranks[0].reasons_gone((0, 1)) == theirs.reasons[0]
+    assert ranks[0].exit_reasons((0, 1)) == theirs.reasons[0]
 
 
 def test_a_wait_that_ends_while_it_is_being_published_is_taken_back(

@@ -13,7 +13,7 @@ __all__ = ["BackendTensor", "BucketObserver", "Group", "ReadinessSink", "ReduceO
 
 
 class ReduceOp(IntEnum):
-    """How a reducing collective combines ranks (S3.9), with the numbers of the original Bagua.
+    """Reduction operator of a collective (S3.9), with the numbers of the original Bagua.
 
     AVG is SUM divided by the number of ranks and needs floating-point tensors; BAND, BOR and BXOR need integers.
 
@@ -103,7 +103,7 @@ class Group(Protocol):
         ...
 
     def abort(self, why: str) -> None:
-        """Give up all connections; operations on them raise, on other ranks with the reason."""
+        """Abort all connections; operations on them raise, on other ranks with the reason."""
         ...
 
     def close(self) -> None:
@@ -120,16 +120,16 @@ class ReadinessSink(Protocol):
 
 
 class BucketObserver(Protocol):
-    """Observes the inputs and results of a world's bucket operations; it must not change anything or raise."""
+    """Observer of the inputs and results of a world's bucket operations; it must not change anything or raise."""
 
     def before_op(self, bucket: Any, op: Any, flat: Tensor) -> None:
-        """``op`` is about to run on ``flat``."""
+        """Observe ``flat`` before ``op`` runs on it."""
         ...
 
     def after_op(self, bucket: Any, op: Any, flat: Tensor) -> None:
-        """``op`` has run on ``flat``."""
+        """Observe ``flat`` after ``op`` has run on it."""
         ...
 
     def after_copy(self, bucket: Any, flat: Tensor) -> None:
-        """``flat``, the result of a decentralized operation, has been copied into the bucket's tensors."""
+        """Observe ``flat``, a decentralized operation's result, after it has been copied into the bucket's tensors."""
         ...

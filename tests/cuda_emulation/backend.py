@@ -9,7 +9,7 @@ import torch
 from tests.cuda_emulation import build
 
 from bagua_ref.backends.cuda.backend import PlannedBackend
-from bagua_ref.backends.cuda.launch import Card, KernelLaunch, Plan, pack
+from bagua_ref.backends.cuda.launch import DeviceProperties, KernelLaunch, Plan, pack
 
 
 class Emulator:
@@ -56,14 +56,14 @@ class EmulatedBackend(PlannedBackend):
 
     def __init__(self, multiprocessors: int = 2, order: int = 0) -> None:
         emulator()  # compile now, as the first call of a kernel may have a time limit
-        self.card, self.order = Card(multiprocessors), order
+        self.properties, self.order = DeviceProperties(multiprocessors), order
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
         return None if build.compiler() else "there is no g++, which compiles the CUDA sources for the CPU"
 
-    def _card(self, device: torch.device) -> Card:
-        return self.card
+    def _properties(self, device: torch.device) -> DeviceProperties:
+        return self.properties
 
     def _submit(self, plan: Plan, device: torch.device) -> None:
         # Uninitialized; float2 needs an alignment of 8 bytes, which torch's memory has.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bagua_ref.backends import get_backend
 from bagua_ref.backends.cuda.backend import PlannedBackend
-from bagua_ref.backends.cuda.launch import WORKSPACE, Card, KernelLaunch, Plan
+from bagua_ref.backends.cuda.launch import WORKSPACE, DeviceProperties, KernelLaunch, Plan
 from bagua_ref.backends.cuda.movement import Segments
 
 SANITIZERS = {
@@ -33,11 +33,11 @@ class Recorder(PlannedBackend):
     name = "recorder"
     device_types = ("cpu",)
 
-    def __init__(self, card: Card) -> None:
-        self.card, self.plans = card, []
+    def __init__(self, device: DeviceProperties) -> None:
+        self.properties, self.plans = device, []
 
-    def _card(self, device: torch.device) -> Card:
-        return self.card
+    def _properties(self, device: torch.device) -> DeviceProperties:
+        return self.properties
 
     def _submit(self, plan: Plan, device: torch.device) -> None:
         self.plans.append(plan)
@@ -73,7 +73,7 @@ def replay(
     Returns:
         How the program ended, and whether the tensors equal the reference's.
     """
-    recorder = Recorder(Card(multiprocessors))
+    recorder = Recorder(DeviceProperties(multiprocessors))
     work(recorder)
     spans = [(tensor.data_ptr(), tensor.numel() * tensor.element_size()) for tensor in tensors]
     buffers = [(start % 64, ctypes.string_at(start, size)) for start, size in spans]

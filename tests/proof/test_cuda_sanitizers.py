@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bagua_ref.backends import get_codec
 from bagua_ref.backends.cuda import launch
-from bagua_ref.backends.cuda.launch import KERNELS, Card, KernelLaunch
+from bagua_ref.backends.cuda.launch import KERNELS, DeviceProperties, KernelLaunch
 
 if build.compiler() is None:
     pytest.skip("there is no g++", allow_module_level=True)
@@ -120,7 +120,7 @@ def test_keys_to_sort_by_are_written_within_their_bounds(dtype, sanitizer, tmp_p
 
     def work(kernels) -> None:
         if hasattr(kernels, "plans"):
-            kernels._submit(launch.order_keys(kernels.card, floats, keys), keys.device)
+            kernels._submit(launch.order_keys(kernels.properties, floats, keys), keys.device)
         else:
             negative = floats.view(keys.dtype) < 0
             keys.copy_(torch.where(negative, floats.view(keys.dtype) ^ torch.iinfo(keys.dtype).max, floats.view(keys.dtype)))
@@ -220,7 +220,7 @@ def test_too_little_shared_memory_in_the_plan_is_found(tmp_path):
 
 
 def test_every_kernel_is_run():
-    recorder = Recorder(Card(1))
+    recorder = Recorder(DeviceProperties(1))
     for work, _ in (case for cases in CASES.values() for case in cases):
         work(recorder)
     seen = {launch.kernel for made in recorder.plans for launch in made.launches}

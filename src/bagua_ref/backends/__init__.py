@@ -145,7 +145,7 @@ def list_codecs(backend: str | KernelBackend | None = None) -> list[str]:
 
 
 def is_codec(name: object) -> bool:
-    """Return whether ``name`` is one of `list_codecs`; other packages are asked only if no codec that is known already has it.
+    """Return whether ``name`` is one of `list_codecs`; entry points are read only if no known codec has this name.
 
     >>> is_codec("MXFP8"), is_codec("MXFP9"), is_codec(None)
     (True, False, False)
@@ -154,7 +154,7 @@ def is_codec(name: object) -> bool:
 
 
 def _known_codecs(backend: str | KernelBackend | None = None) -> set[str]:
-    """Return the names of `list_codecs` for which other packages need not be asked."""
+    """Return the names of `list_codecs` that are known without reading entry points."""
     used = [get_backend("reference"), *_instances.values()] if backend is None else [get_backend(backend)]
     return {name for kernels in used for name in kernels.codecs}.union(_registered_codecs)
 
@@ -233,7 +233,7 @@ class use_backend:  # noqa: N801 - reads as the verb it is
 
 
 def available_backends() -> dict[str, str | None]:
-    """Return the name of every registered backend with the reason why it cannot run here, None if it can.
+    """Return the name of every registered backend with the reason that it cannot run here, None if it can.
 
     This imports all of them.
 
@@ -259,7 +259,7 @@ def _installed(group: str) -> dict[str, _Registration]:
 
 
 def _load(name: str, asked: str) -> KernelBackend:
-    """Return the only instance of a backend; ``asked`` tells in messages how the user chose it."""
+    """Return the only instance of a backend; ``asked`` is the user's choice as messages show it."""
     instance = _instances.get(name)
     if instance is not None:
         return instance

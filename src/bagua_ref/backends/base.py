@@ -62,7 +62,7 @@ class KernelBackend(ABC):
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
-        """Return why this backend cannot run on this machine, None if it can."""
+        """Return the reason that this backend cannot run on this machine, None if it can."""
         return None
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""The contract of a codec: how a flat tensor in equal chunks becomes bytes, and numbers again (S4, S12).
+"""The contract of a codec: compression of a flat tensor in equal chunks to bytes, and decompression (S4, S12).
 
 The public methods check arguments, so that all codecs raise the same errors. A codec implements the methods with a leading
 underscore, and `payload_bytes`. `bagua_ref.backends.get_codec` returns a codec; the built-in formats are in
@@ -23,7 +23,7 @@ COMPRESSIBLE = (torch.float16, torch.bfloat16, torch.float32)
 """The dtypes that codecs take (S4.5, S12)."""
 
 ALIGNMENT = 32
-"""Each chunk's payload is a multiple of so many bytes (S4.1, S12)."""
+"""The size of each chunk's payload is a multiple of this many bytes (S4.1, S12)."""
 
 
 class Kernels(Protocol):
@@ -49,7 +49,7 @@ class Codec(ABC):
 
     Attributes:
         name: the name by which `bagua_ref.backends.get_codec` finds it.
-        biased: whether it is of use only with error memory (S11.1); `compression=` without one warns.
+        biased: whether it is useful only with error memory (S11.1); `compression=` warns without one.
     """
 
     name: ClassVar[str]
@@ -66,7 +66,7 @@ class Codec(ABC):
             ("_compress", "_compress_in_steps", Codec._compress_in_steps),
             ("_decompress", "_decompress_in_steps", Codec._decompress_in_steps),
         ):
-            if whole in vars(cls) and in_steps not in vars(cls):  # inherited steps would not do what this class does
+            if whole in vars(cls) and in_steps not in vars(cls):  # inherited steps would not match this class's methods
                 setattr(cls, in_steps, at_once)
 
     @abstractmethod
@@ -97,11 +97,11 @@ class Codec(ABC):
         return out
 
     def compress_in_steps(self, x: Tensor, num_chunks: int, target_chunk: int | None = None, *, out: Tensor) -> Iterator[int]:
-        """`compress` step by step, for those who send the first bytes of each block while later ones are computed.
+        """Run `compress` step by step, so that the first bytes of each block can be sent while later ones are computed.
 
         Yields:
-            How many bytes at the beginning of each block are final, never fewer than before; at last, all. The elements which
-            `decompress_in_steps` makes of so many bytes are not read again.
+            The number of leading bytes of each block that are final, never fewer than before; at last, all. The elements that
+            `decompress_in_steps` makes of these bytes are not read again.
 
         >>> from bagua_ref.backends import get_codec
         >>> payload = torch.empty(64, dtype=torch.uint8)
@@ -124,10 +124,10 @@ class Codec(ABC):
             self._decompress(payload, num_chunks, out)
 
     def decompress_in_steps(self, payload: Tensor, num_chunks: int, out: Tensor) -> Iterator[int]:
-        """`decompress` step by step, for those who receive later bytes of each block while the first ones are decompressed.
+        """Run `decompress` step by step, so that the first bytes of each block can be decompressed while later ones arrive.
 
         Yields:
-            How many bytes at the beginning of each block its next step reads, never fewer than before.
+            The number of leading bytes of each block that the next step reads, never fewer than before.
 
         >>> from bagua_ref.backends import get_codec
         >>> list(get_codec("MinMaxUInt8").decompress_in_steps(torch.zeros(64, dtype=torch.uint8), 1, out=torch.zeros(3)))

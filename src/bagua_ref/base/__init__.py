@@ -1,1 +1,1 @@
-"""What every other room stands on: the current world, launch environments, memory, streams and untrusted input."""
+"""Foundations of all other modules: the current world, launch environments, memory, streams and untrusted input."""

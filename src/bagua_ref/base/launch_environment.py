@@ -1,4 +1,4 @@
-"""The environment variables by which torchrun, Open MPI, other MPIs and Slurm tell a process its rank (S1)."""
+"""The environment variables by which torchrun, Open MPI, other MPIs and Slurm give a process its rank (S1)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FIRST_PORT, PORTS = 20_000, 8_000
 
 _TORCHRUNS_PORT = 29_500
 _TASKS = r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?"
-"""Tasks per node in Slurm's notation: 2, or 2(x3) on three nodes in a row."""
+"""Tasks per node in Slurm's notation: 2, or 2(x3) on three consecutive nodes."""
 
 _BY_HAND = "set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun does"
 
@@ -59,7 +59,7 @@ class Launch:
 
     Attributes:
         launcher: the launcher's name, for messages.
-        identity: this rank's place. MPI does not number nodes, so ranks on a node are assumed to be consecutive until they meet.
+        identity: this rank's place. MPI does not number nodes, so ranks on a node are assumed to be consecutive until they connect.
         address: the address of rank 0; None: unknown.
         port: the port on which rank 0 listens.
     """
@@ -84,7 +84,7 @@ class Launch:
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch | None:
-    """Return the place that the variables of MPI or Slurm give; None if there are none, or torchrun's take precedence.
+    """Return this process's place from the variables of MPI or Slurm; None if there are none, or torchrun's take precedence.
 
     The first of these that is set counts: RANK and WORLD_SIZE, set by torchrun or a user; OMPI_COMM_WORLD_RANK and related ones
     (Open MPI); PMI_RANK (MPICH, Intel MPI) or PMIX_RANK; SLURM_STEP_NUM_TASKS above 1 (srun). Slurm's come last, because mpirun
@@ -158,7 +158,7 @@ def _slurm(environment: Mapping[str, str], size: int) -> Launch:
 
 
 def _tasks_of(node: int, runs: list[tuple[int, int]]) -> int:
-    """Return the number of tasks of a node, given as (tasks, nodes in a row that have so many); 0 if there is no such node."""
+    """Return the number of tasks on a node, 0 if there is no such node; ``runs`` are pairs (tasks per node, consecutive nodes)."""
     for count, times in runs:
         if node < times:
             return count

@@ -34,7 +34,7 @@ def memory_span(tensor: Tensor) -> tuple[int, int]:
 
 
 def overlapping(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
-    """Return the places of two non-empty tensors that share memory, None if there are none."""
+    """Return the indices of two non-empty tensors that share memory, None if there are none."""
     spans = sorted((*memory_span(t), place) for place, t in enumerate(tensors) if t.numel())
     for (_, end, first), (start, _, second) in itertools.pairwise(spans):
         if start < end:
@@ -77,7 +77,7 @@ class Layout:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Layout:
-        """Return that of ``tensor`` in flat storage: its own if it is dense (`is_dense`), else the row-major one."""
+        """Return the layout of ``tensor`` in flat storage: its own if it is dense (`is_dense`), else the row-major one."""
         return _layout(tensor.shape, tensor.stride() if is_dense(tensor) else None)
 
     def __repr__(self) -> str:
@@ -88,7 +88,7 @@ class Layout:
 
     @property
     def is_row_major(self) -> bool:
-        """Whether the last axis is the innermost one, and so on."""
+        """Whether elements are in row-major order: the last axis varies fastest."""
         return self._axes is None
 
     def describes(self, tensor: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Parts that are missing: what the original has and bagua_ref does not, and commands that install optional dependencies."""
+"""Missing parts: names of the original that bagua_ref does not have, and commands that install optional dependencies."""
 
 from __future__ import annotations
 

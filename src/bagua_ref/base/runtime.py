@@ -125,7 +125,7 @@ class World(ABC):
         return self.now()
 
     def waits(self) -> list[dict[str, Any]]:
-        """Return what threads of this rank wait for, as far as they say so: ``for``, ``ranks`` and ``since``, by `now`."""
+        """Return the registered waits of this rank's threads: ``for``, ``ranks`` and ``since``, a time of `now`."""
         return []
 
 
@@ -183,8 +183,8 @@ class RealWorld(World):
     def __init__(self) -> None:
         self.known_identity: Identity | None = None
         """Set by ``init_process_group()``, which may know more than the environment variables."""
-        self.has_met = False
-        """Whether this process has been in a job before, whose store may be found in place of the next one's."""
+        self.was_in_job = False
+        """Whether this process was in an earlier job, whose store may still answer in place of the next one's."""
 
     @property
     def identity(self) -> Identity:
@@ -212,7 +212,7 @@ class RealWorld(World):
         return _RealQueue()
 
     def waiting_for_own_thread(self, interrupt: Callable[[str], None]) -> AbstractContextManager[None]:
-        """Register the wait where waits for other ranks are, if this process has joined a job."""
+        """Register the wait among those for other ranks, if this process has joined a job."""
         waits = getattr(self.transport, "waits", None)
         if waits is None:
             return nullcontext()
@@ -220,7 +220,7 @@ class RealWorld(World):
         return registered
 
     def waits(self) -> list[dict[str, Any]]:
-        """Return the waits that are registered where waits for other ranks are, if this process has joined a job."""
+        """Return the registered waits of this process; none before it has joined a job."""
         waits = getattr(self.transport, "waits", None)
         return [] if waits is None else waits.under_way()
 

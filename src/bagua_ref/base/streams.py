@@ -39,7 +39,7 @@ def order_after(events: Iterable[Any], device: torch.device) -> None:
 
 
 def hold(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
-    """Keep the memory of ``tensors`` from being used again before what is queued on the calling thread's stream is done."""
+    """Keep the memory of ``tensors`` from being reused before the work queued on the calling thread's stream is done."""
     if device.type == "cuda":
         for tensor in tensors:
             tensor.record_stream(torch.cuda.current_stream(device))

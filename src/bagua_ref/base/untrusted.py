@@ -25,13 +25,13 @@ __all__ = [
 
 _DEEPEST = 50
 _MOST_EQUAL = 100
-_MOST_TAKEN = 32  # of multiples of a large power of two, each finds up to 18
+_MOST_TAKEN = 32  # multiples of a large power of two find up to 18 each
 
 SCALAR = (str, int, float, bool, type(None))
 """The form of a value that is neither a list nor an object."""
 
 NATURAL = range(2**63)
-"""The form of a number of things."""
+"""The form of a count."""
 
 _NAMES = {dict: "an object", list: "a list", str: "a string", int: "an integer", float: "a number", bool: "a boolean"}
 
@@ -48,7 +48,7 @@ def open_file(path: Path) -> BinaryIO:
         NotRegularError: it is not a regular file: pipes and devices may have no end, and opening them can wait or have effects.
     """
     _check_regular(path, path.stat())
-    # Should it have become a pipe since, opening it does not wait.
+    # If it has become a pipe meanwhile, opening it does not block.
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0)))  # noqa: SIM115
     try:
         _check_regular(path, os.fstat(file.fileno()))
@@ -85,17 +85,17 @@ def load_json(data: bytes) -> Any:
     """Return the value of JSON in UTF-8.
 
     Raises:
-        ValueError: it is invalid, has a key twice, a NaN or an infinity, or is nested more than 50 deep.
+        ValueError: it is invalid, has a key twice, a NaN or an infinity, or is nested more than 50 levels deep.
 
     >>> load_json(b'{"rank": 0, "rank": 1}')
     Traceback (most recent call last):
     ...
-    ValueError: it is not valid JSON: the key 'rank' is there twice
+    ValueError: it is not valid JSON: duplicate key 'rank'
     """
     try:
         value = json.loads(data.decode(), object_pairs_hook=_object, parse_constant=_refuse)
     except RecursionError:
-        raise ValueError(f"it is nested more than {_DEEPEST} deep") from None
+        raise ValueError(f"it is nested more than {_DEEPEST} levels deep") from None
     except ValueError as error:
         raise ValueError(f"it is not valid JSON: {error}") from None
     level = [value]
@@ -103,7 +103,7 @@ def load_json(data: bytes) -> Any:
         nested = [item for item in level if isinstance(item, list | dict)]
         level = [inner for item in nested for inner in (item.values() if isinstance(item, dict) else item)]
     if any(isinstance(item, list | dict) for item in level):
-        raise ValueError(f"it is nested more than {_DEEPEST} deep")
+        raise ValueError(f"it is nested more than {_DEEPEST} levels deep")
     return value
 
 
@@ -118,7 +118,7 @@ def check_form(value: Any, form: Any, what: str) -> None:
         what: the value's name in messages, which do not show the value: it may be a secret.
 
     Raises:
-        ValueError: it has not; the message says what is wrong.
+        ValueError: its form is another; the message names the wrong part.
 
     >>> check_form({"rank": 0, "nodes": [2, "x"]}, {"rank": NATURAL, "nodes": [int]}, "manifest")
     Traceback (most recent call last):
@@ -149,7 +149,7 @@ def check_form(value: Any, form: Any, what: str) -> None:
 
 
 def check_hash_collisions(keys: Iterable[Hashable]) -> None:
-    """Raise if a dict of these keys would take quadratic time, as their hashes are the same or lead to the same places in it.
+    """Raise ValueError if a dict of these keys would take quadratic time, as their hashes are equal or lead to the same slots.
 
     Hashes of numbers, and of tuples of them, are no secret: all multiples of 2**61 - 1 have the hash 0.
 
@@ -157,7 +157,7 @@ def check_hash_collisions(keys: Iterable[Hashable]) -> None:
         keys: the keys in the dict's order, before they are in it.
 
     Raises:
-        ValueError: more than 100 have the same hash, or on average a key would find more than 32 places taken.
+        ValueError: more than 100 have the same hash, or on average a key would probe more than 32 occupied slots.
 
     >>> check_hash_collisions(range(1000))
     >>> check_hash_collisions(number * (2**61 - 1) for number in range(1000))
@@ -170,7 +170,7 @@ def check_hash_collisions(keys: Iterable[Hashable]) -> None:
     for one, other in zip(ordered, ordered[_MOST_EQUAL:], strict=False):
         if one == other:
             raise ValueError(f"more than {_MOST_EQUAL} of its keys have the hash {one}, so that it would take too long to read")
-    # CPython's dicts grow to twice the places, fill these anew, and look for a free place like this.
+    # CPython's dicts double their slots, insert all keys again, and probe for a free slot like this.
     size, filled, found_taken = 8, 0, 0
     while len(hashes) > size * 2 // 3:
         size *= 2
@@ -188,7 +188,7 @@ def check_hash_collisions(keys: Iterable[Hashable]) -> None:
 
 
 def one_line(text: str) -> str:
-    r"""Return text with escapes in place of what moves a terminal's cursor, changes its colours or cannot be encoded.
+    r"""Return text with escapes for characters that move a terminal's cursor, change its colours or cannot be encoded.
 
     >>> print(one_line("\x1b[2J a\nb"))
     \x1b[2J a\nb
@@ -200,7 +200,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"the key {twice!r} is there twice")
+        raise ValueError(f"duplicate key {twice!r}")
     return found
 
 

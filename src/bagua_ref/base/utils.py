@@ -56,7 +56,7 @@ class OwnName(NotCopied, str):
     """A generated name that is not copied with the module that has it."""
 
 
-# Dynamo would also trace what autograd calls in a compiled training step: all that communicates. Unlike torch.compiler.disable,
+# Dynamo would also trace the hooks that autograd calls in a compiled step, which communicate. Unlike torch.compiler.disable,
 # this imports torch._dynamo only when a function is first called.
 untraced = torch._disable_dynamo  # type: ignore[attr-defined]
 
@@ -103,8 +103,8 @@ def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
 def let_compiler_see_hooks() -> None:
     """Have torch.compile check hooks before it runs code again that it compiled for another module of the same class.
 
-    By default, it takes modules of one class for equal, and a wrapped one would run without its hooks if one without had been
-    compiled. The first call discards what was compiled before.
+    By default, torch.compile treats modules of one class as equal: a wrapped one would run without its hooks if an unwrapped one
+    had been compiled. The first call discards what was compiled before.
     """
     import torch._dynamo  # which the first training forward pass imports, too
 

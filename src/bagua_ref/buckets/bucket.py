@@ -88,7 +88,7 @@ class BaguaBucket:
         self.running: object = None
         """The current or last operation."""
         self.about: dict[str, Any] = {}
-        """What its rounds are, for observers: JSON values by name."""
+        """Description of its rounds for observers: JSON values by name."""
         self._ops: list[Callable[[Tensor], Any]] = []
         self._background_groups: dict[Group, Group] = {}
         self._storage = FlatStorage(name, tensors, effective, flatten, alignment)
@@ -107,7 +107,7 @@ class BaguaBucket:
 
     @property
     def kernels(self) -> KernelBackend:
-        """The kernel backend of this bucket at the moment; see ``backend``."""
+        """The kernel backend that this bucket uses now; see ``backend``."""
         return get_backend(self.backend, self.device)
 
     def effective_tensors(self) -> list[Tensor]:
@@ -131,7 +131,7 @@ class BaguaBucket:
         return torch.cat(parts + ([self.padding_tensor] if self.padding_tensor is not None else []))
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
-        """Return the part of ``flat``, which has the bucket's size, that is each effective tensor's, in its shape and strides."""
+        """Return views of ``flat``, which has the bucket's size: each effective tensor's part, in its shape and strides."""
         return self._storage.views_of(flat)
 
     def check_flatten(self) -> bool:
@@ -248,8 +248,8 @@ class BaguaBucket:
                 be divisible by the number of ranks (hierarchical: of leaders). See ``alignment``.
             compression: None or the name of a codec (S4, S12), which needs scattergather.
             group: the ranks; None is the default group.
-            error_memory: None, or what compression has left out of this bucket on this rank, which is added to what it
-                contributes next (S11.1).
+            error_memory: None, or the memory of this bucket's compression errors on this rank, which are added to its next
+                contribution (S11.1).
 
         Raises:
             ValueError: compression without scattergather, unknown compression, a size that is not divisible, or an error memory
@@ -314,7 +314,7 @@ class BaguaBucket:
             group: the ranks; None is the default group.
 
         Raises:
-            ValueError: another mode, a mode that does not take so many ranks, a function whose graph is not doubly stochastic or
+            ValueError: another mode, a mode that does not take this many ranks, a function whose graph is not doubly stochastic or
                 differs between ranks, or a ``peer_weight`` that does not fit.
             TypeError: a dtype that is not floating-point, or not the bucket's.
         """

@@ -1,4 +1,4 @@
-"""The argument ``compression=``: the codec that it names, or why it is refused."""
+"""Checks of the argument ``compression=``, and the codec that it names."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def codec_named(
         kernels: the backend for which it is to work.
         bucket: the bucket's name, for messages.
         dtype: the bucket's.
-        has_memory: whether the operation adds what it left out to the next round; without, some codecs warn.
+        has_memory: whether the operation has an error memory; some codecs warn if it has none.
 
     Raises:
         ValueError: there is no such codec.

@@ -19,7 +19,7 @@ __all__ = ["FlatStorage"]
 
 
 class FlatStorage:
-    """The flat tensor that a bucket's operations work on, and the way from its tensors to it and back.
+    """The flat tensor that a bucket's operations work on, and the copies between it and the bucket's tensors.
 
     Args:
         name: the bucket's.
@@ -27,7 +27,7 @@ class FlatStorage:
         effective: their effective tensors, which share a dtype and a device and do not overlap.
         flatten: move the effective tensors into one contiguous storage, unless they already are; otherwise `load` gathers them
             into a buffer and `store` copies that into them. The order of elements is the same in both.
-        alignment: the number of elements, padding included, divides by it.
+        alignment: the number of elements, padding included, is a multiple of it.
 
     Attributes:
         layouts: the strides of each effective tensor in flat storage: those that it has now, row-major ones if it is not dense.
@@ -52,7 +52,7 @@ class FlatStorage:
         self._flat: Tensor | None = None
         """The effective tensors' own storage if flat, else a buffer made when it is first needed."""
         self._views: list[Tensor] = []
-        """If flat, the part of ``_flat`` that is each tensor's, in its shape and strides."""
+        """If flat, each tensor's part of ``_flat``, in its shape and strides."""
         if flatten:
             self._move_together(effective)
         self._positions = list(_positions(self._views))
@@ -63,14 +63,14 @@ class FlatStorage:
             self._memory = range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
 
     def is_contiguous(self, effective: Sequence[Tensor | None]) -> bool:
-        """Return whether the effective tensors and the padding are contiguous in memory (S2.3); None is where it belongs."""
+        """Return whether the effective tensors and the padding are contiguous in memory (S2.3); None counts as in its place."""
         if not self._flatten and None in effective:
             return False
         present = [self._views[place] if tensor is None else tensor for place, tensor in enumerate(effective)]
         return check_contiguous([*self._in_order(present), *([self.padding_tensor] if self.padding_tensor is not None else [])])
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
-        """Return the part of ``flat`` that is each tensor's, in its shape and strides."""
+        """Return each tensor's part of ``flat``, in its shape and strides."""
         parts = flat[: self.filled].split([shape.numel() for shape in self._shapes])
         return [layout.view(part) for layout, part in zip(self.layouts, parts, strict=True)]
 
@@ -110,10 +110,10 @@ class FlatStorage:
         if not self._all_fit(effective):
             for place, tensor in enumerate(effective):
                 if tensor is None or not self._fits(tensor, place):
-                    effective[place] = self._zero_or_refuse(place, tensor)
+                    effective[place] = self._zero_or_raise(place, tensor)
         dense = cast("list[Tensor]", effective)
         if self._flatten:
-            self._bring_in(dense)
+            self._move_in(dense)
         else:
             for place, tensor in enumerate(dense):
                 if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
@@ -123,35 +123,35 @@ class FlatStorage:
             kernels.gather_flat(self._in_order(dense), self._flat[: self.filled])
         return self._flat
 
-    def _bring_in(self, effective: list[Tensor]) -> None:
-        """Move those of the effective tensors into flat storage that lie elsewhere."""
+    def _move_in(self, effective: list[Tensor]) -> None:
+        """Move the effective tensors that lie elsewhere into flat storage."""
         places: Sequence[int] = range(len(effective))
-        strayed, pointers = effective, list(map(torch.Tensor.data_ptr, effective))
+        outside, pointers = effective, list(map(torch.Tensor.data_ptr, effective))
         if max(pointers) >= self._memory.start and min(pointers) < self._memory.stop:  # else all lie elsewhere
             places = [place for place, position in enumerate(_positions(effective)) if position != self._positions[place]]
-            # Those that lie in other tensors' places are copied, or new values would mix with old ones.
-            strayed = [effective[place].clone() if pointers[place] in self._memory else effective[place] for place in places]
-        if strayed:
+            # Those that lie in other tensors' places are copied first: they could be overwritten before they are read.
+            outside = [effective[place].clone() if pointers[place] in self._memory else effective[place] for place in places]
+        if outside:
             views = self._own_views(places)
-            streams.hold(strayed, self._device)
-            if strayed is effective and self._one_dimensional:
-                torch.cat(strayed, out=cast("Tensor", self._flat)[: self.filled])  # takes half the time of the call below
+            streams.hold(outside, self._device)
+            if outside is effective and self._one_dimensional:
+                torch.cat(outside, out=cast("Tensor", self._flat)[: self.filled])  # takes half the time of the call below
             else:
-                torch._foreach_copy_(views, strayed)
+                torch._foreach_copy_(views, outside)
             for place, view in zip(places, views, strict=True):
                 self._registered[place].replace(self._tensors[place], view)
 
     def _all_fit(self, effective: Sequence[Tensor | None]) -> bool:
-        """Return whether all tensors are there and `_fits` each; this takes much less time than to ask for each."""
+        """Return whether no tensor is missing and each `_fits`; this is much faster than one call for each."""
         kinds = {None if tensor is None else (tensor.layout, tensor.dtype) for tensor in effective}
         return kinds == {(torch.strided, self._dtype)} and all(map(eq, map(_shape, effective), self._shapes))
 
     def _fits(self, tensor: Tensor, place: int) -> bool:
-        """Return whether ``tensor`` is dense and has the shape and dtype of the one that was there at the beginning."""
+        """Return whether ``tensor`` is dense and has the shape and dtype that its bucket was made for."""
         return tensor.layout is torch.strided and tensor.shape == self._shapes[place] and tensor.dtype is self._dtype
 
-    def _zero_or_refuse(self, place: int, tensor: Tensor | None) -> Tensor:
-        """Return a new zero tensor where zero_grad() removed a gradient and none came; refuse any other that does not fit."""
+    def _zero_or_raise(self, place: int, tensor: Tensor | None) -> Tensor:
+        """Return a new zero tensor in place of a missing gradient; raise for any other tensor that does not fit."""
         shape, name = self._shapes[place], self._registered[place].name
         if tensor is None:
             tensor = self.layouts[place].zeros(self._dtype, self._device)
@@ -169,7 +169,7 @@ class FlatStorage:
 
     def _own_views(self, places: Sequence[int]) -> list[Tensor]:
         """Return views of the tensors' places in flat storage."""
-        if not all(map(eq, _positions(self._views), self._positions)):  # one of them was the gradient, and got other ``data``
+        if not all(map(eq, _positions(self._views), self._positions)):  # a view was the gradient, and its ``data`` was replaced
             self._views = self.views_of(cast("Tensor", self._flat))
         return [self._views[place] for place in places]
 
@@ -187,5 +187,5 @@ _shape = attrgetter("shape")
 
 
 def _positions(tensors: Sequence[Tensor]) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yield each address and stride: thousands of tuples at the same time would set off the garbage collector."""
+    """Yield each tensor's address and strides: a list of thousands of tuples would trigger the garbage collector."""
     return zip(map(torch.Tensor.data_ptr, tensors), map(torch.Tensor.stride, tensors), strict=True)

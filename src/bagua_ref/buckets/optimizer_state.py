@@ -13,7 +13,7 @@ __all__ = ["align_state", "check_optimizer_state", "take_over"]
 
 _ADAM = {"step", "exp_avg", "exp_avg_sq"}
 _STATE = {"Adam": _ADAM, "AdamW": _ADAM, "QAdamOptimizer": _ADAM, "Adagrad": {"step", "sum"}, "SGD": set[str]()}
-"""What optimizers keep of each parameter that has been stepped. Kernels of these read as many elements as the parameter has."""
+"""State that optimizers keep for each parameter that has been stepped; their kernels read as many elements as it has."""
 _LIKE_PARAMETER = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum"}
 
 
@@ -35,23 +35,23 @@ def check_optimizer_state(optimizer: torch.optim.Optimizer, state: Any) -> None:
     if kind.load_state_dict is not torch.optim.Optimizer.load_state_dict or optimizer._optimizer_load_state_dict_pre_hooks:
         return  # only they know the form
     if not isinstance(state, dict) or not isinstance(state.get("state"), dict) or type(state.get("param_groups")) is not list:
-        raise ValueError(f"this is not what state_dict() of a {kind.__name__} returns: it lacks state or param_groups")
+        raise ValueError(f"it is not a state_dict() of {kind.__name__}: it lacks 'state' or 'param_groups'")
     groups = state["param_groups"]
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     if not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
         raise ValueError("a parameter group has no list of parameters")
     if [len(group["params"]) for group in groups] != sizes:
-        raise ValueError(f"it has groups of {[len(g['params']) for g in groups]} parameters, and this {kind.__name__} of {sizes}")
+        raise ValueError(f"its groups have {[len(g['params']) for g in groups]} parameters, this {kind.__name__}'s {sizes}")
     numbers = [number for group in groups for number in group["params"]]
     if not all(type(number) is int for number in numbers) or len(set(numbers)) < len(numbers):
         raise ValueError("the parameters of its groups are not numbered")
     for place, (mine, group) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
         for name, value in group.items():
             if not isinstance(name, str):
-                raise ValueError(f"option {name!r} of group {place} is no name")
+                raise ValueError(f"group {place} has the option {name!r}, whose name must be a string")
             known = [options[name] for options in (mine, optimizer.defaults) if name in options and name != "params"]
             if known and not any(_fits(option, value) for option in known):
-                raise ValueError(f"option {name!r} of group {place} is {_shown(value)}, and {_shown(known[0])} here")
+                raise ValueError(f"option {name!r} of group {place} is {_shown(value)}, but {_shown(known[0])} in this optimizer")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     kept = next((_STATE[of] for of in _kinds(optimizer) if of in _STATE), None)
     for number, parameter in zip(numbers, parameters, strict=True):
@@ -83,7 +83,7 @@ def _check_entry(number: int, parameter: torch.Tensor, entry: dict[str, Any], ke
 
 
 def _fits(mine: Any, theirs: Any) -> bool:
-    """Return whether an option can take ``theirs`` for its value where it has ``mine``."""
+    """Return whether ``theirs`` is a valid value of an option that has the value ``mine``."""
     if mine is None:
         return theirs is None or type(theirs) in (bool, int, float, str)
     if type(mine) is bool:
@@ -102,7 +102,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """Return a value in at most a few words."""
+    """Describe a value in a few words."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of {tuple(value.shape)} {value.dtype}"
     return repr(value) if value is None or type(value) is bool or _is_number(value) else f"a {type(value).__name__}"
@@ -128,7 +128,7 @@ def take_over(optimizer: torch.optim.Optimizer, state: dict[str, Any], defaults:
 
 
 def _uncast(loaded: Any, sent: Any) -> Any:
-    """Return what was ``sent``, on the device to which it was ``loaded``."""
+    """Return ``sent``, on the device of ``loaded``."""
     if isinstance(sent, torch.Tensor):
         return sent.to(loaded.device)
     if type(sent) is dict:
@@ -139,7 +139,7 @@ def _uncast(loaded: Any, sent: Any) -> Any:
 
 
 def _in_place(mine: Any, theirs: Any) -> Any:
-    """Return ``theirs``, in my own tensors where they can take it."""
+    """Return ``theirs``, copied into the tensors of ``mine`` where they fit."""
     if isinstance(theirs, torch.Tensor) and isinstance(mine, torch.Tensor):
         if (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype):
             mine.data.copy_(theirs)

@@ -36,7 +36,7 @@ _unnamed = itertools.count()
 
 
 class Registration(NotCopied):
-    """Record of a proxy tensor: its name, the way to its effective tensor, and the engine that waits for it.
+    """Record of a proxy tensor: its name, the access to its effective tensor, and the engine that waits for it.
 
     Attributes:
         name: unique within its module's buckets.
@@ -146,7 +146,7 @@ def align(tensor: Tensor, parameter: Tensor) -> None:
 
 
 def with_aligned_grad(parameter: Tensor) -> Tensor:
-    """Return ``parameter`` after giving it a gradient of zeros, if it has none, and its gradient the strides that `align` does."""
+    """Return ``parameter`` with a gradient, of zeros if it had none, in the strides that `align` gives."""
     gradient = BaguaTensor.bagua_ensure_grad(parameter).grad  # type: ignore[arg-type]
     if gradient is not None and gradient.layout is torch.strided:
         align(gradient, parameter)
@@ -373,5 +373,5 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 def _as_tensor(mixin: object) -> Tensor:
-    """Return ``self`` of a method that runs on torch.Tensor, typed as what it is."""
+    """Return ``mixin`` as the torch.Tensor that it is, as its methods run on torch.Tensor."""
     return cast("Tensor", mixin)

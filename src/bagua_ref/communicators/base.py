@@ -56,9 +56,9 @@ class Communicator(ABC):
         name: the group's name, for messages.
         bytes_sent: the bytes that this rank has sent so far, by formula: 2(n-1)/n of the tensor for all-reduce; (n-1)/n of the
             full buffer for all-gather, reduce-scatter and all-to-all; (n-1)/n for reduce and broadcast (the mean over ranks of
-            n-1 copies); what leaves this rank for send, gather and scatter.
-        compares_calls: whether ranks find out, before anything is sent, that they call different collectives or with different
-            arguments. Off where they have already compared what they do; equal on all ranks.
+            n-1 copies); the bytes that leave this rank for send, gather and scatter.
+        compares_calls: whether ranks compare their collectives and arguments before anything is sent. Off where they have compared
+            them already; equal on all ranks.
     """
 
     compares_calls = True
@@ -75,7 +75,7 @@ class Communicator(ABC):
         return self._rank
 
     def nranks(self) -> int:
-        """Return how many ranks there are."""
+        """Return the number of ranks."""
         return self._nranks
 
     @property
@@ -263,7 +263,7 @@ class Communicator(ABC):
 
     @_collective
     def allgather_inplace(self, tensor: Tensor, overlap: Overlap | None = None) -> None:
-        """As `allgather`; this rank sends chunk ``rank()`` of its tensor, which ``overlap`` fills, and whose chunks it reads."""
+        """As `allgather`; this rank sends chunk ``rank()`` of its tensor. ``overlap`` fills this chunk and reads the others."""
         own = self._own_chunk(tensor)
         self._bytes_sent += _nbytes(tensor) * self._others
         if overlap is not None:
@@ -296,7 +296,7 @@ class Communicator(ABC):
         Args:
             send_tensor: n chunks.
             recv_tensor: as large; it must not overlap the other.
-            overlap: fills the chunks to send and reads those received, if this is not done before and after.
+            overlap: fills the chunks to send and reads those received, meanwhile; None: the caller does so before and after.
         """
         self._check_pair(send_tensor, recv_tensor, 1, 1)
         self._own_chunk(send_tensor)
@@ -333,8 +333,8 @@ class Communicator(ABC):
         r = self._rank
         if sends[r].numel() != recvs[r].numel():
             raise ValueError(
-                f"send_counts[{r}]={sends[r].numel()} and recv_counts[{r}]={recvs[r].numel()} are what rank {r} sends to itself; "
-                "they must be equal"
+                f"send_counts[{r}]={sends[r].numel()} and recv_counts[{r}]={recvs[r].numel()} must be equal, as rank {r} "
+                "sends these elements to itself"
             )
         self.exchange(list(zip(sends, range(self._nranks), strict=True)), list(zip(recvs, range(self._nranks), strict=True)))
 
@@ -385,7 +385,7 @@ class Communicator(ABC):
     @abstractmethod
     def _alltoall(self, send_tensor: Tensor, recv_tensor: Tensor) -> None: ...
 
-    # A transport that can overlaps computing with them.
+    # A transport may override these to overlap computation with communication.
 
     def _allgather_overlapping(self, send_tensor: Tensor, recv_tensor: Tensor, overlap: Overlap) -> None:
         """As `_allgather`, where ``send_tensor`` is this rank's chunk of ``recv_tensor``."""
@@ -477,7 +477,7 @@ class Communicator(ABC):
         self._check_rank(argument, root)
         self._check("tensor", tensor)
         if not isinstance(count, int) or count < 0:
-            raise ValueError(f"count={count!r} must be a number of elements, 0 or more")
+            raise ValueError(f"count={count!r} must be an int, 0 or more")
         needed = count * self._nranks if self._rank == root else count
         if tensor.numel() != needed:
             raise ValueError(
@@ -489,7 +489,7 @@ class Communicator(ABC):
         prefix = f"{what}_" if what else ""
         for argument, values in (("counts", counts), ("displs", displs)):
             if len(values) != self._nranks or any(v < 0 for v in values):
-                raise ValueError(f"{prefix}{argument}={list(values)} must be {self._nranks} numbers of elements, none negative")
+                raise ValueError(f"{prefix}{argument}={list(values)} must be {self._nranks} non-negative ints, one per rank")
         for count, displ in zip(counts, displs, strict=True):
             if displ + count > tensor.numel():
                 raise ValueError(
@@ -516,7 +516,7 @@ class NonMember:
         return -1
 
     def nranks(self) -> int:
-        """Return how many ranks the group has."""
+        """Return the number of ranks of the group."""
         return self._nranks
 
     def __getattr__(self, name: str) -> Any:

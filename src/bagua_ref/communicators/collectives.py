@@ -1,6 +1,6 @@
-"""The collectives as plain functions of the tensors of all ranks, in rank order: what a communicator must compute (S3.9).
+"""The collectives as plain functions of the tensors of all ranks, in rank order: the results of any communicator (S3.9).
 
-They know nothing of threads, groups or transports. Tensors come in rank order; results are written into the receivers' tensors.
+They do not depend on threads, groups or transports. Tensors come in rank order; results are written into the receivers' tensors.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 __all__ = ["Connection"]
 
 _TICK = timedelta(milliseconds=200)  # seconds until a waiting collective notices abort() or Ctrl-C
-_PATIENCE = 0.5  # seconds after which a rank that connects asks whether another one could not
+_PATIENCE = 0.5  # seconds after which a connecting rank checks whether another one failed to connect
 _watchdog = Watchdog()
 
 
@@ -82,7 +82,7 @@ class Connection:
         self._gloo_sockets: GlooSockets | None = None
         self._nccl: Any = None
         self._place = ""
-        """The collective waited in last, among the waits."""
+        """The collective of the last wait, as `Waiting` names it."""
         try:
             self._await_members()
             before = open_sockets()
@@ -91,7 +91,7 @@ class Connection:
         except CommunicationError:
             raise
         except RuntimeError as error:
-            # Descriptors may be what this rank lacks; the others wait inside gloo until they hear of it.
+            # This rank may be out of descriptors; the others wait inside gloo until the failure is reported.
             self._failures.report(first_sentence(error), anew=False)
             raise self._failure("connect", error) from None
         # The rank that serves the store must not exit before all are connected, so every rank waits for all.
@@ -147,7 +147,7 @@ class Connection:
         self.run(collective, lambda group: [start(group)], waits=False)
 
         def finish() -> list[list[int]]:
-            if self._closed or not is_complete():  # as it mostly is, this takes half the time
+            if self._closed or not is_complete():  # mostly it is, and this takes half the time
                 self.run(collective, lambda _: self._begun, place=place)
             return result()
 
@@ -175,12 +175,12 @@ class Connection:
             peers: the ranks of this group that it sends to and receives from; None: it is a collective of all.
             waits: whether to wait, rather than to keep the works for later.
             place: its name among the waits of this connection; "": the number of collectives waited for.
-            call: what all ranks must call, in words; "": they need not.
+            call: the call that all ranks must make, in words; "": not compared.
 
         Raises:
             CommunicationTimeoutError: no progress within the timeout.
             CommunicationError: it failed otherwise, `abort` was called, or another thread is using it. It cannot be retried.
-            Exception: what ``start`` computes between works has failed, which the other ranks are told. It cannot be retried.
+            Exception: a computation of ``start`` between works failed, which is reported to the other ranks. It cannot be retried.
         """
         if not self._turn.acquire(blocking=False):
             why = self._closed or (
@@ -218,7 +218,7 @@ class Connection:
             self._closed = self._closed or f"it failed earlier, in {collective}"
             self._failures.report(f"{type(own).__name__}: {own}")
             del group, works, work
-            for known in (failed, own):  # their tracebacks would keep the connections, and so the other ranks waiting
+            for known in (failed, own):  # their tracebacks would keep the connections alive, and the other ranks waiting
                 traceback.clear_frames(known.__traceback__)
             self._drop()
             raise own from None
@@ -227,15 +227,15 @@ class Connection:
             del group, works, work
             error.__traceback__ = error.__context__ = None
             raise self._failure(collective, error) from None
-        except BaseException as interruption:  # Ctrl-C, for example: what has been started cannot be undone
+        except BaseException as interruption:  # Ctrl-C, for example: a started collective cannot be undone
             self._closed = self._closed or f"it was interrupted earlier, in {collective}"
             keep_forever(group)
             self._drop()
             self._failures.report(f"{type(interruption).__name__} in {collective}")
             raise
         finally:
-            # Freeing a work lets go of Python's lock for a moment; a thread that does so while the interpreter ends aborts the
-            # process. So it is freed before abort(), which comes first then, can have the turn.
+            # Freeing a work releases the GIL for a moment, and a thread that does so while the interpreter ends aborts the
+            # process. So it is freed before abort(), which comes first then, can acquire ``_turn``.
             group = works = work = None
             if self._closed:  # while this was in progress
                 self._drop()
@@ -254,7 +254,7 @@ class Connection:
             self._gloo_sockets.shut_down()
 
     def _await_members(self) -> None:
-        """Wait until every rank is about to connect, as gloo would, but so that the wait can be interrupted."""
+        """Wait until every rank is about to connect, as gloo would, but interruptibly."""
         keys = {rank: f"here/{place}" for place, rank in enumerate(self._ranks)}
         here = keys[self._ranks[self._rank]]
         done, errors = threading.Event(), list[RuntimeError]()
@@ -281,7 +281,7 @@ class Connection:
                     raise errors[0]
         except BaseException:
             done.set()
-            # Or a rank that comes later would wait for this one inside gloo.
+            # Otherwise a later rank would wait for this one inside gloo.
             ask(self._store, lambda store: store.delete_key(here))
             raise
 
@@ -332,7 +332,7 @@ class Connection:
                     raise CommunicationError(f"a collective on {self._title} was aborted: {self._closed}") from None
 
     def close_in_child(self) -> None:
-        """Let go of all sockets in a forked child: they must end with the parent, or its peers would wait for it."""
+        """Close a forked child's copies of all sockets: they must end with the parent, or its peers would wait for it."""
         for direct in (self._sockets, self.memory):
             if direct is not None:
                 direct.close()
@@ -343,7 +343,7 @@ class Connection:
         """Abort the connection because ``collective`` has not finished within the timeout."""
         if not self._closed:
             self._kind_of_end = CommunicationTimeoutError
-            self._closed = f"{collective} was not done within {self._timeout.total_seconds():g} s; a rank has not come, or has died"
+            self._closed = f"{collective} timed out after {self._timeout.total_seconds():g} s; a rank has not come, or has died"
         self._drop()
 
     def _nccl_group(self) -> Any:
@@ -357,7 +357,7 @@ class Connection:
         return self._nccl
 
     def _failure(self, collective: str, error: RuntimeError) -> CommunicationError:
-        """Close for good, which the other ranks notice, and return the exception to raise."""
+        """Close the connection, which the other ranks notice, and return the exception to raise."""
         interrupted, why = self._closed, first_sentence(error)
         hung_up = sorted({peer for direct in (self._sockets, self.memory) if direct is not None for peer in direct.hung_up()})
         self._closed = self._closed or f"it failed earlier, in {collective}"
@@ -365,7 +365,7 @@ class Connection:
         if interrupted:
             return self._kind_of_end(f"{collective} on {self._title} failed; {interrupted} ({why})")
         if re.search(r"time(d )?out", why, re.IGNORECASE):
-            who = self._waits.who_is_missing(self._place, self._ranks) or "all ranks wait in it, but not all data arrive"
+            who = self._waits.who_is_missing(self._place, self._ranks) or "all ranks wait in it, but not all data arrived"
             return CommunicationTimeoutError(
                 f"{collective} on {self._title}: timed out after {self._timeout.total_seconds():g} s; {who} ({why})"
             )
@@ -384,7 +384,7 @@ class Connection:
 
 
 def _late(connection: Connection, collective: str) -> Callable[[], None]:
-    """Return a function that gives up ``connection`` if it still exists."""
+    """Return a function that aborts ``connection``, if it still exists, as timed out."""
     weak = weakref.ref(connection)
 
     def give_up() -> None:

@@ -1,4 +1,4 @@
-"""Failures of a connection: why other ranks gave it up, and collectives on a device that hang (S2.5)."""
+"""Failures of a connection: reports of ranks that gave it up, and deadlines of collectives on a device (S2.5)."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from bagua_ref.communicators.waiting import Waiting, has_ended
 __all__ = ["FailureReports", "Watchdog"]
 
 _ANYBODY = "gave up"
-"""A key that exists once any rank has told why it gives up: one question to the store instead of one per rank."""
+"""A key that exists once any rank has reported a failure: one request to the store instead of one per rank."""
 _REPLY = 5.0
-"""Seconds to wait for the store when a rank has gone."""
+"""Seconds to wait for the store when a rank has left."""
 _SHORT_REPLY = 0.5
-"""The same if a rank's process has ended, which perhaps served the store."""
+"""Seconds to wait for the store when a process has ended that may have served it."""
 _EXIT_DELAY = 0.2
 """Seconds between the end of a rank's sockets and that of its process."""
 _COMPARING = 3.0
-"""Seconds in which ranks whose calls differ have told each other what they call."""
+"""Seconds in which ranks whose calls differ exchange them."""
 
 
 class FailureReports:
-    """Why the ranks of one communicator gave it up.
+    """Reports of ranks of one communicator that gave it up, with their reasons.
 
     Args:
         store: a store of these ranks only.
@@ -43,7 +43,7 @@ class FailureReports:
         self._own_connection: Store | None = None
 
     def report(self, why: str, anew: bool = True) -> None:
-        """Report to the other ranks why this one gives up; without ``anew``, no connection to the store is opened for that."""
+        """Publish the reason ``why`` this rank gives up; without ``anew``, over the existing connection to the store."""
 
         def write(store: Store) -> None:
             store.set(f"gave up/{self._rank}", why)
@@ -58,7 +58,7 @@ class FailureReports:
         return found[0] if found else ""
 
     def reason_for_end(self, waits: Waiting, hung_up: Sequence[int]) -> str:
-        """Return the reason why a connection has ended, "" if it is unknown.
+        """Return the reason for the end of a connection, "" if it is unknown.
 
         Args:
             waits: the job's.
@@ -71,14 +71,14 @@ class FailureReports:
         began = time.monotonic()
         reported = self.reported(limit)
         if not reported and time.monotonic() - began < limit:
-            reported = waits.reasons_gone(self._ranks, limit)
+            reported = waits.exit_reasons(self._ranks, limit)
         # Its sockets close a little before a process has ended.
         if reported or (ended := ended or waits.ended(closed or others, _EXIT_DELAY)):
             return reported or has_ended(ended)
         return f"{format_ranks(closed)} {'have' if len(closed) > 1 else 'has'} died or left" if closed else ""
 
     def describe_mismatch(self, call: str) -> str:
-        """Publish the ``call`` of this rank, from which others differ; return a sentence that says who calls what."""
+        """Publish this rank's ``call``, from which others differ; return a sentence that lists all ranks' calls."""
         calls: dict[str, list[int]] = {call: [self._ranks[self._rank]]}
 
         def publish_and_read(store: Store) -> None:
@@ -92,8 +92,8 @@ class FailureReports:
 
         ask(self._store, publish_and_read, 2 * _COMPARING)
         who = [(sorted(ranks), what) for what, ranks in calls.items()]
-        said = ", ".join(f"{format_ranks(ranks)} call{'s' * (len(ranks) == 1)} {what}" for ranks, what in sorted(who))
-        return f"{said}; all ranks must call the same collective with the same arguments, sizes and dtypes"
+        calling = ", ".join(f"{format_ranks(ranks)} call{'s' * (len(ranks) == 1)} {what}" for ranks, what in sorted(who))
+        return f"{calling}; all ranks must call the same collective with the same arguments, sizes and dtypes"
 
     def poll(self) -> str:
         """Return the other ranks' reports, for a thread that asks repeatedly and may wait for the store.

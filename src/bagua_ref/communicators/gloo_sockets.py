@@ -1,4 +1,4 @@
-"""Sockets of gloo's process groups and of torch's store, which show none: to end them at once, and in a forked child."""
+"""Sockets of gloo's process groups and of torch's store, found in order to end them at once, and in a forked child."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class GlooSockets:
         """Ports on which this rank may listen, and zeros."""
 
     def find(self, listening: Sequence[Sequence[int]], rank: int) -> None:
-        """Find the connections, as this is ``rank`` and all ranks have said where they are ``listening``."""
+        """Find the connections of this ``rank``, given the ports on which each rank is ``listening``."""
         theirs = {port for peer, ports in enumerate(listening) if peer != rank for port in ports} - {0}
         for file in list(self._sockets):
             local, remote = _ports(file) or (None, None)
@@ -64,7 +64,7 @@ class GlooSockets:
             _libc.shutdown(file, socket.SHUT_RDWR)
 
     def close_in_child(self) -> None:
-        """Let go of the connections in a forked child, so that they end with the parent."""
+        """Close a forked child's copies of the connections, so that they end with the parent."""
         for file in self._open():
             os.close(file)
 
@@ -98,7 +98,7 @@ def _ports(file: int) -> tuple[int, int | None] | None:
 
 
 def _port(name_of: Any, file: int) -> int | None:
-    # A socket object would change the socket: it sets socket.setdefaulttimeout's.
+    # Not with a socket object, which would change the socket's timeout to socket.getdefaulttimeout().
     address, size = ctypes.create_string_buffer(128), ctypes.c_uint32(128)
     if name_of(file, address, ctypes.byref(size)) != 0:
         return None

@@ -42,7 +42,7 @@ class IntSockets:
         self._missing: dict[socket.socket, int] = {}
         self._deadline: float | None = None
         self._failed = ""
-        """Why the exchange will never end."""
+        """The reason that the exchange will never be complete."""
         self.close = weakref.finalize(self, close_sockets, sockets, os.getpid())
         """Close the sockets, which the other ranks notice; also called when this is garbage-collected."""
         self.close.atexit = False
@@ -51,7 +51,7 @@ class IntSockets:
         """Send ``values``, a few int64, to every other rank, and begin to wait for theirs; return this.
 
         Raises:
-            RuntimeError: a rank has gone, or the last exchange has not ended.
+            RuntimeError: a rank has left, or the last exchange has not been waited for.
         """
         if self._missing:
             raise RuntimeError("the last exchange has not been waited for")
@@ -67,7 +67,7 @@ class IntSockets:
         return self
 
     def is_completed(self) -> bool:
-        """Return whether `wait` has nothing to wait for."""
+        """Return whether `wait` would return or raise at once."""
         return bool(self._failed) or not self._missing
 
     def are_complete(self) -> bool:
@@ -100,7 +100,7 @@ class IntSockets:
         """Wait until the exchange is complete, for ``limit`` at most.
 
         Raises:
-            RuntimeError: it is not, and never will be if `is_completed`.
+            RuntimeError: it is not complete in time; if `is_completed`, it never will be.
         """
         now = time.monotonic()
         if self._deadline is None:
@@ -129,9 +129,9 @@ def connect(
     Args:
         rank: this rank.
         nranks: the number of ranks.
-        host: a machine that all ranks reach; others are told the address with which this rank would talk to it. "": all ranks are
-            on one machine.
-        share: exchanges int64 in another way; what it raises is raised here, too.
+        host: a machine that all ranks reach; this rank listens on the address from which it would connect to it. "": all ranks
+            are on one machine.
+        share: exchanges int64 in another way; its exceptions are raised here, too.
         timeout: seconds without progress after which waiting raises.
     """
     try:

@@ -75,7 +75,7 @@ def _open_store(host: str, port: int, rank: int, timeout: float) -> Store:
             port,
             is_master=serves,
             timeout=timedelta(seconds=timeout),
-            wait_for_workers=False,  # the ranks meet in it, and then know who is missing
+            wait_for_workers=False,  # the rendezvous waits for them, and can name those that are missing
             multi_tenant=True,
             use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
         )

@@ -1,4 +1,4 @@
-"""Sockets between all ranks of a group, connected with the help of a slower way to talk to each other."""
+"""Sockets between all ranks of a group, connected with the help of a slower channel."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ __all__ = ["Unreachable", "close_sockets", "connect_all", "hung_up", "listen_loc
 _LIMIT = 5.0
 """Seconds in which all sockets must be connected, or half of the group's timeout if that is less."""
 _STRANGERS = 64
-"""Connections, beyond one for each rank, that may be open without having shown that they come from a rank."""
+"""Connections beyond one for each rank that may be open before they have authenticated themselves."""
 _HANG_UP = getattr(select, "POLLRDHUP", 0)
-"""Only Linux tells before what was sent has been read."""
+"""Linux reports a closed connection before its data have been read; elsewhere there is no such flag."""
 _PAUSE = 0.005
 """Seconds between two attempts to connect to a rank whose backlog is full."""
 _LONGEST = 256
-"""Bytes in which a rank says where it listens."""
+"""Bytes of the message with which a rank announces its address."""
 _TOKEN = 16
-"""Bytes with which a rank shows that it belongs to the group; its number follows, in four bytes."""
+"""Bytes of the group's secret, with which a rank authenticates itself; its number follows, in four bytes."""
 
 
 class Unreachable(Exception):  # noqa: N818  it is never raised to a user
-    """Some ranks do not reach each other; every rank of the group gets this exception."""
+    """Some ranks cannot reach each other; every rank of the group gets this exception."""
 
 
 def connect_all(
@@ -45,14 +45,14 @@ def connect_all(
 ) -> dict[int, socket.socket]:
     """Connect all ranks of a group; return this one's socket to each other rank.
 
-    Anybody may connect to a rank that listens. Over Unix sockets, only processes of the same user are heard; over TCP, whoever
-    has the group's secret. Others are sent away and delay nobody.
+    Any process may connect to a rank that listens. Over Unix sockets, only processes of the same user are accepted; over TCP,
+    only those with the group's secret. Others are disconnected and delay no rank.
 
     Args:
         rank: this rank.
         nranks: the number of ranks.
-        listen: returns a socket that listens where the other ranks reach it; OSError means that this rank cannot.
-        share: exchanges equally many int64 with every rank; what it raises is raised here, too.
+        listen: returns a socket that listens where the other ranks reach it; raises OSError if it cannot.
+        share: exchanges equally many int64 with every rank; its exceptions are raised here, too.
         timeout: seconds that the other ranks wait in ``share``.
 
     Raises:
@@ -78,7 +78,7 @@ def connect_all(
             why = f": {error}"
         reached = [bool(all_of_them) for (all_of_them,) in share([int(len(sockets) == nranks - 1)])]
         if not all(reached):
-            raise Unreachable(f"not all ranks reach each other directly{why}")
+            raise Unreachable(f"not all ranks can reach each other directly{why}")
         opened.pop_all()
     return sockets
 
@@ -89,7 +89,7 @@ def listen_towards(host: str) -> socket.socket:
         with socket.socket(family, kind) as probe, suppress(OSError):
             probe.connect(address)  # this sends nothing, but chooses the address
             return socket.create_server((probe.getsockname()[0], 0), family=family, backlog=socket.SOMAXCONN)
-    raise OSError(f"there is no way to {host!r}")
+    raise OSError(f"no route to {host!r}")
 
 
 def listen_locally() -> socket.socket:
@@ -105,7 +105,7 @@ def listen_locally() -> socket.socket:
 
 
 def close_sockets(sockets: Mapping[int, socket.socket], pid: int) -> None:
-    """Close sockets of process ``pid``, which the other ranks notice; a forked child only lets go of them."""
+    """Close sockets of process ``pid``, which the other ranks notice; a forked child only closes its copies."""
     for connected in sockets.values():
         if os.getpid() == pid:
             with suppress(OSError):  # the other end has closed it
@@ -141,7 +141,7 @@ def _greet(where: Sequence[Any], greeting: bytes, deadline: float) -> socket.soc
             _check_user(connected)
             connected.sendall(greeting)
             return connected
-        except BlockingIOError:  # a Unix socket whose backlog is full, perhaps of strangers, which the rank sends away
+        except BlockingIOError:  # a Unix socket whose backlog is full, perhaps of strangers, which the rank disconnects
             connected.close()
             time.sleep(_PAUSE)
         except OSError:
@@ -154,12 +154,12 @@ def _welcome(
 ) -> None:
     """Accept connections until all ranks ``missing`` have connected, in any order; close those that do not come from them."""
     server.setblocking(False)
-    greetings: dict[socket.socket, bytes] = {}  # what has come so far, in the order of connecting
+    greetings: dict[socket.socket, bytes] = {}  # bytes received so far, in the order of connecting
     try:
         while missing:
             ready = wait([server, *greetings], _left(deadline))
             if server in ready:
-                with suppress(BlockingIOError, ConnectionError):  # it has gone again
+                with suppress(BlockingIOError, ConnectionError):  # it has already disconnected
                     _accept(server, greetings)
             for connected in list(greetings):
                 more = _received(connected, _TOKEN + 4 - len(greetings[connected])) if connected in ready else None

@@ -20,10 +20,10 @@ _UNDER_WAY = 4
 
 
 class ComputingError(Exception):
-    """What this rank computes during a collective has failed.
+    """A computation of this rank during a collective failed.
 
     Args:
-        error: with which it failed.
+        error: the exception that it raised.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -32,7 +32,7 @@ class ComputingError(Exception):
 
 
 class OtherCallError(ComputingError):
-    """Another rank has made another call than this one."""
+    """Another rank called a different collective."""
 
 
 def exchange_pipelined(
@@ -46,14 +46,14 @@ def exchange_pipelined(
     """Send and receive tensors over gloo, and yield works, each to be waited for before the next one is asked for.
 
     On a slow link, acknowledgements wait behind the data that their sender has queued. If one side queued all of its data at once,
-    the other could send little until then: it would take twice the time. So only a few pieces are under way.
+    the other could send little meanwhile, and the exchange would take twice the time. So only a few pieces are in flight.
 
     Args:
         group: gloo's process group.
         sends: (tensor, peer) pairs.
         recvs: likewise.
-        tags: how many pieces have been sent to each peer and received from it so far; counted on.
-        before: called with the bytes of each tensor that are sent next, which it may still change.
+        tags: the numbers of pieces sent to each peer and received from it so far; updated.
+        before: called with the bytes of each tensor that are sent next; it may still change them.
         after: called with the bytes of each tensor that have just been received.
 
     Raises:
@@ -100,18 +100,18 @@ def compute(step: Callable[[slice], object] | None, place: int, size: int) -> No
 
 
 _ENDED = math.nan
-"""Compares with no position."""
+"""Neither below nor above any position."""
 
 
 class Overlap:
-    """What a rank computes while a collective moves its chunks: those it sends are filled, and those it receives are read.
+    """Computation during a collective: chunks to send are filled and received chunks are read while they move.
 
-    Both go on step by step, on the thread that calls the collective, and reading never gets ahead of filling. How far they are when
-    which bytes move is the transport's choice, and nothing that other ranks see. Bytes are counted from a chunk's beginning.
+    Both advance step by step, on the thread that calls the collective, and reading never gets ahead of filling. The transport
+    chooses how far they advance before bytes move; other ranks see nothing of it. Bytes are counted from a chunk's beginning.
 
     Args:
-        fill: computes the bytes to send, and yields how many are final.
-        read: yields how many bytes must have arrived before its next step, which uses them.
+        fill: computes the bytes to send, and yields the number of final ones.
+        read: yields the number of bytes that must have arrived before its next step, which uses them.
 
     >>> def fill():
     ...     print("first half"); yield 2

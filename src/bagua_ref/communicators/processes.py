@@ -20,7 +20,7 @@ __all__ = ["Connected", "ParentsConnection", "Processes", "keep_forever", "leave
 
 _logger = logging.getLogger(__name__)
 _BOOT = "/proc/sys/kernel/random/boot_id"
-"""A name that a machine gets whenever it starts."""
+"""A random name of the machine, new whenever it boots."""
 
 
 def this_process() -> list[Any]:
@@ -39,7 +39,7 @@ class Processes:
     """Processes of a job's ranks, those of this machine, watched through file descriptors that become readable when they end.
 
     Args:
-        found: what `this_process` has returned on each rank.
+        found: the result of `this_process` on each rank.
         rank: this rank.
     """
 
@@ -54,7 +54,7 @@ class Processes:
     def _watch(self, rank: int, pid: int, started: int) -> None:
         try:
             self._files[rank] = os.pidfd_open(pid)
-            if _start_time(pid) != started:  # another process has the number by now
+            if _start_time(pid) != started:  # the PID is another process's by now
                 self._ended.add(rank)
         except (ProcessLookupError, FileNotFoundError):
             self._ended.add(rank)
@@ -88,7 +88,7 @@ class Processes:
 
 
 def _start_time(pid: int) -> int:
-    """Return when process ``pid`` has started, in clock ticks since the machine has."""
+    """Return the start time of process ``pid``, in clock ticks since the machine booted."""
     with open(f"/proc/{pid}/stat") as file:
         return int(file.read().rpartition(")")[2].split()[19])
 

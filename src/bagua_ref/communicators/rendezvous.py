@@ -40,8 +40,8 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-_PAUSE = 0.2  # seconds between looks at the store, at most
-_GRACE = 2.0  # seconds after its timeout in which the rendezvous looks who is missing
+_PAUSE = 0.2  # seconds between checks of the store, at most
+_GRACE = 2.0  # seconds after its timeout in which the rendezvous finds out who is missing
 
 
 class _Prefixed(dist.PrefixStore):  # type: ignore[name-defined,misc]
@@ -87,7 +87,7 @@ def ask(store: Store, use: Callable[[Store], object], limit: float = 5.0, anew: 
 
     Args:
         store: a torch store, or a `prefixed` view of one.
-        use: reads or writes it; an error of the store ends it without effect for the caller.
+        use: reads or writes it; errors of the store in it are ignored.
         limit: seconds after which this returns in any case.
         anew: whether to open a connection, for which descriptors may be short, rather than use ``store`` itself.
     """
@@ -99,7 +99,7 @@ def ask(store: Store, use: Callable[[Store], object], limit: float = 5.0, anew: 
                 return
             server = getattr(store, "_underlying_non_prefix_store", store)
             if isinstance(server, dist.TCPStore):  # type: ignore[attr-defined]
-                # If nobody listens any more, torch would try again and again, for as long as the store's timeout.
+                # If the server is gone, torch would try again and again, for the store's whole timeout.
                 socket.create_connection((server.host, server.port), limit).close()
             use(another_connection(store))
 
@@ -109,7 +109,7 @@ def ask(store: Store, use: Callable[[Store], object], limit: float = 5.0, anew: 
 
 
 def address_of(store: Store) -> str:
-    """Return where ``store`` is, for messages."""
+    """Return the address of ``store``, for messages."""
     store = getattr(store, "_underlying_non_prefix_store", store)
     if isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
         return f"{store.host}:{store.port}"
@@ -134,7 +134,7 @@ def first_sentence(error: RuntimeError) -> str:
 
 
 class StoreLostError(CommunicationError):
-    """The process that served the job's store has ended, or an earlier job's, whose store was still there."""
+    """The process that served this job's store has ended, or that of an earlier job, whose store was still there."""
 
 
 class _OtherFailed(RuntimeError):  # noqa: N818  it is never raised to a user
@@ -142,11 +142,11 @@ class _OtherFailed(RuntimeError):  # noqa: N818  it is never raised to a user
 
 
 class NoReply(Exception):  # noqa: N818  it is never raised to a user
-    """A call had not returned within the limit."""
+    """A call did not return within the limit."""
 
 
 def within(function: Callable[[], T], seconds: float) -> T:
-    """Return ``function()``, run on another thread, as torch's stores wait for ever for a server that is stopped.
+    """Return ``function()``, run on another thread, as torch's stores wait forever for a stopped server.
 
     Raises:
         NoReply: it had not returned after ``seconds``; the thread goes on.
@@ -161,7 +161,7 @@ def within(function: Callable[[], T], seconds: float) -> T:
 
 
 def interruptible(function: Callable[[], T], check: Callable[[], None], pause: float) -> T:
-    """Return ``function()``, run on another thread, unless ``check()``, called every ``pause`` seconds, raises; it goes on then."""
+    """Return ``function()``, run on another thread, until ``check()``, called every ``pause`` seconds, raises."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -195,7 +195,7 @@ def parse_message(data: bytes, form: Any, whose: str) -> Any:
         check_form(value, form, "it")
     except ValueError as error:
         raise CommunicationError(
-            f"what {whose} wrote into the job's store cannot be understood: {error}. All ranks must run one version of bagua_ref"
+            f"{whose} wrote an invalid message into the job's store: {error}. All ranks must run the same version of bagua_ref"
         ) from None
     return value
 
@@ -218,7 +218,7 @@ def rendezvous(store: Store, rank: int, world_size: int, info: Any, timeout: flo
     Raises:
         CommunicationTimeoutError: they did not come in time; names the missing ranks as far as they are known.
         StoreLostError: the store failed, as when the process that serves it ends.
-        CommunicationError: what a rank wrote cannot be understood.
+        CommunicationError: a rank wrote an invalid message.
     """
     began = time.monotonic()
     try:
@@ -275,14 +275,14 @@ def _rendezvous(store: Store, rank: int, world_size: int, info: Any, timeout: fl
         time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
         pause = min(1.5 * pause, _PAUSE)
     came = [bool(answered), *(not answered or store.check([f"{answered}/answer{r}"]) for r in range(1, world_size))]
-    if all(came):  # rank 0 has gone, or what it proposed is an earlier attempt's
+    if all(came):  # rank 0 has left, or its proposal is an earlier attempt's
         came[0] = False
     return answered, [[mark, info] if here else None for here in came]
 
 
 @contextmanager
 def connecting(store: Store, rank: int, world_size: int) -> Iterator[None]:
-    """Context in which all ranks make torch's default group; if that fails, name the ranks that have not begun to.
+    """Let all ranks make torch's default group inside; if that fails, name the ranks that have not begun.
 
     Raises:
         CommunicationTimeoutError: they did not come in time.
@@ -303,7 +303,7 @@ def connecting(store: Store, rank: int, world_size: int) -> Iterator[None]:
                 missing = within(lambda: [r for r in range(world_size) if not store.check([f"connecting{r}"])], _GRACE)
         timed_out = re.search(r"time(d )?out", str(error), re.IGNORECASE)
         raise (CommunicationTimeoutError if timed_out else CommunicationError)(
-            f"rank {rank} could not connect to the ranks that it met in the store at {address_of(store)}, after {waited:.1f} s: "
+            f"rank {rank} could not connect to the ranks that it found in the store at {address_of(store)}, after {waited:.1f} s: "
             f"{f'{format_ranks(missing)} of {world_size} did not come' if missing else 'a rank has died or left'} "
             f"({why})"
         ) from error
@@ -312,17 +312,17 @@ def connecting(store: Store, rank: int, world_size: int) -> Iterator[None]:
 def check_others(
     store: Store, rank: int, world_size: int, ended: Callable[[list[int], float], Collection[int]]
 ) -> Callable[[], None]:
-    """Return a function that raises RuntimeError if another rank cannot connect, as it says in the store, or has ``ended``."""
+    """Return a function that raises RuntimeError if another rank has reported a failure in the store, or has ``ended``."""
     others = [other for other in range(world_size) if other != rank]
     connections: list[Store] = []
 
     def check() -> None:
-        if gone := ended(others, 0):
-            raise _OtherFailed(f"the process of {format_ranks(sorted(gone))} has ended")
+        if dead := ended(others, 0):
+            raise _OtherFailed(f"the process of {format_ranks(sorted(dead))} has ended")
         if not connections:  # the other one is in use
             connections.append(another_connection(store))
         for other in others:
             if connections[0].check([f"failed{other}"]):
-                raise _OtherFailed(f"rank {other} says: {connections[0].get(f'failed{other}').decode(errors='replace')}")
+                raise _OtherFailed(f"rank {other} reported: {connections[0].get(f'failed{other}').decode(errors='replace')}")
 
     return check

@@ -23,13 +23,13 @@ _POLLS = 10_000
 """Consecutive polls after which sleeping threads are woken, so that a polling loop ends."""
 
 _WAKE_UPS = 100_000
-"""Consecutive deadlines that woke only background threads, after which ranks that wait without a limit are stuck."""
+"""Consecutive deadlines that woke only background threads, after which ranks that wait without a limit count as stuck."""
 
 _COLLECT = 20_000
 """Switches between two garbage collections."""
 
 _SIGNALS = 0.5
-"""Seconds between two looks of a simulation's caller at whether a signal came, such as that of Ctrl-C."""
+"""Seconds between two checks for a signal, such as that of Ctrl-C, by a simulation's caller."""
 
 _SENTENCES = 16
 """The most waits that a message lists."""
@@ -43,7 +43,7 @@ class Ticket:
     """One thread's wait for one thing.
 
     Attributes:
-        what: its object in messages: "rank 3 waits " and this.
+        what: the words that follow "rank 3 waits " in messages.
         collective: whether only other ranks can end this wait.
         granted: whether it is over, with the result ``value``.
     """
@@ -57,7 +57,7 @@ class Ticket:
 
 
 class Task:
-    """A scheduled thread; ``rank`` is the rank to whose process it would belong."""
+    """A scheduled thread; ``rank`` is the rank that it belongs to."""
 
     def __init__(self, rank: int, name: str, is_main: bool, function: Callable[[], None]) -> None:
         self.rank, self.name, self.is_main, self.function = rank, name, is_main, function
@@ -85,8 +85,8 @@ class Scheduler:
     process, NumPy's legacy generator among them, are shared.
 
     Args:
-        choose: returns which of so many ready threads runs next; they are in the order in which they became ready. A program and
-            ``choose`` determine the interleaving.
+        choose: takes the number of ready threads, which are in the order in which they became ready, and returns the index of the
+            next one. A program and ``choose`` determine the interleaving.
     """
 
     def __init__(self, choose: Callable[[int], int]) -> None:
@@ -147,7 +147,7 @@ class Scheduler:
         return task
 
     def ticket(self, what: str, collective: bool = False) -> Ticket:
-        """Return a ticket for the calling thread. Outside of the run, the thread cannot wait with it; meeting ranks is an error."""
+        """Return a ticket for the calling thread. Outside of the run, it cannot wait with it, and collectives are an error."""
         return Ticket(self._calling() if collective or self._is_calling() else None, what, collective)
 
     def grant(self, ticket: Ticket, value: Any = None) -> None:
@@ -204,7 +204,7 @@ class Scheduler:
             self._switch(task, ends)
 
     def poll(self) -> None:
-        """Yield in a call that only asks for something; many consecutive ones wake sleeping threads."""
+        """Yield in a call that only polls; many consecutive ones wake sleeping threads."""
         self._polls += 1
         if self._polls > _POLLS:
             passing = [t.ticket for t in self._tasks if t.ticket and t.ticket.passes and not t.ready]
@@ -320,7 +320,7 @@ class Scheduler:
     # Time.
 
     def _let_time_pass(self) -> None:
-        """When no thread can run, go to the earliest deadline, or end the run if that cannot help."""
+        """Advance the clock to the earliest deadline, as no thread can run; end the run if that cannot help."""
         tickets = [task.ticket for task in self._tasks if task.ticket]
         timed = [ticket for ticket in tickets if ticket.deadline < math.inf]
         # A rank's own timeout is a watchdog. While ranks wait for each other, it would only report later what is known now.

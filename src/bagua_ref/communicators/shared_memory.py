@@ -33,7 +33,7 @@ from bagua_ref.types import ReduceOp
 __all__ = ["SharedMemory", "Until", "connect", "machine"]
 
 _SLOTS = 4
-"""Pieces that a rank may put for another one before that has taken the first; an all-reduce needs as many."""
+"""Pieces that a rank may send to another one before that has taken the first; an all-reduce needs this many."""
 _LARGEST = 2**19
 """Bytes of a slot at most: two of them, and what they are combined with, should fit a core's cache."""
 _BUDGET = 2**23
@@ -41,9 +41,9 @@ _BUDGET = 2**23
 _LIMIT = 5.0
 """Seconds in which every rank must have shared its memory, or half of the group's timeout if that is less."""
 _BOOT = "/proc/sys/kernel/random/boot_id"
-"""A name that a machine gets whenever it starts."""
+"""A random name of the machine, new whenever it boots."""
 _MESSAGE = struct.Struct("<qq")
-"""What comes through a socket: the call and the size that a filled slot belongs to, or that a slot may be filled again."""
+"""A message about a slot: the call and the size of the tensor in it, or `_TAKEN` if it may be filled again."""
 _TAKEN = (0, 0)
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -58,25 +58,25 @@ class Until:
 
     def is_completed(self) -> bool:
         """Return whether the condition holds, or never will."""
-        return self._holds() or bool(self._pipe.gone) or time.monotonic() >= self._deadline
+        return self._holds() or bool(self._pipe.end_reason) or time.monotonic() >= self._deadline
 
     def wait(self, limit: timedelta = timedelta.max) -> None:
         """Wait until the condition holds, for ``limit`` at most.
 
         Raises:
-            RuntimeError: it does not, and never will if `is_completed`.
+            RuntimeError: it does not hold in time; if `is_completed`, it never will.
         """
         until = min(self._deadline, time.monotonic() + limit.total_seconds())
         while not self._holds():
-            if self._pipe.gone:
-                raise RuntimeError(self._pipe.gone)
+            if self._pipe.end_reason:
+                raise RuntimeError(self._pipe.end_reason)
             if (left := until - time.monotonic()) <= 0:
                 raise RuntimeError("timed out")
             self._memory.listen(left)
 
 
 class _Pipe:
-    """Slots that this rank fills for a peer, slots that the peer fills for this rank, and a socket that says which are filled."""
+    """Slots that this rank fills for a peer, slots that the peer fills for this rank, and a socket for messages about them."""
 
     def __init__(self, peer: int, connected: socket.socket, own: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
         self.peer, self.socket, self._own, self._theirs = peer, connected, own, theirs
@@ -84,8 +84,8 @@ class _Pipe:
         self._free = len(own)
         self._filled: deque[tuple[int, int]] = deque()
         self._received = b""
-        self.gone = ""
-        """Why nothing more will come from the peer."""
+        self.end_reason = ""
+        """The reason that the peer sends nothing more, "" while it may."""
 
     def has_room(self) -> bool:
         return self._free > 0
@@ -100,14 +100,14 @@ class _Pipe:
         self._free -= 1
         self._send(call)
 
-    def look(self, size: int, call: tuple[int, int]) -> Tensor:
+    def peek(self, size: int, call: tuple[int, int]) -> Tensor:
         """Return the ``size`` bytes in the first filled slot, which belong to ``call``.
 
         Raises:
-            OtherCallError: the peer has put them in another collective, or there with another size.
+            OtherCallError: the peer has sent them in another collective, or with another size.
         """
         if (theirs := self._filled[0]) != call:
-            what = f"{theirs[1]} bytes" if theirs[0] == call[0] else "what belongs to another collective"
+            what = f"{theirs[1]} bytes" if theirs[0] == call[0] else "data of another collective"
             raise OtherCallError(
                 CommunicationError(f"rank {self.peer} of the group has sent {what}, where this rank expects {call[1]} bytes")
             )
@@ -117,20 +117,20 @@ class _Pipe:
         """Let the peer fill that slot again."""
         self._filled.popleft()
         self._taken += 1
-        if not self.gone:
+        if not self.end_reason:
             self._send(_TAKEN)
 
     def read(self) -> None:
-        """Read what the peer has said, without waiting."""
+        """Read the peer's messages, without waiting."""
         try:
             received = self.socket.recv(4096)
         except BlockingIOError:
             return
         except OSError as error:
-            self.gone = str(error)
+            self.end_reason = str(error)
             return
         if not received:
-            self.gone = "connection closed by peer"
+            self.end_reason = "connection closed by peer"
         whole = self._received + received
         end = len(whole) - len(whole) % _MESSAGE.size
         self._received = whole[end:]
@@ -145,14 +145,14 @@ class _Pipe:
             if self.socket.send(_MESSAGE.pack(*message)) < _MESSAGE.size:  # there is room for hundreds; a few are under way
                 raise BlockingIOError("a rank does not read its messages")
         except OSError as error:
-            self.gone = self.gone or str(error)
+            self.end_reason = self.end_reason or str(error)
 
 
 class SharedMemory:
     """Movement between all ranks of a group, which share memory.
 
-    A tensor moves in pieces. The sender copies a piece into a free slot of its memory, and tells the receiver so through a socket,
-    which tells the sender when the slot is free again. So neither uses the other's own tensors, and a rank that dies or gives up
+    A tensor moves in pieces. The sender copies a piece into a free slot of its memory, and notifies the receiver through a socket,
+    which notifies the sender when the slot is free again. So neither uses the other's own tensors, and a rank that dies or gives up
     closes its sockets, which the others notice as they would over a network.
 
     Args:
@@ -178,11 +178,11 @@ class SharedMemory:
         self.close.atexit = False
 
     def listen(self, seconds: float) -> None:
-        """Read what any rank has said, after waiting for it for ``seconds`` at most."""
+        """Read messages of all ranks, after waiting for the first for ``seconds`` at most."""
         for file, _ in self._poll.poll(max(1, math.ceil(1000 * seconds))):
             pipe = self._by_file[file]
             pipe.read()
-            if pipe.gone:
+            if pipe.end_reason:
                 self._poll.unregister(file)
 
     def hung_up(self) -> list[int]:
@@ -200,7 +200,7 @@ class SharedMemory:
     ) -> Iterator[Until]:
         """Exchange tensors, as `exchange_pipelined` does; all ranks that take part give the same ``name`` ("": the dtypes').
 
-        With ``everyone``, ranks that have nothing to send to each other send the name, so that all notice if one gives another.
+        With ``everyone``, ranks that have nothing to send to each other send the name, so that all notice if one has another name.
         """
         outgoing, incoming = self._pieces_by_peer(sends, name), self._pieces_by_peer(recvs, name)
         for pipe in self._pipes.values() if everyone else ():
@@ -239,7 +239,7 @@ class SharedMemory:
                 theirs = {self._rank: piece}
                 for peer, pipe in self._pipes.items():
                     yield from self._until(pipe, pipe.has_piece)
-                    theirs[peer] = pipe.look(piece.nbytes, call).view(piece.dtype)
+                    theirs[peer] = pipe.peek(piece.nbytes, call).view(piece.dtype)
                 combined = combine([theirs[r] for r in range(self._nranks)], op, out=piece if self._rank < 2 else None)
                 if self._rank >= 2:
                     piece.copy_(combined)
@@ -265,12 +265,12 @@ class SharedMemory:
     def _put(self, pipe: _Pipe, piece: Tensor, call: tuple[int, int]) -> Iterator[Until]:
         yield from self._until(pipe, pipe.has_room)
         pipe.put(piece.view(torch.uint8), call)
-        if pipe.gone:
-            raise RuntimeError(pipe.gone)
+        if pipe.end_reason:
+            raise RuntimeError(pipe.end_reason)
 
     def _take(self, pipe: _Pipe, piece: Tensor, call: tuple[int, int]) -> Iterator[Until]:
         yield from self._until(pipe, pipe.has_piece)
-        piece.view(torch.uint8).copy_(pipe.look(piece.nbytes, call))
+        piece.view(torch.uint8).copy_(pipe.peek(piece.nbytes, call))
         pipe.release()
 
     def _until(self, pipe: _Pipe, holds: Callable[[], bool]) -> Iterator[Until]:
@@ -281,7 +281,7 @@ class SharedMemory:
 
 
 def machine() -> str:
-    """Return what processes have in common that may share memory; "" if this one may not."""
+    """Return a name that processes have in common if they may share memory; "" if this one may not."""
     if not hasattr(os, "memfd_create") or not shares_memory():
         return ""
     try:
@@ -298,7 +298,7 @@ def connect(rank: int, nranks: int, share: Callable[[Sequence[int]], list[list[i
     Args:
         rank: this rank.
         nranks: the number of ranks, two or more.
-        share: exchanges int64 in another way; what it raises is raised here, too.
+        share: exchanges int64 in another way; its exceptions are raised here, too.
         timeout: seconds without progress after which waiting for a rank has failed.
     """
     try:
@@ -332,15 +332,15 @@ def _share_slots(rank: int, sockets: dict[int, socket.socket], limit: float) -> 
     own = os.memfd_create(f"bagua_ref of rank {rank}")
     files = {rank: own}
     try:
-        os.posix_fallocate(own, 0, size * (nranks - 1))  # or writing would end the process where memory is short
+        os.posix_fallocate(own, 0, size * (nranks - 1))  # otherwise, writing would kill the process where memory is short
         for connected in sockets.values():
             socket.send_fds(connected, [b"m"], [own])
         deadline = time.monotonic() + limit
         for peer, connected in sockets.items():
             connected.settimeout(max(0.001, deadline - time.monotonic()))
-            said, found, _, _ = socket.recv_fds(connected, 1, 1)
+            received, found, _, _ = socket.recv_fds(connected, 1, 1)
             if len(found) != 1:
-                raise OSError(f"rank {peer} of the group has said {said!r} instead of sharing its memory")
+                raise OSError(f"rank {peer} of the group sent {received!r} instead of its memory")
             files[peer] = found[0]
         return {peer: (mapped(own, rank, peer), mapped(files[peer], peer, rank)) for peer in sockets}
     finally:
@@ -353,5 +353,5 @@ def _in_pieces(flat: Tensor, size: int) -> Sequence[Tensor]:
 
 
 def _call(name: str, tensor: Tensor) -> tuple[int, int]:
-    """Return what all messages of a collective have in common, other than `_TAKEN`."""
+    """Return the message that all filled slots of a collective share, other than `_TAKEN`."""
     return zlib.crc32(name.encode()) | 2**32, tensor.nbytes

@@ -66,8 +66,9 @@ class _Group:
     def wait(self, ticket: Ticket, rank: int) -> None:
         """Wait for other ranks. What they complete counts even if the group is aborted before this rank runs again."""
         if not self.scheduler.wait(ticket, None if self.timeout == math.inf else self.timeout):
-            self.give_up(f"group {self.name!r} was given up: rank {self.ranks[rank]} waited {ticket.what} for {self.timeout} s")
-            raise CommunicationTimeoutError(f"rank {self.ranks[rank]} waited {ticket.what} for {self.timeout} s")
+            why = f"rank {self.ranks[rank]} timed out after {self.timeout} s waiting {ticket.what}"
+            self.give_up(f"group {self.name!r} was given up: {why}")
+            raise CommunicationTimeoutError(why)
         if ticket.value is not None:
             raise CommunicationError(ticket.value)
 
@@ -97,10 +98,10 @@ class SimulatedCommunicator(Communicator):
 
     def barrier(self) -> None:
         """Wait until every rank has called it."""
-        self._meet("barrier()", None, None, lambda sends, recvs: None)
+        self._run("barrier()", None, None, lambda sends, recvs: None)
 
     def exchange_ints(self, values: Sequence[int]) -> Callable[[], list[list[int]]]:
-        """Send ``note`` to every rank; return a function that waits for all of them."""
+        """Send ``values`` to every rank; return a function that waits for all ranks' values."""
         self._check_open()
         group, self._exchanges = self._group, self._exchanges + 1
         serial, board = self._exchanges, group.boards.setdefault(self._exchanges, _Board())
@@ -121,33 +122,33 @@ class SimulatedCommunicator(Communicator):
         return receive
 
     def _broadcast(self, tensor: Tensor, src: int) -> None:
-        self._meet(f"broadcast(src={src})", tensor, tensor, lambda sends, recvs: collectives.broadcast(recvs, src))
+        self._run(f"broadcast(src={src})", tensor, tensor, lambda sends, recvs: collectives.broadcast(recvs, src))
 
     def _reduce_inplace(self, tensor: Tensor, dst: int, op: ReduceOp) -> None:
         what = f"reduce(dst={dst}, op={op.name})"
-        self._meet(what, tensor, tensor, lambda sends, recvs: collectives.reduce_inplace(recvs, dst, op))
+        self._run(what, tensor, tensor, lambda sends, recvs: collectives.reduce_inplace(recvs, dst, op))
 
     def _gather(self, send_tensor: Tensor, recv_tensor: Tensor, dst: int) -> None:
-        self._meet(f"gather(dst={dst})", send_tensor, recv_tensor, lambda sends, recvs: collectives.gather(sends, recvs[dst]))
+        self._run(f"gather(dst={dst})", send_tensor, recv_tensor, lambda sends, recvs: collectives.gather(sends, recvs[dst]))
 
     def _scatter(self, send_tensor: Tensor, recv_tensor: Tensor, src: int) -> None:
         scatter = lambda sends, recvs: collectives.scatter(sends[src], recvs)  # noqa: E731
-        self._meet(f"scatter(src={src})", send_tensor, recv_tensor, scatter, alike=recv_tensor)
+        self._run(f"scatter(src={src})", send_tensor, recv_tensor, scatter, alike=recv_tensor)
 
     def _allreduce_inplace(self, tensor: Tensor, op: ReduceOp) -> None:
-        self._meet(f"allreduce(op={op.name})", tensor, tensor, lambda sends, recvs: collectives.allreduce_inplace(recvs, op))
+        self._run(f"allreduce(op={op.name})", tensor, tensor, lambda sends, recvs: collectives.allreduce_inplace(recvs, op))
 
     def _allgather(self, send_tensor: Tensor, recv_tensor: Tensor) -> None:
-        self._meet("allgather()", send_tensor, recv_tensor, collectives.allgather)
+        self._run("allgather()", send_tensor, recv_tensor, collectives.allgather)
 
     def _reduce_scatter(self, send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp) -> None:
         reduce_scatter = lambda sends, recvs: collectives.reduce_scatter(sends, recvs, op)  # noqa: E731
-        self._meet(f"reduce_scatter(op={op.name})", send_tensor, recv_tensor, reduce_scatter)
+        self._run(f"reduce_scatter(op={op.name})", send_tensor, recv_tensor, reduce_scatter)
 
     def _alltoall(self, send_tensor: Tensor, recv_tensor: Tensor) -> None:
-        self._meet("alltoall()", send_tensor, recv_tensor, collectives.alltoall)
+        self._run("alltoall()", send_tensor, recv_tensor, collectives.alltoall)
 
-    def _meet(
+    def _run(
         self,
         what: str,
         send: Tensor | None,
@@ -204,7 +205,7 @@ class SimulatedCommunicator(Communicator):
                 if call.alike.dtype != first.alike.dtype:
                     return TypeError(self._both(calls, rank, "use the same dtype"))
                 if call.alike.numel() != first.alike.numel():
-                    return ValueError(self._both(calls, rank, "bring equally many elements"))
+                    return ValueError(self._both(calls, rank, "pass equally many elements"))
             elif call.what != first.what:
                 return SimulationError(self._both(calls, rank, "call the same collective with the same arguments"))
         return None

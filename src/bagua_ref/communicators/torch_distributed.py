@@ -27,9 +27,9 @@ from bagua_ref.types import ReduceOp
 __all__ = ["TorchDistributedCommunicator"]
 
 _BETWEEN_TWO = ("send", "recv", "exchange")
-"""Operations between two ranks, to which no other comes."""
+"""Operations between two ranks, in which no other takes part."""
 _LABEL = 64
-"""Bytes in which a rank says what it sends."""
+"""Bytes of the description of a message."""
 
 
 class TorchDistributedCommunicator(Communicator):
@@ -133,10 +133,10 @@ class TorchDistributedCommunicator(Communicator):
             _bring_back(tensor, landing)
 
     def _compare_messages(self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]], call: str) -> None:
-        """Tell each receiver over gloo, where it cannot see it, which sizes and dtypes come.
+        """Send each receiver the sizes and dtypes of its messages over gloo, where it cannot see them.
 
         Raises:
-            CommunicationError: this rank receives others than are sent.
+            CommunicationError: this rank expects others than are sent.
         """
         if not self.compares_calls or self._connection.memory is not None:
             return
@@ -304,10 +304,10 @@ class TorchDistributedCommunicator(Communicator):
         _flat(recv_tensor).copy_(combine(_flat(inputs).chunk(self._nranks), op))
 
     def _agree(self, call: str, tensor: Tensor | None) -> str:
-        """Return ``call`` with the size and dtype of ``tensor``, after comparing it with what the other ranks call. Collective.
+        """Return ``call`` with the size and dtype of ``tensor``, after comparing it with the other ranks' calls. Collective.
 
-        Through shared memory, ranks compare it with the pieces that they receive; only a tensor that has none for some rank needs
-        a message.
+        Through shared memory, ranks compare it with the pieces that they receive; only a tensor without a piece for some rank
+        needs a message.
 
         Raises:
             CommunicationError: they differ; every rank raises it.

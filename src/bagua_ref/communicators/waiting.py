@@ -1,4 +1,4 @@
-"""Waits of a job's ranks, published so that errors can name who is missing, and ranks that wait for each other learn it at once."""
+"""Waits of a job's ranks, published so that errors can name missing ranks and deadlocks are found at once."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _PATIENCE = 5.0
 
 _LEFT = "has left"
 _HAS_LEFT = json.dumps([[_LEFT, "", []]])
-"""What a rank that has left waits for."""
+"""The published waits of a rank that has left."""
 
 _LONGEST = 1000
-"""Characters of an exception's text that the other ranks are told."""
+"""Characters of an exception's text that are reported to the other ranks."""
 
 _LIMIT = 2.0
-"""Seconds to wait for the thread that asks the store; more mean that the store cannot be reached."""
+"""Seconds to wait for the thread that asks the store; after that, the store counts as unreachable."""
 
 _INTERVAL = 1.0
-"""Seconds between two looks at the waits."""
+"""Seconds between two checks of the waits."""
 
 _GRACE = 0.3
 """Seconds in which a rank must have received what another one had sent before its process ended."""
@@ -56,7 +56,7 @@ class Waiting:
     """The waits of this rank's threads, published while they last longer than five seconds.
 
     A thread compares them with those of the other ranks. If every rank waits, and no collective has all of its members waiting in
-    it, nobody can ever go on: all waits are interrupted, on every rank. A wait in a collective that another rank has given up is
+    it, that is a deadlock: all waits are interrupted, on every rank. A wait in a collective that another rank has given up is
     interrupted, too. Another thread interrupts waits for a rank whose process has ended, unless that rank has left.
 
     Args:
@@ -74,13 +74,13 @@ class Waiting:
         """Threads that have waited on behalf of the user's program."""
         self._lock = threading.Lock()
         self._published: list[Any] = []
-        """The waits for which this rank was last said to be blocked."""
+        """The waits that this rank last published, which block it."""
         self._is_blocked = False
-        """Whether the other ranks believe that it still is."""
+        """Whether they still stand in the store."""
         self._seen: list[list[str]] = []
-        """The long waits that the other ranks know of."""
+        """The long waits that have been published."""
         self._failed: list[list[str]] = []
-        """The waits that ended with an error; the other ranks may look for them a little later."""
+        """The waits that ended with an error; the other ranks may ask for them a little later."""
         self._store: Store | None = None
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -99,14 +99,14 @@ class Waiting:
         """Register a wait of the calling thread for as long as this context lasts.
 
         Args:
-            what: its object in messages: "rank 3 waits " and this.
+            what: the words that follow "rank 3 waits " in messages.
             place: the collective that it waits in, named alike on all ranks; "" if it waits for this rank's own thread.
             members: the ranks of the collective.
             interrupt: ends the wait, with the reason; called on another thread.
             is_background: whether the calling thread only does what other threads of this rank submit.
             timeout: seconds after which the wait ends by itself.
-            who_gave_up: returns which ranks have given up the collective, and why, which interrupts the wait; called on another
-                thread once the wait is long.
+            who_gave_up: returns the ranks that have given up the collective, and why, in words; any interrupts the wait. Called on
+                another thread once the wait is long.
         """
         me = threading.get_ident()
         outer = self._waits.get(me)
@@ -134,16 +134,16 @@ class Waiting:
                 else:
                     self._waits[me] = outer
                 if reached and self._is_blocked and not self._stop.is_set():
-                    # By this thread and now: the other one may not run for long, and other ranks would believe what it said.
+                    # By this thread and now: the watch may be late, and other ranks would rely on what it last published.
                     self._publish([])
 
     def under_way(self) -> list[dict[str, Any]]:
-        """Return the waits of this rank's threads: what each is ``for``, the ``ranks`` in it, and ``since`` when, monotonic."""
+        """Return the waits of this rank's threads: ``for`` (in words), the ``ranks`` in it, and ``since`` (monotonic time)."""
         waits = list(self._waits.values())
         return [{"for": wait.what, "ranks": list(wait.members), "since": wait.since} for wait in waits]
 
     def who_is_missing(self, place: str, members: Sequence[int]) -> str:
-        """Return which of ``members`` do not wait in the collective ``place``, and what they wait for instead."""
+        """Describe the ``members`` that do not wait in the collective ``place``, and their other waits."""
         missing: dict[str, list[int]] = {}
 
         def read(store: Store) -> None:
@@ -159,24 +159,24 @@ class Waiting:
             for what, ranks in missing.items()
         )
 
-    def reasons_gone(self, members: Sequence[int], limit: float = 5.0) -> str:
-        """Return why ``members`` have ended, or why nobody can go on; "" if nobody has said so within ``limit`` seconds."""
-        said: list[str] = []
+    def exit_reasons(self, members: Sequence[int], limit: float = 5.0) -> str:
+        """Describe the exceptions that ended ``members``, or the deadlock; "" if none is known within ``limit`` seconds."""
+        reasons: list[str] = []
 
         def read(store: Store) -> None:
             keys = [(rank, f"left/{rank}") for rank in members if rank != self._rank]
-            said.extend(f"rank {rank} ended with {store.get(key).decode()}" for rank, key in keys if store.check([key]))
-            said.append(self._verdict(store, self._published))
+            reasons.extend(f"rank {rank} ended with {store.get(key).decode()}" for rank, key in keys if store.check([key]))
+            reasons.append(self._verdict(store, self._published))
 
         ask(self._job_store, read, limit)
-        return "; ".join(filter(None, said))
+        return "; ".join(filter(None, reasons))
 
     def ended(self, members: Collection[int], seconds: float) -> set[int]:
-        """Return which of ``members`` are known to have no process any more, waiting at most ``seconds`` for the first."""
+        """Return the ``members`` whose processes are known to have ended, waiting at most ``seconds`` for the first."""
         return self._processes.ended(members, seconds) if self._processes else set()
 
     def report_exit(self, error: BaseException) -> None:
-        """Tell the other ranks which exception ends this process; it may be called while the interpreter ends."""
+        """Report to the other ranks the exception that ends this process; may be called while the interpreter ends."""
         with self._with_store() as reached:  # `ask` would start a thread, which newer Pythons refuse by then
             if reached:
                 (self._store or self._job_store).set(f"left/{self._rank}", f"{type(error).__name__}: {error}"[:_LONGEST])
@@ -199,21 +199,21 @@ class Waiting:
         """Hold the lock, if the store can be reached: the watch, which holds it while it asks the store, may hang there."""
         reached = self._lock.acquire(timeout=_LIMIT)
         try:
-            with suppress(RuntimeError):  # the store is gone
+            with suppress(RuntimeError):  # the store has ended
                 yield reached
         finally:
             if reached:
                 self._lock.release()
 
     def _publish(self, waits: list[Any]) -> None:
-        """Tell the other ranks; the caller holds the lock, so that no wait ends between being seen and being published."""
+        """Publish ``waits``; the caller holds the lock, so that no wait ends between being seen and being published."""
         if self._store is not None and (waits or self._is_blocked):
             self._store.set(f"waits/{self._rank}", json.dumps(waits))
             self._published, self._is_blocked = waits or self._published, bool(waits)
 
     def _watch(self) -> None:
         before = None
-        with suppress(RuntimeError):  # the store is gone with the rank that served it, which the collectives notice
+        with suppress(RuntimeError):  # the store ended with the rank that served it, which the collectives notice
             self._store = another_connection(self._job_store)
             while not self._stop.wait(min([_INTERVAL, *(wait.patience / 4 for wait in list(self._waits.values()))])):
                 with self._lock:
@@ -231,31 +231,31 @@ class Waiting:
                 if not self._has_left(rank):
                     ended[rank] = time.monotonic()
             for wait in list(self._waits.values()):
-                gone = ended.keys() & set(wait.members)
-                if gone and time.monotonic() - max(wait.since, *(ended[rank] for rank in gone)) > _GRACE:
-                    wait.interrupt(has_ended(gone))
+                dead = ended.keys() & set(wait.members)
+                if dead and time.monotonic() - max(wait.since, *(ended[rank] for rank in dead)) > _GRACE:
+                    wait.interrupt(has_ended(dead))
 
     def _has_left(self, rank: int) -> bool:
-        said: list[bytes] = []
+        found: list[bytes] = []
         key = f"waits/{rank}"
-        ask(self._job_store, lambda store: said.append(store.get(key) if store.check([key]) else b""), _GRACE)
-        return said == [_HAS_LEFT.encode()]
+        ask(self._job_store, lambda store: found.append(store.get(key) if store.check([key]) else b""), _GRACE)
+        return found == [_HAS_LEFT.encode()]
 
     def _check(self, before: list[Any] | None) -> tuple[list[Any], str]:
-        """Publish this rank's waits, and return those of all ranks, and why none of them can go on if they have not changed."""
+        """Publish this rank's waits; return those of all ranks and, if they have not changed, their deadlock in words."""
         assert self._store is not None
         mine = self._blocked()
         self._publish(mine)
         if (seen := self._failed + self._long_waits()) != self._seen:
             self._store.set(f"seen/{self._rank}", json.dumps(seen))
             self._seen = seen
-        said = self._published_waits() if mine else []
+        waits = self._published_waits() if mine else []
         verdict = self._verdict(self._store, mine) if mine else ""
-        if said and said == before and not verdict:
-            verdict = describe_deadlock(said)
+        if waits and waits == before and not verdict:
+            verdict = describe_deadlock(waits)
             for rank in range(self._world_size) if verdict else ():
-                self._store.set(f"verdict/{rank}", json.dumps([said[rank], verdict]))
-        return said, verdict
+                self._store.set(f"verdict/{rank}", json.dumps([waits[rank], verdict]))
+        return waits, verdict
 
     def _long(self) -> dict[int, _Wait]:
         now = time.monotonic()
@@ -266,7 +266,7 @@ class Waiting:
         return [[wait.what, wait.place] for wait in self._long().values() if wait.place]
 
     def _blocked(self) -> list[Any]:
-        """Return what this rank waits for, as lists that JSON can hold; none if one of its threads may still go on."""
+        """Return this rank's waits, as lists that JSON can hold; none if one of its threads may still go on."""
         alive = {thread.ident for thread in threading.enumerate()}
         long = self._long()
         if not self._foreground & alive <= long.keys() or all(wait.is_background for wait in long.values()):
@@ -279,11 +279,11 @@ class Waiting:
         """Return every rank's waits; none if a rank waits for nothing."""
         assert self._store is not None
         keys = [f"waits/{rank}" for rank in range(self._world_size)]
-        said = [json.loads(waits) for waits in self._store.multi_get(keys)] if self._store.check(keys) else []
-        return said if all(said) else []
+        waits = [json.loads(published) for published in self._store.multi_get(keys)] if self._store.check(keys) else []
+        return waits if all(waits) else []
 
     def _verdict(self, store: Store, mine: list[Any]) -> str:
-        """Return what another rank has found about these waits of mine."""
+        """Return the deadlock that another rank has found with these waits of mine; "" if none."""
         if not store.check([f"verdict/{self._rank}"]):
             return ""
         waits, verdict = json.loads(store.get(f"verdict/{self._rank}"))
@@ -291,7 +291,7 @@ class Waiting:
 
 
 def has_ended(ranks: Collection[int]) -> str:
-    """Return that the processes of ``ranks`` have ended, in words.
+    """Describe the end of the processes of ``ranks``.
 
     >>> has_ended({1})
     'the process of rank 1 has ended'
@@ -303,10 +303,10 @@ def has_ended(ranks: Collection[int]) -> str:
 
 
 def describe_deadlock(waits: Sequence[Sequence[Any]]) -> str:
-    """Return who waits for what if no rank can ever go on, else "".
+    """Describe the waits of all ranks if they are a deadlock, else return "".
 
     Args:
-        waits: of each rank: what it waits for, in which collective, and the members of that.
+        waits: those of each rank: a description, the collective, and its members.
 
     >>> describe_deadlock([[["in barrier", "all/7", [0, 1]]], [["in allreduce", "module/3", [0, 1]]]])
     'deadlock: every rank is waiting for another: rank 0 waits in barrier; rank 1 waits in allreduce'

@@ -1,4 +1,4 @@
-"""Graphs of decentralized averaging: who receives from whom with which weight, as pure functions of step and size (S3.4, S13)."""
+"""Graphs of decentralized averaging: sources and weights of each rank, as pure functions of step and size (S3.4, S13)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = [
 ]  # fmt: skip
 
 Graph: TypeAlias = "list[list[tuple[int, float]]]"
-"""For each receiving rank, the (source rank, weight) pairs of what it averages, in the order of the sum."""
+"""For each receiving rank, the (source rank, weight) pairs of its average, in the order of the sum."""
 
 GraphFunction: TypeAlias = "Callable[[int, int], Sequence[Sequence[tuple[int, float]]]]"
 """``(t, n) -> graph`` of n ranks at step t, which counts from 0."""
@@ -40,7 +40,7 @@ def shift_one_peer(rank: int, nranks: int, step: int) -> int:
     """Return the rank with which ``rank`` averages at ``step``: one of the other half, the next one at each step (S3.4).
 
     With h = nranks/2, it is ``(step + rank) mod h + h`` for the first half and ``(rank - h - step) mod h`` for the second. This is
-    an involution, and in h steps each rank meets every rank of the other half.
+    an involution, and in h steps each rank is paired with every rank of the other half.
 
     Args:
         rank: from 0 to nranks - 1.
@@ -74,8 +74,8 @@ def shift_one(t: int, n: int) -> Graph:
 def one_peer_exponential(t: int, n: int) -> Graph:
     """Return the directed graph in which rank r averages with rank (r - 2^(t mod K)) mod n, K = ceil(log2 n) (S13.1).
 
-    If n is a power of two, any K consecutive graphs in a row give every rank the mean over all ranks; for other n, no number
-    does.
+    If n is a power of two, any K consecutive graphs give every rank the mean over all ranks; for other n, no number of
+    graphs does.
 
     >>> [row[1] for row in one_peer_exponential(1, 4)]
     [(2, 0.5), (3, 0.5), (0, 0.5), (1, 0.5)]
@@ -91,7 +91,7 @@ def one_peer_exponential(t: int, n: int) -> Graph:
 def hypercube(t: int, n: int) -> Graph:
     """Return the graph in which rank r averages with rank r xor 2^(t mod K), K = log2 n; n must be a power of two (S13.2).
 
-    Any K consecutive graphs in a row give every rank the mean over all ranks.
+    Any K consecutive graphs give every rank the mean over all ranks.
 
     Raises:
         ValueError: n is not a power of two.
@@ -127,13 +127,13 @@ def exponential(t: int, n: int) -> Graph:
 
 
 class Mode(NamedTuple):
-    """A way to choose peers that has a name.
+    """A named way to choose peers.
 
     Attributes:
         graph: ``(t, n) -> graph``.
         period: ``n -> P``: the graphs of steps t and t + P are equal.
-        sizes: which n it takes, for messages.
-        takes: whether it takes n ranks.
+        sizes: the allowed n in words, for messages.
+        takes: returns whether n is allowed.
     """
 
     graph: Callable[[int, int], Graph]
@@ -198,12 +198,12 @@ def checked_graph(graph: Any, n: int) -> Graph:
     Raises:
         ValueError: there are not n rows; a row or column does not sum to 1 within 1e-6, in float64; a row lacks its own rank, or
             has a source twice, one that does not exist, or a weight that is negative or not finite.
-        TypeError: rows are no lists of pairs of a rank and a number.
+        TypeError: a row is not a list of pairs of a rank and a number.
 
     >>> checked_graph([[(0, 0.75), (1, 0.25)], [(0, 0.25), (1, 0.5)]], 2)
     Traceback (most recent call last):
     ...
-    ValueError: row 1, what rank 1 receives, has weights that sum to 0.75; they must sum to 1 (within 1e-06)
+    ValueError: row 1 (sources of rank 1) has weights that sum to 0.75; they must sum to 1 (within 1e-06)
     """
     if not isinstance(graph, (list, tuple)):
         raise TypeError(f"the graph is a {type(graph).__name__}; it must be a list with a row for each of the {n} ranks")
@@ -215,9 +215,9 @@ def checked_graph(graph: Any, n: int) -> Graph:
         for source, weight in row:
             columns[source].append(weight)
     for rank, row in enumerate(rows):
-        _check_sum(f"row {rank}, what rank {rank} receives,", [weight for _, weight in row])
+        _check_sum(f"row {rank} (sources of rank {rank})", [weight for _, weight in row])
     for rank, column in enumerate(columns):
-        _check_sum(f"column {rank}, what is received from rank {rank},", column)
+        _check_sum(f"column {rank} (receivers of rank {rank})", column)
     return rows
 
 
@@ -236,7 +236,7 @@ def _checked_row(rank: int, row: Any, n: int) -> list[tuple[int, float]]:
             raise ValueError(f"row {rank} has weight {weight} for source {source}; weights must be finite and not negative")
         sources.add(source)
     if rank not in sources:
-        raise ValueError(f"row {rank} has sources {sorted(sources)}; rank {rank} itself must be one of them, if with weight 0")
+        raise ValueError(f"row {rank} has sources {sorted(sources)}; rank {rank} itself must be one of them, even with weight 0")
     return pairs
 
 
@@ -255,6 +255,6 @@ def _check(t: int, n: int) -> None:
 
 
 def _means(sources: list[list[int]]) -> Graph:
-    """Return the graph in which each rank averages its sources with equal weights, each of them once."""
+    """Return the graph in which each rank averages its distinct sources with equal weights."""
     distinct = [list(dict.fromkeys(row)) for row in sources]
     return [[(source, 1 / len(row)) for source in row] for row in distinct]

@@ -35,7 +35,7 @@ def matrix_shape(shape: Sequence[int], matrix_approximation_rank: int, min_compr
 def orthonormalize(matrices: Sequence[Tensor]) -> None:
     """Make the columns of each matrix orthonormal, in place, by modified Gram-Schmidt in float64, rounded once at the end (S10.3).
 
-    From the first column on, each is divided by its norm, and its projection is taken from every later one. A column whose norm is
+    In order, each column is divided by its norm, and its projection is subtracted from every later one. A column whose norm is
     not above 1e-6 of its norm before projections becomes 0.
 
     Args:
@@ -83,14 +83,14 @@ def random_columns(m: int, r: int, seed: int, round_number: int, place: int) -> 
 
 
 def starting_columns(factors: Sequence[Tensor], seed: int, round_number: int, places: Sequence[int]) -> list[Tensor]:
-    """Return the orthonormal Q with which a round starts, given those that the last one left, 0 where there was none (S10.2).
+    """Return the orthonormal Q of each matrix at the start of a round, made from the last round's factors (S10.2).
 
     Each column is contiguous, which makes products much faster.
 
-    Columns that become 0 are replaced by those of N, and the matrix is orthonormalized again: else they would stay 0 for ever.
+    Columns that become 0 are replaced by those of N, and the matrix is orthonormalized again: else they would stay 0.
 
     Args:
-        factors: m x r matrices; unchanged.
+        factors: m x r matrices, 0 where there was no last round; unchanged.
         seed: as in `random_columns`, like ``round_number``.
         round_number: k.
         places: i of each matrix.

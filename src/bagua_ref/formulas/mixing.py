@@ -20,17 +20,17 @@ _DOUBLINGS = 40
 
 @dataclass(frozen=True)
 class Mixing:
-    """What repeating a period of graphs does to the ranks' distance from their mean.
+    """Contraction of the ranks' distance from their mean when a period of graphs is repeated.
 
     With W_t the `matrix` of round t, J the matrix of 1/n and P the rounds of a period, a round multiplies the ranks' distances from
     their mean by W_t - J.
 
     Attributes:
         period: P.
-        contraction: the second-largest singular value of the product W_(P-1) ... W_0, which is the largest of product - J: by how
-            much a period shrinks the distance (root of the sum of squares over ranks), at least.
+        contraction: the second-largest singular value of the product W_(P-1) ... W_0, which is the largest of product - J: the
+            largest factor by which a period multiplies the distance (root of the sum of squares over ranks).
         rounds: the first round after which any distance is at most ``tolerance`` times what it was; None: never.
-        exact: whether it then is 0, but for rounding while averaging.
+        exact: whether the distance is then 0, apart from rounding while averaging.
     """
 
     period: int
@@ -63,7 +63,7 @@ def matrix(graph: Graph) -> Matrix:
 
 
 def mixing(graphs: Sequence[Graph], tolerance: float = 1e-6) -> Mixing:
-    """Return how fast ranks that average along these graphs, again and again, come to consensus; computed in float64.
+    """Return the speed of consensus of ranks that average along these graphs repeatedly, computed in float64.
 
     Args:
         graphs: the graphs of one period, doubly stochastic, in order.
@@ -83,7 +83,7 @@ def mixing(graphs: Sequence[Graph], tolerance: float = 1e-6) -> Mixing:
     if not 0 < tolerance < 1:
         raise ValueError(f"tolerance={tolerance} must be between 0 and 1")
     n = len(graphs[0])
-    # As every W is doubly stochastic, (W - J)(V - J) = WV - J: what follows never adds up J's rounding errors.
+    # As every W is doubly stochastic, (W - J)(V - J) = WV - J: J's rounding errors do not add up below.
     rounds = [matrix(graph) - 1 / n for graph in graphs]
     period = np.eye(n) - 1 / n
     for step in rounds:

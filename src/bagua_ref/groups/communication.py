@@ -270,7 +270,7 @@ def barrier(comm: MaybeCommunicator | None = None) -> None:
 
 
 def _coalesced(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, list[Tensor]]]:
-    """Yield flat copies of tensors of one dtype and device, with the tensors to copy them back to; every rank splits alike."""
+    """Yield flat copies of tensors of one dtype and device, with the tensors to copy them back to; all ranks split them alike."""
     for alike in by_dtype_and_device(tensor for tensor in tensors if tensor.numel()):
         batches: list[list[Tensor]] = [[]]
         filled = 0
@@ -295,10 +295,10 @@ def _scatter_flat(flat: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 def _without_repeats(tensor: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the part of an expanded tensor that has each place in memory once, and the part of ``values`` that belongs there.
+    """Return views of an expanded tensor and of ``values`` with each element in memory once.
 
     Raises:
-        ValueError: ``values`` are not repeated as those of ``tensor`` are.
+        ValueError: ``values`` differ along a dimension along which ``tensor`` is expanded.
     """
     place, part = tensor, values
     for dimension, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):

@@ -158,7 +158,7 @@ class BaguaProcessGroup:
         refuse_in_child(self._job.pid)
 
     def abort(self, why: str) -> None:
-        """Give up all connections: operations under way and later ones raise CommunicationError, on other ranks with the reason."""
+        """Abort all connections: operations under way and later ones raise CommunicationError, on other ranks with the reason."""
         for communicator in list(self._communicators.values()):
             if isinstance(communicator, Communicator):
                 communicator.abort(why)
@@ -214,8 +214,8 @@ def init_process_group(
         RuntimeError: it was called before; call `destroy_process_group` first.
         ValueError: an argument is out of range or disagrees with torch's default group, or the launcher's variables are
             incomplete or contradictory.
-        CommunicationTimeoutError: the store or other ranks did not come in time; names the missing ranks as far as they are known.
-        CommunicationError: another program has the port, or the store or another rank has gone.
+        CommunicationTimeoutError: the store or other ranks were not found in time; names missing ranks as far as they are known.
+        CommunicationError: another program has the port, or the store or another rank was lost.
 
     >>> init_process_group(); get_communicator("default", "global").nranks()
     1
@@ -242,7 +242,7 @@ def _join(
 ) -> _Job:
     owns_torch_group = not dist.is_initialized()
     if owns_torch_group:
-        transport = _meet(world, store, rank, world_size, local_world_size, timeout)
+        transport = _connect_job(world, store, rank, world_size, local_world_size, timeout)
         rank, world_size = transport.rank, len(transport.node_of)
     else:
         for name, given, known in (("rank", rank, dist.get_rank()), ("world_size", world_size, dist.get_world_size())):
@@ -272,24 +272,24 @@ def _join(
         local_world_size=transport.node_of.count(node),
         node_rank=node,
     )
-    world.transport, world.has_met = transport, True
+    world.transport, world.was_in_job = transport, True
     job = _Job(world, transport, timeout, owns_transport=True, owns_torch_group=owns_torch_group)
     # Connections that are open during the interpreter's shutdown can abort the process.
     atexit.register(_destroy_at_exit, world, job.pid, transport.waits)
     return job
 
 
-def _meet(world: RealWorld, store: Any, rank: int, size: int, local_size: int, timeout: float) -> TorchDistributedTransport:
+def _connect_job(world: RealWorld, store: Any, rank: int, size: int, local_size: int, timeout: float) -> TorchDistributedTransport:
     """Return the connections of a new job."""
     limit = timeout
     while True:
         try:
             return TorchDistributedTransport(*job_store(store, rank, size, limit), local_size, timeout)
         except StoreLostError:
-            # A rank that begins its next job at once may still find the last one's store, which then ends, and the next one's soon.
-            if store is not None or not world.has_met:
+            # A rank that starts its next job at once may still find the last job's store, which is about to end: try again.
+            if store is not None or not world.was_in_job:
                 raise
-            world.has_met, limit = False, min(timeout, 10.0)
+            world.was_in_job, limit = False, min(timeout, 10.0)
 
 
 def destroy_process_group() -> None:

@@ -1,1 +1,1 @@
-"""What is counted and recorded of a training."""
+"""Measurements and records of a training."""

@@ -19,15 +19,14 @@ FOLDER = "BAGUA_REF_FLIGHT_RECORDER_DIR"
 
 
 def record(error: BaseException | None = None) -> dict[str, Any]:
-    """Return what this rank did last, as values that JSON can hold.
+    """Return this rank's last operations and its waits, as JSON values.
 
     The operations are those on buckets, and the agreements around them, of all modules of this process: the last 256, oldest first.
     Their ``kind``, ``bucket``, ``bytes``, ``module`` and ``round`` are followed by ``started`` and ``ended``, in seconds since
-    1970; an ``ended`` of None says that it is under way, or failed. ``waits`` says what threads of this process wait for, and since
-    when.
+    1970; an ``ended`` of None means that it is under way, or failed. ``waits`` are those of this process's threads.
 
     Args:
-        error: why it is asked for.
+        error: the reason for the record, if there is one.
 
     >>> sorted(record())
     ['error', 'operations', 'rank', 'time', 'waits', 'world_size']
@@ -80,10 +79,10 @@ def explain(error: BaseException) -> None:
     if not folder or not isinstance(error, CommunicationError):
         return
     try:
-        told = f"what this rank did last is in {dump(folder, error)}"
+        hint = f"this rank's last operations are in {dump(folder, error)}"
     except OSError as why:
-        told = f"what this rank did last could not be written ({why})"
-    error.args = (f"{error}; {told}", *error.args[1:])
+        hint = f"this rank's last operations could not be written ({why})"
+    error.args = (f"{error}; {hint}", *error.args[1:])
 
 
 def _lines(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Measurement of communication: what one training counts, its last operations, and ranges in torch.profiler."""
+"""Measurement of communication: counters of a training, its last operations, and ranges in torch.profiler."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from bagua_ref.base.runtime import World, current_world
 __all__ = ["Meter", "Operation", "Recorded", "codec_phase", "codec_steps", "operations", "profiled", "use_meter"]
 
 _REMEMBERED = 256
-"""Operations of a rank that are kept."""
+"""Number of last operations kept for each rank."""
 
 
 class Operation:
     """One operation of a rank, for the flight recorder.
 
     Attributes:
-        kind: its class; "agreement" when ranks begin to tell each other what they are about to do, "end of round" when they have.
+        kind: its class; "agreement" where ranks start to exchange their plans for a round, "end of round" where they have them.
         bucket: the bucket's name; "" where there is none.
         bytes: the bucket's size, padding included.
         module: the training that it belongs to; "" for none.
@@ -41,20 +41,20 @@ class Operation:
 
 
 class Meter:
-    """What one training on this rank counts; its threads find it by `use_meter`. Each number is written by one thread.
+    """Counters of one training on this rank; its threads find them by `use_meter`. Each number is written by one thread.
 
     Args:
-        world: whose clock counts seconds.
+        world: its clock counts the seconds.
         module: the name of the trained module.
 
     Attributes:
         steps: optimizer steps (the last optimizer's, if several; without any, synchronized backward passes).
-        steps_in_agreement: ``steps`` when all ranks last compared what they were about to do, and agreed.
+        steps_in_agreement: ``steps`` at the last successful agreement of all ranks.
         rounds: rounds of communication that have begun.
         wait_seconds: the time that the training thread has waited for communication.
         codec_seconds: the time that codecs have computed.
         last_exchange: the time at which an operation on a bucket last ended; None if none has.
-        bytes_before: what the groups had sent when training began.
+        bytes_before: bytes that the groups had sent when training began.
     """
 
     steps = steps_in_agreement = rounds = bytes_before = 0
@@ -79,7 +79,7 @@ _meter: ContextVar[Meter | None] = ContextVar("bagua_ref_meter", default=None)
 
 @contextmanager
 def use_meter(meter: Meter) -> Iterator[None]:
-    """Count what is computed inside, and by threads that are started there, for ``meter``."""
+    """Make ``meter`` current inside, also for threads that are started there."""
     token = _meter.set(meter)
     try:
         yield
@@ -109,7 +109,7 @@ def codec_phase(name: str) -> Iterator[None]:
 
 
 def codec_steps(name: str, steps: Iterator[int]) -> Iterator[int]:
-    """Yield what ``steps`` yields, and take each step in a `codec_phase`."""
+    """Yield the values of ``steps``, each computed in a `codec_phase`."""
     while True:
         with codec_phase(name):
             step = next(steps, None)

@@ -89,7 +89,7 @@ class SimulatedWorld:
         Python's `random`, which starts as the caller's. torch uses one thread meanwhile.
 
         Raises:
-            SimulationError: the ranks wait for each other and none can continue; the message says who waits for what.
+            SimulationError: deadlock: every rank is waiting for another; the message names the waits.
             BaseException: the exception of the first rank to fail, unchanged; the other ranks are ended.
         """
         scheduler = Scheduler(self._choices())
@@ -112,7 +112,7 @@ class SimulatedWorld:
         return [results[rank] for rank in range(self.world_size)]
 
     def _choices(self) -> Callable[[int], int]:
-        """Return what `Scheduler` asks which of several threads is next."""
+        """Return the function with which `Scheduler` chooses the next thread."""
         if self.schedule is not None:
             self.schedule.restart()
             return self.schedule.choose

@@ -26,7 +26,7 @@ class SimulatedRankWorld(World):
 
     @property
     def identity(self) -> Identity:
-        """Who this rank is."""
+        """This rank's place in the job."""
         return self._identity
 
     def spawn(self, function: Callable[[], None], name: str) -> SimulatedThread:
@@ -79,7 +79,7 @@ class SimulatedThread:
         return not self._task.done
 
 
-class _Line:
+class _WaitQueue:
     """Threads that wait for the same thing, first come, first served."""
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -87,10 +87,10 @@ class _Line:
         self._waiting: deque[Ticket] = deque()
 
     def _serve(self) -> None:
-        """Grant what is available to the waiting threads."""
+        """Let waiting threads go on, as far as they can."""
         raise NotImplementedError
 
-    def _stand(self, what: str, timeout: float | None) -> Ticket:
+    def _wait_in_queue(self, what: str, timeout: float | None) -> Ticket:
         self._scheduler.yield_()
         ticket = self._scheduler.ticket(what)
         # Queue first, then check what is available: the release of a lock by a finalizer in between is not missed.
@@ -101,14 +101,14 @@ class _Line:
         return ticket
 
 
-class SimulatedLock(_Line):
+class SimulatedLock(_WaitQueue):
     """A lock that is granted in the order of requests."""
 
     _held = False
 
     def acquire(self, timeout: float = -1) -> bool:
         """Acquire the lock; return False if ``timeout`` seconds (negative: no limit) pass first."""
-        return self._stand("for a lock", None if timeout < 0 else timeout).granted
+        return self._wait_in_queue("for a lock", None if timeout < 0 else timeout).granted
 
     def release(self) -> None:
         """Hand the lock to the first waiter, without switching threads, as finalizers may call this."""
@@ -130,7 +130,7 @@ class SimulatedLock(_Line):
         self.release()
 
 
-class SimulatedEvent(_Line):
+class SimulatedEvent(_WaitQueue):
     """As `threading.Event`."""
 
     _is_set = False
@@ -152,14 +152,14 @@ class SimulatedEvent(_Line):
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it is set; return False if ``timeout`` seconds pass first."""
-        return self._stand("for an event", timeout).granted
+        return self._wait_in_queue("for an event", timeout).granted
 
     def _serve(self) -> None:
         while self._is_set and self._waiting:
             self._scheduler.grant(self._waiting.popleft())
 
 
-class SimulatedQueue(_Line):
+class SimulatedQueue(_WaitQueue):
     """As `queue.SimpleQueue`."""
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -174,7 +174,7 @@ class SimulatedQueue(_Line):
 
     def get(self, timeout: float | None = None) -> Any:
         """Remove and return the first item; raise `queue.Empty` if ``timeout`` seconds pass first."""
-        ticket = self._stand("for a queue's next item", timeout)
+        ticket = self._wait_in_queue("for a queue's next item", timeout)
         if not ticket.granted:
             raise queue.Empty
         return ticket.value

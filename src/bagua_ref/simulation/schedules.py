@@ -1,4 +1,4 @@
-"""Systematic search through the schedules of a small simulated world: which thread runs next, wherever several could."""
+"""Systematic search through the schedules of a small simulated world: its choices of the next thread."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from bagua_ref.errors import SimulationError
 
 __all__ = ["Schedule", "Schedules"]
 
-_REASON = "the program does not do the same as when this schedule was found"
+_REASON = "the program behaves differently than when this schedule was found"
 
 
 class Schedule:
@@ -30,7 +30,7 @@ class Schedule:
     def __init__(self, choices: Sequence[int] = ()) -> None:
         self._choices = tuple(choices)
         if any(not isinstance(choice, int) or choice < 0 for choice in self._choices):
-            raise ValueError(f"choices={choices!r} must be numbers of threads, 0 or more")
+            raise ValueError(f"choices={choices!r} must be ints, 0 or more")
         self.restart()
         self._has_run = False
 
@@ -41,17 +41,17 @@ class Schedule:
         """Begin a run: the next choice is the first one."""
         self._has_run = True
         self._others: list[int] = []
-        """For each choice, how many threads could have run instead of the default one."""
+        """For each choice, the number of alternatives to the default."""
         self._free: int | None = None
         """The first choice to vary."""
 
     def begin(self) -> None:
-        """Say, in a run, that `Schedules` need not vary what came before; only the first call counts."""
+        """Keep `Schedules` from varying the choices of this run up to here; only the first call counts."""
         if self._free is None:
             self._free = len(self._others)
 
     def choose(self, ready: int) -> int:
-        """Return which of ``ready`` threads runs next, counted from the one that became ready first.
+        """Return the index of the thread to run next, of ``ready`` threads in the order in which they became ready.
 
         Raises:
             SimulationError: there are too few threads for the choice.
@@ -66,7 +66,7 @@ class Schedule:
         return ready - 1 - choice
 
     def deviations(self) -> int:
-        """Return how many choices are not the default."""
+        """Return the number of choices that are not the default."""
         return sum(choice != 0 for choice in self._choices)
 
     def variants(self) -> Iterator[Schedule]:
@@ -99,9 +99,9 @@ class Schedules:
         ValueError: a number is out of range.
 
     Attributes:
-        runs: how many schedules have been run.
+        runs: the number of schedules that have been run.
         complete: whether all schedules with at most so many deviations have been run.
-        exhausted: whether there are no others, apart from `Schedule.begin`.
+        exhausted: whether there are no other schedules, not counting those before `Schedule.begin`.
 
     >>> from bagua_ref.simulation import SimulatedWorld
     >>> def program(comm):

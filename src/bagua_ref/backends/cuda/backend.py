@@ -14,7 +14,7 @@ from bagua_ref.backends import formats
 from bagua_ref.backends.base import KernelBackend
 from bagua_ref.backends.codec import Codec
 from bagua_ref.backends.cuda import codec_plans, launch, movement
-from bagua_ref.backends.cuda.launch import Card, Plan
+from bagua_ref.backends.cuda.launch import DeviceProperties, Plan
 
 __all__ = ["PlannedBackend", "PlannedCodec"]
 
@@ -25,14 +25,14 @@ class PlannedCodec(Codec):
     """A codec in terms of plans."""
 
     kernels: PlannedBackend
-    plan_compress: Callable[[Card, Tensor, int, int | None, Tensor], Plan]
-    plan_decompress: Callable[[Card, Tensor, int, Tensor], Plan]
+    plan_compress: Callable[[DeviceProperties, Tensor, int, int | None, Tensor], Plan]
+    plan_decompress: Callable[[DeviceProperties, Tensor, int, Tensor], Plan]
 
     def _compress(self, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor) -> None:
-        self.kernels._submit(self.plan_compress(self.kernels._card(x.device), x, num_chunks, target_chunk, out), x.device)
+        self.kernels._submit(self.plan_compress(self.kernels._properties(x.device), x, num_chunks, target_chunk, out), x.device)
 
     def _decompress(self, payload: Tensor, num_chunks: int, out: Tensor) -> None:
-        self.kernels._submit(self.plan_decompress(self.kernels._card(out.device), payload, num_chunks, out), out.device)
+        self.kernels._submit(self.plan_decompress(self.kernels._properties(out.device), payload, num_chunks, out), out.device)
 
 
 class MinMaxUInt8(PlannedCodec, formats.MinMaxUInt8):
@@ -71,12 +71,12 @@ class OneBit(PlannedCodec, formats.OneBit):
 
 
 class PlannedBackend(KernelBackend):
-    """The CUDA kernels with their grids and arguments; a subclass knows the card and runs the launches."""
+    """The CUDA kernels with their grids and arguments; a subclass knows the device and runs the launches."""
 
     codecs: ClassVar = {codec.name: codec for codec in (MinMaxUInt8, MXFP8, MXFP4, MXINT8, OneBit)}
 
     @abstractmethod
-    def _card(self, device: torch.device) -> Card:
+    def _properties(self, device: torch.device) -> DeviceProperties:
         """Return the properties of the device that plans depend on."""
 
     @abstractmethod
@@ -84,32 +84,34 @@ class PlannedBackend(KernelBackend):
         """Queue the launches, in order, on the current stream."""
 
     def _add_(self, x: Tensor, y: Tensor) -> None:
-        self._submit(launch.element_wise(self._card(x.device), "add", x, y), x.device)
+        self._submit(launch.element_wise(self._properties(x.device), "add", x, y), x.device)
 
     def _subtract_(self, x: Tensor, y: Tensor) -> None:
-        self._submit(launch.element_wise(self._card(x.device), "subtract", x, y), x.device)
+        self._submit(launch.element_wise(self._properties(x.device), "subtract", x, y), x.device)
 
     def _add_scaled_(self, x: Tensor, y: Tensor, factor: float) -> None:
-        self._submit(launch.element_wise(self._card(x.device), "add_scaled", x, y, numbers=(factor,)), x.device)
+        self._submit(launch.element_wise(self._properties(x.device), "add_scaled", x, y, numbers=(factor,)), x.device)
 
     def _average_(self, x: Tensor, y: Tensor) -> None:
-        self._submit(launch.element_wise(self._card(x.device), "average", x, y), x.device)
+        self._submit(launch.element_wise(self._properties(x.device), "average", x, y), x.device)
 
     def _divide_(self, x: Tensor, divisor: float) -> None:
-        self._submit(launch.element_wise(self._card(x.device), "divide", x, numbers=(divisor,)), x.device)
+        self._submit(launch.element_wise(self._properties(x.device), "divide", x, numbers=(divisor,)), x.device)
 
     def _combine_ring_(self, x: Tensor, left: Tensor, right: Tensor, weight: Tensor) -> None:
-        self._submit(launch.element_wise(self._card(x.device), "combine_ring", x, left, right, weight), x.device)
+        self._submit(launch.element_wise(self._properties(x.device), "combine_ring", x, left, right, weight), x.device)
 
     def _async_average_(self, x: Tensor, reduced: Tensor, snapshot: Tensor, nranks: int) -> None:
-        self._submit(launch.element_wise(self._card(x.device), "async_average", x, reduced, snapshot, numbers=(nranks,)), x.device)
+        self._submit(
+            launch.element_wise(self._properties(x.device), "async_average", x, reduced, snapshot, numbers=(nranks,)), x.device
+        )
 
     def _update_momentum_(self, m: Tensor, grad: Tensor, beta1: float, one_minus_beta1: float) -> None:
         numbers = (beta1, one_minus_beta1)
-        self._submit(launch.element_wise(self._card(m.device), "update_momentum", m, grad, numbers=numbers), m.device)
+        self._submit(launch.element_wise(self._properties(m.device), "update_momentum", m, grad, numbers=numbers), m.device)
 
     def _reduce_chunks_(self, x: Tensor, num_chunks: int, target_chunk: int, average: bool) -> None:
-        self._submit(launch.reduce_chunks(self._card(x.device), x, num_chunks, target_chunk, average), x.device)
+        self._submit(launch.reduce_chunks(self._properties(x.device), x, num_chunks, target_chunk, average), x.device)
 
     def _gather_flat(self, tensors: Sequence[Tensor], out: Tensor) -> None:
         self._copy(out, tensors, gather=True)
@@ -122,7 +124,7 @@ class PlannedBackend(KernelBackend):
         # It sorts integers, because the order of -0 and NaN in a sort of floats is not documented.
         if keys.dtype in _KEYS:
             floats, keys = keys.detach(), torch.empty_like(keys, dtype=_KEYS[keys.dtype])
-            self._submit(launch.order_keys(self._card(keys.device), floats, keys), keys.device)
+            self._submit(launch.order_keys(self._properties(keys.device), floats, keys), keys.device)
         return torch.sort(keys, stable=True).indices
 
     def _copy(self, flat: Tensor, tensors: Sequence[Tensor], *, gather: bool) -> None:
@@ -135,4 +137,4 @@ class PlannedBackend(KernelBackend):
                 target, source = (here, tensor) if gather else (tensor, here)
                 target.detach().copy_(source.detach())
             start += tensor.numel()
-        self._submit(movement.copy(self._card(flat.device), flat, plain, gather=gather), flat.device)
+        self._submit(movement.copy(self._properties(flat.device), flat, plain, gather=gather), flat.device)

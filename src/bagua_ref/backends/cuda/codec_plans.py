@@ -1,4 +1,4 @@
-"""Plans of the codecs: chunks, their parts, and what the kernels of a codec share (S4, S12)."""
+"""Plans of the codecs: kernel launches over chunks and their parts (S4, S12)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,18 @@ import ctypes
 
 from torch import Tensor
 
-from bagua_ref.backends.cuda.launch import PACK, WAVES, WORKSPACE, Card, KernelLaunch, Plan, long, name_of, one_launch, pointer
+from bagua_ref.backends.cuda.launch import (
+    PACK,
+    WAVES,
+    WORKSPACE,
+    DeviceProperties,
+    KernelLaunch,
+    Plan,
+    long,
+    name_of,
+    one_launch,
+    pointer,
+)
 
 __all__ = ["ON_CHIP", "compress_blocks", "compress_minmax", "compress_signs", "decompress"]
 
@@ -15,58 +26,60 @@ ON_CHIP = 32768
 
 _SLACK = 16  # a chunk in shared memory keeps its offset from a 16-byte boundary
 _END_PARTS = 4  # parts per multiprocessor of find_ends: one wave, and few ends for quantise to merge
-_SUM_PARTS = 1024  # the most parts of a chunk in sum_squares, whatever the card: the order of a sum must not depend on it
+_SUM_PARTS = 1024  # the most parts of a chunk in sum_squares, whatever the device: the order of a sum must not depend on it
 _MIN_PART = 4096  # the fewest elements that are worth a block
 _PART_STEP = 128  # parts begin at multiples of this: all parts of a chunk have the same alignment and share no byte or scale
 
 
-def compress_minmax(card: Card, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor) -> Plan:
+def compress_minmax(device: DeviceProperties, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor) -> Plan:
     """Write one or all blocks of MinMaxUInt8's payload (S4): in one pass if a chunk fits into shared memory, else in two."""
     size = x.numel() // num_chunks
     start, payload, num_chunks = _chosen(x, num_chunks, target_chunk, out)
     if size * x.element_size() + _SLACK <= ON_CHIP:
         shared = -(-size * x.element_size() // PACK) * PACK + _SLACK
         args = (start, long(size), long(num_chunks), payload)
-        return one_launch("codec", f"compress_on_chip_{name_of(x)}", _grid(card, num_chunks), args, shared)
-    first = _parts(size, _share(card, num_chunks, _END_PARTS))
-    launches = _two_passes(card, "codec", ("find_ends", "quantise"), x, size, (start, payload, num_chunks), first, _END_PARTS)
+        return one_launch("codec", f"compress_on_chip_{name_of(x)}", _grid(device, num_chunks), args, shared)
+    first = _parts(size, _share(device, num_chunks, _END_PARTS))
+    launches = _two_passes(device, "codec", ("find_ends", "quantise"), x, size, (start, payload, num_chunks), first, _END_PARTS)
     return Plan(launches, workspace=num_chunks * first[0] * 2 * ctypes.sizeof(ctypes.c_float))
 
 
-def compress_blocks(codec: str, card: Card, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor) -> Plan:
+def compress_blocks(
+    codec: str, device: DeviceProperties, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor
+) -> Plan:
     """Write one or all chunks of the payload of an MX format, given by its name (S12.1)."""
     size = x.numel() // num_chunks
     if size == 0:
         return Plan()
     start, payload, num_chunks = _chosen(x, num_chunks, target_chunk, out)
-    parts, part_size = _parts(size, _share(card, num_chunks, WAVES))
+    parts, part_size = _parts(size, _share(device, num_chunks, WAVES))
     args = (start, long(size), long(num_chunks), long(parts), long(part_size), payload)
-    return one_launch("microscaling", f"compress_{codec}_{name_of(x)}", _grid(card, num_chunks * parts), args)
+    return one_launch("microscaling", f"compress_{codec}_{name_of(x)}", _grid(device, num_chunks * parts), args)
 
 
-def compress_signs(card: Card, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor) -> Plan:
+def compress_signs(device: DeviceProperties, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor) -> Plan:
     """Write one or all blocks of OneBit's payload (S12.2): sums of squares, then scales and signs."""
     size = x.numel() // num_chunks
     if size == 0:
         return Plan()
     start, payload, num_chunks = _chosen(x, num_chunks, target_chunk, out)
     first = _parts(size, _SUM_PARTS)
-    launches = _two_passes(card, "one_bit", ("sum_squares", "write_signs"), x, size, (start, payload, num_chunks), first, WAVES)
+    launches = _two_passes(device, "one_bit", ("sum_squares", "write_signs"), x, size, (start, payload, num_chunks), first, WAVES)
     return Plan(launches, workspace=num_chunks * first[0] * ctypes.sizeof(ctypes.c_double))
 
 
-def decompress(source: str, kernel: str, card: Card, payload: Tensor, num_chunks: int, out: Tensor) -> Plan:
+def decompress(source: str, kernel: str, device: DeviceProperties, payload: Tensor, num_chunks: int, out: Tensor) -> Plan:
     """Restore all chunks with one kernel, given by its source and its name without the dtype (S4.3, S12)."""
     size = out.numel() // num_chunks
     if size == 0:
         return Plan()
-    parts, part_size = _parts(size, _share(card, num_chunks, WAVES))
+    parts, part_size = _parts(size, _share(device, num_chunks, WAVES))
     args = (pointer(payload), long(size), long(num_chunks), long(parts), long(part_size), pointer(out))
-    return one_launch(source, f"{kernel}_{name_of(out)}", _grid(card, num_chunks * parts), args)
+    return one_launch(source, f"{kernel}_{name_of(out)}", _grid(device, num_chunks * parts), args)
 
 
 def _two_passes(
-    card: Card,
+    device: DeviceProperties,
     source: str,
     kernels: tuple[str, str],
     x: Tensor,
@@ -78,32 +91,32 @@ def _two_passes(
     """Return a launch that writes a number for each part of a chunk to the workspace, and one that reads those of its chunk.
 
     Args:
-        card: the device.
+        device: its properties.
         source: of both kernels.
         kernels: their names, without the dtype.
         x: the tensor that is compressed.
         size: of a chunk.
         chosen: the result of `_chosen`.
-        first: the first launch's parts, as of `_parts`; those of the second depend on the card.
+        first: the first launch's parts, as of `_parts`; those of the second depend on the device.
         waves: the most blocks per multiprocessor of the first launch.
     """
     start, payload, num_chunks = chosen
     chunks, many = (long(size), long(num_chunks)), long(first[0])
-    parts, part_size = _parts(size, _share(card, num_chunks, WAVES))
+    parts, part_size = _parts(size, _share(device, num_chunks, WAVES))
     begin, end = (f"{kernel}_{name_of(x)}" for kernel in kernels)
     return (
-        KernelLaunch(source, begin, _grid(card, num_chunks * first[0], waves), (start, *chunks, many, long(first[1]), WORKSPACE)),
+        KernelLaunch(source, begin, _grid(device, num_chunks * first[0], waves), (start, *chunks, many, long(first[1]), WORKSPACE)),
         KernelLaunch(
             source,
             end,
-            _grid(card, num_chunks * parts),
+            _grid(device, num_chunks * parts),
             (start, *chunks, many, WORKSPACE, long(parts), long(part_size), payload),
         ),
     )
 
 
 def _chosen(x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor) -> tuple[ctypes.c_void_p, ctypes.c_void_p, int]:
-    """Return where the chunks to compress and their payloads begin, and how many they are."""
+    """Return the addresses of the chunks to compress and of their payloads, and the number of chunks."""
     if target_chunk is None:
         return pointer(x), pointer(out), num_chunks
     starts = (pointer(t).value or 0 for t in (x, out))
@@ -112,13 +125,13 @@ def _chosen(x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor) -
     return source, target, 1
 
 
-def _grid(card: Card, units: int, waves: int = WAVES) -> int:
-    return min(units, waves * card.multiprocessors)
+def _grid(device: DeviceProperties, units: int, waves: int = WAVES) -> int:
+    return min(units, waves * device.multiprocessors)
 
 
-def _share(card: Card, num_chunks: int, per_multiprocessor: int) -> int:
-    """Return the number of parts of each chunk that gives every multiprocessor so many."""
-    return -(-per_multiprocessor * card.multiprocessors // num_chunks)
+def _share(device: DeviceProperties, num_chunks: int, per_multiprocessor: int) -> int:
+    """Return the number of parts per chunk that gives every multiprocessor ``per_multiprocessor`` of them."""
+    return -(-per_multiprocessor * device.multiprocessors // num_chunks)
 
 
 def _parts(size: int, wanted: int) -> tuple[int, int]:

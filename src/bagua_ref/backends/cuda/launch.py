@@ -17,7 +17,7 @@ __all__ = [
     "WAVES",
     "WORKSPACE",
     "Argument",
-    "Card",
+    "DeviceProperties",
     "KernelLaunch",
     "Plan",
     "element_wise",
@@ -75,7 +75,7 @@ Argument: TypeAlias = "ctypes.c_void_p | ctypes.c_longlong | ctypes.c_float | ct
 
 
 @dataclass(frozen=True)
-class Card:
+class DeviceProperties:
     """The properties of a device that plans depend on.
 
     Attributes:
@@ -159,30 +159,30 @@ def pointer(x: Tensor) -> ctypes.c_void_p:
     return ctypes.c_void_p(address)
 
 
-def element_wise(card: Card, name: str, x: Tensor, *operands: Tensor, numbers: tuple[float, ...] = ()) -> Plan:
+def element_wise(device: DeviceProperties, name: str, x: Tensor, *operands: Tensor, numbers: tuple[float, ...] = ()) -> Plan:
     """x <- f(x, operands, numbers), one of the kernels in ``elementwise.cu``."""
     if x.numel() == 0:
         return Plan()
     args = (pointer(x), *map(pointer, operands), long(x.numel()), *(_number(x, value) for value in numbers))
-    return one_launch("elementwise", f"{name}_{name_of(x)}", _grid(card, x.numel() * x.element_size(), 2 * PACK), args)
+    return one_launch("elementwise", f"{name}_{name_of(x)}", _grid(device, x.numel() * x.element_size(), 2 * PACK), args)
 
 
-def reduce_chunks(card: Card, x: Tensor, num_chunks: int, target_chunk: int, average: bool) -> Plan:
+def reduce_chunks(device: DeviceProperties, x: Tensor, num_chunks: int, target_chunk: int, average: bool) -> Plan:
     """Sum the chunks in order into one of them (S3.7)."""
     size = x.numel() // num_chunks
     if size == 0:
         return Plan()
     divisor = _number(x, num_chunks if average else 0)
     args = (pointer(x), long(size), long(num_chunks), long(target_chunk), divisor)
-    return one_launch("chunks", f"reduce_chunks_{name_of(x)}", _grid(card, size * x.element_size(), PACK), args)
+    return one_launch("chunks", f"reduce_chunks_{name_of(x)}", _grid(device, size * x.element_size(), PACK), args)
 
 
-def order_keys(card: Card, floats: Tensor, keys: Tensor) -> Plan:
+def order_keys(device: DeviceProperties, floats: Tensor, keys: Tensor) -> Plan:
     """keys <- integers of the floats' size that sort as they do (S7.2)."""
     if floats.numel() == 0:
         return Plan()
     args = (pointer(floats), long(floats.numel()), pointer(keys))
-    return one_launch("movement", f"order_keys_{name_of(floats)}", _grid(card, floats.numel(), 1), args)
+    return one_launch("movement", f"order_keys_{name_of(floats)}", _grid(device, floats.numel(), 1), args)
 
 
 def one_launch(source: str, kernel: str, grid: int, args: tuple[Argument, ...], shared: int = 0) -> Plan:
@@ -190,8 +190,8 @@ def one_launch(source: str, kernel: str, grid: int, args: tuple[Argument, ...], 
     return Plan((KernelLaunch(source, kernel, grid, args, shared),))
 
 
-def _grid(card: Card, work: int, per_thread: int) -> int:
-    return max(1, min(-(-work // (per_thread * BLOCK)), WAVES * card.multiprocessors))
+def _grid(device: DeviceProperties, work: int, per_thread: int) -> int:
+    return max(1, min(-(-work // (per_thread * BLOCK)), WAVES * device.multiprocessors))
 
 
 def name_of(x: Tensor) -> str:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from bagua_ref.backends.cuda.backend import PlannedBackend
-from bagua_ref.backends.cuda.launch import Card, KernelLaunch, Plan, pack, source_of
+from bagua_ref.backends.cuda.launch import DeviceProperties, KernelLaunch, Plan, pack, source_of
 from bagua_ref.base.not_provided import install_command
 
 __all__ = ["CudaBackend", "cached", "compile_source", "folder", "header_folder"]
@@ -62,7 +62,7 @@ class CudaBackend(PlannedBackend):
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
-        """Return why the kernels cannot run here, None if they can."""
+        """Return the reason that the kernels cannot run here, None if they can."""
         try:
             from cupy.cuda import runtime
         except ImportError as error:
@@ -82,8 +82,8 @@ class CudaBackend(PlannedBackend):
             return f"CUDA's header cuda_fp16.h is neither in a wheel nor under CUDA_PATH; pip install {wheel}"
         return None
 
-    def _card(self, device: torch.device) -> Card:
-        return _card(_index(device))
+    def _properties(self, device: torch.device) -> DeviceProperties:
+        return _properties(_index(device))
 
     def _submit(self, plan: Plan, device: torch.device) -> None:
         if not plan.launches:
@@ -218,8 +218,8 @@ def _index(device: torch.device) -> int:
 
 
 @functools.cache
-def _card(index: int) -> Card:
-    return Card(torch.cuda.get_device_properties(index).multi_processor_count)
+def _properties(index: int) -> DeviceProperties:
+    return DeviceProperties(torch.cuda.get_device_properties(index).multi_processor_count)
 
 
 def _image(source: str, index: int) -> bytes:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from bagua_ref.backends.cuda.launch import Card, KernelLaunch, Plan, pointer
+from bagua_ref.backends.cuda.launch import DeviceProperties, KernelLaunch, Plan, pointer
 
 __all__ = ["PIECE", "SEGMENTS", "Segments", "Strided", "copy", "is_plain"]
 
@@ -57,11 +57,11 @@ def is_plain(tensor: Tensor, *, written: bool) -> bool:
     return not (tensor.is_neg() or tensor.is_conj() or len(shape) > _RANK or overlaps)
 
 
-def copy(card: Card, flat: Tensor, tensors: Sequence[tuple[Tensor, int]], *, gather: bool) -> Plan:
+def copy(device: DeviceProperties, flat: Tensor, tensors: Sequence[tuple[Tensor, int]], *, gather: bool) -> Plan:
     """Copy tensors into flat, or flat into tensors.
 
     Args:
-        card: the device.
+        device: its properties.
         flat: the flat tensor.
         tensors: tensors for which `is_plain` is true, each with its offset in flat, in elements.
         gather: copy into flat; else out of it.
@@ -74,10 +74,10 @@ def copy(card: Card, flat: Tensor, tensors: Sequence[tuple[Tensor, int]], *, gat
             (whole if shape in ([], [(tensor.numel(), 1)]) else apart).append((tensor, start))
     way = "gather" if gather else "scatter"
     launches = [
-        KernelLaunch("movement", f"{way}_segments", min(table.pieces, _WAVES * card.multiprocessors), (pointer(flat), table))
+        KernelLaunch("movement", f"{way}_segments", min(table.pieces, _WAVES * device.multiprocessors), (pointer(flat), table))
         for table in _tables(whole)
     ]
-    launches += [_strided(card, flat, tensor, start, way) for tensor, start in apart]
+    launches += [_strided(device, flat, tensor, start, way) for tensor, start in apart]
     return Plan(tuple(launches))
 
 
@@ -94,13 +94,13 @@ def _tables(tensors: list[tuple[Tensor, int]]) -> Iterator[Segments]:
         yield table
 
 
-def _strided(card: Card, flat: Tensor, tensor: Tensor, start: int, way: str) -> KernelLaunch:
+def _strided(device: DeviceProperties, flat: Tensor, tensor: Tensor, start: int, way: str) -> KernelLaunch:
     shape = _merged(tensor)
     table = Strided(count=tensor.numel(), rank=len(shape))
     for axis, (size, stride) in enumerate(shape):
         table.size[axis], table.stride[axis] = size, stride
     here = ctypes.c_void_p((pointer(flat).value or 0) + start * flat.element_size())
-    grid = max(1, min(-(-tensor.numel() // 256), _WAVES * card.multiprocessors))
+    grid = max(1, min(-(-tensor.numel() // 256), _WAVES * device.multiprocessors))
     return KernelLaunch("movement", f"{way}_strided_{flat.element_size()}", grid, (here, pointer(tensor), table))
 
 

@@ -20,7 +20,7 @@ Array: TypeAlias = npt.NDArray[Any]
 Index: TypeAlias = slice | tuple[slice, slice]
 
 BLOCK = 2**18
-"""Elements per block: few enough for a processor's cache, and so many that the time of calls from Python does not count."""
+"""Elements per block: few enough for a processor's cache, enough to make the time of calls from Python negligible."""
 
 
 class Scratch:
@@ -129,11 +129,11 @@ class RowCodec(Codec):
 
     @abstractmethod
     def encode(self, x: Tensor, payload: Tensor, buffers: Scratch) -> Iterator[int]:
-        """Write the blocks of x's rows to payload's rows; yield from time to time how many bytes of each row are final."""
+        """Write the blocks of x's rows to payload's rows; yield, now and then, the number of final bytes of each row."""
 
     @abstractmethod
     def decode(self, payload: Tensor, out: Tensor, buffers: Scratch) -> Iterator[int]:
-        """Write the values of payload's rows to out's rows; yield how many bytes of each row are needed before reading them."""
+        """Write the values of payload's rows to out's rows; yield the bytes of each row that are needed before reading them."""
 
     def _compress(self, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor) -> None:
         for _ in RowCodec._compress_in_steps(self, x, num_chunks, target_chunk, out):  # self's may call this

@@ -107,13 +107,13 @@ def scaled(x: Array, exponent: Array, out: Array) -> None:
 
 
 def _block_tiles(num_rows: int, num_columns: int) -> Iterator[tuple[slice, slice, slice]]:
-    """Yield rows, columns and blocks of tiles that are small enough even when their last blocks are whole."""
+    """Yield rows, columns and blocks of tiles that are small enough even with padded last blocks."""
     for rows, whole in tiles(num_rows, -(-num_columns // BLOCK_SIZE) * BLOCK_SIZE):
         yield rows, slice(whole.start, min(whole.stop, num_columns)), slice(whole.start // BLOCK_SIZE, whole.stop // BLOCK_SIZE)
 
 
 def _in_blocks(values: Array, buffers: Scratch, *, fill: bool) -> Array:
-    """Return values as rows of 32, their own memory if each row consists of whole blocks, else a buffer; fill: a padded copy."""
+    """Return values as rows of 32, their own memory if each row consists of whole blocks, else a buffer, padded if ``fill``."""
     count, width = values.shape
     whole = -(-width // BLOCK_SIZE) * BLOCK_SIZE
     if whole == width:
@@ -142,7 +142,7 @@ class FloatCodec(BlockCodec):
     largest: ClassVar[int]
 
     def quantise(self, tile: Array, magnitude: Array, exponent: Array, buffers: Scratch) -> Array:
-        """Let the addition of an anchor round: 1.5 * 2^23 times the element's last place, so that the sum's low bits count places.
+        """Round by adding an anchor: 1.5 * 2^23 times the element's last place, so that the sum's low bits count last places.
 
         A number of q last places with exponent E has the code ``q + 2^mantissa * (E - smallest E)``, subnormals included.
         """

@@ -42,7 +42,7 @@ def grid_between(low: Array, high: Array) -> tuple[Array, Array]:
 
 
 def compress(x: Tensor, payload: Tensor, buffers: Scratch) -> Iterator[int]:
-    """Write the blocks of x's rows to payload's rows (S4.1, S4.2, S4.4); yield how many bytes of each are final."""
+    """Write the blocks of x's rows to payload's rows (S4.1, S4.2, S4.4); yield the number of final bytes of each."""
     low, high = _ends(x)
     scale, lower = grid_between(low, high)
     poisoned = ~np.isfinite(np.hstack([low, high, high - low, high * scale, low * scale])).all(axis=1, keepdims=True)
@@ -71,7 +71,7 @@ def compress(x: Tensor, payload: Tensor, buffers: Scratch) -> Iterator[int]:
 
 
 def decompress(payload: Tensor, out: Tensor, buffers: Scratch) -> Iterator[int]:
-    """Write the values of payload's rows to out's rows (S4.3); yield how many bytes of each are needed next."""
+    """Write the values of payload's rows to out's rows (S4.3); yield the number of bytes of each that are needed next."""
     yield HEADER_BYTES
     item = out.element_size()
     header = payload[:, : 2 * item].clone(memory_format=torch.contiguous_format).view(out.dtype).float().numpy()
