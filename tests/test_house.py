@@ -15,10 +15,52 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "bagua_ref"
 
-LINES: dict[str, int] = {}
+LINES: dict[str, int] = {
+    "algorithms": 4058,
+    "backends": 1032,
+    "backends/cuda": 883,
+    "backends/reference": 727,
+    "base": 1189,
+    "buckets": 1190,
+    "checkpoint": 1183,
+    "cli": 2072,
+    "comm_ops": 1167,
+    "communicators": 4397,
+    "conformance": 88,
+    "conformance/expected": 1807,
+    "conformance/formats": 103,
+    "conformance/inputs": 1187,
+    "conformance/lab": 1782,
+    "conformance/run": 1088,
+    "conformance/suites": 4018,
+    "conformance/targets": 1525,
+    "conformance/trace": 2144,
+    "conformance/vectors": 2277,
+    "contrib": 1086,
+    "contrib/cache": 1600,
+    "contrib/fuse": 932,
+    "contrib/utils": 523,
+    "data_parallel": 2734,
+    "distributed": 153,
+    "formulas": 489,
+    "groups": 751,
+    "integrations": 963,
+    "observe": 239,
+    "package": 439,
+    "property_tests": 2612,
+    "rounds": 272,
+    "scheduling": 582,
+    "simulation": 452,
+    "tests": 35565,
+    "tests/cuda_emulation": 483,
+    "tests/integrations": 903,
+    "tests/meta": 1414,
+    "tests/outside": 243,
+    "tests/proof": 589,
+}
 """The most lines of each room of src, and of the folders of tests."""
 
-FILES = 250
+FILES = 265
 """The most files of src; public names of modules that have moved into a room do not count."""
 
 OTHER_IMPLEMENTER = {
