@@ -325,7 +325,9 @@ def test_ranks_of_another_version_are_named(monkeypatch: pytest.MonkeyPatch) -> 
     store = dist.HashStore()
     store.set("bagua_ref/m/answer1", json.dumps(["mark", ["node", 1]]))
     monkeypatch.setattr("uuid.uuid4", lambda: SimpleNamespace(hex="m"))
-    with pytest.raises(CommunicationError, match=r"what rank 1 wrote .*it\[1\] must have 5 items, not 2. All ranks must run one"):
+    with pytest.raises(
+        CommunicationError, match=r"rank 1 wrote an invalid message .*it\[1\] must have 5 items, not 2. All ranks must run"
+    ):
         TorchDistributedTransport(store, 0, 2, -1, 0.2)
 
 
