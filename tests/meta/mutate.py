@@ -36,8 +36,7 @@ PACKAGE = ROOT / "src/bagua_ref"
 LOG = Path(__file__).with_name("mutation_run.json")
 LINES = ROOT / "build/traced_lines.json"
 ROOMS = (
-    "bucket", "tensor", "process_group", "communication", "runtime",
-    "scheduling", "algorithms", "data_parallel", "communicators", "contrib",
+    "base", "buckets", "groups", "scheduling", "algorithms", "data_parallel", "communicators", "contrib",
 )  # fmt: skip
 TESTS = (
     "engine", "bucket", "gloo", "gloo_training", "async", "ddp", "communication", "collectives", "decentralized", "flat_storage",
