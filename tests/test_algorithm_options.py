@@ -154,7 +154,7 @@ UNFIT: dict[str, list[tuple[Any, str]]] = {
         (lambda s: s["global_weights"].update({"0.bias": torch.ones(9)}), "'0.bias' is .*9.* there and .*8.* here"),
         (
             lambda s: s["outer_optimizers"][1]["param_groups"][0]["params"].append(7),
-            "the outer optimizer of fragment 1: it has groups",
+            "the outer optimizer of fragment 1: its groups have",
         ),
         (lambda s: s["outer_entries"].__setitem__(0, 1), "optimizer of fragment 0: it lacks part of the state: 0 of 1"),
         (lambda s: s["in_flight"].update(due=5), "fragment 0 in flight, to be applied after step 5, which fits no step"),

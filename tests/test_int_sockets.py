@@ -277,6 +277,13 @@ def test_a_stranger_who_sends_a_byte_now_and_then_delays_nobody(host: str) -> No
 @pytest.mark.parametrize("host", ["localhost", ""], ids=["TCP", "Unix"])
 def test_ranks_connect_though_strangers_fill_the_backlog(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "SOMAXCONN", 1)
+    welcome = mesh._welcome
+
+    def welcome_later(*args: Any) -> None:
+        time.sleep(0.2)  # the other rank finds the backlog full meanwhile
+        welcome(*args)
+
+    monkeypatch.setattr(mesh, "_welcome", welcome_later)
     strangers: list[socket.socket] = []
 
     def disturb(server: socket.socket) -> None:

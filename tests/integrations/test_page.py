@@ -14,7 +14,8 @@ from tests.launch import launch
 
 from bagua_ref.cli.doctor import tested_versions
 
-PAGE = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = "".join((DOCS / name).read_text() for name in ("trainers.md", "without-wrapping.md", "sharding.md"))
 SCRIPTS = re.findall(r"^```py\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
