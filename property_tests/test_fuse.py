@@ -90,7 +90,7 @@ class Twins:
         """Step both, unless the plain one cannot; return whether they did."""
         try:
             self.plain.step()
-        except RuntimeError:  # shapes no longer match, or the memory is too small
+        except (RuntimeError, IndexError):  # shapes no longer match, or the memory is too small
             return False
         if how == "closure":
             calls = []

@@ -868,3 +868,19 @@ def restart(fail, tmp_path):
     assert launcher.returncode == 0, complaints
     trained = sorted(line for line in output.splitlines() if line.startswith("trained"))
     assert trained == [f"trained 1 {rank} {0.85**20:.4f}" for rank in range(2)], complaints
+
+
+def single_elements_of_any_stride() -> list[float]:
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        x, y = (torch.full((2,), bagua_ref.get_rank() + 1.0, dtype=dtype)[::2] for _ in range(2))
+        bagua_ref.broadcast(x, 0)
+        bagua_ref.allreduce_inplace(y)
+        found += [x.item(), y.item()]
+    return found
+
+
+@pytest.mark.parametrize("memory", ["0", "1"])
+def test_S3_9_a_single_element_may_have_any_stride(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BAGUA_REF_SHARED_MEMORY", memory)
+    assert launch(single_elements_of_any_stride, 2) == [[1.0, 3.0] * 2] * 2

@@ -10,9 +10,20 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["Layout", "by_dtype_and_device", "effective_strides", "is_dense", "memory_span", "overlapping"]
+__all__ = ["Layout", "by_dtype_and_device", "bytes_of", "effective_strides", "is_dense", "memory_span", "overlapping"]
 
 AnyTensor = TypeVar("AnyTensor", bound="Tensor")
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor as flat uint8, which shares its memory.
+
+    A single element may have any stride, and torch views only elements of stride 1 as bytes.
+
+    >>> bytes_of(torch.ones(4)[::2][:1]).tolist()
+    [0, 0, 128, 63]
+    """
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def by_dtype_and_device(tensors: Iterable[AnyTensor]) -> list[list[AnyTensor]]:

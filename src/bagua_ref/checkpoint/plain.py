@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bagua_ref.base.memory import bytes_of
 from bagua_ref.base.untrusted import check_hash_collisions, one_line, open_file
 from bagua_ref.errors import CheckpointError
 
@@ -103,7 +104,7 @@ def digest(value: Any) -> bytes:
 def _update(content: Any, value: Any) -> None:
     if isinstance(value, torch.Tensor):
         content.update(f"tensor {value.dtype} {tuple(value.shape)};".encode())
-        content.update(value.reshape(-1).view(torch.uint8).numpy())
+        content.update(bytes_of(value.contiguous()).numpy())
     elif isinstance(value, (list, tuple, dict)):
         content.update(f"{type(value).__name__} {len(value)};".encode())
         for item in value if not isinstance(value, dict) else (part for entry in value.items() for part in entry):

@@ -7,8 +7,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from bagua_ref.base.memory import bytes_of
 
 __all__ = ["ComputingError", "OtherCallError", "Overlap", "compute", "exchange_pipelined"]
 
@@ -59,9 +60,7 @@ def exchange_pipelined(
     Raises:
         ComputingError: ``before`` or ``after`` has failed.
     """
-    outgoing, incoming = (
-        [(peer, tensor.detach().view(-1).view(torch.uint8).split(PIECE)) for tensor, peer in part] for part in (sends, recvs)
-    )
+    outgoing, incoming = ([(peer, bytes_of(tensor).split(PIECE)) for tensor, peer in part] for part in (sends, recvs))
     number = max(len(pieces) for _, pieces in outgoing + incoming)
     works: dict[int, list[Any]] = {}
     for place in range(number + _UNDER_WAY):

@@ -23,6 +23,7 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
+from bagua_ref.base.memory import bytes_of
 from bagua_ref.communicators.collectives import combine
 from bagua_ref.communicators.mesh import Unreachable, close_sockets, connect_all, hung_up, listen_locally
 from bagua_ref.communicators.pipelining import OtherCallError, compute
@@ -259,7 +260,7 @@ class SharedMemory:
         for tensor, peer in tensors:
             call = _call(name or f"exchange of {tensor.dtype}", tensor)
             pieces = found.setdefault(self._pipes[peer], [])
-            pieces += [(piece, call) for piece in _in_pieces(tensor.detach().view(-1).view(torch.uint8), self._piece)]
+            pieces += [(piece, call) for piece in _in_pieces(bytes_of(tensor), self._piece)]
         return found
 
     def _put(self, pipe: _Pipe, piece: Tensor, call: tuple[int, int]) -> Iterator[Until]:

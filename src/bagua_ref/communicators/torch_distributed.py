@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from bagua_ref.base.memory import bytes_of
 from bagua_ref.communicators.base import Communicator
 from bagua_ref.communicators.collectives import combine, describe, divide_
 from bagua_ref.communicators.connection import Connection
@@ -363,11 +364,11 @@ def _name(call: str) -> str:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    return tensor.detach().view(-1)
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().view(-1).view(torch.uint8)
+    return bytes_of(tensor)
 
 
 def _bring_back(tensor: Tensor, here: Tensor) -> None:

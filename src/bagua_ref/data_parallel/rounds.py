@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from bagua_ref.algorithms.base import TrainingContext
-from bagua_ref.base.memory import Layout
+from bagua_ref.base.memory import Layout, bytes_of
 from bagua_ref.data_parallel.sharding import local, whole
 from bagua_ref.data_parallel.unused_parameters import UnusedParameters
 from bagua_ref.rounds import UNSAID, AgreedRound, AgreedRounds, Comparison, Fact
@@ -186,7 +186,7 @@ class ModuleRounds(AgreedRounds):
             for tensor in map(local, tensors):
                 # Others are numbers, or tensors whose bytes only their library knows.
                 if isinstance(tensor, torch.Tensor) and type(tensor.detach()) is torch.Tensor and tensor.layout is torch.strided:
-                    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+                    data = bytes_of(tensor.detach().cpu().contiguous()).numpy()
                     checksum = zlib.crc32(data.data, checksum)
         return Fact(_DIGEST, checksum)
 

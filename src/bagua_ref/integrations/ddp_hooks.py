@@ -17,7 +17,7 @@ from bagua_ref.algorithms.compressed_gradients import CompressedGradientsImpl
 from bagua_ref.algorithms.power_sgd import PowerSGDAlgorithmImpl
 from bagua_ref.backends.base import KernelBackend
 from bagua_ref.base import streams
-from bagua_ref.base.memory import Layout
+from bagua_ref.base.memory import Layout, bytes_of
 from bagua_ref.base.runtime import current_world, use_world
 from bagua_ref.buckets.tensor import BaguaTensor
 from bagua_ref.errors import CommunicationError, NotInitializedError
@@ -207,7 +207,7 @@ class _HookRounds(AgreedRounds):
         if not isinstance(algorithm, CompressedGradientsImpl):
             return None
         for factor in algorithm.factors.written():
-            checksum = zlib.crc32(factor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data, checksum)
+            checksum = zlib.crc32(bytes_of(factor.cpu().contiguous()).numpy().data, checksum)
         return Fact("{has} factors of checksum {value} after a state was loaded", checksum)
 
 
