@@ -61,8 +61,9 @@ def assert_same(mine: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
 
 @pytest.mark.proof
 def test_qadam_with_one_bit_and_error_memory_learns_the_digits() -> None:
-    recipes = pytest.importorskip("bagua_ref.cli.recipes")
     pytest.importorskip("sklearn")
+    from bagua_ref.cli import recipes
+
     settings, digits = recipes.Settings(workers=2, epochs=8), recipes.Digits.load()
 
     def rank(r: int) -> float:

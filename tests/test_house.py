@@ -51,7 +51,7 @@ LINES: dict[str, int] = {
     "rounds": 272,
     "scheduling": 582,
     "simulation": 452,
-    "tests": 35590,
+    "tests": 35591,
     "tests/cuda_emulation": 483,
     "tests/integrations": 904,
     "tests/meta": 1413,
