@@ -7,6 +7,8 @@ Workers are forked from a server process that has imported torch; each ends with
 from __future__ import annotations
 
 import atexit
+import functools
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -56,6 +58,23 @@ def launch(function: Callable[..., Any], nranks: int, *args: Any, **options: Any
         failures = [f"rank {r}: exit code {o.exitcode}\n{o.traceback}" for r, o in enumerate(ended) if o.exitcode != 0]
         raise AssertionError(f"{function.__name__} failed in {len(failures)} of {nranks} workers\n" + "\n".join(failures))
     return [o.result for o in ended]
+
+
+def on_every_process(nranks: int, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run a test on every rank of a world of processes; `outcomes` has the options."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(**given: Any) -> None:
+            launch(_run_test, nranks, test.__module__, test.__name__, given, **options)
+
+        return run
+
+    return decorate
+
+
+def _run_test(module: str, name: str, given: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).__wrapped__(**given)
 
 
 def outcomes(

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).parents[1]
+
+
+def run_python(*arguments: object, limit: float = 120, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Return the exit code and output of Python in the root of the checkout, which can import the package and the tests."""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", **variables}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=limit)
 
 
 def load_script(path: str) -> ModuleType:

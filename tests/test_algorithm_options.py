@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.algorithms import CASES, Run, assert_same, optimizer_for
-from tests.trainings import network, simulate
+from tests.trainings import network, on_every_rank, simulate
 
 from bagua_ref.algorithms import (
     Algorithm,
@@ -212,14 +212,12 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(name: str, cha
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.takes((1,))])
-def test_a_state_with_something_else_in_any_place_is_refused_and_changes_nothing(name: str) -> None:
-    def rank(r: int) -> None:
-        run = Run(name, network())
-        run.step(*range(5))
-        state, before = run.algorithm.state_dict(), copy.deepcopy(run.algorithm.state_dict())
-        for key in state.keys() - {"rank", "world_size"}:  # which only memories depend on
-            with pytest.raises((ValueError, TypeError, KeyError, AttributeError)):
-                run.algorithm.load_state_dict({**state, key: object()})
-            assert_same(run.algorithm.state_dict(), before)
-
-    simulate(1, rank)
+@on_every_rank(1)
+def test_a_state_with_something_else_in_any_place_is_refused_and_changes_nothing(r: int, name: str) -> None:
+    run = Run(name, network())
+    run.step(*range(5))
+    state, before = run.algorithm.state_dict(), copy.deepcopy(run.algorithm.state_dict())
+    for key in state.keys() - {"rank", "world_size"}:  # which only memories depend on
+        with pytest.raises((ValueError, TypeError, KeyError, AttributeError)):
+            run.algorithm.load_state_dict({**state, key: object()})
+        assert_same(run.algorithm.state_dict(), before)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from tests.launch import launch, outcomes
-from tests.trainings import network, simulate, weights
+from tests.trainings import network, on_every_rank, simulate, weights, wrap
 from torch import nn
 
 import bagua_ref
@@ -28,9 +28,7 @@ from bagua_ref.errors import CommunicationError
 
 
 def wrapped(seed: int = 0, **arguments: Any) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-    module = network(seed)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
-    module.with_bagua([optimizer], AsyncModelAverageAlgorithm(**{"sync_interval_ms": 100, **arguments}))
+    module, optimizer = wrap(network(seed), AsyncModelAverageAlgorithm(**{"sync_interval_ms": 100, **arguments}), lr=0.05)
     return module, optimizer, module.bagua_algorithm
 
 
@@ -48,18 +46,16 @@ def step(module: nn.Module, optimizer: torch.optim.Optimizer, seconds: float = 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_S3_6_a_round_moves_every_rank_to_the_mean(dtype: torch.dtype) -> None:
-    def rank(r: int) -> torch.Tensor:
-        x = (torch.arange(5.0) * (r + 1)).to(dtype)
-        bucket = BaguaBucket([x.ensure_bagua_tensor("x")], "0", flatten=True)
-        op = bucket.append_asynchronous_model_average_op("all")
-        assert bucket._async_op is op
-        assert op.get_status() == "running"
-        bucket.execute()
-        return x
-
-    for result in simulate(3, rank):
-        assert_equal(result, (torch.arange(5.0) * 2).to(dtype), SUM(3), magnitude=8.0)
+@on_every_rank(3)
+def test_S3_6_a_round_moves_every_rank_to_the_mean(r: int, dtype: torch.dtype) -> None:
+    x = (torch.arange(5.0) * (r + 1)).to(dtype)
+    bucket = BaguaBucket([x.ensure_bagua_tensor("x")], "0", flatten=True)
+    op = bucket.append_asynchronous_model_average_op("all")
+    assert bucket._async_op is op
+    assert op.get_status() == "running"
+    bucket.execute()
+    result = x
+    assert_equal(result, (torch.arange(5.0) * 2).to(dtype), SUM(3), magnitude=8.0)
 
 
 def test_S3_6_what_training_does_meanwhile_is_kept() -> None:
@@ -82,52 +78,46 @@ def test_S3_6_what_training_does_meanwhile_is_kept() -> None:
     assert one.tolist() == [0.5 + 20] * 4
 
 
-def test_S3_6_all_stop_at_the_same_round_once_all_want_to() -> None:
-    def rank(r: int) -> tuple[int, str]:
-        bucket = BaguaBucket([torch.full((4,), float(r)).ensure_bagua_tensor("x")], "0", flatten=True)
-        op = bucket.append_asynchronous_model_average_op("all")
-        rounds = 0
-        while op.get_status() != "stopped":
-            if rounds == 2 + r:
-                op.abort()
-                assert op.get_status() == "stopping"
-            bucket.execute()
-            rounds += 1
-        bucket.execute()  # no longer does anything
-        op.reset()
-        assert op.get_status() == "running"
+@on_every_rank(3)
+def test_S3_6_all_stop_at_the_same_round_once_all_want_to(r: int) -> None:
+    bucket = BaguaBucket([torch.full((4,), float(r)).ensure_bagua_tensor("x")], "0", flatten=True)
+    op = bucket.append_asynchronous_model_average_op("all")
+    rounds = 0
+    while op.get_status() != "stopped":
+        if rounds == 2 + r:
+            op.abort()
+            assert op.get_status() == "stopping"
         bucket.execute()
-        return rounds, op.get_status()
-
-    assert simulate(3, rank) == [(5, "running")] * 3
-
-
-def test_the_operation_is_a_context_manager_for_the_lock() -> None:
-    def rank(r: int) -> None:
-        bucket = BaguaBucket([torch.ones(2).ensure_bagua_tensor("x")], "0", flatten=True)
-        op = bucket.append_asynchronous_model_average_op("all")
-        with op, op:
-            assert op.lock._holds == 2
-        assert op.lock._holds == 0
-        with pytest.raises(RuntimeError, match="without lock_weight"):
-            op.unlock_weight()
-
-    simulate(1, rank)
+        rounds += 1
+    bucket.execute()  # no longer does anything
+    op.reset()
+    assert op.get_status() == "running"
+    bucket.execute()
+    assert (rounds, op.get_status()) == (5, "running")
 
 
-def test_bad_input_of_the_operation() -> None:
-    def rank(r: int) -> None:
-        flat = BaguaBucket([torch.ones(2).ensure_bagua_tensor("x")], "0", flatten=True)
-        with pytest.raises(ValueError, match="peer_selection_mode='shift_one' must be 'all'"):
-            flat.append_asynchronous_model_average_op("shift_one")
-        with pytest.raises(ValueError, match="needs flatten=True"):
-            BaguaBucket([torch.ones(2).ensure_bagua_tensor("x")], "0", flatten=False).append_asynchronous_model_average_op("all")
-        with pytest.raises(TypeError, match="int64"):
-            BaguaBucket(
-                [torch.ones(2, dtype=torch.int64).ensure_bagua_tensor("x")], "0", True
-            ).append_asynchronous_model_average_op("all")
+@on_every_rank(1)
+def test_the_operation_is_a_context_manager_for_the_lock(r: int) -> None:
+    bucket = BaguaBucket([torch.ones(2).ensure_bagua_tensor("x")], "0", flatten=True)
+    op = bucket.append_asynchronous_model_average_op("all")
+    with op, op:
+        assert op.lock._holds == 2
+    assert op.lock._holds == 0
+    with pytest.raises(RuntimeError, match="without lock_weight"):
+        op.unlock_weight()
 
-    simulate(2, rank)
+
+@on_every_rank(2)
+def test_bad_input_of_the_operation(r: int) -> None:
+    flat = BaguaBucket([torch.ones(2).ensure_bagua_tensor("x")], "0", flatten=True)
+    with pytest.raises(ValueError, match="peer_selection_mode='shift_one' must be 'all'"):
+        flat.append_asynchronous_model_average_op("shift_one")
+    with pytest.raises(ValueError, match="needs flatten=True"):
+        BaguaBucket([torch.ones(2).ensure_bagua_tensor("x")], "0", flatten=False).append_asynchronous_model_average_op("all")
+    with pytest.raises(TypeError, match="int64"):
+        BaguaBucket([torch.ones(2, dtype=torch.int64).ensure_bagua_tensor("x")], "0", True).append_asynchronous_model_average_op(
+            "all"
+        )
 
 
 # The algorithm.
@@ -164,39 +154,34 @@ def test_S5_6_an_interval_of_zero_means_no_rounds() -> None:
     assert simulate(2, rank) == [0, 0]
 
 
-def test_S5_6_the_interval_counts_from_the_end_of_a_round() -> None:
-    def rank(r: int) -> float:
-        module, optimizer, algorithm = wrapped(sync_interval_ms=1000)
-        for _ in range(2):
-            step(module, optimizer, 0)
-        started = current_world().now()
-        while algorithm._rounds.completed < 4:
-            current_world().sleep(0.05)
-        elapsed = current_world().now() - started
-        algorithm.abort(module)
-        return elapsed
-
-    for elapsed in simulate(2, rank):
-        assert 3.0 <= elapsed < 3.3
+@on_every_rank(2)
+def test_S5_6_the_interval_counts_from_the_end_of_a_round(r: int) -> None:
+    module, optimizer, algorithm = wrapped(sync_interval_ms=1000)
+    for _ in range(2):
+        step(module, optimizer, 0)
+    started = current_world().now()
+    while algorithm._rounds.completed < 4:
+        current_world().sleep(0.05)
+    elapsed = current_world().now() - started
+    algorithm.abort(module)
+    assert 3.0 <= elapsed < 3.3
 
 
-def test_S5_6_weights_do_not_change_between_forward_and_the_end_of_backward() -> None:
-    def rank(r: int) -> None:
-        module, optimizer, algorithm = wrapped()
-        for _ in range(10):
-            optimizer.zero_grad()
-            loss = module(torch.randn(4, 6)).square().mean()
-            before = weights(module)
-            current_world().sleep(0.5)  # many intervals
-            assert torch.equal(before, weights(module))
-            loss.backward()
-            assert torch.equal(before, weights(module))
-            optimizer.step()
-            current_world().sleep(0.5)
-        assert algorithm._rounds.completed > 5
-        algorithm.abort(module)
-
-    simulate(2, rank)
+@on_every_rank(2)
+def test_S5_6_weights_do_not_change_between_forward_and_the_end_of_backward(r: int) -> None:
+    module, optimizer, algorithm = wrapped()
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss = module(torch.randn(4, 6)).square().mean()
+        before = weights(module)
+        current_world().sleep(0.5)  # many intervals
+        assert torch.equal(before, weights(module))
+        loss.backward()
+        assert torch.equal(before, weights(module))
+        optimizer.step()
+        current_world().sleep(0.5)
+    assert algorithm._rounds.completed > 5
+    algorithm.abort(module)
 
 
 def holds(algorithm: Any) -> int:
@@ -304,95 +289,81 @@ DROPS = [function for name, function in sorted(globals().items()) if name.starts
 
 
 @pytest.mark.parametrize("drop", DROPS)
-def test_S5_6_nothing_is_held_whatever_happens_after_a_forward(drop: Callable[..., None]) -> None:
-    def rank(r: int) -> None:
-        module, optimizer, algorithm = wrapped()
+@on_every_rank(2)
+def test_S5_6_nothing_is_held_whatever_happens_after_a_forward(r: int, drop: Callable[..., None]) -> None:
+    module, optimizer, algorithm = wrapped()
+    step(module, optimizer)
+    drop(module, optimizer)
+    gc.collect()
+    assert holds(algorithm) == 0
+    before = algorithm._rounds.completed
+    for _ in range(3):
         step(module, optimizer)
-        drop(module, optimizer)
-        gc.collect()
-        assert holds(algorithm) == 0
-        before = algorithm._rounds.completed
-        for _ in range(3):
-            step(module, optimizer)
-        current_world().sleep(1)
-        assert algorithm._rounds.completed > before + 5
-        algorithm.abort(module)
-
-    simulate(2, rank)
+    current_world().sleep(1)
+    assert algorithm._rounds.completed > before + 5
+    algorithm.abort(module)
 
 
-def test_S5_6_two_forwards_hold_once_and_the_last_one_counts() -> None:
-    def rank(r: int) -> None:
-        module, _, algorithm = wrapped()
-        outputs = [module(torch.randn(4, 6)), module(torch.randn(4, 6))]
-        assert holds(algorithm) == 1
-        sum(output.sum() for output in outputs).backward()
-        assert holds(algorithm) == 0
-
-    simulate(1, rank)
+@on_every_rank(1)
+def test_S5_6_two_forwards_hold_once_and_the_last_one_counts(r: int) -> None:
+    module, _, algorithm = wrapped()
+    outputs = [module(torch.randn(4, 6)), module(torch.randn(4, 6))]
+    assert holds(algorithm) == 1
+    sum(output.sum() for output in outputs).backward()
+    assert holds(algorithm) == 0
 
 
-def test_S5_6_ranks_may_abort_in_different_phases() -> None:
-    def rank(r: int) -> None:
-        module, optimizer, algorithm = wrapped(warmup_steps=2)
-        for _ in range(2 if r == 0 else 30):  # rank 0 aborts at the end of warm-up, the others much later
-            step(module, optimizer)
-        algorithm.abort(module)
-        for _ in range(3):
-            step(module, optimizer)
-        assert algorithm._rounds.state is State.ABORTED
-
-    simulate(3, rank)
-
-
-def test_S5_6_an_abort_in_warmup_leaves_the_allreduce_and_holds_until_resume() -> None:
-    def rank(r: int) -> torch.Tensor:
-        module, optimizer, algorithm = wrapped(warmup_steps=4)
-        torch.manual_seed(r)
+@on_every_rank(3)
+def test_S5_6_ranks_may_abort_in_different_phases(r: int) -> None:
+    module, optimizer, algorithm = wrapped(warmup_steps=2)
+    for _ in range(2 if r == 0 else 30):  # rank 0 aborts at the end of warm-up, the others much later
         step(module, optimizer)
-        algorithm.abort(module)
-        for _ in range(3):
-            step(module, optimizer)
-        warm = weights(module)
-        for _ in range(5):
-            step(module, optimizer)
-        assert algorithm._rounds.completed == 0
-        return warm
-
-    zero, one = simulate(2, rank)
-    assert torch.equal(zero, one)
-
-
-def test_wrapping_anew_stops_the_rounds_and_the_new_algorithm_works() -> None:
-    def rank(r: int) -> torch.Tensor:
-        module, optimizer, old = wrapped()
-        torch.manual_seed(r)
-        for _ in range(5):
-            step(module, optimizer)
-        current_world().sleep(0.2 * r)
-        module.with_bagua([optimizer], GradientAllReduceAlgorithm())
-        assert old._rounds.state is State.ABORTED
-        assert old._rounds._thread is None
-        for _ in range(3):
-            step(module, optimizer)
-        return weights(module)
-
-    zero, one = simulate(2, rank)
-    assert torch.equal(zero, one)
-
-
-def test_a_failed_wrapping_takes_the_rounds_up_again() -> None:
-    def rank(r: int) -> None:
-        module, optimizer, algorithm = wrapped()
+    algorithm.abort(module)
+    for _ in range(3):
         step(module, optimizer)
-        with pytest.raises(ValueError, match="do_flatten=False"):
-            module.with_bagua([optimizer], AsyncModelAverageAlgorithm(), do_flatten=False)
-        for _ in range(4):
-            step(module, optimizer)
-        assert algorithm._rounds.state is State.RUNNING
-        algorithm.abort(module)
+    assert algorithm._rounds.state is State.ABORTED
 
-    simulate(2, rank)
+
+@on_every_rank(2)
+def test_S5_6_an_abort_in_warmup_leaves_the_allreduce_and_holds_until_resume(r: int) -> torch.Tensor:
+    module, optimizer, algorithm = wrapped(warmup_steps=4)
+    torch.manual_seed(r)
+    step(module, optimizer)
+    algorithm.abort(module)
+    for _ in range(3):
+        step(module, optimizer)
+    warm = weights(module)
+    for _ in range(5):
+        step(module, optimizer)
+    assert algorithm._rounds.completed == 0
+    return warm
+
+
+@on_every_rank(2)
+def test_wrapping_anew_stops_the_rounds_and_the_new_algorithm_works(r: int) -> torch.Tensor:
+    module, optimizer, old = wrapped()
+    torch.manual_seed(r)
+    for _ in range(5):
+        step(module, optimizer)
+    current_world().sleep(0.2 * r)
+    module.with_bagua([optimizer], GradientAllReduceAlgorithm())
+    assert old._rounds.state is State.ABORTED
+    assert old._rounds._thread is None
+    for _ in range(3):
+        step(module, optimizer)
+    return weights(module)
+
+
+@on_every_rank(2)
+def test_a_failed_wrapping_takes_the_rounds_up_again(r: int) -> None:
+    module, optimizer, algorithm = wrapped()
+    step(module, optimizer)
+    with pytest.raises(ValueError, match="do_flatten=False"):
+        module.with_bagua([optimizer], AsyncModelAverageAlgorithm(), do_flatten=False)
+    for _ in range(4):
+        step(module, optimizer)
+    assert algorithm._rounds.state is State.RUNNING
+    algorithm.abort(module)
 
 
 def test_a_run_may_end_without_abort() -> None:
@@ -407,77 +378,69 @@ def test_a_run_may_end_without_abort() -> None:
     assert set(threading.enumerate()) <= before
 
 
-def test_S5_6_a_failed_round_is_raised_on_the_training_thread_once() -> None:
-    def rank(r: int) -> None:
-        module, optimizer, algorithm = wrapped()
-        for _ in range(3):
-            step(module, optimizer)
-
-        def explode(flat: Any) -> None:
-            raise BoomError("in a round")
-
-        module.bagua_buckets[0]._ops.insert(0, explode)
-        current_world().sleep(1)
-        with pytest.raises(CommunicationError, match=r"asynchronous averaging stopped in round \d+: BoomError: in a round"):
-            step(module, optimizer)
-        step(module, optimizer)
-        assert algorithm._rounds.state is State.ABORTED
-        assert holds(algorithm) == 0
-
-    simulate(2, rank)
-
-
-def test_a_checkpoint_keeps_step_and_abort() -> None:
-    def rank(r: int) -> None:
-        module, optimizer, algorithm = wrapped(warmup_steps=2)
-        for _ in range(4):
-            step(module, optimizer)
-        algorithm.abort(module)
-        state = copy.deepcopy(algorithm.state_dict())
-        other, other_optimizer, other_algorithm = wrapped(warmup_steps=2)
-        other.load_state_dict(module.state_dict())
-        other_algorithm.load_state_dict(state)
-        assert other.bagua_train_step_counter == 4
-        for _ in range(4):
-            step(other, other_optimizer)
-        assert other_algorithm._rounds.state is State.ABORTED
-        other_algorithm.resume(other)
-        for _ in range(2):
-            step(other, other_optimizer)
-        assert other_algorithm._rounds.state is State.RUNNING
-        other_algorithm.abort(other)
-
-    simulate(2, rank)
-
-
-def test_copies_of_the_module_hold_nothing() -> None:
-    def rank(r: int) -> None:
-        module, optimizer, algorithm = wrapped()
-        step(module, optimizer)
-        other = copy.deepcopy(module)
-        other(torch.randn(4, 6))
-        assert holds(algorithm) == 0
-        assert module.bagua_train_step_counter == 1
-        algorithm.abort(module)
-
-    simulate(2, rank)
-
-
-def test_learning_rate_schedulers_made_before_or_after_wrapping_work() -> None:
-    def rank(r: int) -> None:
-        module = network()
-        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-        before = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        module.with_bagua([optimizer], AsyncModelAverageAlgorithm())
-        after = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        step(module, optimizer)
-        before.step()
-        after.step()
-        assert optimizer.param_groups[0]["lr"] == 0.25
-        module.with_bagua([optimizer], GradientAllReduceAlgorithm())
+@on_every_rank(2)
+def test_S5_6_a_failed_round_is_raised_on_the_training_thread_once(r: int) -> None:
+    module, optimizer, algorithm = wrapped()
+    for _ in range(3):
         step(module, optimizer)
 
-    simulate(1, rank)
+    def explode(flat: Any) -> None:
+        raise BoomError("in a round")
+
+    module.bagua_buckets[0]._ops.insert(0, explode)
+    current_world().sleep(1)
+    with pytest.raises(CommunicationError, match=r"asynchronous averaging stopped in round \d+: BoomError: in a round"):
+        step(module, optimizer)
+    step(module, optimizer)
+    assert algorithm._rounds.state is State.ABORTED
+    assert holds(algorithm) == 0
+
+
+@on_every_rank(2)
+def test_a_checkpoint_keeps_step_and_abort(r: int) -> None:
+    module, optimizer, algorithm = wrapped(warmup_steps=2)
+    for _ in range(4):
+        step(module, optimizer)
+    algorithm.abort(module)
+    state = copy.deepcopy(algorithm.state_dict())
+    other, other_optimizer, other_algorithm = wrapped(warmup_steps=2)
+    other.load_state_dict(module.state_dict())
+    other_algorithm.load_state_dict(state)
+    assert other.bagua_train_step_counter == 4
+    for _ in range(4):
+        step(other, other_optimizer)
+    assert other_algorithm._rounds.state is State.ABORTED
+    other_algorithm.resume(other)
+    for _ in range(2):
+        step(other, other_optimizer)
+    assert other_algorithm._rounds.state is State.RUNNING
+    other_algorithm.abort(other)
+
+
+@on_every_rank(2)
+def test_copies_of_the_module_hold_nothing(r: int) -> None:
+    module, optimizer, algorithm = wrapped()
+    step(module, optimizer)
+    other = copy.deepcopy(module)
+    other(torch.randn(4, 6))
+    assert holds(algorithm) == 0
+    assert module.bagua_train_step_counter == 1
+    algorithm.abort(module)
+
+
+@on_every_rank(1)
+def test_learning_rate_schedulers_made_before_or_after_wrapping_work(r: int) -> None:
+    module = network()
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    before = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    module.with_bagua([optimizer], AsyncModelAverageAlgorithm())
+    after = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    step(module, optimizer)
+    before.step()
+    after.step()
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    module.with_bagua([optimizer], GradientAllReduceAlgorithm())
+    step(module, optimizer)
 
 
 def test_S5_6_buckets_are_made_anew_only_when_the_warm_up_ends() -> None:
@@ -495,21 +458,19 @@ def test_S5_6_buckets_are_made_anew_only_when_the_warm_up_ends() -> None:
 
 
 @pytest.mark.parametrize("scheduled", [False, True])
-def test_wrapping_anew_leaves_the_optimizers_step_as_it_was(scheduled: bool) -> None:
+@on_every_rank(1)
+def test_wrapping_anew_leaves_the_optimizers_step_as_it_was(r: int, scheduled: bool) -> None:
     """A learning rate scheduler also replaces the optimizer's step."""
 
-    def rank(r: int) -> None:
-        module = network()
-        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-        if scheduled:
-            torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        before = vars(optimizer).get("step")
-        module.with_bagua([optimizer], AsyncModelAverageAlgorithm())
-        assert vars(optimizer)["step"] is not before
-        module.with_bagua([optimizer], GradientAllReduceAlgorithm())
-        assert vars(optimizer).get("step") is before
-
-    simulate(1, rank)
+    module = network()
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    if scheduled:
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    before = vars(optimizer).get("step")
+    module.with_bagua([optimizer], AsyncModelAverageAlgorithm())
+    assert vars(optimizer)["step"] is not before
+    module.with_bagua([optimizer], GradientAllReduceAlgorithm())
+    assert vars(optimizer).get("step") is before
 
 
 def test_a_forgotten_module_takes_its_thread_along_without_waiting_for_the_interval() -> None:
@@ -527,33 +488,29 @@ def test_a_forgotten_module_takes_its_thread_along_without_waiting_for_the_inter
     bagua_ref.destroy_process_group()
 
 
-def test_abort_of_another_module_is_refused() -> None:
-    def rank(r: int) -> None:
-        module, _, algorithm = wrapped()
-        with pytest.raises(ValueError, match="is not the module that this algorithm trains"):
-            algorithm.abort(network())
-        algorithm.abort(module._bagua)
-
-    simulate(1, rank)
+@on_every_rank(1)
+def test_abort_of_another_module_is_refused(r: int) -> None:
+    module, _, algorithm = wrapped()
+    with pytest.raises(ValueError, match="is not the module that this algorithm trains"):
+        algorithm.abort(network())
+    algorithm.abort(module._bagua)
 
 
-def test_S5_6_abort_and_resume_take_the_module_under_both_of_its_names() -> None:
-    def rank(r: int) -> list[State]:
-        module, _, algorithm = wrapped()
-        states = []
-        for name in ("bagua_ddp", "bagua_module"):
-            for method in (algorithm.abort, algorithm.resume):
-                with pytest.raises(TypeError, match=rf"{method.__name__}\(\) takes the module .* neither is given"):
-                    method()
-                with pytest.raises(TypeError, match="as bagua_ddp or as bagua_module; both are given"):
-                    method(module, bagua_module=module)
-                with pytest.raises(ValueError, match="Linear is not the module that this algorithm trains"):
-                    method(**{name: nn.Linear(2, 2)})
-                method(**{name: module})
-                states.append(algorithm._rounds.state)
-        return states
-
-    assert simulate(2, rank) == [[State.ABORTED, State.IDLE] * 2] * 2
+@on_every_rank(2)
+def test_S5_6_abort_and_resume_take_the_module_under_both_of_its_names(r: int) -> None:
+    module, _, algorithm = wrapped()
+    states = []
+    for name in ("bagua_ddp", "bagua_module"):
+        for method in (algorithm.abort, algorithm.resume):
+            with pytest.raises(TypeError, match=rf"{method.__name__}\(\) takes the module .* neither is given"):
+                method()
+            with pytest.raises(TypeError, match="as bagua_ddp or as bagua_module; both are given"):
+                method(module, bagua_module=module)
+            with pytest.raises(ValueError, match="Linear is not the module that this algorithm trains"):
+                method(**{name: nn.Linear(2, 2)})
+            method(**{name: module})
+            states.append(algorithm._rounds.state)
+    assert states == [State.ABORTED, State.IDLE] * 2
 
 
 def test_every_state_is_reachable_and_left() -> None:

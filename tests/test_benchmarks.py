@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from tests.cache_servers import need
-from tests.scripts import ROOT, load_script
+from tests.scripts import load_script, run_python
 
 
 def run(script: str, table: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """Run a benchmark, its results in ``table``."""
-    command = [sys.executable, ROOT / "benchmarks" / script, "--quick", "--json", table, *options]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    return run_python(f"benchmarks/{script}", "--quick", "--json", table, *options, limit=240)
 
 
 @pytest.mark.proof

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.trainings import on_every_rank, simulate
 
-import bagua_ref
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.errors import NotInitializedError
 from bagua_ref.simulation import SimulatedWorld
@@ -139,17 +139,16 @@ def test_S3_8_a_python_op_may_put_other_tensors_in_place() -> None:
 
 
 def test_a_shadow_is_zeros_and_changes_nothing() -> None:
-    def rank(comm: Any) -> list[Any]:
-        bagua_ref.init_process_group()
-        (tensor,) = made = named(torch.full((2,), 1.0 + comm.rank()))
+    def rank(r: int) -> list[Any]:
+        (tensor,) = made = named(torch.full((2,), 1.0 + r))
         bucket = BaguaBucket(made, "b", flatten=True)
         called: list[str] = []
         bucket.append_python_op(called.append)
         bucket.append_centralized_synchronous_op(average=False)
-        (bucket.shadow if comm.rank() == 0 else bucket.execute)()
+        (bucket.shadow if r == 0 else bucket.execute)()
         return [tensor.tolist(), called]
 
-    assert SimulatedWorld(3).run(rank) == [[[1, 1], []], [[5, 5], ["b"]], [[5, 5], ["b"]]]
+    assert simulate(3, rank) == [[[1, 1], []], [[5, 5], ["b"]], [[5, 5], ["b"]]]
 
 
 def bad_buckets() -> list[Any]:
@@ -201,20 +200,17 @@ BAD_OPERATIONS = [
 
 
 @pytest.mark.parametrize(("arguments", "dtype", "error", "message"), BAD_OPERATIONS)
+@on_every_rank(2)
 def test_bad_operations_are_refused_alike_on_every_rank_and_the_bucket_stays_usable(
-    arguments: dict[str, Any], dtype: torch.dtype, error: type[Exception], message: str
+    r: int, arguments: dict[str, Any], dtype: torch.dtype, error: type[Exception], message: str
 ) -> None:
-    def rank(comm: Any) -> None:
-        bagua_ref.init_process_group()
-        tensor = torch.ones(5, dtype=dtype).ensure_bagua_tensor("t")
-        bucket = BaguaBucket([tensor], "0", flatten=True)
-        with pytest.raises(error, match=message):
-            bucket.append_centralized_synchronous_op(**arguments)
-        bucket.append_centralized_synchronous_op(average=False)
-        bucket.execute()
-        assert (tensor == 2).all()
-
-    SimulatedWorld(2).run(rank)
+    tensor = torch.ones(5, dtype=dtype).ensure_bagua_tensor("t")
+    bucket = BaguaBucket([tensor], "0", flatten=True)
+    with pytest.raises(error, match=message):
+        bucket.append_centralized_synchronous_op(**arguments)
+    bucket.append_centralized_synchronous_op(average=False)
+    bucket.execute()
+    assert (tensor == 2).all()
 
 
 def test_an_operation_needs_a_process_group() -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from tests.launch import launch
-from tests.trainings import simulate, weights
+from tests.trainings import on_every_rank, simulate, weights, wrap
+from tests.trainings import small_batch as batch
 from torch import nn
 
 import bagua_ref
@@ -54,60 +55,50 @@ def wrapped(algorithm: str = "gradient_allreduce", **options: Any) -> tuple[Net,
     return module, optimizer
 
 
-def batch(rank: int, step: int = 0) -> torch.Tensor:
-    return torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * step + rank))
-
-
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("trained_before", [False, True])
-def test_a_step_after_a_method_was_called_instead_of_the_module_raises(algorithm: str, trained_before: bool) -> None:
-    def rank(r: int) -> None:
-        module, optimizer = wrapped(algorithm)
-        if trained_before:
-            module(batch(r)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        before = weights(module)
-        module.training_step(batch(r)).backward()
-        for _ in range(2):  # it fails again on retry
-            with pytest.raises(
-                RuntimeError, match=r"gradients of this rank alone.*'body.\w+' followed no training forward.*model\(x\)"
-            ):
-                optimizer.step()
-        assert torch.equal(weights(module), before)
-        optimizer.zero_grad()
+@on_every_rank(2)
+def test_a_step_after_a_method_was_called_instead_of_the_module_raises(r: int, algorithm: str, trained_before: bool) -> None:
+    module, optimizer = wrapped(algorithm)
+    if trained_before:
         module(batch(r)).sum().backward()
         optimizer.step()
-        if algorithm == "async":
-            module.bagua_algorithm.abort(module)
-
-    simulate(2, rank)
-
-
-def test_a_step_after_children_were_called_instead_of_the_module_raises() -> None:
-    def rank(r: int) -> None:
-        module, optimizer = wrapped()
-        module.head(module.body(batch(r))).sum().backward()
-        with pytest.raises(RuntimeError, match="children"):
-            optimizer.step()
-
-    simulate(2, rank)
-
-
-def test_a_step_on_gradients_of_eval_mode_raises_unless_they_were_dropped() -> None:
-    def rank(r: int) -> None:
-        module, optimizer = wrapped()
-        module.eval()
-        module(batch(r)).sum().backward()
-        with pytest.raises(RuntimeError, match="eval mode"):
-            optimizer.step()
         optimizer.zero_grad()
-        module.train()
-        with module.no_sync():
-            module(batch(r)).sum().backward()
+    before = weights(module)
+    module.training_step(batch(r)).backward()
+    for _ in range(2):  # it fails again on retry
+        with pytest.raises(
+            RuntimeError, match=r"gradients of this rank alone.*'body.\w+' followed no training forward.*model\(x\)"
+        ):
+            optimizer.step()
+    assert torch.equal(weights(module), before)
+    optimizer.zero_grad()
+    module(batch(r)).sum().backward()
+    optimizer.step()
+    if algorithm == "async":
+        module.bagua_algorithm.abort(module)
+
+
+@on_every_rank(2)
+def test_a_step_after_children_were_called_instead_of_the_module_raises(r: int) -> None:
+    module, optimizer = wrapped()
+    module.head(module.body(batch(r))).sum().backward()
+    with pytest.raises(RuntimeError, match="children"):
         optimizer.step()
 
-    simulate(2, rank)
+
+@on_every_rank(2)
+def test_a_step_on_gradients_of_eval_mode_raises_unless_they_were_dropped(r: int) -> None:
+    module, optimizer = wrapped()
+    module.eval()
+    module(batch(r)).sum().backward()
+    with pytest.raises(RuntimeError, match="eval mode"):
+        optimizer.step()
+    optimizer.zero_grad()
+    module.train()
+    with module.no_sync():
+        module(batch(r)).sum().backward()
+    optimizer.step()
 
 
 def _bypass_over_gloo() -> dict[str, str]:
@@ -135,32 +126,27 @@ def test_every_real_rank_raises_and_goes_on_with_every_algorithm() -> None:
         assert all("gradients of this rank alone" in message for message in said.values())
 
 
-def test_without_a_known_optimizer_gradients_are_synchronized_as_they_come() -> None:
-    def rank(r: int) -> torch.Tensor:
-        module = DistributedDataParallel(Net())
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        for step in range(3):
-            optimizer.zero_grad()
-            module.module.training_step(batch(r, step)).backward()
-            optimizer.step()
-        return weights(module)
-
-    first, second = simulate(2, rank)
-    assert torch.equal(first, second)
+@on_every_rank(2)
+def test_without_a_known_optimizer_gradients_are_synchronized_as_they_come(r: int) -> torch.Tensor:
+    module = DistributedDataParallel(Net())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        module.module.training_step(batch(r, step)).backward()
+        optimizer.step()
+    return weights(module)
 
 
-def test_without_a_known_optimizer_an_algorithm_that_needs_forwards_refuses_the_step() -> None:
-    def rank(r: int) -> None:
-        module = DistributedDataParallel(Net(), algorithm=DecentralizedAlgorithm())
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        for step in range(2):
-            module(batch(r, step)).sum().backward()
-            optimizer.step()
-        module.module.training_step(batch(r)).backward()
-        with pytest.raises(RuntimeError, match=r"SGD was about to step.* gradients of this rank alone"):
-            optimizer.step()
-
-    simulate(2, rank)
+@on_every_rank(2)
+def test_without_a_known_optimizer_an_algorithm_that_needs_forwards_refuses_the_step(r: int) -> None:
+    module = DistributedDataParallel(Net(), algorithm=DecentralizedAlgorithm())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for step in range(2):
+        module(batch(r, step)).sum().backward()
+        optimizer.step()
+    module.module.training_step(batch(r)).backward()
+    with pytest.raises(RuntimeError, match=r"SGD was about to step.* gradients of this rank alone"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -188,45 +174,40 @@ def test_a_penaltys_own_backward_before_the_main_one_is_reduced_with_it(average:
         torch.testing.assert_close(found, weights(alone))
 
 
-def test_local_gradients_on_purpose_and_torch_autograd_grad_stay_legal() -> None:
-    def rank(r: int) -> None:
-        module, optimizer = wrapped()
-        with module.no_sync():
-            module(batch(r)).sum().backward()
-        optimizer.step()
-        with module.no_sync():
-            module.training_step(batch(r)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found = torch.autograd.grad(module.training_step(batch(r)), list(module.parameters()))
-        for parameter, gradient in zip(module.parameters(), found, strict=True):
-            parameter.grad = gradient
-        optimizer.step()
-        x = batch(r).requires_grad_()
-        (slope,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
-        optimizer.zero_grad()
-        (slope.square().mean() + module(x).square().mean()).backward()
-        optimizer.step()
-
-    simulate(2, rank)
+@on_every_rank(2)
+def test_local_gradients_on_purpose_and_torch_autograd_grad_stay_legal(r: int) -> None:
+    module, optimizer = wrapped()
+    with module.no_sync():
+        module(batch(r)).sum().backward()
+    optimizer.step()
+    with module.no_sync():
+        module.training_step(batch(r)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    found = torch.autograd.grad(module.training_step(batch(r)), list(module.parameters()))
+    for parameter, gradient in zip(module.parameters(), found, strict=True):
+        parameter.grad = gradient
+    optimizer.step()
+    x = batch(r).requires_grad_()
+    (slope,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
+    optimizer.zero_grad()
+    (slope.square().mean() + module(x).square().mean()).backward()
+    optimizer.step()
 
 
 @pytest.mark.parametrize("algorithm", ["gradient_allreduce", "decentralized"])
-def test_S5_a_backward_under_no_sync_of_a_forward_outside_of_it_is_synchronized(algorithm: str) -> None:
-    def rank(r: int) -> torch.Tensor:
-        module, optimizer = wrapped(algorithm)
-        if algorithm == "decentralized":
-            with torch.no_grad():
-                module.head.bias.fill_(r)
-        loss = module(batch(r)).square().mean()
-        with module.no_sync():
-            loss.backward()
-        if algorithm == "gradient_allreduce":
-            optimizer.step()
-        return weights(module)
-
-    first, second = simulate(2, rank)
-    assert torch.equal(first, second)
+@on_every_rank(2)
+def test_S5_a_backward_under_no_sync_of_a_forward_outside_of_it_is_synchronized(r: int, algorithm: str) -> torch.Tensor:
+    module, optimizer = wrapped(algorithm)
+    if algorithm == "decentralized":
+        with torch.no_grad():
+            module.head.bias.fill_(r)
+    loss = module(batch(r)).square().mean()
+    with module.no_sync():
+        loss.backward()
+    if algorithm == "gradient_allreduce":
+        optimizer.step()
+    return weights(module)
 
 
 def test_without_a_known_optimizer_no_sync_keeps_gradients_local_too() -> None:
@@ -259,23 +240,20 @@ def test_a_step_whose_closure_makes_the_gradients_counts_also_with_a_learning_ra
     assert simulate(2, rank) == [3, 3]
 
 
-def test_one_forward_may_have_several_backwards_and_optimizers() -> None:
-    def rank(r: int) -> torch.Tensor:
-        module = Net()
-        optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (module.body, module.head)]
-        module.with_bagua(optimizers, GradientAllReduceAlgorithm(), find_unused_parameters=True)
-        output = module(batch(r))
-        output.square().mean().backward(retain_graph=True)
-        output.sum().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        for step in range(2):
-            module(batch(r, step)).square().mean().backward()
-            optimizers[step].step()
-        return weights(module)
-
-    first, second = simulate(2, rank)
-    assert torch.equal(first, second)
+@on_every_rank(2)
+def test_one_forward_may_have_several_backwards_and_optimizers(r: int) -> torch.Tensor:
+    module = Net()
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (module.body, module.head)]
+    module.with_bagua(optimizers, GradientAllReduceAlgorithm(), find_unused_parameters=True)
+    output = module(batch(r))
+    output.square().mean().backward(retain_graph=True)
+    output.sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    for step in range(2):
+        module(batch(r, step)).square().mean().backward()
+        optimizers[step].step()
+    return weights(module)
 
 
 # Parameters that change
@@ -302,70 +280,61 @@ def _add_a_module(module: Net) -> str:
 
 
 @pytest.mark.parametrize("change", [_unfreeze, _replace, _add, _add_a_module])
-def test_parameters_that_appear_after_wrapping_are_named_at_the_next_training_forward(change: Any) -> None:
-    def rank(r: int) -> None:
-        module = Net()
-        module.body.weight.requires_grad_(False)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        module.with_bagua([optimizer], GradientAllReduceAlgorithm())
-        module(batch(r)).sum().backward()
-        name = change(module)
-        with torch.no_grad():
-            module.eval()(batch(r))  # evaluation still works
-        module.train()
-        steps = module.bagua_train_step_counter
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match=rf"'{name}'.*with_bagua\(\) again"):
-                module(batch(r))
-        assert module.bagua_train_step_counter == steps
-        module.with_bagua([torch.optim.SGD(module.parameters(), lr=0.1)], GradientAllReduceAlgorithm(), find_unused_parameters=True)
-        module(batch(r)).sum().backward()
-        everywhere = module.head.weight.grad.clone()
-        bagua_ref.broadcast(everywhere, 0)
-        assert torch.equal(everywhere, module.head.weight.grad)
-
-    simulate(2, rank)
-
-
-def test_what_is_ignored_or_frozen_may_change() -> None:
-    def rank(r: int) -> None:
-        module = Net()
-        module._bagua_params_and_buffers_to_ignore = ["body.weight"]
-        module.with_bagua([], GradientAllReduceAlgorithm())
-        module.body.weight = nn.Parameter(torch.zeros(3, 4))
-        module.head.frozen = nn.Parameter(torch.zeros(1), requires_grad=False)
-        module(batch(r)).sum().backward()
-        module.head.frozen.requires_grad_(True)
-        with pytest.raises(RuntimeError, match=r"'head\.frozen'"):
+@on_every_rank(2)
+def test_parameters_that_appear_after_wrapping_are_named_at_the_next_training_forward(r: int, change: Any) -> None:
+    module = Net()
+    module.body.weight.requires_grad_(False)
+    wrap(module, GradientAllReduceAlgorithm(), lr=0.1)
+    module(batch(r)).sum().backward()
+    name = change(module)
+    with torch.no_grad():
+        module.eval()(batch(r))  # evaluation still works
+    module.train()
+    steps = module.bagua_train_step_counter
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=rf"'{name}'.*with_bagua\(\) again"):
             module(batch(r))
+    assert module.bagua_train_step_counter == steps
+    module.with_bagua([torch.optim.SGD(module.parameters(), lr=0.1)], GradientAllReduceAlgorithm(), find_unused_parameters=True)
+    module(batch(r)).sum().backward()
+    everywhere = module.head.weight.grad.clone()
+    bagua_ref.broadcast(everywhere, 0)
+    assert torch.equal(everywhere, module.head.weight.grad)
 
-    simulate(2, rank)
+
+@on_every_rank(2)
+def test_what_is_ignored_or_frozen_may_change(r: int) -> None:
+    module = Net()
+    module._bagua_params_and_buffers_to_ignore = ["body.weight"]
+    module.with_bagua([], GradientAllReduceAlgorithm())
+    module.body.weight = nn.Parameter(torch.zeros(3, 4))
+    module.head.frozen = nn.Parameter(torch.zeros(1), requires_grad=False)
+    module(batch(r)).sum().backward()
+    module.head.frozen.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"'head\.frozen'"):
+        module(batch(r))
 
 
 # Modules that cannot be wrapped
 
 
-def test_a_child_of_a_wrapped_module_cannot_be_wrapped_too() -> None:
-    def rank(r: int) -> None:
-        module, _ = wrapped()
-        with pytest.raises(ValueError, match="parameter 'weight' takes part in the training of Net"):
-            module.head.with_bagua([], GradientAllReduceAlgorithm())
-        module(batch(r)).sum().backward()
-
-    simulate(2, rank)
+@on_every_rank(2)
+def test_a_child_of_a_wrapped_module_cannot_be_wrapped_too(r: int) -> None:
+    module, _ = wrapped()
+    with pytest.raises(ValueError, match="parameter 'weight' takes part in the training of Net"):
+        module.head.with_bagua([], GradientAllReduceAlgorithm())
+    module(batch(r)).sum().backward()
 
 
-def test_a_parameter_is_free_again_when_its_training_is_forgotten() -> None:
-    def rank(r: int) -> None:
-        head = nn.Linear(3, 2)
-        for _ in range(2):
-            whole = nn.Sequential(nn.Linear(4, 3), head)
-            whole.with_bagua([], GradientAllReduceAlgorithm())
-            whole(batch(r)).sum().backward()
-            del whole
-        head.with_bagua([], GradientAllReduceAlgorithm())
-
-    simulate(2, rank)
+@on_every_rank(2)
+def test_a_parameter_is_free_again_when_its_training_is_forgotten(r: int) -> None:
+    head = nn.Linear(3, 2)
+    for _ in range(2):
+        whole = nn.Sequential(nn.Linear(4, 3), head)
+        whole.with_bagua([], GradientAllReduceAlgorithm())
+        whole(batch(r)).sum().backward()
+        del whole
+    head.with_bagua([], GradientAllReduceAlgorithm())
 
 
 def _wrap_what_is_sharded() -> list[str]:
@@ -394,20 +363,16 @@ def test_sharded_modules_are_refused_by_name() -> None:
         assert "FullyShardedDataParallel" in fsdp1
 
 
-def test_a_scripted_module_is_refused_before_anything_is_sent() -> None:
-    def rank(r: int) -> None:
-        with pytest.raises(NotImplementedError, match="takes no hooks"):
-            torch.jit.script(nn.Sequential(nn.Linear(4, 2))).with_bagua([], GradientAllReduceAlgorithm())
-
-    simulate(2, rank)
+@on_every_rank(2)
+def test_a_scripted_module_is_refused_before_anything_is_sent(r: int) -> None:
+    with pytest.raises(NotImplementedError, match="takes no hooks"):
+        torch.jit.script(nn.Sequential(nn.Linear(4, 2))).with_bagua([], GradientAllReduceAlgorithm())
 
 
-def test_a_lazy_module_is_refused_until_it_was_called() -> None:
-    def rank(r: int) -> None:
-        module = nn.Sequential(nn.LazyLinear(3))
-        with pytest.raises(ValueError, match=r"'0\.weight' is not initialized yet"):
-            module.with_bagua([], GradientAllReduceAlgorithm())
-        module(batch(r))
+@on_every_rank(2)
+def test_a_lazy_module_is_refused_until_it_was_called(r: int) -> None:
+    module = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(ValueError, match=r"'0\.weight' is not initialized yet"):
         module.with_bagua([], GradientAllReduceAlgorithm())
-
-    simulate(2, rank)
+    module(batch(r))
+    module.with_bagua([], GradientAllReduceAlgorithm())

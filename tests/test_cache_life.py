@@ -33,8 +33,6 @@ from bagua_ref.errors import BackendUnavailableError, CommunicationTimeoutError,
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[1]
-
 
 def servers_of(rank: int) -> list[int]:
     """Return the watchdog and server processes of a rank."""

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,17 +16,15 @@ from tests.cache_jobs import Numbers, Plain, epoch, writer_job
 from tests.cache_servers import Server, eventually, every_backend, need, servers
 from tests.cache_values import same
 from tests.launch import launch
+from tests.scripts import ROOT
+from tests.trainings import simulate
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Subset
 
-import bagua_ref
 from bagua_ref.contrib import CachedDataset
 from bagua_ref.contrib.cached_dataset import _lines
 from bagua_ref.contrib.load_balancing_data_loader import LoadBalancingDistributedSampler
-from bagua_ref.simulation import SimulatedWorld
 
 pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).parents[1]
 
 
 def fresh(backend: str, dataset=None, **options) -> CachedDataset:
@@ -296,11 +293,10 @@ def test_progress_without_rich_is_a_line_for_each_tenth(capsys):
 def test_ranks_that_prefill_together_share_the_work():
     inner = Numbers(101)
 
-    def fill(comm):
-        bagua_ref.init_process_group()
+    def fill(r: int):
         return CachedDataset(inner, "fakeredis", dataset_name="together").prefill()
 
-    assert SimulatedWorld(4).run(fill) == [26, 25, 25, 25]
+    assert simulate(4, fill) == [26, 25, 25, 25]
     assert inner.made.tolist() == [1] * 101
 
 

@@ -30,8 +30,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.launch import launch, outcomes
-from tests.scripts import ROOT, load_script
-from tests.trainings import simulate, weights
+from tests.scripts import ROOT, load_script, run_python
+from tests.trainings import on_every_rank, simulate, weights, wrap
 from torch import nn
 
 import bagua_ref
@@ -189,7 +189,8 @@ def test_what_is_equal_on_all_ranks_is_written_once(tmp_path: Path) -> None:
     assert not {"1.running_mean", "1.running_var"} & parts["common"]["model"].keys()
 
 
-def test_random_states_continue(tmp_path: Path) -> None:
+@on_every_rank(1)
+def test_random_states_continue(r: int, tmp_path: Path) -> None:
     def draw() -> list[float]:
         return [
             random.random(),
@@ -200,44 +201,37 @@ def test_random_states_continue(tmp_path: Path) -> None:
             torch.randn(()).item(),
         ]
 
-    def rank(r: int) -> None:
-        run = Run()
-        draw()
-        run.save(tmp_path)
-        expected = draw()
-        assert draw() != expected
-        run.load(tmp_path)
-        assert draw() == expected
-
-    simulate(1, rank)
+    run = Run()
+    draw()
+    run.save(tmp_path)
+    expected = draw()
+    assert draw() != expected
+    run.load(tmp_path)
+    assert draw() == expected
 
 
-def test_the_state_of_an_optimizer_keeps_its_dtype_and_a_schedulers_goes_into_extra(tmp_path: Path) -> None:
+@on_every_rank(1)
+def test_the_state_of_an_optimizer_keeps_its_dtype_and_a_schedulers_goes_into_extra(r: int, tmp_path: Path) -> None:
     def make() -> tuple[Any, Any, Any]:
-        model = nn.Linear(3, 2).bfloat16()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        model.with_bagua([optimizer], Algorithm.init("gradient_allreduce"))
+        model, optimizer = wrap(nn.Linear(3, 2).bfloat16(), Algorithm.init("gradient_allreduce"), lr=0.1, momentum=0.9)
         return model, optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3, 3])
 
-    def rank(r: int) -> None:
-        model, optimizer, scheduler = make()
-        model(torch.ones(1, 3).bfloat16()).sum().backward()
-        optimizer.step()
-        scheduler.step()
-        momentum = torch.full((2, 3), 1 / 3)
-        optimizer.state[model.weight]["momentum_buffer"] = momentum
-        checkpoint.save(tmp_path, model, optimizer, step=1, extra=[scheduler.state_dict(), None, "a", (2**80, -0.0)])
-        model, optimizer, scheduler = make()
-        found = checkpoint.load(tmp_path, model, optimizer)
-        assert found is not None
-        assert found.extra[1:] == [None, "a", (2**80, -0.0)]
-        scheduler.load_state_dict(found.extra[0])
-        assert torch.equal(optimizer.state[model.weight]["momentum_buffer"], momentum)
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
-        assert scheduler.milestones == {1: 1, 3: 2}
-        assert found.path == tmp_path / "step_00000001"
-
-    simulate(1, rank)
+    model, optimizer, scheduler = make()
+    model(torch.ones(1, 3).bfloat16()).sum().backward()
+    optimizer.step()
+    scheduler.step()
+    momentum = torch.full((2, 3), 1 / 3)
+    optimizer.state[model.weight]["momentum_buffer"] = momentum
+    checkpoint.save(tmp_path, model, optimizer, step=1, extra=[scheduler.state_dict(), None, "a", (2**80, -0.0)])
+    model, optimizer, scheduler = make()
+    found = checkpoint.load(tmp_path, model, optimizer)
+    assert found is not None
+    assert found.extra[1:] == [None, "a", (2**80, -0.0)]
+    scheduler.load_state_dict(found.extra[0])
+    assert torch.equal(optimizer.state[model.weight]["momentum_buffer"], momentum)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+    assert scheduler.milestones == {1: 1, 3: 2}
+    assert found.path == tmp_path / "step_00000001"
 
 
 def test_the_checkpoint_of_either_kind_of_model_loads_into_the_other(tmp_path: Path) -> None:
@@ -375,25 +369,23 @@ def test_after_a_crash_at_any_moment_a_whole_checkpoint_is_there(tmp_path: Path)
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_if_saving_fails_on_one_rank_it_fails_on_all(tmp_path: Path, failing: int) -> None:
-    def rank(r: int) -> None:
-        run = Run()
-        run.train(1)
-        run.save(tmp_path)
-        run.train(2)
-        bad = {1, 2} if r == failing else None
-        with pytest.raises((TypeError, CheckpointError)) as raised:
-            run.save(tmp_path, extra=bad)
-        if r == failing:
-            assert str(raised.value).startswith("extra is a set; a checkpoint holds tensors,")
-        else:
-            expected = f"the checkpoint of step 2 was not saved, as rank {failing} failed: TypeError: extra is a set"
-            assert str(raised.value).startswith(expected)
-        found = run.load(tmp_path)
-        assert found is not None
-        assert found.step == 1
-
-    simulate(2, rank)
+@on_every_rank(2)
+def test_if_saving_fails_on_one_rank_it_fails_on_all(r: int, tmp_path: Path, failing: int) -> None:
+    run = Run()
+    run.train(1)
+    run.save(tmp_path)
+    run.train(2)
+    bad = {1, 2} if r == failing else None
+    with pytest.raises((TypeError, CheckpointError)) as raised:
+        run.save(tmp_path, extra=bad)
+    if r == failing:
+        assert str(raised.value).startswith("extra is a set; a checkpoint holds tensors,")
+    else:
+        expected = f"the checkpoint of step 2 was not saved, as rank {failing} failed: TypeError: extra is a set"
+        assert str(raised.value).startswith(expected)
+    found = run.load(tmp_path)
+    assert found is not None
+    assert found.step == 1
 
 
 def test_a_full_disk_on_one_rank_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -508,15 +500,11 @@ def test_checkpoints_behind_a_link_are_not_removed(tmp_path: Path) -> None:
     assert loaded(tmp_path / "other", 1)[0][0] == 1
 
 
-def test_a_folder_that_ranks_do_not_share_is_an_error_on_all_of_them(tmp_path: Path) -> None:
-    def rank(r: int) -> None:
-        run = Run("low_precision_decentralized")
-        with pytest.raises(
-            CheckpointError, match=r"rank1-\w+.pt was written but is not here; ranks on several nodes need a folder"
-        ):
-            run.save(tmp_path / f"disk{r}")
-
-    simulate(2, rank)
+@on_every_rank(2)
+def test_a_folder_that_ranks_do_not_share_is_an_error_on_all_of_them(r: int, tmp_path: Path) -> None:
+    run = Run("low_precision_decentralized")
+    with pytest.raises(CheckpointError, match=r"rank1-\w+.pt was written but is not here; ranks on several nodes need a folder"):
+        run.save(tmp_path / f"disk{r}")
 
 
 def test_older_checkpoints_are_removed_and_nothing_else_is(tmp_path: Path) -> None:
@@ -1045,23 +1033,21 @@ def test_any_value_in_a_checkpoint_is_loaded_or_refused_by_name_and_then_nothing
     ],
     ids=str,
 )
+@on_every_rank(1)
 def test_states_of_generators_are_checked_before_anything_is_loaded(
-    tmp_path: Path, path: tuple[Any, ...], other: Any, message: str
+    r: int, tmp_path: Path, path: tuple[Any, ...], other: Any, message: str
 ) -> None:
-    def rank(r: int) -> None:
-        run = Run()
-        run.train(4)
-        run.save(tmp_path)
-        (part,) = tmp_path.glob("*/common*")
-        plant(tmp_path, saved_by_torch(replaced(torch.load(part, weights_only=True), ("rng", *path), other)))
-        run.train(5)
-        before, drawn = run.state(), torch.get_rng_state()
-        with pytest.raises(ValueError, match=rf"rng in {part.name} of .*{message}"):
-            run.load(tmp_path)
-        assert torch.equal(run.state(), before)
-        assert torch.equal(torch.get_rng_state(), drawn)
-
-    simulate(1, rank)
+    run = Run()
+    run.train(4)
+    run.save(tmp_path)
+    (part,) = tmp_path.glob("*/common*")
+    plant(tmp_path, saved_by_torch(replaced(torch.load(part, weights_only=True), ("rng", *path), other)))
+    run.train(5)
+    before, drawn = run.state(), torch.get_rng_state()
+    with pytest.raises(ValueError, match=rf"rng in {part.name} of .*{message}"):
+        run.load(tmp_path)
+    assert torch.equal(run.state(), before)
+    assert torch.equal(torch.get_rng_state(), drawn)
 
 
 MOMENTA = {"Adam": "exp_avg_sq", "AdamW": "exp_avg", "Adagrad": "sum", "SGD": "momentum_buffer"}
@@ -1069,29 +1055,25 @@ MOMENTA = {"Adam": "exp_avg_sq", "AdamW": "exp_avg", "Adagrad": "sum", "SGD": "m
 
 @pytest.mark.parametrize("changed", [lambda t: t[:-1], lambda t: t.expand(3, *t.shape), lambda t: t.int(), lambda t: 1.0])
 @pytest.mark.parametrize("name", MOMENTA)
-def test_momenta_that_a_fused_step_would_read_beyond_their_end_are_refused(tmp_path: Path, name: str, changed: Any) -> None:
+@on_every_rank(1)
+def test_momenta_that_a_fused_step_would_read_beyond_their_end_are_refused(r: int, tmp_path: Path, name: str, changed: Any) -> None:
     def make() -> tuple[Any, Any]:
         model, options = nn.Linear(3, 2), {"momentum": 0.9} if name == "SGD" else {}
         return model, getattr(torch.optim, name)(model.parameters(), lr=0.1, fused=True, **options)
 
-    def rank(r: int) -> None:
-        model, optimizer = make()
-        model.with_bagua([optimizer], Algorithm.init("gradient_allreduce"))
-        model(torch.ones(1, 3)).sum().backward()
-        optimizer.step()
-        momentum = optimizer.state[model.weight][MOMENTA[name]]
-        optimizer.state[model.weight][MOMENTA[name]] = changed(momentum)
-        checkpoint.save(tmp_path, model, optimizer, step=4)
-        model, optimizer = make()
-        model.with_bagua([optimizer], Algorithm.init("gradient_allreduce"))
-        before = digest(plain([model.state_dict(), optimizer.state_dict()], "state"))
-        with pytest.raises(
-            ValueError, match=rf"optimizers in common-\w+.pt of .*step_00000004 cannot.*{MOMENTA[name]} of parameter 0"
-        ):
-            checkpoint.load(tmp_path, model, optimizer)
-        assert digest(plain([model.state_dict(), optimizer.state_dict()], "state")) == before
-
-    simulate(1, rank)
+    model, optimizer = make()
+    model.with_bagua([optimizer], Algorithm.init("gradient_allreduce"))
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    momentum = optimizer.state[model.weight][MOMENTA[name]]
+    optimizer.state[model.weight][MOMENTA[name]] = changed(momentum)
+    checkpoint.save(tmp_path, model, optimizer, step=4)
+    model, optimizer = make()
+    model.with_bagua([optimizer], Algorithm.init("gradient_allreduce"))
+    before = digest(plain([model.state_dict(), optimizer.state_dict()], "state"))
+    with pytest.raises(ValueError, match=rf"optimizers in common-\w+.pt of .*step_00000004 cannot.*{MOMENTA[name]} of parameter 0"):
+        checkpoint.load(tmp_path, model, optimizer)
+    assert digest(plain([model.state_dict(), optimizer.state_dict()], "state")) == before
 
 
 def test_a_part_with_any_bits_flipped_is_read_or_is_an_error(tmp_path: Path) -> None:
@@ -1226,62 +1208,56 @@ def test_every_kind_of_tensor_is_saved_with_a_storage_of_its_own(tmp_path: Path)
 # Wrong use
 
 
-def test_what_a_checkpoint_cannot_hold_is_named(tmp_path: Path) -> None:
-    def rank(r: int) -> None:
-        run = Run()
-        for extra, message in (
-            ({"a": [1, b"x"]}, r"extra\['a'\]\[1\] is a bytes; a checkpoint holds tensors, numbers"),
-            (np.zeros(2), r"extra is a ndarray; .*torch.as_tensor makes a tensor of it"),
-            (torch.zeros(2).to_sparse(), r"extra is a Tensor \(torch.float32, torch.sparse_coo\), which a checkpoint cannot hold"),
-        ):
-            with pytest.raises(TypeError, match=message):
-                run.save(tmp_path, extra=extra)
-
-    simulate(1, rank)
+@on_every_rank(1)
+def test_what_a_checkpoint_cannot_hold_is_named(r: int, tmp_path: Path) -> None:
+    run = Run()
+    for extra, message in (
+        ({"a": [1, b"x"]}, r"extra\['a'\]\[1\] is a bytes; a checkpoint holds tensors, numbers"),
+        (np.zeros(2), r"extra is a ndarray; .*torch.as_tensor makes a tensor of it"),
+        (torch.zeros(2).to_sparse(), r"extra is a Tensor \(torch.float32, torch.sparse_coo\), which a checkpoint cannot hold"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            run.save(tmp_path, extra=extra)
 
 
-def test_wrong_arguments_are_named(tmp_path: Path) -> None:
-    def rank(r: int) -> None:
-        run, plain = Run(), nn.Linear(2, 1)
-        save, load = checkpoint.save, checkpoint.load
-        for error, message, call in (
-            (TypeError, r"step=1.5 must be an int", lambda: save(tmp_path, run.model, run.optimizer, step=1.5)),  # type: ignore[arg-type]
-            (ValueError, r"step=-1 must be a number of steps", lambda: save(tmp_path, run.model, run.optimizer, step=-1)),
-            (ValueError, r"keep=0 must be a number of checkpoints", lambda: run.save(tmp_path, keep=0)),
-            (ValueError, r"model is not wrapped; wrap it", lambda: save(tmp_path, plain, (), step=1)),
-            (TypeError, r"model=5 must be a torch.nn.Module", lambda: save(tmp_path, 5, (), step=1)),  # type: ignore[arg-type]
-            (TypeError, r"optimizers=.* must be a torch.optim", lambda: save(tmp_path, run.model, [plain], step=1)),  # type: ignore[list-item]
-            (TypeError, r"sampler=3 must have state_dict", lambda: save(tmp_path, run.model, run.optimizer, step=1, sampler=3)),
-            (TypeError, r"sampler is a state; it must be the sampler", lambda: run.load(tmp_path, sampler={})),
-        ):
-            with pytest.raises(error, match=message):
-                call()
-        run.save(tmp_path, sampler=None)
-        for message, call in (
-            (r"saved without a sampler, and load\(\) was given sampler=Load", lambda: run.load(tmp_path)),
-            (r"saved with 1 optimizers, and load\(\) was given 0", lambda: load(tmp_path, run.model)),
-            (
-                r"with GradientAllReduceAlgorithmImpl, .* wrapped with ByteGrad",
-                lambda: Run("bytegrad").load(tmp_path, sampler=None),
-            ),
-        ):
-            with pytest.raises(ValueError, match=message):
-                call()
+@on_every_rank(1)
+def test_wrong_arguments_are_named(r: int, tmp_path: Path) -> None:
+    run, plain = Run(), nn.Linear(2, 1)
+    save, load = checkpoint.save, checkpoint.load
+    for error, message, call in (
+        (TypeError, r"step=1.5 must be an int", lambda: save(tmp_path, run.model, run.optimizer, step=1.5)),  # type: ignore[arg-type]
+        (ValueError, r"step=-1 must be a number of steps", lambda: save(tmp_path, run.model, run.optimizer, step=-1)),
+        (ValueError, r"keep=0 must be a number of checkpoints", lambda: run.save(tmp_path, keep=0)),
+        (ValueError, r"model is not wrapped; wrap it", lambda: save(tmp_path, plain, (), step=1)),
+        (TypeError, r"model=5 must be a torch.nn.Module", lambda: save(tmp_path, 5, (), step=1)),  # type: ignore[arg-type]
+        (TypeError, r"optimizers=.* must be a torch.optim", lambda: save(tmp_path, run.model, [plain], step=1)),  # type: ignore[list-item]
+        (TypeError, r"sampler=3 must have state_dict", lambda: save(tmp_path, run.model, run.optimizer, step=1, sampler=3)),
+        (TypeError, r"sampler is a state; it must be the sampler", lambda: run.load(tmp_path, sampler={})),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+    run.save(tmp_path, sampler=None)
+    for message, call in (
+        (r"saved without a sampler, and load\(\) was given sampler=Load", lambda: run.load(tmp_path)),
+        (r"saved with 1 optimizers, and load\(\) was given 0", lambda: load(tmp_path, run.model)),
+        (
+            r"with GradientAllReduceAlgorithmImpl, .* wrapped with ByteGrad",
+            lambda: Run("bytegrad").load(tmp_path, sampler=None),
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    run.save(tmp_path)
+    with pytest.raises(ValueError, match=r"saved with a sampler; pass sampler= to load its position"):
+        run.load(tmp_path, sampler=None)
+
+
+@on_every_rank(2)
+def test_ranks_at_different_steps_cannot_save(r: int, tmp_path: Path) -> None:
+    run = Run()
+    run.step = 5 + r
+    with pytest.raises(ValueError, match=r"step differs between ranks, which called save\(\) with step=\[5, 6\]"):
         run.save(tmp_path)
-        with pytest.raises(ValueError, match=r"saved with a sampler; pass sampler= to load its position"):
-            run.load(tmp_path, sampler=None)
-
-    simulate(1, rank)
-
-
-def test_ranks_at_different_steps_cannot_save(tmp_path: Path) -> None:
-    def rank(r: int) -> None:
-        run = Run()
-        run.step = 5 + r
-        with pytest.raises(ValueError, match=r"step differs between ranks, which called save\(\) with step=\[5, 6\]"):
-            run.save(tmp_path)
-
-    simulate(2, rank)
 
 
 # Real processes
@@ -1373,9 +1349,7 @@ def test_torchrun_restarts_every_algorithm(tmp_path: Path, name: str, ranks: int
     arguments = ["--algorithm", name, "--folder", str(tmp_path / "killed")]
     kill = ["--kill-rank", str(ranks - 1), "--kill-step", str(kill_step)]
     launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--max-restarts=1", "examples/elastic.py"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TMPDIR": str(tmp_path)}
-    command = [sys.executable, *launcher, *arguments, *kill]
-    ended = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    ended = run_python(*launcher, *arguments, *kill, limit=200, TMPDIR=str(tmp_path))
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count(f"resuming from step {kill_step // 5 * 5}") == 1
     final = dict(re.findall(r"rank (\d): weights (\w+) after step 20", ended.stdout))

@@ -19,6 +19,8 @@ import pytest
 import torch
 from rich.console import Console
 from tests.launch import run_script
+from tests.scripts import run_python
+from tests.trainings import simulate
 
 import bagua_ref
 from bagua_ref.algorithms import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry
@@ -197,9 +199,7 @@ def test_the_package_does_not_import_its_command_line() -> None:
     probe = (
         "import sys, bagua_ref; print([m for m in sys.modules if m.startswith(('bagua_ref.cli', 'rich', 'sklearn', 'matplotlib'))])"
     )
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    run = subprocess.run([sys.executable, "-c", probe], env=environment, capture_output=True, text=True, timeout=60, check=True)
-    assert run.stdout == "[]\n"
+    assert run_python("-c", probe).stdout == "[]\n"
 
 
 # Colour
@@ -449,15 +449,14 @@ def test_an_algorithm_that_works_in_the_background_is_stopped_and_ranks_are_comb
     settings = Settings(workers=2, algorithms=("background",), quick=True)
     single: list[float] = []
 
-    def rank(comm: Any) -> TrainingOutcome:
-        bagua_ref.init_process_group()
+    def rank(r: int) -> TrainingOutcome:
         losses: list[float] = []
         outcome = demo_worker.train("background", settings, digits, lambda **news: losses.append(news["loss"]))
         single.append(losses[0])
         return outcome
 
     try:
-        outcome, _ = SimulatedWorld(2).run(rank)
+        outcome, _ = simulate(2, rank)
     finally:
         del GlobalAlgorithmRegistry["background"]
     assert stopped == [10, 10]
@@ -653,7 +652,7 @@ def test_the_demo_end_to_end(tmp_path: Path, start_demo: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.proof)])
 def test_stopping_the_demo_ends_its_workers(number: signal.Signals, tmp_path: Path, start_demo: Any) -> None:
-    process = start_demo("--epochs", "60")
+    process = start_demo("--epochs", "5")
     wait_for_training(process)
     assert len(workers_of(tmp_path)) == 2
     process.send_signal(number)
@@ -664,7 +663,7 @@ def test_stopping_the_demo_ends_its_workers(number: signal.Signals, tmp_path: Pa
 
 @pytest.mark.proof
 def test_a_worker_that_dies_is_named(tmp_path: Path, start_demo: Any) -> None:
-    process = start_demo("--epochs", "60")
+    process = start_demo("--epochs", "5")
     wait_for_training(process)
     os.kill(workers_of(tmp_path)[0], signal.SIGKILL)
     _, err = finish(process, tmp_path)

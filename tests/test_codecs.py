@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.trainings import on_every_rank, simulate
 
 import bagua_ref
 import bagua_ref.backends as registry
@@ -215,8 +216,7 @@ def test_S3_2_with_every_codec_all_ranks_end_with_the_bytes_of_the_sentence(name
 @pytest.mark.parametrize("name", [*S12, "MinMaxUInt8"])
 @pytest.mark.parametrize("kind", ["bytegrad", "qadam", "low_precision_decentralized", "diloco"])
 def test_every_algorithm_trains_alike_on_all_ranks_with_every_codec(name, kind):
-    def rank(comm: Any) -> list[torch.Tensor]:
-        bagua_ref.init_process_group()
+    def rank(r: int) -> list[torch.Tensor]:
         torch.manual_seed(0)
         module = torch.nn.Linear(5, 3)
         optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -230,7 +230,7 @@ def test_every_algorithm_trains_alike_on_all_ranks_with_every_codec(name, kind):
         }[kind]()
         module.with_bagua([optimizer], algorithm)  # type: ignore[operator]
         before = [p.detach().clone() for p in module.parameters()]
-        generator = torch.Generator().manual_seed(comm.rank())
+        generator = torch.Generator().manual_seed(r)
         for _ in range(4):
             optimizer.zero_grad()
             module(torch.randn(4, 5, generator=generator)).square().mean().backward()
@@ -238,28 +238,25 @@ def test_every_algorithm_trains_alike_on_all_ranks_with_every_codec(name, kind):
         assert all(not torch.equal(p, old) for p, old in zip(module.parameters(), before, strict=True))
         return [p.detach().clone() for p in module.parameters()]
 
-    results = SimulatedWorld(2).run(rank)
+    results = simulate(2, rank)
     if kind != "low_precision_decentralized":
         for other in results[1:]:
             for mine, theirs in zip(results[0], other, strict=True):
                 assert_equal(mine, theirs, EXACT)
 
 
-def test_compression_chooses_what_is_sent():
-    def rank(comm: Any) -> list[float]:
-        bagua_ref.init_process_group()
-        found = []
-        for compression in ("MinMaxUInt8", "MXFP4"):
-            tensor = torch.linspace(-1, 1, 64).ensure_bagua_tensor(compression)  # type: ignore[attr-defined]
-            bucket = BaguaBucket([tensor], compression, flatten=True, alignment=2)
-            bucket.append_centralized_synchronous_op(scattergather=True, compression=compression)
-            bucket.execute()
-            found.append(len(set(tensor.tolist())))
-        return found
-
-    for many, few in SimulatedWorld(2).run(rank):
-        assert many > 50
-        assert few < 32
+@on_every_rank(2)
+def test_compression_chooses_what_is_sent(r: int):
+    found = []
+    for compression in ("MinMaxUInt8", "MXFP4"):
+        tensor = torch.linspace(-1, 1, 64).ensure_bagua_tensor(compression)  # type: ignore[attr-defined]
+        bucket = BaguaBucket([tensor], compression, flatten=True, alignment=2)
+        bucket.append_centralized_synchronous_op(scattergather=True, compression=compression)
+        bucket.execute()
+        found.append(len(set(tensor.tolist())))
+    many, few = found
+    assert many > 50
+    assert few < 32
 
 
 # Bad input
@@ -281,17 +278,14 @@ def test_unknown_names_list_what_exists(make):
         make("MXFP9")
 
 
-def test_one_bit_without_error_memory_warns():
-    def rank(comm: Any) -> None:
-        bagua_ref.init_process_group()
-        bucket = BaguaBucket([torch.ones(4).ensure_bagua_tensor("t")], "0", flatten=True)  # type: ignore[attr-defined]
-        with pytest.warns(UserWarning, match="compression='OneBit' without error memory"):
-            bucket.append_centralized_synchronous_op(scattergather=True, compression="OneBit")
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            bucket.append_centralized_synchronous_op(scattergather=True, compression="MXFP4")
-
-    SimulatedWorld(2).run(rank)
+@on_every_rank(2)
+def test_one_bit_without_error_memory_warns(r: int):
+    bucket = BaguaBucket([torch.ones(4).ensure_bagua_tensor("t")], "0", flatten=True)  # type: ignore[attr-defined]
+    with pytest.warns(UserWarning, match="compression='OneBit' without error memory"):
+        bucket.append_centralized_synchronous_op(scattergather=True, compression="OneBit")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bucket.append_centralized_synchronous_op(scattergather=True, compression="MXFP4")
 
 
 @every_codec
@@ -303,13 +297,12 @@ def test_S12_other_dtypes_are_refused_by_name_when_appended(name, dtype):
     with pytest.raises(TypeError, match=f"out is {dtype}"):
         codec(name).decompress(torch.zeros(64, dtype=torch.uint8), 1, x)
 
-    def rank(comm: Any) -> None:
-        bagua_ref.init_process_group()
+    def rank(r: int) -> None:
         bucket = BaguaBucket([x.clone().ensure_bagua_tensor("t")], "0", flatten=True)  # type: ignore[attr-defined]
         with pytest.raises(TypeError, match=f"compression='{name}' takes float16, bfloat16 or float32, not bucket '0''s {dtype}"):
             bucket.append_centralized_synchronous_op(average=False, scattergather=True, compression=name)
 
-    SimulatedWorld(2).run(rank)
+    simulate(2, rank)
 
 
 @every_codec
@@ -413,16 +406,13 @@ def test_get_codec_lists_what_there_is():
         get_codec("OneBit", Bare())
 
 
-def test_ranks_with_different_codecs_are_refused_when_wrapping():
-    def rank(comm: Any) -> None:
-        bagua_ref.init_process_group()
-        module = torch.nn.Linear(5, 3)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        algorithm = ByteGradAlgorithm(hierarchical=False, compression=("MinMaxUInt8", "MXINT8")[comm.rank()])
-        with pytest.raises(ValueError, match=r"algorithm: ByteGrad.*'MinMaxUInt8'.* on rank 0.*'MXINT8'.* on rank 1"):
-            module.with_bagua([optimizer], algorithm)  # type: ignore[operator]
-
-    SimulatedWorld(2).run(rank)
+@on_every_rank(2)
+def test_ranks_with_different_codecs_are_refused_when_wrapping(r: int):
+    module = torch.nn.Linear(5, 3)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    algorithm = ByteGradAlgorithm(hierarchical=False, compression=("MinMaxUInt8", "MXINT8")[r])
+    with pytest.raises(ValueError, match=r"algorithm: ByteGrad.*'MinMaxUInt8'.* on rank 0.*'MXINT8'.* on rank 1"):
+        module.with_bagua([optimizer], algorithm)  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("method", ["compress", "_compress", "decompress", "_decompress"])

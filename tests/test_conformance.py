@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
@@ -17,6 +14,7 @@ from tests import hostile_backends as hostile
 from tests.launch import run_script
 from tests.meta.edit import edited
 from tests.meta.planted import FAULTS, GUARDS, WRONG_ANSWERS
+from tests.scripts import ROOT, run_python
 
 from bagua_ref.backends.reference import ReferenceBackend
 from bagua_ref.cli import main
@@ -29,7 +27,6 @@ from bagua_ref.conformance.suites.checks import all_checks
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[1]
 ADD, SUBTRACT = "kernels.S1.add", "kernels.S1.subtract"
 
 
@@ -306,10 +303,8 @@ def test_verify_reads_known_failures(tmp_path, capsys):
 
 
 def test_verify_ends_also_where_a_thread_hangs():
-    command = [sys.executable, "-m", "bagua_ref.cli", "verify", "--backend", "tests.hostile_backends:Sleeps"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    options = ["--check", ADD, "--jobs", "0", "--time-limit", "1"]
-    ran = subprocess.run([*command, *options], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+    command = ["-m", "bagua_ref.cli", "verify", "--backend", "tests.hostile_backends:Sleeps"]
+    ran = run_python(*command, "--check", ADD, "--jobs", "0", "--time-limit", "1")
     assert ran.returncode == 1, ran.stderr
     assert "no answer within 1 s" in ran.stdout
 
@@ -321,8 +316,7 @@ def test_without_hypothesis_the_error_says_what_to_install():
         "from bagua_ref.cli import main\n"
         "sys.exit(main(['verify', '--backend', 'reference']))"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
+    ran = run_python("-c", code)
     assert ran.returncode == 2
     assert f"conformance checks need Hypothesis; install with: pip install -e '{ROOT}[conformance]'" in ran.stderr
 
@@ -331,9 +325,9 @@ def test_without_hypothesis_the_error_says_what_to_install():
 
 
 def pytest_in(folder, *arguments):
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-    ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
+    command = ["-q", "-p", "no:cacheprovider", *arguments]
+    script = f"import os, pytest, sys; os.chdir({str(folder)!r}); sys.exit(pytest.main({command!r}))"
+    ran = run_script(script, {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}, limit=250)
     return ran.returncode, ran.stdout + ran.stderr
 
 

@@ -172,28 +172,14 @@ class Target:
         return types.SimpleNamespace(CacheLoader=self.loader)
 
 
-class TargetPlain(Target):
-    loader = Plain
+def with_loader(loader):
+    """Return a class of targets with this cache, named after it."""
+    return type(f"Target{loader.__name__}", (Target,), {"loader": loader, "__module__": __name__})
 
 
-class TargetPickles(Target):
-    loader = Pickles
-
-
-class TargetRaises(Target):
-    loader = Raises
-
-
-class TargetReturnsNothing(Target):
-    loader = ReturnsNothing
-
-
-class TargetSleeps(Target):
-    loader = Sleeps
-
-
-class TargetSleepsInWorkers(Target):
-    loader = SleepsInWorkers
+TargetPlain, TargetPickles, TargetRaises, TargetReturnsNothing, TargetSleeps, TargetSleepsInWorkers = map(
+    with_loader, (Plain, Pickles, Raises, ReturnsNothing, Sleeps, SleepsInWorkers)
+)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import pytest
 import torch
 from tests import oracle_c
 from tests.launch import run_script
+from tests.scripts import ROOT
 
 from bagua_ref.cli import main
 from bagua_ref.conformance import run_conformance
@@ -27,7 +28,6 @@ from bagua_ref.conformance.targets.target import resolve
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "docs" / "conformance" / name for name in ("other-languages.md", "requests.md")]
 PAGE = "".join(page.read_text() for page in PAGES)
 PYTHON = shlex.quote(sys.executable)

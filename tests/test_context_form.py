@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.launch import launch
+from tests.launch import launch, on_every_process
 from tests.test_bypassing import ALGORITHMS, Net, batch
-from tests.trainings import simulate, weights
+from tests.trainings import on_every_rank, simulate, weights
 from torch import nn
 
 import bagua_ref
@@ -53,35 +53,30 @@ def test_the_context_gives_the_bits_of_with_bagua(algorithm: str) -> None:
         assert torch.equal(ours, theirs)
 
 
-def train_all() -> None:
+@pytest.mark.slow
+@on_every_process(2)
+def test_the_context_gives_the_bits_of_with_bagua_over_gloo() -> None:
     for algorithm in WORKING:
         assert torch.equal(trained(dist.get_rank(), algorithm, True), trained(dist.get_rank(), algorithm, False)), algorithm
 
 
-@pytest.mark.slow
-def test_the_context_gives_the_bits_of_with_bagua_over_gloo() -> None:
-    launch(train_all, 2)
+@on_every_rank(2)
+def test_training_twice_and_asynchronous_averaging_are_refused_and_an_error_leaves_cleanly(r: int) -> None:
+    module = Net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
 
+    def fail() -> None:
+        with bagua_ref.train(module, [optimizer], GradientAllReduceAlgorithm()):
+            module.with_bagua([optimizer], GradientAllReduceAlgorithm())
 
-def test_training_twice_and_asynchronous_averaging_are_refused_and_an_error_leaves_cleanly() -> None:
-    def rank(r: int) -> None:
-        module = Net()
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-
-        def fail() -> None:
-            with bagua_ref.train(module, [optimizer], GradientAllReduceAlgorithm()):
-                module.with_bagua([optimizer], GradientAllReduceAlgorithm())
-
-        with pytest.raises(ValueError, match=r"by train\(\) already"):
-            fail()
-        assert "_bagua" not in module.__dict__
-        with pytest.raises(NotImplementedError, match="AsyncModelAverageAlgorithm"):
-            bagua_ref.train(module, [optimizer], Algorithm.init("async")).__enter__()
-        module.with_bagua([optimizer], GradientAllReduceAlgorithm())
-        with pytest.raises(ValueError, match=r"by with_bagua\(\) already"):
-            bagua_ref.train(module, [optimizer], GradientAllReduceAlgorithm()).__enter__()
-
-    simulate(2, rank)
+    with pytest.raises(ValueError, match=r"by train\(\) already"):
+        fail()
+    assert "_bagua" not in module.__dict__
+    with pytest.raises(NotImplementedError, match="AsyncModelAverageAlgorithm"):
+        bagua_ref.train(module, [optimizer], Algorithm.init("async")).__enter__()
+    module.with_bagua([optimizer], GradientAllReduceAlgorithm())
+    with pytest.raises(ValueError, match=r"by with_bagua\(\) already"):
+        bagua_ref.train(module, [optimizer], GradientAllReduceAlgorithm()).__enter__()
 
 
 def test_no_step_follows_a_backward_pass_that_failed() -> None:
@@ -101,7 +96,8 @@ def test_no_step_follows_a_backward_pass_that_failed() -> None:
     bagua_ref.destroy_process_group()
 
 
-def both_reduce() -> None:
+@on_every_process(2)
+def test_DistributedDataParallel_over_the_same_ranks_is_refused() -> None:
     for in_context in (False, True):
         module = Net()
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -113,10 +109,6 @@ def both_reduce() -> None:
     inside = nn.parallel.DistributedDataParallel(Net())
     with pytest.raises(RuntimeError, match=r"inside this module.*both reduce over ranks \[0, 1\].*drop"):
         inside.with_bagua([torch.optim.SGD(inside.parameters(), lr=0.1)], GradientAllReduceAlgorithm())
-
-
-def test_DistributedDataParallel_over_the_same_ranks_is_refused() -> None:
-    launch(both_reduce, 2)
 
 
 def in_node_and_between() -> torch.Tensor:

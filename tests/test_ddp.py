@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.launch import launch
-from tests.trainings import simulate
+from tests.trainings import on_every_rank, sgd, simulate
 from torch import nn
 
 import bagua_ref
@@ -30,10 +30,6 @@ def network(seed: int = 0) -> nn.Sequential:
 
 def batch(rank: int, step: int) -> torch.Tensor:
     return 2 + torch.randn(5, 6, generator=torch.Generator().manual_seed(1000 * rank + step))
-
-
-def sgd(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
 
 
 def state_of(module: nn.Module) -> list[torch.Tensor]:
@@ -127,25 +123,23 @@ def test_gradient_accumulation_in_a_torch_group_is_as_with_torchs_class() -> Non
 
 
 @pytest.mark.parametrize("name", ["gradient_allreduce", "bytegrad"])
-def test_it_is_with_bagua_bit_for_bit(name: str) -> None:
-    def rank(r: int) -> list[list[torch.Tensor]]:
-        states = []
-        for wraps in (True, False):
-            module = network(seed=r)
-            optimizer = sgd(module)
-            arguments = ([optimizer], Algorithm.init(name))
-            model = (
-                DistributedDataParallel(module, optimizers=arguments[0], algorithm=arguments[1], broadcast_buffers=False)
-                if wraps
-                else module.with_bagua(*arguments)
-            )
-            train(model, optimizer, r, range(4))
-            states.append(state_of(model))
-        return states
-
-    for ours, plain in simulate(3, rank):
-        for one, other in zip(ours, plain, strict=True):
-            assert_equal(one, other, EXACT)
+@on_every_rank(3)
+def test_it_is_with_bagua_bit_for_bit(r: int, name: str) -> None:
+    states = []
+    for wraps in (True, False):
+        module = network(seed=r)
+        optimizer = sgd(module)
+        arguments = ([optimizer], Algorithm.init(name))
+        model = (
+            DistributedDataParallel(module, optimizers=arguments[0], algorithm=arguments[1], broadcast_buffers=False)
+            if wraps
+            else module.with_bagua(*arguments)
+        )
+        train(model, optimizer, r, range(4))
+        states.append(state_of(model))
+    ours, plain = states
+    for one, other in zip(ours, plain, strict=True):
+        assert_equal(one, other, EXACT)
 
 
 def test_a_step_may_go_through_the_wrapper_or_through_the_module_inside() -> None:
@@ -161,22 +155,20 @@ def test_a_step_may_go_through_the_wrapper_or_through_the_module_inside() -> Non
         assert all(map(torch.equal, mixed, usual))
 
 
-def test_every_hook_is_there_once_also_after_wrapping_again() -> None:
-    def rank(r: int) -> None:
-        module = network().with_bagua([], GradientAllReduceAlgorithm())
-        model = DistributedDataParallel(module)
-        assert model.with_bagua([], ByteGradAlgorithm()) is model
-        for hooks in [module._forward_pre_hooks, *(p._post_accumulate_grad_hooks for p in module.parameters())]:
-            assert len(hooks) == 1
-        assert not model._forward_pre_hooks
-        model(batch(r, 0)).sum().backward()
-        assert model.bagua_train_step_counter == 1
-        with pytest.raises(ValueError, match=r"module\.module is wrapped already"):
-            DistributedDataParallel(model)
-        with pytest.raises(ValueError, match=r"module\.0 is wrapped already"):
-            nn.Sequential(module).with_bagua([], GradientAllReduceAlgorithm())
-
-    simulate(2, rank)
+@on_every_rank(2)
+def test_every_hook_is_there_once_also_after_wrapping_again(r: int) -> None:
+    module = network().with_bagua([], GradientAllReduceAlgorithm())
+    model = DistributedDataParallel(module)
+    assert model.with_bagua([], ByteGradAlgorithm()) is model
+    for hooks in [module._forward_pre_hooks, *(p._post_accumulate_grad_hooks for p in module.parameters())]:
+        assert len(hooks) == 1
+    assert not model._forward_pre_hooks
+    model(batch(r, 0)).sum().backward()
+    assert model.bagua_train_step_counter == 1
+    with pytest.raises(ValueError, match=r"module\.module is wrapped already"):
+        DistributedDataParallel(model)
+    with pytest.raises(ValueError, match=r"module\.0 is wrapped already"):
+        nn.Sequential(module).with_bagua([], GradientAllReduceAlgorithm())
 
 
 def test_inputs_and_outputs_of_any_kind_pass_through() -> None:
@@ -231,23 +223,21 @@ def test_its_options_reach_the_training() -> None:
     simulate(2, rank)
 
 
-def test_it_names_what_with_bagua_names() -> None:
-    def rank(r: int) -> None:
-        module, optimizers = network(), [torch.optim.SGD(network().parameters(), lr=1.0)]
-        module._ddp_params_and_buffers_to_ignore = ["0.bias", "1.running_mean"]
-        model = DistributedDataParallel(module, optimizers=optimizers)
-        assert model.module is module
-        assert model.parameters_to_ignore == {"0.bias", "1.running_mean"}
-        assert model.bagua_optimizers == optimizers
-        assert type(model.bagua_algorithm).__name__ == "GradientAllReduceAlgorithmImpl"
-        assert model.bagua_buckets is module.bagua_buckets
-        assert model.inner.module is module
-        assert model.bagua_module_name == module.bagua_module_name
-        assert model.device == torch.device("cpu")
-        assert model.process_group is bagua_ref.groups.communication._get_default_group()
-        assert model.inner.process_group is not model.process_group
-
-    simulate(1, rank)
+@on_every_rank(1)
+def test_it_names_what_with_bagua_names(r: int) -> None:
+    module, optimizers = network(), [torch.optim.SGD(network().parameters(), lr=1.0)]
+    module._ddp_params_and_buffers_to_ignore = ["0.bias", "1.running_mean"]
+    model = DistributedDataParallel(module, optimizers=optimizers)
+    assert model.module is module
+    assert model.parameters_to_ignore == {"0.bias", "1.running_mean"}
+    assert model.bagua_optimizers == optimizers
+    assert type(model.bagua_algorithm).__name__ == "GradientAllReduceAlgorithmImpl"
+    assert model.bagua_buckets is module.bagua_buckets
+    assert model.inner.module is module
+    assert model.bagua_module_name == module.bagua_module_name
+    assert model.device == torch.device("cpu")
+    assert model.process_group is bagua_ref.groups.communication._get_default_group()
+    assert model.inner.process_group is not model.process_group
 
 
 # Communication
@@ -390,23 +380,21 @@ def test_S5_a_group_of_some_ranks_trains_alone() -> None:
 # State dicts and copies
 
 
-def test_state_dict_has_torchs_names_and_load_state_dict_takes_both() -> None:
-    def rank(r: int) -> None:
-        model, torchs = DistributedDataParallel(network()), network(seed=1)
-        assert [*model.state_dict()] == [f"module.{name}" for name in torchs.state_dict()]
-        for state in (torchs.state_dict(), {f"module.{name}": value for name, value in torchs.state_dict().items()}):
-            model.module.load_state_dict(network().state_dict())
-            assert str(model.load_state_dict(state)) == "<All keys matched successfully>"
-            assert all(map(torch.equal, state_of(model), state_of(torchs)))
-            model(batch(r, 0)).sum().backward()
-        assert model.load_state_dict({"0.bias": torch.zeros(8)}, strict=False).missing_keys[0] == "0.weight"
-        assert model.load_state_dict({"module.0.bias": torch.zeros(8)}, strict=False).missing_keys[0] == "module.0.weight"
-        with pytest.raises(RuntimeError, match="Unexpected key"):
-            model.load_state_dict({**torchs.state_dict(), "more": torch.ones(1)})
-        with pytest.raises(NotImplementedError, match="assign=True"):
-            model.load_state_dict(torchs.state_dict(), assign=True)
-
-    simulate(1, rank)
+@on_every_rank(1)
+def test_state_dict_has_torchs_names_and_load_state_dict_takes_both(r: int) -> None:
+    model, torchs = DistributedDataParallel(network()), network(seed=1)
+    assert [*model.state_dict()] == [f"module.{name}" for name in torchs.state_dict()]
+    for state in (torchs.state_dict(), {f"module.{name}": value for name, value in torchs.state_dict().items()}):
+        model.module.load_state_dict(network().state_dict())
+        assert str(model.load_state_dict(state)) == "<All keys matched successfully>"
+        assert all(map(torch.equal, state_of(model), state_of(torchs)))
+        model(batch(r, 0)).sum().backward()
+    assert model.load_state_dict({"0.bias": torch.zeros(8)}, strict=False).missing_keys[0] == "0.weight"
+    assert model.load_state_dict({"module.0.bias": torch.zeros(8)}, strict=False).missing_keys[0] == "module.0.weight"
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        model.load_state_dict({**torchs.state_dict(), "more": torch.ones(1)})
+    with pytest.raises(NotImplementedError, match="assign=True"):
+        model.load_state_dict(torchs.state_dict(), assign=True)
 
 
 def test_a_module_that_is_called_module_inside_is_no_trouble() -> None:
@@ -425,25 +413,23 @@ def test_a_module_that_is_called_module_inside_is_no_trouble() -> None:
     simulate(1, rank)
 
 
-def test_a_copy_or_pickle_is_a_wrapper_that_trains_alone() -> None:
-    def rank(r: int) -> None:
-        model = DistributedDataParallel(network())
-        model(batch(r, 0)).sum().backward()
-        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert type(other) is DistributedDataParallel
-            assert all(map(torch.equal, state_of(other), state_of(model)))
-            if r == 1:  # the other ranks need not take part
-                with other.no_sync():
-                    other(batch(r, 1)).sum().backward()
+@on_every_rank(2)
+def test_a_copy_or_pickle_is_a_wrapper_that_trains_alone(r: int) -> None:
+    model = DistributedDataParallel(network())
+    model(batch(r, 0)).sum().backward()
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(other) is DistributedDataParallel
+        assert all(map(torch.equal, state_of(other), state_of(model)))
+        if r == 1:  # the other ranks need not take part
+            with other.no_sync():
                 other(batch(r, 1)).sum().backward()
-            assert model.bagua_train_step_counter == 1
-            assert not hasattr(other, "inner")
-            assert [*other.state_dict()] == [*model.state_dict()]
-        again = DistributedDataParallel(copy.deepcopy(model).module)
-        again(batch(r, 1)).sum().backward()
-        assert again.bagua_train_step_counter == 1
-
-    simulate(2, rank)
+            other(batch(r, 1)).sum().backward()
+        assert model.bagua_train_step_counter == 1
+        assert not hasattr(other, "inner")
+        assert [*other.state_dict()] == [*model.state_dict()]
+    again = DistributedDataParallel(copy.deepcopy(model).module)
+    again(batch(r, 1)).sum().backward()
+    assert again.bagua_train_step_counter == 1
 
 
 # Bad input
@@ -476,40 +462,34 @@ UNSUPPORTED: list[Any] = [
 
 
 @pytest.mark.parametrize(("arguments", "error", "message"), UNSUPPORTED, ids=[next(iter(case[0])) for case in UNSUPPORTED])
-def test_what_is_not_supported_is_named(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
-    def rank(r: int) -> None:
-        module = network()
-        with pytest.raises(error, match=message):
-            DistributedDataParallel(**{"module": module, **arguments})
-        model = DistributedDataParallel(module, device_ids=[], static_graph=False)
-        model(batch(r, 0)).sum().backward()
-        assert model.bagua_train_step_counter == 1
-
-    simulate(2, rank)
+@on_every_rank(2)
+def test_what_is_not_supported_is_named(r: int, arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    module = network()
+    with pytest.raises(error, match=message):
+        DistributedDataParallel(**{"module": module, **arguments})
+    model = DistributedDataParallel(module, device_ids=[], static_graph=False)
+    model(batch(r, 0)).sum().backward()
+    assert model.bagua_train_step_counter == 1
 
 
 @pytest.mark.parametrize("method", ["scatter", "to_kwargs", "gather", "register_comm_hook"])
-def test_a_method_of_torchs_that_is_not_supported_names_itself(method: str) -> None:
-    def rank(r: int) -> None:
-        model = DistributedDataParallel(nn.Linear(2, 2))
-        needed = [p for p in inspect.signature(getattr(model, method)).parameters.values() if p.default is inspect.Parameter.empty]
-        with pytest.raises(NotImplementedError, match=rf"{method}\(\)"):
-            getattr(model, method)(*[None] * len(needed))
-
-    simulate(1, rank)
+@on_every_rank(1)
+def test_a_method_of_torchs_that_is_not_supported_names_itself(r: int, method: str) -> None:
+    model = DistributedDataParallel(nn.Linear(2, 2))
+    needed = [p for p in inspect.signature(getattr(model, method)).parameters.values() if p.default is inspect.Parameter.empty]
+    with pytest.raises(NotImplementedError, match=rf"{method}\(\)"):
+        getattr(model, method)(*[None] * len(needed))
 
 
-def test_settings_that_differ_between_ranks_are_an_error_on_all_of_them() -> None:
-    def rank(r: int) -> None:
-        for arguments in (
-            {"bucket_cap_mb": 1 + r},
-            {"broadcast_buffers": r == 0},
-            {"algorithm": ByteGradAlgorithm() if r else None},
-        ):
-            with pytest.raises(ValueError, match="settings differ between ranks"):
-                DistributedDataParallel(network(), **arguments)
-
-    simulate(2, rank)
+@on_every_rank(2)
+def test_settings_that_differ_between_ranks_are_an_error_on_all_of_them(r: int) -> None:
+    for arguments in (
+        {"bucket_cap_mb": 1 + r},
+        {"broadcast_buffers": r == 0},
+        {"algorithm": ByteGradAlgorithm() if r else None},
+    ):
+        with pytest.raises(ValueError, match="settings differ between ranks"):
+            DistributedDataParallel(network(), **arguments)
 
 
 def test_before_init_process_group_it_names_it() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.launch import launch
+from tests.trainings import wrap
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -59,9 +60,7 @@ def hooked(name: str, options: dict[str, Any], **of_ddp: Any) -> tuple[Any, torc
 def train_both(name: str, bucket_mb: float | None, of_ddp: dict[str, Any], accumulate: bool) -> list[tuple[torch.Tensor, ...]]:
     """Return every step's gradients, of DDP with a hook and of a wrapped module that is given DDP's buckets."""
     hook, optimizer, state = hooked(name, NAMES[name], bucket_cap_mb=bucket_mb, **of_ddp)
-    ours = network()
-    other = torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9)
-    ours.with_bagua([other], Algorithm.init(name.split()[0], **NAMES[name]))
+    ours, other = wrap(network(), Algorithm.init(name.split()[0], **NAMES[name]), lr=0.1, momentum=0.9)
     make, buckets = ours.bagua_algorithm.tensors_to_buckets, None
 
     def as_ddp(tensors: list[list[torch.Tensor]], do_flatten: bool) -> list[Any]:

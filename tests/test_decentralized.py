@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.trainings import Scalar, batch, network, sgd, simulate, train, wrapped
+from tests.trainings import Scalar, batch, network, on_every_rank, sgd, simulate, train, wrap, wrapped
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -64,40 +64,34 @@ def test_S3_4_the_result_waits_in_peer_weight_and_steps_are_counted(flatten: boo
     assert simulate(4, rank) == [[1, 1.5, 1.5, 1.5], [2, 1.5, 1.5, 1.5], [1, 1.5, 1.5, 1.5], [2, 1.5, 1.5, 1.5]]
 
 
-def test_S3_4_node_means_are_sums_that_start_at_plus_zero() -> None:
-    def rank(r: int) -> float:
-        bucket, tensor = one_bucket(-0.0)
-        op = bucket.append_decentralized_synchronous_op(like(bucket), peer_selection_mode="shift_one")
-        bucket.execute()
-        op.copy_back_peer_weight(bucket)
-        return math.copysign(1.0, tensor[0].item())
-
-    assert simulate(4, rank, nodes=(2, 2)) == [1.0] * 4
+@on_every_rank(4, nodes=(2, 2))
+def test_S3_4_node_means_are_sums_that_start_at_plus_zero(r: int) -> None:
+    bucket, tensor = one_bucket(-0.0)
+    op = bucket.append_decentralized_synchronous_op(like(bucket), peer_selection_mode="shift_one")
+    bucket.execute()
+    op.copy_back_peer_weight(bucket)
+    assert math.copysign(1.0, tensor[0].item()) == 1.0
 
 
-def test_S3_4_copy_back_goes_where_the_tensors_are_now() -> None:
-    def rank(r: int) -> list[float]:
-        bucket, tensor = one_bucket(float(r), alignment=4)
-        op = bucket.append_decentralized_synchronous_op(like(bucket), hierarchical=False)
-        bucket.execute()
-        tensor.data = torch.zeros(3)
-        op.copy_back_peer_weight(bucket)
-        return tensor.tolist()
-
-    assert simulate(2, rank) == [[0.5] * 3] * 2
+@on_every_rank(2)
+def test_S3_4_copy_back_goes_where_the_tensors_are_now(r: int) -> None:
+    bucket, tensor = one_bucket(float(r), alignment=4)
+    op = bucket.append_decentralized_synchronous_op(like(bucket), hierarchical=False)
+    bucket.execute()
+    tensor.data = torch.zeros(3)
+    op.copy_back_peer_weight(bucket)
+    assert tensor.tolist() == [0.5] * 3
 
 
-def test_S3_4_copy_back_takes_its_own_bucket() -> None:
-    def rank(r: int) -> None:
-        bucket, _ = one_bucket(1.0)
-        op = bucket.append_decentralized_synchronous_op(like(bucket), hierarchical=False)
-        bucket.execute()
-        with pytest.raises(TypeError, match="bucket='0' must be the BaguaBucket"):
-            op.copy_back_peer_weight("0")
-        with pytest.raises(ValueError, match="3 elements; bucket '0' has 2"):
-            op.copy_back_peer_weight(one_bucket(1.0, count=2)[0])
-
-    simulate(2, rank)
+@on_every_rank(2)
+def test_S3_4_copy_back_takes_its_own_bucket(r: int) -> None:
+    bucket, _ = one_bucket(1.0)
+    op = bucket.append_decentralized_synchronous_op(like(bucket), hierarchical=False)
+    bucket.execute()
+    with pytest.raises(TypeError, match="bucket='0' must be the BaguaBucket"):
+        op.copy_back_peer_weight("0")
+    with pytest.raises(ValueError, match="3 elements; bucket '0' has 2"):
+        op.copy_back_peer_weight(one_bucket(1.0, count=2)[0])
 
 
 def bad_replicas() -> list[Any]:
@@ -114,46 +108,42 @@ def bad_replicas() -> list[Any]:
 
 
 @pytest.mark.parametrize(("make", "error", "message"), bad_replicas())
+@on_every_rank(2)
 def test_replicas_that_do_not_fit_are_refused_and_the_bucket_stays_usable(
-    make: Callable[[BaguaBucket], Any], error: type[Exception], message: str
+    r: int, make: Callable[[BaguaBucket], Any], error: type[Exception], message: str
 ) -> None:
-    def rank(r: int) -> None:
-        bucket, tensor = one_bucket(1.0)
-        with pytest.raises(error, match=f"peer_weight.*{message}"):
-            bucket.append_decentralized_synchronous_op(make(bucket), hierarchical=False)
-        for place, name in enumerate(("weight", "left_peer_weight", "right_peer_weight")):
-            replicas = [like(bucket) for _ in range(3)]
-            replicas[place] = make(bucket)
-            with pytest.raises(error, match=f"{name}.*{message}"):
-                bucket.append_low_precision_decentralized_synchronous_op(*replicas, hierarchical=False)
-        shared = like(bucket)
-        with pytest.raises(ValueError, match="right_peer_weight overlaps left_peer_weight"):
-            bucket.append_low_precision_decentralized_synchronous_op(like(bucket), shared, shared, hierarchical=False)
-        bucket.append_centralized_synchronous_op(average=False)
-        bucket.execute()
-        assert tensor.tolist() == [2] * 3
-
-    simulate(2, rank)
+    bucket, tensor = one_bucket(1.0)
+    with pytest.raises(error, match=f"peer_weight.*{message}"):
+        bucket.append_decentralized_synchronous_op(make(bucket), hierarchical=False)
+    for place, name in enumerate(("weight", "left_peer_weight", "right_peer_weight")):
+        replicas = [like(bucket) for _ in range(3)]
+        replicas[place] = make(bucket)
+        with pytest.raises(error, match=f"{name}.*{message}"):
+            bucket.append_low_precision_decentralized_synchronous_op(*replicas, hierarchical=False)
+    shared = like(bucket)
+    with pytest.raises(ValueError, match="right_peer_weight overlaps left_peer_weight"):
+        bucket.append_low_precision_decentralized_synchronous_op(like(bucket), shared, shared, hierarchical=False)
+    bucket.append_centralized_synchronous_op(average=False)
+    bucket.execute()
+    assert tensor.tolist() == [2] * 3
 
 
-def test_modes_compressions_and_dtypes_that_do_not_exist_here_are_refused() -> None:
-    def rank(r: int) -> None:
-        bucket, _ = one_bucket(1.0)
-        with pytest.raises(ValueError, match=r"peer_selection_mode='some' must be 'all', 'shift_one', .* or a function"):
-            bucket.append_decentralized_synchronous_op(like(bucket), peer_selection_mode="some")
-        for compression in (None, "zip"):
-            with pytest.raises(ValueError, match=f"compression={compression!r} is not a known codec; it must be one of"):
-                bucket.append_low_precision_decentralized_synchronous_op(
-                    like(bucket), like(bucket), like(bucket), compression=compression
-                )
-        for dtype in (torch.float64, torch.int32):
-            other = BaguaBucket([torch.ones(2, dtype=dtype).ensure_bagua_tensor("t")], "1", flatten=True)
-            with pytest.raises(TypeError, match=f"float16, bfloat16 or float32, not bucket '1''s {dtype}"):
-                other.append_low_precision_decentralized_synchronous_op(like(other), like(other), like(other))
-        with pytest.raises(TypeError, match=r"torch\.int32"):
-            other.append_decentralized_synchronous_op(like(other))
-
-    simulate(2, rank)
+@on_every_rank(2)
+def test_modes_compressions_and_dtypes_that_do_not_exist_here_are_refused(r: int) -> None:
+    bucket, _ = one_bucket(1.0)
+    with pytest.raises(ValueError, match=r"peer_selection_mode='some' must be 'all', 'shift_one', .* or a function"):
+        bucket.append_decentralized_synchronous_op(like(bucket), peer_selection_mode="some")
+    for compression in (None, "zip"):
+        with pytest.raises(ValueError, match=f"compression={compression!r} is not a known codec; it must be one of"):
+            bucket.append_low_precision_decentralized_synchronous_op(
+                like(bucket), like(bucket), like(bucket), compression=compression
+            )
+    for dtype in (torch.float64, torch.int32):
+        other = BaguaBucket([torch.ones(2, dtype=dtype).ensure_bagua_tensor("t")], "1", flatten=True)
+        with pytest.raises(TypeError, match=f"float16, bfloat16 or float32, not bucket '1''s {dtype}"):
+            other.append_low_precision_decentralized_synchronous_op(like(other), like(other), like(other))
+    with pytest.raises(TypeError, match=r"torch\.int32"):
+        other.append_decentralized_synchronous_op(like(other))
 
 
 def test_S3_5_hierarchical_quantises_node_means_also_on_one_node() -> None:
@@ -189,36 +179,32 @@ def test_S3_3_before_pairs_and_rings_the_leader_gathers_instead_of_letting_the_l
     assert simulate(4, rank, nodes=(2, 2)) == ([6, 18, 6, 18] if operation == "ring" else [0, 12, 0, 12])
 
 
-def test_clear_ops_starts_anew() -> None:
-    def rank(r: int) -> None:
-        bucket, _ = one_bucket(1.0)
-        for _ in range(2):
-            op = bucket.clear_ops().append_decentralized_synchronous_op(like(bucket), False, "shift_one")
-            bucket.execute()
-            assert op.step == 1
-        assert "'shift_one'" in repr(op)
-
-    simulate(2, rank)
+@on_every_rank(2)
+def test_clear_ops_starts_anew(r: int) -> None:
+    bucket, _ = one_bucket(1.0)
+    for _ in range(2):
+        op = bucket.clear_ops().append_decentralized_synchronous_op(like(bucket), False, "shift_one")
+        bucket.execute()
+        assert op.step == 1
+    assert "'shift_one'" in repr(op)
 
 
 # Algorithms: rounds of communication
 
 
-def test_registered_under_their_names_with_their_attributes() -> None:
-    def rank(r: int) -> None:
-        module = network()
-        module.with_bagua([], Algorithm.init("decentralized", hierarchical=False, peer_selection_mode="shift_one"))
-        (bucket,) = module.bagua_buckets
-        assert bucket._peer_weight.shape == (83,)
-        assert bucket._decentralized_op.peer_selection_mode == "shift_one"
-        assert [t.bagua_backend_tensor().name for t in bucket.tensors] == ["2.bias", "2.weight", "0.bias", "0.weight"]
-        assert bucket.tensors[0] is module[2].bias
-        module.with_bagua([sgd(module)], Algorithm.init("low_precision_decentralized", communication_interval=2))
-        (bucket,) = module.bagua_buckets
-        for replica in (bucket._weight, bucket._left_peer_weight, bucket._right_peer_weight):
-            assert torch.equal(replica, bucket.flattened_tensor())
-
-    simulate(2, rank)
+@on_every_rank(2)
+def test_registered_under_their_names_with_their_attributes(r: int) -> None:
+    module = network()
+    module.with_bagua([], Algorithm.init("decentralized", hierarchical=False, peer_selection_mode="shift_one"))
+    (bucket,) = module.bagua_buckets
+    assert bucket._peer_weight.shape == (83,)
+    assert bucket._decentralized_op.peer_selection_mode == "shift_one"
+    assert [t.bagua_backend_tensor().name for t in bucket.tensors] == ["2.bias", "2.weight", "0.bias", "0.weight"]
+    assert bucket.tensors[0] is module[2].bias
+    module.with_bagua([sgd(module)], Algorithm.init("low_precision_decentralized", communication_interval=2))
+    (bucket,) = module.bagua_buckets
+    for replica in (bucket._weight, bucket._left_peer_weight, bucket._right_peer_weight):
+        assert torch.equal(replica, bucket.flattened_tensor())
 
 
 def test_S5_3_one_bucket_per_dtype_whatever_the_bucket_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,20 +220,18 @@ def test_S5_3_one_bucket_per_dtype_whatever_the_bucket_size(monkeypatch: pytest.
     assert simulate(1, rank)[0] == [["2.bias", "2.weight"], ["3.bias", "3.weight", "0.bias", "0.weight"], ["1.bias", "1.weight"]]
 
 
-def test_S5_3_the_weights_do_not_change_between_forward_and_the_end_of_backward() -> None:
-    def rank(r: int) -> None:
-        module = Scalar()
-        module.with_bagua([], DecentralizedAlgorithm())
-        with torch.no_grad():
-            module.w.fill_(r)
-        loss = module(1.0)
-        module._bagua.engine.wait_pending_comm_ops()
-        assert module.w.item() == r
-        assert module.bagua_buckets[0]._decentralized_op.step == 1
-        loss.backward(retain_graph=True)
-        assert module.w.item() == 0.5
-
-    simulate(2, rank)
+@on_every_rank(2)
+def test_S5_3_the_weights_do_not_change_between_forward_and_the_end_of_backward(r: int) -> None:
+    module = Scalar()
+    module.with_bagua([], DecentralizedAlgorithm())
+    with torch.no_grad():
+        module.w.fill_(r)
+    loss = module(1.0)
+    module._bagua.engine.wait_pending_comm_ops()
+    assert module.w.item() == r
+    assert module.bagua_buckets[0]._decentralized_op.step == 1
+    loss.backward(retain_graph=True)
+    assert module.w.item() == 0.5
 
 
 def twice(module: nn.Module, forward: Callable[[int], torch.Tensor]) -> None:
@@ -282,104 +266,93 @@ REMEDY = r"replaces the weights by their average.*Add the losses and call backwa
     [("train", False), *((form, checkpointed) for form in ("flat", "not flat", "wrapper") for checkpointed in (False, True))],
 )
 @pytest.mark.parametrize("use", [twice, in_order, reversed_order, penalty_first])
-def test_S5_3_a_graph_of_before_the_copy_back_is_refused_with_the_remedy(use: Any, form: str, checkpointed: bool) -> None:
-    def rank(r: int) -> None:
-        module = network()
-        module.step = lambda x: module.forward(x).square().mean()
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        algorithm = DecentralizedAlgorithm(hierarchical=False)
+@on_every_rank(2)
+def test_S5_3_a_graph_of_before_the_copy_back_is_refused_with_the_remedy(r: int, use: Any, form: str, checkpointed: bool) -> None:
+    module = network()
+    module.step = lambda x: module.forward(x).square().mean()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    algorithm = DecentralizedAlgorithm(hierarchical=False)
 
-        def forward(step: int) -> torch.Tensor:
-            call = module.step if form == "train" else lambda x: module(x).square().mean()
-            x = batch(r, step).requires_grad_()
-            return checkpoint(call, x, use_reentrant=False) if checkpointed else call(x)
+    def forward(step: int) -> torch.Tensor:
+        call = module.step if form == "train" else lambda x: module(x).square().mean()
+        x = batch(r, step).requires_grad_()
+        return checkpoint(call, x, use_reentrant=False) if checkpointed else call(x)
 
-        if form == "train":
-            with pytest.raises(RuntimeError, match=REMEDY), bagua_ref.train(module, [optimizer], algorithm):
-                use(module, forward)
-            assert not module._forward_hooks
-            return
-        if form == "wrapper":
-            DistributedDataParallel(module, optimizers=[optimizer], algorithm=algorithm)
-        else:
-            module.with_bagua([optimizer], algorithm, do_flatten=form == "flat")
-        with pytest.raises(RuntimeError, match=REMEDY):
+    if form == "train":
+        with pytest.raises(RuntimeError, match=REMEDY), bagua_ref.train(module, [optimizer], algorithm):
             use(module, forward)
-        optimizer.zero_grad()
-        train(module, optimizer, r, range(2))  # training goes on
-        with module.no_sync():  # as the message says
-            use(module, forward)
-        (forward(0) + forward(1)).backward()
-        optimizer.step()
-        module.with_bagua([optimizer], GradientAllReduceAlgorithm())
+        assert not module._forward_hooks
+        return
+    if form == "wrapper":
+        DistributedDataParallel(module, optimizers=[optimizer], algorithm=algorithm)
+    else:
+        module.with_bagua([optimizer], algorithm, do_flatten=form == "flat")
+    with pytest.raises(RuntimeError, match=REMEDY):
         use(module, forward)
-
-    simulate(2, rank)
-
-
-def test_S5_3_where_nothing_is_averaged_a_graph_can_be_used_again() -> None:
-    def rank(r: int) -> None:
-        module = network()
-        module.with_bagua([], DecentralizedAlgorithm(hierarchical=False, communication_interval=2))
-        module(batch(r, 0)).sum().backward()
-        loss = module(batch(r, 1)).square().mean()
-        for _ in range(2):
-            loss.backward(retain_graph=True)
-
-    simulate(2, rank)
+    optimizer.zero_grad()
+    train(module, optimizer, r, range(2))  # training goes on
+    with module.no_sync():  # as the message says
+        use(module, forward)
+    (forward(0) + forward(1)).backward()
+    optimizer.step()
+    module.with_bagua([optimizer], GradientAllReduceAlgorithm())
+    use(module, forward)
 
 
-def test_S5_3_no_sync_and_evaluation_do_not_average_but_no_sync_counts_steps() -> None:
-    def rank(r: int) -> list[int]:
-        module = Scalar()
-        module.with_bagua([], DecentralizedAlgorithm(communication_interval=2))
-        op = module.bagua_buckets[0]._decentralized_op
-        seen = []
-
-        def step(x: float = 1.0) -> None:
-            module(x).backward()
-            seen.append(op.step)
-
-        step()  # 0: averages
-        with module.no_sync():
-            step()  # 1
-            step()  # 2: would average
-        module.eval()
-        step()
-        module.train()
-        step()  # 3
-        step()  # 4: averages
-        return seen
-
-    assert simulate(2, rank) == [[1, 1, 1, 1, 1, 2]] * 2
+@on_every_rank(2)
+def test_S5_3_where_nothing_is_averaged_a_graph_can_be_used_again(r: int) -> None:
+    module = network()
+    module.with_bagua([], DecentralizedAlgorithm(hierarchical=False, communication_interval=2))
+    module(batch(r, 0)).sum().backward()
+    loss = module(batch(r, 1)).square().mean()
+    for _ in range(2):
+        loss.backward(retain_graph=True)
 
 
-def test_S5_3_two_forwards_before_one_backward_average_the_last_ones_weights() -> None:
-    def rank(r: int) -> float:
-        module = Scalar()
-        module.with_bagua([], DecentralizedAlgorithm(hierarchical=False, peer_selection_mode="shift_one"))
-        with torch.no_grad():
-            module.w.fill_(r)
-        (module(1.0) + module(2.0)).backward()
-        assert module.w.grad.item() == 3
-        assert module.bagua_buckets[0]._decentralized_op.step == 2
-        return module.w.item()
+@on_every_rank(2)
+def test_S5_3_no_sync_and_evaluation_do_not_average_but_no_sync_counts_steps(r: int) -> None:
+    module = Scalar()
+    module.with_bagua([], DecentralizedAlgorithm(communication_interval=2))
+    op = module.bagua_buckets[0]._decentralized_op
+    seen = []
 
-    # Step 1 pairs 0 with 3 and 1 with 2.
-    assert simulate(4, rank) == [1.5] * 4
+    def step(x: float = 1.0) -> None:
+        module(x).backward()
+        seen.append(op.step)
+
+    step()  # 0: averages
+    with module.no_sync():
+        step()  # 1
+        step()  # 2: would average
+    module.eval()
+    step()
+    module.train()
+    step()  # 3
+    step()  # 4: averages
+    assert seen == [1, 1, 1, 1, 1, 2]
+
+
+@on_every_rank(4)
+def test_S5_3_two_forwards_before_one_backward_average_the_last_ones_weights(r: int) -> None:
+    module = Scalar()
+    module.with_bagua([], DecentralizedAlgorithm(hierarchical=False, peer_selection_mode="shift_one"))
+    with torch.no_grad():
+        module.w.fill_(r)
+    (module(1.0) + module(2.0)).backward()
+    assert module.w.grad.item() == 3
+    assert module.bagua_buckets[0]._decentralized_op.step == 2
+    assert module.w.item() == 1.5  # step 1 pairs 0 with 3 and 1 with 2
 
 
 @pytest.mark.parametrize("do_flatten", [True, False])
-def test_S2_3_weights_that_have_moved_are_averaged_where_they_are(do_flatten: bool) -> None:
-    def rank(r: int) -> float:
-        module = Scalar()
-        module.with_bagua([], DecentralizedAlgorithm(), do_flatten=do_flatten)
-        nn.utils.vector_to_parameters(torch.tensor([float(r), 0.0])[:1], module.parameters())
-        module(1.0).backward()
-        assert module.bagua_buckets[0].check_flatten()
-        return module.w.item()
-
-    assert simulate(3, rank) == [1.0] * 3
+@on_every_rank(3)
+def test_S2_3_weights_that_have_moved_are_averaged_where_they_are(r: int, do_flatten: bool) -> None:
+    module = Scalar()
+    module.with_bagua([], DecentralizedAlgorithm(), do_flatten=do_flatten)
+    nn.utils.vector_to_parameters(torch.tensor([float(r), 0.0])[:1], module.parameters())
+    module(1.0).backward()
+    assert module.bagua_buckets[0].check_flatten()
+    assert module.w.item() == 1.0
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -407,41 +380,35 @@ def averagings(module: nn.Module) -> Callable[[], int]:
     return lambda: len(count)
 
 
-def test_S5_4_the_interval_counts_optimizer_steps_also_under_gradient_accumulation() -> None:
-    def rank(r: int) -> list[int]:
-        module = Scalar()
-        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-        module.with_bagua([optimizer], LowPrecisionDecentralizedAlgorithm(communication_interval=2))
-        done = averagings(module)
-        seen = []
-        for _ in range(5):
-            optimizer.zero_grad()
-            module(1.0).backward()  # Two forwards per step: counting forwards would only ever see even numbers.
-            module(1.0).backward()
-            optimizer.step()
-            seen.append(done())
-        module.eval()
+@on_every_rank(2)
+def test_S5_4_the_interval_counts_optimizer_steps_also_under_gradient_accumulation(r: int) -> None:
+    module, optimizer = wrap(Scalar(), LowPrecisionDecentralizedAlgorithm(communication_interval=2), lr=1.0)
+    done = averagings(module)
+    seen = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        module(1.0).backward()  # Two forwards per step: counting forwards would only ever see even numbers.
+        module(1.0).backward()
         optimizer.step()
-        assert done() == 3
-        return seen
+        seen.append(done())
+    module.eval()
+    optimizer.step()
+    assert done() == 3
+    assert seen == [1, 1, 2, 2, 3]
 
-    assert simulate(2, rank) == [[1, 1, 2, 2, 3]] * 2
 
-
-def test_S5_4_after_the_last_of_several_optimizers() -> None:
-    def rank(r: int) -> None:
-        module = network()
-        first, last = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (module[0], module[2]))
-        module.with_bagua([first, last], LowPrecisionDecentralizedAlgorithm())
-        done = averagings(module)
-        for step in range(3):
-            module(batch(r, step)).sum().backward()
-            first.step()
-            assert done() == step
-            last.step()
-            assert done() == step + 1
-
-    simulate(2, rank)
+@on_every_rank(2)
+def test_S5_4_after_the_last_of_several_optimizers(r: int) -> None:
+    module = network()
+    first, last = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (module[0], module[2]))
+    module.with_bagua([first, last], LowPrecisionDecentralizedAlgorithm())
+    done = averagings(module)
+    for step in range(3):
+        module(batch(r, step)).sum().backward()
+        first.step()
+        assert done() == step
+        last.step()
+        assert done() == step + 1
 
 
 # Bad input to algorithms
@@ -474,43 +441,39 @@ def fused(module: nn.Module) -> torch.optim.Optimizer:
         ),
     ],
 )
+@on_every_rank(3, nodes=(1, 1, 1))
 def test_what_cannot_be_trained_is_refused_on_every_rank_when_wrapping(
-    make: Any, optimizers: Any, algorithm: str, error: type[Exception], message: str
+    r: int, make: Any, optimizers: Any, algorithm: str, error: type[Exception], message: str
 ) -> None:
-    def rank(r: int) -> None:
-        module = make()
-        with pytest.raises(error, match=message):
-            module.with_bagua(optimizers(module), Algorithm.init(algorithm))
-        module.with_bagua([], GradientAllReduceAlgorithm())
-
-    simulate(3, rank, nodes=(1, 1, 1))
+    module = make()
+    with pytest.raises(error, match=message):
+        module.with_bagua(optimizers(module), Algorithm.init(algorithm))
+    module.with_bagua([], GradientAllReduceAlgorithm())
 
 
 # Checkpoints
 
 
-def test_a_checkpoint_of_another_place_or_model_is_refused() -> None:
-    def rank(r: int) -> None:
-        module, other = network(), nn.Linear(3, 3)
-        for m in (module, other):
-            m.with_bagua([sgd(m)], LowPrecisionDecentralizedAlgorithm(hierarchical=False))
-        state = module.bagua_algorithm.state_dict()
-        assert state["ring"] == (r, 2)
-        replicas = state["replicas"]
-        for key, value, message in (
-            ("ring", (1 - r, 2), rf"=\({1 - r}, 2\) of a ring, this is \({r}, 2\)"),
-            ("replicas", [*replicas, *replicas], "replicas of 2 buckets, this module has 1"),
-            ("replicas", other.bagua_algorithm.state_dict()["replicas"], r"is \(12,\) torch.float32 there and \(83,\)"),
-            ("replicas", [[t.half() for t in replicas[0]]], r"is \(83,\) torch.float16 there"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                module.bagua_algorithm.load_state_dict({**state, key: value})
-        module.with_bagua([], DecentralizedAlgorithm())
-        with pytest.raises(ValueError, match="averaging_steps of 0 buckets, this module has 1"):
-            module.bagua_algorithm.load_state_dict({"train_step_counter": 3, "averaging_steps": []})
-        assert module.bagua_train_step_counter == 0
-
-    simulate(2, rank)
+@on_every_rank(2)
+def test_a_checkpoint_of_another_place_or_model_is_refused(r: int) -> None:
+    module, other = network(), nn.Linear(3, 3)
+    for m in (module, other):
+        m.with_bagua([sgd(m)], LowPrecisionDecentralizedAlgorithm(hierarchical=False))
+    state = module.bagua_algorithm.state_dict()
+    assert state["ring"] == (r, 2)
+    replicas = state["replicas"]
+    for key, value, message in (
+        ("ring", (1 - r, 2), rf"=\({1 - r}, 2\) of a ring, this is \({r}, 2\)"),
+        ("replicas", [*replicas, *replicas], "replicas of 2 buckets, this module has 1"),
+        ("replicas", other.bagua_algorithm.state_dict()["replicas"], r"is \(12,\) torch.float32 there and \(83,\)"),
+        ("replicas", [[t.half() for t in replicas[0]]], r"is \(83,\) torch.float16 there"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            module.bagua_algorithm.load_state_dict({**state, key: value})
+    module.with_bagua([], DecentralizedAlgorithm())
+    with pytest.raises(ValueError, match="averaging_steps of 0 buckets, this module has 1"):
+        module.bagua_algorithm.load_state_dict({"train_step_counter": 3, "averaging_steps": []})
+    assert module.bagua_train_step_counter == 0
 
 
 def test_S5_a_failed_attempt_to_wrap_anew_leaves_replicas_right() -> None:

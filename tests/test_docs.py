@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 from tests.launch import run_script
-from tests.scripts import load_script
+from tests.scripts import ROOT, load_script
 
 from bagua_ref.base.not_provided import REPLACEMENTS
 from bagua_ref.formulas.graphs import MODES
 
-ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\s*^```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.trainings import simulate
 
-import bagua_ref
 from bagua_ref.base.runtime import RealWorld, current_world
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
@@ -468,21 +468,20 @@ def test_a_forgotten_engine_takes_its_thread_along() -> None:
 
 
 def test_every_rank_issues_the_same_sequence_whatever_its_order_of_marks() -> None:
-    def rank(comm: Any) -> list[float]:
-        bagua_ref.init_process_group()
+    def rank(r: int) -> list[float]:
         engine = Engine(current_world())
         buckets = []
         for place in range(4):
-            tensor = torch.full((3,), float(comm.rank() + 10 * place)).ensure_bagua_tensor(f"t{place}")
+            tensor = torch.full((3,), float(r + 10 * place)).ensure_bagua_tensor(f"t{place}")
             buckets.append(BaguaBucket([tensor], str(place), flatten=True).append_centralized_synchronous_op(average=False))
         engine.register_ordered_buckets(buckets)
         for _ in range(2):
             order = list(range(4))
-            torch.manual_seed(comm.rank())
+            torch.manual_seed(r)
             for place in torch.randperm(4).tolist():
                 mark(buckets[order[place]])
             engine.wait_pending_comm_ops()
         return [bucket.tensors[0][0].item() for bucket in buckets]
 
-    for result in SimulatedWorld(3, seed=5).run(rank):
+    for result in simulate(3, rank, seed=5):
         assert result == [3 * (0 + 1 + 2 + 30 * place) for place in range(4)]

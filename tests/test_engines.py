@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 import yaml
 from tests.launch import launch
-from tests.scripts import load_script
+from tests.scripts import ROOT, load_script
 
 import bagua_ref
 
-ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "PET_", "MASTER_", "LOCAL_", "TORCHELASTIC_")
 

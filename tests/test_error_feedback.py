@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.trainings import Given, batch, network, simulate, train
+from tests.trainings import Given, batch, network, on_every_rank, simulate, train
 from torch import nn
 
 import bagua_ref
@@ -84,19 +84,19 @@ def test_qadam_with_one_bit_and_error_memory_learns_the_digits() -> None:
 
 
 @pytest.mark.parametrize("make", [bytegrad, qadam])
-def test_memories_start_at_zero_in_buckets_of_other_tensors(make: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch) -> None:
-    def rank(r: int) -> None:
-        module, optimizer = make()
-        train(module, optimizer, r, range(4))
-        assert len(kept(module)) == 2
-        bagua_ref.barrier()
-        monkeypatch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", "1")
-        module._bagua.reset()
-        assert len(kept(module)) == 8  # four buckets
-        assert not any(memory.any() for memory in kept(module))
-        train(module, optimizer, r, range(4, 5))
-
-    simulate(2, rank)
+@on_every_rank(2)
+def test_memories_start_at_zero_in_buckets_of_other_tensors(
+    r: int, make: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, optimizer = make()
+    train(module, optimizer, r, range(4))
+    assert len(kept(module)) == 2
+    bagua_ref.barrier()
+    monkeypatch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", "1")
+    module._bagua.reset()
+    assert len(kept(module)) == 8  # four buckets
+    assert not any(memory.any() for memory in kept(module))
+    train(module, optimizer, r, range(4, 5))
 
 
 def given(shape: tuple[int, ...], **options: Any) -> Any:
@@ -106,84 +106,76 @@ def given(shape: tuple[int, ...], **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_S11_1_elements_whose_result_is_nan_leave_the_memories_of_every_rank(bad: float) -> None:
-    def rank(r: int) -> None:
-        module, generator = given((10,)), torch.Generator().manual_seed(r)
-        module([torch.randn(10, generator=generator)]).backward()
-        worker, server = kept(module)
-        spoiled = torch.randn(10, generator=generator)
-        if r == 1:
-            spoiled[2] = bad  # in the chunk of rank 0
+@on_every_rank(2)
+def test_S11_1_elements_whose_result_is_nan_leave_the_memories_of_every_rank(r: int, bad: float) -> None:
+    module, generator = given((10,)), torch.Generator().manual_seed(r)
+    module([torch.randn(10, generator=generator)]).backward()
+    worker, server = kept(module)
+    spoiled = torch.randn(10, generator=generator)
+    if r == 1:
+        spoiled[2] = bad  # in the chunk of rank 0
+    module.zero_grad()
+    module([spoiled]).backward()
+    assert module.weights[0].grad.isnan().tolist() == [True] * 5 + [False] * 5
+    new_worker, new_server = kept(module)
+    assert_equal(new_worker[:5], worker[:5], EXACT)
+    assert not torch.equal(new_worker[5:], worker[5:])
+    assert torch.equal(new_server, server) is (r == 0)
+    module.zero_grad()
+    module([torch.randn(10, generator=generator)]).backward()
+    assert module.weights[0].grad.isfinite().all()
+
+
+@on_every_rank(2)
+def test_S11_1_what_16_bit_dtypes_round_away_is_not_remembered_and_payloads_are_float32(r: int) -> None:
+    module = Given([torch.zeros(4)]).to(torch.float16)
+    algorithm = ByteGradAlgorithm(hierarchical=False, compression="MXFP8", error_feedback=True)
+    module.with_bagua([torch.optim.SGD(module.parameters(), lr=0.0)], algorithm)
+    module([torch.tensor([1.0, 1.0, 1.0, 1.0], dtype=torch.float16)]).backward()
+    assert not any(memory.any() for memory in kept(module))
+    # (448 + 1/1024) / 2 has more digits than a float16; MXFP8 takes both, so that nothing is left out.
+    module.zero_grad()
+    module([torch.full((4,), 448.0 if r else 2.0**-10, dtype=torch.float16)]).backward()
+    worker, server = kept(module)
+    assert not worker.any()
+    assert server.any()  # of the mean as float32; the float16 nearest to it has no error
+
+
+@on_every_rank(4)
+def test_S11_1_padding_is_never_remembered(r: int) -> None:
+    module, generator = given((5,)), torch.Generator().manual_seed(r)
+    for _ in range(3):
         module.zero_grad()
-        module([spoiled]).backward()
-        assert module.weights[0].grad.isnan().tolist() == [True] * 5 + [False] * 5
-        new_worker, new_server = kept(module)
-        assert_equal(new_worker[:5], worker[:5], EXACT)
-        assert not torch.equal(new_worker[5:], worker[5:])
-        assert torch.equal(new_server, server) is (r == 0)
-        module.zero_grad()
-        module([torch.randn(10, generator=generator)]).backward()
-        assert module.weights[0].grad.isfinite().all()
-
-    simulate(2, rank)
-
-
-def test_S11_1_what_16_bit_dtypes_round_away_is_not_remembered_and_payloads_are_float32() -> None:
-    def rank(r: int) -> None:
-        module = Given([torch.zeros(4)]).to(torch.float16)
-        algorithm = ByteGradAlgorithm(hierarchical=False, compression="MXFP8", error_feedback=True)
-        module.with_bagua([torch.optim.SGD(module.parameters(), lr=0.0)], algorithm)
-        module([torch.tensor([1.0, 1.0, 1.0, 1.0], dtype=torch.float16)]).backward()
-        assert not any(memory.any() for memory in kept(module))
-        # (448 + 1/1024) / 2 has more digits than a float16; MXFP8 takes both, so that nothing is left out.
-        module.zero_grad()
-        module([torch.full((4,), 448.0 if r else 2.0**-10, dtype=torch.float16)]).backward()
-        worker, server = kept(module)
-        assert not worker.any()
-        assert server.any()  # of the mean as float32; the float16 nearest to it has no error
-
-    simulate(2, rank)
-
-
-def test_S11_1_padding_is_never_remembered() -> None:
-    def rank(r: int) -> None:
-        module, generator = given((5,)), torch.Generator().manual_seed(r)
-        for _ in range(3):
-            module.zero_grad()
-            module([torch.randn(5, generator=generator)]).backward()
-        worker, server = kept(module)  # eight elements in four chunks: OneBit gives zeros the chunk's magnitude
-        assert len(worker) == 8
-        assert worker[:5].all()
-        assert not worker[5:].any()
-        assert server.count_nonzero() == (2, 2, 1, 0)[r]
-
-    simulate(4, rank)
+        module([torch.randn(5, generator=generator)]).backward()
+    worker, server = kept(module)  # eight elements in four chunks: OneBit gives zeros the chunk's magnitude
+    assert len(worker) == 8
+    assert worker[:5].all()
+    assert not worker[5:].any()
+    assert server.count_nonzero() == (2, 2, 1, 0)[r]
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-def test_S9_5_a_mean_that_is_not_finite_leaves_all_memories_of_its_fragment(delay: int) -> None:
-    def rank(r: int) -> None:
-        module = network()
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-        algorithm = DiLoCoAlgorithm(2, delay=delay, compression="MXFP4", error_feedback=True)
-        module.with_bagua([optimizer], algorithm)
-        train(module, optimizer, r, range(2))
-        before = kept(module)
-        assert before[0].any()
-        if r == 1:
-            with torch.no_grad():
-                module[0].weight[0, 0] = torch.inf  # some chunks and blocks of the fragment remain finite
-        for step in (2, 3):
-            module(batch(r, step)).sum().backward()
-            for parameter in module.parameters():
-                parameter.grad.zero_()
-            if step == 2:
-                optimizer.step()
-        with pytest.raises(CommunicationError, match="fragment 0 was not applied"):
+@on_every_rank(2)
+def test_S9_5_a_mean_that_is_not_finite_leaves_all_memories_of_its_fragment(r: int, delay: int) -> None:
+    module = network()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    algorithm = DiLoCoAlgorithm(2, delay=delay, compression="MXFP4", error_feedback=True)
+    module.with_bagua([optimizer], algorithm)
+    train(module, optimizer, r, range(2))
+    before = kept(module)
+    assert before[0].any()
+    if r == 1:
+        with torch.no_grad():
+            module[0].weight[0, 0] = torch.inf  # some chunks and blocks of the fragment remain finite
+    for step in (2, 3):
+        module(batch(r, step)).sum().backward()
+        for parameter in module.parameters():
+            parameter.grad.zero_()
+        if step == 2:
             optimizer.step()
-        assert_same(kept(module), before)
-
-    simulate(2, rank)
+    with pytest.raises(CommunicationError, match="fragment 0 was not applied"):
+        optimizer.step()
+    assert_same(kept(module), before)
 
 
 # States
@@ -231,23 +223,19 @@ def test_without_error_memory_states_hold_none_and_those_of_a_training_with_it_l
 
 
 @EACH
-def test_one_bit_warns_without_error_memory_only(make: Callable[..., Pair]) -> None:
-    def rank(r: int) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            module, optimizer = make()
-            train(module, optimizer, r, range(4))
-
-    simulate(1, rank)
+@on_every_rank(1)
+def test_one_bit_warns_without_error_memory_only(r: int, make: Callable[..., Pair]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module, optimizer = make()
+        train(module, optimizer, r, range(4))
 
 
-def test_a_bucket_refuses_a_memory_that_does_not_fit() -> None:
-    def rank(r: int) -> None:
-        bucket = BaguaBucket([torch.ones(4).ensure_bagua_tensor("t")], "b", flatten=True)
-        memory = ErrorMemory(4, 4, 1, bucket.device)
-        with pytest.raises(ValueError, match="error_memory needs compression"):
-            bucket.append_centralized_synchronous_op(scattergather=True, error_memory=memory)
-        with pytest.raises(ValueError, match=r"error_memory is for 4 elements in 1 chunks; bucket 'b' has 4 in 2"):
-            bucket.append_centralized_synchronous_op(scattergather=True, compression="MXFP8", error_memory=memory)
-
-    simulate(2, rank)
+@on_every_rank(2)
+def test_a_bucket_refuses_a_memory_that_does_not_fit(r: int) -> None:
+    bucket = BaguaBucket([torch.ones(4).ensure_bagua_tensor("t")], "b", flatten=True)
+    memory = ErrorMemory(4, 4, 1, bucket.device)
+    with pytest.raises(ValueError, match="error_memory needs compression"):
+        bucket.append_centralized_synchronous_op(scattergather=True, error_memory=memory)
+    with pytest.raises(ValueError, match=r"error_memory is for 4 elements in 1 chunks; bucket 'b' has 4 in 2"):
+        bucket.append_centralized_synchronous_op(scattergather=True, compression="MXFP8", error_memory=memory)

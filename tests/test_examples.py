@@ -1,28 +1,23 @@
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from tests.launch import run_script
-from tests.scripts import load_script
+from tests.scripts import ROOT, load_script, run_python
 
 from bagua_ref.algorithms import GlobalAlgorithmRegistry
 from bagua_ref.simulation import SimulatedWorld
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 
 
 def run(*command: str, temporary: Path | None = None) -> str:
     """Run Python; torchrun leaves its folders in ``temporary``."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), **({"TMPDIR": str(temporary)} if temporary else {})}
-    ended = subprocess.run([sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    ended = run_python(*command, **({"TMPDIR": str(temporary)} if temporary else {}))
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 

@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[1]
+from tests.scripts import ROOT
 
 PLANTED = """
 from hypothesis import given, strategies as st

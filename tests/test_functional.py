@@ -9,20 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.launch import launch
+from tests.trainings import on_every_rank, simulate
 
 import bagua_ref
 from bagua_ref.conformance import EXACT, assert_equal
 from bagua_ref.data_parallel.functional import ReduceOp, all_reduce, torch_reduce_op_to_bagua
 from bagua_ref.errors import NotInitializedError
 from bagua_ref.simulation import SimulatedWorld
-
-
-def simulate(ranks: int, function: Any) -> list[Any]:
-    def main(comm: Any) -> Any:
-        bagua_ref.init_process_group()
-        return function()
-
-    return SimulatedWorld(ranks).run(main)
 
 
 def x_of(rank: int) -> torch.Tensor:
@@ -41,7 +34,7 @@ OPS: dict[str, Any] = {
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize("name", OPS)
 def test_the_result_is_the_reduction_and_the_input_stays(name: str, ranks: int) -> None:
-    def rank() -> tuple[torch.Tensor, torch.Tensor]:
+    def rank(r: int) -> tuple[torch.Tensor, torch.Tensor]:
         x = x_of(bagua_ref.get_rank())
         return all_reduce(x, op=getattr(dist.ReduceOp, name)), x
 
@@ -80,7 +73,7 @@ def check_gradients(name: str, results: list[Any]) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 @pytest.mark.parametrize("name", ["SUM", "AVG"])
 def test_gradients_have_their_closed_form_also_the_second(name: str, ranks: int) -> None:
-    check_gradients(name, simulate(ranks, lambda: loss_and_gradients(name)))
+    check_gradients(name, simulate(ranks, lambda r: loss_and_gradients(name)))
 
 
 def on_gloo() -> Any:
@@ -101,17 +94,15 @@ def test_over_gloo_it_is_the_same_in_torchs_groups_too() -> None:
         assert_equal(result, x_of(0) + x_of(1), EXACT)
 
 
-def test_any_layout_and_dtype() -> None:
-    def rank() -> tuple[torch.Tensor, torch.Tensor]:
-        x = torch.arange(6.0).view(2, 3).t().requires_grad_()
-        y = all_reduce(x)
-        (y * torch.arange(6.0).view(3, 2)).sum().backward()
-        assert all_reduce(torch.tensor([3]), op=dist.ReduceOp.BAND).tolist() == [3]
-        return y.detach(), x.grad
-
-    for y, grad in simulate(2, rank):
-        assert torch.equal(y, 2 * torch.arange(6.0).view(2, 3).t())
-        assert torch.equal(grad, 2 * torch.arange(6.0).view(3, 2))
+@on_every_rank(2)
+def test_any_layout_and_dtype(r: int) -> None:
+    x = torch.arange(6.0).view(2, 3).t().requires_grad_()
+    y = all_reduce(x)
+    (y * torch.arange(6.0).view(3, 2)).sum().backward()
+    assert all_reduce(torch.tensor([3]), op=dist.ReduceOp.BAND).tolist() == [3]
+    y, grad = y.detach(), x.grad
+    assert torch.equal(y, 2 * torch.arange(6.0).view(2, 3).t())
+    assert torch.equal(grad, 2 * torch.arange(6.0).view(3, 2))
 
 
 def test_every_operator_of_baguas_has_its_number() -> None:
@@ -130,27 +121,23 @@ def test_an_operator_that_bagua_has_not_is_named(op: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["MIN", "MAX", "PRODUCT"])
-def test_an_operator_without_gradient_is_refused_where_one_is_needed(name: str) -> None:
-    def rank() -> None:
-        x = torch.ones(2, requires_grad=True)
-        with pytest.raises(NotImplementedError, match=f"op={name} has no gradient"):
-            all_reduce(x, op=getattr(dist.ReduceOp, name))
-        with torch.no_grad():
-            assert all_reduce(x, op=getattr(dist.ReduceOp, name)).tolist() == [1, 1]
-
-    simulate(2, rank)
+@on_every_rank(2)
+def test_an_operator_without_gradient_is_refused_where_one_is_needed(r: int, name: str) -> None:
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(NotImplementedError, match=f"op={name} has no gradient"):
+        all_reduce(x, op=getattr(dist.ReduceOp, name))
+    with torch.no_grad():
+        assert all_reduce(x, op=getattr(dist.ReduceOp, name)).tolist() == [1, 1]
 
 
-def test_wrong_arguments_are_named() -> None:
-    def rank() -> None:
-        with pytest.raises(TypeError, match="tensor=3 must be"):
-            all_reduce(3)
-        with pytest.raises(TypeError, match="process_group=3 must be"):
-            all_reduce(torch.ones(1), group=3)
-        with pytest.raises(TypeError, match="AVG needs a floating-point"):
-            all_reduce(torch.ones(1, dtype=torch.int64), op=dist.ReduceOp.AVG)
-
-    simulate(1, rank)
+@on_every_rank(1)
+def test_wrong_arguments_are_named(r: int) -> None:
+    with pytest.raises(TypeError, match="tensor=3 must be"):
+        all_reduce(3)
+    with pytest.raises(TypeError, match="process_group=3 must be"):
+        all_reduce(torch.ones(1), group=3)
+    with pytest.raises(TypeError, match="AVG needs a floating-point"):
+        all_reduce(torch.ones(1, dtype=torch.int64), op=dist.ReduceOp.AVG)
 
 
 def test_before_init_process_group_it_is_an_error() -> None:
@@ -162,7 +149,7 @@ def test_before_init_process_group_it_is_an_error() -> None:
 
 
 def test_a_rank_outside_the_group_gets_its_own_back() -> None:
-    def rank() -> list[float]:
+    def rank(r: int) -> list[float]:
         group = bagua_ref.new_group([0, 1])
         return all_reduce(torch.tensor([1.0 + bagua_ref.get_rank()]), group=group).tolist()
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from tests.launch import launch
-from tests.trainings import simulate, weights
+from tests.trainings import on_every_rank, simulate, weights, wrap
+from tests.trainings import small_batch as batch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
@@ -28,10 +29,6 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.tanh(self.body(x))) * self.scale
-
-
-def batch(rank: int, step: int) -> Tensor:
-    return torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
 def named(model: nn.Module) -> dict[str, Tensor]:
@@ -177,16 +174,13 @@ def test_S5_gradients_of_other_tensors_stay_with_their_rank(compute: Callable[..
     "algorithm",
     ["bytegrad", "decentralized", "low_precision_decentralized", "qadam", "async", "local_sgd", "diloco", "powersgd", "topk"],
 )
-def test_S5_every_algorithm_takes_functional_calls(algorithm: str) -> None:
-    def rank(r: int) -> dict[str, bool]:
-        local, changed = Net(), {}
-        for compute in (*REACHING, *ALONE):
-            found = train(r, compute, "flat", algorithm)
-            changed[compute.__name__] = not torch.equal(found, weights(local)) and bool(found.isfinite().all())
-        return changed
-
-    for changed in simulate(2, rank):
-        assert all(changed.values()), changed
+@on_every_rank(2)
+def test_S5_every_algorithm_takes_functional_calls(r: int, algorithm: str) -> None:
+    local, changed = Net(), {}
+    for compute in (*REACHING, *ALONE):
+        found = train(r, compute, "flat", algorithm)
+        changed[compute.__name__] = not torch.equal(found, weights(local)) and bool(found.isfinite().all())
+    assert all(changed.values()), changed
 
 
 def test_S5_3_decentralized_averages_around_a_functional_backward() -> None:
@@ -206,9 +200,7 @@ def test_S5_3_decentralized_averages_around_a_functional_backward() -> None:
 
 def test_S5_a_functional_forward_under_no_sync_stays_local_and_its_step_is_legal() -> None:
     def rank(r: int) -> tuple[Tensor, int]:
-        model = Net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model.with_bagua([optimizer], Algorithm.init("gradient_allreduce"))
+        model, optimizer = wrap(Net(), Algorithm.init("gradient_allreduce"), lr=0.1)
         fast = {name: 0.9 * p for name, p in named(model).items()}
         with model.no_sync():
             loss = functional_call(model, fast, (batch(r, 0),)).square().mean()
@@ -225,66 +217,55 @@ def test_S5_a_functional_forward_under_no_sync_stays_local_and_its_step_is_legal
     assert steps == 1
 
 
-def test_S5_a_call_that_replaces_frozen_parameters_only_is_a_training_forward() -> None:
-    def rank(r: int) -> Tensor:
-        model = Net()
-        model.body.requires_grad_(False)
-        model.with_bagua([], Algorithm.init("gradient_allreduce"))
-        loss = functional_call(model, {"body.weight": torch.ones(3, 4, requires_grad=True)}, (batch(r, 0),)).square().mean()
-        assert model.bagua_train_step_counter == 1
-        loss.backward()
-        return model.head.weight.grad.clone()
-
-    first, second = simulate(2, rank)
-    assert torch.equal(first, second)
+@on_every_rank(2)
+def test_S5_a_call_that_replaces_frozen_parameters_only_is_a_training_forward(r: int) -> Tensor:
+    model = Net()
+    model.body.requires_grad_(False)
+    model.with_bagua([], Algorithm.init("gradient_allreduce"))
+    loss = functional_call(model, {"body.weight": torch.ones(3, 4, requires_grad=True)}, (batch(r, 0),)).square().mean()
+    assert model.bagua_train_step_counter == 1
+    loss.backward()
+    return model.head.weight.grad.clone()
 
 
-def test_a_functional_forward_of_an_earlier_step_makes_no_backward_legal() -> None:
-    def rank(r: int) -> None:
-        model = Net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model.with_bagua([optimizer], Algorithm.init("gradient_allreduce"))
-        for train_before in (False, True):
-            slopes_per_sample(model, batch(r, 0))
-            if train_before:
-                model(batch(r, 0)).sum().backward()
+@on_every_rank(2)
+def test_a_functional_forward_of_an_earlier_step_makes_no_backward_legal(r: int) -> None:
+    model, optimizer = wrap(Net(), Algorithm.init("gradient_allreduce"), lr=0.1)
+    for train_before in (False, True):
+        slopes_per_sample(model, batch(r, 0))
+        if train_before:
+            model(batch(r, 0)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.head(model.body(batch(r, 1))).sum().backward()
+        with pytest.raises(RuntimeError, match="followed no training forward"):
             optimizer.step()
-            optimizer.zero_grad()
-            model.head(model.body(batch(r, 1))).sum().backward()
-            with pytest.raises(RuntimeError, match="followed no training forward"):
-                optimizer.step()
-            optimizer.zero_grad()
-
-    simulate(2, rank)
+        optimizer.zero_grad()
 
 
-def test_S5_buffers_are_not_broadcast_during_a_functional_backward() -> None:
-    def rank(r: int) -> None:
-        model, alone = DistributedDataParallel(Net()), Net()
-        for module in (model.module, alone):
-            module.scale.fill_(1.0 + r)
-        fast_weights_alone(model, batch(0, 0))
-        assert model.module.scale.item() == 1 + r  # saved for backward
-        fast_weights_alone(alone, batch(0, 0))
-        mean = alone.head.bias.grad.clone()
-        bagua_ref.allreduce_inplace(mean, bagua_ref.ReduceOp.AVG)
-        torch.testing.assert_close(model.module.head.bias.grad, mean)
-
-    simulate(2, rank)
+@on_every_rank(2)
+def test_S5_buffers_are_not_broadcast_during_a_functional_backward(r: int) -> None:
+    model, alone = DistributedDataParallel(Net()), Net()
+    for module in (model.module, alone):
+        module.scale.fill_(1.0 + r)
+    fast_weights_alone(model, batch(0, 0))
+    assert model.module.scale.item() == 1 + r  # saved for backward
+    fast_weights_alone(alone, batch(0, 0))
+    mean = alone.head.bias.grad.clone()
+    bagua_ref.allreduce_inplace(mean, bagua_ref.ReduceOp.AVG)
+    torch.testing.assert_close(model.module.head.bias.grad, mean)
 
 
-def test_a_module_keeps_its_check_of_parameters_after_a_functional_call() -> None:
-    def rank(r: int) -> None:
-        model = Net()
-        model.with_bagua([], Algorithm.init("gradient_allreduce"))
-        maml(model, batch(r, 0))
-        model.head.weight = nn.Parameter(torch.zeros(1, 3))
-        with pytest.raises(RuntimeError, match=r"'head\.weight'.*with_bagua\(\) again"):
-            model(batch(r, 0))
-        with pytest.raises(RuntimeError, match=r"'head\.weight'"):
-            model(batch(r, 0))
-
-    simulate(2, rank)
+@on_every_rank(2)
+def test_a_module_keeps_its_check_of_parameters_after_a_functional_call(r: int) -> None:
+    model = Net()
+    model.with_bagua([], Algorithm.init("gradient_allreduce"))
+    maml(model, batch(r, 0))
+    model.head.weight = nn.Parameter(torch.zeros(1, 3))
+    with pytest.raises(RuntimeError, match=r"'head\.weight'.*with_bagua\(\) again"):
+        model(batch(r, 0))
+    with pytest.raises(RuntimeError, match=r"'head\.weight'"):
+        model(batch(r, 0))
 
 
 def _train_over_gloo() -> list[tuple[Tensor, Tensor]]:

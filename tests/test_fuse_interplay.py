@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.launch import launch
+from tests.trainings import simulate
 from torch import Tensor, nn
 
 import bagua_ref
@@ -114,40 +115,38 @@ def test_S6_a_wrapped_module_trains_as_with_the_unfused_optimizer(
 
 
 def test_S6_low_precision_decentralized_refuses_a_fused_optimizer() -> None:
-    def main(comm: Any) -> None:
-        bagua_ref.init_process_group()
+    def main(r: int) -> None:
         module = network()
         optimizer = fuse_optimizer(torch.optim.SGD(module.parameters(), lr=0.1))
         module.with_bagua([optimizer], Algorithm.init("low_precision_decentralized", hierarchical=False))
 
     with pytest.raises(ValueError, match="optimizers hold a fused SGD"):
-        SimulatedWorld(2).run(main)
+        simulate(2, main)
 
 
 @pytest.mark.parametrize("bucket_size", ["200", "10000000"])
 def test_S6_gradients_and_momenta_stay_in_their_buckets(monkeypatch: pytest.MonkeyPatch, bucket_size: str) -> None:
     monkeypatch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", bucket_size)
 
-    def main(comm: Any) -> None:
-        bagua_ref.init_process_group()
+    def main(r: int) -> None:
         module = network()
         optimizer: Any = fuse_optimizer(torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9))
         module.with_bagua([optimizer], GradientAllReduceAlgorithm())
         for set_to_none in (True, False, False):
-            train(module, optimizer, comm.rank(), 2, True, set_to_none)
+            train(module, optimizer, r, 2, True, set_to_none)
             assert len(module.bagua_buckets) == (2 if bucket_size == "200" else 1)
             assert all(bucket.check_flatten() for bucket in module.bagua_buckets)
 
         module = network()
         optimizer = make("qadam", module)
         module.with_bagua([optimizer], QAdamAlgorithm(optimizer, hierarchical=False), do_flatten=False)
-        train(module, optimizer, comm.rank(), 4, False, True)
+        train(module, optimizer, r, 4, False, True)
         pointers = [optimizer.state[p]["exp_avg"].data_ptr() for p in module.parameters()]
         fuse_optimizer(optimizer)
-        train(module, optimizer, comm.rank(), 2, True, True)
+        train(module, optimizer, r, 2, True, True)
         assert [optimizer.state[p]["exp_avg"].data_ptr() for p in module.parameters()] == pointers
 
-    SimulatedWorld(2).run(main)
+    simulate(2, main)
 
 
 def ddp(fuse: bool, view: bool, set_to_none: bool) -> tuple[list[Tensor], int]:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.scripts import load_script
+from tests.scripts import load_script, run_python
 from tests.test_fuse import Plain, give, parameters
 from torch import Tensor
 
@@ -19,8 +16,6 @@ from bagua_ref.contrib.fuse.optimizer import fuse_optimizer, is_fused_optimizer
 from bagua_ref.contrib.fuse.verify import ELEMENTWISE, NOT_ELEMENTWISE, try_on_clones
 
 pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).parents[1]
 
 
 verdicts = load_script("docs/_fuse_table.py")
@@ -374,10 +369,7 @@ def test_a_third_party_optimizer_passes_and_the_example_runs() -> None:
     from lion_pytorch import Lion
 
     assert try_on_clones(Lion(parameters())) is None
-    command = [sys.executable, "examples/fuse_third_party.py"]
-    ended = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, capture_output=True, text=True, timeout=120
-    )
+    ended = run_python("examples/fuse_third_party.py")
     assert ended.returncode == 0, ended.stderr
     assert "240 parameters, 53 fused steps" in ended.stdout
     assert "weights equal in every bit" in ended.stdout

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from tests import communication_cases as cases
 from tests import disagreements, leaving
-from tests.launch import launch, outcomes
+from tests.launch import launch, on_every_process, outcomes
 
 import bagua_ref
 from bagua_ref import ReduceOp
@@ -600,7 +600,8 @@ def test_S2_5_a_rank_that_stays_away_makes_the_others_raise_in_time(over_gloo):
         assert "timed out after 5 s; rank 1 has not come" in message
 
 
-def never_connect():
+@on_every_process(2, collective_timeout=1)
+def test_S2_5_connecting_has_a_limit_too():
     group = bagua_ref.new_group()
     if bagua_ref.get_rank() == 0:
         with pytest.raises(CommunicationTimeoutError, match=r"connect.*group0/global"):
@@ -608,10 +609,6 @@ def never_connect():
     else:
         time.sleep(2)
     bagua_ref.destroy_process_group()
-
-
-def test_S2_5_connecting_has_a_limit_too():
-    launch(never_connect, 2, collective_timeout=1)
 
 
 def alone():

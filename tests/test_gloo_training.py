@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from tests.algorithms import CASES, Run, assert_same, model
 from tests.launch import launch, outcomes
-from tests.trainings import network, simulate, train, weights
+from tests.trainings import network, simulate, train, weights, wrap
 from torch import nn
 
 import bagua_ref
@@ -105,9 +105,7 @@ def test_S3_1_tensors_are_divided_once_by_the_operation_that_is_a_mean(flatten: 
 
 
 def train_and_lose_a_peer() -> str:
-    module = network()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    module.with_bagua([optimizer], ByteGradAlgorithm(hierarchical=False), timeout=5)
+    module, optimizer = wrap(network(), ByteGradAlgorithm(hierarchical=False), lr=0.1, timeout=5)
     train(module, optimizer, bagua_ref.get_rank(), range(2))
     if bagua_ref.get_rank() == 1:
         handle = module[2].weight.register_post_accumulate_grad_hook(lambda parameter: (time.sleep(0.5), os._exit(3)))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.launch import launch
 from tests.test_uneven import wrapped
-from tests.trainings import batch, network, simulate, weights
+from tests.trainings import batch, network, on_every_rank, simulate, weights
 from torch import nn
 
 import bagua_ref
@@ -74,17 +74,13 @@ def test_ranks_over_gloo_skip_together() -> None:
     assert launch(skipping_here, 3) == [[EXPECTED, EXPECTED]] * 3
 
 
-def test_torchs_own_scaler_is_an_error_that_names_the_step() -> None:
-    def rank(r: int) -> str:
-        module, optimizer = wrapped(low_precision())
-        with pytest.raises(CommunicationError) as caught:
-            train(module, optimizer, torch.amp.GradScaler("cpu"), r, 3, {1: {1}})
-        return str(caught.value)
-
-    for said in simulate(3, rank):
-        assert (
-            "rank 1 has taken 2 optimizer steps, ranks 0, 2 have taken 3 optimizer steps" in said or "backward passes since" in said
-        )
+@on_every_rank(3)
+def test_torchs_own_scaler_is_an_error_that_names_the_step(r: int) -> None:
+    module, optimizer = wrapped(low_precision())
+    with pytest.raises(CommunicationError) as caught:
+        train(module, optimizer, torch.amp.GradScaler("cpu"), r, 3, {1: {1}})
+    said = str(caught.value)
+    assert "rank 1 has taken 2 optimizer steps, ranks 0, 2 have taken 3 optimizer steps" in said or "backward passes since" in said
 
 
 def test_one_rank_with_torchs_scaler_is_an_error_on_all() -> None:
@@ -137,14 +133,12 @@ def test_ranks_without_batches_take_part_and_end_with_the_same_scale(counts: lis
 
 
 @pytest.mark.parametrize("algorithm", [low_precision, GradientAllReduceAlgorithm])
-def test_inside_join_a_scaler_must_be_listed(algorithm: Any) -> None:
-    def rank(r: int) -> None:
-        module, optimizer = wrapped(algorithm())
-        bagua_ref.barrier()  # or one rank may fail while another one is still wrapping
-        with pytest.raises(RuntimeError, match=r"must be among its joinables.*join\(\[model, scaler\]\)"), bagua_ref.join([module]):
-            train(module, optimizer, bagua_ref.GradScaler("cpu"), r, 1, {})
-
-    simulate(2, rank)
+@on_every_rank(2)
+def test_inside_join_a_scaler_must_be_listed(r: int, algorithm: Any) -> None:
+    module, optimizer = wrapped(algorithm())
+    bagua_ref.barrier()  # or one rank may fail while another one is still wrapping
+    with pytest.raises(RuntimeError, match=r"must be among its joinables.*join\(\[model, scaler\]\)"), bagua_ref.join([module]):
+        train(module, optimizer, bagua_ref.GradScaler("cpu"), r, 1, {})
 
 
 def test_a_scaler_that_is_not_enabled_does_nothing() -> None:

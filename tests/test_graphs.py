@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.launch import launch, outcomes
 from tests.test_decentralized import like, one_bucket
-from tests.trainings import network, sgd, simulate, train, weights, wrapped
+from tests.trainings import network, on_every_rank, sgd, simulate, train, weights, wrap, wrapped
 
 import bagua_ref
 from bagua_ref.algorithms import DecentralizedAlgorithm
@@ -230,18 +230,16 @@ def fails_later(t: int, n: int) -> Any:
     return lazy_ring(t, n)
 
 
-def test_S13_4_a_graph_that_is_wrong_at_first_is_refused_when_wrapping_and_training_goes_on_without() -> None:
-    def rank(r: int) -> None:
-        module = network()
-        wrong = in_turn([[[(0, 1.0)], [(1, 1.0)], [(1, 1.0), (2, 0.0)]]])
-        with pytest.raises(ValueError, match=r"column 1 \(receivers of rank 1\) has weights that sum to 2\.0"):
-            module.with_bagua([], DecentralizedAlgorithm(False, wrong))
-        with pytest.raises(LookupError, match="no graph at all"):
-            module.with_bagua([], DecentralizedAlgorithm(False, lambda t, n: {}["no graph at all"]))
-        module.with_bagua([sgd(module)], DecentralizedAlgorithm(False, lazy_ring))
-        train(module, module.bagua_optimizers[0], r, range(3))
-
-    simulate(3, rank)
+@on_every_rank(3)
+def test_S13_4_a_graph_that_is_wrong_at_first_is_refused_when_wrapping_and_training_goes_on_without(r: int) -> None:
+    module = network()
+    wrong = in_turn([[[(0, 1.0)], [(1, 1.0)], [(1, 1.0), (2, 0.0)]]])
+    with pytest.raises(ValueError, match=r"column 1 \(receivers of rank 1\) has weights that sum to 2\.0"):
+        module.with_bagua([], DecentralizedAlgorithm(False, wrong))
+    with pytest.raises(LookupError, match="no graph at all"):
+        module.with_bagua([], DecentralizedAlgorithm(False, lambda t, n: {}["no graph at all"]))
+    module.with_bagua([sgd(module)], DecentralizedAlgorithm(False, lazy_ring))
+    train(module, module.bagua_optimizers[0], r, range(3))
 
 
 @pytest.mark.parametrize(
@@ -347,17 +345,15 @@ def test_S13_4_real_processes_neither_wait_nor_mix_when_functions_differ(how: st
 # Training
 
 
-def test_S13_a_failed_attempt_to_wrap_again_does_not_restart_the_graphs() -> None:
-    def rank(r: int) -> None:
-        module, optimizer = wrapped(DecentralizedAlgorithm(False, "one_peer_exponential"))
-        train(module, optimizer, r, range(4))
-        with pytest.raises(ValueError, match="hypercube"):
-            module.with_bagua([optimizer], DecentralizedAlgorithm(False, "hypercube"))
-        assert module.bagua_algorithm.state_dict()["averaging_steps"] == [4]
-        train(module, optimizer, r, range(4, 7))
-        assert module.bagua_algorithm.state_dict()["averaging_steps"] == [7]
-
-    simulate(5, rank)
+@on_every_rank(5)
+def test_S13_a_failed_attempt_to_wrap_again_does_not_restart_the_graphs(r: int) -> None:
+    module, optimizer = wrapped(DecentralizedAlgorithm(False, "one_peer_exponential"))
+    train(module, optimizer, r, range(4))
+    with pytest.raises(ValueError, match="hypercube"):
+        module.with_bagua([optimizer], DecentralizedAlgorithm(False, "hypercube"))
+    assert module.bagua_algorithm.state_dict()["averaging_steps"] == [4]
+    train(module, optimizer, r, range(4, 7))
+    assert module.bagua_algorithm.state_dict()["averaging_steps"] == [7]
 
 
 def random_graph(t: int, n: int) -> Any:
@@ -374,9 +370,9 @@ def train_all(hierarchical: bool, talking: int) -> list[list[torch.Tensor]]:
         for dtype in (torch.float32, torch.bfloat16):
             if mode == "hypercube" and not MODES[mode].takes(talking):
                 continue
-            module = network(dtype=dtype)
-            optimizer = sgd(module)
-            module.with_bagua([optimizer], DecentralizedAlgorithm(hierarchical, mode, 1 + (mode == "ring")))
+            module, optimizer = wrap(
+                network(dtype=dtype), DecentralizedAlgorithm(hierarchical, mode, 1 + (mode == "ring")), lr=0.1, momentum=0.9
+            )
             steps = []
             for step in range(4):
                 train(module, optimizer, bagua_ref.get_rank(), range(step, step + 1))

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import re
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.scripts import run_python
 
 pytestmark = pytest.mark.slow
 
@@ -54,11 +52,6 @@ OPTIONAL = {
     "accelerate", "cupy", "fakeredis", "hiredis", "hypothesis", "jsonschema", "lightning", "lightning_fabric", "matplotlib",
     "pytorch_lightning", "redis", "rich", "safetensors", "sklearn", "transformers", "triton",
 }  # fmt: skip
-
-
-def run_python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE), **variables}
-    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=True, timeout=120)
 
 
 @functools.cache

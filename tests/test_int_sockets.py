@@ -18,9 +18,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.launch import launch
+from tests.launch import launch, on_every_process
 from tests.ranks_in_threads import Ranks
-from tests.trainings import batch, network
+from tests.trainings import batch, network, wrap
 
 import bagua_ref
 from bagua_ref.algorithms import DecentralizedAlgorithm, GradientAllReduceAlgorithm
@@ -376,9 +376,7 @@ def test_sockets_that_nobody_refers_to_are_closed() -> None:
 
 def train(steps: int, skipped_by: int | None = None) -> tuple[torch.Tensor, set[socket.AddressFamily]]:
     """Train over gloo; return the weights and the kind of the sockets that carry the integers, if any do."""
-    module: Any = network()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    module.with_bagua([optimizer], GradientAllReduceAlgorithm())
+    module, optimizer = wrap(network(), GradientAllReduceAlgorithm(), lr=0.1)
     for step in range(steps):
         optimizer.zero_grad()
         module(batch(bagua_ref.get_rank(), step)).square().mean().backward()
@@ -421,7 +419,8 @@ def test_ranks_that_disagree_are_told_in_either_way(function: Callable[..., Any]
     assert len(set(launch(disagree, 3, function))) == 1
 
 
-def wait_for_a_rank_that_gives_up() -> None:
+@on_every_process(3, collective_timeout=20.0)
+def test_a_rank_that_gives_up_is_noticed_by_those_that_wait_for_its_note() -> None:
     module: Any = network()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     module.with_bagua([optimizer], DecentralizedAlgorithm(hierarchical=False))  # with it, an exchange comes before buckets
@@ -435,10 +434,6 @@ def wait_for_a_rank_that_gives_up() -> None:
         module(batch(bagua_ref.get_rank(), 1)).square().mean().backward()
 
 
-def test_a_rank_that_gives_up_is_noticed_by_those_that_wait_for_its_note() -> None:
-    launch(wait_for_a_rank_that_gives_up, 3, collective_timeout=20.0)
-
-
 def open_sockets() -> int:
     return sum(os.readlink(f"/proc/self/fd/{name}").startswith("socket:") for name in os.listdir("/proc/self/fd") if exists(name))
 
@@ -450,9 +445,7 @@ def exists(name: str) -> bool:
 def train_again_and_again() -> list[int]:
     counts = []
     for _ in range(4):
-        module: Any = network()
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        module.with_bagua([optimizer], GradientAllReduceAlgorithm(), process_group=bagua_ref.new_group())
+        module, optimizer = wrap(network(), GradientAllReduceAlgorithm(), lr=0.1, process_group=bagua_ref.new_group())
         module(batch(bagua_ref.get_rank(), 0)).square().mean().backward()
         optimizer.step()
         module.bagua_resynchronize()

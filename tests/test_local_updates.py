@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests import faults
 from tests.launch import launch
-from tests.trainings import Scalar, batch, network, sgd, simulate, train, weights, wrapped
+from tests.trainings import Scalar, batch, network, on_every_rank, sgd, simulate, train, weights, wrap, wrapped
 from torch import nn
 
 import bagua_ref
@@ -33,9 +33,7 @@ def plain(tensors: list[torch.Tensor]) -> torch.optim.Optimizer:
 
 def scalar(algorithm: Algorithm, dtype: torch.dtype = torch.float32) -> tuple[Any, torch.optim.Optimizer, Callable[[float], float]]:
     """Return a wrapped `Scalar`, its optimizer, and a function that takes a step of the given size upwards."""
-    module: Any = Scalar(dtype)
-    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-    module.with_bagua([optimizer], algorithm)
+    module, optimizer = wrap(Scalar(dtype), algorithm, lr=1.0)
 
     def step(size: float) -> float:
         optimizer.zero_grad()
@@ -71,21 +69,19 @@ def test_S9_1_nodes_hear_of_each_other_only_when_weights_are_averaged(monkeypatc
 
 
 @pytest.mark.parametrize("skipped", range(1, 8))
-def test_a_step_that_a_rank_of_a_node_skips_is_an_error_on_every_rank_of_every_node(skipped: int) -> None:
-    def rank(r: int) -> None:
-        module, _, step = scalar(LocalSGDAlgorithm(3, warmup_steps=2, hierarchical=True))
+@on_every_rank(4, nodes=(2, 2))
+def test_a_step_that_a_rank_of_a_node_skips_is_an_error_on_every_rank_of_every_node(r: int, skipped: int) -> None:
+    module, _, step = scalar(LocalSGDAlgorithm(3, warmup_steps=2, hierarchical=True))
 
-        def go_on() -> None:
-            for number in range(1, 14):
-                if r == 1 and number == skipped:
-                    module(1.0).backward()
-                else:
-                    step(1.0)
+    def go_on() -> None:
+        for number in range(1, 14):
+            if r == 1 and number == skipped:
+                module(1.0).backward()
+            else:
+                step(1.0)
 
-        with pytest.raises(CommunicationError, match=r"disagree|gave up"):
-            go_on()
-
-    simulate(4, rank, nodes=(2, 2))
+    with pytest.raises(CommunicationError, match=r"disagree|gave up"):
+        go_on()
 
 
 ALGORITHMS = [LocalSGDAlgorithm(2), DiLoCoAlgorithm(2, plain)]
@@ -206,21 +202,18 @@ def test_buffers_stay_local_after_the_warm_up(algorithm: Algorithm) -> None:
 
 
 @pytest.mark.parametrize("algorithm", [LocalSGDAlgorithm(2, 1), DiLoCoAlgorithm(2, fragments=2, warmup_steps=1)], ids=str)
-def test_weights_stay_where_and_as_they_are(algorithm: Algorithm) -> None:
-    def rank(r: int) -> None:
-        module: Any = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(3, 1)).to(memory_format=torch.channels_last)
-        places = [(p.data_ptr(), p.stride()) for p in module.parameters()]
-        optimizer = sgd(module)
-        module.with_bagua([optimizer], algorithm)
-        for step in range(4):
-            optimizer.zero_grad()
-            torch.manual_seed(10 * r + step)
-            module(torch.randn(2, 2, 3, 3)).sum().backward()
-            optimizer.step()
-        assert [(p.data_ptr(), p.stride()) for p in module.parameters()] == places
-        assert module.bagua_buckets == []
-
-    simulate(2, rank)
+@on_every_rank(2)
+def test_weights_stay_where_and_as_they_are(r: int, algorithm: Algorithm) -> None:
+    module: Any = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(3, 1)).to(memory_format=torch.channels_last)
+    places = [(p.data_ptr(), p.stride()) for p in module.parameters()]
+    _, optimizer = wrap(module, algorithm, lr=0.1, momentum=0.9)
+    for step in range(4):
+        optimizer.zero_grad()
+        torch.manual_seed(10 * r + step)
+        module(torch.randn(2, 2, 3, 3)).sum().backward()
+        optimizer.step()
+    assert [(p.data_ptr(), p.stride()) for p in module.parameters()] == places
+    assert module.bagua_buckets == []
 
 
 # Bad input
@@ -270,71 +263,62 @@ def test_what_does_not_fit_the_module_is_refused_and_changes_nothing(
             module.with_bagua([sgd(module)], DiLoCoAlgorithm(period=10, **options))
         assert "_bagua" not in module.__dict__
         assert torch.equal(weights(module), before)
-        optimizer = sgd(module)
-        module.with_bagua([optimizer], DiLoCoAlgorithm(period=2))
+        _, optimizer = wrap(module, DiLoCoAlgorithm(period=2), lr=0.1, momentum=0.9)
         train(module, optimizer, r, range(2))
 
     simulate(1, rank)
 
 
 @BOTH
-def test_optimizers_are_needed_and_float64_is_not_compressed(algorithm: Algorithm) -> None:
-    def rank(r: int) -> None:
-        with pytest.raises(ValueError, match=r"optimizers=\[\]: \w+ counts the steps of the last optimizer"):
-            network().with_bagua([], algorithm)
-        module = network(dtype=torch.float64)
-        with pytest.raises(TypeError, match=r"parameter '0.weight' is float64, which compression='MinMaxUInt8' does not take"):
-            module.with_bagua([sgd(module)], DiLoCoAlgorithm(compression="MinMaxUInt8"))
-
-    simulate(1, rank)
+@on_every_rank(1)
+def test_optimizers_are_needed_and_float64_is_not_compressed(r: int, algorithm: Algorithm) -> None:
+    with pytest.raises(ValueError, match=r"optimizers=\[\]: \w+ counts the steps of the last optimizer"):
+        network().with_bagua([], algorithm)
+    module = network(dtype=torch.float64)
+    with pytest.raises(TypeError, match=r"parameter '0.weight' is float64, which compression='MinMaxUInt8' does not take"):
+        module.with_bagua([sgd(module)], DiLoCoAlgorithm(compression="MinMaxUInt8"))
 
 
-def test_outer_settings_that_differ_between_ranks_are_an_error_on_every_rank() -> None:
-    def rank(r: int) -> str:
-        _, _, step = scalar(DiLoCoAlgorithm(2, lambda tensors: torch.optim.SGD(tensors, lr=0.5 + r)))
+@on_every_rank(2)
+def test_outer_settings_that_differ_between_ranks_are_an_error_on_every_rank(r: int) -> None:
+    _, _, step = scalar(DiLoCoAlgorithm(2, lambda tensors: torch.optim.SGD(tensors, lr=0.5 + r)))
+    step(1.0)
+    with pytest.raises(CommunicationError) as caught:
         step(1.0)
-        with pytest.raises(CommunicationError) as caught:
-            step(1.0)
-        return str(caught.value)
-
-    for message in simulate(2, rank):
-        assert "rank 0 has outer optimizers with settings of checksum" in message
+    message = str(caught.value)
+    assert "rank 0 has outer optimizers with settings of checksum" in message
 
 
 @pytest.mark.parametrize(
     "algorithm", [LocalSGDAlgorithm(2, hierarchical=True), LocalSGDAlgorithm(2), DiLoCoAlgorithm(2)], ids=["nodes", "all", "diloco"]
 )
-def test_a_round_that_one_rank_leaves_out_under_no_sync_is_an_error_on_every_rank(algorithm: Algorithm) -> None:
-    def rank(r: int) -> None:
-        module, _, step = scalar(algorithm)
-        step(1.0)
+@on_every_rank(2)
+def test_a_round_that_one_rank_leaves_out_under_no_sync_is_an_error_on_every_rank(r: int, algorithm: Algorithm) -> None:
+    module, _, step = scalar(algorithm)
+    step(1.0)
 
-        def go_on() -> None:
-            if r:
-                with module.no_sync():
-                    step(1.0)
-            for _ in range(3):
+    def go_on() -> None:
+        if r:
+            with module.no_sync():
                 step(1.0)
+        for _ in range(3):
+            step(1.0)
 
-        with pytest.raises(CommunicationError, match="disagree"):
-            go_on()
-
-    simulate(2, rank)
+    with pytest.raises(CommunicationError, match="disagree"):
+        go_on()
 
 
 @BOTH
-def test_a_rank_that_skips_a_step_is_named(algorithm: Algorithm) -> None:
-    def rank(r: int) -> None:
-        module, _, step = scalar(algorithm)
+@on_every_rank(2)
+def test_a_rank_that_skips_a_step_is_named(r: int, algorithm: Algorithm) -> None:
+    module, _, step = scalar(algorithm)
+    step(1.0)
+    step(1.0)  # averages
+    for _ in range(r):
+        module(1.0).backward()
+    step(1.0)
+    with pytest.raises(CommunicationError, match="rank 0 has run 2 backward passes since the last round, rank 1 has run 3"):
         step(1.0)
-        step(1.0)  # averages
-        for _ in range(r):
-            module(1.0).backward()
-        step(1.0)
-        with pytest.raises(CommunicationError, match="rank 0 has run 2 backward passes since the last round, rank 1 has run 3"):
-            step(1.0)
-
-    simulate(2, rank)
 
 
 # Global weights
@@ -362,21 +346,19 @@ def test_global_weights_are_shown_and_the_local_ones_put_back() -> None:
     assert simulate(2, rank) == [[1, 1, 1, 1, 3, 3, 3, 3, 3], [1, 1, 1, 3, 3, 3, 3, 5, 5]]
 
 
-def test_training_inside_global_weights_is_refused() -> None:
-    def rank(r: int) -> None:
-        module, optimizer, step = scalar(DiLoCoAlgorithm(3, plain))
-        step(1.0)
-        with module.bagua_algorithm.global_weights():
-            with pytest.raises(RuntimeError, match=r"a training forward pass inside `with global_weights\(\)`"):
-                module(1.0)
-            module.eval()
-            assert module(1.0).item() == 0
-            module.train()
-        module(-1.0).backward()
-        with module.bagua_algorithm.global_weights(), pytest.raises(RuntimeError, match="an optimizer step inside"):
-            optimizer.step()
-
-    simulate(1, rank)
+@on_every_rank(1)
+def test_training_inside_global_weights_is_refused(r: int) -> None:
+    module, optimizer, step = scalar(DiLoCoAlgorithm(3, plain))
+    step(1.0)
+    with module.bagua_algorithm.global_weights():
+        with pytest.raises(RuntimeError, match=r"a training forward pass inside `with global_weights\(\)`"):
+            module(1.0)
+        module.eval()
+        assert module(1.0).item() == 0
+        module.train()
+    module(-1.0).backward()
+    with module.bagua_algorithm.global_weights(), pytest.raises(RuntimeError, match="an optimizer step inside"):
+        optimizer.step()
 
 
 # Failures
@@ -389,43 +371,39 @@ def copied(algorithm: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("options", [{}, {"compression": "MinMaxUInt8"}, {"delay": 1, "mix": 0.5}], ids=str)
-def test_S9_5_a_mean_that_is_not_finite_is_an_error_on_every_rank_and_changes_nothing(options: dict[str, Any]) -> None:
-    def rank(r: int) -> None:
-        module: Any = network()
-        optimizer = sgd(module, lr=0.0)  # weights change only when something is applied
-        module.with_bagua([optimizer], DiLoCoAlgorithm(6, fragments=3, **options))
-        train(module, optimizer, r, range(2))
-        algorithm = module.bagua_algorithm
-        assert algorithm.fragments == [NAMES[:1], NAMES[1:2], NAMES[2:]]
-        if r == 1:
-            with torch.no_grad():
-                module[0].bias[3] = float("inf")
-        before, kept_state = weights(module), copied(algorithm)
-        train(module, optimizer, r, range(2, 3))
-        with pytest.raises(CommunicationError, match=r"fragment 1 was not applied: .* is not finite in '0.bias', as training has"):
-            train(module, optimizer, r, range(3, 4))
-        assert_equal(weights(module), before, EXACT)
-        after = copied(algorithm)
-        assert all(torch.equal(after["global_weights"][name], g) for name, g in kept_state["global_weights"].items())
-        assert str(after["outer_optimizers"]) == str(kept_state["outer_optimizers"])
-        with pytest.raises(CommunicationError, match="cannot train on: fragment 1 was not applied"):
-            module(batch(r, 4))
-
-    simulate(2, rank)
+@on_every_rank(2)
+def test_S9_5_a_mean_that_is_not_finite_is_an_error_on_every_rank_and_changes_nothing(r: int, options: dict[str, Any]) -> None:
+    module: Any = network()
+    optimizer = sgd(module, lr=0.0)  # weights change only when something is applied
+    module.with_bagua([optimizer], DiLoCoAlgorithm(6, fragments=3, **options))
+    train(module, optimizer, r, range(2))
+    algorithm = module.bagua_algorithm
+    assert algorithm.fragments == [NAMES[:1], NAMES[1:2], NAMES[2:]]
+    if r == 1:
+        with torch.no_grad():
+            module[0].bias[3] = float("inf")
+    before, kept_state = weights(module), copied(algorithm)
+    train(module, optimizer, r, range(2, 3))
+    with pytest.raises(CommunicationError, match=r"fragment 1 was not applied: .* is not finite in '0.bias', as training has"):
+        train(module, optimizer, r, range(3, 4))
+    assert_equal(weights(module), before, EXACT)
+    after = copied(algorithm)
+    assert all(torch.equal(after["global_weights"][name], g) for name, g in kept_state["global_weights"].items())
+    assert str(after["outer_optimizers"]) == str(kept_state["outer_optimizers"])
+    with pytest.raises(CommunicationError, match="cannot train on: fragment 1 was not applied"):
+        module(batch(r, 4))
 
 
-def test_a_mean_that_was_lost_is_not_applied_later() -> None:
-    def rank(r: int) -> None:
-        module, _, step = scalar(DiLoCoAlgorithm(3, plain, delay=2), torch.float32)
-        step(1.0)
-        flight = module.bagua_algorithm._in_flight
-        module._bagua.engine.wait_pending_comm_ops()
-        flight._missing.add("fragment0")  # as if that had raised, and somebody had caught it
-        for action in (module.bagua_algorithm.state_dict, lambda: (step(1.0), step(1.0))):
-            with pytest.raises(CommunicationError, match="the mean of fragment 0 has not arrived"):
-                action()
-
-    simulate(1, rank)
+@on_every_rank(1)
+def test_a_mean_that_was_lost_is_not_applied_later(r: int) -> None:
+    module, _, step = scalar(DiLoCoAlgorithm(3, plain, delay=2), torch.float32)
+    step(1.0)
+    flight = module.bagua_algorithm._in_flight
+    module._bagua.engine.wait_pending_comm_ops()
+    flight._missing.add("fragment0")  # as if that had raised, and somebody had caught it
+    for action in (module.bagua_algorithm.state_dict, lambda: (step(1.0), step(1.0))):
+        with pytest.raises(CommunicationError, match="the mean of fragment 0 has not arrived"):
+            action()
 
 
 # States
@@ -462,9 +440,7 @@ def test_what_is_equal_on_all_ranks_loads_at_any_number_of_ranks() -> None:
     for ranks in (1, 3):
 
         def loaded(r: int) -> torch.Tensor:
-            module: Any = network(seed=r)
-            optimizer = sgd(module)
-            module.with_bagua([optimizer], streaming())
+            module, optimizer = wrap(network(seed=r), streaming(), lr=0.1, momentum=0.9)
             module.load_state_dict(model)
             module.bagua_algorithm.load_state_dict(state, drop_local=bool(r))
             again = module.bagua_algorithm.state_dict()
@@ -477,40 +453,36 @@ def test_what_is_equal_on_all_ranks_loads_at_any_number_of_ranks() -> None:
         assert all(torch.equal(result, results[0]) for result in results)
 
 
-def test_what_a_rank_did_before_loading_does_not_count() -> None:
-    def rank(r: int) -> None:
-        module, optimizer = wrapped(LocalSGDAlgorithm(4))
-        train(module, optimizer, r, range(2))
-        states = copy.deepcopy([part.state_dict() for part in (module, optimizer, module.bagua_algorithm)])
-        for step in range(r):
-            module(batch(r, step)).sum().backward()  # without a step
-        for part, state in zip((module, optimizer, module.bagua_algorithm), states, strict=True):
-            part.load_state_dict(state)
-        train(module, optimizer, r, range(2, 6))
-
-    simulate(2, rank)
+@on_every_rank(2)
+def test_what_a_rank_did_before_loading_does_not_count(r: int) -> None:
+    module, optimizer = wrapped(LocalSGDAlgorithm(4))
+    train(module, optimizer, r, range(2))
+    states = copy.deepcopy([part.state_dict() for part in (module, optimizer, module.bagua_algorithm)])
+    for step in range(r):
+        module(batch(r, step)).sum().backward()  # without a step
+    for part, state in zip((module, optimizer, module.bagua_algorithm), states, strict=True):
+        part.load_state_dict(state)
+    train(module, optimizer, r, range(2, 6))
 
 
-def test_loading_replaces_what_is_in_flight_and_keeps_tensors_that_a_user_holds() -> None:
-    def rank(r: int) -> None:
-        module: Any = network()
-        optimizer, rate = sgd(module), torch.tensor(0.5)
-        module.with_bagua([optimizer], DiLoCoAlgorithm(4, lambda tensors: torch.optim.SGD(tensors, lr=rate), delay=2))
-        algorithm = module.bagua_algorithm
-        empty = copy.deepcopy(algorithm.state_dict())
-        train(module, optimizer, r, range(2))
-        saved = copy.deepcopy(algorithm.state_dict())
-        train(module, optimizer, r, range(2, 3))
-        algorithm.load_state_dict(empty)
-        assert algorithm._in_flight is None
-        rate.fill_(0.25)
-        algorithm.load_state_dict(saved)
-        assert rate == 0.5
-        assert algorithm._in_flight.due == 4
-        saved["in_flight"]["mean"]["0.bias"].fill_(9)  # it is no longer the algorithm's
-        assert not (algorithm._in_flight.mean["0.bias"] == 9).any()
-
-    simulate(1, rank)
+@on_every_rank(1)
+def test_loading_replaces_what_is_in_flight_and_keeps_tensors_that_a_user_holds(r: int) -> None:
+    module: Any = network()
+    optimizer, rate = sgd(module), torch.tensor(0.5)
+    module.with_bagua([optimizer], DiLoCoAlgorithm(4, lambda tensors: torch.optim.SGD(tensors, lr=rate), delay=2))
+    algorithm = module.bagua_algorithm
+    empty = copy.deepcopy(algorithm.state_dict())
+    train(module, optimizer, r, range(2))
+    saved = copy.deepcopy(algorithm.state_dict())
+    train(module, optimizer, r, range(2, 3))
+    algorithm.load_state_dict(empty)
+    assert algorithm._in_flight is None
+    rate.fill_(0.25)
+    algorithm.load_state_dict(saved)
+    assert rate == 0.5
+    assert algorithm._in_flight.due == 4
+    saved["in_flight"]["mean"]["0.bias"].fill_(9)  # it is no longer the algorithm's
+    assert not (algorithm._in_flight.mean["0.bias"] == 9).any()
 
 
 def spoil_global_weights(state: dict[str, Any]) -> None:
@@ -522,44 +494,38 @@ def spoil_outer_momentum(state: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("spoil", [spoil_global_weights, spoil_outer_momentum])
-def test_global_state_that_differs_after_loading_is_an_error_in_the_next_round(spoil: Callable[[Any], None]) -> None:
-    def rank(r: int) -> None:
-        module, optimizer = wrapped(DiLoCoAlgorithm(4))
-        train(module, optimizer, r, range(5))
-        state = copy.deepcopy(module.bagua_algorithm.state_dict())
-        if r:
-            spoil(state)
-        module.bagua_algorithm.load_state_dict(state)
-        train(module, optimizer, r, range(5, 7))
-        with pytest.raises(CommunicationError, match="disagree: rank 0 has weights and optimizer state of checksum"):
-            train(module, optimizer, r, range(7, 8))
-
-    simulate(2, rank)
+@on_every_rank(2)
+def test_global_state_that_differs_after_loading_is_an_error_in_the_next_round(r: int, spoil: Callable[[Any], None]) -> None:
+    module, optimizer = wrapped(DiLoCoAlgorithm(4))
+    train(module, optimizer, r, range(5))
+    state = copy.deepcopy(module.bagua_algorithm.state_dict())
+    if r:
+        spoil(state)
+    module.bagua_algorithm.load_state_dict(state)
+    train(module, optimizer, r, range(5, 7))
+    with pytest.raises(CommunicationError, match="disagree: rank 0 has weights and optimizer state of checksum"):
+        train(module, optimizer, r, range(7, 8))
 
 
 @pytest.mark.parametrize("algorithm", [LocalSGDAlgorithm(2, 9), DiLoCoAlgorithm(2, warmup_steps=9)], ids=["local_sgd", "diloco"])
-def test_weights_that_one_rank_loads_in_the_warm_up_are_an_error(algorithm: Algorithm) -> None:
-    def rank(r: int) -> None:
-        module, optimizer = wrapped(algorithm)
-        train(module, optimizer, r, range(2))
-        if r:
-            module.load_state_dict({name: value + 1 for name, value in module.state_dict().items()})
-        with pytest.raises(CommunicationError, match="disagree: rank 0 has weights and optimizer state of checksum"):
-            train(module, optimizer, r, range(2, 3))
-
-    simulate(2, rank)
+@on_every_rank(2)
+def test_weights_that_one_rank_loads_in_the_warm_up_are_an_error(r: int, algorithm: Algorithm) -> None:
+    module, optimizer = wrapped(algorithm)
+    train(module, optimizer, r, range(2))
+    if r:
+        module.load_state_dict({name: value + 1 for name, value in module.state_dict().items()})
+    with pytest.raises(CommunicationError, match="disagree: rank 0 has weights and optimizer state of checksum"):
+        train(module, optimizer, r, range(2, 3))
 
 
-def test_weights_of_one_rank_that_change_before_the_local_phase_are_an_error_in_the_first_round() -> None:
-    def rank(r: int) -> None:
-        module, _, step = scalar(DiLoCoAlgorithm(2))
-        with torch.no_grad():
-            module.w.fill_(r)  # g would differ
+@on_every_rank(2)
+def test_weights_of_one_rank_that_change_before_the_local_phase_are_an_error_in_the_first_round(r: int) -> None:
+    module, _, step = scalar(DiLoCoAlgorithm(2))
+    with torch.no_grad():
+        module.w.fill_(r)  # g would differ
+    step(1.0)
+    with pytest.raises(CommunicationError, match="disagree: rank 0 has weights"):
         step(1.0)
-        with pytest.raises(CommunicationError, match="disagree: rank 0 has weights"):
-            step(1.0)
-
-    simulate(2, rank)
 
 
 @BOTH
@@ -569,8 +535,7 @@ def test_wrapping_again_and_resynchronizing_start_from_the_first_ranks_weights(a
         seen = [step(r + 1)]
         module.bagua_resynchronize()
         seen += [module.w.item(), step(r + 1), step(r + 1), step(r + 1)]
-        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-        module.with_bagua([optimizer], GradientAllReduceAlgorithm())
+        _, optimizer = wrap(module, GradientAllReduceAlgorithm(), lr=1.0)
         optimizer.zero_grad()
         module(-1.0 - r).backward()
         optimizer.step()

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.launch import launch
-from tests.trainings import Given, network, simulate, train, wrapped
+from tests.trainings import Given, network, on_every_rank, simulate, train, wrapped
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
 
 from bagua_ref.algorithms import Algorithm, GradientAllReduceAlgorithm, PowerSGDAlgorithm, TopKAlgorithm
@@ -104,16 +104,14 @@ def test_S10_3_columns_of_the_largest_numbers_are_orthonormalized() -> None:
 # Training
 
 
-def test_S10_2_a_local_memory_has_nothing_of_what_the_factors_span() -> None:
-    def rank(r: int) -> None:
-        module: Any = Given([torch.zeros(6, 5)])
-        module.with_bagua([torch.optim.SGD(module.parameters(), lr=0.0)], POWERSGD)
-        module([torch.randn(6, 5, generator=torch.Generator().manual_seed(r))]).backward()
-        left = module.bagua_algorithm.memories["weights.0"]
-        assert (left.T @ module.weights[0].grad).abs().max() < 1e-5  # the columns of the gradient are multiples of P
-        assert left.abs().max() > 0.1
-
-    simulate(2, rank)
+@on_every_rank(2)
+def test_S10_2_a_local_memory_has_nothing_of_what_the_factors_span(r: int) -> None:
+    module: Any = Given([torch.zeros(6, 5)])
+    module.with_bagua([torch.optim.SGD(module.parameters(), lr=0.0)], POWERSGD)
+    module([torch.randn(6, 5, generator=torch.Generator().manual_seed(r))]).backward()
+    left = module.bagua_algorithm.memories["weights.0"]
+    assert (left.T @ module.weights[0].grad).abs().max() < 1e-5  # the columns of the gradient are multiples of P
+    assert left.abs().max() > 0.1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
@@ -196,22 +194,18 @@ def test_states_that_differ_between_ranks_are_an_error_on_every_rank(algorithm: 
 @pytest.mark.parametrize(
     ("algorithm", "name"), [(PowerSGDAlgorithm(warmup_steps=1), "powersgd"), (TopKAlgorithm(warmup_steps=1), "topk")]
 )
-def test_a_warm_up_needs_the_optimizers_whose_steps_it_counts(algorithm: Algorithm, name: str) -> None:
-    def rank(r: int) -> None:
-        with pytest.raises(ValueError, match=rf"optimizers=\[\]: {name} with warmup_steps > 0 counts the steps"):
-            network().with_bagua([], algorithm)
-
-    simulate(1, rank)
+@on_every_rank(1)
+def test_a_warm_up_needs_the_optimizers_whose_steps_it_counts(r: int, algorithm: Algorithm, name: str) -> None:
+    with pytest.raises(ValueError, match=rf"optimizers=\[\]: {name} with warmup_steps > 0 counts the steps"):
+        network().with_bagua([], algorithm)
 
 
-def test_S11_2_float64_is_refused_by_name_when_wrapping_and_when_an_operation_is_made() -> None:
-    def rank(r: int) -> None:
-        with pytest.raises(TypeError, match=r"parameter '0\.weight' is float64; topk takes float16, bfloat16 or float32"):
-            wrapped(TOPK, dtype=torch.float64)
-        bucket = BaguaBucket([torch.ones(3, dtype=torch.float64).ensure_bagua_tensor("t")], "b", flatten=True)
-        with pytest.raises(TypeError, match=r"topk takes float16, bfloat16 or float32, not torch\.float64"):
-            TopK(None, bucket.kernels, 3, 0.5, None, lambda: True, bucket.dtype)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="at most 2147483647 elements, not 2147483648"):
-            TopK(None, bucket.kernels, 2**31, 0.5, None, lambda: True, torch.float32)  # type: ignore[arg-type]
-
-    simulate(1, rank)
+@on_every_rank(1)
+def test_S11_2_float64_is_refused_by_name_when_wrapping_and_when_an_operation_is_made(r: int) -> None:
+    with pytest.raises(TypeError, match=r"parameter '0\.weight' is float64; topk takes float16, bfloat16 or float32"):
+        wrapped(TOPK, dtype=torch.float64)
+    bucket = BaguaBucket([torch.ones(3, dtype=torch.float64).ensure_bagua_tensor("t")], "b", flatten=True)
+    with pytest.raises(TypeError, match=r"topk takes float16, bfloat16 or float32, not torch\.float64"):
+        TopK(None, bucket.kernels, 3, 0.5, None, lambda: True, bucket.dtype)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="at most 2147483647 elements, not 2147483648"):
+        TopK(None, bucket.kernels, 2**31, 0.5, None, lambda: True, torch.float32)  # type: ignore[arg-type]

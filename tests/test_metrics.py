@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.launch import launch, outcomes
 from tests.scripts import load_script
-from tests.trainings import batch, network, simulate
+from tests.trainings import batch, network, simulate, wrap
 from torch import nn
 
 import bagua_ref
@@ -111,9 +111,7 @@ def test_steps_in_agreement_stand_still_between_rounds() -> None:
 
 def test_the_exposed_wait_is_the_time_that_another_rank_is_late() -> None:
     def rank(r: int) -> dict[str, Any]:
-        module = line()
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-        module.with_bagua([optimizer], GradientAllReduceAlgorithm())
+        module, optimizer = wrap(line(), GradientAllReduceAlgorithm(), lr=0.01)
         for _ in range(4):
             loss = module(torch.ones(2, SIZE)).sum()
             current_world().sleep(0.5 if r == 1 else 0.125)
@@ -173,9 +171,7 @@ def test_the_drifts_of_two_ranks_to_their_mean_are_equal() -> None:
     def rank(r: int) -> list[float]:
         found = []
         for dtype in (torch.float32, torch.float64, torch.bfloat16):
-            module: Any = nn.Sequential(line(), nn.Linear(1, 2)).to(dtype)
-            optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
-            module.with_bagua([optimizer], LocalSGDAlgorithm(period=2))
+            module, optimizer = wrap(nn.Sequential(line(), nn.Linear(1, 2)).to(dtype), LocalSGDAlgorithm(period=2), lr=0.5)
             assert "drift" not in module.bagua_metrics()
             for _ in range(2):
                 module(torch.full((1, SIZE), 1.0 + r, dtype=dtype)).sum().backward()
@@ -195,8 +191,7 @@ def test_the_drift_of_diloco_and_local_sgd_is_exact() -> None:
         for name in ("local_sgd", "diloco"):
             module: Any = nn.Linear(4, 1, bias=False)
             nn.init.zeros_(module.weight)
-            optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-            module.with_bagua([optimizer], Algorithm.init(name, period=1))
+            _, optimizer = wrap(module, Algorithm.init(name, period=1), lr=1.0)
             module(torch.full((1, 4), 1.0 + 2 * r)).sum().backward()  # rank 0 moves by 1, rank 1 by 3
             optimizer.step()
             found.append(module.bagua_metrics()["drift"])
@@ -206,9 +201,7 @@ def test_the_drift_of_diloco_and_local_sgd_is_exact() -> None:
 
 
 def asynchronous(r: int) -> dict[str, Any]:
-    module = line()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-    module.with_bagua([optimizer], Algorithm.init("async", sync_interval_ms=100))
+    module, optimizer = wrap(line(), Algorithm.init("async", sync_interval_ms=100), lr=0.01)
     for _ in range(20):
         module(torch.ones(1, SIZE)).sum().backward()
         optimizer.step()
@@ -293,9 +286,7 @@ def test_a_disagreement_is_written_by_every_rank(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv(flight_recorder.FOLDER, str(tmp_path / "new"))
 
     def rank(r: int) -> str:
-        module: Any = network()
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-        module.with_bagua([optimizer], GradientAllReduceAlgorithm())
+        module, optimizer = wrap(network(), GradientAllReduceAlgorithm(), lr=0.01)
         for step in range(3):
             module(batch(r, step)).sum().backward()
             optimizer.step()
@@ -350,9 +341,7 @@ def test_the_record_is_bounded() -> None:
 def come_late(folder: str, timeout: float | None) -> None:
     """Let rank 2 miss its third step; the others time out."""
     os.environ[flight_recorder.FOLDER] = folder
-    module = line()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-    module.with_bagua([optimizer], GradientAllReduceAlgorithm(), timeout=timeout)
+    module, optimizer = wrap(line(), GradientAllReduceAlgorithm(), lr=0.01, timeout=timeout)
     for step in range(3):
         if step == 2 and bagua_ref.get_rank() == 2:
             time.sleep(4)
@@ -410,9 +399,7 @@ def test_a_failure_of_asynchronous_averaging_is_written(tmp_path: Path, monkeypa
     monkeypatch.setenv(flight_recorder.FOLDER, str(tmp_path))
 
     def rank(r: int) -> None:
-        module = line()
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-        module.with_bagua([optimizer], Algorithm.init("async", sync_interval_ms=100))
+        module, optimizer = wrap(line(), Algorithm.init("async", sync_interval_ms=100), lr=0.01)
 
         def train() -> None:
             for step in range(20):

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.launch import launch
-from tests.trainings import simulate, weights
+from tests.launch import on_every_process
+from tests.trainings import on_every_rank, simulate, weights, wrap
+from tests.trainings import small_batch as batch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
@@ -43,10 +44,6 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor, whole: bool = True) -> torch.Tensor:
         return self.second(self.first(x).tanh()) if whole else self.first(x)
-
-
-def batch(rank: int, step: int = 0) -> torch.Tensor:
-    return torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
 def loss_of(output: torch.Tensor) -> torch.Tensor:
@@ -121,7 +118,9 @@ def test_S5_a_forward_pass_between_another_one_and_its_backward_pass_changes_not
             assert torch.equal(found, without), between.__name__
 
 
-def _as_ddp_and_alone() -> None:
+@pytest.mark.slow
+@on_every_process(2)
+def test_S5_such_training_is_that_on_the_whole_batch_as_with_torchs_class() -> None:
     rank = bagua_ref.get_rank()
     torch.distributed.is_initialized() or torch.distributed.init_process_group("gloo")
     alone = Net()
@@ -142,11 +141,6 @@ def _as_ddp_and_alone() -> None:
             of_ddp.step()
         for found in (weights(ddp), train(rank, "gradient_allreduce", between, False)):
             torch.testing.assert_close(found, weights(alone))
-
-
-@pytest.mark.slow
-def test_S5_such_training_is_that_on_the_whole_batch_as_with_torchs_class() -> None:
-    launch(_as_ddp_and_alone, 2)
 
 
 def gradients(module: nn.Module) -> list[torch.Tensor]:
@@ -317,9 +311,7 @@ def test_S5_a_forward_pass_without_gradients_counts_no_step_and_sends_nothing() 
 
 def test_S5_6_a_forward_pass_without_gradients_lets_no_round_in_before_the_backward_pass() -> None:
     def rank(r: int) -> list[bool]:
-        module = Net()
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        module.with_bagua([optimizer], AsyncModelAverageAlgorithm(sync_interval_ms=0))
+        module, optimizer = wrap(Net(), AsyncModelAverageAlgorithm(sync_interval_ms=0), lr=0.1)
         holder = module.bagua_algorithm._holder
         held = []
         for between in (nothing, without_gradients, without_gradients):
@@ -337,17 +329,15 @@ def test_S5_6_a_forward_pass_without_gradients_lets_no_round_in_before_the_backw
     assert all(all(held) for held in simulate(2, rank))
 
 
-def test_S5_what_a_backward_pass_has_reached_is_forgotten_at_its_end_though_an_engines_thread_may_still_hold_it() -> None:
-    def rank(r: int) -> None:
-        module = Net().with_bagua([], GradientAllReduceAlgorithm())
-        held: list[Any] = []
-        handle = module.first.weight.register_post_accumulate_grad_hook(lambda p: held.append(module._bagua._passes.reached))
-        loss_of(module(batch(r))).backward()
-        assert held[0].synchronized
-        assert module._bagua._passes.reached is None
-        handle.remove()
-
-    simulate(2, rank)
+@on_every_rank(2)
+def test_S5_what_a_backward_pass_has_reached_is_forgotten_at_its_end_though_an_engines_thread_may_still_hold_it(r: int) -> None:
+    module = Net().with_bagua([], GradientAllReduceAlgorithm())
+    held: list[Any] = []
+    handle = module.first.weight.register_post_accumulate_grad_hook(lambda p: held.append(module._bagua._passes.reached))
+    loss_of(module(batch(r))).backward()
+    assert held[0].synchronized
+    assert module._bagua._passes.reached is None
+    handle.remove()
 
 
 class Failing(torch.autograd.Function):

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.launch import launch
-from tests.trainings import simulate, weights
+from tests.launch import launch, on_every_process
+from tests.trainings import on_every_rank, simulate, weights
+from tests.trainings import small_batch as batch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -43,10 +44,6 @@ OTHERS: dict[str, dict[str, Any]] = {
 def network() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
-
-
-def batch(rank: int, step: int = 0) -> torch.Tensor:
-    return torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
 def sgd(module: nn.Module, **options: Any) -> torch.optim.Optimizer:
@@ -97,41 +94,38 @@ def refused_without_change(module: nn.Module, optimizer: Any, act: Callable[[], 
     ],
 )
 @pytest.mark.parametrize("algorithm", NEEDING)
-def test_an_optimizer_made_after_wrapping_is_refused_where_steps_count_or_weights_are_sent(algorithm: str, make: Any) -> None:
-    def rank(r: int) -> None:
-        known: list[Any] = []
-        module = wrapped(algorithm, NEEDING[algorithm], known)
-        step(module, known[0], r)
-        later = make(module)
-        module(batch(r)).square().mean().backward()
-        act = later.fuse_step if hasattr(later, "fuse_step") else later.step
-        refused_without_change(module, later, act, r"not among the optimizers when it was wrapped.*Call with_bagua\(\) again")
-        known[0].step()
-        if algorithm in ("local_sgd", "diloco", "powersgd", "topk"):
-            options = {**NEEDING[algorithm]}
-            module.with_bagua([sgd(module)], Algorithm.init(algorithm, **options))  # type: ignore[operator]
-            step(module, module.bagua_optimizers[0], r, 1)  # type: ignore[index]
-            assert module._bagua.steps_of_optimizers == [1]  # type: ignore[union-attr]
-        end(module)
-
-    simulate(2, rank)
+@on_every_rank(2)
+def test_an_optimizer_made_after_wrapping_is_refused_where_steps_count_or_weights_are_sent(
+    r: int, algorithm: str, make: Any
+) -> None:
+    known: list[Any] = []
+    module = wrapped(algorithm, NEEDING[algorithm], known)
+    step(module, known[0], r)
+    later = make(module)
+    module(batch(r)).square().mean().backward()
+    act = later.fuse_step if hasattr(later, "fuse_step") else later.step
+    refused_without_change(module, later, act, r"not among the optimizers when it was wrapped.*Call with_bagua\(\) again")
+    known[0].step()
+    if algorithm in ("local_sgd", "diloco", "powersgd", "topk"):
+        options = {**NEEDING[algorithm]}
+        module.with_bagua([sgd(module)], Algorithm.init(algorithm, **options))  # type: ignore[operator]
+        step(module, module.bagua_optimizers[0], r, 1)  # type: ignore[index]
+        assert module._bagua.steps_of_optimizers == [1]  # type: ignore[union-attr]
+    end(module)
 
 
 @pytest.mark.parametrize("algorithm", OTHERS)
 @pytest.mark.parametrize("wrapper", [False, True])
-def test_gradient_algorithms_take_any_optimizer(algorithm: str, wrapper: bool) -> None:
-    def rank(r: int) -> torch.Tensor:
-        module = network()
-        made = Algorithm.init(algorithm, **OTHERS[algorithm])
-        model = DistributedDataParallel(module, algorithm=made) if wrapper else module.with_bagua([sgd(module)], made)
-        for phase, options in enumerate(({}, {"momentum": 0.9}, {"lr": 0.01})):
-            optimizer = sgd(module, **options)
-            for number in range(2):
-                step(model, optimizer, r, 2 * phase + number)
-        return weights(module)
-
-    first, second = simulate(2, rank)
-    assert torch.equal(first, second)
+@on_every_rank(2)
+def test_gradient_algorithms_take_any_optimizer(r: int, algorithm: str, wrapper: bool) -> torch.Tensor:
+    module = network()
+    made = Algorithm.init(algorithm, **OTHERS[algorithm])
+    model = DistributedDataParallel(module, algorithm=made) if wrapper else module.with_bagua([sgd(module)], made)
+    for phase, options in enumerate(({}, {"momentum": 0.9}, {"lr": 0.01})):
+        optimizer = sgd(module, **options)
+        for number in range(2):
+            step(model, optimizer, r, 2 * phase + number)
+    return weights(module)
 
 
 def test_they_take_it_as_training_on_the_whole_batch() -> None:
@@ -159,55 +153,50 @@ def test_they_take_it_as_training_on_the_whole_batch() -> None:
         torch.testing.assert_close(found, expected)
 
 
-def test_powersgd_and_topk_take_any_optimizer_after_their_warm_up() -> None:
-    def rank(r: int) -> torch.Tensor:
-        results = []
-        for algorithm in ("powersgd", "topk"):
-            known: list[Any] = []
-            module = wrapped(algorithm, {"warmup_steps": 2}, known)
-            later = sgd(module)
-            for number in range(2):
-                step(module, known[0], r, number)
-            step(module, later, r, 2)
-            results.append(weights(module))
-        return torch.cat(results)
-
-    first, second = simulate(2, rank)
-    assert torch.equal(first, second)
+@on_every_rank(2)
+def test_powersgd_and_topk_take_any_optimizer_after_their_warm_up(r: int) -> torch.Tensor:
+    results = []
+    for algorithm in ("powersgd", "topk"):
+        known: list[Any] = []
+        module = wrapped(algorithm, {"warmup_steps": 2}, known)
+        later = sgd(module)
+        for number in range(2):
+            step(module, known[0], r, number)
+        step(module, later, r, 2)
+        results.append(weights(module))
+    return torch.cat(results)
 
 
 @pytest.mark.parametrize("algorithm", NEEDING)
-def test_what_steps_no_trained_parameter_is_never_refused(algorithm: str) -> None:
-    def rank(r: int) -> None:
-        known: list[Any] = []
-        module = wrapped(algorithm, NEEDING[algorithm], known)
-        average = torch.optim.swa_utils.AveragedModel(module)
-        scaler = bagua_ref.GradScaler("cpu", init_scale=2.0)
-        other = nn.Linear(4, 1)
-        for number in range(3):
-            known[0].zero_grad()
-            scaler.scale(module(batch(r, number)).square().mean() * (torch.inf if number == 1 else 1)).backward()
-            scaler.unscale_(known[0])
-            nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-            scaler.step(known[0])
-            scaler.update()
-            average.update_parameters(module)
-        own = weights(module)
-        trained = copy.deepcopy(module)
-        for model in (other, trained, average.module):  # copies train alone
-            step(model, sgd(model), r)
-        module.load_state_dict(average.module.state_dict())
-        nn.utils.vector_to_parameters(own, module.parameters())
-        known[0].load_state_dict(known[0].state_dict())
-        later = sgd(module, momentum=0.9)
-        later.load_state_dict(later.state_dict())
-        unused = sgd(module, lr=0.0)  # torch.distributed.checkpoint lets an optimizer make its state by such a step
-        unused.step()
-        known[0].add_param_group({"params": [torch.zeros(1, requires_grad=True)]})
-        assert torch.equal(weights(module), own)
-        end(module)
-
-    simulate(2, rank)
+@on_every_rank(2)
+def test_what_steps_no_trained_parameter_is_never_refused(r: int, algorithm: str) -> None:
+    known: list[Any] = []
+    module = wrapped(algorithm, NEEDING[algorithm], known)
+    average = torch.optim.swa_utils.AveragedModel(module)
+    scaler = bagua_ref.GradScaler("cpu", init_scale=2.0)
+    other = nn.Linear(4, 1)
+    for number in range(3):
+        known[0].zero_grad()
+        scaler.scale(module(batch(r, number)).square().mean() * (torch.inf if number == 1 else 1)).backward()
+        scaler.unscale_(known[0])
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        scaler.step(known[0])
+        scaler.update()
+        average.update_parameters(module)
+    own = weights(module)
+    trained = copy.deepcopy(module)
+    for model in (other, trained, average.module):  # copies train alone
+        step(model, sgd(model), r)
+    module.load_state_dict(average.module.state_dict())
+    nn.utils.vector_to_parameters(own, module.parameters())
+    known[0].load_state_dict(known[0].state_dict())
+    later = sgd(module, momentum=0.9)
+    later.load_state_dict(later.state_dict())
+    unused = sgd(module, lr=0.0)  # torch.distributed.checkpoint lets an optimizer make its state by such a step
+    unused.step()
+    known[0].add_param_group({"params": [torch.zeros(1, requires_grad=True)]})
+    assert torch.equal(weights(module), own)
+    end(module)
 
 
 def test_loading_the_state_of_such_an_optimizer_is_not_refused() -> None:
@@ -263,58 +252,50 @@ def test_an_optimizer_that_consists_of_others_may_step_if_it_was_passed() -> Non
 
 
 @pytest.mark.parametrize("passed", [True, False])
-def test_LBFGS_steps_with_its_closure(passed: bool) -> None:
-    def rank(r: int) -> torch.Tensor:
-        module = network()
-        optimizer = torch.optim.LBFGS(module.parameters(), lr=0.1, max_iter=3)
-        module.with_bagua([optimizer] if passed else [], GradientAllReduceAlgorithm())
+@on_every_rank(2)
+def test_LBFGS_steps_with_its_closure(r: int, passed: bool) -> torch.Tensor:
+    module = network()
+    optimizer = torch.optim.LBFGS(module.parameters(), lr=0.1, max_iter=3)
+    module.with_bagua([optimizer] if passed else [], GradientAllReduceAlgorithm())
 
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = module(batch(0)).square().mean()
-            loss.backward()
-            return loss
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = module(batch(0)).square().mean()
+        loss.backward()
+        return loss
 
-        for _ in range(2):
-            optimizer.step(closure)
-        return weights(module)
-
-    first, second = simulate(2, rank)
-    assert torch.equal(first, second)
+    for _ in range(2):
+        optimizer.step(closure)
+    return weights(module)
 
 
-def test_a_closure_whose_backward_passes_do_not_all_bypass_the_module_may_run_again() -> None:
-    def rank(r: int) -> torch.Tensor:
-        known: list[Any] = []
-        module = wrapped("gradient_allreduce", {}, known)
+@on_every_rank(2)
+def test_a_closure_whose_backward_passes_do_not_all_bypass_the_module_may_run_again(r: int) -> torch.Tensor:
+    known: list[Any] = []
+    module = wrapped("gradient_allreduce", {}, known)
 
-        def closure() -> torch.Tensor:
-            known[0].zero_grad(set_to_none=False)
-            loss = module(batch(r)).square().mean()
-            loss.backward()
-            module.eval()
-            module(batch(0)).square().mean().backward()
-            module.train()
-            return loss
+    def closure() -> torch.Tensor:
+        known[0].zero_grad(set_to_none=False)
+        loss = module(batch(r)).square().mean()
+        loss.backward()
+        module.eval()
+        module(batch(0)).square().mean().backward()
+        module.train()
+        return loss
 
-        for _ in range(2):
-            known[0].step(closure)
-        return weights(module)
-
-    first, second = simulate(2, rank)
-    assert torch.equal(first, second)
+    for _ in range(2):
+        known[0].step(closure)
+    return weights(module)
 
 
-def test_a_backward_pass_that_bypasses_the_module_stops_any_optimizer() -> None:
-    def rank(r: int) -> None:
-        module = network().with_bagua([], Algorithm.init("decentralized"))
-        for optimizer in (sgd(module), torch.optim.Adam(module.parameters(), fused=True)):
-            step(module, optimizer, r)
-            module[2](module[0](batch(r))).square().mean().backward()
-            refused_without_change(module, optimizer, optimizer.step, "gradients of this rank alone")
-            optimizer.zero_grad()
-
-    simulate(2, rank)
+@on_every_rank(2)
+def test_a_backward_pass_that_bypasses_the_module_stops_any_optimizer(r: int) -> None:
+    module = network().with_bagua([], Algorithm.init("decentralized"))
+    for optimizer in (sgd(module), torch.optim.Adam(module.parameters(), fused=True)):
+        step(module, optimizer, r)
+        module[2](module[0](batch(r))).square().mean().backward()
+        refused_without_change(module, optimizer, optimizer.step, "gradients of this rank alone")
+        optimizer.zero_grad()
 
 
 # Steps inside backward
@@ -341,23 +322,21 @@ def step_in_backward(module: nn.Module, make: Callable[[list[nn.Parameter]], tor
         if algorithm != "qadam" or when == "after"
     ],
 )
-def test_a_step_inside_backward_is_refused_before_weights_change(algorithm: str, when: str) -> None:
-    def rank(r: int) -> None:
-        known: list[Any] = []
-        if when == "after":
-            module: Any = wrapped(algorithm, NEEDING.get(algorithm, {}), known)
-            step_in_backward(module, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-        else:
-            module = network()
-            optimizers = step_in_backward(module, lambda parameters: torch.optim.Adam(parameters, fused=True))
-            options = NEEDING.get(algorithm, {})
-            passed = list(optimizers.values()) if when == "passed" else [sgd(module)]
-            module.with_bagua(passed, Algorithm.init(algorithm, **options))
-        loss = module(batch(r)).square().mean()
-        refused_without_change(module, None, loss.backward, r"inside backward\(\).*Call step\(\) after backward\(\) has returned")
-        end(module)
-
-    simulate(2, rank)
+@on_every_rank(2)
+def test_a_step_inside_backward_is_refused_before_weights_change(r: int, algorithm: str, when: str) -> None:
+    known: list[Any] = []
+    if when == "after":
+        module: Any = wrapped(algorithm, NEEDING.get(algorithm, {}), known)
+        step_in_backward(module, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    else:
+        module = network()
+        optimizers = step_in_backward(module, lambda parameters: torch.optim.Adam(parameters, fused=True))
+        options = NEEDING.get(algorithm, {})
+        passed = list(optimizers.values()) if when == "passed" else [sgd(module)]
+        module.with_bagua(passed, Algorithm.init(algorithm, **options))
+    loss = module(batch(r)).square().mean()
+    refused_without_change(module, None, loss.backward, r"inside backward\(\).*Call step\(\) after backward\(\) has returned")
+    end(module)
 
 
 def _in_backward_over_gloo() -> str:
@@ -377,20 +356,17 @@ def test_real_ranks_refuse_a_step_inside_backward() -> None:
         assert "Call step() after backward() has returned" in said
 
 
-def test_a_step_of_another_module_inside_backward_is_not_refused() -> None:
-    def rank(r: int) -> torch.Tensor:
-        module, other = network(), nn.Linear(4, 1)
-        optimizer, of_other = sgd(module), sgd(other)
-        module.with_bagua([optimizer], GradientAllReduceAlgorithm())
-        module[0].weight.register_post_accumulate_grad_hook(lambda p: of_other.step())
-        other(batch(r)).sum().backward()
-        before = weights(other)
-        step(module, optimizer, r)
-        assert not torch.equal(weights(other), before)
-        return weights(module)
-
-    first, second = simulate(2, rank)
-    assert torch.equal(first, second)
+@on_every_rank(2)
+def test_a_step_of_another_module_inside_backward_is_not_refused(r: int) -> torch.Tensor:
+    module, other = network(), nn.Linear(4, 1)
+    optimizer, of_other = sgd(module), sgd(other)
+    module.with_bagua([optimizer], GradientAllReduceAlgorithm())
+    module[0].weight.register_post_accumulate_grad_hook(lambda p: of_other.step())
+    other(batch(r)).sum().backward()
+    before = weights(other)
+    step(module, optimizer, r)
+    assert not torch.equal(weights(other), before)
+    return weights(module)
 
 
 # torch's hook
@@ -447,7 +423,9 @@ def test_ZeroRedundancyOptimizer_is_an_optimizer_as_others() -> None:
     assert torch.equal(first, second)
 
 
-def _sharded() -> None:
+@pytest.mark.slow
+@on_every_process(4)
+def test_shards_are_trained_parameters_too() -> None:
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -466,11 +444,8 @@ def _sharded() -> None:
 
 
 @pytest.mark.slow
-def test_shards_are_trained_parameters_too() -> None:
-    launch(_sharded, 4)
-
-
-def _compiled() -> None:
+@on_every_process(2)
+def test_a_compiled_module_knows_its_optimizers_and_compiled_steps_of_others_stay_whole() -> None:
     module = network()
     optimizer = sgd(module)
     called = torch.compile(module, backend="eager").with_bagua([optimizer], Algorithm.init("local_sgd", period=1))
@@ -484,8 +459,3 @@ def _compiled() -> None:
     other(torch.ones(1, 4)).sum().backward()
     compiled()
     assert sum(torch._dynamo.utils.counters["graph_break"].values()) <= 1  # torch's own
-
-
-@pytest.mark.slow
-def test_a_compiled_module_knows_its_optimizers_and_compiled_steps_of_others_stay_whole() -> None:
-    launch(_compiled, 2)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.launch import launch, outcomes
+from tests.trainings import wrap
 
 import bagua_ref
 from bagua_ref.algorithms import ByteGradAlgorithm
@@ -145,9 +146,7 @@ def train_beside_a_rank_that_hangs() -> str:
     pipelining.PIECE = 4099
     shared_memory._LARGEST = 4096
     Failing.pause = 12
-    module = torch.nn.Linear(1200, 1200)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    module.with_bagua([optimizer], ByteGradAlgorithm(hierarchical=False), timeout=3)
+    module, optimizer = wrap(torch.nn.Linear(1200, 1200), ByteGradAlgorithm(hierarchical=False), lr=0.1, timeout=3)
     for bucket in module.bagua_buckets:
         for op in bucket._ops:
             op.codec = Failing(get_backend("reference"))

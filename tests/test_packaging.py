@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from tests import release_check
+from tests.scripts import ROOT
 
-ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)[^)]*\)")
 
 

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.scripts import load_script
+from tests.scripts import load_script, run_python
 
 import bagua_ref
 from bagua_ref.base.not_provided import MISSING, REPLACEMENTS
 from bagua_ref.errors import BaguaError, NotProvidedError
-
-ROOT = Path(__file__).parents[1]
-
 
 porting = load_script("docs/_porting.py")
 
@@ -131,9 +124,7 @@ def test_a_misspelt_name_of_a_module_is_an_ordinary_error(module: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["launch", "run"])
 def test_the_old_launcher_names_torchrun(name: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, "-m", f"bagua_ref.distributed.{name}", "--nproc_per_node=2", "train.py"]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    ended = run_python("-m", f"bagua_ref.distributed.{name}", "--nproc_per_node=2", "train.py")
     assert ended.returncode == 1
     assert "use" not in ended.stdout
     assert "torchrun --nproc_per_node=4 train.py" in ended.stderr

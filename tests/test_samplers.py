@@ -27,7 +27,6 @@ from bagua_ref.conformance.expected import samplers_plain
 from bagua_ref.contrib import LoadBalancingDistributedBatchSampler, LoadBalancingDistributedSampler
 from bagua_ref.simulation import SimulatedWorld
 
-ROOT = Path(__file__).parents[1]
 LENGTHS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6]
 
 

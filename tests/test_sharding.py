@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.launch import launch
+from tests.launch import launch, on_every_process
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -88,16 +88,13 @@ def ours(mesh: Any, algorithm: Algorithm, in_context: bool) -> list[torch.Tensor
         return loop(module, optimizer)
 
 
-def as_hsdp() -> None:
+@on_every_process(4)
+def test_gradient_allreduce_has_the_bits_of_plain_hsdp() -> None:
     mesh = mesh_of_four()
     plain = sharded(mesh)
     expected = loop(plain, made(plain))
     for in_context in (False, True):
         assert same(ours(mesh, GradientAllReduceAlgorithm(), in_context), expected)
-
-
-def test_gradient_allreduce_has_the_bits_of_plain_hsdp() -> None:
-    launch(as_hsdp, 4)
 
 
 def average(tensors: list[torch.Tensor], mesh: Any) -> None:
@@ -106,7 +103,8 @@ def average(tensors: list[torch.Tensor], mesh: Any) -> None:
         tensor.div_(2)
 
 
-def as_by_hand() -> None:
+@on_every_process(4)
+def test_local_sgd_and_diloco_have_the_bits_of_a_loop_on_local_shards() -> None:
     mesh = mesh_of_four()
     module = sharded(mesh["shard"])
 
@@ -137,10 +135,6 @@ def as_by_hand() -> None:
         assert same(ours(mesh, Algorithm.init("diloco", period=2), in_context), expected)
 
 
-def test_local_sgd_and_diloco_have_the_bits_of_a_loop_on_local_shards() -> None:
-    launch(as_by_hand, 4)
-
-
 GRADIENTS: list[tuple[str, dict[str, Any]]] = [
     ("bytegrad", {"hierarchical": False}),
     ("bytegrad", {"hierarchical": False, "compression": "OneBit", "error_feedback": True}),
@@ -149,7 +143,8 @@ GRADIENTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def as_with_plain_parameters() -> None:
+@on_every_process(4)
+def test_compressed_gradients_are_those_of_plain_parameters_of_the_shards_shapes() -> None:
     mesh = mesh_of_four()
     for name, options in GRADIENTS:
         found = ours(mesh, Algorithm.init(name, **options), in_context=False)
@@ -176,11 +171,8 @@ def as_with_plain_parameters() -> None:
         assert same(loop(module, optimizer), found), name
 
 
-def test_compressed_gradients_are_those_of_plain_parameters_of_the_shards_shapes() -> None:
-    launch(as_with_plain_parameters, 4)
-
-
-def global_and_local() -> None:
+@on_every_process(4)
+def test_global_weights_are_gathered_anew_and_so_are_the_local_ones_after_them() -> None:
     mesh = mesh_of_four()
     module = sharded(mesh["shard"])
     optimizer = made(module)
@@ -201,11 +193,8 @@ def global_and_local() -> None:
     assert not torch.equal(before, shown)
 
 
-def test_global_weights_are_gathered_anew_and_so_are_the_local_ones_after_them() -> None:
-    launch(global_and_local, 4)
-
-
-def state_moves() -> None:
+@on_every_process(4)
+def test_weights_and_optimizer_state_of_the_first_node_are_taken_over() -> None:
     from torch.distributed.tensor import DTensor
 
     mesh = mesh_of_four()
@@ -240,10 +229,6 @@ def state_moves() -> None:
         pair = [torch.empty_like(tensor) for _ in range(2)]
         dist.all_gather(pair, tensor.contiguous(), group=mesh["replicate"].get_group())
         assert torch.equal(*pair), place
-
-
-def test_weights_and_optimizer_state_of_the_first_node_are_taken_over() -> None:
-    launch(state_moves, 4)
 
 
 def other_state() -> str:
@@ -326,7 +311,8 @@ def test_what_cannot_work_is_refused_by_name() -> None:
         assert words in message
 
 
-def states() -> None:
+@on_every_process(4)
+def test_a_state_belongs_to_a_shard() -> None:
     mesh = mesh_of_four()
     saved: list[Any] = []
     for module in (sharded(mesh["shard"]), sharded(mesh["shard"])):
@@ -342,10 +328,6 @@ def states() -> None:
     whole.with_bagua([made(whole)], Algorithm.init("diloco", period=2), mesh["replicate"])
     with pytest.raises(ValueError):
         whole.bagua_algorithm.load_state_dict(saved[0])
-
-
-def test_a_state_belongs_to_a_shard() -> None:
-    launch(states, 4)
 
 
 def run_the_page(code: str) -> list[torch.Tensor]:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.launch import launch
-from tests.trainings import simulate
+from tests.launch import launch, on_every_process
+from tests.trainings import on_every_rank, simulate
 from torch import nn
 
 import bagua_ref
@@ -397,23 +397,18 @@ def test_S5_expanded_buffers_and_frozen_parameters_are_broadcast(wrapper: bool, 
     simulate(2, lambda r: _expanded(r, wrapper, algorithm))
 
 
-def _expanded_over_gloo() -> None:
+@on_every_process(2)
+def test_S5_real_ranks_broadcast_expanded_buffers() -> None:
     for wrapper in (True, False):
         _expanded(bagua_ref.get_rank(), wrapper)
 
 
-def test_S5_real_ranks_broadcast_expanded_buffers() -> None:
-    launch(_expanded_over_gloo, 2)
-
-
-def test_S5_a_tensor_that_is_expanded_on_some_ranks_only_is_named_on_all() -> None:
-    def rank(r: int) -> None:
-        module = Expanded(0)
-        if r == 0:
-            module.mask = module.mask.clone()
-        with pytest.raises(
-            ValueError, match=r"buffer 'mask': \(4,\) torch.float32 on rank 0, \(4,\) torch.float32, expanded on rank 1"
-        ):
-            module.with_bagua([], GradientAllReduceAlgorithm())
-
-    simulate(2, rank)
+@on_every_rank(2)
+def test_S5_a_tensor_that_is_expanded_on_some_ranks_only_is_named_on_all(r: int) -> None:
+    module = Expanded(0)
+    if r == 0:
+        module.mask = module.mask.clone()
+    with pytest.raises(
+        ValueError, match=r"buffer 'mask': \(4,\) torch.float32 on rank 0, \(4,\) torch.float32, expanded on rank 1"
+    ):
+        module.with_bagua([], GradientAllReduceAlgorithm())

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.trainings import simulate
 
 import bagua_ref
 from bagua_ref.base import streams
@@ -21,7 +22,6 @@ from bagua_ref.communicators.failures import Watchdog
 from bagua_ref.communicators.waiting import Waiting
 from bagua_ref.errors import CommunicationTimeoutError
 from bagua_ref.scheduling.engine import Engine
-from bagua_ref.simulation import SimulatedWorld
 
 CPU = torch.device("cpu")
 
@@ -166,8 +166,7 @@ def test_S3_6_a_round_that_takes_back_what_training_has_dropped_waits_for_traini
 def test_a_group_has_one_stream_for_a_device_unless_it_was_given_one_and_simulated_ranks_none(fakes):
     mine = Stream("mine")
 
-    def rank(comm: Any) -> None:
-        bagua_ref.init_process_group()
+    def rank(r: int) -> None:
         group = bagua_ref.groups.communication.new_group()
         assert group.side_stream(CPU) is None
         assert bagua_ref.groups.communication.new_group(stream=mine).for_background().side_stream(CPU) is mine
@@ -175,7 +174,7 @@ def test_a_group_has_one_stream_for_a_device_unless_it_was_given_one_and_simulat
         assert group.side_stream(CPU) is group.side_stream(CPU)
         assert group.side_stream(CPU) is not group.for_background().side_stream(CPU)
 
-    SimulatedWorld(2).run(rank)
+    simulate(2, rank)
 
 
 def test_on_a_cpu_there_is_nothing_to_order():

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.launch import launch
-from tests.trainings import simulate
+from tests.launch import launch, on_every_process
+from tests.trainings import on_every_rank, simulate
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -235,30 +235,26 @@ def test_S2_3_gradients_and_storage_keep_a_parameter_s_strides() -> None:
 
 @pytest.mark.parametrize("wrapper", [False, True])
 @pytest.mark.parametrize("name", ["gradient_allreduce", "decentralized", "topk", "local_sgd"])
-def test_S2_3_ranks_with_other_strides_are_refused_on_every_rank(name: str, wrapper: bool) -> None:
-    def train(rank: int) -> None:
-        model = nn.Linear(3, 2)
-        if rank == 1:
-            model.weight = nn.Parameter(torch.zeros(3, 2).t())
-        optimizer, algorithm = torch.optim.SGD(model.parameters(), lr=0.1), Algorithm.init(name, **AS_PLAIN[name])
-        wrap = partial(bagua_ref.data_parallel.DistributedDataParallel, model) if wrapper else model.with_bagua
-        with pytest.raises(ValueError, match=r"parameter 'weight': \(2, 3\) .* on rank 0, .* strides \(1, 2\) on rank 1"):
-            wrap(optimizers=[optimizer], algorithm=algorithm)
-
-    simulate(2, train)
+@on_every_rank(2)
+def test_S2_3_ranks_with_other_strides_are_refused_on_every_rank(rank: int, name: str, wrapper: bool) -> None:
+    model = nn.Linear(3, 2)
+    if rank == 1:
+        model.weight = nn.Parameter(torch.zeros(3, 2).t())
+    optimizer, algorithm = torch.optim.SGD(model.parameters(), lr=0.1), Algorithm.init(name, **AS_PLAIN[name])
+    wrap = partial(bagua_ref.data_parallel.DistributedDataParallel, model) if wrapper else model.with_bagua
+    with pytest.raises(ValueError, match=r"parameter 'weight': \(2, 3\) .* on rank 0, .* strides \(1, 2\) on rank 1"):
+        wrap(optimizers=[optimizer], algorithm=algorithm)
 
 
-def test_S2_3_strides_of_axes_of_length_1_and_of_what_is_not_trained_may_differ() -> None:
-    def train(rank: int) -> None:
-        model = nn.Conv2d(4, 4, 1)
-        model.register_buffer("extra", torch.zeros(3, 2).t() if rank else torch.zeros(2, 3))
-        model.frozen = nn.Parameter(torch.zeros(3, 2).t() if rank else torch.zeros(2, 3), requires_grad=False)
-        model.turned = nn.Parameter(torch.zeros(12).as_strided((3, 4, 1), (1, 3, 5 + rank)))
-        if rank:
-            model.to(memory_format=torch.channels_last)
-        model.with_bagua([], Algorithm.init("gradient_allreduce"))
-
-    simulate(2, train)
+@on_every_rank(2)
+def test_S2_3_strides_of_axes_of_length_1_and_of_what_is_not_trained_may_differ(rank: int) -> None:
+    model = nn.Conv2d(4, 4, 1)
+    model.register_buffer("extra", torch.zeros(3, 2).t() if rank else torch.zeros(2, 3))
+    model.frozen = nn.Parameter(torch.zeros(3, 2).t() if rank else torch.zeros(2, 3), requires_grad=False)
+    model.turned = nn.Parameter(torch.zeros(12).as_strided((3, 4, 1), (1, 3, 5 + rank)))
+    if rank:
+        model.to(memory_format=torch.channels_last)
+    model.with_bagua([], Algorithm.init("gradient_allreduce"))
 
 
 @pytest.mark.parametrize("flatten", [True, False])
@@ -309,20 +305,18 @@ def test_S11_2_memories_of_parameters_follow_new_strides(name: str, flatten: boo
         assert_close(mine, other)
 
 
-def test_S11_1_memories_of_former_strides_are_dropped() -> None:
-    def train(rank: int) -> list[str]:
-        module = nn.Conv2d(2, 3, 3, bias=False)
-        made = torch.optim.SGD(module.parameters(), lr=0.05)
-        module.with_bagua([made], Algorithm.init("bytegrad", hierarchical=False, error_feedback=True))
-        for step in range(2):
-            made.zero_grad()
-            module(batch(step)).square().mean().backward()
-            made.step()
-            module.to(memory_format=torch.channels_last)
-        (memory,) = module.bagua_algorithm.state_dict()["memories"]["buckets"]
-        return memory["tensors"]
-
-    assert simulate(2, train) == [["weight (3, 2, 3, 3) with strides (18, 1, 6, 2)"]] * 2
+@on_every_rank(2)
+def test_S11_1_memories_of_former_strides_are_dropped(rank: int) -> None:
+    module = nn.Conv2d(2, 3, 3, bias=False)
+    made = torch.optim.SGD(module.parameters(), lr=0.05)
+    module.with_bagua([made], Algorithm.init("bytegrad", hierarchical=False, error_feedback=True))
+    for step in range(2):
+        made.zero_grad()
+        module(batch(step)).square().mean().backward()
+        made.step()
+        module.to(memory_format=torch.channels_last)
+    (memory,) = module.bagua_algorithm.state_dict()["memories"]["buckets"]
+    assert memory["tensors"] == ["weight (3, 2, 3, 3) with strides (18, 1, 6, 2)"]
 
 
 def test_S5_5_momenta_of_other_strides_on_one_rank_enter_buckets_in_the_order_of_the_weights() -> None:
@@ -342,7 +336,8 @@ def test_S5_5_momenta_of_other_strides_on_one_rank_enter_buckets_in_the_order_of
         assert all(map(torch.equal, mine, other))
 
 
-def test_S9_2_global_weights_of_other_strides_are_loaded() -> None:
+@on_every_rank(2)
+def test_S9_2_global_weights_of_other_strides_are_loaded(rank: int) -> None:
     def make(row_major: bool) -> tuple[Any, torch.optim.Optimizer]:
         module = Layers(row_major)
         made = torch.optim.SGD(module.parameters(), lr=0.05)
@@ -350,19 +345,16 @@ def test_S9_2_global_weights_of_other_strides_are_loaded() -> None:
         module.with_bagua([made], Algorithm.init("diloco", period=2, delay=1, outer_optimizer=outer))
         return module, made
 
-    def train(rank: int) -> None:
-        module, made = make(row_major=True)
-        for step in range(3):
-            step_on(module, made, batch(step)[rank::2])
-        again, other = make(row_major=False)
-        again.load_state_dict(module.state_dict())
-        again.bagua_algorithm.load_state_dict(module.bagua_algorithm.state_dict())
-        for step in range(3, 7):
-            step_on(module, made, batch(step)[rank::2])
-            step_on(again, other, batch(step)[rank::2])
-        assert_close(weights(again), weights(module))
-
-    simulate(2, train)
+    module, made = make(row_major=True)
+    for step in range(3):
+        step_on(module, made, batch(step)[rank::2])
+    again, other = make(row_major=False)
+    again.load_state_dict(module.state_dict())
+    again.bagua_algorithm.load_state_dict(module.bagua_algorithm.state_dict())
+    for step in range(3, 7):
+        step_on(module, made, batch(step)[rank::2])
+        step_on(again, other, batch(step)[rank::2])
+    assert_close(weights(again), weights(module))
 
 
 def test_S9_5_fragments_are_sent_in_the_order_of_memory() -> None:
@@ -378,24 +370,22 @@ def test_S9_5_fragments_are_sent_in_the_order_of_memory() -> None:
 
 
 @pytest.mark.parametrize("flatten", [True, False])
-def test_S2_3_gradients_that_are_there_when_wrapping_get_the_strides_of_the_weights(flatten: bool) -> None:
-    def train(rank: int) -> list[Tensor]:
-        module = Layers()
-        made = FUSED["Adam"](module.parameters())
-        for parameter in module.parameters():
-            parameter.grad = torch.zeros(parameter.shape)
-        module.turned.grad = torch.zeros(4, 3).t() if rank else torch.zeros(3, 4)
-        kept = module.turned.grad
-        module.with_bagua([made], Algorithm.init("gradient_allreduce"), do_flatten=flatten)
-        for step in range(3):
-            made.zero_grad(set_to_none=False)
-            module(batch(step)[rank::2]).backward()
-            made.step()
-        assert module.turned.grad is kept
-        return weights(module)
-
-    for ours in simulate(2, train):
-        assert_close(ours, train_plainly(FUSED["Adam"]))
+@on_every_rank(2)
+def test_S2_3_gradients_that_are_there_when_wrapping_get_the_strides_of_the_weights(rank: int, flatten: bool) -> None:
+    module = Layers()
+    made = FUSED["Adam"](module.parameters())
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros(parameter.shape)
+    module.turned.grad = torch.zeros(4, 3).t() if rank else torch.zeros(3, 4)
+    kept = module.turned.grad
+    module.with_bagua([made], Algorithm.init("gradient_allreduce"), do_flatten=flatten)
+    for step in range(3):
+        made.zero_grad(set_to_none=False)
+        module(batch(step)[rank::2]).backward()
+        made.step()
+    assert module.turned.grad is kept
+    ours = weights(module)
+    assert_close(ours, train_plainly(FUSED["Adam"]))
 
 
 def test_S9_1_the_drift_does_not_depend_on_strides() -> None:
@@ -472,34 +462,30 @@ def test_S2_3_new_strides_before_backward_reach_the_gradients() -> None:
         assert_close(ours, expected)
 
 
-def test_S9_1_weights_of_other_strides_on_one_rank_are_never_averaged() -> None:
-    def train(rank: int) -> None:
-        module = Layers(row_major=True)
-        made = torch.optim.SGD(module.parameters(), lr=0.05)
-        module.with_bagua([made], Algorithm.init("local_sgd", period=1))
-        module(batch(0)).backward()
-        if rank == 1:
-            module.conv.to(memory_format=torch.channels_last)
-        with pytest.raises(CommunicationError, match="weights with shapes and strides of checksum"):
-            made.step()
-
-    simulate(2, train)
+@on_every_rank(2)
+def test_S9_1_weights_of_other_strides_on_one_rank_are_never_averaged(rank: int) -> None:
+    module = Layers(row_major=True)
+    made = torch.optim.SGD(module.parameters(), lr=0.05)
+    module.with_bagua([made], Algorithm.init("local_sgd", period=1))
+    module(batch(0)).backward()
+    if rank == 1:
+        module.conv.to(memory_format=torch.channels_last)
+    with pytest.raises(CommunicationError, match="weights with shapes and strides of checksum"):
+        made.step()
 
 
-def test_S2_3_other_new_strides_are_an_error_on_every_rank() -> None:
-    def train(rank: int) -> None:
-        module = Layers(row_major=True)
-        made = torch.optim.SGD(module.parameters(), lr=0.05)
-        module.with_bagua([made], Algorithm.init("local_sgd", period=1))
-        step_on(module, made, batch(0))
-        if rank == 1:
-            module.conv.to(memory_format=torch.channels_last)
-        else:
-            module.turned.data = module.turned.data.t().contiguous().t()
-        with pytest.raises(CommunicationError, match="buckets of plan"):
-            step_on(module, made, batch(1))
-
-    simulate(2, train)
+@on_every_rank(2)
+def test_S2_3_other_new_strides_are_an_error_on_every_rank(rank: int) -> None:
+    module = Layers(row_major=True)
+    made = torch.optim.SGD(module.parameters(), lr=0.05)
+    module.with_bagua([made], Algorithm.init("local_sgd", period=1))
+    step_on(module, made, batch(0))
+    if rank == 1:
+        module.conv.to(memory_format=torch.channels_last)
+    else:
+        module.turned.data = module.turned.data.t().contiguous().t()
+    with pytest.raises(CommunicationError, match="buckets of plan"):
+        step_on(module, made, batch(1))
 
 
 def test_S2_3_a_rank_without_batches_follows_new_strides() -> None:
@@ -602,19 +588,17 @@ def test_S3_9_a_broadcast_takes_any_strides_of_axes_of_length_1() -> None:
 
 
 @pytest.mark.parametrize("name", ["bytegrad", "topk", "qadam", "low_precision_decentralized", "diloco"])
-def test_S2_3_memories_of_other_strides_are_refused_by_name(name: str) -> None:
-    def run(rank: int) -> None:
-        module, made = make_run(name)
-        for step in range(4):
-            step_on(module, made, batch(step)[rank::2])
-        saved = module.bagua_algorithm.state_dict()
-        again, _ = make_run(name, row_major=True)
-        before = again.bagua_algorithm.state_dict()
-        with pytest.raises(ValueError, match=r"'(conv.weight|turned).*with strides \((18, 1, 6, 2|1, 3)\)"):
-            again.bagua_algorithm.load_state_dict(saved)
-        assert repr(again.bagua_algorithm.state_dict()) == repr(before)
-
-    simulate(2, run)
+@on_every_rank(2)
+def test_S2_3_memories_of_other_strides_are_refused_by_name(rank: int, name: str) -> None:
+    module, made = make_run(name)
+    for step in range(4):
+        step_on(module, made, batch(step)[rank::2])
+    saved = module.bagua_algorithm.state_dict()
+    again, _ = make_run(name, row_major=True)
+    before = again.bagua_algorithm.state_dict()
+    with pytest.raises(ValueError, match=r"'(conv.weight|turned).*with strides \((18, 1, 6, 2|1, 3)\)"):
+        again.bagua_algorithm.load_state_dict(saved)
+    assert repr(again.bagua_algorithm.state_dict()) == repr(before)
 
 
 @pytest.mark.parametrize("name", [*COMPRESSED, "local_sgd", "decentralized", "gradient_allreduce"])
@@ -658,18 +642,15 @@ def train_with_hook(name: str, options: dict[str, Any], row_major: bool, in_buck
     return weights(module)
 
 
-def train_with_hooks() -> None:
+@pytest.mark.slow
+@on_every_process(2)
+def test_S2_3_ddp_hooks_compute_the_same_for_any_strides() -> None:
     for in_bucket in (True, False):
         expected = train_plainly(FUSED["SGD"], steps=4)
         assert_close(train_with_hook("gradient_allreduce", {}, False, in_bucket), expected)
         for name in ("topk", "powersgd"):
             ours, theirs = (train_with_hook(name, COMPRESSED[name], row_major, in_bucket) for row_major in (False, True))
             assert_close(ours, theirs)
-
-
-@pytest.mark.slow
-def test_S2_3_ddp_hooks_compute_the_same_for_any_strides() -> None:
-    launch(train_with_hooks, 2)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from tests.launch import launch
+from tests.launch import launch, on_every_process
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 
@@ -150,7 +150,8 @@ def test_qadams_step_that_only_makes_state_does_not_count() -> None:
     assert all(float(entry["step"]) == 0 for entry in training.optimizer.state.values())
 
 
-def _gradients_after_wrapping() -> None:
+@on_every_process(2)
+def test_wrapping_makes_no_gradients() -> None:
     for algorithm in ALGORITHMS:
         training = Training(algorithm, "SGD")
         training.wrap(False)
@@ -158,7 +159,3 @@ def _gradients_after_wrapping() -> None:
         for bucket in training.module.bagua_buckets:
             assert bucket.check_flatten(), algorithm
             assert bucket.flattened_tensor().numel() * 4 >= bucket.bytes() > 0
-
-
-def test_wrapping_makes_no_gradients() -> None:
-    launch(_gradients_after_wrapping, 2)

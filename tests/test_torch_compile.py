@@ -12,7 +12,7 @@ import torch
 import torch._dynamo
 import torch._dynamo.testing
 import torch._dynamo.utils
-from tests.launch import launch
+from tests.launch import launch, on_every_process
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -154,7 +154,13 @@ def _train(algorithm: str, form: Any, fullgraph: bool, backend: Any = "eager") -
     return [p.detach().clone() for p in module.parameters()], steps
 
 
-def _train_all_forms(algorithm: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "algorithm",
+    [name if name in ("gradient_allreduce", "qadam") else pytest.param(name, marks=pytest.mark.proof) for name in ALGORITHMS],
+)
+@on_every_process(2)
+def test_compiled_modules_train_bit_for_bit_as_others(algorithm: str) -> None:
     expected, _ = _train(algorithm, None, fullgraph=False)
     for form in FORMS if algorithm == "gradient_allreduce" else (_after, _before, _method_after, _container):
         for fullgraph in (form is not _container, False) if algorithm == "gradient_allreduce" else (form is not _container,):
@@ -163,15 +169,6 @@ def _train_all_forms(algorithm: str) -> None:
             if algorithm != "async":  # its rounds depend on timing
                 for mine, theirs in zip(weights, expected, strict=True):
                     assert torch.equal(mine, theirs), (form, fullgraph)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "algorithm",
-    [name if name in ("gradient_allreduce", "qadam") else pytest.param(name, marks=pytest.mark.proof) for name in ALGORITHMS],
-)
-def test_compiled_modules_train_bit_for_bit_as_others(algorithm: str) -> None:
-    launch(_train_all_forms, 2, algorithm)
 
 
 @torch.compile(backend="eager")

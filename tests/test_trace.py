@@ -17,6 +17,7 @@ from tests.launch import launch, outcomes
 from tests.scripts import load_script
 from tests.test_examples import run
 from tests.trace_trainings import learn, network, record_steps, simulate, train, train_and_die, train_torchs_ddp
+from tests.trainings import wrap
 from torch import Tensor
 
 import bagua_ref
@@ -479,9 +480,7 @@ def test_recording_changes_no_weight(tmp_path: Path) -> None:
     def weights(recorded: bool) -> Tensor:
         def rank(comm: Any) -> Tensor:
             bagua_ref.init_process_group()
-            model = network()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            model.with_bagua([optimizer], Algorithm.init("bytegrad"))
+            model, optimizer = wrap(network(), Algorithm.init("bytegrad"), lr=0.1)
             if recorded:
                 with Recorder(tmp_path):
                     learn(model, optimizer, comm.rank(), 3)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.trainings import batch, network, sgd, simulate, train, weights, wrapped
+from tests.trainings import batch, network, on_every_rank, sgd, simulate, train, weights, wrap, wrapped
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -81,9 +81,7 @@ def test_S5_hooks_are_called_in_order_and_only_in_training() -> None:
             return Spy(process_group)
 
     def rank(r: int) -> None:
-        module = network()
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        module.with_bagua([optimizer], SpyAlgorithm())
+        module, optimizer = wrap(network(), SpyAlgorithm(), lr=0.1)
         train(module, optimizer, r, range(1))
         assert calls[:2] == ["reset?", "forward (4, 6)"]
         assert calls[6:] == ["post-backward", "SGD"]
@@ -204,15 +202,11 @@ def test_several_models_at_once_do_not_mix() -> None:
 
 
 @pytest.mark.parametrize("name", ["gradient_allreduce", "decentralized", "low_precision_decentralized", "async"])
-def test_S2_1_parameters_enter_in_reverse_order(name: str) -> None:
-    def rank(r: int) -> None:
-        module = network()
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        module.with_bagua([optimizer], Algorithm.init(name))
-        names = [tensor.bagua_backend_tensor().name for tensor in module.bagua_buckets[0].tensors]
-        assert names == [name for name, _ in reversed(list(module.named_parameters()))]
-
-    simulate(1, rank)
+@on_every_rank(1)
+def test_S2_1_parameters_enter_in_reverse_order(r: int, name: str) -> None:
+    module, _ = wrap(network(), Algorithm.init(name), lr=0.1)
+    names = [tensor.bagua_backend_tensor().name for tensor in module.bagua_buckets[0].tensors]
+    assert names == [name for name, _ in reversed(list(module.named_parameters()))]
 
 
 def test_S2_1_bucket_size_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,22 +338,18 @@ class Partly(nn.Module):
         return self.used(x) + (self.unused(x) if both else 0)
 
 
-def test_S2_5_an_unused_parameter_is_an_error_that_names_it_and_training_can_go_on_together() -> None:
-    def rank(r: int) -> None:
-        module = Partly()
-        module.with_bagua([], GradientAllReduceAlgorithm())
-        for _ in range(2):
-            with pytest.raises(
-                CommunicationError, match=r"bucket '0': 'unused\.bias', 'unused\.weight'.*find_unused_parameters=True"
-            ):
-                module(batch(r, 0)).sum().backward()
-            with pytest.raises(CommunicationError, match=r"cannot train on: .*unused\.bias.*bagua_resynchronize"):
-                module(batch(r, 0), both=True)
-            module.bagua_resynchronize()
-            module.zero_grad()
-            module(batch(r, 0), both=True).sum().backward()
-
-    simulate(2, rank)
+@on_every_rank(2)
+def test_S2_5_an_unused_parameter_is_an_error_that_names_it_and_training_can_go_on_together(r: int) -> None:
+    module = Partly()
+    module.with_bagua([], GradientAllReduceAlgorithm())
+    for _ in range(2):
+        with pytest.raises(CommunicationError, match=r"bucket '0': 'unused\.bias', 'unused\.weight'.*find_unused_parameters=True"):
+            module(batch(r, 0)).sum().backward()
+        with pytest.raises(CommunicationError, match=r"cannot train on: .*unused\.bias.*bagua_resynchronize"):
+            module(batch(r, 0), both=True)
+        module.bagua_resynchronize()
+        module.zero_grad()
+        module(batch(r, 0), both=True).sum().backward()
 
 
 def test_an_algorithm_without_a_training_says_so() -> None:
@@ -372,14 +362,12 @@ def test_an_algorithm_without_a_training_says_so() -> None:
         GradientAllReduceAlgorithm().reify(None).context  # noqa: B018
 
 
-def test_a_backend_that_cannot_run_is_refused_before_weights_are_broadcast() -> None:
-    def rank(r: int) -> None:
-        module = network(seed=r)
-        with pytest.raises(ValueError, match="backend='abacus'"):
-            module.with_bagua([], GradientAllReduceAlgorithm(), backend="abacus")
-        assert torch.equal(module[0].weight, network(seed=r)[0].weight)
-
-    simulate(2, rank)
+@on_every_rank(2)
+def test_a_backend_that_cannot_run_is_refused_before_weights_are_broadcast(r: int) -> None:
+    module = network(seed=r)
+    with pytest.raises(ValueError, match="backend='abacus'"):
+        module.with_bagua([], GradientAllReduceAlgorithm(), backend="abacus")
+    assert torch.equal(module[0].weight, network(seed=r)[0].weight)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -474,29 +462,25 @@ BAD_ARGUMENTS: list[Any] = [
 
 
 @pytest.mark.parametrize(("arguments", "error", "message"), BAD_ARGUMENTS)
-def test_bad_arguments_are_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
-    def rank(r: int) -> None:
-        module = network()
-        with pytest.raises(error, match=message):
-            module.with_bagua(**{"optimizers": [], "algorithm": GradientAllReduceAlgorithm(), **arguments})
-        module.with_bagua([], GradientAllReduceAlgorithm())
-        module(batch(r, 0)).sum().backward()
-
-    simulate(2, rank)
+@on_every_rank(2)
+def test_bad_arguments_are_refused(r: int, arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    module = network()
+    with pytest.raises(error, match=message):
+        module.with_bagua(**{"optimizers": [], "algorithm": GradientAllReduceAlgorithm(), **arguments})
+    module.with_bagua([], GradientAllReduceAlgorithm())
+    module(batch(r, 0)).sum().backward()
 
 
-def test_bad_modules_are_refused() -> None:
-    def rank(r: int) -> None:
-        with pytest.raises(ValueError, match="nothing to train"):
-            nn.ReLU().with_bagua([], GradientAllReduceAlgorithm())
-        with pytest.raises(NotImplementedError, match=r"'0\.weight'.*sparse"):
-            nn.Sequential(nn.Embedding(3, 2, sparse=True)).with_bagua([], GradientAllReduceAlgorithm())
-        with pytest.raises(TypeError, match=r"'0\.weight' is torch.complex64.*view_as_real"):
-            nn.Sequential(nn.Linear(2, 2, dtype=torch.complex64)).with_bagua([], GradientAllReduceAlgorithm())
-        with pytest.raises(ValueError, match="differ between ranks"):
-            nn.Linear(2, 2 + r).with_bagua([], GradientAllReduceAlgorithm())
-
-    simulate(2, rank)
+@on_every_rank(2)
+def test_bad_modules_are_refused(r: int) -> None:
+    with pytest.raises(ValueError, match="nothing to train"):
+        nn.ReLU().with_bagua([], GradientAllReduceAlgorithm())
+    with pytest.raises(NotImplementedError, match=r"'0\.weight'.*sparse"):
+        nn.Sequential(nn.Embedding(3, 2, sparse=True)).with_bagua([], GradientAllReduceAlgorithm())
+    with pytest.raises(TypeError, match=r"'0\.weight' is torch.complex64.*view_as_real"):
+        nn.Sequential(nn.Linear(2, 2, dtype=torch.complex64)).with_bagua([], GradientAllReduceAlgorithm())
+    with pytest.raises(ValueError, match="differ between ranks"):
+        nn.Linear(2, 2 + r).with_bagua([], GradientAllReduceAlgorithm())
 
 
 class Spectral(nn.Module):
@@ -520,8 +504,7 @@ def test_S2_1_complex_weights_train_as_the_error_says() -> None:
         module = Spectral()
         with torch.no_grad():
             module.phases.fill_(1 + r)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        module.with_bagua([optimizer], GradientAllReduceAlgorithm())
+        _, optimizer = wrap(module, GradientAllReduceAlgorithm(), lr=0.1)
         assert torch.equal(module.phases, torch.ones(4, dtype=torch.complex64))
         for step in range(3):
             optimizer.zero_grad()
@@ -573,8 +556,7 @@ def test_S2_1_only_an_embeddings_sparse_counts(name: str) -> None:
         module = nn.Sequential(LookUp(sparse=False), Scaled())
         module[1]._bagua_params_and_buffers_to_ignore = module._bagua_params_and_buffers_to_ignore = ["1.weight", "weight"]
         for part in module:
-            optimizer = torch.optim.SGD(part.parameters(), lr=0.1)
-            part.with_bagua([optimizer], algorithm())
+            _, optimizer = wrap(part, algorithm(), lr=0.1)
             part(torch.tensor([r, 1 + r])).square().sum().backward()
             optimizer.step()
 
@@ -586,29 +568,25 @@ def test_S2_1_only_an_embeddings_sparse_counts(name: str) -> None:
 
 @pytest.mark.parametrize("do_flatten", [True, False])
 @pytest.mark.parametrize("name", ["gradient_allreduce", "bytegrad", "powersgd", "topk"])
-def test_S2_1_a_sparse_gradient_that_comes_all_the_same_is_refused_by_name(name: str, do_flatten: bool) -> None:
-    def rank(r: int) -> None:
-        module = LookUp()
-        module.with_bagua([torch.optim.SGD(module.parameters(), lr=0.1)], Algorithm.init(name), do_flatten=do_flatten)
-        with pytest.raises(NotImplementedError, match=r"'weight' is torch\.sparse_coo.*sparse=False"):
-            module(torch.tensor([r, 1 + r])).square().sum().backward()
-
-    simulate(2, rank)
+@on_every_rank(2)
+def test_S2_1_a_sparse_gradient_that_comes_all_the_same_is_refused_by_name(r: int, name: str, do_flatten: bool) -> None:
+    module = LookUp()
+    module.with_bagua([torch.optim.SGD(module.parameters(), lr=0.1)], Algorithm.init(name), do_flatten=do_flatten)
+    with pytest.raises(NotImplementedError, match=r"'weight' is torch\.sparse_coo.*sparse=False"):
+        module(torch.tensor([r, 1 + r])).square().sum().backward()
 
 
-def test_a_rank_outside_the_group_cannot_wrap() -> None:
-    def rank(r: int) -> None:
-        group = bagua_ref.new_group([0, 2])
-        module = network()
-        if r == 1:
-            with pytest.raises(ValueError, match="does not hold this rank, 1"):
-                module.with_bagua([], GradientAllReduceAlgorithm(), process_group=group)
-        else:
+@on_every_rank(3)
+def test_a_rank_outside_the_group_cannot_wrap(r: int) -> None:
+    group = bagua_ref.new_group([0, 2])
+    module = network()
+    if r == 1:
+        with pytest.raises(ValueError, match="does not hold this rank, 1"):
             module.with_bagua([], GradientAllReduceAlgorithm(), process_group=group)
-            module(batch(r, 0)).sum().backward()
-            assert module.bagua_buckets[0].tensors
-
-    simulate(3, rank)
+    else:
+        module.with_bagua([], GradientAllReduceAlgorithm(), process_group=group)
+        module(batch(r, 0)).sum().backward()
+        assert module.bagua_buckets[0].tensors
 
 
 def test_unknown_algorithm_lists_what_there_is() -> None:
@@ -631,8 +609,7 @@ def test_1024_ranks_train() -> None:
     def rank(r: int) -> float:
         torch.manual_seed(0)
         module = nn.Sequential(nn.Linear(40, 50), nn.ReLU(), nn.Linear(50, 9))  # 2,509 parameters
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-        module.with_bagua([optimizer], GradientAllReduceAlgorithm())
+        _, optimizer = wrap(module, GradientAllReduceAlgorithm(), lr=0.01)
         for step in range(2):
             optimizer.zero_grad()
             module(torch.full((2, 40), float(r + step) / 1024)).square().mean().backward()
@@ -642,18 +619,16 @@ def test_1024_ranks_train() -> None:
     assert len(set(simulate(1024, rank))) == 1
 
 
-def test_a_models_group_counts_the_bytes_of_everything_it_sends() -> None:
-    def rank(r: int) -> tuple[int, int]:
-        module = nn.Linear(6, 4, bias=False)  # 96 bytes of gradient
-        module.with_bagua([], GradientAllReduceAlgorithm())
-        group = module._bagua.process_group
-        before = group.bytes_sent
-        for step in range(3):
-            module(batch(r, step)).sum().backward()
-        one = group.bytes_sent - before
-        sibling = group.sibling()
-        sibling.get_global_communicator().broadcast(torch.zeros(8), 0)
-        return one, group.bytes_sent - before - one
-
+@on_every_rank(4)
+def test_a_models_group_counts_the_bytes_of_everything_it_sends(r: int) -> None:
+    module = nn.Linear(6, 4, bias=False)  # 96 bytes of gradient
+    module.with_bagua([], GradientAllReduceAlgorithm())
+    group = module._bagua.process_group
+    before = group.bytes_sent
+    for step in range(3):
+        module(batch(r, step)).sum().backward()
+    one = group.bytes_sent - before
+    sibling = group.sibling()
+    sibling.get_global_communicator().broadcast(torch.zeros(8), 0)
     # All-reduce sends 2 (n-1)/n of 96 bytes, three times; broadcast (n-1)/n of 32.
-    assert simulate(4, rank) == [(3 * 2 * 72, 24)] * 4
+    assert (one, group.bytes_sent - before - one) == (3 * 2 * 72, 24)

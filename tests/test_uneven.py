@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.trainings import batch, network, simulate, weights
+from tests.trainings import batch, network, on_every_rank, simulate, weights
 from torch import nn
 
 import bagua_ref
@@ -233,14 +233,12 @@ def test_what_has_no_meaning_is_refused_on_entering(case: Any) -> None:
     simulate(2, lambda r: refused(*case))
 
 
-def test_layers_that_communicate_are_refused() -> None:
-    def rank(r: int) -> None:
-        module = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
-        module.with_bagua([], GradientAllReduceAlgorithm())
-        with pytest.raises(NotImplementedError, match="layer '1' is a SyncBatchNorm, which communicates"), bagua_ref.join([module]):
-            pass
-
-    simulate(2, rank)
+@on_every_rank(2)
+def test_layers_that_communicate_are_refused(r: int) -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
+    module.with_bagua([], GradientAllReduceAlgorithm())
+    with pytest.raises(NotImplementedError, match="layer '1' is a SyncBatchNorm, which communicates"), bagua_ref.join([module]):
+        pass
 
 
 JOINABLES = [
@@ -253,39 +251,33 @@ JOINABLES = [
 
 
 @pytest.mark.parametrize(("joinables", "error", "message"), JOINABLES, ids=[case[2][:20] for case in JOINABLES])
-def test_joinables_are_checked(joinables: Any, error: Any, message: str) -> None:
-    def rank(r: int) -> None:
-        module, _ = wrapped(GradientAllReduceAlgorithm())
-        with pytest.raises(error, match=message), bagua_ref.join(joinables(module)):
+@on_every_rank(1)
+def test_joinables_are_checked(r: int, joinables: Any, error: Any, message: str) -> None:
+    module, _ = wrapped(GradientAllReduceAlgorithm())
+    with pytest.raises(error, match=message), bagua_ref.join(joinables(module)):
+        pass
+
+
+@on_every_rank(3)
+def test_a_module_is_in_one_context_at_a_time_and_in_none_after_an_error(r: int) -> None:
+    module, optimizer = wrapped(GradientAllReduceAlgorithm())
+    with bagua_ref.join([module]):
+        with (
+            pytest.raises(RuntimeError, match=r"is inside join\(\) already; leave that context first"),
+            bagua_ref.join([module]),
+        ):
             pass
-
-    simulate(1, rank)
-
-
-def test_a_module_is_in_one_context_at_a_time_and_in_none_after_an_error() -> None:
-    def rank(r: int) -> None:
-        module, optimizer = wrapped(GradientAllReduceAlgorithm())
-        with bagua_ref.join([module]):
-            with (
-                pytest.raises(RuntimeError, match=r"is inside join\(\) already; leave that context first"),
-                bagua_ref.join([module]),
-            ):
-                pass
-            train(module, optimizer, r, r)
-        with bagua_ref.join([module], enable=False), bagua_ref.join([module]):
-            train(module, optimizer, r, 2 - r)
-
-    simulate(3, rank)
+        train(module, optimizer, r, r)
+    with bagua_ref.join([module], enable=False), bagua_ref.join([module]):
+        train(module, optimizer, r, 2 - r)
 
 
-def test_wrapping_again_inside_is_an_error_on_leaving() -> None:
-    def rank(r: int) -> None:
-        module, optimizer = wrapped(GradientAllReduceAlgorithm())
-        with pytest.raises(RuntimeError, match=r"was wrapped again or resynchronized inside join\(\)"), bagua_ref.join([module]):
-            module.with_bagua([optimizer], ByteGradAlgorithm(hierarchical=False))
-        train(module, optimizer, r, 1)
-
-    simulate(2, rank)
+@on_every_rank(2)
+def test_wrapping_again_inside_is_an_error_on_leaving(r: int) -> None:
+    module, optimizer = wrapped(GradientAllReduceAlgorithm())
+    with pytest.raises(RuntimeError, match=r"was wrapped again or resynchronized inside join\(\)"), bagua_ref.join([module]):
+        module.with_bagua([optimizer], ByteGradAlgorithm(hierarchical=False))
+    train(module, optimizer, r, 1)
 
 
 def told(function: Callable[[nn.Module, torch.optim.Optimizer, int], object], ranks: int = 3, **options: Any) -> list[str]:
@@ -418,15 +410,13 @@ def test_gradients_may_be_accumulated() -> None:
     torch.testing.assert_close(zero, weights(alone), rtol=1e-4, atol=1e-6)
 
 
-def test_gradients_of_a_rank_that_has_joined_stay_as_they_are() -> None:
-    def rank(r: int) -> None:
-        module, optimizer = wrapped(GradientAllReduceAlgorithm())
-        with bagua_ref.join([module]):
-            train(module, optimizer, r, 1 + r)
-            before = [p.grad.clone() for p in module.parameters()]
-        assert all(map(torch.equal, before, [p.grad for p in module.parameters()]))
-
-    simulate(3, rank)
+@on_every_rank(3)
+def test_gradients_of_a_rank_that_has_joined_stay_as_they_are(r: int) -> None:
+    module, optimizer = wrapped(GradientAllReduceAlgorithm())
+    with bagua_ref.join([module]):
+        train(module, optimizer, r, 1 + r)
+        before = [p.grad.clone() for p in module.parameters()]
+    assert all(map(torch.equal, before, [p.grad for p in module.parameters()]))
 
 
 def two_modules(r: int) -> list[torch.Tensor]:
@@ -464,17 +454,15 @@ def test_other_objects_come_from_the_first_module_s_last_rank() -> None:
 
 
 @pytest.mark.parametrize(("counts", "shares"), [([3, 3], False), ([3, 2], True)])
-def test_states_are_sent_only_if_a_rank_has_missed_batches(counts: Counts, shares: bool) -> None:
-    def rank(r: int) -> int:
-        module, optimizer = wrapped(GradientAllReduceAlgorithm())
-        comm = module.bagua_algorithm.process_group.get_global_communicator()
-        with bagua_ref.join([module]):
-            train(module, optimizer, r, counts[r])
-            before = comm.bytes_sent
-        return comm.bytes_sent - before
-
-    for sent in simulate(2, rank):
-        assert (sent > 4 * len(weights(network()))) == shares
+@on_every_rank(2)
+def test_states_are_sent_only_if_a_rank_has_missed_batches(r: int, counts: Counts, shares: bool) -> None:
+    module, optimizer = wrapped(GradientAllReduceAlgorithm())
+    comm = module.bagua_algorithm.process_group.get_global_communicator()
+    with bagua_ref.join([module]):
+        train(module, optimizer, r, counts[r])
+        before = comm.bytes_sent
+    sent = comm.bytes_sent - before
+    assert (sent > 4 * len(weights(network()))) == shares
 
 
 def test_training_ends_early_for_all_modules() -> None:
@@ -497,27 +485,25 @@ def test_training_ends_early_for_all_modules() -> None:
     assert all(torch.equal(ours, theirs) for other in results for ours, theirs in zip(results[0], other, strict=True))
 
 
-def test_a_failure_of_one_module_ends_the_others_too() -> None:
-    def rank(r: int) -> str:
-        (one, first), (two, second) = wrapped(GradientAllReduceAlgorithm()), wrapped(GradientAllReduceAlgorithm())
+@on_every_rank(3)
+def test_a_failure_of_one_module_ends_the_others_too(r: int) -> None:
+    (one, first), (two, second) = wrapped(GradientAllReduceAlgorithm()), wrapped(GradientAllReduceAlgorithm())
 
-        def epoch() -> None:
-            with bagua_ref.join([one, two]):
-                for step in range([0, 3, 3][r]):
-                    train(one, first, r, 1, first=step)
-                    backward(two, r, step)
-                    if r == 1 or step != 1:
-                        second.step()
+    def epoch() -> None:
+        with bagua_ref.join([one, two]):
+            for step in range([0, 3, 3][r]):
+                train(one, first, r, 1, first=step)
+                backward(two, r, step)
+                if r == 1 or step != 1:
+                    second.step()
 
-        with pytest.raises(CommunicationError) as caught:
-            epoch()
-        for module in (one, two):
-            with pytest.raises(CommunicationError, match="cannot train on"):
-                module(batch(r, 0))
-        return str(caught.value)
-
-    for said in simulate(3, rank):
-        assert "disagree: rank 1 has taken 2 optimizer steps, rank 2 has taken 1 optimizer steps" in said or "gave up" in said
+    with pytest.raises(CommunicationError) as caught:
+        epoch()
+    for module in (one, two):
+        with pytest.raises(CommunicationError, match="cannot train on"):
+            module(batch(r, 0))
+    said = str(caught.value)
+    assert "disagree: rank 1 has taken 2 optimizer steps, rank 2 has taken 1 optimizer steps" in said or "gave up" in said
 
 
 def with_others(r: int) -> tuple[float, float, int, float]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.launch import launch
-from tests.trainings import batch, simulate
+from tests.trainings import batch, on_every_rank, simulate, wrap
 from torch import nn
 
 import bagua_ref
@@ -100,20 +100,18 @@ def test_S2_5_what_no_rank_reaches_keeps_its_gradient_and_does_not_move(name: st
         assert torch.equal(mine, neighbours)
 
 
-def test_S2_5_a_gradient_in_the_bucket_keeps_its_values() -> None:
+@on_every_rank(2)
+def test_S2_5_a_gradient_in_the_bucket_keeps_its_values(r: int) -> None:
     """With set_to_none=False, gradients are views of the bucket, which the round writes to."""
 
-    def rank(r: int) -> None:
-        module = Partly()
-        module.with_bagua([], ByteGradAlgorithm(hierarchical=False), find_unused_parameters=True)
-        module(batch(r, 0), "abc").square().mean().backward()
-        before = module.c.weight.grad.clone()
-        module(batch(r, 1), "ab").square().mean().backward()
-        assert torch.equal(module.c.weight.grad, before)
-        module(batch(r, 2), "abc").square().mean().backward()
-        assert not torch.equal(module.c.weight.grad, before)
-
-    simulate(2, rank)
+    module = Partly()
+    module.with_bagua([], ByteGradAlgorithm(hierarchical=False), find_unused_parameters=True)
+    module(batch(r, 0), "abc").square().mean().backward()
+    before = module.c.weight.grad.clone()
+    module(batch(r, 1), "ab").square().mean().backward()
+    assert torch.equal(module.c.weight.grad, before)
+    module(batch(r, 2), "abc").square().mean().backward()
+    assert not torch.equal(module.c.weight.grad, before)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -184,63 +182,59 @@ def test_S2_5_what_an_error_memory_delivers_is_a_gradient(name: str, do_flatten:
 @FLATTEN
 @pytest.mark.parametrize("error_feedback", [False, True])
 @pytest.mark.parametrize("hierarchical", [False, True])
+@on_every_rank(4, nodes=(2, 2))
 def test_S2_5_qadam_leaves_the_momentum_and_memory_of_what_no_rank_reaches(
-    hierarchical: bool, error_feedback: bool, do_flatten: bool
+    r: int, hierarchical: bool, error_feedback: bool, do_flatten: bool
 ) -> None:
-    def rank(r: int) -> None:
-        module = Partly()
-        optimizer = QAdamOptimizer(module.parameters(), lr=0.01, warmup_steps=2)
-        algorithm = QAdamAlgorithm(optimizer, hierarchical, error_feedback=error_feedback)
-        module.with_bagua([optimizer], algorithm, do_flatten=do_flatten, find_unused_parameters=True)
+    module = Partly()
+    optimizer = QAdamOptimizer(module.parameters(), lr=0.01, warmup_steps=2)
+    algorithm = QAdamAlgorithm(optimizer, hierarchical, error_feedback=error_feedback)
+    module.with_bagua([optimizer], algorithm, do_flatten=do_flatten, find_unused_parameters=True)
 
-        def kept(layer: nn.Module) -> list[torch.Tensor]:
-            found = [x for p in layer.parameters() for x in (p, optimizer.state[p]["exp_avg"])]
-            for bucket in algorithm_of.error_memories.state()["buckets"]:
-                start = 0
-                for name in [tensor.split()[0] for tensor in bucket["tensors"]]:
-                    end = start + module.get_parameter(name).numel()
-                    if module.get_parameter(name) in set(layer.parameters()):
-                        found.append(bucket["worker"][start:end])
-                        chunk = len(bucket["server"])
-                        first = (r // 2 if hierarchical else r) * chunk
-                        found.append(bucket["server"][max(start - first, 0) : max(end - first, 0)])
-                    start = end
-            return [x.detach().clone() for x in found]
+    def kept(layer: nn.Module) -> list[torch.Tensor]:
+        found = [x for p in layer.parameters() for x in (p, optimizer.state[p]["exp_avg"])]
+        for bucket in algorithm_of.error_memories.state()["buckets"]:
+            start = 0
+            for name in [tensor.split()[0] for tensor in bucket["tensors"]]:
+                end = start + module.get_parameter(name).numel()
+                if module.get_parameter(name) in set(layer.parameters()):
+                    found.append(bucket["worker"][start:end])
+                    chunk = len(bucket["server"])
+                    first = (r // 2 if hierarchical else r) * chunk
+                    found.append(bucket["server"][max(start - first, 0) : max(end - first, 0)])
+                start = end
+        return [x.detach().clone() for x in found]
 
-        algorithm_of = module.bagua_algorithm
-        for step in range(8):
-            optimizer.zero_grad()
-            before = [kept(module.b), kept(module.c)]
-            module(batch(r, step), ("abc" if step in (0, 1, 2, 5) else "ab" if r == 1 else "a")).square().mean().backward()
-            optimizer.step()
-            same = [all(map(torch.equal, *pair)) for pair in zip([kept(module.b), kept(module.c)], before, strict=True)]
-            assert same == [False, step not in (0, 1, 2, 5)]
-            assert (module.c.weight.grad is None) == same[1]
-
-    simulate(4, rank, nodes=(2, 2))
+    algorithm_of = module.bagua_algorithm
+    for step in range(8):
+        optimizer.zero_grad()
+        before = [kept(module.b), kept(module.c)]
+        module(batch(r, step), ("abc" if step in (0, 1, 2, 5) else "ab" if r == 1 else "a")).square().mean().backward()
+        optimizer.step()
+        same = [all(map(torch.equal, *pair)) for pair in zip([kept(module.b), kept(module.c)], before, strict=True)]
+        assert same == [False, step not in (0, 1, 2, 5)]
+        assert (module.c.weight.grad is None) == same[1]
 
 
 @FLATTEN
-def test_S2_5_qadam_leaves_the_momentum_that_it_had_before_an_overflow(do_flatten: bool) -> None:
-    def rank(r: int) -> None:
-        module = Partly()
-        optimizer, scaler = QAdamOptimizer(module.parameters(), lr=0.01, warmup_steps=2), bagua_ref.GradScaler("cpu")
-        algorithm = QAdamAlgorithm(optimizer, False, grad_scaler=scaler)
-        module.with_bagua([optimizer], algorithm, do_flatten=do_flatten, find_unused_parameters=True)
-        momenta = []
-        for step in range(6):
-            optimizer.zero_grad()
-            loss = module(batch(r, step), "a" if step == 4 else "abc").square().mean()
-            scaler.scale(loss * (torch.inf if step == 3 else 1.0)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            momenta.append(optimizer.state[module.c.weight]["exp_avg"].clone())
-        assert scaler.get_scale() == 2.0**15
-        assert torch.equal(momenta[4], momenta[2])
-        assert momenta[5].isfinite().all()
-        assert not torch.equal(momenta[5], momenta[4])
-
-    simulate(2, rank)
+@on_every_rank(2)
+def test_S2_5_qadam_leaves_the_momentum_that_it_had_before_an_overflow(r: int, do_flatten: bool) -> None:
+    module = Partly()
+    optimizer, scaler = QAdamOptimizer(module.parameters(), lr=0.01, warmup_steps=2), bagua_ref.GradScaler("cpu")
+    algorithm = QAdamAlgorithm(optimizer, False, grad_scaler=scaler)
+    module.with_bagua([optimizer], algorithm, do_flatten=do_flatten, find_unused_parameters=True)
+    momenta = []
+    for step in range(6):
+        optimizer.zero_grad()
+        loss = module(batch(r, step), "a" if step == 4 else "abc").square().mean()
+        scaler.scale(loss * (torch.inf if step == 3 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        momenta.append(optimizer.state[module.c.weight]["exp_avg"].clone())
+    assert scaler.get_scale() == 2.0**15
+    assert torch.equal(momenta[4], momenta[2])
+    assert momenta[5].isfinite().all()
+    assert not torch.equal(momenta[5], momenta[4])
 
 
 @pytest.mark.parametrize("name", ["gradient_allreduce", "bytegrad", "topk", "powersgd, warm-up"])
@@ -285,20 +279,16 @@ def test_S2_5_ranks_without_batches_take_part_under_qadam() -> None:
     assert torch.equal(*simulate(2, rank))
 
 
-def test_ranks_that_differ_in_the_option_are_told_when_wrapping() -> None:
-    def rank(r: int) -> None:
-        with pytest.raises(ValueError, match="find_unused_parameters: False on rank 0, True on rank 1"):
-            Partly().with_bagua([], GradientAllReduceAlgorithm(), find_unused_parameters=r == 1)
-
-    simulate(2, rank)
+@on_every_rank(2)
+def test_ranks_that_differ_in_the_option_are_told_when_wrapping(r: int) -> None:
+    with pytest.raises(ValueError, match="find_unused_parameters: False on rank 0, True on rank 1"):
+        Partly().with_bagua([], GradientAllReduceAlgorithm(), find_unused_parameters=r == 1)
 
 
 @pytest.mark.parametrize("algorithm", [GradientAllReduceAlgorithm(), TopKAlgorithm(0.5)], ids=["alike", "not alike"])
 def test_ranks_that_have_lost_step_are_told_in_what(algorithm: Algorithm) -> None:
     def rank(r: int) -> str:
-        module = Partly()
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        module.with_bagua([optimizer], algorithm, find_unused_parameters=True)
+        module, optimizer = wrap(Partly(), algorithm, lr=0.1, find_unused_parameters=True)
         module(batch(r, 0), "a").sum().backward()
         if r != 1:
             optimizer.step()

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.launch import launch
-from tests.trainings import simulate
+from tests.launch import on_every_process
+from tests.trainings import on_every_rank
+from tests.trainings import small_batch as batch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -35,10 +36,6 @@ class Net(nn.Module):
             x = layer(x) if self.reentrant is None else checkpoint(layer, x, use_reentrant=self.reentrant)
             x = x.tanh()
         return x
-
-
-def batch(rank: int) -> torch.Tensor:
-    return torch.randn(5, 4, generator=torch.Generator().manual_seed(rank))
 
 
 def scale(parameter: torch.Tensor) -> None:
@@ -96,7 +93,8 @@ def check(found: list[Any], hook: Hook, make: Callable[[], nn.Module] = Net) -> 
 @pytest.mark.parametrize("do_flatten", [True, False])
 @pytest.mark.parametrize("order", ["before", "after", "both"])
 @pytest.mark.parametrize("form", ["with_bagua", "wrapper", "train"])
-def test_a_hook_acts_before_the_reduction(form: str, order: str, do_flatten: bool, hook: Hook) -> None:
+@on_every_rank(2)
+def test_a_hook_acts_before_the_reduction(r: int, form: str, order: str, do_flatten: bool, hook: Hook) -> None:
     def wrap(module: nn.Module) -> Any:
         if form == "wrapper":
             return DistributedDataParallel(module, gradient_as_bucket_view=do_flatten)
@@ -105,32 +103,28 @@ def test_a_hook_acts_before_the_reduction(form: str, order: str, do_flatten: boo
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         return bagua_ref.train(module, [optimizer], GradientAllReduceAlgorithm(), do_flatten=do_flatten)
 
-    def rank(r: int) -> list[Any]:
-        module, seen = Net(), []
-        first = module.first.weight.register_post_accumulate_grad_hook(lambda p: seen.append("first"))
-        if order != "after":
-            register(module, hook, slice(0, 6 if order == "before" else 3))
-        if order == "both":
-            removed = module.first.weight.register_post_accumulate_grad_hook(lambda p: seen.append("removed"))
-        wrapped = wrap(module)
-        if form == "train":
-            wrapped.__enter__()
-        if order != "before":
-            later = module.first.weight.register_post_accumulate_grad_hook(lambda p: seen.append("last"))
-            register(module, hook, slice(0 if order == "after" else 3, 6))
-            later.remove()
-        if order == "both":
-            removed.remove()
-        found = [None if g is None else g.clone() for g in backward(module, r)]
-        if form == "train":
-            wrapped.__exit__(None, None, None)
-        first.remove()
-        backward(module, r)
-        assert seen == ["first"]
-        return found
-
-    for found in simulate(2, rank):
-        check(found, hook)
+    module, seen = Net(), []
+    first = module.first.weight.register_post_accumulate_grad_hook(lambda p: seen.append("first"))
+    if order != "after":
+        register(module, hook, slice(0, 6 if order == "before" else 3))
+    if order == "both":
+        removed = module.first.weight.register_post_accumulate_grad_hook(lambda p: seen.append("removed"))
+    wrapped = wrap(module)
+    if form == "train":
+        wrapped.__enter__()
+    if order != "before":
+        later = module.first.weight.register_post_accumulate_grad_hook(lambda p: seen.append("last"))
+        register(module, hook, slice(0 if order == "after" else 3, 6))
+        later.remove()
+    if order == "both":
+        removed.remove()
+    found = [None if g is None else g.clone() for g in backward(module, r)]
+    if form == "train":
+        wrapped.__exit__(None, None, None)
+    first.remove()
+    backward(module, r)
+    assert seen == ["first"]
+    check(found, hook)
 
 
 def _frozen_and_back(module: nn.Module) -> None:
@@ -145,62 +139,58 @@ def _wrapped_again(module: nn.Module) -> None:
 @pytest.mark.parametrize("reentrant", [None, True, False])
 @pytest.mark.parametrize("change", [lambda module: None, _frozen_and_back, _wrapped_again])
 @pytest.mark.parametrize("late", [False, True])
-def test_it_does_so_too_after_changes_and_in_checkpoints(late: bool, change: Any, reentrant: bool | None) -> None:
-    def rank(r: int) -> list[Any]:
-        module = Net(reentrant).with_bagua([], GradientAllReduceAlgorithm())
-        if not late:
-            register(module, scale)
-        change(module)
-        if late:
-            register(module, scale)
-        return backward(module, r)
-
-    for found in simulate(2, rank):
-        check(found, scale)
+@on_every_rank(2)
+def test_it_does_so_too_after_changes_and_in_checkpoints(r: int, late: bool, change: Any, reentrant: bool | None) -> None:
+    module = Net(reentrant).with_bagua([], GradientAllReduceAlgorithm())
+    if not late:
+        register(module, scale)
+    change(module)
+    if late:
+        register(module, scale)
+    found = backward(module, r)
+    check(found, scale)
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_it_does_so_too_in_another_dtype(late: bool) -> None:
-    def rank(r: int) -> list[Any]:
-        module = Net().with_bagua([], GradientAllReduceAlgorithm(), do_flatten=False)
-        if not late:
-            register(module, scale)
-        module.double()
-        module.with_bagua([], GradientAllReduceAlgorithm())
-        if late:
-            register(module, scale)
-        return backward(module, r)
-
-    for found in simulate(2, rank):
-        check(found, scale, lambda: Net().double())
+@on_every_rank(2)
+def test_it_does_so_too_in_another_dtype(r: int, late: bool) -> None:
+    module = Net().with_bagua([], GradientAllReduceAlgorithm(), do_flatten=False)
+    if not late:
+        register(module, scale)
+    module.double()
+    module.with_bagua([], GradientAllReduceAlgorithm())
+    if late:
+        register(module, scale)
+    found = backward(module, r)
+    check(found, scale, lambda: Net().double())
 
 
-def test_a_hook_registered_between_forward_and_backward_or_by_a_hook_acts_before_the_reduction() -> None:
-    def rank(r: int) -> list[Any]:
-        module = Net().with_bagua([], GradientAllReduceAlgorithm())
-        once: list[Any] = []
-        for parameter in module.parameters():
-            parameter.register_post_accumulate_grad_hook(
-                lambda p: once.append(p.register_post_accumulate_grad_hook(scale)) if len(once) < 6 else None
-            )
-        backward(module, r)  # the hooks that this registers act from the next backward pass on
-        module.zero_grad()
-        found = backward(module, r)
-        for handle in once:
-            handle.remove()
-        module.zero_grad()
-        loss = module(batch(r)).square().sum()
-        register(module, clamp)
-        loss.backward()
-        return [[g.clone() for g in found if g is not None], [p.grad for p in module.parameters()]]
-
-    for first, second in simulate(2, rank):
-        for mine, expected in zip(second, mean_of_hooked(clamp), strict=True):
-            torch.testing.assert_close(mine, expected)
-        assert len(first) == 6
+@on_every_rank(2)
+def test_a_hook_registered_between_forward_and_backward_or_by_a_hook_acts_before_the_reduction(r: int) -> None:
+    module = Net().with_bagua([], GradientAllReduceAlgorithm())
+    once: list[Any] = []
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda p: once.append(p.register_post_accumulate_grad_hook(scale)) if len(once) < 6 else None
+        )
+    backward(module, r)  # the hooks that this registers act from the next backward pass on
+    module.zero_grad()
+    found = backward(module, r)
+    for handle in once:
+        handle.remove()
+    module.zero_grad()
+    loss = module(batch(r)).square().sum()
+    register(module, clamp)
+    loss.backward()
+    first, second = [[g.clone() for g in found if g is not None], [p.grad for p in module.parameters()]]
+    for mine, expected in zip(second, mean_of_hooked(clamp), strict=True):
+        torch.testing.assert_close(mine, expected)
+    assert len(first) == 6
 
 
-def _as_torchs_class() -> None:
+@pytest.mark.slow
+@on_every_process(2, over_gloo=True)
+def test_hooks_of_torchs_class_act_as_here() -> None:
     rank = bagua_ref.get_rank()
     for hook in HOOKS:
         for after in (False, True):
@@ -219,11 +209,8 @@ def _as_torchs_class() -> None:
 
 
 @pytest.mark.slow
-def test_hooks_of_torchs_class_act_as_here() -> None:
-    launch(_as_torchs_class, 2, over_gloo=True)
-
-
-def _compiled() -> None:
+@on_every_process(2)
+def test_hooks_of_a_compiled_module_act_before_the_reduction() -> None:
     for form in ("module", "method", "before"):
         torch._dynamo.reset()
         module: Any = Net()
@@ -243,11 +230,8 @@ def _compiled() -> None:
 
 
 @pytest.mark.slow
-def test_hooks_of_a_compiled_module_act_before_the_reduction() -> None:
-    launch(_compiled, 2)
-
-
-def _sharded() -> None:
+@on_every_process(4)
+def test_hooks_of_a_sharded_module_act_before_the_reduction() -> None:
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -273,8 +257,3 @@ def _sharded() -> None:
         expected = scaled[name]
         dist.all_reduce(expected, group=mesh["replicate"].get_group())
         torch.testing.assert_close(parameter.grad.to_local(), expected / 2)
-
-
-@pytest.mark.slow
-def test_hooks_of_a_sharded_module_act_before_the_reduction() -> None:
-    launch(_sharded, 4)

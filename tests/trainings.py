@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -23,6 +25,36 @@ def simulate(ranks: int, function: Callable[[int], Any], nodes: tuple[int, ...] 
     return SimulatedWorld(ranks, nodes=nodes, seed=seed).run(main)
 
 
+def equal(one: Any, other: Any) -> bool:
+    """Return whether two trees of lists and tuples have equal values."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)
+
+
+def on_every_rank(
+    ranks: int, nodes: tuple[int, ...] | None = None, seed: int = 0
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Run a test on every rank of a simulated world, with a default group; what it returns must be the same on all.
+
+    The test's first argument is the rank.
+    """
+
+    def decorate(test: Callable[..., Any]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(**given: Any) -> None:
+            first, *others = simulate(ranks, lambda rank: test(rank, **given), nodes, seed)
+            assert all(equal(first, other) for other in others)
+
+        signature = inspect.signature(test)
+        run.__signature__ = signature.replace(parameters=[*signature.parameters.values()][1:])  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
 def network(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
@@ -32,11 +64,22 @@ def batch(rank: int, step: int, dtype: torch.dtype = torch.float32) -> torch.Ten
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(1000 * rank + step)).to(dtype)
 
 
+def small_batch(rank: int, step: int = 0) -> torch.Tensor:
+    """Return inputs of four features."""
+    return torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
 def wrapped(algorithm: Algorithm, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
     """Return a `network` in training, and its optimizer; ``options`` are those of ``with_bagua``."""
-    module: Any = network(dtype=dtype)
-    optimizer = sgd(module)
-    return module.with_bagua([optimizer], algorithm, **options), optimizer
+    return wrap(network(dtype=dtype), algorithm, lr=0.1, momentum=0.9, **options)
+
+
+def wrap(
+    module: nn.Module, algorithm: Algorithm, lr: float, momentum: float = 0.0, **options: Any
+) -> tuple[Any, torch.optim.Optimizer]:
+    """Return a module, wrapped to be trained by SGD, and its optimizer; ``options`` are those of ``with_bagua``."""
+    optimizer = sgd(module, lr, momentum)
+    return module.with_bagua([optimizer], algorithm, **options), optimizer  # type: ignore[operator]
 
 
 class Scalar(nn.Module):

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.launch import launch
-from tests.scripts import load_script
+from tests.scripts import load_script, run_python
 
-ROOT = Path(__file__).parents[2]
 RESULT = re.compile(r"^(\w+): .*held-out loss ([\d.]+)\D* ([\d.]+) MB sent by each rank$", re.MULTILINE)
 
 
 def run(*command: str, temporary: Path) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TMPDIR": str(temporary), "RAY_USAGE_STATS_ENABLED": "0"}
-    ended = subprocess.run([sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    ended = run_python(*command, limit=240, TMPDIR=str(temporary), RAY_USAGE_STATS_ENABLED="0")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
 

@@ -55,11 +55,11 @@ def edited(where: str, *changes: str) -> ast.Module:
     place = _place(tree, where)
     found = [(select(place, part, where), part, new) for part, new in zip(changes[::2], changes[1::2], strict=True)]
     for node, part, new in found:
-        before = ast.dump(tree)
-        _Swap(node, _replacement(node, new)).visit(tree)
-        if ast.dump(tree) == before:
+        swap = _Swap(node, _replacement(node, new))
+        swap.visit(place)
+        if not swap.done or [ast.dump(node)] == [ast.dump(other) for other in swap.new]:
             raise LookupError(f"{where}: {part!r} -> {new!r} changes nothing")
-    return ast.fix_missing_locations(tree)
+    return tree
 
 
 def _place(tree: ast.Module, where: str) -> ast.AST:
@@ -289,9 +289,10 @@ class _Swap(ast.NodeTransformer):
     """Puts other nodes in the place of one."""
 
     def __init__(self, old: ast.AST, new: list[Any]) -> None:
-        self._old, self._new = old, new
+        self.old, self.new, self.done = old, new, False
 
     def visit(self, node: ast.AST) -> Any:
-        if node is self._old:
-            return self._new if len(self._new) != 1 else self._new[0]
+        if node is self.old:
+            self.done = True
+            return self.new if len(self.new) != 1 else self.new[0]
         return self.generic_visit(node)

@@ -32,7 +32,6 @@ from typing import Any
 from tests.meta import edit
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "src/bagua_ref"
 LOG = Path(__file__).with_name("mutation_run.json")
 LINES = ROOT / "build/traced_lines.json"
 ROOMS = (
@@ -133,7 +132,7 @@ def mutable(node: ast.AST, where: str = "", function: Any = None, statement: Any
 
 def mutants_of(file: Path, room: str) -> Iterator[Mutant]:
     """Yield every mutant of ``file``."""
-    module = str(file.relative_to(PACKAGE).with_suffix(""))
+    module = str(file.relative_to(edit.PACKAGE).with_suffix(""))
     for name, function, statement, node in mutable(edit.tree_of(module)):
         for operator, part, new in changes(node):
             first, last = part.lineno, part.end_lineno
@@ -146,7 +145,7 @@ def mutants_of(file: Path, room: str) -> Iterator[Mutant]:
 
 def all_mutants(room: str) -> dict[str, Mutant]:
     """Return the mutants of a room, a file or a folder of the package, by id."""
-    files = [PACKAGE / f"{room}.py"] if (PACKAGE / f"{room}.py").exists() else sorted((PACKAGE / room).rglob("*.py"))
+    files = [edit.PACKAGE / f"{room}.py"] if (edit.PACKAGE / f"{room}.py").exists() else sorted((edit.PACKAGE / room).rglob("*.py"))
     return {mutant.id: mutant for file in files for mutant in mutants_of(file, room)}
 
 
@@ -181,12 +180,12 @@ def run_pytest(copy: Path, arguments: list[str], limit: float | None, **environm
 
 def trace(copy: Path) -> dict[str, Any]:
     """Return each passing test's duration and executed lines; from the last run if the sources are the same."""
-    files = [*sorted(PACKAGE.rglob("*.py")), *sorted((ROOT / "tests").glob("*.py"))]
+    files = [*sorted(edit.PACKAGE.rglob("*.py")), *sorted((ROOT / "tests").glob("*.py"))]
     version = hashlib.sha1(b"".join(file.read_bytes() for file in files)).hexdigest()
     if LINES.exists() and (known := json.loads(LINES.read_text()))["version"] == version:
         return known
     print("tracing which test executes which line; this takes minutes ...", flush=True)
-    doctests = [str(path.relative_to(ROOT)) for room in ROOMS for path in PACKAGE.glob(f"{room}*") if path.stem == room]
+    doctests = [str(path.relative_to(ROOT)) for room in ROOMS for path in edit.PACKAGE.glob(f"{room}*") if path.stem == room]
     result = copy / "traced.json"
     _, output = run_pytest(
         copy,

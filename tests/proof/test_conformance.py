@@ -6,14 +6,13 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from tests.meta.planted import FAULTS
+from tests.scripts import ROOT
 
 from bagua_ref.conformance.suites.checks import all_checks
 
-ROOT = Path(__file__).parents[2]
 SEED = 0 if "CI" in os.environ else int.from_bytes(os.urandom(4), "big")  # CI must give the same result every time
 
 

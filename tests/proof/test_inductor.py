@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import torch
-from tests.launch import launch
+from tests.launch import on_every_process
 from tests.test_torch_compile import _after, _before, _train
 
 import bagua_ref
 from bagua_ref.conformance import SUM, assert_equal
 
 
-def _train_compiled() -> None:
+@on_every_process(2, limit=300)
+def test_inductors_code_trains_in_step_with_bytegrad() -> None:
     expected, _ = _train("bytegrad", None, fullgraph=False)
     for form in (_before, _after):
         weights, steps = _train("bytegrad", form, fullgraph=True, backend="inductor")
@@ -23,16 +24,9 @@ def _train_compiled() -> None:
             assert torch.equal(mine, first)
 
 
-def _train_compiled_in_full_precision() -> None:
+@on_every_process(2, limit=300)
+def test_inductors_code_trains_as_without_it() -> None:
     expected, _ = _train("gradient_allreduce", None, fullgraph=False)
     weights, _ = _train("gradient_allreduce", _before, fullgraph=True, backend="inductor")
     for mine, theirs in zip(weights, expected, strict=True):
         assert_equal(mine, theirs, SUM(6 * 32), magnitude=1.0)
-
-
-def test_inductors_code_trains_in_step_with_bytegrad() -> None:
-    launch(_train_compiled, 2, limit=300)
-
-
-def test_inductors_code_trains_as_without_it() -> None:
-    launch(_train_compiled_in_full_precision, 2, limit=300)
