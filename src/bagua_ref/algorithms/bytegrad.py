@@ -12,8 +12,7 @@ from torch import Tensor
 from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext
 from bagua_ref.algorithms.registry import check_bool, check_join_with_memory, implements
 from bagua_ref.algorithms.state import ErrorMemories
-from bagua_ref.buckets.bucket import BaguaBucket
-from bagua_ref.buckets.compression import check_compression
+from bagua_ref.buckets.bucket import BaguaBucket, check_compression
 from bagua_ref.comm_ops import ErrorMemory
 from bagua_ref.types import Group
 

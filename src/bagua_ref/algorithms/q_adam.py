@@ -14,8 +14,7 @@ from bagua_ref.algorithms.base import Algorithm, TrainingContext
 from bagua_ref.algorithms.bytegrad import ByteGradAlgorithmImpl
 from bagua_ref.algorithms.q_adam_optimizer import MomentumBucket, QAdamOptimizer
 from bagua_ref.algorithms.registry import check_bool, implements
-from bagua_ref.buckets.bucket import BaguaBucket
-from bagua_ref.buckets.compression import check_compression
+from bagua_ref.buckets.bucket import BaguaBucket, check_compression
 from bagua_ref.buckets.optimizer_state import align_state
 from bagua_ref.buckets.tensor import BaguaTensor
 from bagua_ref.rounds import Fact
