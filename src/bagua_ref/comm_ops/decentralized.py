@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from bagua_ref.backends.base import KernelBackend
-from bagua_ref.comm_ops.base import CommOp
-from bagua_ref.comm_ops.hierarchical import reduce_to_leader
+from bagua_ref.comm_ops.base import CommOp, reduce_to_leader
 from bagua_ref.communicators.base import Communicator
 from bagua_ref.formulas.graphs import MODES, Graph, GraphFunction, PeerSelection, check_mode, checked_graph
 from bagua_ref.observe.meter import profiled
