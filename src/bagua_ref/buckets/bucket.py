@@ -33,7 +33,7 @@ from bagua_ref.comm_ops import (
 from bagua_ref.communicators.base import Communicator
 from bagua_ref.errors import NotInitializedError
 from bagua_ref.formulas.graphs import PeerSelection
-from bagua_ref.observe.meter import Recorded, profiled
+from bagua_ref.observe.meter import Operation, profiled
 from bagua_ref.types import Group
 
 __all__ = ["BaguaBucket", "check_compression"]
@@ -195,7 +195,7 @@ class BaguaBucket:
         for observer in observers:
             observer.before_op(self, op, flat)
         kind = type(op).__name__
-        with profiled(f"{label}/{kind}"), Recorded(kind, self.name, flat.nbytes):
+        with profiled(f"{label}/{kind}"), Operation(kind, self.name, flat.nbytes):
             op(flat)
         for observer in observers:
             observer.after_op(self, op, flat)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from bagua_ref.communicators.base import Communicator
 from bagua_ref.errors import CommunicationError
 from bagua_ref.observe.flight_recorder import explain
-from bagua_ref.observe.meter import Meter, Recorded
+from bagua_ref.observe.meter import Meter, Operation
 from bagua_ref.scheduling.engine import Round
 from bagua_ref.types import Group
 
@@ -236,7 +236,7 @@ class AgreedRound(Round):
     def begin(self) -> None:
         """Begin the comparison, and end it unless buckets may run during it."""
         rounds = self._rounds
-        with Recorded("agreement"):
+        with Operation("agreement"):
             if rounds.in_node is not None:
                 rounds.in_node.begin(self._facts, self._loaded).check(rounds.digest)
                 if self._stays_in_node:
@@ -250,7 +250,7 @@ class AgreedRound(Round):
     def end(self) -> None:
         """End the comparison, if `begin` has not."""
         if self._comparison is not None and self._alike:
-            with Recorded("end of round"):
+            with Operation("end of round"):
                 self._check(self._comparison)
 
     def _check(self, comparison: Comparison) -> None:
