@@ -70,12 +70,12 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
     name = "qadam"
 
     begins_in_forward = True  # the change of phase does (S5.5)
-    rounds_are_alike = False  # the phases send different messages, and the second one changes the momenta
 
     def __init__(self, process_group: Group, options: QAdamAlgorithm) -> None:
         super().__init__(process_group, options)
         self.q_adam_optimizer, self.grad_scaler = options.q_adam_optimizer, options.grad_scaler
         self.delivers_error_memory = False  # it is one of momenta, which stay where no rank uses the parameter
+        self.rounds_are_alike = False  # the phases send different messages, and the second one changes the momenta
         self._compressing: bool | None = None
         """Whether the buckets hold momenta; None before there are any."""
         self._shadows = False

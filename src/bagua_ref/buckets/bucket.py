@@ -149,7 +149,7 @@ class BaguaBucket:
             ValueError: a tensor has another shape or dtype than when the bucket was made.
             NotImplementedError: a tensor is sparse.
         """
-        return self._storage.load(self.kernels)
+        return self._storage.load(None if self.flatten else self.kernels)
 
     def copy_from_flat(self, flat: Tensor) -> None:
         """Copy ``flat``, which has the bucket's size, into the effective tensors, wherever they are; padding is not copied."""
