@@ -58,8 +58,6 @@ def describe_differences(facts: Sequence[Fact], values: Sequence[Sequence[int]],
     >>> describe_differences(facts, [[12], [11], [12]], [0, 1, 2])
     'rank 1 has taken 11 optimizer steps, ranks 0, 2 have taken 12 optimizer steps'
     """
-    if all(theirs == values[0] for theirs in values):
-        return ""
     sentences = []
     for place, fact in enumerate(facts):
         ranks_of: dict[int, list[int]] = {}
@@ -95,7 +93,7 @@ class Agreement:
 
     def check(self, facts: Sequence[Fact], values: Sequence[Sequence[int]]) -> None:
         """Raise CommunicationError if the ``values`` of the facts on every rank differ; says which ranks differ in what."""
-        if differences := describe_differences(facts, values, self._ranks):
+        if any(theirs != values[0] for theirs in values) and (differences := describe_differences(facts, values, self._ranks)):
             raise CommunicationError(f"the ranks that train module {self._module_name!r} disagree: {differences}")
 
 
