@@ -2,10 +2,14 @@
 
 from bagua_ref.comm_ops.asynchronous import AsynchronousModelAverage
 from bagua_ref.comm_ops.base import CommOp, Hierarchical, PythonOp
-from bagua_ref.comm_ops.centralized import CentralizedFullPrecision, CentralizedLowPrecision, CentralizedScatterGather
-from bagua_ref.comm_ops.decentralized import Decentralized
-from bagua_ref.comm_ops.error_feedback import CentralizedErrorFeedback, ErrorMemory
-from bagua_ref.comm_ops.low_precision_decentralized import LowPrecisionDecentralized
+from bagua_ref.comm_ops.centralized import (
+    CentralizedErrorFeedback,
+    CentralizedFullPrecision,
+    CentralizedLowPrecision,
+    CentralizedScatterGather,
+    ErrorMemory,
+)
+from bagua_ref.comm_ops.decentralized import Decentralized, LowPrecisionDecentralized
 from bagua_ref.comm_ops.low_rank import LowRank
 from bagua_ref.comm_ops.top_k import TopK
 from bagua_ref.formulas.graphs import shift_one_peer
