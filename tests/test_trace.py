@@ -30,7 +30,7 @@ from bagua_ref.base.runtime import current_world
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.cli import main
 from bagua_ref.comm_ops import LowPrecisionDecentralized, shift_one_peer
-from bagua_ref.comm_ops.hierarchical import reduce_to_leader
+from bagua_ref.comm_ops.base import reduce_to_leader
 from bagua_ref.conformance.formats.safetensors_file import read_safetensors, write_safetensors
 from bagua_ref.conformance.trace import Divergence, Recorder, TraceError, TraceReport, check_trace, read_trace
 from bagua_ref.errors import CommunicationError
@@ -169,7 +169,7 @@ def test_a_mean_that_divides_by_the_wrong_number_on_uneven_nodes_is_found(tmp_pa
         reduce_to_leader(x, intra, kernels, float(intra.nranks()), in_rank_order)
 
     with monkeypatch.context() as planted:
-        planted.setattr("bagua_ref.comm_ops.hierarchical.reduce_to_leader", mean_of_node)
+        planted.setattr("bagua_ref.comm_ops.base.reduce_to_leader", mean_of_node)
         simulate(tmp_path / "even", "bytegrad", {}, (2, 2))
         simulate(tmp_path / "uneven", "bytegrad", {}, (1, 3))
     assert check_trace(tmp_path / "even").passed

@@ -158,14 +158,12 @@ class AlgorithmImpl(NotCopied):
         """Whether weights and optimizer state are equal on all ranks; if so, they are compared after a state was loaded."""
         return False
 
-    @property
-    def rounds_are_alike(self) -> bool:
-        """Whether every round sends the same messages and changes nothing but gradients.
+    rounds_are_alike = False
+    """Whether every round sends the same messages and changes nothing but gradients.
 
-        If so, buckets run while the ranks still compare what they are about to do, and waiting for the round raises if they differ;
-        otherwise the first bucket waits for the comparison.
-        """
-        return False
+    If so, buckets run while the ranks still compare what they are about to do, and waiting for the round raises if they differ;
+    otherwise the first bucket waits for the comparison.
+    """
 
     takes_new_strides = True
     """Whether buckets can be made anew during training because the strides of parameters have changed (S2.3)."""

@@ -12,8 +12,7 @@ from torch import Tensor
 from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext
 from bagua_ref.algorithms.registry import check_bool, check_join_with_memory, implements
 from bagua_ref.algorithms.state import ErrorMemories
-from bagua_ref.buckets.bucket import BaguaBucket
-from bagua_ref.buckets.compression import check_compression
+from bagua_ref.buckets.bucket import BaguaBucket, check_compression
 from bagua_ref.comm_ops import ErrorMemory
 from bagua_ref.types import Group
 
@@ -69,11 +68,7 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
         if options.error_feedback:
             self.stores, self.rank_state = {"memories": self.error_memories}, frozenset({"memories"})
         self.delivers_error_memory = options.error_feedback
-
-    @property
-    def rounds_are_alike(self) -> bool:
-        """Whether every round only averages all buckets: not with error memory, which a round changes, too."""
-        return not self.options.error_feedback
+        self.rounds_are_alike = not options.error_feedback  # a round changes error memory, too
 
     def check_join(self, divide_by_initial_world_size: bool) -> bool:
         """Return True: ranks without batches contribute zero gradients, and what compression left out before.

@@ -18,7 +18,7 @@ from bagua_ref.algorithms.local_sgd import LocalUpdatesImpl, norms_of
 from bagua_ref.algorithms.registry import check_bool, check_optimizers, check_whole, implements
 from bagua_ref.algorithms.state import ErrorMemories, check_tensors
 from bagua_ref.base.memory import Layout
-from bagua_ref.buckets.compression import check_compression
+from bagua_ref.buckets.bucket import check_compression
 from bagua_ref.buckets.tensor import BaguaTensor
 from bagua_ref.comm_ops import ErrorMemory
 from bagua_ref.errors import CommunicationError

@@ -12,10 +12,9 @@ from torch import Tensor
 from bagua_ref.algorithms.base import Algorithm, AlgorithmImpl, TrainingContext
 from bagua_ref.algorithms.registry import check_whole, implements
 from bagua_ref.algorithms.state import check_names, check_tensors
-from bagua_ref.buckets.bucket import BaguaBucket
-from bagua_ref.buckets.compression import check_compression
+from bagua_ref.buckets.bucket import BaguaBucket, check_compression
 from bagua_ref.buckets.tensor import BaguaTensor, registration
-from bagua_ref.comm_ops.low_precision_decentralized import trade_with_neighbours
+from bagua_ref.comm_ops.decentralized import trade_with_neighbours
 from bagua_ref.rounds import Fact
 from bagua_ref.types import Group
 

@@ -14,8 +14,7 @@ from bagua_ref.algorithms.base import Algorithm, TrainingContext
 from bagua_ref.algorithms.bytegrad import ByteGradAlgorithmImpl
 from bagua_ref.algorithms.q_adam_optimizer import MomentumBucket, QAdamOptimizer
 from bagua_ref.algorithms.registry import check_bool, implements
-from bagua_ref.buckets.bucket import BaguaBucket
-from bagua_ref.buckets.compression import check_compression
+from bagua_ref.buckets.bucket import BaguaBucket, check_compression
 from bagua_ref.buckets.optimizer_state import align_state
 from bagua_ref.buckets.tensor import BaguaTensor
 from bagua_ref.rounds import Fact
@@ -71,12 +70,12 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
     name = "qadam"
 
     begins_in_forward = True  # the change of phase does (S5.5)
-    rounds_are_alike = False  # the phases send different messages, and the second one changes the momenta
 
     def __init__(self, process_group: Group, options: QAdamAlgorithm) -> None:
         super().__init__(process_group, options)
         self.q_adam_optimizer, self.grad_scaler = options.q_adam_optimizer, options.grad_scaler
         self.delivers_error_memory = False  # it is one of momenta, which stay where no rank uses the parameter
+        self.rounds_are_alike = False  # the phases send different messages, and the second one changes the momenta
         self._compressing: bool | None = None
         """Whether the buckets hold momenta; None before there are any."""
         self._shadows = False

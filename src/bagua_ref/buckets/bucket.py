@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bagua_ref.backends import get_backend
+from bagua_ref.backends import get_backend, get_codec, is_codec, list_codecs
 from bagua_ref.backends.base import FLOATS, KernelBackend
+from bagua_ref.backends.codec import COMPRESSIBLE, Codec
 from bagua_ref.base import streams
 from bagua_ref.base.memory import Layout
 from bagua_ref.base.runtime import current_world
-from bagua_ref.buckets.compression import codec_named
 from bagua_ref.buckets.flat_storage import FlatStorage
 from bagua_ref.buckets.tensor import check_apart, check_shared, effective_tensor, effective_tensors
 from bagua_ref.comm_ops import (
@@ -32,10 +33,10 @@ from bagua_ref.comm_ops import (
 from bagua_ref.communicators.base import Communicator
 from bagua_ref.errors import NotInitializedError
 from bagua_ref.formulas.graphs import PeerSelection
-from bagua_ref.observe.meter import Recorded, profiled
+from bagua_ref.observe.meter import Operation, profiled
 from bagua_ref.types import Group
 
-__all__ = ["BaguaBucket"]
+__all__ = ["BaguaBucket", "check_compression"]
 
 
 class BaguaBucket:
@@ -148,7 +149,7 @@ class BaguaBucket:
             ValueError: a tensor has another shape or dtype than when the bucket was made.
             NotImplementedError: a tensor is sparse.
         """
-        return self._storage.load(self.kernels)
+        return self._storage.load(None if self.flatten else self.kernels)
 
     def copy_from_flat(self, flat: Tensor) -> None:
         """Copy ``flat``, which has the bucket's size, into the effective tensors, wherever they are; padding is not copied."""
@@ -194,7 +195,7 @@ class BaguaBucket:
         for observer in observers:
             observer.before_op(self, op, flat)
         kind = type(op).__name__
-        with profiled(f"{label}/{kind}"), Recorded(kind, self.name, flat.nbytes):
+        with profiled(f"{label}/{kind}"), Operation(kind, self.name, flat.nbytes):
             op(flat)
         for observer in observers:
             observer.after_op(self, op, flat)
@@ -262,7 +263,7 @@ class BaguaBucket:
         if error_memory is not None and compression is None:
             raise ValueError("error_memory needs compression, which is None")
         if compression is not None:
-            codec = codec_named(compression, kernels, self.name, self.dtype, has_memory=error_memory is not None)
+            codec = self._codec_named(compression, has_memory=error_memory is not None)
             if not scattergather:
                 raise ValueError(f"compression={compression!r} needs scattergather=True, not {scattergather!r}")
         if average or scattergather:
@@ -350,7 +351,7 @@ class BaguaBucket:
             ValueError: another compression, or replicas that do not fit.
             TypeError: a dtype that cannot be compressed, or is not the bucket's.
         """
-        codec = codec_named(compression, self.kernels, self.name, self.dtype)
+        codec = self._codec_named(compression)
         replicas = check_apart(
             self.load(),
             self.name,
@@ -392,6 +393,22 @@ class BaguaBucket:
         self._ops.append(self._async_op)
         return self._async_op
 
+    def _codec_named(self, compression: str | None, has_memory: bool = False) -> Codec:
+        """Return the codec of an operation; some warn if the operation has no error memory."""
+        check_compression(compression)
+        assert compression is not None
+        if self.dtype not in COMPRESSIBLE:
+            raise TypeError(
+                f"compression={compression!r} takes float16, bfloat16 or float32, not bucket {self.name!r}'s {self.dtype}"
+            )
+        codec = get_codec(compression, self.kernels)
+        if codec.biased and not has_memory:
+            warnings.warn(
+                f"compression={compression!r} without error memory loses what it rounds, and training may not converge",
+                stacklevel=3,
+            )
+        return codec
+
     def _check_float(self) -> None:
         if self.dtype not in FLOATS:
             raise TypeError(
@@ -419,3 +436,12 @@ class BaguaBucket:
         if group not in self._background_groups:
             self._background_groups[group] = group.for_background()
         return self._background_groups[group]
+
+
+def check_compression(compression: str | None, *, optional: bool = False) -> None:
+    """Raise ValueError unless ``compression`` is the name of a codec, or None if that is allowed; the message lists the names."""
+    if optional and compression is None:
+        return
+    if not is_codec(compression):
+        allowed = ", ".join([*(["None"] if optional else []), *map(repr, list_codecs())])
+        raise ValueError(f"compression={compression!r} is not a known codec; it must be one of {allowed}")

@@ -93,10 +93,10 @@ class FlatStorage:
             self.padding_tensor.data = self._flat[self.filled :]
 
     @torch.no_grad()  # gradients of backward(create_graph=True) require gradients
-    def load(self, kernels: KernelBackend) -> Tensor:
+    def load(self, kernels: KernelBackend | None) -> Tensor:
         """Return the flat tensor with the effective tensors' values, wherever they are, and zero padding.
 
-        If flat, the effective tensors lie in it from now on.
+        If flat, the effective tensors lie in it from now on; else ``kernels`` gather them.
 
         Raises:
             ValueError: a tensor has another shape or dtype than when the bucket was made.
@@ -120,6 +120,7 @@ class FlatStorage:
                     dense[place] = self.layouts[place].copy_of(tensor)  # the result needs room for each element
                     self._replace(place, dense[place])
             streams.hold(dense, self._device)
+            assert kernels is not None, "it is not flat"
             kernels.gather_flat(self._in_order(dense), self._flat[: self.filled])
         return self._flat
 

@@ -1,12 +1,15 @@
 """The bucket operations of S3, S10 and S11. They know kernels and communicators, not buckets."""
 
 from bagua_ref.comm_ops.asynchronous import AsynchronousModelAverage
-from bagua_ref.comm_ops.base import CommOp, PythonOp
-from bagua_ref.comm_ops.centralized import CentralizedFullPrecision, CentralizedLowPrecision, CentralizedScatterGather
-from bagua_ref.comm_ops.decentralized import Decentralized
-from bagua_ref.comm_ops.error_feedback import CentralizedErrorFeedback, ErrorMemory
-from bagua_ref.comm_ops.hierarchical import Hierarchical
-from bagua_ref.comm_ops.low_precision_decentralized import LowPrecisionDecentralized
+from bagua_ref.comm_ops.base import CommOp, Hierarchical, PythonOp
+from bagua_ref.comm_ops.centralized import (
+    CentralizedErrorFeedback,
+    CentralizedFullPrecision,
+    CentralizedLowPrecision,
+    CentralizedScatterGather,
+    ErrorMemory,
+)
+from bagua_ref.comm_ops.decentralized import Decentralized, LowPrecisionDecentralized
 from bagua_ref.comm_ops.low_rank import LowRank
 from bagua_ref.comm_ops.top_k import TopK
 from bagua_ref.formulas.graphs import shift_one_peer

@@ -1,4 +1,4 @@
-"""Sum or mean over all ranks, in full precision or with compressed chunks on the wire (S3.1, S3.2)."""
+"""Sum or mean over all ranks: in full precision, in compressed chunks, or with an error memory of these (S3.1, S3.2, S11.1)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from bagua_ref.communicators.base import Communicator
 from bagua_ref.communicators.pipelining import Overlap
 from bagua_ref.types import ReduceOp
 
-__all__ = ["CentralizedFullPrecision", "CentralizedLowPrecision", "CentralizedScatterGather"]
+__all__ = [
+    "CentralizedErrorFeedback",
+    "CentralizedFullPrecision",
+    "CentralizedLowPrecision",
+    "CentralizedScatterGather",
+    "ErrorMemory",
+]
 
 
 class _Centralized(CommOp):
@@ -86,3 +92,128 @@ class CentralizedLowPrecision(_Centralized):
         self.kernels.reduce_chunks_(x, n, target_chunk=rank, average=self.average)
         compress = codec.compress_in_steps(x, n, target_chunk=rank, out=payload)
         self.comm.allgather_inplace(payload, Overlap(compress, codec.decompress_in_steps(payload, n, out=x)))
+
+
+class ErrorMemory:
+    """Error memory of a bucket on this rank: e, left out of all of it, and f, left out of the rank's own chunk (S11.1).
+
+    Args:
+        filled: the elements of the bucket, without padding.
+        numel: its elements, padding included.
+        chunks: the number of equal chunks.
+        device: of the bucket.
+
+    >>> memory = ErrorMemory(filled=5, numel=6, chunks=2, device=torch.device("cpu"))
+    >>> memory.worker.numel(), memory.server.numel()
+    (6, 3)
+    """
+
+    def __init__(self, filled: int, numel: int, chunks: int, device: torch.device) -> None:
+        self.filled, self.numel, self.chunks, self.device = filled, numel, chunks, device
+        self._kept: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def worker(self) -> Tensor:
+        """e: what was left out of this rank's contributions, ``numel`` float32 elements."""
+        return self._both()[0]
+
+    @property
+    def server(self) -> Tensor:
+        """f: what was left out of the results of this rank's chunk, ``numel / chunks`` float32 elements."""
+        return self._both()[1]
+
+    def kept(self) -> tuple[Tensor, Tensor] | None:
+        """Return e and f, which later rounds replace and do not change; None while both are zero."""
+        return self._kept
+
+    def restore(self, kept: tuple[Tensor, Tensor] | None) -> None:
+        """Go back to what `kept` returned."""
+        self._kept = kept
+
+    def put_back(self, before: tuple[Tensor, Tensor] | None, start: int, end: int, place: int) -> None:
+        """Go back to what `kept` returned ``before`` a round in the elements from ``start`` to ``end`` of the bucket.
+
+        Args:
+            before: the memories then.
+            start: the first element.
+            end: the one after the last.
+            place: of the own chunk.
+        """
+        for which, now in enumerate(self._both()):
+            first = which * place * now.numel()  # of the own chunk, for f
+            part = slice(max(start - first, 0), max(end - first, 0))
+            now[part] = 0 if before is None else before[which][part]
+
+    def update(self, worker: Tensor, server: Tensor, result: Tensor, place: int) -> None:
+        """Keep the new e and f, except where the result is NaN, and 0 for padding.
+
+        Args:
+            worker: e of this round; changed.
+            server: f of this round; changed.
+            result: of this round, in float32.
+            place: of the own chunk.
+        """
+        size = len(server)
+        poisoned = result.isnan()
+        if poisoned.any():
+            worker = torch.where(poisoned, self.worker, worker)
+            server = torch.where(poisoned[place * size : (place + 1) * size], self.server, server)
+        worker[self.filled :] = 0
+        server[max(self.filled - place * size, 0) :] = 0
+        self._kept = worker, server
+
+    def _both(self) -> tuple[Tensor, Tensor]:
+        if self._kept is None:
+            zeros = torch.zeros(self.numel, device=self.device), torch.zeros(self.numel // self.chunks, device=self.device)
+            self._kept = zeros
+        return self._kept
+
+
+class CentralizedErrorFeedback(CentralizedLowPrecision):
+    """Sum or mean over all ranks in compressed chunks, which remembers what compression leaves out (S11.1).
+
+    With C the codec, D its decoder, e the memory of all chunks and f that of the rank's own chunk:
+
+    p = x + e -> send C(p) -> e = p - D(C(p)) -> y = mean of the D(C(p)) + f -> send C(y) -> f = y - D(C(y))
+
+    All of it is computed in float32, and only the result is rounded to the dtype of x; as elsewhere in 16-bit arithmetic, one
+    beyond its range becomes infinite. Elements whose result is NaN leave e and f as they were, on every rank. Every rank sends as
+    many bytes as `CentralizedLowPrecision` does for float32, and ends with identical bits. Scratch is one float32 copy of x, one
+    more for 16-bit dtypes, a payload of n chunks and a copy of it, and one chunk.
+
+    Args:
+        comm: the communicator of the ranks that take part.
+        kernels: the kernel backend.
+        codec: compresses the chunks.
+        average: the mean instead of the sum.
+        memory: e and f; it is updated.
+
+    Source: Tang et al., "DoubleSqueeze", ICML 2019 (arXiv:1905.05957); Karimireddy et al., ICML 2019 (arXiv:1901.09847).
+    """
+
+    def __init__(self, comm: Communicator, kernels: KernelBackend, codec: Codec, average: bool, memory: ErrorMemory) -> None:
+        super().__init__(comm, kernels, codec, average)
+        self.memory = memory
+
+    @torch.no_grad()
+    def __call__(self, x: Tensor) -> None:
+        """Reduce ``x``, whose size is a multiple of n, in place."""
+        n, rank, codec = self.comm.nranks(), self.comm.rank(), self.codec
+        decoded = x.float()  # x itself, if it is float32
+        worker = decoded + self.memory.worker
+        size = n * codec.payload_bytes(x.numel() // n, torch.float32)
+        sent, payload = (torch.empty(size, dtype=torch.uint8, device=x.device) for _ in range(2))
+        compress, decompress_own = codec.compress_in_steps(worker, n, out=sent), codec.decompress_in_steps(sent, n, out=decoded)
+        self.comm.alltoall(sent, payload, Overlap(compress, decompress_own))
+        del sent
+        worker -= decoded
+        codec.decompress(payload, n, out=decoded)
+        self.kernels.reduce_chunks_(decoded, n, target_chunk=rank, average=self.average)
+        own = decoded.view(n, -1)[rank] if decoded.numel() else decoded
+        own += self.memory.server
+        server = own.clone()
+        compress = codec.compress_in_steps(decoded, n, target_chunk=rank, out=payload)
+        self.comm.allgather_inplace(payload, Overlap(compress, codec.decompress_in_steps(payload, n, out=decoded)))
+        server -= own
+        self.memory.update(worker, server, decoded, rank)
+        x.copy_(decoded)

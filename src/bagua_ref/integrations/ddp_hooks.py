@@ -283,9 +283,8 @@ class _Reduction(BucketRun):
         with streams.use_stream(self.bucket.stream, self._buffer.device):
             self._result.set_result(self._buffer)
 
-    def run(self) -> None:
-        """Run the operations, and put their result into DDP's bucket."""
-        super().run()
+    def finish(self) -> None:
+        """Put the result of the operations into DDP's bucket."""
         assert self.flat is not None, "DDP has waited for the last round, so the bucket was free to be loaded"
         with streams.use_stream(self.bucket.stream, self._buffer.device):
             streams.hold([self._buffer], self._buffer.device)

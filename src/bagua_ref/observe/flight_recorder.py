@@ -17,6 +17,8 @@ __all__ = ["FOLDER", "dump", "explain", "record"]
 FOLDER = "BAGUA_REF_FLIGHT_RECORDER_DIR"
 """The environment variable that names the folder of the files; unset or empty: none are written."""
 
+_RECORDED = ("kind", "bucket", "bytes", "module", "round", "started", "ended")
+
 
 def record(error: BaseException | None = None) -> dict[str, Any]:
     """Return this rank's last operations and its waits, as JSON values.
@@ -34,7 +36,7 @@ def record(error: BaseException | None = None) -> dict[str, Any]:
     world = current_world()
     now = time.time()
     offset = now - world.clock()
-    found = [{name: getattr(operation, name) for name in operation.__slots__} for operation in operations(world)]
+    found = [{name: getattr(operation, name) for name in _RECORDED} for operation in operations(world)]
     for entry in found:
         entry["started"] += offset
         entry["ended"] = None if entry["ended"] is None else entry["ended"] + offset
@@ -44,9 +46,7 @@ def record(error: BaseException | None = None) -> dict[str, Any]:
         "time": now,
         "error": None if error is None else f"{type(error).__name__}: {error}",
         "waits": [{**wait, "since": wait["since"] + offset} for wait in world.waits()],
-        "operations": [
-            {name: entry[name] for name in ("kind", "bucket", "bytes", "module", "round", "started", "ended")} for entry in found
-        ],
+        "operations": found,
     }
 
 

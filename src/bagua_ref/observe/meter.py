@@ -13,14 +13,14 @@ from torch.profiler import record_function
 
 from bagua_ref.base.runtime import World, current_world
 
-__all__ = ["Meter", "Operation", "Recorded", "codec_phase", "codec_steps", "operations", "profiled", "use_meter"]
+__all__ = ["Meter", "Operation", "codec_phase", "codec_steps", "operations", "profiled", "use_meter"]
 
 _REMEMBERED = 256
 """Number of last operations kept for each rank."""
 
 
 class Operation:
-    """One operation of a rank, for the flight recorder.
+    """A context in which an operation of a rank runs that the flight recorder remembers.
 
     Attributes:
         kind: its class; "agreement" where ranks start to exchange their plans for a round, "end of round" where they have them.
@@ -32,12 +32,23 @@ class Operation:
         ended: when; None if it is under way, or failed.
     """
 
-    __slots__ = ("bucket", "bytes", "ended", "kind", "module", "round", "started")
+    __slots__ = ("_meter", "_world", "bucket", "bytes", "ended", "kind", "module", "round", "started")
 
-    def __init__(self, kind: str, bucket: str, nbytes: int, meter: Meter | None, started: float) -> None:
-        self.kind, self.bucket, self.bytes, self.started = kind, bucket, nbytes, started
-        self.module, self.round = ("", 0) if meter is None else (meter.module, meter.rounds)
+    def __init__(self, kind: str, bucket: str = "", nbytes: int = 0) -> None:
+        self.kind, self.bucket, self.bytes = kind, bucket, nbytes
+        self._world, self._meter = current_world(), _meter.get()
+        self.module, self.round = ("", 0) if self._meter is None else (self._meter.module, self._meter.rounds)
+        self.started = self._world.clock()
         self.ended: float | None = None
+
+    def __enter__(self) -> None:
+        operations(self._world).append(self)
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self.ended = self._world.clock()
+            if self._meter is not None and self.bucket:
+                self._meter.last_exchange = self.ended
 
 
 class Meter:
@@ -96,16 +107,13 @@ def profiled(label: str) -> AbstractContextManager[Any]:
 def codec_phase(name: str) -> Iterator[None]:
     """Count the time inside as a codec's; a profile shows it as ``bagua_ref::`` and ``name``."""
     meter = _meter.get()
-    if meter is None:
-        with profiled(f"bagua_ref::{name}"):
-            yield
-        return
-    begin = meter.world.clock()
+    begin = 0.0 if meter is None else meter.world.clock()
     try:
         with profiled(f"bagua_ref::{name}"):
             yield
     finally:
-        meter.codec_seconds += meter.world.clock() - begin
+        if meter is not None:
+            meter.codec_seconds += meter.world.clock() - begin
 
 
 def codec_steps(name: str, steps: Iterator[int]) -> Iterator[int]:
@@ -116,25 +124,6 @@ def codec_steps(name: str, steps: Iterator[int]) -> Iterator[int]:
         if step is None:
             return
         yield step
-
-
-class Recorded:
-    """A context in which an operation runs that the flight recorder remembers; arguments as those of `Operation`."""
-
-    __slots__ = ("_meter", "_operation", "_world")
-
-    def __init__(self, kind: str, bucket: str = "", nbytes: int = 0) -> None:
-        self._world, self._meter = current_world(), _meter.get()
-        self._operation = Operation(kind, bucket, nbytes, self._meter, self._world.clock())
-
-    def __enter__(self) -> None:
-        operations(self._world).append(self._operation)
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            self._operation.ended = self._world.clock()
-            if self._meter is not None and self._operation.bucket:
-                self._meter.last_exchange = self._operation.ended
 
 
 def operations(world: World) -> deque[Operation]:

@@ -84,7 +84,8 @@ class BucketRun:
         """Run the operations, unless there has been a fatal error, and keep their error."""
         if self.errors.fatal is None:
             try:
-                self.run()
+                self.done = self.bucket.execute(self.flat, self._ready, self._label)
+                self.finish()
             except Exception as error:
                 self.error = CommunicationError(f"{self.describe()}: {type(error).__name__}: {error}")
                 self.error.__cause__ = error
@@ -92,9 +93,8 @@ class BucketRun:
         if self._ended is not None:
             self._ended.set_result(None)
 
-    def run(self) -> None:
-        """Run the operations."""
-        self.done = self.bucket.execute(self.flat, self._ready, self._label)
+    def finish(self) -> None:
+        """Do what follows the operations; its error is theirs."""
 
     def describe(self) -> str:
         """Return the bucket and the operation under way."""
