@@ -17,7 +17,7 @@ from tests.oracle_c import OPERATIONS, VECTORS
 from tests.test_vectors import SUITES, wrong_answers
 
 from bagua_ref.conformance.vectors import check_outputs, read_manifest
-from bagua_ref.conformance.vectors.manifest import read_vectors
+from bagua_ref.conformance.vectors.files import read_vectors
 
 IN_C = {
     "S1 the scale is used as a reciprocal": ("minmax_uint8.c", "+ g.lower) / g.scale)", "+ g.lower) * (1.0f / g.scale))"),
