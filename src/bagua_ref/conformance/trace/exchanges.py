@@ -22,7 +22,7 @@ from bagua_ref.conformance.formats.safetensors_file import name_of
 from bagua_ref.conformance.targets.reference_target import ReferenceCommOps
 from bagua_ref.conformance.targets.world import run_world
 from bagua_ref.conformance.trace.files import Record
-from bagua_ref.formulas.graphs import MODES, Graph, checked_graph
+from bagua_ref.formulas.graphs import MODES, checked_graph
 
 __all__ = [
     "WIRES", "Expected", "NotReplayable", "async_round", "decentralized", "full_precision", "inputs", "low_precision", "on_ring",
@@ -76,23 +76,34 @@ def inputs(records: Sequence[Record], role: str, dtypes: Sequence[torch.dtype] |
     return xs
 
 
-def _shared_number(records: Sequence[Record], name: str, default: int | None = None) -> int:
-    """Return info that all ranks must have recorded alike."""
-    found = [record.info.get(name, default) for record in records]
-    if found[0] is None:
-        raise NotReplayable(f"info {name!r} was not recorded")
-    if differing := [rank for rank, value in enumerate(found) if value != found[0]]:
-        raise NotReplayable(f"rank {differing[0]} recorded {name}={found[differing[0]]}, and rank 0 {name}={found[0]}")
-    return int(found[0])
-
-
-def _refuse_divided(records: Sequence[Record]) -> None:
-    """Refuse values that were divided by n on their way in, where the exchange does not expect it."""
+def _undivided(records: Sequence[Record], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """Return the inputs x; refuse those that were divided by n on their way in, where the exchange does not expect it."""
     if (divided := records[0].info.get("divided_by", 1)) != 1:
         raise NotReplayable(
             f"the recorded values are already divided by {divided}, as in gradient_allreduce, but this algorithm does not divide "
             "them"
         )
+    return inputs(records, "x", dtypes)
+
+
+def _shared(records: Sequence[Record], name: str, default: int | None = None) -> Any:
+    """Return info that all ranks must have recorded alike."""
+    found = [record.info.get(name, default) for record in records]
+    if None in found:
+        raise NotReplayable(f"info {name!r} was not recorded on rank {found.index(None)}")
+    if differing := [rank for rank, value in enumerate(found) if value != found[0]]:
+        mine, first = found[differing[0]], found[0]
+        raise NotReplayable(f"rank {differing[0]} recorded {name}={mine!r:.40}, and rank 0 {name}={first!r:.40}")
+    return found[0]
+
+
+def _shared_json(records: Sequence[Record], name: str, parse: Callable[[Any], Any]) -> Any:
+    """Return what all ranks have recorded as JSON; what ``parse`` refuses cannot be used."""
+    text = _shared(records, name)
+    try:
+        return parse(load_json(text.encode()))
+    except (TypeError, ValueError) as error:
+        raise NotReplayable(f"the recorded {name} cannot be used: {error}") from None
 
 
 def full_precision(
@@ -146,8 +157,7 @@ def low_precision(
     """Return the result of S3.2 and S3.3, or of S3.1 by scatter-gather, of inputs padded with zeros for whole chunks (S2.2)."""
     if any(record.info.get("operation") == "CentralizedErrorFeedback" for record in records):
         raise NotReplayable("error memories, which the result depends on, are not recorded")
-    _refuse_divided(records)
-    xs = inputs(records, "x", COMPRESSIBLE if compression else FLOATS)
+    xs = _undivided(records, COMPRESSIBLE if compression else FLOATS)
     size = xs[0].numel()
     padding = -size % (math.lcm(len(xs), len(nodes)) if hierarchical else len(xs))
     padded = [torch.nn.functional.pad(x, (0, padding)) for x in xs]
@@ -157,12 +167,11 @@ def low_precision(
 
 def decentralized(records: Sequence[Record], nodes: Sequence[int], mode: str, hierarchical: bool) -> Expected:
     """Return the averages of S3.4 and S13; the graph of ``mode="function"`` is JSON of a list per receiver of [source, weight]."""
-    _refuse_divided(records)
-    xs, t = inputs(records, "x", FLOATS), records[0].info.get("execution", records[0].execution)
+    xs, t = _undivided(records, FLOATS), records[0].info.get("execution", records[0].execution)
     members, what = (len(nodes), "nodes") if hierarchical else (len(xs), "ranks")
     if mode != "function" and not MODES[mode].takes(members):
         raise NotReplayable(f"{mode} needs {MODES[mode].sizes} of {what}, and there are {members}")
-    graph = [_recorded_graph(records, members)] if mode == "function" else mode
+    graph = [_shared_json(records, "graph", lambda rows: checked_graph(rows, members))] if mode == "function" else mode
     dtype = xs[0].dtype
     arrays = [(x if dtype is torch.float64 else x.float()).numpy() for x in xs]
     results = decentralized_numpy.average(arrays, name_of(dtype), graph, hierarchical, list(nodes), t)
@@ -174,8 +183,7 @@ def on_ring(
     records: Sequence[Record], before: Sequence[Record] | None, nodes: Sequence[int], compression: str, hierarchical: bool
 ) -> Expected:
     """Return the result of S3.5. Replicas are recorded, or are the results of the execution ``before`` here and on both sides."""
-    _refuse_divided(records)
-    xs, n = inputs(records, "x", COMPRESSIBLE), len(nodes) if hierarchical else len(records)
+    xs, n = _undivided(records, COMPRESSIBLE), len(nodes) if hierarchical else len(records)
     members = [sum(nodes[:node]) for node in range(n)] if hierarchical else list(range(n))
     roles = ("weight", "left", "right")
     replicas = {rank: [x] * 3 for rank, x in enumerate(xs)}  # not used on ranks that lead no node
@@ -219,9 +227,9 @@ def powersgd_round(records: Sequence[Record], options: Mapping[str, Any]) -> lis
 
     Matrices for which rounding decides what P spans are compared as far as values are finite.
     """
-    _refuse_divided(records)
-    xs = inputs(records, "x", FLOATS)
-    matrices, k, n, dtype = _matrices(records, xs[0].numel()), _shared_number(records, "k"), len(xs), xs[0].dtype
+    xs, k = _undivided(records, FLOATS), _shared(records, "k")
+    matrices = _shared_json(records, "matrices", lambda rows: _matrices(rows, xs[0].numel()))
+    n, dtype = len(xs), xs[0].dtype
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     remembers, fresh = options["memory"] is not None, k == 0
     qs = _kept(records, "q", [(a.m, a.r) for a in matrices], wide, fresh or not options["warm_start"])[0]
@@ -255,14 +263,13 @@ def powersgd_round(records: Sequence[Record], options: Mapping[str, Any]) -> lis
 
 def topk_round(records: Sequence[Record], options: Mapping[str, Any]) -> list[Expected]:
     """Return the averaged gradients, and e, bit for bit (S11.2). Elements after the first ``elements`` are padding."""
-    _refuse_divided(records)
-    xs = inputs(records, "x", COMPRESSIBLE)
-    size = _shared_number(records, "elements", xs[0].numel())
+    xs = _undivided(records, COMPRESSIBLE)
+    size = _shared(records, "elements", xs[0].numel())
     if size > xs[0].numel():
         raise NotReplayable(f"elements={size} of a bucket of {xs[0].numel()}")
     errors = None
     if options["error_feedback"]:
-        errors = [e for (e,) in _kept(records, "e", [(size,)], torch.float32, _shared_number(records, "k", 1) == 0)]
+        errors = [e for (e,) in _kept(records, "e", [(size,)], torch.float32, _shared(records, "k", 1) == 0)]
     gradients = [x[:size].float().numpy() for x in xs]
     result, left = topk_numpy.topk_round(gradients, errors, options["ratio"], name_of(xs[0].dtype))
     mean = torch.from_numpy(result).to(xs[0].dtype)
@@ -288,18 +295,6 @@ def _magnitude(xs: Sequence[Tensor], divisor: int) -> Tensor:
     return torch.stack(list(xs)).double().abs().sum(0) / divisor
 
 
-def _recorded_graph(records: Sequence[Record], members: int) -> Graph:
-    graphs = [record.info.get("graph") or "" for record in records]
-    if "" in graphs:
-        raise NotReplayable(f"the graph of the function was not recorded on rank {graphs.index('')}")
-    if differing := [rank for rank, graph in enumerate(graphs) if graph != graphs[0]]:
-        raise NotReplayable(f"rank {differing[0]} used another graph than rank 0")
-    try:
-        return checked_graph(load_json(graphs[0].encode()), members)
-    except (TypeError, ValueError) as error:
-        raise NotReplayable(f"the recorded graph cannot be used: {error}") from None
-
-
 def _bound(gradients: list[Any], errors: list[Any] | None, q: Any, k: int, a: Matrix, options: Mapping[str, Any]) -> float:
     """Return what a projection can gather in one element; inf if rounding decides on what it projects."""
     given = gradients + (errors or [])
@@ -318,21 +313,13 @@ def _joined(arrays: Sequence[Any]) -> Tensor:
     return torch.from_numpy(np.concatenate([x.ravel() for x in arrays]))
 
 
-def _matrices(records: Sequence[Record], size: int) -> list[Matrix]:
-    """Return what is compressed, which is JSON of a list with [start, n, m, r, i] of each matrix."""
-    texts = [record.info.get("matrices") for record in records]
-    if texts[0] is None or any(text != texts[0] for text in texts):
-        raise NotReplayable("info 'matrices' was not recorded, or differs between ranks")
-    try:
-        rows = load_json(texts[0].encode())
-        check_form(rows, [[NATURAL]], "matrices")
-        found = [Matrix(str(place), *row) for place, row in enumerate(rows)]
-    except (TypeError, ValueError) as error:
-        raise NotReplayable(f"the recorded matrices cannot be used: {error}") from None
-    end = 0
+def _matrices(rows: Any, size: int) -> list[Matrix]:
+    """Return what is compressed: [start, n, m, r, i] of each matrix."""
+    check_form(rows, [[NATURAL]], "matrices")
+    found, end = [Matrix(str(place), *row) for place, row in enumerate(rows)], 0
     for a in found:
         if a.start < end or a.end > size or not 1 <= a.r <= min(a.n, a.m):
-            raise NotReplayable(f"the recorded matrices cannot be used: {a} in a bucket of {size} elements")
+            raise ValueError(f"{a} in a bucket of {size} elements")
         end = a.end
     return found
 

@@ -107,8 +107,9 @@ class Replay:
                 return [low_precision(records, nodes, options["compression"], True, options["hierarchical"])]
             case "diloco":
                 return _diloco(records, nodes, options)
-        compressed = exchanges.powersgd_round if self.algorithm == "powersgd" else exchanges.topk_round
-        return compressed(records, options)
+            case "powersgd":
+                return exchanges.powersgd_round(records, options)
+        return exchanges.topk_round(records, options)
 
     def _is_in_warm_up(self, step: int, record: Record) -> bool:
         """Return whether the operation was in full precision, or was recorded with ``warmup=True``."""
