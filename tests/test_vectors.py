@@ -367,47 +367,44 @@ PARTS: dict[str, Callable[..., Tensors]] = {
 """Functions of the package that are no part of a target."""
 
 RUNS: dict[str, Callable[..., Tensors]] = {
-    **dict.fromkeys(("add", "subtract", "add_scaled", "average", "divide", "combine_ring", "async_average"), kernel),
-    **dict.fromkeys(("update_momentum", "reduce_chunks"), kernel),
-    **dict.fromkeys(("gather_flat", "scatter_flat", "order_by_complexity"), flat_kernel),
-    **dict.fromkeys((*OPERATIONS[:3], "codec_compress", "codec_decompress"), coded),
-    **{f"centralized_{name}": centralized for name in ("full_precision", "scatter_gather", "low_precision")},
-    "qadam_momentum": centralized,
-    **dict.fromkeys(("decentralized_all", "decentralized_shift_one", "decentralized_on_graph"), decentralized),
-    **dict.fromkeys(("broadcast", "gather", "allgather", "scatter", "alltoall", "alltoall_v"), collective),
-    **dict.fromkeys(("allreduce", "reduce", "reduce_scatter"), collective),
-    **dict.fromkeys(("gradient_allreduce", "bytegrad", "decentralized", "local_sgd", "diloco"), training),
-    "topk": topk,
-    **dict.fromkeys(("sampler_indices", "sampler_batches"), drawn),
+    "kernels": kernel,
+    **dict.fromkeys(("kernels/gather_flat", "kernels/scatter_flat", "kernels/order_by_complexity"), flat_kernel),
+    **dict.fromkeys(("codec", "codecs"), coded),
+    "comm_ops": centralized,
+    **dict.fromkeys(("comm_ops/decentralized_all", "comm_ops/decentralized_shift_one", "graphs"), decentralized),
+    "comm_ops/low_precision_decentralized": on_ring,
+    "collectives": collective,
+    **dict.fromkeys(("algorithms", "local_updates/local_sgd", "local_updates/diloco"), training),
+    "compressed_gradients/topk": topk,
+    "samplers": drawn,
 }
-"""Operations of a target."""
+"""Operations of a target, by suite, and those that differ from the suite's others."""
 
-RUNS_BY_SUITE = {
-    "comm_ops": {"low_precision_decentralized": on_ring},
-    "algorithms": {"low_precision_decentralized": training},
+ONLY_IN_SUITES = {
+    "comm_ops": {"async_average"},
+    "local_updates": {"local_sgd_schedule"},
+    "compressed_gradients": {"powersgd_rank", "orthonormalize", "powersgd_round"},
 }
-"""Operations of one name in two suites."""
-
-ONLY_IN_TRAININGS = {"local_sgd_schedule", "powersgd_rank", "orthonormalize", "powersgd_round"}
-"""Steps of algorithms for which the package has no function of its own; suites check them."""
+"""Parts of algorithms for which the package has no function of its own; conformance suites compare whole trainings."""
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("suite", SUITES)
 def test_the_package_gives_the_expected_values(suite: str, manifest: dict[str, Any], tensors: Any) -> None:
-    runs, unanswered = RUNS | RUNS_BY_SUITE.get(suite, {}), set()
+    unanswered = set()
 
     def solve(name: str, x: Tensors, y: Tensors, **parameters: Any) -> Tensors:
         if name in PARTS:
             return PARTS[name](x, **parameters)
-        if name in runs and (suite, name) != ("comm_ops", "async_average"):
-            return runs[name](name, x, y, **parameters)
-        unanswered.add(name)
-        return {}
+        run = RUNS.get(f"{suite}/{name}") or RUNS.get(suite)
+        if run is None or name in ONLY_IN_SUITES.get(suite, ()):
+            unanswered.add(name)
+            return {}
+        return run(name, x, y, **parameters)
 
     assert list(wrong_answers(suite, manifest, tensors, solve)) == []
-    assert unanswered <= ONLY_IN_TRAININGS | ({"async_average"} if suite == "comm_ops" else set())
+    assert unanswered == ONLY_IN_SUITES.get(suite, set())
 
 
 @pytest.mark.parametrize(
