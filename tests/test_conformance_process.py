@@ -144,17 +144,17 @@ def test_a_program_may_say_how_many_ranks_it_has_and_that_it_is_external(
 @pytest.mark.parametrize(
     ("said", "wrong"),
     [
-        ({"max_ranks": 0}, "max_ranks is 0, which must be at least 1"),
-        ({"max_ranks": 2.0}, "max_ranks is 2.0, which must be an integer"),
-        ({"max_ranks": True}, "max_ranks is True, which must be an integer"),
-        ({"external": 1}, "external is 1, which must be true or false"),
+        ({"max_ranks": 0}, "'max_ranks'] must be from 1 to"),
+        ({"max_ranks": 2.0}, "'max_ranks'] must be an integer"),
+        ({"max_ranks": True}, "'max_ranks'] must be an integer"),
+        ({"external": 1}, "'external'] must be a boolean"),
     ],
 )
 def test_a_program_that_says_no_number_of_ranks_is_refused(
     said: dict[str, Any], wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "Programs", lambda *_: SimpleNamespace(hello=lambda: said, end=lambda: None))
-    with pytest.raises(ProgramError, match=f"the program's {wrong}"):
+    with pytest.raises(ProgramError, match=re.escape(f"the program's answer to hello: answer[{wrong}")):
         ProcessTarget("program")
 
 
@@ -293,9 +293,7 @@ def alive(pid: int) -> bool:
 
 
 def test_the_page_describes_every_request() -> None:
-    sources = "".join(
-        (ROOT / "src/bagua_ref/conformance/targets" / name).read_text() for name in ("process.py", "process_samplers.py")
-    )
+    sources = "".join((ROOT / "src/bagua_ref/conformance/targets" / name).read_text() for name in ("process.py",))
     calls = set(re.findall(r'(?:\.ask|\.ask_for|_in_place|_request)\(\s*"(\w+)"', sources)) | {"hello"}
     assert len(calls) > 25
     for call in calls:

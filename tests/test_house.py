@@ -33,9 +33,9 @@ LINES: dict[str, int] = {
     "conformance/lab": 1782,
     "conformance/run": 1088,
     "conformance/suites": 4018,
-    "conformance/targets": 1525,
-    "conformance/trace": 2144,
-    "conformance/vectors": 2277,
+    "conformance/targets": 1482,
+    "conformance/trace": 2083,
+    "conformance/vectors": 1957,
     "contrib": 1086,
     "contrib/cache": 1600,
     "contrib/fuse": 932,
@@ -51,16 +51,16 @@ LINES: dict[str, int] = {
     "rounds": 256,
     "scheduling": 582,
     "simulation": 452,
-    "tests": 35091,
+    "tests": 35757,  # the comparison of the package with golden vectors, which was in src
     "tests/cuda_emulation": 483,
-    "tests/integrations": 898,
-    "tests/meta": 1414,
+    "tests/integrations": 903,
+    "tests/meta": 1409,
     "tests/outside": 243,
     "tests/proof": 571,
 }
 """The most lines of each room of src, and of the folders of tests."""
 
-FILES = 258
+FILES = 260
 """The most files of src; public names of modules that have moved into a room do not count."""
 
 OTHER_IMPLEMENTER = {

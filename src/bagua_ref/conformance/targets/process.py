@@ -6,19 +6,21 @@ import os
 import shutil
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bagua_ref import contrib
 from bagua_ref.backends.base import KernelBackend
 from bagua_ref.backends.codec import Codec
+from bagua_ref.base.untrusted import check_form
 from bagua_ref.communicators.base import Communicator
+from bagua_ref.conformance.expected import samplers_plain
 from bagua_ref.conformance.formats.safetensors_file import name_of
 from bagua_ref.conformance.targets.process_link import DTYPES, Link, ProgramError, Programs
-from bagua_ref.conformance.targets.process_samplers import ProcessSamplers
 from bagua_ref.conformance.targets.world import RankWorld
 from bagua_ref.types import ReduceOp
 
@@ -56,16 +58,19 @@ class ProcessTarget:
         finally:
             programs.end()
         self.name = str(said.get("name", self.command))
-        dtypes = _names(said, "dtypes", list(DTYPES)) if "dtypes" in said else list(DTYPES)
-        self.capabilities: dict[str, Any] = {"dtypes": dtypes, "external": _value(said, "external", bool, self.launch is not None)}
-        if "max_ranks" in said:
-            self.capabilities["max_ranks"] = _value(said, "max_ranks", int, 0)
-            if self.capabilities["max_ranks"] < 1:
-                raise ProgramError(f"the program's max_ranks is {said['max_ranks']}, which must be at least 1")
+        try:
+            check_form(said, _HELLO, "answer")
+        except ValueError as error:
+            raise ProgramError(f"the program's answer to hello: {error}") from None
+        defaults = {"dtypes": list(DTYPES), "external": self.launch is not None, "kernels": [], "codecs": []}
+        said = {**defaults, **{member: value for member, value in said.items() if value is not None}}
+        for member, known in (("dtypes", DTYPES), ("kernels", _KERNELS)):
+            if unknown := sorted(set(said[member]) - set(known)):
+                raise ProgramError(f"the program's {member} have {unknown[0]!r}, which must be one of {', '.join(known)}")
+        self.capabilities = {key: said[key] for key in ("dtypes", "external", "max_ranks") if key in said}
         if self.launch is not None:
-            self.capabilities["max_ranks"] = min(self.ranks, self.capabilities.get("max_ranks", self.ranks))
-        names, codecs = _names(said, "kernels", _KERNELS), _names(said, "codecs")
-        self.kernels = _kernels(self._link, names, codecs)
+            self.capabilities["max_ranks"] = min(self.ranks, said.get("max_ranks", self.ranks))
+        self.kernels = _kernels(self._link, said["kernels"], said["codecs"])
         self.samplers = ProcessSamplers(self._link) if said.get("samplers") is True else None
         self.communicator = self._join if said.get("collectives") is True else None
 
@@ -90,20 +95,14 @@ class ProcessTarget:
         return self._live.setdefault(os.getpid(), _Live())
 
 
-def _names(said: dict[str, Any], member: str, known: Sequence[str] | None = None) -> list[str]:
-    names = said.get(member, [])
-    if not isinstance(names, list) or not all(isinstance(name, str) and (known is None or name in known) for name in names):
-        raise ProgramError(
-            f"the program's {member} are {names!r}, which must be a list" + (f" of {', '.join(known)}" if known else "")
-        )
-    return names
-
-
-def _value(said: dict[str, Any], member: str, kind: type, default: Any) -> Any:
-    value = said.get(member, default)
-    if type(value) is not kind:
-        raise ProgramError(f"the program's {member} is {value!r}, which must be {'an integer' if kind is int else 'true or false'}")
-    return value
+_HELLO = {
+    "dtypes?": [str],
+    "external?": bool,
+    "max_ranks?": range(1, 2**31),
+    "kernels?": [str],
+    "codecs?": [str],
+}  # fmt: skip
+"""The form of an answer to hello."""
 
 
 class _Live:
@@ -341,3 +340,55 @@ class _ProcessCodec(Codec):
 
     def _decompress(self, payload: Tensor, num_chunks: int, out: Tensor) -> None:
         self.link().ask_for("decompress", {"x": out}, {"payload": payload}, codec=self.name, num_chunks=num_chunks, **_size(out))
+
+
+class ProcessSamplers:
+    """Both classes of S7: their indices and batches come from the program, all else is checked and drawn here.
+
+    Args:
+        link: returns the connection to the program.
+    """
+
+    def __init__(self, link: Callable[[], Link]) -> None:
+        self.LoadBalancingDistributedSampler = type("Sampler", (_Sampler,), {"link": staticmethod(link)})
+        self.LoadBalancingDistributedBatchSampler = type("BatchSampler", (_BatchSampler,), {"link": staticmethod(link)})
+
+
+class _Sampler(contrib.LoadBalancingDistributedSampler):
+    link: Any
+
+    def __init__(self, dataset: Any, complexity_fn: Any, *arguments: Any, **options: Any) -> None:
+        super().__init__(dataset, complexity_fn, *arguments, **options)
+        values = [complexity_fn(dataset[place]) for place in range(len(dataset))]
+        self._complexities = [value.item() if isinstance(value, Tensor) else value for value in values]
+
+    def indices(self, rank: int) -> list[int]:
+        """Return what the program says that a rank draws."""
+        options = {name: getattr(self, name) for name in ("shuffle", "drop_last", "random_level", "seed", "epoch")}
+        drawn = samplers_plain.noise_and_chunks(self._complexities, self.num_replicas, **options)
+        noise, order = (torch.tensor(values, dtype=torch.int64) for values in drawn)
+        values = {"complexities": self._complexities, "num_replicas": self.num_replicas, "rank": rank, **options}
+        _, found = self.link().ask("sampler_indices", {"noise": noise, "chunk_order": order}, **values)
+        indices: list[int] = found["indices"].tolist()
+        return indices
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.indices(self.rank))
+
+    def __len__(self) -> int:
+        return len(self.indices(self.rank))
+
+
+class _BatchSampler(contrib.LoadBalancingDistributedBatchSampler):
+    link: Any
+    sampler: _Sampler
+
+    def _cut(self, epoch: int) -> tuple[list[list[int]], int]:
+        """Return the own batches that the program chooses, given how many each rank has, and their number."""
+        of_ranks = [self.batch_fn(self.sampler.indices(rank)) for rank in range(self.num_replicas)]
+        if not all(of_ranks):
+            raise ValueError("batch_fn returned no batches for some rank")
+        counts = torch.tensor([len(batches) for batches in of_ranks])
+        _, found = self.link().ask("equal_batches", {"counts": counts}, rank=self.rank, drop_last=self.drop_last)
+        mine = [of_ranks[self.rank][place] for place in found["batches"].tolist()]
+        return mine, len(mine)

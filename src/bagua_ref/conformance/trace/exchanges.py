@@ -1,36 +1,41 @@
-"""Expected results of the exchanges of S3, from the inputs that all ranks recorded."""
+"""Expected results of the exchanges of S3, S10 and S11.2, from the inputs that all ranks recorded."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from bagua_ref.backends import get_backend
 from bagua_ref.backends.base import FLOATS
 from bagua_ref.backends.codec import COMPRESSIBLE
-from bagua_ref.base.untrusted import load_json
-from bagua_ref.conformance.expected import decentralized_numpy
+from bagua_ref.base.untrusted import NATURAL, check_form, load_json
+from bagua_ref.comm_ops.low_rank import Matrix
+from bagua_ref.conformance.expected import decentralized_numpy, power_sgd_numpy, topk_numpy
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM, Tolerance
 from bagua_ref.conformance.formats.safetensors_file import name_of
 from bagua_ref.conformance.targets.reference_target import ReferenceCommOps
 from bagua_ref.conformance.targets.world import run_world
 from bagua_ref.conformance.trace.files import Record
-from bagua_ref.formulas.graphs import MODES, Graph, checked_graph
+from bagua_ref.formulas.graphs import MODES, checked_graph
 
 __all__ = [
     "WIRES", "Expected", "NotReplayable", "async_round", "decentralized", "full_precision", "inputs", "low_precision", "on_ring",
-    "on_wire", "refuse_divided", "shared_number",
+    "powersgd_round", "topk_round",
 ]  # fmt: skip
 
 WIRES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 """Formats of 16 bits that values may have on their way, by name."""
 
 _OPS = ReferenceCommOps("reference")
+
+_SPAN = 400
+"""Tolerance, in eps, of projections on columns whose span is known to 100 times the rounding of what was added up for them."""
 
 
 class NotReplayable(Exception):  # noqa: N818 - not a failure: this execution cannot be checked
@@ -71,23 +76,34 @@ def inputs(records: Sequence[Record], role: str, dtypes: Sequence[torch.dtype] |
     return xs
 
 
-def shared_number(records: Sequence[Record], name: str, default: int | None = None) -> int:
-    """Return info that all ranks must have recorded alike."""
-    found = [record.info.get(name, default) for record in records]
-    if found[0] is None:
-        raise NotReplayable(f"info {name!r} was not recorded")
-    if differing := [rank for rank, value in enumerate(found) if value != found[0]]:
-        raise NotReplayable(f"rank {differing[0]} recorded {name}={found[differing[0]]}, and rank 0 {name}={found[0]}")
-    return int(found[0])
-
-
-def refuse_divided(records: Sequence[Record]) -> None:
-    """Refuse values that were divided by n on their way in, where the exchange does not expect it."""
+def _undivided(records: Sequence[Record], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """Return the inputs x; refuse those that were divided by n on their way in, where the exchange does not expect it."""
     if (divided := records[0].info.get("divided_by", 1)) != 1:
         raise NotReplayable(
             f"the recorded values are already divided by {divided}, as in gradient_allreduce, but this algorithm does not divide "
             "them"
         )
+    return inputs(records, "x", dtypes)
+
+
+def _shared(records: Sequence[Record], name: str, default: int | None = None) -> Any:
+    """Return info that all ranks must have recorded alike."""
+    found = [record.info.get(name, default) for record in records]
+    if None in found:
+        raise NotReplayable(f"info {name!r} was not recorded on rank {found.index(None)}")
+    if differing := [rank for rank, value in enumerate(found) if value != found[0]]:
+        mine, first = found[differing[0]], found[0]
+        raise NotReplayable(f"rank {differing[0]} recorded {name}={mine!r:.40}, and rank 0 {name}={first!r:.40}")
+    return found[0]
+
+
+def _shared_json(records: Sequence[Record], name: str, parse: Callable[[Any], Any]) -> Any:
+    """Return what all ranks have recorded as JSON; what ``parse`` refuses cannot be used."""
+    text = _shared(records, name)
+    try:
+        return parse(load_json(text.encode()))
+    except (TypeError, ValueError) as error:
+        raise NotReplayable(f"the recorded {name} cannot be used: {error}") from None
 
 
 def full_precision(
@@ -103,10 +119,10 @@ def full_precision(
     if not xs[0].dtype.is_floating_point:
         return Expected("x", results)
     expected = Expected("x", results, SUM(n + hierarchical), _magnitude(xs, n if average else 1))
-    return expected if wire is None else on_wire(expected, records, wire)
+    return expected if wire is None else _on_wire(expected, records, wire)
 
 
-def on_wire(expected: Expected, records: Sequence[Record], wire: str) -> Expected:
+def _on_wire(expected: Expected, records: Sequence[Record], wire: str) -> Expected:
     """Return the mean or sum of S3.1 with the bound of a wire format.
 
     A value is rounded n + 1 times: when it is cast, divided, and in n - 1 sums; each time by at most eps/2 of what is rounded, or
@@ -141,8 +157,7 @@ def low_precision(
     """Return the result of S3.2 and S3.3, or of S3.1 by scatter-gather, of inputs padded with zeros for whole chunks (S2.2)."""
     if any(record.info.get("operation") == "CentralizedErrorFeedback" for record in records):
         raise NotReplayable("error memories, which the result depends on, are not recorded")
-    refuse_divided(records)
-    xs = inputs(records, "x", COMPRESSIBLE if compression else FLOATS)
+    xs = _undivided(records, COMPRESSIBLE if compression else FLOATS)
     size = xs[0].numel()
     padding = -size % (math.lcm(len(xs), len(nodes)) if hierarchical else len(xs))
     padded = [torch.nn.functional.pad(x, (0, padding)) for x in xs]
@@ -152,12 +167,11 @@ def low_precision(
 
 def decentralized(records: Sequence[Record], nodes: Sequence[int], mode: str, hierarchical: bool) -> Expected:
     """Return the averages of S3.4 and S13; the graph of ``mode="function"`` is JSON of a list per receiver of [source, weight]."""
-    refuse_divided(records)
-    xs, t = inputs(records, "x", FLOATS), records[0].info.get("execution", records[0].execution)
+    xs, t = _undivided(records, FLOATS), records[0].info.get("execution", records[0].execution)
     members, what = (len(nodes), "nodes") if hierarchical else (len(xs), "ranks")
     if mode != "function" and not MODES[mode].takes(members):
         raise NotReplayable(f"{mode} needs {MODES[mode].sizes} of {what}, and there are {members}")
-    graph = [_recorded_graph(records, members)] if mode == "function" else mode
+    graph = [_shared_json(records, "graph", lambda rows: checked_graph(rows, members))] if mode == "function" else mode
     dtype = xs[0].dtype
     arrays = [(x if dtype is torch.float64 else x.float()).numpy() for x in xs]
     results = decentralized_numpy.average(arrays, name_of(dtype), graph, hierarchical, list(nodes), t)
@@ -169,8 +183,7 @@ def on_ring(
     records: Sequence[Record], before: Sequence[Record] | None, nodes: Sequence[int], compression: str, hierarchical: bool
 ) -> Expected:
     """Return the result of S3.5. Replicas are recorded, or are the results of the execution ``before`` here and on both sides."""
-    refuse_divided(records)
-    xs, n = inputs(records, "x", COMPRESSIBLE), len(nodes) if hierarchical else len(records)
+    xs, n = _undivided(records, COMPRESSIBLE), len(nodes) if hierarchical else len(records)
     members = [sum(nodes[:node]) for node in range(n)] if hierarchical else list(range(n))
     roles = ("weight", "left", "right")
     replicas = {rank: [x] * 3 for rank, x in enumerate(xs)}  # not used on ranks that lead no node
@@ -209,6 +222,63 @@ def async_round(records: Sequence[Record]) -> list[Expected]:
     return found
 
 
+def powersgd_round(records: Sequence[Record], options: Mapping[str, Any]) -> list[Expected]:
+    """Return the averaged gradients, e, and Q Q^T, which does not depend on the basis (S10.2 to S10.4).
+
+    Matrices for which rounding decides what P spans are compared as far as values are finite.
+    """
+    xs, k = _undivided(records, FLOATS), _shared(records, "k")
+    matrices = _shared_json(records, "matrices", lambda rows: _matrices(rows, xs[0].numel()))
+    n, dtype = len(xs), xs[0].dtype
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    remembers, fresh = options["memory"] is not None, k == 0
+    qs = _kept(records, "q", [(a.m, a.r) for a in matrices], wide, fresh or not options["warm_start"])[0]
+    es = _kept(records, "e", [(a.n, a.m) for a in matrices], wide, fresh or not remembers)
+    part = max(n + 1, 4) / _SPAN  # of what is only added up, and of what is rounded to 16 bits
+    arrays = [x.to(wide).numpy() for x in xs]
+    mean, mass = power_sgd_numpy.added(arrays) / arrays[0].dtype.type(n), np.abs(np.stack(arrays).astype(float)).mean(0) * part
+    left: list[list[Any]] = [[] for _ in xs]
+    factors, of_errors, of_factors = [], [], []
+    for place, (a, q) in enumerate(zip(matrices, qs, strict=True)):
+        gradients = [x[a.start : a.end].reshape(a.n, a.m) for x in arrays]
+        errors = [e[place] for e in es] if remembers else None
+        done = power_sgd_numpy.power_sgd_round(gradients, errors, q, a.r, k=k, i=a.place, **options)
+        mean[a.start : a.end], bound = done.result.ravel(), _bound(gradients, errors, q, k, a, options)
+        mass[a.start : a.end] = bound * (part if dtype.itemsize == 2 else 1)
+        for e, of_rank in zip(done.errors or [], left, strict=remembers):
+            of_rank.append(e)
+        factors.append(q if done.q is None else done.q)
+        of_errors.append(np.full(a.n * a.m, bound))
+        of_factors.append(np.full(a.m * a.m, bound * bound * a.n))
+    found = [Expected("x", [torch.from_numpy(mean).to(dtype)] * n, SUM(_SPAN), torch.from_numpy(mass))]
+    if matrices and remembers and all("e" in record.outputs for record in records):
+        found.append(Expected("e", [_joined(of_rank) for of_rank in left], SUM(_SPAN), _joined(of_errors)))
+    if matrices and all("q" in record.outputs for record in records):
+        for rank, record in enumerate(records):
+            parts = _split(record.outputs["q"], [(a.m, a.r) for a in matrices], "output q", rank)
+            record.outputs["factor"] = _products(parts)
+        found.append(Expected("factor", [_products(factors)] * n, SUM(_SPAN), _joined(of_factors)))
+    return found
+
+
+def topk_round(records: Sequence[Record], options: Mapping[str, Any]) -> list[Expected]:
+    """Return the averaged gradients, and e, bit for bit (S11.2). Elements after the first ``elements`` are padding."""
+    xs = _undivided(records, COMPRESSIBLE)
+    size = _shared(records, "elements", xs[0].numel())
+    if size > xs[0].numel():
+        raise NotReplayable(f"elements={size} of a bucket of {xs[0].numel()}")
+    errors = None
+    if options["error_feedback"]:
+        errors = [e for (e,) in _kept(records, "e", [(size,)], torch.float32, _shared(records, "k", 1) == 0)]
+    gradients = [x[:size].float().numpy() for x in xs]
+    result, left = topk_numpy.topk_round(gradients, errors, options["ratio"], name_of(xs[0].dtype))
+    mean = torch.from_numpy(result).to(xs[0].dtype)
+    found = [Expected("x", [torch.cat([mean, x[size:]]) for x in xs])]
+    if left is not None and all("e" in record.outputs for record in records):
+        found.append(Expected("e", [torch.from_numpy(e) for e in left]))
+    return found
+
+
 def _centralized(
     xs: Sequence[Tensor], nodes: Sequence[int], hierarchical: bool, average: bool, scattergather: bool = False,
     compression: str | None = None,
@@ -225,13 +295,51 @@ def _magnitude(xs: Sequence[Tensor], divisor: int) -> Tensor:
     return torch.stack(list(xs)).double().abs().sum(0) / divisor
 
 
-def _recorded_graph(records: Sequence[Record], members: int) -> Graph:
-    graphs = [record.info.get("graph") or "" for record in records]
-    if "" in graphs:
-        raise NotReplayable(f"the graph of the function was not recorded on rank {graphs.index('')}")
-    if differing := [rank for rank, graph in enumerate(graphs) if graph != graphs[0]]:
-        raise NotReplayable(f"rank {differing[0]} used another graph than rank 0")
-    try:
-        return checked_graph(load_json(graphs[0].encode()), members)
-    except (TypeError, ValueError) as error:
-        raise NotReplayable(f"the recorded graph cannot be used: {error}") from None
+def _bound(gradients: list[Any], errors: list[Any] | None, q: Any, k: int, a: Matrix, options: Mapping[str, Any]) -> float:
+    """Return what a projection can gather in one element; inf if rounding decides on what it projects."""
+    given = gradients + (errors or [])
+    size = power_sgd_numpy.norm(given)
+    start = power_sgd_numpy.start(q if options["warm_start"] else None, (a.m, a.r), q.dtype.type, options["seed"], k, a.place)
+    summed = power_sgd_numpy.added(given) @ start
+    return size if power_sgd_numpy.is_tame(q) and power_sgd_numpy.is_tame(summed, size) else math.inf
+
+
+def _products(factors: Sequence[Any]) -> Tensor:
+    """Return every Q Q^T, one after the other."""
+    return _joined([(wide @ wide.T).astype(q.dtype) for q in factors for wide in [q.astype(np.float64)]])
+
+
+def _joined(arrays: Sequence[Any]) -> Tensor:
+    return torch.from_numpy(np.concatenate([x.ravel() for x in arrays]))
+
+
+def _matrices(rows: Any, size: int) -> list[Matrix]:
+    """Return what is compressed: [start, n, m, r, i] of each matrix."""
+    check_form(rows, [[NATURAL]], "matrices")
+    found, end = [Matrix(str(place), *row) for place, row in enumerate(rows)], 0
+    for a in found:
+        if a.start < end or a.end > size or not 1 <= a.r <= min(a.n, a.m):
+            raise ValueError(f"{a} in a bucket of {size} elements")
+        end = a.end
+    return found
+
+
+def _kept(records: Sequence[Record], role: str, shapes: list[Any], dtype: torch.dtype, optional: bool) -> list[list[Any]]:
+    """Return arrays of what each rank kept for each matrix, zeros where it may be missing."""
+    found = []
+    for rank, record in enumerate(records):
+        x = record.inputs.get(role)
+        if x is None and not optional:
+            raise NotReplayable(f"input {role!r} was not recorded on rank {rank}")
+        x = torch.zeros(sum(map(math.prod, shapes)), dtype=dtype) if x is None else x
+        if x.dtype is not dtype:
+            raise NotReplayable(f"input {role!r} of rank {rank} is {x.dtype}, and must be {dtype}")
+        found.append(_split(x, shapes, f"input {role}", rank))
+    return found
+
+
+def _split(x: Tensor, shapes: list[Any], what: str, rank: int) -> list[Any]:
+    sizes = [math.prod(shape) for shape in shapes]
+    if x.numel() != sum(sizes):
+        raise NotReplayable(f"{what} of rank {rank} has {x.numel()} elements, and must have {sum(sizes)}")
+    return [part.view(shape).numpy() for part, shape in zip(x.split(sizes) if sizes else [], shapes, strict=True)]

@@ -1,19 +1,27 @@
-"""Files of a trace: per rank a folder with a manifest, an index of steps and a safetensors file per step."""
+"""Files of a trace: per rank a folder with a manifest, an index of steps and a safetensors file per sampled step."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import os
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from bagua_ref.base.untrusted import NATURAL, SCALAR, check_form, load_json, read_file
-from bagua_ref.conformance.formats.safetensors_file import DamagedFileError, read_safetensors, write_safetensors
+from bagua_ref.conformance.formats.safetensors_file import CODES, DamagedFileError, read_safetensors, write_safetensors
 
-__all__ = ["FORMAT", "INDEX", "MANIFEST", "TRACE_VERSION", "RankTrace", "Record", "TraceError", "Writer", "read_trace"]
+__all__ = [
+    "FORMAT", "INDEX", "MANIFEST", "TRACE_VERSION",
+    "RankTrace", "Record", "Sampling", "TraceError", "Writer", "check_int", "json_values", "named_tensors", "read_trace",
+]  # fmt: skip
 
 FORMAT = "bagua_ref trace"
 TRACE_VERSION = "1"
@@ -43,6 +51,100 @@ class Record:
     inputs: dict[str, Tensor]
     outputs: dict[str, Tensor] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
+
+
+def check_int(name: str, value: Any, least: int | None = None, also: str = "") -> None:
+    """Raise TypeError unless ``value`` is an int, and ValueError if it is less than ``least``; ``also`` says what else may be."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}={value!r} must be an int{also}")
+    if least is not None and value < least:
+        raise ValueError(f"{name}={value} must be {least} or more{also}")
+
+
+class Sampling:
+    """The choice of executions to record. It is the same on all ranks, as it depends on step, bucket and seed only.
+
+    Buckets are recorded whole or not at all: an element's level depends on the minimum and maximum of its whole chunk, so an
+    operation cannot be replayed on some of its elements.
+
+    Args:
+        every: record the steps divisible by this number.
+        buckets: names of the buckets to record, or the fraction of them to record, drawn for each step.
+        seed: seed of that draw.
+
+    Raises:
+        ValueError: an argument is out of range.
+        TypeError: an argument has the wrong type.
+    """
+
+    def __init__(self, every: int, buckets: float | Collection[str], seed: int) -> None:
+        check_int("every", every, 1)
+        check_int("seed", seed)
+        allowed = f"buckets={buckets!r} must be a fraction above 0 and up to 1, or a list of bucket names, at least one"
+        if isinstance(buckets, bool | str):
+            raise TypeError(allowed)
+        self.every, self.seed = every, seed
+        self.buckets: float | list[str]
+        if isinstance(buckets, int | float):
+            valid, self.buckets = 0 < buckets <= 1, buckets
+        else:
+            valid = bool(buckets) and all(isinstance(name, str) for name in buckets)
+            self.buckets = sorted(buckets) if valid else []
+        if not valid:
+            raise ValueError(allowed)
+
+    def takes(self, step: int, bucket: str) -> bool:
+        """Return whether to record the bucket's execution in this step."""
+        if step % self.every:
+            return False
+        if isinstance(self.buckets, list):
+            return bucket in self.buckets
+        drawn = hashlib.sha256(f"{self.seed}/{step}/{bucket}".encode()).digest()[:8]
+        return int.from_bytes(drawn, "little") < self.buckets * 2**64
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the choice as JSON values, for the manifest."""
+        return {"every": self.every, "buckets": self.buckets, "seed": self.seed}
+
+
+def json_values(argument: str, values: Any) -> dict[str, Any]:
+    """Return a mapping of names to JSON values."""
+    if not isinstance(values, Mapping):
+        raise TypeError(f"{argument}={values!r} must be a mapping of names to values")
+    for name, value in values.items():
+        if value is not None and not isinstance(value, str | int | float):
+            raise TypeError(f"{argument}: {name}={value!r} must be a number, a string, a bool or None, as JSON")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{argument}: {name}={value!r} must be finite, as JSON has no infinity or NaN")
+    return dict(values)
+
+
+def named_tensors(argument: str, tensors: Any) -> dict[str, dict[str, Tensor]]:
+    """Return the parts of the given values by name, as tensors that share memory with them if possible."""
+    named = dict(tensors) if isinstance(tensors, Mapping) else {"x": tensors}
+    if not named:
+        raise ValueError(f"{argument}={tensors!r} must hold at least one tensor")
+    found: dict[str, dict[str, Tensor]] = {}
+    for role, value in named.items():
+        if not isinstance(role, str) or not role.isidentifier():
+            raise ValueError(f"{argument}: the name {role!r} must be an identifier, such as 'x'")
+        parts = {str(place): part for place, part in enumerate(value)} if isinstance(value, list | tuple) else {"x": value}
+        found[role] = {name: _as_tensor(argument, part) for name, part in parts.items()}
+        dtypes = {str(part.dtype) for part in found[role].values()}
+        if len(dtypes) != 1:
+            raise ValueError(f"{argument}: {role} must be a list of at least one tensor, all of one dtype, not {sorted(dtypes)}")
+    return found
+
+
+def _as_tensor(argument: str, value: Any) -> Tensor:
+    if isinstance(value, np.ndarray):
+        # torch refuses negative strides and warns of read-only arrays.
+        value = torch.from_numpy(np.require(value, requirements=["C", "W"]))
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{argument}: {value!r} must be a torch.Tensor or a NumPy array, not {type(value).__name__}")
+    if value.dtype not in CODES:
+        raise TypeError(f"{argument}: {value.dtype} is not supported; use one of {', '.join(CODES.values())}")
+    return value
 
 
 class Writer:

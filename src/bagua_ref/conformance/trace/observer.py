@@ -26,7 +26,6 @@ from bagua_ref.comm_ops import (
     TopK,
 )
 from bagua_ref.conformance.formats.safetensors_file import name_of
-from bagua_ref.conformance.trace.recording import Recording
 
 __all__ = ["TraceObserver"]
 
@@ -55,11 +54,11 @@ class TraceObserver:
     operation is recorded as a bucket ``"0#2"``.
 
     Args:
-        recording: receives the records.
+        recorder: the `Recorder` that receives the records.
     """
 
-    def __init__(self, recording: Recording) -> None:
-        self._recording = recording
+    def __init__(self, recorder: Any) -> None:
+        self._recorder = recorder
         self._modules: list[str] = []
         self._algorithm: str | None = None
         self._described: dict[str, tuple[BaguaBucket, Any]] = {}
@@ -67,14 +66,14 @@ class TraceObserver:
 
     def before_op(self, bucket: BaguaBucket, op: Any, flat: Tensor) -> None:
         """Record the input: the flat tensor and, for a ring, its replicas unless they are the outputs of the previous step."""
-        if not self._recording.recording or not isinstance(op, CommOp | PythonOp):
+        if not self._recorder.recording or not isinstance(op, CommOp | PythonOp):
             return
         if isinstance(op, PythonOp):
             self._algorithm = "qadam" if _QADAM in repr(op) else self._algorithm
             return
         if isinstance(op, AsynchronousModelAverage):
             # Its input is the snapshot, which is known only afterwards.
-            self._recording.begin(self._name(bucket, op), lambda follows: {}, {"operation": type(op).__name__})
+            self._recorder._begin(self._name(bucket, op), lambda follows: {}, {"operation": type(op).__name__})
             return
         inner = op.leaders_op if isinstance(op, Hierarchical) else op
         options = _options_of(op, inner)
@@ -90,30 +89,30 @@ class TraceObserver:
             return _state(op, flat)
 
         name = self._name(bucket, op)
-        self._recording.begin(name, inputs, info)
+        self._recorder._begin(name, inputs, info)
         self._describe(name, bucket, op, flat, options)
 
     def after_op(self, bucket: BaguaBucket, op: Any, flat: Tensor) -> None:
         """Record the output; the result of a decentralized operation is recorded after its copy-back."""
-        if not self._recording.recording or not isinstance(op, CommOp) or isinstance(op, Decentralized):
+        if not self._recorder.recording or not isinstance(op, CommOp) or isinstance(op, Decentralized):
             return
         name = self._name(bucket, op)
         if not isinstance(op, AsynchronousModelAverage):
-            self._recording.end(name, lambda: _state(op, flat))
+            self._recorder._end(name, lambda: _state(op, flat))
         elif op.get_status() == "stopped":
-            self._recording.drop(name)
+            self._recorder._drop(name)
         else:
             snapshot, reduced = op.last_round
-            self._recording.end(name, lambda: _copies(reduced=reduced), lambda: _copies(snapshot=snapshot))
+            self._recorder._end(name, lambda: _copies(reduced=reduced), lambda: _copies(snapshot=snapshot))
             self._algorithm = "async"
             self._describe(name, bucket, op, flat, {})
 
     def after_copy(self, bucket: BaguaBucket, flat: Tensor) -> None:
         """Record a decentralized operation's result, and its graph if it came from a function."""
         op = bucket.running
-        if self._recording.recording and isinstance(op, Decentralized):
+        if self._recorder.recording and isinstance(op, Decentralized):
             info = {"graph": json.dumps(op.graph)} if callable(op.peer_selection_mode) else None
-            self._recording.end(self._name(bucket, op), lambda: _copies(x=flat), info=info)
+            self._recorder._end(self._name(bucket, op), lambda: _copies(x=flat), info=info)
 
     def _describe(self, name: str, bucket: BaguaBucket, op: Any, flat: Tensor, options: dict[str, Any]) -> None:
         if self._described.get(name) == (bucket, op):
@@ -123,7 +122,7 @@ class TraceObserver:
         if bucket.padding_tensor is not None:
             tensors.append({"name": registration(bucket.padding_tensor).name, "shape": [bucket.padding_tensor.numel()]})
         entry = {"dtype": name_of(flat.dtype), "elements": flat.numel(), "tensors": tensors}
-        self._recording.describe(name, entry, self._algorithm, options)
+        self._recorder._describe(name, entry, self._algorithm, options)
 
     def _name(self, bucket: BaguaBucket, op: Any) -> str:
         module = registration(bucket.tensors[0]).module_name

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import platform
-from collections.abc import Collection, Mapping, Sequence
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,15 +20,23 @@ from torch import Tensor
 from bagua_ref import __version__
 from bagua_ref.base.runtime import World, current_world
 from bagua_ref.conformance.clauses import SPEC_VERSION
-from bagua_ref.conformance.formats.safetensors_file import CODES, name_of
-from bagua_ref.conformance.trace.files import FORMAT, TRACE_VERSION
+from bagua_ref.conformance.formats.safetensors_file import name_of
+from bagua_ref.conformance.trace.files import (
+    FORMAT,
+    TRACE_VERSION,
+    Record,
+    Sampling,
+    Writer,
+    check_int,
+    json_values,
+    named_tensors,
+)  # fmt: skip
 from bagua_ref.conformance.trace.observer import TraceObserver
-from bagua_ref.conformance.trace.recording import Recording, Sampling, check_int
 
 __all__ = ["Recorder"]
 
 
-class Recorder(Recording):
+class Recorder:
     """Records the inputs and outputs of every bucket operation on this rank, step by step, into files.
 
     Modules wrapped by ``with_bagua`` or `bagua_ref.data_parallel.DistributedDataParallel` are recorded automatically, whether they
@@ -49,6 +58,12 @@ class Recorder(Recording):
         rank: this rank; None: taken from bagua_ref, torch.distributed or the environment.
         world_size: number of ranks; None: likewise.
         nodes: number of ranks on each node, in rank order; None: as bagua_ref knows them, otherwise all on one node.
+
+    Attributes:
+        directory: as given.
+        stopped: why recording stopped early, or None.
+        steps_written: number of steps written.
+        bytes_written: size of their files.
 
     Raises:
         ValueError: an argument is out of range; on entering: the directory holds a trace of this rank.
@@ -84,37 +99,68 @@ class Recorder(Recording):
             check_int("max_bytes", max_bytes, 1, " or None")
         if algorithm is not None and not isinstance(algorithm, str):
             raise TypeError(f"algorithm={algorithm!r} must be a name or None")
-        super().__init__(Path(directory), Sampling(every, buckets, seed), max_bytes)
-        self._algorithm, self._options = algorithm, _json_values("options", {} if options is None else options)
+        self.directory = Path(directory)
+        self.steps_written = self.bytes_written = 0
+        self.stopped: str | None = None
+        self._sampling, self._max_bytes = Sampling(every, buckets, seed), max_bytes
+        self._algorithm, self._options = algorithm, json_values("options", {} if options is None else options)
         self._identity = (rank, world_size, nodes)
+        self._lock = threading.RLock()  # buckets run on workers' threads
+        self._writer: Writer | None = None
+        self._manifest: dict[str, Any] = {}
+        self._step = 0
+        self._executions: Counter[str] = Counter()
+        self._seen: set[str] = set()
+        self._seen_before: set[str] = set()
+        """Buckets of the previous step."""
+        self._open: dict[str, Record | None] = {}
+        """Operations that have begun; None: not recorded."""
+        self._ended: list[Record] = []
+        self._flushed = 0
+        """The number of these already written."""
+        self._last: dict[str, int] = {}
+        """Each bucket's last recorded execution."""
+
+    @property
+    def recording(self) -> bool:
+        """Whether it has been entered, and has neither stopped nor ended."""
+        return self._writer is not None and self.stopped is None
 
     def __enter__(self) -> Recorder:
         if self._writer is not None:
             raise RuntimeError("this Recorder is already in use; create another one")
         self._world: World = current_world()
-        self.open(
-            {
-                "format": FORMAT,
-                "trace_version": TRACE_VERSION,
-                "spec_version": SPEC_VERSION,
-                "versions": {"bagua_ref": __version__, "torch": torch.__version__, "python": platform.python_version()},
-                **_identity(self._world, *self._identity),
-                "algorithm": self._algorithm,
-                "options": self._options,
-                "sampling": self._sampling.as_json(),
-                "max_bytes": self._max_bytes,
-                "buckets": {},
-                "complete": False,
-                "stopped": None,
-            }
-        )
+        self._manifest = {
+            "format": FORMAT,
+            "trace_version": TRACE_VERSION,
+            "spec_version": SPEC_VERSION,
+            "versions": {"bagua_ref": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            **_identity(self._world, *self._identity),
+            "algorithm": self._algorithm,
+            "options": self._options,
+            "sampling": self._sampling.as_json(),
+            "max_bytes": self._max_bytes,
+            "buckets": {},
+            "complete": False,
+            "stopped": None,
+        }
+        self._writer = Writer(self.directory / f"rank{self._manifest['rank']}", self._manifest)
         self._observer = TraceObserver(self)
         self._world.observers = (*self._world.observers, self._observer)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """End the recording; if training failed, the last step is written only if it is complete."""
         self._world.observers = tuple(observer for observer in self._world.observers if observer is not self._observer)
-        self.close(failed=kind is not None)
+        with self._lock:
+            if self._writer is None:
+                return
+            if self.stopped is None and (kind is None or self._is_complete()):
+                self._advance()
+            self._manifest["complete"] = kind is None and self.stopped is None
+            self._save_manifest()
+            self._writer.close()
+            self._writer = None
 
     def before_op(self, bucket: str | int, tensors: Any, **info: Any) -> None:
         """Record the input of a bucket's operation, before it runs.
@@ -136,11 +182,11 @@ class Recorder(Recording):
                 return
             if name in self._open:
                 raise ValueError(f"bucket={name!r}: before_op was called twice without after_op in between")
-            given, info = _named_tensors("tensors", tensors), _json_values("info", info)
-            self.begin(name, lambda follows: _flat_copies(given), info)
+            given, info = named_tensors("tensors", tensors), json_values("info", info)
+            self._begin(name, lambda follows: _flat_copies(given), info)
             if name not in self._manifest["buckets"]:
                 entry = _description(given.get("x", next(iter(given.values()))))
-                self.describe(name, entry, self._manifest["algorithm"], self._manifest["options"])
+                self._describe(name, entry, self._manifest["algorithm"], self._manifest["options"])
 
     def after_op(self, bucket: str | int, tensors: Any) -> None:
         """Record the output of a bucket's operation.
@@ -159,15 +205,15 @@ class Recorder(Recording):
                 return
             if name not in self._open:
                 raise ValueError(f"bucket={name!r}: after_op was called without before_op")
-            given = _named_tensors("tensors", tensors)
-            self.end(name, lambda: _flat_copies(given))
+            given = named_tensors("tensors", tensors)
+            self._end(name, lambda: _flat_copies(given))
 
     def step(self) -> None:
         """End a training step; its records are written."""
         with self._lock:
             self._check_entered("step")
             if self.recording:
-                self.advance()
+                self._advance()
 
     def _check_entered(self, method: str) -> None:
         if self._writer is None:
@@ -178,6 +224,117 @@ class Recorder(Recording):
         if not isinstance(bucket, str | int) or isinstance(bucket, bool):
             raise TypeError(f"bucket={bucket!r} must be a name or a number")
         return str(bucket)
+
+    def _begin(self, bucket: str, inputs: Callable[[bool], Mapping[str, Tensor]], info: Mapping[str, Any]) -> None:
+        """Begin a bucket's operation.
+
+        Args:
+            bucket: its name.
+            inputs: called if it is recorded, with whether the previous execution was; returns copies.
+            info: goes into the record.
+        """
+        with self._lock:
+            if not self.recording:
+                return
+            if bucket in self._seen:
+                self._advance()
+            self._seen.add(bucket)
+            execution = self._executions[bucket]
+            self._executions[bucket] += 1
+            self._open[bucket] = None
+            if self._sampling.takes(self._step, bucket):
+                follows = self._last.get(bucket) == execution - 1
+                self._open[bucket] = Record(bucket, execution, dict(inputs(follows)), info=dict(info))
+
+    def _end(
+        self,
+        bucket: str,
+        outputs: Callable[[], Mapping[str, Tensor]],
+        inputs: Callable[[], Mapping[str, Tensor]] = dict,
+        info: Mapping[str, Any] | None = None,
+    ) -> None:
+        """End a bucket's operation, if it has begun; both functions return copies.
+
+        ``inputs`` returns inputs, and ``info`` holds information, that are known only now.
+        """
+        with self._lock:
+            if not self.recording or bucket not in self._open:
+                return
+            record = self._open.pop(bucket)
+            if record is not None:
+                record.info.update(info or {})
+                record.inputs.update(inputs())
+                record.outputs = dict(outputs())
+                self._ended.append(record)
+                self._last[bucket] = record.execution
+            if self._seen_before and self._is_complete():
+                self._flush()  # now, not when the next step begins: the process may not live that long
+
+    def _drop(self, bucket: str) -> None:
+        """Drop an operation that has begun: it failed or did nothing."""
+        with self._lock:
+            self._open.pop(bucket, None)
+
+    def _advance(self) -> None:
+        """End the step."""
+        with self._lock:
+            self._flush()
+            self._ended, self._flushed = [], 0
+            self._seen_before, self._seen = self._seen, set()
+            self._step += 1
+
+    def _describe(self, bucket: str, entry: dict[str, Any], algorithm: str | None, options: Mapping[str, Any]) -> None:
+        """Describe a bucket in the manifest; what the user has said about the algorithm takes precedence."""
+        with self._lock:
+            described = {
+                "buckets": {**self._manifest["buckets"], bucket: entry},
+                "algorithm": self._algorithm or algorithm,
+                "options": {**options, **self._options},
+            }
+            if self.recording and not described.items() <= self._manifest.items():
+                self._manifest.update(described)
+                self._save_manifest()
+
+    def _is_complete(self) -> bool:
+        """Return whether all operations have ended and every bucket of the previous step has run."""
+        return not self._open and self._seen >= self._seen_before
+
+    def _flush(self) -> None:
+        records = list(self._ended)
+        if len(records) == self._flushed or self._writer is None or self.stopped is not None:
+            return
+        size = sum(t.numel() * t.element_size() for r in records for t in (*r.inputs.values(), *r.outputs.values()))
+        if self._max_bytes is not None and self.bytes_written + size > self._max_bytes:
+            self._stop(f"step {self._step} would exceed max_bytes={self._max_bytes}")
+            return
+        try:
+            self.bytes_written += self._writer.write_step(self._step, records)
+        except OSError as error:
+            self._stop(f"step {self._step} cannot be written: {error}")
+            return
+        self.steps_written += not self._flushed
+        self._flushed = len(records)
+
+    def _save_manifest(self) -> None:
+        assert self._writer is not None
+        try:
+            self._writer.write_manifest(self._manifest)
+        except OSError as error:
+            if self.stopped is None:
+                self._stop(f"the manifest cannot be written: {error}")
+
+    def _stop(self, reason: str) -> None:
+        self.stopped = reason
+        self._open.clear()
+        self._ended.clear()
+        self._manifest["stopped"] = {"step": self._step, "reason": reason}
+        warnings.warn(
+            f"recording into {str(self.directory)!r} has stopped: {reason}. Training continues. Use every=, buckets= or "
+            "max_bytes= to change how much is recorded",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        self._save_manifest()
 
 
 def _identity(world: World, rank: int | None, world_size: int | None, nodes: Sequence[int] | None) -> dict[str, Any]:
@@ -209,46 +366,6 @@ def _known_nodes(world: World, world_size: int) -> list[int]:
     if local.isdigit() and int(local) and world_size % int(local) == 0:
         return [int(local)] * (world_size // int(local))
     return [world_size]
-
-
-def _json_values(argument: str, values: Any) -> dict[str, Any]:
-    """Return a mapping of names to JSON values."""
-    if not isinstance(values, Mapping):
-        raise TypeError(f"{argument}={values!r} must be a mapping of names to values")
-    for name, value in values.items():
-        if value is not None and not isinstance(value, str | int | float):
-            raise TypeError(f"{argument}: {name}={value!r} must be a number, a string, a bool or None, as JSON")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{argument}: {name}={value!r} must be finite, as JSON has no infinity or NaN")
-    return dict(values)
-
-
-def _named_tensors(argument: str, tensors: Any) -> dict[str, dict[str, Tensor]]:
-    """Return the parts of the given values by name, as tensors that share memory with them if possible."""
-    named = dict(tensors) if isinstance(tensors, Mapping) else {"x": tensors}
-    if not named:
-        raise ValueError(f"{argument}={tensors!r} must hold at least one tensor")
-    found: dict[str, dict[str, Tensor]] = {}
-    for role, value in named.items():
-        if not isinstance(role, str) or not role.isidentifier():
-            raise ValueError(f"{argument}: the name {role!r} must be an identifier, such as 'x'")
-        parts = {str(place): part for place, part in enumerate(value)} if isinstance(value, list | tuple) else {"x": value}
-        found[role] = {name: _as_tensor(argument, part) for name, part in parts.items()}
-        dtypes = {str(part.dtype) for part in found[role].values()}
-        if len(dtypes) != 1:
-            raise ValueError(f"{argument}: {role} must be a list of at least one tensor, all of one dtype, not {sorted(dtypes)}")
-    return found
-
-
-def _as_tensor(argument: str, value: Any) -> Tensor:
-    if isinstance(value, np.ndarray):
-        # torch refuses negative strides and warns of read-only arrays.
-        value = torch.from_numpy(np.require(value, requirements=["C", "W"]))
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{argument}: {value!r} must be a torch.Tensor or a NumPy array, not {type(value).__name__}")
-    if value.dtype not in CODES:
-        raise TypeError(f"{argument}: {value.dtype} is not supported; use one of {', '.join(CODES.values())}")
-    return value
 
 
 def _description(parts: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from bagua_ref.conformance.expected import local_updates_numpy
 from bagua_ref.conformance.expected.tolerances import SUM
 from bagua_ref.conformance.formats.safetensors_file import name_of
 from bagua_ref.conformance.trace import exchanges
-from bagua_ref.conformance.trace.compressed import powersgd_round, topk_round
 from bagua_ref.conformance.trace.exchanges import Expected, NotReplayable, full_precision, inputs, low_precision
 from bagua_ref.conformance.trace.files import Record
 from bagua_ref.formulas.graphs import MODES
@@ -108,7 +107,9 @@ class Replay:
                 return [low_precision(records, nodes, options["compression"], True, options["hierarchical"])]
             case "diloco":
                 return _diloco(records, nodes, options)
-        return powersgd_round(records, options) if self.algorithm == "powersgd" else topk_round(records, options)
+            case "powersgd":
+                return exchanges.powersgd_round(records, options)
+        return exchanges.topk_round(records, options)
 
     def _is_in_warm_up(self, step: int, record: Record) -> bool:
         """Return whether the operation was in full precision, or was recorded with ``warmup=True``."""

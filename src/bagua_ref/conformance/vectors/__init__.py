@@ -3,8 +3,7 @@
 from bagua_ref.conformance.clauses import VECTORS_VERSION
 from bagua_ref.conformance.vectors.case import Case
 from bagua_ref.conformance.vectors.check import VectorsReport, Verdict, check_outputs
-from bagua_ref.conformance.vectors.export import all_cases, export_vectors
-from bagua_ref.conformance.vectors.manifest import VectorsError, read_manifest
+from bagua_ref.conformance.vectors.files import VectorsError, all_cases, export_vectors, read_manifest
 
 __all__ = [
     "VECTORS_VERSION",

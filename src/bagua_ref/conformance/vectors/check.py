@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM, ULP, Tolerance, assert_equal
 from bagua_ref.conformance.formats.safetensors_file import DamagedFileError, name_of, read_safetensors
-from bagua_ref.conformance.vectors.manifest import VectorsError, read_manifest, read_vectors
+from bagua_ref.conformance.vectors.files import VectorsError, read_manifest, read_vectors
 
 __all__ = ["VectorsReport", "Verdict", "check_outputs", "tolerance_named"]
 

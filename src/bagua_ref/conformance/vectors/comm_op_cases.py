@@ -47,12 +47,8 @@ def comm_op_cases() -> Iterator[Case]:
 
 
 def _drawn(numbers: Numbers, kind: str, ranks: int, size: int, dtype: torch.dtype) -> Tensor:
-    return KINDS[kind][1](numbers, ranks * size, dtype).view(ranks, size)
-
-
-def _updates(numbers: Numbers, steps: int, ranks: int, size: int, dtype: torch.dtype) -> Tensor:
-    """Return what training adds to each rank's weights before each step."""
-    return numbers.uniform(steps * ranks * size, dtype, -0.25, 0.25).view(steps, ranks, size)
+    draw = KINDS[kind][1] if kind in KINDS else Numbers.eighths
+    return draw(numbers, ranks * size, dtype).view(ranks, size)
 
 
 def _world(nodes: _Nodes, hierarchical: bool, **more: Any) -> dict[str, Any]:
@@ -63,9 +59,32 @@ def _name(nodes: _Nodes, hierarchical: bool, *more: str) -> str:
     return "-".join(["+".join(map(str, nodes)), "hierarchical" if hierarchical else "flat", *more])
 
 
+def _case(
+    operation: str, clause: str, dtype: torch.dtype, name: str, nodes: _Nodes, hierarchical: bool, kind: str, size: int,
+    steps: int = 0, suite: str = "comm_ops", equal: bool = False, **parameters: Any,
+) -> Case:  # fmt: skip
+    """Return numbers of a kind on each rank, ``equal`` ones or not, and what training adds to them before each step."""
+    if "average" in parameters:
+        name += "-mean" if parameters["average"] else "-sum"
+    n, numbers = sum(nodes), numbers_of(suite, operation, dtype, name)
+    inputs = {"x": _drawn(numbers, kind, 1, size, dtype).repeat(n, 1) if equal else _drawn(numbers, kind, n, size, dtype)}
+    if steps:
+        inputs["updates"] = numbers.uniform(steps * n * size, dtype, -0.25, 0.25).view(steps, n, size)
+    flag = KINDS[kind][0] if kind in KINDS else "valid"
+    return Case(suite, operation, clause, dtype, name, inputs, _world(nodes, hierarchical, **parameters), (flag,))
+
+
 def _poisoned(case: Case) -> Case:
     """Return the case, flagged if a chunk is poisoned."""
     return replace(case, flags=("poison",)) if case.outputs["x"].isnan().any() else case
+
+
+def _in_any_order(case: Case) -> Case:
+    """Return the case of a sum, or a mean, that ranks may add in any order."""
+    x, hierarchical = case.inputs["x"], case.parameters["hierarchical"]
+    total = x.double().abs().sum(0) / (len(x) if case.parameters.get("average", True) else 1)
+    # Hierarchical sums are rounded once more on the way.
+    return replace(case, tolerance=f"SUM({len(x) + hierarchical})", magnitudes={"x": total.expand(len(x), -1).contiguous()})
 
 
 def _low_precision(dtype: torch.dtype) -> Iterator[Case]:
@@ -73,46 +92,30 @@ def _low_precision(dtype: torch.dtype) -> Iterator[Case]:
     rows = [(nodes, len(nodes) > 1, "plain") for nodes in _WORLDS] + [((3,), True, "plain")]
     rows += [((3,), False, kind) for kind in KINDS if kind != "plain"] + [((2, 1), True, kind) for kind in ("special", "huge")]
     for nodes, hierarchical, kind in rows:
+        clause, name = "S3.3" if hierarchical else "S3.2", _name(nodes, hierarchical, kind)
+        size = 7 * math.lcm(sum(nodes), len(nodes)) if hierarchical else 11 * sum(nodes)
         for average in (True, False):
-            name, n = _name(nodes, hierarchical, kind, "mean" if average else "sum"), sum(nodes)
-            size = 7 * math.lcm(n, len(nodes)) if hierarchical else 11 * n
-            x = _drawn(numbers_of("comm_ops", "centralized_low_precision", dtype, name), kind, n, size, dtype)
-            yield _poisoned(
-                Case(
-                    "comm_ops", "centralized_low_precision", "S3.3" if hierarchical else "S3.2", dtype, name,
-                    {"x": x}, _world(nodes, hierarchical, average=average), (KINDS[kind][0],),
-                )
-            )  # fmt: skip
+            operation = "centralized_low_precision"
+            yield _poisoned(_case(operation, clause, dtype, name, nodes, hierarchical, kind, size, average=average))
 
 
 def _scatter_gather(dtype: torch.dtype) -> Iterator[Case]:
     """Yield S3.1 in rank order."""
     for n, kind in [(n, "plain") for n in (1, 2, 3, 5, 8)] + [(3, kind) for kind in KINDS if kind != "plain"]:
         for average in (True, False):
-            name = _name((n,), False, kind, "mean" if average else "sum")
-            x = _drawn(numbers_of("comm_ops", "centralized_scatter_gather", dtype, name), kind, n, 5 * n, dtype)
-            parameters = _world((n,), False, average=average)
-            yield Case("comm_ops", "centralized_scatter_gather", "S3.1", dtype, name, {"x": x}, parameters, (KINDS[kind][0],))
+            operation, name = "centralized_scatter_gather", _name((n,), False, kind)
+            yield _case(operation, "S3.1", dtype, name, (n,), False, kind, 5 * n, average=average)
 
 
 def _full_precision(dtype: torch.dtype) -> Iterator[Case]:
     """Yield S3.1 and S3.3, whose sums have no fixed order: within SUM, but exact where every order gives the same."""
+    operation = "centralized_full_precision"
     for nodes in _SOME_WORLDS:
-        n = sum(nodes)
         for average in (True, False):
             for hierarchical in sorted({False, len(nodes) > 1}):
-                name = _name(nodes, hierarchical, "any-order", "mean" if average else "sum")
-                x = _drawn(numbers_of("comm_ops", "centralized_full_precision", dtype, name), "plain", n, 9, dtype)
-                total = x.double().abs().sum(0) / (n if average else 1)
-                yield Case(
-                    "comm_ops", "centralized_full_precision", "S3.3" if hierarchical else "S3.1", dtype, name,
-                    {"x": x}, _world(nodes, hierarchical, average=average), ("valid",),
-                    f"SUM({n + hierarchical})",  # hierarchical sums are rounded once more on the way
-                    {"x": total.expand(n, -1).contiguous()},
-                )  # fmt: skip
-        name = _name(nodes, False, "exact", "sum")
-        x = numbers_of("comm_ops", "centralized_full_precision", dtype, name).eighths(n * 9, dtype).view(n, 9)
-        yield Case("comm_ops", "centralized_full_precision", "S3.1", dtype, name, {"x": x}, _world(nodes, False, average=False))
+                clause, name = "S3.3" if hierarchical else "S3.1", _name(nodes, hierarchical, "any-order")
+                yield _in_any_order(_case(operation, clause, dtype, name, nodes, hierarchical, "plain", 9, average=average))
+        yield _case(operation, "S3.1", dtype, _name(nodes, False, "exact"), nodes, False, "eighths", 9, average=False)
 
 
 def _decentralized(dtype: torch.dtype) -> Iterator[Case]:
@@ -121,19 +124,12 @@ def _decentralized(dtype: torch.dtype) -> Iterator[Case]:
     rows += [(nodes, "plain", 4) for nodes in ((3, 1), (1, 1), (2, 1, 1, 4), (1, 2))]
     rows += [((4,), kind, 2) for kind in ("huge", "special", "denormal")]
     for nodes, kind, steps in rows:
-        name, n = _name(nodes, len(nodes) > 1, kind), sum(nodes)
-        numbers = numbers_of("comm_ops", "decentralized_shift_one", dtype, name)
-        inputs = {"x": _drawn(numbers, kind, n, 6, dtype), "updates": _updates(numbers, steps, n, 6, dtype)}
-        parameters = _world(nodes, len(nodes) > 1)
-        yield Case("comm_ops", "decentralized_shift_one", "S3.4", dtype, name, inputs, parameters, (KINDS[kind][0],))
+        several = len(nodes) > 1
+        yield _case("decentralized_shift_one", "S3.4", dtype, _name(nodes, several, kind), nodes, several, kind, 6, steps)
     for nodes in _SOME_WORLDS:
         for hierarchical in sorted({False, len(nodes) > 1}):
-            name, n = _name(nodes, hierarchical, "any-order"), sum(nodes)
-            x = _drawn(numbers_of("comm_ops", "decentralized_all", dtype, name), "plain", n, 6, dtype)
-            yield Case(
-                "comm_ops", "decentralized_all", "S3.4", dtype, name, {"x": x}, _world(nodes, hierarchical), ("valid",),
-                f"SUM({n + hierarchical})", {"x": (x.double().abs().sum(0) / n).expand(n, -1).contiguous()},
-            )  # fmt: skip
+            name = _name(nodes, hierarchical, "any-order")
+            yield _in_any_order(_case("decentralized_all", "S3.4", dtype, name, nodes, hierarchical, "plain", 6))
 
 
 def _ring(dtype: torch.dtype) -> Iterator[Case]:
@@ -141,17 +137,10 @@ def _ring(dtype: torch.dtype) -> Iterator[Case]:
     rows: list[tuple[_Nodes, bool, str, int]] = [((n,), False, "plain", 3) for n in (1, 2, 3, 5, 8)]
     rows += [(nodes, True, "plain", 3) for nodes in ((2,), (3, 1), (1, 3, 2), (2, 1, 1, 4))]
     rows += [((3,), False, kind, 2) for kind in ("wide", "denormal", "huge", "special")]
-    for nodes, hierarchical, kind, steps in rows:
-        name, n = _name(nodes, hierarchical, kind), sum(nodes)
-        numbers = numbers_of("comm_ops", "low_precision_decentralized", dtype, name)
+    for nodes, between, kind, steps in rows:
+        operation, name = "low_precision_decentralized", _name(nodes, between, kind)
         # Wrapping makes all ranks' weights equal; they differ from then on.
-        inputs = {"x": _drawn(numbers, kind, 1, 37, dtype).repeat(n, 1), "updates": _updates(numbers, steps, n, 37, dtype)}
-        yield _poisoned(
-            Case(
-                "comm_ops", "low_precision_decentralized", "S3.5", dtype, name,
-                inputs, _world(nodes, hierarchical), (KINDS[kind][0],),
-            )
-        )  # fmt: skip
+        yield _poisoned(_case(operation, "S3.5", dtype, name, nodes, between, kind, 37, steps, equal=True))
 
 
 def _async(dtype: torch.dtype) -> Iterator[Case]:
@@ -230,13 +219,11 @@ def _mixture(n: int, numbers: Numbers) -> list[list[list[float]]]:
 
 
 def _averages(dtype: torch.dtype, called: str, clause: str, graph: Any, nodes: _Nodes, kind: str, steps: int) -> Case:
-    n, name = sum(nodes), f"{called}-{'+'.join(map(str, nodes))}-{kind}"
-    numbers = numbers_of("graphs", "decentralized_on_graph", dtype, name)
-    inputs = {"x": _drawn(numbers, kind, n, 6, dtype), "updates": _updates(numbers, steps, n, 6, dtype)}
+    name, several = f"{called}-{'+'.join(map(str, nodes))}-{kind}", len(nodes) > 1
+    case = _case("decentralized_on_graph", clause, dtype, name, nodes, several, kind, 6, steps, "graphs", graph=graph)
     if kind == "zeros":
-        inputs["updates"].fill_(-0.0)  # which leaves the signs of zeros as they are
-    parameters = _world(nodes, len(nodes) > 1, graph=graph)
-    return Case("graphs", "decentralized_on_graph", clause, dtype, name, inputs, parameters, (KINDS[kind][0],))
+        case.inputs["updates"].fill_(-0.0)  # which leaves the signs of zeros as they are
+    return case
 
 
 def _sources(graph: str) -> Iterator[Case]:

@@ -1,11 +1,13 @@
-"""The manifest of golden vectors: JSON with a schema that lists every file and case."""
+"""Files of golden vectors, with the same bytes on every machine: tensors, and a manifest, JSON that lists every file and case."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Iterator
 from importlib import resources
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,11 @@ from torch import Tensor
 from bagua_ref.base.not_provided import install_command
 from bagua_ref.base.untrusted import load_json, read_file
 from bagua_ref.conformance.clauses import SPEC_VERSION, VECTORS_VERSION
-from bagua_ref.conformance.formats.safetensors_file import DamagedFileError, name_of, read_safetensors
+from bagua_ref.conformance.formats.safetensors_file import DamagedFileError, name_of, read_safetensors, write_safetensors
+from bagua_ref.conformance.vectors import codec_cases, comm_op_cases, kernel_cases, training_cases
 from bagua_ref.conformance.vectors.case import Case
 
-__all__ = [
-    "MANIFEST", "SCHEMA", "VectorsError",
-    "entry_of", "manifest_text", "read_manifest", "read_vectors", "schema_text", "schema_validator",
-]  # fmt: skip
+__all__ = ["VectorsError", "all_cases", "export_vectors", "manifest_text", "read_manifest", "read_vectors", "schema_text"]
 
 MANIFEST, SCHEMA = "manifest.json", "manifest.schema.json"
 
@@ -29,12 +29,65 @@ class VectorsError(Exception):
     """The vectors cannot be used: the manifest is missing or invalid, or a file is missing or changed."""
 
 
+def all_cases() -> Iterator[Case]:
+    """Yield every golden vector."""
+    return chain(
+        kernel_cases.kernel_cases(), codec_cases.minmax_cases(), comm_op_cases.comm_op_cases(), comm_op_cases.peer_cases(),
+        kernel_cases.sampler_cases(), kernel_cases.cache_cases(), training_cases.optimizer_cases(), comm_op_cases.graph_cases(),
+        training_cases.local_update_cases(), codec_cases.codec_cases(), training_cases.compressed_cases(),
+        comm_op_cases.collective_cases(), training_cases.algorithm_cases(),
+    )  # fmt: skip
+
+
+def export_vectors(directory: Path) -> int:
+    """Write all cases to ``directory``; return how many there are.
+
+    For each suite ``SUITE.inputs.safetensors`` and ``SUITE.expected.safetensors``; the manifest, and its schema.
+
+    Args:
+        directory: is made; must be empty if it is there.
+
+    Raises:
+        VectorsError: it is not empty, or cannot be written.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if any(directory.iterdir()):
+            raise VectorsError(f"{str(directory)!r} is not empty; give a new directory, or empty this one first")
+        _validator()  # without it the manifest could not be checked in the end
+        count = _write(directory)
+    except OSError as error:
+        raise VectorsError(f"{str(directory)!r} cannot be written: {error}") from None
+    read_manifest(directory)
+    return count
+
+
+def _write(directory: Path) -> int:
+    suites: dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]] = {}
+    entries: dict[str, dict[str, Any]] = {}
+    for case in all_cases():
+        assert case.id not in entries, case.id
+        entry = entries[case.id] = _entry(case)
+        inputs, expected = suites.setdefault(case.suite, ({}, {}))
+        inputs.update({f"{case.id}:{name}": x for name, x in case.inputs.items()})
+        expected.update({f"{case.id}:{name}": x for name, x in case.outputs.items()})
+        inputs.update({out["magnitude"]: case.magnitude(out["name"]) for out in entry["outputs"] if "magnitude" in out})
+    files = {}
+    for suite, tensors in suites.items():
+        for kind, named in zip(("inputs", "expected"), tensors, strict=True):
+            name = f"{suite}.{kind}.safetensors"
+            files[name] = write_safetensors(directory / name, named)
+    (directory / SCHEMA).write_text(schema_text(), "utf-8", newline="\n")
+    (directory / MANIFEST).write_text(manifest_text(list(entries.values()), files), "utf-8", newline="\n")
+    return len(entries)
+
+
 def schema_text() -> str:
     """Return the JSON schema of a manifest."""
     return resources.files("bagua_ref.conformance.vectors").joinpath(SCHEMA).read_text("utf-8")
 
 
-def entry_of(case: Case) -> dict[str, Any]:
+def _entry(case: Case) -> dict[str, Any]:
     """Return the manifest's entry for a case."""
     outputs = _described(case, case.outputs)
     for output in outputs:
@@ -92,14 +145,14 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     version = manifest.get("vectors_version", VECTORS_VERSION) if isinstance(manifest, dict) else VECTORS_VERSION
     if version != VECTORS_VERSION:
         raise VectorsError(f"{str(path)!r} has vectors_version {version!r}; this bagua_ref checks {VECTORS_VERSION!r}")
-    misfit = next(iter(schema_validator().iter_errors(manifest)), None)
+    misfit = next(iter(_validator().iter_errors(manifest)), None)
     if misfit is not None:
         place = "/".join(map(str, misfit.absolute_path)) or "the top"
         raise VectorsError(f"{str(path)!r} does not match the schema at {place}: {misfit.message[:200]}")
     return manifest
 
 
-def schema_validator() -> Any:
+def _validator() -> Any:
     """Return a validator of manifests.
 
     Raises:
