@@ -1,7 +1,7 @@
-"""Training of n ranks that exchange gradients (S2.1, S2.2, S2.5, S5.1, S5.2), in one loop over all ranks.
+"""Exchange of gradients between n ranks (S3.1 to S3.3), and training on it (S2.1, S2.2, S2.5, S5.1, S5.2), for all ranks at once.
 
-A parameter is a flat list of Python floats that are numbers of its dtype. Gradients come by step, rank and parameter; None where
-a rank does not use a parameter.
+A rank's numbers, and a parameter, are a flat list of Python floats that are numbers of the dtype. Gradients come by step, rank and
+parameter; None where a rank does not use a parameter.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from bagua_ref.conformance.expected.comm_ops_scalar import hierarchical, low_precision
-from bagua_ref.conformance.expected.rounding import arithmetic, to
+from bagua_ref.conformance.expected.codecs_scalar import compress_minmax, decompress_minmax
+from bagua_ref.conformance.expected.kernels_scalar import arithmetic, divide, reduce_in_order, to
 
 Numbers = list[float]
 Parameters = list[Numbers]
@@ -18,6 +18,48 @@ Exchange = Callable[[Parameters, str], Parameters]
 """Each rank's numbers of one bucket, and their dtype -> the same after the operation."""
 
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+
+
+def scatter_gather(xs: Parameters, dtype: str, average: bool) -> Parameters:
+    """Add element by element in rank order (S3.1, S3.7)."""
+    total = [reduce_in_order(dtype, list(column), average) for column in zip(*xs, strict=True)]
+    return [list(total) for _ in xs]
+
+
+def low_precision(xs: Parameters, dtype: str, average: bool) -> Parameters:
+    """Send chunk t of every rank to rank t as one byte per element, reduce it there, and send back the result (S3.2)."""
+    n, size = len(xs), len(xs[0]) // len(xs)
+    result: Numbers = []
+    for t in range(n):
+        arrived = []
+        for x in xs:
+            block = compress_minmax(x[t * size : (t + 1) * size], dtype)
+            arrived.append(decompress_minmax(block, size, dtype))
+        total = [reduce_in_order(dtype, list(column), average) for column in zip(*arrived, strict=True)]
+        result += decompress_minmax(compress_minmax(total, dtype), size, dtype)
+    return [list(result) for _ in xs]
+
+
+def node_sum(node: Parameters, dtype: str, divisor: float | None) -> Numbers:
+    """Return the leader's input: the node's sum in float32 divided by float32(n/L), rounded once (S3.3)."""
+    r, wide = arithmetic(dtype), "float64" if dtype == "float64" else "float32"
+    totals = [reduce_in_order(wide, list(column), False) for column in zip(*node, strict=True)]
+    return [to(dtype, total if divisor is None else r(divide(total, r(divisor)))) for total in totals]
+
+
+def hierarchical(operation: Callable[..., Parameters], xs: Parameters, nodes: list[int], dtype: str, average: bool) -> Parameters:
+    """Run ``operation`` between node leaders; ``nodes`` is the number of ranks on each node, in rank order (S3.3)."""
+    divisor = len(xs) / len(nodes) if average else None
+    starts = [sum(nodes[:place]) for place in range(len(nodes))]
+    leaders = [node_sum(xs[start : start + size], dtype, divisor) for start, size in zip(starts, nodes, strict=True)]
+    results = operation(leaders, dtype, average)
+    return [list(results[place]) for place, size in enumerate(nodes) for _ in range(size)]
+
+
+def centralized(xs: Parameters, dtype: str, average: bool, one_byte: bool, nodes: list[int] | None) -> Parameters:
+    """Reduce all ranks' numbers, as one byte per element or in full; with ``nodes``, between their leaders (S3.1 to S3.3)."""
+    operation = low_precision if one_byte else scatter_gather
+    return operation(xs, dtype, average) if nodes is None else hierarchical(operation, xs, nodes, dtype, average)
 
 
 def buckets(sizes: list[int], dtypes: list[str], bucket_bytes: int) -> list[list[int]]:
@@ -44,14 +86,8 @@ def sgd(dtype: str, weights: Numbers, gradient: Numbers, lr: float) -> Numbers:
 
 
 def full_precision(average: bool) -> Exchange:
-    """Return the sum or mean over all ranks (S5.1), exact and then rounded once."""
-
-    def exchange(ranks: Parameters, dtype: str) -> Parameters:
-        divisor = len(ranks) if average else 1
-        total = [to(dtype, math.fsum(column) / divisor) for column in zip(*ranks, strict=True)]
-        return [total for _ in ranks]
-
-    return exchange
+    """Return the sum or mean over all ranks (S5.1)."""
+    return lambda ranks, dtype: scatter_gather(ranks, dtype, average)
 
 
 def one_byte(average: bool, nodes: list[int], between_leaders: bool) -> Exchange:
@@ -62,11 +98,7 @@ def one_byte(average: bool, nodes: list[int], between_leaders: bool) -> Exchange
     def exchange(ranks: Parameters, dtype: str) -> Parameters:
         size = len(ranks[0])
         padded = [x + [0.0] * (-size % alignment) for x in ranks]
-        if between_leaders:
-            results = hierarchical(low_precision, padded, nodes, dtype, average)
-        else:
-            results = low_precision(padded, dtype, average)
-        return [x[:size] for x in results]
+        return [x[:size] for x in centralized(padded, dtype, average, True, nodes if between_leaders else None)]
 
     return exchange
 

@@ -7,14 +7,14 @@ each node has, in rank order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from bagua_ref.conformance.expected.codec_scalar import compress_chunk, decompress_chunk
+from bagua_ref.conformance.expected.codecs_scalar import MINMAX, compress_chunk, decompress_chunk
 from bagua_ref.conformance.expected.graphs_numpy import Weights, averaged
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -39,9 +39,9 @@ def step_of_sgd(x: Array, grad: Array, lr: float, dtype: str) -> Array:
     return stored(x - x.dtype.type(lr) * grad, dtype)
 
 
-def restored(x: Array, dtype: str) -> Array:
-    """Return x after compression as one chunk and decompression (S4)."""
-    return np.array(decompress_chunk(compress_chunk(x.tolist(), dtype), x.size, dtype), x.dtype)
+def restored(x: Array, dtype: str, codec: str = MINMAX) -> Array:
+    """Return x after compression as one chunk and decompression."""
+    return np.array(decompress_chunk(codec, compress_chunk(codec, x.tolist(), dtype), x.size, dtype), x.dtype)
 
 
 def added(ranks: list[Array]) -> Array:
@@ -64,15 +64,22 @@ def split(ranks: list[Array], nodes: list[int]) -> list[list[Array]]:
     return [ranks[end - size : end] for end, size in zip(ends, nodes, strict=True)]
 
 
-def on_every_rank(leaders: list[Array], nodes: list[int]) -> list[Array]:
-    """Return each leader's array for every rank of its node."""
-    return [x.copy() for x, size in zip(leaders, nodes, strict=True) for _ in range(size)]
+def between_leaders(
+    operation: Callable[[list[Array]], list[Array]], ranks: list[Array], dtype: str, hierarchical: bool, nodes: list[int]
+) -> list[Array]:
+    """Return what an operation makes of all ranks' arrays; ``hierarchical``: of the means of nodes, for each of their ranks."""
+    if not hierarchical:
+        return operation(ranks)
+    results = operation([node_mean(node, dtype) for node in split(ranks, nodes)])
+    return [x.copy() for x, size in zip(results, nodes, strict=True) for _ in range(size)]
 
 
-def mean_of_all(ranks: list[Array], dtype: str) -> list[Array]:
-    """Return the mean over all ranks of all nodes; a library may round in another order."""
-    mean = np.mean(np.stack(ranks).astype(np.float64), axis=0).astype(ranks[0].dtype)
-    return [stored(mean, dtype) for _ in ranks]
+def library_mean(ranks: list[Array], dtype: str) -> Array:
+    """Return the mean, added in rank order as the simulated world does; a library may use another order (S3.7)."""
+    total = ranks[0]
+    for x in ranks[1:]:
+        total = total + x
+    return stored(total / total.dtype.type(len(ranks)), dtype)
 
 
 def pairs(n: int, step: int) -> dict[int, int]:
@@ -98,11 +105,8 @@ def mean_of_some(ranks: list[Array], dtype: str, mode: Mode, step: int) -> list[
 def average(ranks: list[Array], dtype: str, mode: Mode, hierarchical: bool, nodes: list[int], step: int) -> list[Array]:
     """Average the weights for the ``step``-th time (S3.4, S13)."""
     if mode == "all":
-        return mean_of_all(ranks, dtype)
-    if not hierarchical:
-        return mean_of_some(ranks, dtype, mode, step)
-    leaders = [node_mean(node, dtype) for node in split(ranks, nodes)]
-    return on_every_rank(mean_of_some(leaders, dtype, mode, step), nodes)
+        return [library_mean(ranks, dtype) for _ in ranks]
+    return between_leaders(lambda x: mean_of_some(x, dtype, mode, step), ranks, dtype, hierarchical, nodes)
 
 
 @dataclass
@@ -173,10 +177,7 @@ def train_on_ring(
     history = []
     for step, grads in enumerate(gradients):
         ranks = [step_of_sgd(x, grad, lr, dtype) for x, grad in zip(ranks, grads, strict=True)]
-        if step % interval == 0 and hierarchical:
-            leaders = [node_mean(node, dtype) for node in split(ranks, nodes)]
-            ranks = on_every_rank(ring.step(leaders, dtype), nodes)
-        elif step % interval == 0:
-            ranks = ring.step(ranks, dtype)
+        if step % interval == 0:
+            ranks = between_leaders(lambda x: ring.step(x, dtype), ranks, dtype, hierarchical, nodes)
         history.append(ranks)
     return history

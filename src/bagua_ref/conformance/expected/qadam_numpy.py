@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from bagua_ref.conformance.expected.algorithms_plain import one_byte
-from bagua_ref.conformance.expected.kernels_scalar import update_momentum
-from bagua_ref.conformance.expected.rounding import arithmetic, divide, to
+from bagua_ref.conformance.expected.kernels_scalar import arithmetic, divide, reduce_in_order, to, update_momentum
 
 Parameters = list[list[float]]
 
@@ -67,7 +66,7 @@ class QAdam:
     def _step_adam(self, gradients: list[Parameters]) -> None:
         for place, parameter in enumerate(self._in_torch):
             columns = zip(*[rank[place] for rank in gradients], strict=True)
-            mean = [all_reduce(self.dtype, column) for column in columns]
+            mean = [reduce_in_order(self.dtype, list(column), True) for column in columns]
             parameter.grad = torch.tensor(mean, dtype=parameter.dtype)
             self._adam.param_groups[place].update(self.options[place])
         self._adam.step()
@@ -123,12 +122,3 @@ def step_along_momentum(
         denominator = to(wide, r(to(wide, r(divide(root, correction))) + to(wide, r(eps))))
         moved[i] = to(dtype, r(p + r(divide(r(step_size * momentum), denominator))))
     return moved
-
-
-def all_reduce(dtype: str, column: tuple[float, ...]) -> float:
-    """Return the mean of one number of every rank, added in rank order as the simulated world does; a library may differ (S3.7)."""
-    r = arithmetic(dtype)
-    total = column[0]
-    for value in column[1:]:
-        total = r(total + value)
-    return to(dtype, r(total / len(column)))

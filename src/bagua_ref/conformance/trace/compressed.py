@@ -14,7 +14,7 @@ from bagua_ref.backends.base import FLOATS
 from bagua_ref.backends.codec import COMPRESSIBLE
 from bagua_ref.base.untrusted import NATURAL, check_form, load_json
 from bagua_ref.comm_ops.low_rank import Matrix
-from bagua_ref.conformance.expected import power_sgd_numpy, topk_numpy
+from bagua_ref.conformance.expected import error_memory_numpy, power_sgd_numpy
 from bagua_ref.conformance.expected.tolerances import SUM
 from bagua_ref.conformance.formats.safetensors_file import name_of
 from bagua_ref.conformance.trace.exchanges import Expected, NotReplayable, inputs, refuse_divided, shared_number
@@ -76,7 +76,7 @@ def topk_round(records: Sequence[Record], options: Mapping[str, Any]) -> list[Ex
     if options["error_feedback"]:
         errors = [e for (e,) in _kept(records, "e", [(size,)], torch.float32, shared_number(records, "k", 1) == 0)]
     gradients = [x[:size].float().numpy() for x in xs]
-    result, left = topk_numpy.topk_round(gradients, errors, options["ratio"], name_of(xs[0].dtype))
+    result, left = error_memory_numpy.topk_round(gradients, errors, options["ratio"], name_of(xs[0].dtype))
     mean = torch.from_numpy(result).to(xs[0].dtype)
     found = [Expected("x", [torch.cat([mean, x[size:]]) for x in xs])]
     if left is not None and all("e" in record.outputs for record in records):

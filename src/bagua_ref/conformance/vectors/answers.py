@@ -16,18 +16,16 @@ from torch import Tensor
 
 from bagua_ref.conformance.expected import (
     algorithms_plain,
-    codec_scalar,
     codecs_scalar,
     collectives_plain,
-    comm_ops_scalar,
     decentralized_numpy,
+    error_memory_numpy,
     graphs_numpy,
     kernels_scalar,
     local_updates_numpy,
     power_sgd_numpy,
     qadam_numpy,
     samplers_plain,
-    topk_numpy,
 )
 
 __all__ = ["Given", "answer"]
@@ -113,7 +111,7 @@ def _chunks(x: Tensor, num_chunks: int) -> list[list[Any]]:
 
 def _compress(c: Given) -> Tensors:
     blocks = [
-        codecs_scalar.compress_chunk(c.codec if "codec" in c.parameters else "MinMaxUInt8", chunk, c.dtype)
+        codecs_scalar.compress_chunk(c.parameters.get("codec", "MinMaxUInt8"), chunk, c.dtype)
         for chunk in _chunks(c.x, c.num_chunks)
     ]
     target = c.parameters.get("target_chunk")
@@ -124,12 +122,9 @@ def _compress(c: Given) -> Tensors:
 
 
 def _decompress(c: Given) -> Tensors:
-    size, values = c.num_elements // c.num_chunks, []
+    size, codec, values = c.num_elements // c.num_chunks, c.parameters.get("codec", "MinMaxUInt8"), []
     for block in map(bytes, _chunks(c.payload, c.num_chunks)):
-        if "codec" in c.parameters:
-            values += codecs_scalar.decompress_chunk(c.codec, block, size, c.dtype)
-        else:
-            values += codec_scalar.decompress_chunk(block, size, c.dtype)
+        values += codecs_scalar.decompress_chunk(codec, block, size, c.dtype)
     return {"x": _tensor(values, c.dtype)}
 
 
@@ -144,10 +139,8 @@ def _centralized(c: Given) -> Tensors:
 
 def _reduced(c: Given, xs: list[list[float]]) -> Tensor:
     one_byte, average = c.operation in ("centralized_low_precision", "qadam_momentum"), c.parameters.get("average", True)
-    operation = comm_ops_scalar.low_precision if one_byte else comm_ops_scalar.scatter_gather
-    if c.hierarchical:
-        return _tensor(comm_ops_scalar.hierarchical(operation, xs, c.nodes, c.dtype, average), c.dtype)
-    return _tensor(operation(xs, c.dtype, average), c.dtype)
+    nodes = c.nodes if c.hierarchical else None
+    return _tensor(algorithms_plain.centralized(xs, c.dtype, average, one_byte, nodes), c.dtype)
 
 
 def _qadam_momentum(c: Given) -> Tensors:
@@ -172,16 +165,13 @@ def _decentralized(c: Given) -> Tensors:
 
 
 def _ring(c: Given) -> Tensors:
-    members, split = c.nodes if c.hierarchical else [1] * sum(c.nodes), decentralized_numpy.split
-    ring = decentralized_numpy.Ring.of([group[0] for group in split(list(_array(c.x)), members)])
+    members, between = c.nodes if c.hierarchical else [1] * sum(c.nodes), decentralized_numpy.between_leaders
+    ring = decentralized_numpy.Ring.of([group[0] for group in decentralized_numpy.split(list(_array(c.x)), members)])
 
-    def step(ranks: list[Any], t: int) -> list[Any]:
-        if not c.hierarchical:
-            return ring.step(ranks, c.dtype)
-        leaders = [decentralized_numpy.node_mean(node, c.dtype) for node in split(ranks, c.nodes)]
-        return decentralized_numpy.on_every_rank(ring.step(leaders, c.dtype), c.nodes)
+    def average(ranks: list[Any]) -> list[Any]:
+        return ring.step(ranks, c.dtype)
 
-    x = _on_updates(c, step)
+    x = _on_updates(c, lambda ranks, t: between(average, ranks, c.dtype, c.hierarchical, c.nodes))
     return {"x": x, **{name: _rows(rows, c.dtype) for name, rows in {"weight": ring.W, "left": ring.L, "right": ring.R}.items()}}
 
 
@@ -303,7 +293,7 @@ def _topk(c: Given) -> Tensors:
     errors = [np.zeros(size, np.float32) for _ in range(ranks)] if c.error_feedback else None
     xs, kept = [], []
     for step in c.gradients:
-        result, errors = topk_numpy.topk_round(list(_array(step)), errors, c.ratio, c.dtype)
+        result, errors = error_memory_numpy.topk_round(list(_array(step)), errors, c.ratio, c.dtype)
         xs.append(result)
         kept.append(errors)
     return {"x": _rows(xs, c.dtype)} | ({"errors": _rows(kept, "float32")} if c.error_feedback else {})
@@ -373,8 +363,8 @@ _ANSWERS: dict[str, Answer] = {
     "compressed_gradients/powersgd_rank": _powersgd_rank,
     "compressed_gradients/orthonormalize": lambda c: {"projection": _gram(power_sgd_numpy.orthonormal(c.x.numpy()), c.dtype)},
     "compressed_gradients/powersgd_round": _powersgd_round,
-    "compressed_gradients/topk_count": lambda c: {"k": _integers(topk_numpy.sent_count(m, c.ratio) for m in c.m.tolist())},
-    "compressed_gradients/topk_indices": lambda c: {"indices": _integers(topk_numpy.kept(c.p.numpy(), c.k))},
+    "compressed_gradients/topk_count": lambda c: {"k": _integers(error_memory_numpy.sent_count(m, c.ratio) for m in c.m.tolist())},
+    "compressed_gradients/topk_indices": lambda c: {"indices": _integers(error_memory_numpy.kept(c.p.numpy(), c.k))},
     "compressed_gradients/topk": _topk,
     "samplers/sampler_indices": lambda c: {"indices": torch.tensor(_indices_of_replicas(c), dtype=torch.int64)},
     "samplers/sampler_batches": _sampler_batches,
