@@ -278,5 +278,5 @@ def cache_script(lab: Lab, servers: int = 1, values: str = "Source") -> Iterator
     finally:
         for name, left in script.names.items():
             if hasattr(left, "num_keys"):
-                with contextlib.suppress(Exception), lab.journal.call(("close", f"{script.script}{name}.close()")):
+                with contextlib.suppress(Exception), lab.journal.call(("close", script.script.and_then(f"{name}.close()"))):
                     left.close()

@@ -17,7 +17,7 @@ from bagua_ref.conformance.inputs.training_cases import ONE_BUCKET, ByRank, any_
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.play import Play
 
-__all__ = ["ANYTHING", "TrainedAlgorithm", "TrainingPlay", "check_form", "copied", "exactly", "of_kinds"]
+__all__ = ["ANYTHING", "TrainedAlgorithm", "TrainingPlay", "check_form", "exactly", "of_kinds"]
 
 ANYTHING = Ellipsis
 """An expected value that is not compared."""
@@ -73,7 +73,8 @@ class TrainingPlay(Play):
             lab,
             "algorithms",
             "from bagua_ref.conformance import EXACT, SUM, assert_equal",
-            "from bagua_ref.conformance.lab.training import check_form, copied",
+            "from bagua_ref.conformance.lab.play import copies_of",
+            "from bagua_ref.conformance.lab.training import check_form",
             "from bagua_ref.conformance.targets.world import RankWorld",
             "from bagua_ref.simulation import SimulatedWorld",
         )
@@ -141,7 +142,7 @@ class TrainingPlay(Play):
         unseen = ["restart", "new buckets"] if self.method in _COMPRESSED else []
         self.what = f"{self.method}({', '.join(f'{name}={value}' for name, value in options.items())}) on nodes {self.nodes}"
         self.give(nodes=self.nodes, weights=self._starts, inputs=inputs, options=options)
-        call = f"algorithms.{self.method}(world, *copied([weights[world.rank], inputs[world.rank]]), **copied(options))"
+        call = f"algorithms.{self.method}(world, *copies_of([weights[world.rank], inputs[world.rank]]), **copies_of(options))"
         recorded = "messages = world.record()\n" if self._record else ""
         self.do(
             f"\n\ndef program(comm):\n    world = RankWorld(comm.rank(), {self.n}, nodes, comm)\n    return {call}\n\n\n"
@@ -324,12 +325,3 @@ def check_form(results: Sequence[Any], weights: list[list[Tensor]], inputs: list
                     raise AssertionError(
                         f"rank {rank} returned {what} as parameter {place} in entry {entry}, not {dtype} of {shape}"
                     )
-
-
-def copied(value: Any) -> Any:
-    """Return a deep copy, which a target may change."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, dict):
-        return {name: copied(item) for name, item in value.items()}
-    return type(value)(map(copied, value)) if isinstance(value, list | tuple) else value

@@ -16,7 +16,7 @@ from bagua_ref.conformance.expected.tolerances import SUM
 from bagua_ref.conformance.inputs.graph_cases import doubly_stochastic, flawed, graph_cases, sized_worlds, sizes_of
 from bagua_ref.conformance.inputs.strategies import COMPRESSIBLE, FLOATS, Draw, bulk, mixed, paired_worlds, seeds, tensors, worlds
 from bagua_ref.conformance.lab.lab import Lab
-from bagua_ref.conformance.lab.ranks import RankScript
+from bagua_ref.conformance.lab.play import RankScript
 from bagua_ref.conformance.lab.violation import Violation, literal
 from bagua_ref.conformance.suites.checks import check
 
