@@ -32,7 +32,7 @@ class Play:
     Args:
         lab: provides the target.
         part: name of the part of the target, also in the script.
-        imports: first lines of the script.
+        imports: lines of the script after its first one.
 
     Attributes:
         what: description of what is run, for messages; empty: the line itself.
@@ -41,8 +41,9 @@ class Play:
 
     def __init__(self, lab: Lab, part: str, *imports: str) -> None:
         self.lab, self.part, self.what = lab, part, ""
+        imports = ("from bagua_ref.conformance import EXACT, SUM, assert_equal", *imports)
         self.script = Script([*imports, *source_of_part(lab.target, part), ""])
-        self.names: dict[str, Any] = {"__name__": "counterexample"}
+        self.names: dict[str, Any] = {"__name__": "counterexample", "inf": math.inf, "nan": math.nan}
         self._run("\n".join(["import torch", *imports]))
         if part in lab.target.parts:
             self.names[part] = lab.target.parts[part]
@@ -123,11 +124,9 @@ class RankScript(Play):
         super().__init__(
             lab,
             part,
-            "from bagua_ref.conformance import EXACT, SUM, assert_equal",
             "from bagua_ref.conformance.lab.play import after_call, assert_ranks, copies_of",
             "from bagua_ref.conformance.targets.world import RankWorld, own_communicator, run_world",
         )
-        self.names |= {"inf": math.inf, "nan": math.nan}
         self._seed, self._factory = seed, part if part == "communicator" else "own_communicator"
         self.nodes = nodes
         self.give(nodes=nodes)

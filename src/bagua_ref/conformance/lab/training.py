@@ -72,7 +72,6 @@ class TrainingPlay(Play):
         super().__init__(
             lab,
             "algorithms",
-            "from bagua_ref.conformance import EXACT, SUM, assert_equal",
             "from bagua_ref.conformance.lab.play import copies_of",
             "from bagua_ref.conformance.lab.training import check_form",
             "from bagua_ref.conformance.targets.world import RankWorld",

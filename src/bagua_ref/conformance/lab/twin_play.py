@@ -57,13 +57,8 @@ class TwinPlay(Play):
     """A script about the optimizer ``fused`` with parameters ``ps`` and its unfused twin ``plain`` with parameters ``qs``."""
 
     def __init__(self, lab: Lab, draw: Draw) -> None:
-        helpers = "assert_twins, copies, give_gradients, parameters"
-        super().__init__(lab, "fuse_optimizer", f"from bagua_ref.conformance.lab.twins import {helpers}")
+        super().__init__(lab, "fuse_optimizer", "from bagua_ref.conformance.lab.twins import *")
         self.draw, self.steps = draw, 0
-
-    def use(self, names: str) -> None:
-        """Import more helpers."""
-        self.do(f"from bagua_ref.conformance.lab.twins import {names}")
 
     def make_parameters(self, sizes: list[int], dtype: str = "float32") -> None:
         """Make parameters for groups of these sizes."""
