@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
+from bagua_ref.conformance.inputs.cache_values import NO_KEYS, key_sources, value_sources
 from bagua_ref.conformance.inputs.strategies import Draw
-from bagua_ref.conformance.inputs.value_sources import NO_KEYS, key_sources, value_sources
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.servers import LOADER, cache_script, reason_without_servers
 from bagua_ref.conformance.suites.checks import check

@@ -7,8 +7,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from bagua_ref.conformance.inputs.cache_values import TENSORS, array_sources, objects, plain_sources, tensor_sources, value_sources
 from bagua_ref.conformance.inputs.strategies import Draw
-from bagua_ref.conformance.inputs.value_sources import TENSORS, array_sources, objects, plain_sources, tensor_sources, value_sources
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.servers import LOADER, cache_script
 from bagua_ref.conformance.suites.checks import check

@@ -14,8 +14,17 @@ from torch.nn.functional import pad
 from bagua_ref.conformance.expected import codecs_scalar
 from bagua_ref.conformance.expected.codecs_scalar import BLOCK, FORMATS, HEADER, MINMAX, payload_size
 from bagua_ref.conformance.expected.tolerances import ULP, assert_equal
-from bagua_ref.conformance.inputs.codec_inputs import near_ties, payloads
-from bagua_ref.conformance.inputs.strategies import COMPRESSIBLE, Draw, bulk, chunked, ends_near_half_a_level, seeds, tensors
+from bagua_ref.conformance.inputs.strategies import (
+    COMPRESSIBLE,
+    Draw,
+    bulk,
+    chunked,
+    ends_near_half_a_level,
+    near_ties,
+    payloads,
+    seeds,
+    tensors,
+)
 from bagua_ref.conformance.lab.lab import KernelCall, Lab
 from bagua_ref.conformance.lab.violation import Violation
 from bagua_ref.conformance.suites.checks import check
