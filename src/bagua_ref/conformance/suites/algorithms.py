@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bagua_ref.conformance.expected import algorithms_plain as plain
-from bagua_ref.conformance.expected import decentralized_numpy, qadam_numpy
+from bagua_ref.conformance.expected import decentralized_numpy
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM
 from bagua_ref.conformance.inputs.graph_cases import graph_cases
 from bagua_ref.conformance.inputs.strategies import COMPRESSIBLE, FLOATS, Draw, dtype_named, paired_worlds, worlds
@@ -255,9 +255,7 @@ def _follow_qadam(training: TrainingPlay) -> None:
     options = training.options
     layout = plain.buckets([w.numel() for w in training.weights], training.dtypes, options["bucket_bytes"])
     start, groups, warmup_steps = [w.tolist() for w in training.start], options["groups"], options["warmup_steps"]
-    model = qadam_numpy.QAdam(
-        start, groups, warmup_steps, list(training.nodes), layout, options["hierarchical"], training.dtypes[0]
-    )
+    model = plain.QAdam(start, groups, warmup_steps, list(training.nodes), layout, options["hierarchical"], training.dtypes[0])
     # S1 leaves it to optimizers how they round, in Adam's steps all take torch's. Weights have no say in the momenta.
     rounded, before = [np.zeros(w.size) for w in training.start], start
     for step in range(training.steps):

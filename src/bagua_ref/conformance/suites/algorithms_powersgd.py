@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bagua_ref.conformance.expected import power_sgd_numpy as plain
+from bagua_ref.conformance.expected import compression_numpy as plain
 from bagua_ref.conformance.expected.algorithms_plain import buckets
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM
 from bagua_ref.conformance.inputs.strategies import FLOATS, Draw, bulk, seeds, worlds

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bagua_ref.conformance.expected.algorithms_plain import buckets
-from bagua_ref.conformance.expected.error_memory_numpy import kept, sent_count, topk_round
+from bagua_ref.conformance.expected.compression_numpy import kept, sent_count, topk_round
 from bagua_ref.conformance.inputs.strategies import COMPRESSIBLE, Draw, seeds, worlds
 from bagua_ref.conformance.inputs.training_cases import ONE_BUCKET, ByRank, any_kind, array, grid_weights, multi_rank_worlds
 from bagua_ref.conformance.lab.lab import Lab

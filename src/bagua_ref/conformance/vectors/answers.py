@@ -18,13 +18,10 @@ from bagua_ref.conformance.expected import (
     algorithms_plain,
     codecs_scalar,
     collectives_plain,
+    compression_numpy,
     decentralized_numpy,
-    error_memory_numpy,
-    graphs_numpy,
     kernels_scalar,
     local_updates_numpy,
-    power_sgd_numpy,
-    qadam_numpy,
     samplers_plain,
 )
 
@@ -196,7 +193,7 @@ def _queries(c: Given, at_step: Callable[[int], Any]) -> list[Any]:
 
 def _graph_sources(c: Given) -> Tensors:
     """Average unit vectors: the sources of a rank are those that leave something in its row."""
-    rows = _queries(c, lambda step: graphs_numpy.averaged(np.eye(c.nranks), c.graph, step))
+    rows = _queries(c, lambda step: decentralized_numpy.averaged(np.eye(c.nranks), c.graph, step))
     return {"sources": torch.tensor([np.flatnonzero(row).tolist() for row in rows])}
 
 
@@ -271,19 +268,19 @@ def _fragments_due(c: Given, delay: int) -> Tensor:
 def _gram(columns: Any, dtype: str) -> Tensor:
     """Return V V^T, which does not depend on the basis of the span of orthonormal columns."""
     wide = columns.astype(np.float64)
-    return _rows(power_sgd_numpy.product(wide, wide.T), dtype)
+    return _rows(compression_numpy.product(wide, wide.T), dtype)
 
 
 def _powersgd_rank(c: Given) -> Tensors:
     shapes, options = zip(c.n.tolist(), c.m.tolist(), strict=True), (c.matrix_approximation_rank, c.min_compression_rate)
-    return {"r": _integers(power_sgd_numpy.compressed_rank(shape, *options) for shape in shapes)}
+    return {"r": _integers(compression_numpy.compressed_rank(shape, *options) for shape in shapes)}
 
 
 def _powersgd_round(c: Given) -> Tensors:
     gradients, q, errors = list(c.gradients.numpy()), c.q.numpy() if "q" in c.inputs else None, None
     if c.memory is not None:
         errors = list(c.errors.numpy()) if "errors" in c.inputs else [np.zeros_like(g) for g in gradients]
-    found = power_sgd_numpy.power_sgd_round(gradients, errors, q, c.columns.shape[1], **c.parameters)
+    found = compression_numpy.power_sgd_round(gradients, errors, q, c.columns.shape[1], **c.parameters)
     outputs = {"x": _rows(found.result, c.dtype), "qq": _gram(found.q, c.dtype)}
     return outputs if found.errors is None else {**outputs, "errors": _rows(found.errors, c.dtype)}
 
@@ -293,7 +290,7 @@ def _topk(c: Given) -> Tensors:
     errors = [np.zeros(size, np.float32) for _ in range(ranks)] if c.error_feedback else None
     xs, kept = [], []
     for step in c.gradients:
-        result, errors = error_memory_numpy.topk_round(list(_array(step)), errors, c.ratio, c.dtype)
+        result, errors = compression_numpy.topk_round(list(_array(step)), errors, c.ratio, c.dtype)
         xs.append(result)
         kept.append(errors)
     return {"x": _rows(xs, c.dtype)} | ({"errors": _rows(kept, "float32")} if c.error_feedback else {})
@@ -301,7 +298,7 @@ def _topk(c: Given) -> Tensors:
 
 def _qadam_step(c: Given) -> Tensors:
     (p, m, v), betas = (x.tolist() for x in (c.p, c.m, c.v)), (c.beta1, c.beta2)
-    return {"p": _tensor(qadam_numpy.step_along_momentum(c.dtype, p, m, v, c.s, lr=c.lr, betas=betas, eps=c.eps), c.dtype)}
+    return {"p": _tensor(algorithms_plain.step_along_momentum(c.dtype, p, m, v, c.s, lr=c.lr, betas=betas, eps=c.eps), c.dtype)}
 
 
 def _indices_of_replicas(c: Given) -> list[list[int]]:
@@ -361,10 +358,10 @@ _ANSWERS: dict[str, Answer] = {
     "local_updates/local_sgd": _local_sgd,
     "local_updates/diloco": _diloco,
     "compressed_gradients/powersgd_rank": _powersgd_rank,
-    "compressed_gradients/orthonormalize": lambda c: {"projection": _gram(power_sgd_numpy.orthonormal(c.x.numpy()), c.dtype)},
+    "compressed_gradients/orthonormalize": lambda c: {"projection": _gram(compression_numpy.orthonormal(c.x.numpy()), c.dtype)},
     "compressed_gradients/powersgd_round": _powersgd_round,
-    "compressed_gradients/topk_count": lambda c: {"k": _integers(error_memory_numpy.sent_count(m, c.ratio) for m in c.m.tolist())},
-    "compressed_gradients/topk_indices": lambda c: {"indices": _integers(error_memory_numpy.kept(c.p.numpy(), c.k))},
+    "compressed_gradients/topk_count": lambda c: {"k": _integers(compression_numpy.sent_count(m, c.ratio) for m in c.m.tolist())},
+    "compressed_gradients/topk_indices": lambda c: {"indices": _integers(compression_numpy.kept(c.p.numpy(), c.k))},
     "compressed_gradients/topk": _topk,
     "samplers/sampler_indices": lambda c: {"indices": torch.tensor(_indices_of_replicas(c), dtype=torch.int64)},
     "samplers/sampler_batches": _sampler_batches,
