@@ -11,6 +11,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from bagua_ref.conformance.expected.algorithms_plain import buckets
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM, Tolerance
 from bagua_ref.conformance.inputs.strategies import Draw, name_of, seeds, worlds
 from bagua_ref.conformance.inputs.training_cases import ONE_BUCKET, ByRank, any_gradients, any_weights, array, exact_gradients, wide
@@ -87,6 +88,15 @@ class TrainingPlay(Play):
         self.index: dict[tuple[str, int], int] = {}
         self._programs: list[list[Any]] = [[] for _ in range(self.n)]
         self._expected: list[tuple[list[list[Any]], Tolerance, Any, str]] = []
+
+    def layout(self) -> list[list[int]]:
+        """Return the places of the parameters in each bucket."""
+        return buckets([w.numel() for w in self.weights], self.dtypes, self.options["bucket_bytes"])
+
+    def flat(self, step: int, bucket: list[int]) -> list[Any]:
+        """Return every rank's gradients of a bucket, one after another, as `tensors` has them."""
+        parts = zip(*(self.tensors(step, place) for place in bucket), strict=True)
+        return [np.concatenate([array(x) for x in of_rank]) for of_rank in parts]
 
     def gradients(self, step: int) -> list[list[Any]]:
         """Return a step's gradients as arrays by rank and parameter, None for those that are not used."""

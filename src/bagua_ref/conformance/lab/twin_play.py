@@ -86,9 +86,9 @@ class TwinPlay(Play):
         self.do("plain.step()")
         self.do("assert_twins(fused, plain)")
 
-    def take_steps(self, most: int = 3) -> None:
-        """Take two to ``most`` steps, with gradients that are new tensors or not."""
-        for kept in self.draw(st.lists(st.booleans(), min_size=2, max_size=most)):
+    def take_steps(self, least: int = 2, most: int = 3) -> None:
+        """Take some steps, with gradients that are new tensors or not."""
+        for kept in self.draw(st.lists(st.booleans(), min_size=least, max_size=most)):
             self.gradients(kept)
             self.step()
 

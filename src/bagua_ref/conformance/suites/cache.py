@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
+from bagua_ref.conformance.expected.samplers_plain import hash_of, stored_key
 from bagua_ref.conformance.inputs.cache_values import NO_KEYS, key_sources, value_sources
 from bagua_ref.conformance.inputs.strategies import Draw
 from bagua_ref.conformance.lab.lab import Lab
@@ -25,7 +26,6 @@ _VALUES = "Source({key: f'value {key}' for key in range(20)})"
 def prepare() -> None:
     """Import the clients of servers."""
     import redis  # noqa: F401
-    import xxhash  # noqa: F401
 
     with contextlib.suppress(ImportError):
         import fakeredis  # noqa: F401
@@ -37,12 +37,12 @@ def reason_to_skip() -> str:
 
 
 def _stored_name(dataset: str, key: object) -> str:
-    """Return the name in the stores: "%" and "_" of the dataset's name are escaped, so that no two datasets share one."""
-    return f"{dataset.replace('%', '%25').replace('_', '%5F')}_{key if isinstance(key, str) else repr(key)}"
+    """Return the name in the stores."""
+    return stored_key(dataset, key if isinstance(key, str) else repr(key)).decode("utf-8", "surrogatepass")
 
 
 def _placed(names: Sequence[str], stores: int) -> list[list[str]]:
-    """Return the keys that each store has: xxh64 with seed 0 of the key in UTF-8, modulo the number of stores."""
+    """Return the keys that each store has."""
     placed: list[list[str]] = [[] for _ in range(stores)]
     for name in dict.fromkeys(names):
         placed[_store_of(name, stores)].append(name)
@@ -50,9 +50,7 @@ def _placed(names: Sequence[str], stores: int) -> list[list[str]]:
 
 
 def _store_of(name: str, stores: int) -> int:
-    import xxhash
-
-    return int(xxhash.xxh64_intdigest(name.encode("utf-8", "surrogatepass"), seed=0)) % stores
+    return hash_of(name.encode("utf-8", "surrogatepass")) % stores
 
 
 @check("cache", "S8.1", "keys", needs=LOADER)

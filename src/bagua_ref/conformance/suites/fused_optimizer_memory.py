@@ -65,9 +65,7 @@ def moved(lab: Lab, draw: Draw) -> None:
     shapes = [draw(st.sampled_from([(3,), (2, 3), (17,)])) for _ in range(sizes[0])]
     twins.make(shapes)
     twins.fuse(name, sizes, [{"lr": 0.1}])
-    for _ in range(draw(st.integers(0, 2))):
-        twins.gradients()
-        twins.step()
+    twins.take_steps(0, 2)
     place = draw(st.integers(0, sizes[0] - 1))
     twins.do(f"ps[{place}].data = ps[{place}].data.clone()")
     twins.gradients(draw(st.booleans()))
@@ -157,9 +155,7 @@ def sparse(lab: Lab, draw: Draw) -> None:
 def interrupted(lab: Lab, draw: Draw) -> None:
     """After a closure or hook that raised, weights, gradients and state are what step() leaves, and so are those of later steps."""
     twins = any_twins(lab, draw)
-    for _ in range(draw(st.integers(0, 2))):
-        twins.gradients()
-        twins.step()
+    twins.take_steps(0, 2)
     twins.gradients(draw(st.booleans()))
     where = draw(st.sampled_from(["closure", "pre", "post"]))
     if where == "closure":
@@ -183,9 +179,7 @@ def raises(lab: Lab, draw: Draw) -> None:
     shapes = [*draw(st.lists(_matrices, min_size=2, max_size=4)), (6, 3)]
     twins.make(shapes)
     twins.fuse(name, [len(shapes) - 1, 1], [draw(options_of(name)) for _ in range(2)])
-    for _ in range(draw(st.integers(1, 2))):
-        twins.gradients()
-        twins.step()
+    twins.take_steps(1, 2)
     twins.gradients(draw(st.booleans()))
     twins.do(f"sparse_gradients({draw(seeds)}, [0, 2, 2], -1, ps, qs)\ngiven = [p.grad.clone() for p in ps]")
     twins.do("import copy\n\nbefore, saved = [q.detach().clone() for q in qs], copy.deepcopy(plain.state_dict())")
