@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 from findings.common import DIFFERS, Row, judged
 
-from bagua_ref.conformance.expected.graphs_numpy import averaged
+from bagua_ref.conformance.expected.decentralized_numpy import averaged
 from bagua_ref.conformance.expected.tolerances import SUM, assert_equal
 
 PEER = "decent-dp==0.2.3"

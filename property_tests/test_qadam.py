@@ -10,8 +10,7 @@ from torch import nn
 
 from bagua_ref.algorithms import QAdamOptimizer
 from bagua_ref.conformance import EXACT, assert_equal
-from bagua_ref.conformance.expected.algorithms_plain import buckets
-from bagua_ref.conformance.expected.qadam_numpy import QAdam
+from bagua_ref.conformance.expected.algorithms_plain import QAdam, buckets
 from bagua_ref.conformance.inputs.strategies import seeds, worlds
 from bagua_ref.conformance.inputs.training_cases import any_gradients, grid_weights
 from bagua_ref.conformance.targets.reference_algorithms import ReferenceAlgorithms

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from property_tests.strategies import adversarial, inputs
 
 from bagua_ref.comm_ops.top_k import count_of, largest
-from bagua_ref.conformance.expected import topk_numpy as oracle
+from bagua_ref.conformance.expected import compression_numpy as oracle
 from bagua_ref.conformance.inputs.strategies import seeds
 
 

@@ -26,7 +26,7 @@ from bagua_ref.conformance.inputs.collective_cases import (
     collective_call,
     terms,
 )
-from bagua_ref.conformance.lab.ranks import copies_of
+from bagua_ref.conformance.lab.play import copies_of
 
 EVERY_METHOD = [*METHODS, *(f"{name}_inplace" for name in METHODS if name != "broadcast")]
 

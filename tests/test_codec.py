@@ -15,8 +15,8 @@ import torch
 from bagua_ref.backends import get_codec
 from bagua_ref.backends.reference.blocks import BLOCK
 from bagua_ref.conformance import EXACT, assert_equal
-from bagua_ref.conformance.expected import codec_scalar
-from bagua_ref.conformance.expected.rounding import float32_of_bits
+from bagua_ref.conformance.expected import codecs_scalar
+from bagua_ref.conformance.expected.kernels_scalar import float32_of_bits
 
 COMPRESSIBLE = (torch.float16, torch.bfloat16, torch.float32)
 codec = get_codec("MinMaxUInt8", "reference")
@@ -52,7 +52,7 @@ def block(header: str, levels: list[int]) -> bytes:
 def test_S4_pinned_vectors(values, dtype, header, levels):
     x = torch.tensor(values, dtype=dtype)
     assert bytes(codec.compress(x, 1).tolist()) == block(header, levels)
-    assert codec_scalar.compress_chunk(x.tolist(), str(dtype).removeprefix("torch.")) == block(header, levels)
+    assert codecs_scalar.compress_minmax(x.tolist(), str(dtype).removeprefix("torch.")) == block(header, levels)
 
 
 def test_S4_3_what_lies_beyond_float16_is_its_largest_number():
@@ -78,9 +78,9 @@ def test_S4_6_the_pinned_vector_needs_one_and_a_half_steps():
     low, high = float32_of_bits(0xC018B111), float32_of_bits(0x4027C5B4)
     x = torch.tensor([high, low])
     errors = (round_trip(x).double() - x.double()).abs()
-    scale = codec_scalar.grid(low, high)[0]
+    scale = codecs_scalar.grid(low, high)[0]
     assert errors.max() > 0.5 / scale + 2.0**-22 * high
-    assert errors.max() <= codec_scalar.bound(low, high, 0.0, "float32")
+    assert errors.max() <= codecs_scalar.minmax_bound(low, high, 0.0, "float32")
 
 
 @pytest.mark.parametrize("dtype", COMPRESSIBLE, ids=str)
@@ -97,10 +97,10 @@ def test_sizes_that_cross_a_block(num_chunks, size, dtype):
     picked = random.Random(0)
     places = [(picked.randrange(num_chunks), picked.randrange(size)) for _ in range(200)]
     for row, column in [*places, (0, 0), (num_chunks - 1, size - 1), (0, min(BLOCK, size) - 1), (0, min(BLOCK, size - 1))]:
-        grid = codec_scalar.grid(*headers[row].tolist())
-        assert blocks[row, 32 + column].item() == codec_scalar.level_of(chunks[row, column].item(), *grid)
+        grid = codecs_scalar.grid(*headers[row].tolist())
+        assert blocks[row, 32 + column].item() == codecs_scalar.level_of(chunks[row, column].item(), *grid)
         block = bytes(blocks[row, :32].tolist()) + bytes([blocks[row, 32 + column].item()])
-        assert restored[row, column].item() == codec_scalar.decompress_chunk(block, 1, str(dtype).removeprefix("torch."))[0]
+        assert restored[row, column].item() == codecs_scalar.decompress_minmax(block, 1, str(dtype).removeprefix("torch."))[0]
 
 
 def test_payload_bytes_grows_in_steps_of_32():

@@ -77,15 +77,14 @@ class InStep:
 
 def run_suite(seed=0, inputs=10):
     """Run the collectives' suite on the processes of this world; return each check's message, up to the first failure."""
-    from bagua_ref.conformance.lab import ranks
     from bagua_ref.conformance.lab.journal import Journal
     from bagua_ref.conformance.run.search import PROFILES, Search, search
     from bagua_ref.conformance.suites.checks import checks_of
+    from bagua_ref.conformance.targets import world
     from bagua_ref.conformance.targets.target import resolve
-    from bagua_ref.conformance.targets.world import own_communicator
 
-    PROFILES["quick"], ranks.run_world, messages = inputs, InStep().run_world, {}
-    target = resolve(SimpleNamespace(communicator=own_communicator, capabilities={"max_ranks": bagua_ref.get_world_size()}))
+    PROFILES["quick"], world.run_world, messages = inputs, InStep().run_world, {}
+    target = resolve(SimpleNamespace(communicator=world.own_communicator, capabilities={"max_ranks": bagua_ref.get_world_size()}))
     for name, check in checks_of(["collectives"]).items():
         if name.endswith("barrier"):  # its ranks share a list
             continue

@@ -238,7 +238,7 @@ def test_files_are_short_or_explained() -> None:
         ("buckets.bucket", "from bagua_ref import init_process_group", "layer 10"),
         ("buckets.bucket", "from bagua_ref.attic import chest", "no known room"),
         ("algorithms.base", "from bagua_ref.simulation import SimulatedWorld", "layer 9"),
-        ("conformance.expected.rounding", "from bagua_ref.types import ReduceOp", "layer 0"),
+        ("conformance.expected.kernels_scalar", "from bagua_ref.types import ReduceOp", "layer 0"),
         ("conformance.suites.kernels", "def f():\n    from bagua_ref.conformance import vectors", "layer 16"),
         ("simulation", "from bagua_ref.distributed import BaguaModule", "layer 8"),
     ],

@@ -17,7 +17,7 @@ from tests.trace_trainings import record_steps, simulate, train_each
 from bagua_ref.algorithms.fragments import FragmentSchedule
 from bagua_ref.cli import main
 from bagua_ref.comm_ops import LowRank, TopK
-from bagua_ref.conformance.expected import power_sgd_numpy, topk_numpy
+from bagua_ref.conformance.expected import compression_numpy
 from bagua_ref.conformance.trace import TraceError, TraceReport, check_trace
 from bagua_ref.conformance.trace.replay import ALGORITHMS, merged_options, parse_options
 from bagua_ref.formulas import graphs
@@ -273,7 +273,7 @@ def record_powersgd(directory: Path, change: Change = lambda values: {}) -> None
     for k in range(3):
         gradients = list(generator.standard_normal((N, 3 + ROWS * COLUMNS)).astype(np.float32))
         matrices = [g[3:].reshape(ROWS, COLUMNS) for g in gradients]
-        done = power_sgd_numpy.power_sgd_round(matrices, errors, q, R, memory="local", seed=9, k=k, i=1)
+        done = compression_numpy.power_sgd_round(matrices, errors, q, R, memory="local", seed=9, k=k, i=1)
         assert done.q is not None
         assert done.errors is not None
         mean = sum(g[:3] for g in gradients) / np.float32(N)
@@ -292,7 +292,7 @@ def record_topk(directory: Path, change: Change = lambda values: {}) -> None:
     generator, errors, steps = np.random.default_rng(1), [np.zeros(10, np.float32)] * N, []
     for _ in range(3):
         gradients = list(generator.standard_normal((N, 10)).astype(np.float32))
-        result, left = topk_numpy.topk_round(gradients, errors, 0.3, "float32")
+        result, left = compression_numpy.topk_round(gradients, errors, 0.3, "float32")
         assert left is not None
         values: Values = {"x": gradients, "e": errors, "result": result, "new e": left, "info": {}}
         values |= change(values)

@@ -1,7 +1,7 @@
 """Every codec, MinMaxUInt8 (S4), MXFP8, MXFP4, MXINT8 and OneBit (S12), one number at a time.
 
-Chunks are lists of Python floats that are numbers of the dtype; payloads are bytes. Every product is one with a power of two,
-and exact in float64.
+Chunks are lists of Python floats that are numbers of the dtype; payloads are bytes. Of S12, every product is one with a power of
+two, and exact in float64.
 """
 
 from __future__ import annotations
@@ -11,17 +11,14 @@ import struct
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from bagua_ref.conformance.expected.codec_scalar import block_size, bound, half_ulp, saturate
-from bagua_ref.conformance.expected.codec_scalar import compress_chunk as compress_minmax
-from bagua_ref.conformance.expected.codec_scalar import decompress_chunk as decompress_minmax
-from bagua_ref.conformance.expected.rounding import f32
-
-__all__ = ["FORMATS", "MINMAX", "Elements", "compress_chunk", "decompress_chunk", "error_bound", "exponent_of", "payload_size"]
+from bagua_ref.conformance.expected.kernels_scalar import LARGEST, decode, divide, encode, f32, rint, to
 
 MINMAX = "MinMaxUInt8"
+HEADER = 32
+EPSILON = f32(1e-7)
+NAN_OF = {"float16": bytes.fromhex("007e"), "bfloat16": bytes.fromhex("c07f"), "float32": bytes.fromhex("0000c07f")}
 BLOCK = 32
 POISON = 255
-NAN = bytes.fromhex("0000c07f")
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,7 @@ FORMATS = {
 def payload_size(codec: str, c: int) -> int:
     """Return the size in bytes of a chunk's payload (S4.1, S12.1, S12.2)."""
     if codec == MINMAX:
-        return block_size(c)
+        return HEADER + _padded(c)
     if codec == "OneBit":
         return 32 + _padded(math.ceil(c / 8)) if c else 0
     return _padded(math.ceil(c / 32) + math.ceil(c * FORMATS[codec].bits / 8))
@@ -107,7 +104,7 @@ def error_bound(codec: str, x: float, block: list[float], restored: float, dtype
         dtype: of both.
     """
     if codec == MINMAX:
-        return bound(min(block), max(block), restored, dtype)
+        return minmax_bound(min(block), max(block), restored, dtype)
     form, largest = FORMATS[codec], max(abs(value) for value in block)
     scale, rounding = 2.0 ** exponent_of(largest, form.emax), half_ulp(restored, dtype)
     saturates = abs(x) > form.numbers[-1] * scale
@@ -173,7 +170,7 @@ def _one_bit(chunk: list[float]) -> bytes:
         return b""
     size = math.ceil(len(chunk) / 8)
     if not all(math.isfinite(value) for value in chunk):
-        return NAN.ljust(32, b"\0") + bytes(size)
+        return NAN_OF["float32"].ljust(32, b"\0") + bytes(size)
     scale = f32(math.sqrt(math.fsum(value * value for value in chunk) / len(chunk)))
     signs = [0] * size
     for place, value in enumerate(chunk):
@@ -191,3 +188,67 @@ def _from_one_bit(payload: bytes, count: int, dtype: str) -> list[float]:
 
 def _padded(size: int) -> int:
     return math.ceil(size / 32) * 32
+
+
+def grid(low: float, high: float) -> tuple[float, float, float]:
+    """Return scale, upper and lower (S4.2)."""
+    scale = f32(divide(255.0, f32(f32(high - low) + EPSILON)))
+    upper = rint(f32(high * scale))
+    return scale, upper, f32(upper - 255.0)
+
+
+def compress_minmax(chunk: list[float], dtype: str) -> bytes:
+    """Return one chunk's block (S4.1, S4.2, S4.4)."""
+    low, high = (min(chunk), max(chunk)) if chunk else (0.0, 0.0)
+    if any(not math.isfinite(value) for value in chunk) or is_out_of_range(low, high):
+        header, levels = NAN_OF[dtype] * 2, [0] * len(chunk)
+    else:
+        scale, upper, lower = grid(low, high)
+        header = encode(dtype, low or 0.0) + encode(dtype, high or 0.0)
+        levels = [level_of(value, scale, upper, lower) for value in chunk]
+    block = header + bytes(HEADER - len(header)) + bytes(levels)
+    return block + bytes(payload_size(MINMAX, len(chunk)) - len(block))
+
+
+def is_out_of_range(low: float, high: float) -> bool:
+    """Return whether max - min, max*scale or min*scale overflows (S4.4)."""
+    if math.isinf(f32(high - low)):
+        return True
+    scale = grid(low, high)[0]
+    return math.isinf(f32(high * scale)) or math.isinf(f32(low * scale))
+
+
+def level_of(value: float, scale: float, upper: float, lower: float) -> int:
+    """Return the level of one value (S4.2)."""
+    level = f32(min(rint(f32(value * scale)), upper) - lower)
+    return int(max(0.0, min(255.0, level)))
+
+
+def decompress_minmax(block: bytes, count: int, dtype: str) -> list[float]:
+    """Return the values of one block (S4.3), numbers of dtype."""
+    item = 4 if dtype == "float32" else 2
+    low, high = decode(dtype, block[:item]), decode(dtype, block[item : 2 * item])
+    if math.isnan(low) or math.isnan(high):
+        return [math.nan] * count
+    scale, _, lower = grid(low, high)
+    return [saturate(dtype, f32(divide(f32(level + lower), scale))) for level in block[HEADER : HEADER + count]]
+
+
+def saturate(dtype: str, value: float) -> float:
+    """Round to dtype, with saturation at its largest number (S4.3)."""
+    stored = to(dtype, value)
+    return math.copysign(LARGEST[dtype], stored) if math.isinf(stored) else stored
+
+
+def minmax_bound(low: float, high: float, restored: float, dtype: str) -> float:
+    """Return the bound of the error of a restored value (S4.6), in float64."""
+    return 0.5 / grid(low, high)[0] + 1.5 * 2.0**-22 * max(abs(low), abs(high)) + half_ulp(restored, dtype)
+
+
+def half_ulp(value: float, dtype: str) -> float:
+    """Return what rounding to a 16-bit dtype may add to the error of a value; 0 for float32, in which it is computed."""
+    if dtype == "float32":
+        return 0.0
+    digits, smallest = (11, -24) if dtype == "float16" else (8, -133)
+    exponent = math.frexp(value)[1] if value else -1000
+    return 0.5 * 2.0 ** max(exponent - digits, smallest)

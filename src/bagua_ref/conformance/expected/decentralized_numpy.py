@@ -2,22 +2,23 @@
 
 Gradients go in, weights come out. Weights and gradients are NumPy arrays of numbers of the dtype, held as float32 (float64 for
 float64), of which every operation rounds to nearest-even; ``stored`` then rounds to the dtype. ``nodes`` holds how many ranks
-each node has, in rank order.
+each node has, in rank order. Averages along graphs (S13.1 to S13.4) are of arrays whose row r belongs to rank r.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from bagua_ref.conformance.expected.codec_scalar import compress_chunk, decompress_chunk
-from bagua_ref.conformance.expected.graphs_numpy import Weights, averaged
+from bagua_ref.conformance.expected.codecs_scalar import MINMAX, compress_chunk, decompress_chunk
 
 Array: TypeAlias = npt.NDArray[Any]
+Weights: TypeAlias = Sequence[Sequence[Sequence[Any]]]
+"""A graph: for each receiving rank, (source, weight) pairs."""
 Mode: TypeAlias = "str | Sequence[Weights]"
 """How ranks choose whom they average with: a name, or graphs that follow each other in a cycle."""
 
@@ -39,9 +40,9 @@ def step_of_sgd(x: Array, grad: Array, lr: float, dtype: str) -> Array:
     return stored(x - x.dtype.type(lr) * grad, dtype)
 
 
-def restored(x: Array, dtype: str) -> Array:
-    """Return x after compression as one chunk and decompression (S4)."""
-    return np.array(decompress_chunk(compress_chunk(x.tolist(), dtype), x.size, dtype), x.dtype)
+def restored(x: Array, dtype: str, codec: str = MINMAX) -> Array:
+    """Return x after compression as one chunk and decompression."""
+    return np.array(decompress_chunk(codec, compress_chunk(codec, x.tolist(), dtype), x.size, dtype), x.dtype)
 
 
 def added(ranks: list[Array]) -> Array:
@@ -64,15 +65,22 @@ def split(ranks: list[Array], nodes: list[int]) -> list[list[Array]]:
     return [ranks[end - size : end] for end, size in zip(ends, nodes, strict=True)]
 
 
-def on_every_rank(leaders: list[Array], nodes: list[int]) -> list[Array]:
-    """Return each leader's array for every rank of its node."""
-    return [x.copy() for x, size in zip(leaders, nodes, strict=True) for _ in range(size)]
+def between_leaders(
+    operation: Callable[[list[Array]], list[Array]], ranks: list[Array], dtype: str, hierarchical: bool, nodes: list[int]
+) -> list[Array]:
+    """Return what an operation makes of all ranks' arrays; ``hierarchical``: of the means of nodes, for each of their ranks."""
+    if not hierarchical:
+        return operation(ranks)
+    results = operation([node_mean(node, dtype) for node in split(ranks, nodes)])
+    return [x.copy() for x, size in zip(results, nodes, strict=True) for _ in range(size)]
 
 
-def mean_of_all(ranks: list[Array], dtype: str) -> list[Array]:
-    """Return the mean over all ranks of all nodes; a library may round in another order."""
-    mean = np.mean(np.stack(ranks).astype(np.float64), axis=0).astype(ranks[0].dtype)
-    return [stored(mean, dtype) for _ in ranks]
+def library_mean(ranks: list[Array], dtype: str) -> Array:
+    """Return the mean, added in rank order as the simulated world does; a library may use another order (S3.7)."""
+    total = ranks[0]
+    for x in ranks[1:]:
+        total = total + x
+    return stored(total / total.dtype.type(len(ranks)), dtype)
 
 
 def pairs(n: int, step: int) -> dict[int, int]:
@@ -98,11 +106,8 @@ def mean_of_some(ranks: list[Array], dtype: str, mode: Mode, step: int) -> list[
 def average(ranks: list[Array], dtype: str, mode: Mode, hierarchical: bool, nodes: list[int], step: int) -> list[Array]:
     """Average the weights for the ``step``-th time (S3.4, S13)."""
     if mode == "all":
-        return mean_of_all(ranks, dtype)
-    if not hierarchical:
-        return mean_of_some(ranks, dtype, mode, step)
-    leaders = [node_mean(node, dtype) for node in split(ranks, nodes)]
-    return on_every_rank(mean_of_some(leaders, dtype, mode, step), nodes)
+        return [library_mean(ranks, dtype) for _ in ranks]
+    return between_leaders(lambda x: mean_of_some(x, dtype, mode, step), ranks, dtype, hierarchical, nodes)
 
 
 @dataclass
@@ -173,10 +178,81 @@ def train_on_ring(
     history = []
     for step, grads in enumerate(gradients):
         ranks = [step_of_sgd(x, grad, lr, dtype) for x, grad in zip(ranks, grads, strict=True)]
-        if step % interval == 0 and hierarchical:
-            leaders = [node_mean(node, dtype) for node in split(ranks, nodes)]
-            ranks = on_every_rank(ring.step(leaders, dtype), nodes)
-        elif step % interval == 0:
-            ranks = ring.step(ranks, dtype)
+        if step % interval == 0:
+            ranks = between_leaders(lambda x: ring.step(x, dtype), ranks, dtype, hierarchical, nodes)
         history.append(ranks)
     return history
+
+
+def doublings(n: int) -> int:
+    """Return how often 1 must be doubled to reach n."""
+    count = 0
+    while 2**count < n:
+        count += 1
+    return count
+
+
+def averaged(x: Array, mode: Mode, t: int) -> Array:
+    """Return every rank's average at step t, not yet rounded to the dtype.
+
+    Args:
+        x: of shape (n, m), float32 or float64.
+        mode: a name, or graphs that follow each other in a cycle.
+        t: the number of earlier averages.
+    """
+    if len(x) == 1:
+        return x
+    if not isinstance(mode, str):
+        return weighted(x, mode[t % len(mode)])
+    return _FORMULAS[mode](x, t)
+
+
+def weighted(x: Array, graph: Weights) -> Array:
+    """Return ``((+0 + w*x) + w*x) + ...`` in the order of each row."""
+    result = np.zeros_like(x)
+    for rank, row in enumerate(graph):
+        for source, weight in row:
+            product = x.dtype.type(weight) * x[source]
+            result[rank] = result[rank] + product
+    return result
+
+
+def _sent_to(x: Array, distance: int) -> Array:
+    """Return what each rank has received when rank r has sent to rank r + distance."""
+    return np.roll(x, distance, axis=0)
+
+
+def _over(total: Array, count: int) -> Array:
+    result: Array = total / total.dtype.type(count)
+    return result
+
+
+def _one_peer_exponential(x: Array, t: int) -> Array:
+    return _over(x + _sent_to(x, 2 ** (t % doublings(len(x)))), 2)
+
+
+def _hypercube(x: Array, t: int) -> Array:
+    edge = 1 << t % doublings(len(x))
+    return _over(x + x[np.arange(len(x)) ^ edge], 2)
+
+
+def _ring(x: Array, t: int) -> Array:
+    if len(x) == 2:
+        return _over(x + x[::-1], 2)
+    total = x + _sent_to(x, 1)
+    return _over(total + _sent_to(x, -1), 3)
+
+
+def _exponential(x: Array, t: int) -> Array:
+    total = np.zeros_like(x) + x
+    for k in range(doublings(len(x))):
+        total = total + _sent_to(x, 2**k)
+    return _over(total, doublings(len(x)) + 1)
+
+
+_FORMULAS: dict[str, Callable[[Array, int], Array]] = {
+    "one_peer_exponential": _one_peer_exponential,
+    "hypercube": _hypercube,
+    "ring": _ring,
+    "exponential": _exponential,
+}

@@ -1,13 +1,103 @@
-"""The kernels of S1, S3 and S5.5, one element at a time.
+"""Rounding to float16, bfloat16, float32 and float64, and the kernels of S1, S3 and S5.5, one number at a time in plain Python.
 
-Arguments and results are Python floats that are numbers of the dtype named first.
+Arguments and results are Python floats, which are float64; a kernel's are numbers of the dtype named first. One operation (+ - * /)
+on two float32 numbers done in float64 and then rounded to float32 is rounded correctly: 53 bits are more than 2 * 24 + 2. Nothing
+here imports what it judges.
 """
 
 from __future__ import annotations
 
 import math
+import struct
+from collections.abc import Callable
 
-from bagua_ref.conformance.expected.rounding import arithmetic, divide, to
+INF, NAN = math.inf, math.nan
+
+LARGEST = {"float16": 65504.0, "bfloat16": 255 / 128 * 2.0**127, "float32": (2 - 2.0**-23) * 2.0**127}
+
+
+def f32(value: float) -> float:
+    """Round to float32, to nearest-even, beyond the range to infinity."""
+    try:
+        return float(struct.unpack("<f", struct.pack("<f", value))[0])
+    except OverflowError:
+        return math.copysign(INF, value)
+
+
+def f16(value: float) -> float:
+    """Round to float16, to nearest-even, beyond the range to infinity."""
+    try:
+        return float(struct.unpack("<e", struct.pack("<e", value))[0])
+    except OverflowError:
+        return math.copysign(INF, value)
+
+
+def bf16(value: float) -> float:
+    """Round a float32 number to bfloat16, its upper 16 bits."""
+    if not math.isfinite(value):
+        return value
+    bits = float32_bits(value)
+    low, high = bits & 0xFFFF, bits >> 16
+    if low > 0x8000 or (low == 0x8000 and high & 1):
+        high += 1  # may carry into the exponent, up to infinity, as rounding requires
+    return float32_of_bits(high << 16)
+
+
+def to(dtype: str, value: float) -> float:
+    """Round what was computed in float32 (float64 for float64) to dtype, as it is stored."""
+    return _ROUND[dtype](value)
+
+
+def arithmetic(dtype: str) -> Callable[[float], float]:
+    """Return the rounding after each operation on numbers of dtype (S1)."""
+    return float if dtype == "float64" else f32
+
+
+_ROUND: dict[str, Callable[[float], float]] = {"float16": f16, "bfloat16": bf16, "float32": f32, "float64": float}
+
+
+def float32_bits(value: float) -> int:
+    """Return the bits of a float32 number."""
+    return int(struct.unpack("<I", struct.pack("<f", value))[0])
+
+
+def float32_of_bits(bits: int) -> float:
+    """Return the float32 number with these bits."""
+    return float(struct.unpack("<f", struct.pack("<I", bits))[0])
+
+
+def divide(a: float, b: float) -> float:
+    """Divide as in IEEE 754, also by zero."""
+    if b != 0:
+        return a / b
+    if a == 0 or math.isnan(a):
+        return NAN
+    return math.copysign(INF, a) * math.copysign(1.0, b)
+
+
+def rint(value: float) -> float:
+    """Round to the nearest integer, halves to even; infinities and NaN stay."""
+    if not math.isfinite(value):
+        return value
+    return math.copysign(float(round(value)), value)  # Python's round is half-to-even and exact
+
+
+def encode(dtype: str, value: float) -> bytes:
+    """Return a number of dtype as its little-endian bytes."""
+    if dtype == "float16":
+        return struct.pack("<e", value)
+    if dtype == "bfloat16":
+        return struct.pack("<f", value)[2:]
+    return struct.pack("<f", value)
+
+
+def decode(dtype: str, data: bytes) -> float:
+    """Return the number stored as little-endian bytes of dtype."""
+    if dtype == "float16":
+        return float(struct.unpack("<e", data)[0])
+    if dtype == "bfloat16":
+        return float(struct.unpack("<f", b"\0\0" + data)[0])
+    return float(struct.unpack("<f", data)[0])
 
 
 def add(dtype: str, x: float, y: float) -> float:

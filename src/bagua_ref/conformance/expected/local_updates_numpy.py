@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from bagua_ref.conformance.expected.algorithms_plain import one_byte
-from bagua_ref.conformance.expected.decentralized_numpy import Array, added, step_of_sgd, stored
+from bagua_ref.conformance.expected.decentralized_numpy import Array, added, library_mean, step_of_sgd, stored
 
 Weights = list[Array]
 """One rank's parameters."""
@@ -54,14 +54,6 @@ def fragment_due(t: int, *, period: int, fragments: int, warmup_steps: int = 0, 
     gap, local_step = period // fragments, t - warmup_steps
     due = [p for p in range(fragments) if local_step > 0 and (local_step - ((p + 1) * gap - delay)) % period == 0]
     return due[0] if due else None
-
-
-def library_mean(ranks: list[Array], dtype: str) -> Array:
-    """Return the mean, added in rank order as the simulated world does; a library may use another order (S3.7)."""
-    total = ranks[0]
-    for x in ranks[1:]:
-        total = total + x
-    return stored(total / total.dtype.type(len(ranks)), dtype)
 
 
 def averaged(ranks: Sequence[Sequence[Any]], dtypes: list[str]) -> list[Weights]:

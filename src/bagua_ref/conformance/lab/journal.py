@@ -27,7 +27,7 @@ class Journal:
         """Note that ``what`` is running until the block ends.
 
         Args:
-            what: a picklable pair: the name of a call, and its arguments by name, a script up to the call, or None.
+            what: a picklable pair: the name of a call, and its arguments by name, the script up to the call, or None.
         """
         data = pickle.dumps(what)
         if len(data) > _SIZE:

@@ -1,23 +1,29 @@
-"""Checks that are scripts: each line is recorded and then run, so the script shown is the one that ran."""
+"""Checks that are scripts: each line is recorded and then run, so the script shown is the one that ran.
+
+Ranks of a world run the script's ``program``, with the target's communicators or those of a simulated world.
+"""
 
 from __future__ import annotations
 
 import ast
 import functools
+import math
+import textwrap
+from collections.abc import Sequence
 from types import CodeType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bagua_ref.conformance.expected.tolerances import EXACT, Tolerance, assert_equal
+from bagua_ref.conformance.expected.tolerances import EXACT, SUM, Tolerance, assert_equal
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.violation import Script, Violation, literal
 from bagua_ref.conformance.targets.reference_algorithms import ReferenceAlgorithms
 from bagua_ref.conformance.targets.reference_target import ReferenceCommOps
 from bagua_ref.conformance.targets.target import Target, load
 
-__all__ = ["Play", "source_of_part"]
+__all__ = ["Play", "RankScript", "after_call", "assert_ranks", "copies_of", "source_of_part", "tensors_in"]
 
 
 class Play:
@@ -26,7 +32,7 @@ class Play:
     Args:
         lab: provides the target.
         part: name of the part of the target, also in the script.
-        imports: first lines of the script.
+        imports: lines of the script after its first one.
 
     Attributes:
         what: description of what is run, for messages; empty: the line itself.
@@ -35,8 +41,9 @@ class Play:
 
     def __init__(self, lab: Lab, part: str, *imports: str) -> None:
         self.lab, self.part, self.what = lab, part, ""
+        imports = ("from bagua_ref.conformance import EXACT, SUM, assert_equal", *imports)
         self.script = Script([*imports, *source_of_part(lab.target, part), ""])
-        self.names: dict[str, Any] = {"__name__": "counterexample"}
+        self.names: dict[str, Any] = {"__name__": "counterexample", "inf": math.inf, "nan": math.nan}
         self._run("\n".join(["import torch", *imports]))
         if part in lab.target.parts:
             self.names[part] = lab.target.parts[part]
@@ -53,13 +60,12 @@ class Play:
 
     def do(self, line: str) -> None:
         """Append a line, or a few that belong together, and run it; raise `Violation` for any exception."""
-        before = str(self.script)
+        before, done = Script(self.script.setup, list(self.script.body)), line
         self.script.body.append(line)
-        done = line
         try:
             for statement in ast.parse(line).body:
                 done = "\n".join(line.splitlines()[: statement.end_lineno])
-                with self.lab.journal.call((self.what or self.part, before + done)):
+                with self.lab.journal.call((self.what or self.part, before.and_then(done))):
                     self._run(ast.Module([statement], type_ignores=[]))
         except BaseException as error:  # whatever an implementation does, there is a verdict
             said = f"{type(error).__name__}: {error}"
@@ -100,8 +106,58 @@ class Play:
 
     def violation(self, message: str, line: str) -> Violation:
         """Return a violation whose script ends with ``line``."""
-        script = Script(self.script.setup, [*self.script.body, line])
-        return Violation(f"{self.what}: {message}" if self.what else message, str(script))
+        return Violation(f"{self.what}: {message}" if self.what else message, str(self.script.and_then(line)))
+
+
+class RankScript(Play):
+    """A script that runs a program on every rank and compares what it returns.
+
+    Args:
+        lab: provides the target.
+        nodes: number of ranks on each node.
+        seed: seed of the interleaving.
+        part: the part of the target that the program uses. Ranks have the target's communicators if it is "communicator", else
+            those of a simulated world.
+    """
+
+    def __init__(self, lab: Lab, nodes: tuple[int, ...], seed: int, part: str = "communicator") -> None:
+        super().__init__(
+            lab,
+            part,
+            "from bagua_ref.conformance.lab.play import after_call, assert_ranks, copies_of",
+            "from bagua_ref.conformance.targets.world import RankWorld, own_communicator, run_world",
+        )
+        self._seed, self._factory = seed, part if part == "communicator" else "own_communicator"
+        self.nodes = nodes
+        self.give(nodes=nodes)
+
+    def run(self, what: str, program: str) -> None:
+        """Run the lines of ``program`` on every rank with its communicator ``comm``; what they return is in ``results``, by rank.
+
+        Raises:
+            Violation: any exception of any rank; ``what`` describes the program.
+        """
+        self.lab.need_ranks(sum(self.nodes))
+        self.what = f"{what} on nodes {self.nodes}"
+        lines = textwrap.indent(textwrap.dedent(program).strip("\n"), "    ")
+        self.do(f"\n\ndef program(comm):\n{lines}\n\n\nresults = run_world({self._factory}, nodes, program, seed={self._seed})")
+        self.what = ""
+
+    def run_calls(self, calls: Sequence[tuple[str, int]], brought: list[list[Any]], expected: list[list[list[Tensor]]]) -> None:
+        """Make calls on every rank, one after another, and compare the tensors among their arguments.
+
+        Args:
+            calls: a method of communicators, and n if its result may differ by `SUM` (n), 0 if it may not.
+            brought: the arguments of each call, by rank.
+            expected: the tensors among them after each call, by rank.
+        """
+        self.give(calls=list(calls), brought=brought, expected=expected)
+        names = [method for method, _ in calls]
+        self.run(
+            ", ".join(names[:9]) + ", ..." * (len(names) > 9),
+            "return [after_call(comm, name, arguments) for (name, _), arguments in zip(calls, brought[comm.rank()])]",
+        )
+        self.do("assert_ranks(calls, nodes, results, expected)")
 
 
 _OWN = {"comm_ops": ReferenceCommOps, "algorithms": ReferenceAlgorithms}
@@ -140,3 +196,44 @@ def _is_there(module: Any, name: str, found: Any) -> bool:
         return load(f"{module}:{name}") is found
     except (ImportError, AttributeError, ValueError):
         return False
+
+
+def after_call(comm: Any, method: str, arguments: Sequence[Any]) -> list[Tensor]:
+    """Call ``comm.method`` with copies of arguments; return the tensors among them afterwards."""
+    mine = copies_of(arguments)
+    returned = getattr(comm, method)(*mine)
+    assert returned is None, f"{method} returned {returned!r}"
+    return [tensor.clone() for tensor in tensors_in(mine)]
+
+
+def copies_of(arguments: Any) -> Any:
+    """Return arguments with copies of all tensors in them and in their lists, tuples and dicts."""
+    if isinstance(arguments, Tensor):
+        return arguments.clone()
+    if isinstance(arguments, dict):
+        return {name: copies_of(item) for name, item in arguments.items()}
+    return type(arguments)(map(copies_of, arguments)) if isinstance(arguments, list | tuple) else arguments
+
+
+def tensors_in(arguments: Any) -> list[Tensor]:
+    """Return the tensors among arguments and in their lists and tuples, in order."""
+    if isinstance(arguments, Tensor):
+        return [arguments]
+    return [tensor for item in arguments for tensor in tensors_in(item)] if isinstance(arguments, list | tuple) else []
+
+
+def assert_ranks(
+    calls: Sequence[tuple[str, int]],
+    nodes: tuple[int, ...],
+    results: Sequence[Sequence[Sequence[Tensor]]],
+    expected: Sequence[Sequence[Sequence[Tensor]]],
+) -> None:
+    """Raise AssertionError unless the tensors of each call on each rank are as expected; `RankScript.run_calls` has the rest."""
+    for place, (name, terms) in enumerate(calls):
+        which = f", call {place} of {len(calls)}" if len(calls) > 1 else ""
+        for rank, (mine, wanted) in enumerate(zip(results, expected, strict=True)):
+            for number, (tensor, want) in enumerate(zip(mine[place], wanted[place], strict=True)):
+                try:
+                    assert_equal(tensor, want, SUM(terms) if terms else EXACT)
+                except AssertionError as error:
+                    raise AssertionError(f"{name} on nodes {nodes}{which}: tensor {number} of rank {rank}: {error}") from None

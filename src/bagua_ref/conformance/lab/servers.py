@@ -244,10 +244,11 @@ def _pool(lab: Lab) -> ServerPool:
 class CacheScript(Play):
     """A script about ``loader``, whose stores are ``servers``."""
 
-    def __init__(self, lab: Lab, servers: int, *imports: str) -> None:
-        super().__init__(lab, "cache", "from bagua_ref.conformance.lab.servers import start_servers", *imports)
+    def __init__(self, lab: Lab, servers: int, load: str) -> None:
+        rooms = ("inputs.cache_values", "lab.servers")
+        super().__init__(lab, "cache", *(f"from bagua_ref.conformance.{room} import *" for room in rooms))
         self.names["start_servers"] = _pool(lab).start_servers
-        self.do(f"servers = start_servers({servers})\nhosts = [server.host for server in servers]")
+        self.do(f"servers = start_servers({servers})\nhosts = [server.host for server in servers]\nload = {load}")
 
     def warnings_of(self, lines: str) -> None:
         """Run lines, which may access ``loader``, and flush it; the warnings are in ``seen``."""
@@ -264,9 +265,9 @@ class CacheScript(Play):
 
 
 @contextlib.contextmanager
-def cache_script(lab: Lab, servers: int = 1, values: str = "Source") -> Iterator[CacheScript]:
-    """Give a script, and end what it leaves behind, as the next one has the same servers."""
-    script = CacheScript(lab, servers, f"from bagua_ref.conformance.inputs.cache_values import {values}")
+def cache_script(lab: Lab, servers: int = 1, load: str = "Source()") -> Iterator[CacheScript]:
+    """Give a script with the source of a ``load`` function, and end what it leaves behind: the next one has the same servers."""
+    script = CacheScript(lab, servers, load)
     try:
         yield script
     except Violation as violation:
@@ -278,5 +279,5 @@ def cache_script(lab: Lab, servers: int = 1, values: str = "Source") -> Iterator
     finally:
         for name, left in script.names.items():
             if hasattr(left, "num_keys"):
-                with contextlib.suppress(Exception), lab.journal.call(("close", f"{script.script}{name}.close()")):
+                with contextlib.suppress(Exception), lab.journal.call(("close", script.script.and_then(f"{name}.close()"))):
                     left.close()

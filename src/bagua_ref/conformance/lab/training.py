@@ -11,13 +11,14 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from bagua_ref.conformance.expected.algorithms_plain import buckets
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM, Tolerance
 from bagua_ref.conformance.inputs.strategies import Draw, name_of, seeds, worlds
 from bagua_ref.conformance.inputs.training_cases import ONE_BUCKET, ByRank, any_gradients, any_weights, array, exact_gradients, wide
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.play import Play
 
-__all__ = ["ANYTHING", "TrainedAlgorithm", "TrainingPlay", "check_form", "copied", "exactly", "of_kinds"]
+__all__ = ["ANYTHING", "TrainedAlgorithm", "TrainingPlay", "check_form", "exactly", "of_kinds"]
 
 ANYTHING = Ellipsis
 """An expected value that is not compared."""
@@ -72,8 +73,8 @@ class TrainingPlay(Play):
         super().__init__(
             lab,
             "algorithms",
-            "from bagua_ref.conformance import EXACT, SUM, assert_equal",
-            "from bagua_ref.conformance.lab.training import check_form, copied",
+            "from bagua_ref.conformance.lab.play import copies_of",
+            "from bagua_ref.conformance.lab.training import check_form",
             "from bagua_ref.conformance.targets.world import RankWorld",
             "from bagua_ref.simulation import SimulatedWorld",
         )
@@ -87,6 +88,15 @@ class TrainingPlay(Play):
         self.index: dict[tuple[str, int], int] = {}
         self._programs: list[list[Any]] = [[] for _ in range(self.n)]
         self._expected: list[tuple[list[list[Any]], Tolerance, Any, str]] = []
+
+    def layout(self) -> list[list[int]]:
+        """Return the places of the parameters in each bucket."""
+        return buckets([w.numel() for w in self.weights], self.dtypes, self.options["bucket_bytes"])
+
+    def flat(self, step: int, bucket: list[int]) -> list[Any]:
+        """Return every rank's gradients of a bucket, one after another, as `tensors` has them."""
+        parts = zip(*(self.tensors(step, place) for place in bucket), strict=True)
+        return [np.concatenate([array(x) for x in of_rank]) for of_rank in parts]
 
     def gradients(self, step: int) -> list[list[Any]]:
         """Return a step's gradients as arrays by rank and parameter, None for those that are not used."""
@@ -141,7 +151,7 @@ class TrainingPlay(Play):
         unseen = ["restart", "new buckets"] if self.method in _COMPRESSED else []
         self.what = f"{self.method}({', '.join(f'{name}={value}' for name, value in options.items())}) on nodes {self.nodes}"
         self.give(nodes=self.nodes, weights=self._starts, inputs=inputs, options=options)
-        call = f"algorithms.{self.method}(world, *copied([weights[world.rank], inputs[world.rank]]), **copied(options))"
+        call = f"algorithms.{self.method}(world, *copies_of([weights[world.rank], inputs[world.rank]]), **copies_of(options))"
         recorded = "messages = world.record()\n" if self._record else ""
         self.do(
             f"\n\ndef program(comm):\n    world = RankWorld(comm.rank(), {self.n}, nodes, comm)\n    return {call}\n\n\n"
@@ -324,12 +334,3 @@ def check_form(results: Sequence[Any], weights: list[list[Tensor]], inputs: list
                     raise AssertionError(
                         f"rank {rank} returned {what} as parameter {place} in entry {entry}, not {dtype} of {shape}"
                     )
-
-
-def copied(value: Any) -> Any:
-    """Return a deep copy, which a target may change."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, dict):
-        return {name: copied(item) for name, item in value.items()}
-    return type(value)(map(copied, value)) if isinstance(value, list | tuple) else value

@@ -57,13 +57,8 @@ class TwinPlay(Play):
     """A script about the optimizer ``fused`` with parameters ``ps`` and its unfused twin ``plain`` with parameters ``qs``."""
 
     def __init__(self, lab: Lab, draw: Draw) -> None:
-        helpers = "assert_twins, copies, give_gradients, parameters"
-        super().__init__(lab, "fuse_optimizer", f"from bagua_ref.conformance.lab.twins import {helpers}")
+        super().__init__(lab, "fuse_optimizer", "from bagua_ref.conformance.lab.twins import *")
         self.draw, self.steps = draw, 0
-
-    def use(self, names: str) -> None:
-        """Import more helpers."""
-        self.do(f"from bagua_ref.conformance.lab.twins import {names}")
 
     def make_parameters(self, sizes: list[int], dtype: str = "float32") -> None:
         """Make parameters for groups of these sizes."""
@@ -91,9 +86,9 @@ class TwinPlay(Play):
         self.do("plain.step()")
         self.do("assert_twins(fused, plain)")
 
-    def take_steps(self, most: int = 3) -> None:
-        """Take two to ``most`` steps, with gradients that are new tensors or not."""
-        for kept in self.draw(st.lists(st.booleans(), min_size=2, max_size=most)):
+    def take_steps(self, least: int = 2, most: int = 3) -> None:
+        """Take some steps, with gradients that are new tensors or not."""
+        for kept in self.draw(st.lists(st.booleans(), min_size=least, max_size=most)):
             self.gradients(kept)
             self.step()
 

@@ -63,6 +63,10 @@ class Script:
     setup: list[str]
     body: list[str] = field(default_factory=list)
 
+    def and_then(self, line: str) -> Script:
+        """Return the script with one more line."""
+        return Script(self.setup, [*self.body, line])
+
     def __str__(self) -> str:
         text = "\n".join([*self.setup, *self.body])
         imports = ["import torch"]

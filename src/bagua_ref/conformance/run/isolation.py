@@ -23,6 +23,7 @@ import torch
 
 from bagua_ref.conformance.lab.journal import Journal
 from bagua_ref.conformance.lab.lab import script_of_call
+from bagua_ref.conformance.lab.violation import Script
 from bagua_ref.conformance.run.search import Outcome, Search, search
 from bagua_ref.conformance.suites.checks import Check, prepare
 from bagua_ref.conformance.targets.target import Target
@@ -80,8 +81,8 @@ class CheckTask:
         if last is not None:
             method, arguments = last
             message = f"{method}: {message}"
-            if isinstance(arguments, str):
-                snippet = _commented(arguments, comment)
+            if isinstance(arguments, Script):
+                snippet = _commented(str(arguments), comment)
             elif arguments is not None:
                 snippet = str(script_of_call(self._target.setup, method, arguments, comment))
         verdict = Outcome(False, message, snippet, journal.calls, time.perf_counter() - self._begun)

@@ -91,7 +91,7 @@ def run_conformance(
     session = _Session(judged, Search(profile, seed, shrink), time_limit, fail_fast, expected, len(plan), progress)
     for row in plan:
         if reason := reason_to_skip(judged, row.check, row.dtype):
-            session.add(Result(row.id, row.check.suite, row.check.clause, "skipped", row.check.sentence, reason))
+            session.add(row.result("skipped", reason))
     session.work(plan, _jobs(jobs, judged))
     results = [session.results[row.id] for row in plan] + ([] if chosen else _not_covered(table, wanted))
     return Report(judged.name, results, profile, seed, _versions(), time.perf_counter() - begun, judged.max_ranks)
@@ -180,6 +180,9 @@ class _Row:
     def id(self) -> str:
         return row_id(self.check, self.dtype)
 
+    def result(self, status: str, message: str, *found: Any) -> Result:
+        return Result(self.id, self.check.suite, self.check.clause, status, self.check.sentence, message, *found)
+
 
 class _Session:
     """A run in progress: its results by id, and the tasks that produce them."""
@@ -217,7 +220,9 @@ class _Session:
                     running.append(isolation.start(*queue.pop(0)))
                 for task in list(running):
                     for dtype, outcome in task.poll():
-                        self.add(self._judge(_Row(task.check, dtype), outcome))
+                        row = _Row(task.check, dtype)
+                        judged = verdict(outcome, row.id in self.xfail or row.check.id in self.xfail)
+                        self.add(row.result(*judged, outcome.snippet, outcome.examples, outcome.seconds))
                     if not task.waiting:
                         running.remove(task)
                         isolation.end(task)
@@ -230,15 +235,7 @@ class _Session:
             isolation.stop()
         for row in plan:
             if row.id not in self.results:
-                check, reason = row.check, "not tried after a failure (fail_fast)"
-                self.add(Result(row.id, check.suite, check.clause, "skipped", check.sentence, reason))
-
-    def _judge(self, row: _Row, outcome: Outcome) -> Result:
-        status, message = verdict(outcome, row.id in self.xfail or row.check.id in self.xfail)
-        check = row.check
-        return Result(
-            row.id, check.suite, check.clause, status, check.sentence, message, outcome.snippet, outcome.examples, outcome.seconds
-        )
+                self.add(row.result("skipped", "not tried after a failure (fail_fast)"))
 
 
 def verdict(outcome: Outcome, known_failure: bool) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bagua_ref.conformance.expected import algorithms_plain as plain
-from bagua_ref.conformance.expected import decentralized_numpy, qadam_numpy
+from bagua_ref.conformance.expected import decentralized_numpy
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM
 from bagua_ref.conformance.inputs.graph_cases import graph_cases
 from bagua_ref.conformance.inputs.strategies import COMPRESSIBLE, FLOATS, Draw, dtype_named, paired_worlds, worlds
@@ -23,7 +23,6 @@ from bagua_ref.conformance.inputs.training_cases import (
     ByRank,
     any_gradients,
     any_kind,
-    array,
     exact_gradients,
     grid_weights,
 )
@@ -134,14 +133,13 @@ def _follow_weights(training: TrainingPlay) -> None:
     mode = options.get("peer_selection_mode", options.get("graph"))
     layout = [[place] for place in range(len(training.weights))]  # averages do not depend on buckets, compression does
     if mode is None:
-        layout = plain.buckets([w.numel() for w in training.weights], training.dtypes, options["bucket_bytes"])
+        layout = training.layout()
     expected: list[list[list[Any]]] = [[[...] * len(training.weights) for _ in range(training.n)] for _ in range(training.steps)]
     mass: list[Any] = [None] * len(training.weights)
     for places in layout:
         dtype, ends = training.dtypes[places[0]], np.cumsum([training.weights[place].numel() for place in places])[:-1]
         start = np.concatenate([training.start[place] for place in places])
-        by_place = [[[array(x) for x in training.tensors(step, p)] for p in places] for step in range(training.steps)]
-        given = [[np.concatenate(parts) for parts in zip(*of_step, strict=True)] for of_step in by_place]
+        given = [training.flat(step, places) for step in range(training.steps)]
         if mode is None:
             history = decentralized_numpy.train_on_ring(start, given, 1.0, dtype, nodes, between, interval)
         else:
@@ -253,10 +251,9 @@ def _gradients_of_qadam(draw: Draw, weights: list[Tensor], ranks: int, steps: in
 
 def _follow_qadam(training: TrainingPlay) -> None:
     options = training.options
-    layout = plain.buckets([w.numel() for w in training.weights], training.dtypes, options["bucket_bytes"])
     start, groups, warmup_steps = [w.tolist() for w in training.start], options["groups"], options["warmup_steps"]
-    model = qadam_numpy.QAdam(
-        start, groups, warmup_steps, list(training.nodes), layout, options["hierarchical"], training.dtypes[0]
+    model = plain.QAdam(
+        start, groups, warmup_steps, list(training.nodes), training.layout(), options["hierarchical"], training.dtypes[0]
     )
     # S1 leaves it to optimizers how they round, in Adam's steps all take torch's. Weights have no say in the momenta.
     rounded, before = [np.zeros(w.size) for w in training.start], start

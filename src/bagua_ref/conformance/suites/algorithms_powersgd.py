@@ -11,8 +11,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bagua_ref.conformance.expected import power_sgd_numpy as plain
-from bagua_ref.conformance.expected.algorithms_plain import buckets
+from bagua_ref.conformance.expected import compression_numpy as plain
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM
 from bagua_ref.conformance.inputs.strategies import FLOATS, Draw, bulk, seeds, worlds
 from bagua_ref.conformance.inputs.training_cases import (
@@ -52,10 +51,6 @@ def _options(draw: Draw, weights: list[Tensor]) -> dict[str, Any]:
     }
 
 
-def _layout(training: TrainingPlay) -> list[list[int]]:
-    return buckets([w.numel() for w in training.weights], training.dtypes, training.options["bucket_bytes"])
-
-
 def rank_of(training: TrainingPlay, place: int) -> int:
     """Return r, 0 where a gradient is not compressed."""
     options, shape = training.options, tuple(training.weights[place].shape)
@@ -86,7 +81,7 @@ def _start(training: TrainingPlay, step: int, place: int) -> tuple[Any, dict[str
         source = training.source("factors", 0, step - 1, place)
         training.expect_true(f"{source}.isfinite().all()", f"step {step - 1}: Q of parameter {place} is not finite")
         q = q.numpy()
-    order = list(itertools.chain(*_layout(training)))
+    order = list(itertools.chain(*training.layout()))
     drawn: dict[str, Any] = {"seed": training.options["seed"], "k": k, "i": order.index(place)}
     known, shape = q if training.options["warm_start"] else None, (like.shape[1], rank_of(training, place))
     return q, drawn, plain.start(known, shape, like.dtype.type, **drawn)
@@ -371,7 +366,7 @@ def messages(lab: Lab, draw: Draw) -> None:
 
     def judge_messages(training: TrainingPlay) -> None:
         sizes = []
-        for bucket in _layout(training):
+        for bucket in training.layout():
             ranks = [(training.weights[place], rank_of(training, place)) for place in bucket]
             sizes.append(sum(r * w.shape[0] if r else w.numel() for w, r in ranks))
             sizes += [sum(r * (w.numel() // w.shape[0]) for w, r in ranks if r)] if any(r for _, r in ranks) else []

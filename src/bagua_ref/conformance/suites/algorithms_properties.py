@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from bagua_ref.conformance.expected.power_sgd_numpy import norm
+from bagua_ref.conformance.expected.compression_numpy import norm
 from bagua_ref.conformance.expected.tolerances import SUM
 from bagua_ref.conformance.inputs.graph_cases import graph_cases
 from bagua_ref.conformance.inputs.strategies import COMPRESSIBLE, FLOATS, Draw, seeds, worlds

@@ -10,8 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bagua_ref.conformance.expected.algorithms_plain import buckets
-from bagua_ref.conformance.expected.topk_numpy import kept, sent_count, topk_round
+from bagua_ref.conformance.expected.compression_numpy import kept, sent_count, topk_round
 from bagua_ref.conformance.inputs.strategies import COMPRESSIBLE, Draw, seeds, worlds
 from bagua_ref.conformance.inputs.training_cases import ONE_BUCKET, ByRank, any_kind, array, grid_weights, multi_rank_worlds
 from bagua_ref.conformance.lab.lab import Lab
@@ -30,13 +29,7 @@ def _options(draw: Draw, weights: list[Tensor]) -> dict[str, Any]:
 
 def _layout(training: TrainingPlay) -> list[list[int]]:
     """Return the places of the parameters in each bucket that has elements."""
-    sizes = [w.numel() for w in training.weights]
-    return [bucket for bucket in buckets(sizes, training.dtypes, training.options["bucket_bytes"]) if sum(sizes[p] for p in bucket)]
-
-
-def _given(training: TrainingPlay, step: int, bucket: list[int]) -> list[Any]:
-    """Return every rank's gradients of a bucket."""
-    return [np.concatenate([array(x) for x in parts]) for parts in zip(*(training.tensors(step, p) for p in bucket), strict=True)]
+    return [bucket for bucket in training.layout() if sum(training.weights[place].numel() for place in bucket)]
 
 
 def _follow(training: TrainingPlay) -> None:
@@ -49,7 +42,7 @@ def _follow(training: TrainingPlay) -> None:
             mean = [torch.stack(training.tensors(step, p)).double().mean(0).to(w.dtype) for p, w in enumerate(training.weights)]
             results = [mean] * training.n
         for number, bucket in enumerate(layout if step >= training.options["warmup_steps"] else []):
-            given = _given(training, step, bucket)
+            given = training.flat(step, bucket)
             if training.options["error_feedback"] and errors[number] is None:
                 errors[number] = [np.zeros_like(x) for x in given]
             result, left = topk_round(given, errors[number], ratio, training.dtypes[bucket[0]])
@@ -126,7 +119,7 @@ def messages(lab: Lab, draw: Draw) -> None:
     training = TOPK.train(lab, draw, nodes=draw(multi_rank_worlds), steps=2, record=True)
     wanted: list[list[Tensor]] = []
     for step, bucket in itertools.product(range(2), _layout(training)):
-        sent = _given(training, step, bucket)
+        sent = training.flat(step, bucket)
         if training.options["error_feedback"]:
             known = [[training.seen("memories", rank, 0, p) for p in bucket] if step else [] for rank in range(training.n)]
             sent = [p + (np.concatenate([*map(array, e)]) if step else np.float32(0)) for p, e in zip(sent, known, strict=True)]

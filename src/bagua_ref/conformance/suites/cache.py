@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
+from bagua_ref.conformance.expected.samplers_plain import hash_of, stored_key
+from bagua_ref.conformance.inputs.cache_values import NO_KEYS, key_sources, value_sources
 from bagua_ref.conformance.inputs.strategies import Draw
-from bagua_ref.conformance.inputs.value_sources import NO_KEYS, key_sources, value_sources
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.servers import LOADER, cache_script, reason_without_servers
 from bagua_ref.conformance.suites.checks import check
@@ -19,12 +20,12 @@ from bagua_ref.conformance.suites.checks import check
 _names = st.one_of(st.sampled_from(["", "data", "a_b"]), st.text(max_size=6))
 _keys = st.one_of(st.integers(0, 11), st.text(max_size=5))
 _sizes = st.integers(1, 5)
+_VALUES = "Source({key: f'value {key}' for key in range(20)})"
 
 
 def prepare() -> None:
     """Import the clients of servers."""
     import redis  # noqa: F401
-    import xxhash  # noqa: F401
 
     with contextlib.suppress(ImportError):
         import fakeredis  # noqa: F401
@@ -36,12 +37,12 @@ def reason_to_skip() -> str:
 
 
 def _stored_name(dataset: str, key: object) -> str:
-    """Return the name in the stores: "%" and "_" of the dataset's name are escaped, so that no two datasets share one."""
-    return f"{dataset.replace('%', '%25').replace('_', '%5F')}_{key if isinstance(key, str) else repr(key)}"
+    """Return the name in the stores."""
+    return stored_key(dataset, key if isinstance(key, str) else repr(key)).decode("utf-8", "surrogatepass")
 
 
 def _placed(names: Sequence[str], stores: int) -> list[list[str]]:
-    """Return the keys that each store has: xxh64 with seed 0 of the key in UTF-8, modulo the number of stores."""
+    """Return the keys that each store has."""
     placed: list[list[str]] = [[] for _ in range(stores)]
     for name in dict.fromkeys(names):
         placed[_store_of(name, stores)].append(name)
@@ -49,9 +50,7 @@ def _placed(names: Sequence[str], stores: int) -> list[list[str]]:
 
 
 def _store_of(name: str, stores: int) -> int:
-    import xxhash
-
-    return int(xxhash.xxh64_intdigest(name.encode("utf-8", "surrogatepass"), seed=0)) % stores
+    return hash_of(name.encode("utf-8", "surrogatepass")) % stores
 
 
 @check("cache", "S8.1", "keys", needs=LOADER)
@@ -59,7 +58,7 @@ def keys(lab: Lab, draw: Draw) -> None:
     """A value is stored under "{dataset_name}_{key}", "%" and "_" of the name escaped, in the store that xxh64 of it selects."""
     name, wanted, stores = draw(_names), draw(st.lists(key_sources(), min_size=1, max_size=8)), draw(st.integers(1, 4))
     with cache_script(lab, stores) as script:
-        script.do("import pathlib\n\nimport numpy\n\nfrom bagua_ref.conformance.lab.servers import assert_keys\n\nload = Source()")
+        script.do("import pathlib\n\nimport numpy")
         script.loader(name, draw(_sizes))
         script.do(f"for key in [{', '.join(source for source, _ in wanted)}]:\n    loader.get(key, load)")
         script.do("loader.close()")
@@ -72,7 +71,6 @@ def names(lab: Lab, draw: Draw) -> None:
     both = draw(st.lists(st.sampled_from(["", "a", "b", "a_1", "a%5F1"]), min_size=2, max_size=3))
     wanted = draw(st.lists(st.sampled_from([1, 2, "1", "1_2"]), min_size=1, max_size=4))
     with cache_script(lab, draw(st.integers(1, 2))) as script:
-        script.do("load = Source()")
         made: set[str] = set()
         for number, name in enumerate(both):
             script.loader(name, 1, f"loader{number}")
@@ -89,9 +87,7 @@ def one_store_per_node(lab: Lab, draw: Draw) -> None:
     """With cluster_mode=False, node k keeps all values in store k modulo the number of stores."""
     stores, node, wanted = draw(st.integers(1, 3)), draw(st.integers(0, 4)), draw(st.lists(_keys, min_size=1, max_size=5))
     with cache_script(lab, stores) as script:
-        script.do(
-            "import os\nfrom unittest import mock\n\nfrom bagua_ref.conformance.lab.servers import assert_keys\n\nload = Source()"
-        )
+        script.do("import os\nfrom unittest import mock")
         made = "loader = cache.CacheLoader(backend='redis', hosts=hosts, cluster_mode=False, dataset_name='d')"
         script.do(f"with mock.patch.dict(os.environ, GROUP_RANK='{node}'):  # this node\n    {made}")
         script.do(f"for key in {wanted!r}:\n    loader.get(key, load)\nloader.close()")
@@ -107,7 +103,6 @@ def surrogates(lab: Lab, draw: Draw) -> None:
     name, key = draw(st.one_of(st.tuples(lone, lone), st.tuples(_names, lone), st.tuples(lone, st.text(max_size=3))))
     stores = draw(st.integers(1, 3))
     with cache_script(lab, stores) as script:
-        script.do("from bagua_ref.conformance.lab.servers import assert_keys\n\nload = Source()")
         script.loader(name, draw(_sizes))
         script.do(f"found = [loader.get(key, load) for key in ({key!a}, 1, {key!a})]")
         script.do(f"load.expect({key!a}, 1)\nassert found[0] == found[2] != found[1], ascii(found)\nloader.close()")
@@ -119,7 +114,7 @@ def other_keys(lab: Lab, draw: Draw) -> None:
     """Other keys, whose text need not identify them, are a TypeError, also in tuples and lists; nothing is stored for them."""
     key = draw(st.sampled_from(["{}", "(1, {})", "['a', [{}]]"])).format(draw(st.sampled_from(NO_KEYS)))
     with cache_script(lab) as script:
-        script.do("import numpy\n\nload = Source()")
+        script.do("import numpy")
         script.loader("d", draw(_sizes))
         script.do(
             f"try:\n    loader.get({key}, load)\nexcept TypeError:\n    pass\n"
@@ -143,8 +138,7 @@ _CHANGEABLE = (
 def own(lab: Lab, draw: Draw) -> None:
     """What `get()` returns is the caller's own: changing it changes neither what waits to be written nor what is stored."""
     source, moves = draw(st.sampled_from(_CHANGEABLE)), st.sampled_from(["", "flush", "close"])
-    with cache_script(lab, 1, "Source, array, assert_same, spoil, tensor") as script:
-        script.do(f"load = Source({{'key': {source}}})")
+    with cache_script(lab, 1, f"Source({{'key': {source}}})") as script:
         script.loader("d", draw(_sizes))
         for move in draw(st.lists(moves, min_size=2, max_size=5)):
             script.do(f"found = loader.get('key', load)\nassert_same(found, {source})\nspoil(found)")
@@ -160,8 +154,7 @@ def get(lab: Lab, draw: Draw) -> None:
     """`get()` returns the value of a key, whichever loader made it; load_fn is called for new keys only; writes are buffered."""
     stores, size, name = draw(st.integers(1, 3)), draw(_sizes), draw(st.sampled_from(["data", "d", ""]))
     moves = draw(st.lists(st.one_of(st.integers(0, 5), st.sampled_from(["flush", "close", "num_keys"])), min_size=2, max_size=16))
-    with cache_script(lab, stores, "Source, assert_same") as script:
-        script.do("from bagua_ref.conformance.lab.servers import assert_keys\n\nload = Source()")
+    with cache_script(lab, stores) as script:
         script.loader(name, size)
         stored: dict[int, str] = {}
         waiting: dict[int, str] = {}
@@ -189,8 +182,7 @@ def get(lab: Lab, draw: Draw) -> None:
 @check("cache", "S8.2", "none", needs=LOADER, effort=0.2)
 def none(lab: Lab, draw: Draw) -> None:
     """A cached None is a hit."""
-    with cache_script(lab, 1) as script:
-        script.do("load = Source({'key': None})")
+    with cache_script(lab, 1, "Source({'key': None})") as script:
         script.loader("d", draw(_sizes))
         for _ in range(2):
             script.do("assert loader.get('key', load) is None")
@@ -206,7 +198,6 @@ def num_keys(lab: Lab, draw: Draw) -> None:
     """`num_keys()` flushes the write buffer and counts the keys of all datasets in all stores."""
     stores, counts = draw(st.integers(1, 3)), draw(st.lists(st.sampled_from([0, 1, 2, 5, 70]), min_size=1, max_size=3))
     with cache_script(lab, stores) as script:
-        script.do("load = Source()")
         for number, count in enumerate(counts):
             script.loader(f"set {number}", 100, f"loader{number}")
             script.do(f"for key in range({count}):\n    loader{number}.get(key, load)")
@@ -218,8 +209,7 @@ def num_keys(lab: Lab, draw: Draw) -> None:
 def worker(lab: Lab, draw: Draw) -> None:
     """A worker process writes its buffered values when it ends, and its parent's buffered values are not lost."""
     size, mine, theirs = draw(st.integers(2, 6)), draw(st.integers(0, 3)), draw(st.integers(1, 9))
-    with cache_script(lab, 1) as script:
-        script.do("from bagua_ref.conformance.lab.servers import assert_keys, in_worker\n\nload = Source()")
+    with cache_script(lab) as script:
         script.loader("d", size)
         script.do(f"for key in range({mine}):\n    loader.get(key, load)")
         script.do(f"def work():\n    for key in range(100, {100 + theirs}):\n        loader.get(key, load)\n")
@@ -234,7 +224,7 @@ def worker(lab: Lab, draw: Draw) -> None:
 def dataset(lab: Lab, draw: Draw) -> None:
     """A cached dataset has the samples of the dataset and loads each of them once."""
     length, name = draw(st.integers(4, 12)), draw(_names)
-    with cache_script(lab, draw(st.integers(1, 3)), "assert_same") as script:
+    with cache_script(lab, draw(st.integers(1, 3))) as script:
         script.do(
             "class Squares(torch.utils.data.Dataset):\n    made = []\n\n"
             f"    def __len__(self):\n        return {length}\n\n"
@@ -275,14 +265,13 @@ def damage(lab: Lab, draw: Draw) -> None:
     value = draw(
         st.one_of(st.sampled_from(["b'some bytes' * 5", "tensor('int32', (8,), '0102030405060708' * 4)"]), value_sources())
     )
-    with cache_script(lab, stores, "Source, array, assert_same, double, tensor") as script:
-        script.do(f"value = {value}\nload = Source({{'key': value}})")
+    with cache_script(lab, stores, f"Source({{'key': {value}}})") as script:
         script.loader("d")
         script.do("loader.get('key', load)\nloader.close()")
         script.do(_damaged(draw, f"servers[{_store_of('d_key', stores)}]"))
         script.loader("d")
         for _ in range(2):
-            script.do("assert_same(loader.get('key', load), value)")
+            script.do(f"assert_same(loader.get('key', load), {value})")
 
 
 @check("cache", "S8.3", "down", needs=LOADER, effort=0.4)
@@ -290,8 +279,8 @@ def down(lab: Lab, draw: Draw) -> None:
     """When a store is down, load_fn is used instead, with one warning; the other stores continue to work."""
     stores, size, wanted = draw(st.integers(1, 3)), draw(_sizes), draw(st.lists(st.integers(0, 9), min_size=2, max_size=12))
     dead, early = draw(st.integers(0, stores - 1)), draw(st.booleans())
-    with cache_script(lab, stores, "Source, assert_same") as script:
-        script.do(f"load = Source({{key: f'value {{key}}' for key in range(10)}})\ndead = servers[{dead}]")
+    with cache_script(lab, stores, _VALUES) as script:
+        script.do(f"dead = servers[{dead}]")
         if early:
             script.do("dead.kill()")
         script.loader("d", size)
@@ -312,8 +301,7 @@ def full(lab: Lab, draw: Draw) -> None:
     """When a store is full, load_fn provides the missing values, with one warning."""
     size, old, new = draw(_sizes), draw(st.integers(1, 4)), draw(st.integers(1, 8))
     new = max(new, size)  # at least one value is written
-    with cache_script(lab, 1, "Source, assert_same") as script:
-        script.do("load = Source({key: f'value {key}' for key in range(20)})")
+    with cache_script(lab, 1, _VALUES) as script:
         script.loader("d", size)
         script.do(f"for key in range({old}):\n    loader.get(key, load)\nloader.flush()\nservers[0].refuse_writes()")
         script.do(f"load.expect(*range({old}))")
@@ -324,8 +312,8 @@ def full(lab: Lab, draw: Draw) -> None:
 @check("cache", "S8.3", "warns_once", needs=LOADER, effort=0.05)
 def warns_once(lab: Lab, draw: Draw) -> None:
     """A store that stays down causes one warning, however often it is accessed."""
-    with cache_script(lab, 1) as script:
-        script.do("import time\n\nload = Source()\nservers[0].kill()")
+    with cache_script(lab) as script:
+        script.do("import time\n\nservers[0].kill()")
         script.loader("d", draw(_sizes))
         script.warnings_of("for key in range(4):\n    loader.get(key, load)\n    time.sleep(0.15)")
         script.do("assert len(seen) == 1, f'there must be one warning, not {len(seen)}'")
@@ -335,9 +323,8 @@ def warns_once(lab: Lab, draw: Draw) -> None:
 def back(lab: Lab, draw: Draw) -> None:
     """A store that is back is used again, and no more than the write buffer holds was waiting for it."""
     size, made = draw(_sizes), draw(st.integers(2, 5))
-    with cache_script(lab, 1) as script:
-        script.do("import itertools\nimport time\n\nfrom bagua_ref.conformance.lab.servers import assert_within\n")
-        script.do("load = Source()\nnumbers = itertools.count()")
+    with cache_script(lab) as script:
+        script.do("import itertools\nimport time\n\nnumbers = itertools.count()")
         script.loader("d", size)
         script.do("loader.get('early', load)\nservers[0].kill()")
         script.do(f"for _ in range({made * size}):\n    loader.get(next(numbers), load)\nservers[0].start()")
@@ -352,7 +339,6 @@ def counters(lab: Lab, draw: Draw) -> None:
     """`stats()` reports hits and misses, and no errors when there are none."""
     wanted = draw(st.lists(st.integers(0, 5), min_size=1, max_size=10))
     with cache_script(lab, draw(st.integers(1, 2))) as script:
-        script.do("load = Source()")
         script.loader("d", draw(_sizes))
         script.do(f"for key in {wanted}:\n    loader.get(key, load)\nstats = loader.stats()")
         expected = (len(wanted) - len(set(wanted)), len(set(wanted)), 0)

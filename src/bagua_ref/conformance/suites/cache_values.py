@@ -7,8 +7,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from bagua_ref.conformance.inputs.cache_values import TENSORS, array_sources, objects, plain_sources, tensor_sources, value_sources
 from bagua_ref.conformance.inputs.strategies import Draw
-from bagua_ref.conformance.inputs.value_sources import TENSORS, array_sources, objects, plain_sources, tensor_sources, value_sources
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.servers import LOADER, cache_script
 from bagua_ref.conformance.suites.checks import check
@@ -19,8 +19,7 @@ _sizes = st.integers(1, 5)
 
 def _come_back(lab: Lab, draw: Draw, sources: list[str]) -> None:
     """Cache values and read them from the store, without pickle, and compare."""
-    with cache_script(lab, 1, "Source, array, assert_same, double, tensor, without_pickle") as script:
-        script.do(f"values = [{', '.join(sources)}]\nload = Source(dict(enumerate(values)))")
+    with cache_script(lab, 1, f"Source(dict(enumerate(values := [{', '.join(sources)}])))") as script:
         script.loader("d", draw(_sizes))
         for turn in ("made", "read"):
             script.do(
@@ -61,8 +60,7 @@ for _name, (_, _, _sentence) in _OTHERS.items():
 def needs_pickle(lab: Lab, draw: Draw) -> None:
     """Other objects raise an error that names allow_pickle, and nothing is stored; with allow_pickle=True they are stored."""
     value = draw(objects())
-    with cache_script(lab, 1, "Source, Thing, array, double, tensor") as script:
-        script.do(f"value = {value}\nload = Source({{'key': value}})")
+    with cache_script(lab, 1, f"Source({{'key': (value := {value})}})") as script:
         more = draw(st.sampled_from(["", ", allow_pickle=None", ", allow_pickle=False"]))
         script.loader("d", 1, more=more)
         script.do(
@@ -83,7 +81,7 @@ def runs_nothing(lab: Lab, draw: Draw) -> None:
     """Reading a value runs no code from the store, unless allow_pickle=True."""
     bare = draw(st.booleans())
     nested = draw(st.sampled_from(["Trap()", "[1, Trap()]", "{'key': (None, Trap())}"]))
-    with cache_script(lab, 1, "Trap") as script:
+    with cache_script(lab) as script:
         if bare:
             script.do(f"import pickle\n\nservers[0].set('d_key', pickle.dumps({nested}, {draw(st.integers(0, 5))}))")
         else:

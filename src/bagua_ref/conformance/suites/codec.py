@@ -11,12 +11,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bagua_ref.conformance.expected import codec_scalar, codecs_scalar
-from bagua_ref.conformance.expected.codec_scalar import HEADER
-from bagua_ref.conformance.expected.codecs_scalar import BLOCK, FORMATS, MINMAX, payload_size
+from bagua_ref.conformance.expected import codecs_scalar
+from bagua_ref.conformance.expected.codecs_scalar import BLOCK, FORMATS, HEADER, MINMAX, payload_size
 from bagua_ref.conformance.expected.tolerances import ULP, assert_equal
-from bagua_ref.conformance.inputs.codec_inputs import near_ties, payloads
-from bagua_ref.conformance.inputs.strategies import COMPRESSIBLE, Draw, bulk, chunked, ends_near_half_a_level, seeds, tensors
+from bagua_ref.conformance.inputs.strategies import (
+    COMPRESSIBLE,
+    Draw,
+    bulk,
+    chunked,
+    ends_near_half_a_level,
+    near_ties,
+    payloads,
+    seeds,
+    tensors,
+)
 from bagua_ref.conformance.lab.lab import KernelCall, Lab
 from bagua_ref.conformance.lab.violation import Violation
 from bagua_ref.conformance.suites.checks import check
@@ -260,7 +268,7 @@ def _check_bound(lab: Lab, codec: str, x: Tensor) -> None:
     """Compare the errors of a round trip with the codec's bound, or the values with NaN if the chunk is poisoned."""
     encoded = _compress(lab, codec, x, 1).results["result"]
     call = _decompress(lab, codec, encoded, 1, x.numel())
-    if codec == MINMAX and codec_scalar.is_out_of_range(x.min().item(), x.max().item()):
+    if codec == MINMAX and codecs_scalar.is_out_of_range(x.min().item(), x.max().item()):
         lab.compare(call, "out", torch.full_like(x, math.nan))
     else:
         size = x.numel() if codec == MINMAX else BLOCK

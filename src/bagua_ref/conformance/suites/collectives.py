@@ -25,7 +25,7 @@ from bagua_ref.conformance.inputs.collective_cases import (
 )
 from bagua_ref.conformance.inputs.strategies import Draw, seeds, worlds
 from bagua_ref.conformance.lab.lab import Lab
-from bagua_ref.conformance.lab.ranks import RankScript, tensors_in
+from bagua_ref.conformance.lab.play import RankScript, tensors_in
 from bagua_ref.conformance.lab.violation import Violation, literal
 from bagua_ref.conformance.suites.checks import check
 from bagua_ref.types import ReduceOp

@@ -11,12 +11,12 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bagua_ref.conformance.expected import comm_ops_scalar, decentralized_numpy
+from bagua_ref.conformance.expected import algorithms_plain, decentralized_numpy
 from bagua_ref.conformance.expected.tolerances import SUM
 from bagua_ref.conformance.inputs.graph_cases import doubly_stochastic, flawed, graph_cases, sized_worlds, sizes_of
 from bagua_ref.conformance.inputs.strategies import COMPRESSIBLE, FLOATS, Draw, bulk, mixed, paired_worlds, seeds, tensors, worlds
 from bagua_ref.conformance.lab.lab import Lab
-from bagua_ref.conformance.lab.ranks import RankScript
+from bagua_ref.conformance.lab.play import RankScript
 from bagua_ref.conformance.lab.violation import Violation, literal
 from bagua_ref.conformance.suites.checks import check
 
@@ -62,13 +62,8 @@ def _centralized(
     inputs = _inputs(lab, draw, sum(nodes), len(nodes) if hierarchical else sum(nodes)) if given is None else given
     options = {"average": mean, "scattergather": True, "compression": compression, "hierarchical": hierarchical}
     script = _run(lab, draw, nodes, "centralized", inputs, **options)
-    operation = comm_ops_scalar.low_precision if compression else comm_ops_scalar.scatter_gather
-    lists = [x.tolist() for x in inputs]
-    if hierarchical:
-        wanted = comm_ops_scalar.hierarchical(operation, lists, list(nodes), lab.dtype_name, mean)
-    else:
-        wanted = operation(lists, lab.dtype_name, mean)
-    for rank, want in enumerate(wanted):
+    leading, lists = list(nodes) if hierarchical else None, [x.tolist() for x in inputs]
+    for rank, want in enumerate(algorithms_plain.centralized(lists, lab.dtype_name, mean, compression is not None, leading)):
         tensor = torch.tensor(want, dtype=torch.float64).to(lab.dtype)
         script.expect(f"results[{rank}]", tensor, f"centralized({options}) on nodes {nodes}, rank {rank}")
 
@@ -276,13 +271,10 @@ def _ring(lab: Lab, draw: Draw, nodes: tuple[int, ...], count: int, first: list[
     script = _run(lab, draw, nodes, "low_precision_decentralized", inputs, hierarchical=between)
     model = decentralized_numpy.Ring.of(_arrays([start] * (len(nodes) if between else sum(nodes))))
 
-    def after(ranks: list[Tensor]) -> list[decentralized_numpy.Array]:
-        mine = _arrays(ranks)
-        if not between:
-            return model.step(mine, lab.dtype_name)
-        means = [decentralized_numpy.node_mean(node, lab.dtype_name) for node in decentralized_numpy.split(mine, list(nodes))]
-        return decentralized_numpy.on_every_rank(model.step(means, lab.dtype_name), list(nodes))
+    def step(ranks: list[decentralized_numpy.Array]) -> list[decentralized_numpy.Array]:
+        return model.step(ranks, lab.dtype_name)
 
+    leading = decentralized_numpy.between_leaders
     with np.errstate(all="ignore"):
-        wanted = [after(ranks) for ranks in rounds]
+        wanted = [leading(step, _arrays(ranks), lab.dtype_name, between, list(nodes)) for ranks in rounds]
     _compare_rounds(lab, script, f"low_precision_decentralized(hierarchical={between})", wanted)

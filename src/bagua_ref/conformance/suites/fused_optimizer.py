@@ -40,7 +40,6 @@ def mixed(lab: Lab, draw: Draw) -> None:
 def zero_grad(lab: Lab, draw: Draw) -> None:
     """Gradients that zero_grad has replaced are used again, without a warning."""
     twins = any_twins(lab, draw)
-    twins.use("no_warning")
     for to_none in draw(st.lists(st.booleans(), min_size=2, max_size=4)):
         twins.do(f"fused.zero_grad(set_to_none={to_none})\nplain.zero_grad(set_to_none={to_none})")
         twins.gradients(kept=True)
@@ -98,7 +97,7 @@ def groups(lab: Lab, draw: Draw) -> None:
 def state_dict(lab: Lab, draw: Draw) -> None:
     """`state_dict()` has the keys and values of the unfused optimizer, and each can load the other's."""
     twins = any_twins(lab, draw)
-    twins.do("import copy\n\nfrom bagua_ref.conformance.lab.twins import assert_same_state_dict\n")
+    twins.do("import copy")
     for _ in range(draw(st.integers(1, 2))):
         twins.gradients(draw(st.booleans()), draw(_without))
         twins.step()
@@ -110,9 +109,7 @@ def state_dict(lab: Lab, draw: Draw) -> None:
         twins.step()
     twins.do(f"saved = {other}\nfused.load_state_dict(copy.deepcopy(saved))\nplain.load_state_dict(copy.deepcopy(saved))")
     twins.do("assert_twins(fused, plain)")
-    for _ in range(2):
-        twins.gradients(draw(st.booleans()))
-        twins.step()
+    twins.take_steps(2, 2)
     twins.do("assert_same_state_dict(fused, plain)")
 
 
@@ -140,7 +137,6 @@ def closure(lab: Lab, draw: Draw) -> None:
 def hooks(lab: Lab, draw: Draw) -> None:
     """Step hooks and learning rate schedulers see fuse_step as one step on the usual parameters."""
     twins = any_twins(lab, draw)
-    twins.use("StepHooks, no_warning")
     twins.do("hooks = StepHooks(fused)")
     scheduled = draw(st.booleans())
     if scheduled:
@@ -189,7 +185,6 @@ def fused_true(lab: Lab, draw: Draw) -> None:
 def inexact(lab: Lab, draw: Draw) -> None:
     """With allow_inexact=True, results for 16-bit parameters and fused=True differ in the last bits at most."""
     twins = long_twins(lab, draw, lab.dtype_name, ", allow_inexact=True")
-    twins.do("from bagua_ref.conformance import SUM")
     for kept in draw(st.lists(st.booleans(), min_size=1, max_size=2)):
         twins.gradients(kept)
         twins.do("fused.fuse_step()\nplain.step()\nassert_twins(fused, plain, SUM(8))")
@@ -199,7 +194,6 @@ def inexact(lab: Lab, draw: Draw) -> None:
 def other_classes(lab: Lab, draw: Draw) -> None:
     """An element-wise optimizer from outside torch gives the results of step(), bit for bit."""
     twins, sizes = TwinPlay(lab, draw), draw(st.lists(st.integers(1, 4), min_size=1, max_size=2))
-    twins.use("Lion")
     twins.make_parameters(sizes)
     twins.fuse("Lion", sizes, [{"lr": 0.1, "weight_decay": draw(st.sampled_from([0.0, 0.1]))} for _ in sizes])
     twins.take_steps()
@@ -220,5 +214,4 @@ def refuses(lab: Lab, draw: Draw) -> None:
             "else:\n    raise AssertionError('fusing twice must raise a RuntimeError')"
         )
     else:
-        twins.use("LAMB, assert_refused" if name == "LAMB" else "assert_refused")
         twins.do(f"assert_refused(fuse_optimizer, {'' if name == 'LAMB' else 'torch.optim.'}{name}(ps))")

@@ -39,9 +39,6 @@ def storages(lab: Lab, draw: Draw) -> None:
         spans.append((spans[-1][1], spans[-1][1] + 6))
         parts.append(f"memory[{spans[-1][0]}:{spans[-1][1]}].view(2, 3).t()")
     size = max(end for _, end in spans) + draw(st.sampled_from([0, 5]))
-    twins.do(
-        "from bagua_ref.conformance import EXACT, assert_equal\nfrom bagua_ref.conformance.lab.twins import assert_place, numbers"
-    )
     twins.do(f"memory = numbers({draw(seeds)}, [{size}], torch.{lab.dtype_name})\nother = memory.clone()")
     twins.do(f"def lying_in(memory):\n    return [torch.nn.Parameter(part) for part in [{', '.join(parts)}]]\n")
     twins.do("ps, qs = lying_in(memory), lying_in(other)\npointers = [p.data_ptr() for p in ps]")
@@ -66,12 +63,9 @@ def moved(lab: Lab, draw: Draw) -> None:
     twins, name = TwinPlay(lab, draw), draw(st.sampled_from(MOMENTA))
     sizes = [draw(st.integers(3, 6))]
     shapes = [draw(st.sampled_from([(3,), (2, 3), (17,)])) for _ in range(sizes[0])]
-    twins.use("expect_warning")
     twins.make(shapes)
     twins.fuse(name, sizes, [{"lr": 0.1}])
-    for _ in range(draw(st.integers(0, 2))):
-        twins.gradients()
-        twins.step()
+    twins.take_steps(0, 2)
     place = draw(st.integers(0, sizes[0] - 1))
     twins.do(f"ps[{place}].data = ps[{place}].data.clone()")
     twins.gradients(draw(st.booleans()))
@@ -123,7 +117,6 @@ def _step_with_layouts(
 ) -> None:
     """Take steps in each of which some gradients have one of ``layouts``."""
     twins = TwinPlay(lab, draw)
-    twins.use("assert_gradients, lay_gradients")
     twins.make(shapes, lab.dtype_name or "float32")
     twins.fuse(name, [len(shapes)], [options], draw(FLAGS))
     shares = False
@@ -145,7 +138,6 @@ def sparse(lab: Lab, draw: Draw) -> None:
     count = draw(st.integers(3, 5))
     embedding = draw(st.integers(0, count - 1))
     shapes = [(6, 3) if place == embedding else draw(_matrices) for place in range(count)]
-    twins.use("sparse_gradients, step_or_refuse")
     twins.make(shapes)
     twins.fuse(name, [count], [options])
     for dense in draw(st.lists(st.sampled_from([False, False, True]), min_size=1, max_size=3)):
@@ -163,10 +155,7 @@ def sparse(lab: Lab, draw: Draw) -> None:
 def interrupted(lab: Lab, draw: Draw) -> None:
     """After a closure or hook that raised, weights, gradients and state are what step() leaves, and so are those of later steps."""
     twins = any_twins(lab, draw)
-    twins.use("assert_gradients, assert_raises, stop")
-    for _ in range(draw(st.integers(0, 2))):
-        twins.gradients()
-        twins.step()
+    twins.take_steps(0, 2)
     twins.gradients(draw(st.booleans()))
     where = draw(st.sampled_from(["closure", "pre", "post"]))
     if where == "closure":
@@ -188,12 +177,9 @@ def raises(lab: Lab, draw: Draw) -> None:
     """After a step that raised in one group, earlier groups are stepped as by step(), or none is; later steps are as usual."""
     twins, name = TwinPlay(lab, draw), draw(st.sampled_from(REFUSING))
     shapes = [*draw(st.lists(_matrices, min_size=2, max_size=4)), (6, 3)]
-    twins.use("assert_gradients, assert_raises, sparse_gradients")
     twins.make(shapes)
     twins.fuse(name, [len(shapes) - 1, 1], [draw(options_of(name)) for _ in range(2)])
-    for _ in range(draw(st.integers(1, 2))):
-        twins.gradients()
-        twins.step()
+    twins.take_steps(1, 2)
     twins.gradients(draw(st.booleans()))
     twins.do(f"sparse_gradients({draw(seeds)}, [0, 2, 2], -1, ps, qs)\ngiven = [p.grad.clone() for p in ps]")
     twins.do("import copy\n\nbefore, saved = [q.detach().clone() for q in qs], copy.deepcopy(plain.state_dict())")
@@ -209,7 +195,6 @@ def raises(lab: Lab, draw: Draw) -> None:
 
 def _go_on(twins: TwinPlay, draw: Draw, then: str = "") -> None:
     """Compare twins after a step that raised, and take more steps."""
-    twins.use("assert_same_state_dict")
     twins.do(f"assert_twins(fused, plain)\nassert_same_state_dict(fused, plain)\nassert_gradients(given, ps, qs){then}")
     for how in draw(st.lists(st.sampled_from(["fused.fuse_step()", "fused.step()"]), min_size=1, max_size=2)):
         twins.gradients(draw(st.booleans()))

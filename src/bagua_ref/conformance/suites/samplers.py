@@ -25,7 +25,6 @@ class SamplerScript(Play):
 
     def __init__(self, lab: Lab) -> None:
         super().__init__(lab, "samplers", "from bagua_ref.conformance.inputs.sampler_cases import cut, few_or_many, identity")
-        self.names |= {"inf": math.inf, "nan": math.nan}
 
     def do(self, line: str) -> None:
         """Append a line and run it."""

@@ -16,7 +16,7 @@ from bagua_ref.backends.base import FLOATS
 from bagua_ref.backends.codec import COMPRESSIBLE
 from bagua_ref.base.untrusted import NATURAL, check_form, load_json
 from bagua_ref.comm_ops.low_rank import Matrix
-from bagua_ref.conformance.expected import decentralized_numpy, power_sgd_numpy, topk_numpy
+from bagua_ref.conformance.expected import compression_numpy, decentralized_numpy
 from bagua_ref.conformance.expected.tolerances import EXACT, SUM, Tolerance
 from bagua_ref.conformance.formats.safetensors_file import name_of
 from bagua_ref.conformance.targets.reference_target import ReferenceCommOps
@@ -236,13 +236,13 @@ def powersgd_round(records: Sequence[Record], options: Mapping[str, Any]) -> lis
     es = _kept(records, "e", [(a.n, a.m) for a in matrices], wide, fresh or not remembers)
     part = max(n + 1, 4) / _SPAN  # of what is only added up, and of what is rounded to 16 bits
     arrays = [x.to(wide).numpy() for x in xs]
-    mean, mass = power_sgd_numpy.added(arrays) / arrays[0].dtype.type(n), np.abs(np.stack(arrays).astype(float)).mean(0) * part
+    mean, mass = compression_numpy.added(arrays) / arrays[0].dtype.type(n), np.abs(np.stack(arrays).astype(float)).mean(0) * part
     left: list[list[Any]] = [[] for _ in xs]
     factors, of_errors, of_factors = [], [], []
     for place, (a, q) in enumerate(zip(matrices, qs, strict=True)):
         gradients = [x[a.start : a.end].reshape(a.n, a.m) for x in arrays]
         errors = [e[place] for e in es] if remembers else None
-        done = power_sgd_numpy.power_sgd_round(gradients, errors, q, a.r, k=k, i=a.place, **options)
+        done = compression_numpy.power_sgd_round(gradients, errors, q, a.r, k=k, i=a.place, **options)
         mean[a.start : a.end], bound = done.result.ravel(), _bound(gradients, errors, q, k, a, options)
         mass[a.start : a.end] = bound * (part if dtype.itemsize == 2 else 1)
         for e, of_rank in zip(done.errors or [], left, strict=remembers):
@@ -271,7 +271,7 @@ def topk_round(records: Sequence[Record], options: Mapping[str, Any]) -> list[Ex
     if options["error_feedback"]:
         errors = [e for (e,) in _kept(records, "e", [(size,)], torch.float32, _shared(records, "k", 1) == 0)]
     gradients = [x[:size].float().numpy() for x in xs]
-    result, left = topk_numpy.topk_round(gradients, errors, options["ratio"], name_of(xs[0].dtype))
+    result, left = compression_numpy.topk_round(gradients, errors, options["ratio"], name_of(xs[0].dtype))
     mean = torch.from_numpy(result).to(xs[0].dtype)
     found = [Expected("x", [torch.cat([mean, x[size:]]) for x in xs])]
     if left is not None and all("e" in record.outputs for record in records):
@@ -298,10 +298,10 @@ def _magnitude(xs: Sequence[Tensor], divisor: int) -> Tensor:
 def _bound(gradients: list[Any], errors: list[Any] | None, q: Any, k: int, a: Matrix, options: Mapping[str, Any]) -> float:
     """Return what a projection can gather in one element; inf if rounding decides on what it projects."""
     given = gradients + (errors or [])
-    size = power_sgd_numpy.norm(given)
-    start = power_sgd_numpy.start(q if options["warm_start"] else None, (a.m, a.r), q.dtype.type, options["seed"], k, a.place)
-    summed = power_sgd_numpy.added(given) @ start
-    return size if power_sgd_numpy.is_tame(q) and power_sgd_numpy.is_tame(summed, size) else math.inf
+    size = compression_numpy.norm(given)
+    start = compression_numpy.start(q if options["warm_start"] else None, (a.m, a.r), q.dtype.type, options["seed"], k, a.place)
+    summed = compression_numpy.added(given) @ start
+    return size if compression_numpy.is_tame(q) and compression_numpy.is_tame(summed, size) else math.inf
 
 
 def _products(factors: Sequence[Any]) -> Tensor:

@@ -16,18 +16,13 @@ from torch import Tensor
 
 from bagua_ref.conformance.expected import (
     algorithms_plain,
-    codec_scalar,
     codecs_scalar,
     collectives_plain,
-    comm_ops_scalar,
+    compression_numpy,
     decentralized_numpy,
-    graphs_numpy,
     kernels_scalar,
     local_updates_numpy,
-    power_sgd_numpy,
-    qadam_numpy,
     samplers_plain,
-    topk_numpy,
 )
 
 __all__ = ["Given", "answer"]
@@ -113,7 +108,7 @@ def _chunks(x: Tensor, num_chunks: int) -> list[list[Any]]:
 
 def _compress(c: Given) -> Tensors:
     blocks = [
-        codecs_scalar.compress_chunk(c.codec if "codec" in c.parameters else "MinMaxUInt8", chunk, c.dtype)
+        codecs_scalar.compress_chunk(c.parameters.get("codec", "MinMaxUInt8"), chunk, c.dtype)
         for chunk in _chunks(c.x, c.num_chunks)
     ]
     target = c.parameters.get("target_chunk")
@@ -124,12 +119,9 @@ def _compress(c: Given) -> Tensors:
 
 
 def _decompress(c: Given) -> Tensors:
-    size, values = c.num_elements // c.num_chunks, []
+    size, codec, values = c.num_elements // c.num_chunks, c.parameters.get("codec", "MinMaxUInt8"), []
     for block in map(bytes, _chunks(c.payload, c.num_chunks)):
-        if "codec" in c.parameters:
-            values += codecs_scalar.decompress_chunk(c.codec, block, size, c.dtype)
-        else:
-            values += codec_scalar.decompress_chunk(block, size, c.dtype)
+        values += codecs_scalar.decompress_chunk(codec, block, size, c.dtype)
     return {"x": _tensor(values, c.dtype)}
 
 
@@ -144,10 +136,8 @@ def _centralized(c: Given) -> Tensors:
 
 def _reduced(c: Given, xs: list[list[float]]) -> Tensor:
     one_byte, average = c.operation in ("centralized_low_precision", "qadam_momentum"), c.parameters.get("average", True)
-    operation = comm_ops_scalar.low_precision if one_byte else comm_ops_scalar.scatter_gather
-    if c.hierarchical:
-        return _tensor(comm_ops_scalar.hierarchical(operation, xs, c.nodes, c.dtype, average), c.dtype)
-    return _tensor(operation(xs, c.dtype, average), c.dtype)
+    nodes = c.nodes if c.hierarchical else None
+    return _tensor(algorithms_plain.centralized(xs, c.dtype, average, one_byte, nodes), c.dtype)
 
 
 def _qadam_momentum(c: Given) -> Tensors:
@@ -172,16 +162,13 @@ def _decentralized(c: Given) -> Tensors:
 
 
 def _ring(c: Given) -> Tensors:
-    members, split = c.nodes if c.hierarchical else [1] * sum(c.nodes), decentralized_numpy.split
-    ring = decentralized_numpy.Ring.of([group[0] for group in split(list(_array(c.x)), members)])
+    members, between = c.nodes if c.hierarchical else [1] * sum(c.nodes), decentralized_numpy.between_leaders
+    ring = decentralized_numpy.Ring.of([group[0] for group in decentralized_numpy.split(list(_array(c.x)), members)])
 
-    def step(ranks: list[Any], t: int) -> list[Any]:
-        if not c.hierarchical:
-            return ring.step(ranks, c.dtype)
-        leaders = [decentralized_numpy.node_mean(node, c.dtype) for node in split(ranks, c.nodes)]
-        return decentralized_numpy.on_every_rank(ring.step(leaders, c.dtype), c.nodes)
+    def average(ranks: list[Any]) -> list[Any]:
+        return ring.step(ranks, c.dtype)
 
-    x = _on_updates(c, step)
+    x = _on_updates(c, lambda ranks, t: between(average, ranks, c.dtype, c.hierarchical, c.nodes))
     return {"x": x, **{name: _rows(rows, c.dtype) for name, rows in {"weight": ring.W, "left": ring.L, "right": ring.R}.items()}}
 
 
@@ -206,7 +193,7 @@ def _queries(c: Given, at_step: Callable[[int], Any]) -> list[Any]:
 
 def _graph_sources(c: Given) -> Tensors:
     """Average unit vectors: the sources of a rank are those that leave something in its row."""
-    rows = _queries(c, lambda step: graphs_numpy.averaged(np.eye(c.nranks), c.graph, step))
+    rows = _queries(c, lambda step: decentralized_numpy.averaged(np.eye(c.nranks), c.graph, step))
     return {"sources": torch.tensor([np.flatnonzero(row).tolist() for row in rows])}
 
 
@@ -281,19 +268,19 @@ def _fragments_due(c: Given, delay: int) -> Tensor:
 def _gram(columns: Any, dtype: str) -> Tensor:
     """Return V V^T, which does not depend on the basis of the span of orthonormal columns."""
     wide = columns.astype(np.float64)
-    return _rows(power_sgd_numpy.product(wide, wide.T), dtype)
+    return _rows(compression_numpy.product(wide, wide.T), dtype)
 
 
 def _powersgd_rank(c: Given) -> Tensors:
     shapes, options = zip(c.n.tolist(), c.m.tolist(), strict=True), (c.matrix_approximation_rank, c.min_compression_rate)
-    return {"r": _integers(power_sgd_numpy.compressed_rank(shape, *options) for shape in shapes)}
+    return {"r": _integers(compression_numpy.compressed_rank(shape, *options) for shape in shapes)}
 
 
 def _powersgd_round(c: Given) -> Tensors:
     gradients, q, errors = list(c.gradients.numpy()), c.q.numpy() if "q" in c.inputs else None, None
     if c.memory is not None:
         errors = list(c.errors.numpy()) if "errors" in c.inputs else [np.zeros_like(g) for g in gradients]
-    found = power_sgd_numpy.power_sgd_round(gradients, errors, q, c.columns.shape[1], **c.parameters)
+    found = compression_numpy.power_sgd_round(gradients, errors, q, c.columns.shape[1], **c.parameters)
     outputs = {"x": _rows(found.result, c.dtype), "qq": _gram(found.q, c.dtype)}
     return outputs if found.errors is None else {**outputs, "errors": _rows(found.errors, c.dtype)}
 
@@ -303,7 +290,7 @@ def _topk(c: Given) -> Tensors:
     errors = [np.zeros(size, np.float32) for _ in range(ranks)] if c.error_feedback else None
     xs, kept = [], []
     for step in c.gradients:
-        result, errors = topk_numpy.topk_round(list(_array(step)), errors, c.ratio, c.dtype)
+        result, errors = compression_numpy.topk_round(list(_array(step)), errors, c.ratio, c.dtype)
         xs.append(result)
         kept.append(errors)
     return {"x": _rows(xs, c.dtype)} | ({"errors": _rows(kept, "float32")} if c.error_feedback else {})
@@ -311,7 +298,7 @@ def _topk(c: Given) -> Tensors:
 
 def _qadam_step(c: Given) -> Tensors:
     (p, m, v), betas = (x.tolist() for x in (c.p, c.m, c.v)), (c.beta1, c.beta2)
-    return {"p": _tensor(qadam_numpy.step_along_momentum(c.dtype, p, m, v, c.s, lr=c.lr, betas=betas, eps=c.eps), c.dtype)}
+    return {"p": _tensor(algorithms_plain.step_along_momentum(c.dtype, p, m, v, c.s, lr=c.lr, betas=betas, eps=c.eps), c.dtype)}
 
 
 def _indices_of_replicas(c: Given) -> list[list[int]]:
@@ -371,10 +358,10 @@ _ANSWERS: dict[str, Answer] = {
     "local_updates/local_sgd": _local_sgd,
     "local_updates/diloco": _diloco,
     "compressed_gradients/powersgd_rank": _powersgd_rank,
-    "compressed_gradients/orthonormalize": lambda c: {"projection": _gram(power_sgd_numpy.orthonormal(c.x.numpy()), c.dtype)},
+    "compressed_gradients/orthonormalize": lambda c: {"projection": _gram(compression_numpy.orthonormal(c.x.numpy()), c.dtype)},
     "compressed_gradients/powersgd_round": _powersgd_round,
-    "compressed_gradients/topk_count": lambda c: {"k": _integers(topk_numpy.sent_count(m, c.ratio) for m in c.m.tolist())},
-    "compressed_gradients/topk_indices": lambda c: {"indices": _integers(topk_numpy.kept(c.p.numpy(), c.k))},
+    "compressed_gradients/topk_count": lambda c: {"k": _integers(compression_numpy.sent_count(m, c.ratio) for m in c.m.tolist())},
+    "compressed_gradients/topk_indices": lambda c: {"indices": _integers(compression_numpy.kept(c.p.numpy(), c.k))},
     "compressed_gradients/topk": _topk,
     "samplers/sampler_indices": lambda c: {"indices": torch.tensor(_indices_of_replicas(c), dtype=torch.int64)},
     "samplers/sampler_batches": _sampler_batches,

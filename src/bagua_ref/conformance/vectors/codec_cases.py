@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from bagua_ref.backends.codec import COMPRESSIBLE
-from bagua_ref.conformance.expected.codec_scalar import block_size
-from bagua_ref.conformance.expected.codecs_scalar import FORMATS, payload_size
+from bagua_ref.conformance.expected.codecs_scalar import FORMATS, MINMAX, payload_size
 from bagua_ref.conformance.vectors.case import KINDS, Case, Numbers, numbers_of, tensor_of
 
 __all__ = ["codec_cases", "minmax_cases"]
@@ -53,7 +52,10 @@ def minmax_cases() -> Iterator[Case]:
         for num_chunks, target in ((1, 0), (3, 0), (3, 1), (4, 3)):  # the other blocks stay (S4.5)
             name = f"target-{target}-of-{num_chunks}"
             numbers = numbers_of("codec", "compress_minmax_uint8", dtype, name)
-            inputs = {"x": numbers.uniform(num_chunks * 37, dtype), "payload": _bytes(numbers, num_chunks * block_size(37))}
+            inputs = {
+                "x": numbers.uniform(num_chunks * 37, dtype),
+                "payload": _bytes(numbers, num_chunks * payload_size(MINMAX, 37)),
+            }
             parameters = {"num_chunks": num_chunks, "target_chunk": target}
             yield Case("codec", "compress_minmax_uint8", "S4.5", dtype, name, inputs, parameters, ("edge",))
         yield from _every_level(dtype)
@@ -144,7 +146,7 @@ def _every_level(dtype: torch.dtype) -> Iterator[Case]:
     ends += [(45, 300), (-300, -45), (1901, 2156), (-2156, -1901)]
     for place, (low, high) in enumerate(ends):
         if max(abs(low), abs(high)) < torch.finfo(dtype).max:
-            payload = torch.zeros(block_size(256), dtype=torch.uint8)
+            payload = torch.zeros(payload_size(MINMAX, 256), dtype=torch.uint8)
             payload[: 2 * dtype.itemsize] = (tensor_of([low, high], dtype) + 0.0).view(torch.uint8)
             payload[32:288] = torch.arange(256, dtype=torch.uint8)
             yield Case(

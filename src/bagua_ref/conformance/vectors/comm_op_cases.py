@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bagua_ref.backends.base import FLOATS
 from bagua_ref.backends.codec import COMPRESSIBLE
-from bagua_ref.conformance.expected.graphs_numpy import doublings
+from bagua_ref.conformance.expected.decentralized_numpy import doublings
 from bagua_ref.conformance.vectors.case import KINDS, Case, Numbers, numbers_of, tensor_of
 
 __all__ = ["collective_cases", "comm_op_cases", "graph_cases", "peer_cases"]

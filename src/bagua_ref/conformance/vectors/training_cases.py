@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bagua_ref.backends.base import FLOATS
 from bagua_ref.backends.codec import COMPRESSIBLE
-from bagua_ref.conformance.expected.power_sgd_numpy import fresh, product
+from bagua_ref.conformance.expected.compression_numpy import fresh, product
 from bagua_ref.conformance.vectors.case import KINDS, Case, numbers_of, tensor_of
 
 __all__ = ["algorithm_cases", "compressed_cases", "local_update_cases", "optimizer_cases"]

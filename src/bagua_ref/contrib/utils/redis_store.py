@@ -241,7 +241,7 @@ class _RedisStore(Store):
             yield client
         except (redis.RedisError, OSError) as error:
             if misuse := self._misuse(error):
-                client.connection_pool.disconnect(inuse_connections=False)  # the server may be closing it, which the next request would notice first
+                client.connection_pool.disconnect(inuse_connections=False)  # Redis may be closing it
                 raise StoreError(misuse) from error
             refused = isinstance(error, redis.ResponseError)
             reason = f"{type(error).__name__}: {error}"

@@ -1,20 +1,24 @@
-"""PowerSGD of n ranks (S10), one gradient and one round at a time.
+"""Compressed rounds of n ranks: PowerSGD (S10) of one gradient, any codec with error memory and top-k (S11) of one bucket.
 
 Gradients, memories and factors go in, their successors come out: by rank where they differ between ranks. Matrices are NumPy arrays
-of float32 (float64 for float64), and so is what is sent. Bases depend on rounding, spans do not: compare results and memories,
-round by round from equal e and Q.
+of float32 (float64 for float64), and so is what is sent. Bases depend on rounding, spans do not: compare PowerSGD's results and
+memories, round by round from equal e and Q.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from bagua_ref.conformance.expected.decentralized_numpy import Array, added
+from bagua_ref.conformance.expected.decentralized_numpy import Array, added, restored, stored
 
-__all__ = ["LowRankRound", "added", "compressed_rank", "is_tame", "norm", "orthonormal", "power_sgd_round", "start"]
+__all__ = [
+    "LowRankRound", "added", "compressed_rank", "error_feedback_round", "is_tame", "kept", "norm", "orthonormal", "power_sgd_round",
+    "sent_count", "start", "topk_round",
+]  # fmt: skip
 
 
 def compressed_rank(shape: tuple[int, ...], rank: int, rate: float) -> int:
@@ -147,3 +151,74 @@ def is_tame(columns: Array, size: float | None = None) -> bool:
     columns = columns[:, sizes > 0] / (sizes[sizes > 0] if size is None else size)
     values = np.linalg.svd(columns, compute_uv=False)
     return columns.shape[1] <= columns.shape[0] and (not values.size or bool(values[-1] > 1e-2))
+
+
+def error_feedback_round(
+    inputs: list[Array], workers: list[Array], servers: list[Array], codec: str, dtype: str, filled: int, average: bool = True
+) -> tuple[Array, list[Array], list[Array]]:
+    """Return the result, and what every rank keeps: e and f.
+
+    Args:
+        inputs: x by rank, m elements with padding, numbers of ``dtype`` held as float32.
+        workers: e by rank, of m elements.
+        servers: f by rank, of m / n elements.
+        codec: its name.
+        dtype: of the result.
+        filled: the elements before the padding.
+        average: the mean instead of the sum.
+    """
+    n, m = len(inputs), len(inputs[0])
+    chunks = [slice(place * m // n, (place + 1) * m // n) for place in range(n)]
+    sent = [x + e for x, e in zip(inputs, workers, strict=True)]
+    arrived = [np.concatenate([restored(p[chunk], "float32", codec) for chunk in chunks]) for p in sent]
+    new_workers = [p - d for p, d in zip(sent, arrived, strict=True)]
+    result, new_servers = np.zeros(m, np.float32), []
+    for chunk, server in zip(chunks, servers, strict=True):
+        total = added([d[chunk] for d in arrived])
+        y = (total / np.float32(n) if average else total) + server
+        result[chunk] = restored(y, "float32", codec)
+        new_servers.append(y - result[chunk])
+    for place in range(m):
+        owner, within = divmod(place, m // n)
+        if place >= filled:
+            new_servers[owner][within] = 0
+        elif np.isnan(result[place]):
+            new_servers[owner][within] = servers[owner][within]
+        for new, old in zip(new_workers, workers, strict=True):
+            if place >= filled:
+                new[place] = 0
+            elif np.isnan(result[place]):
+                new[place] = old[place]
+    return stored(result, dtype), new_workers, new_servers
+
+
+def sent_count(m: int, ratio: float) -> int:
+    """Return k; a Python float is a float64."""
+    return min(m, max(1, math.ceil(ratio * m)))
+
+
+def kept(p: Array, k: int) -> list[int]:
+    """Return the indices that a rank sends, ascending: NaN first, then the largest absolute values, equal ones in order."""
+    is_nan = np.isnan(p)
+    found: list[int] = np.sort(np.lexsort((-np.where(is_nan, 0, np.abs(p)), ~is_nan))[:k]).tolist()
+    return found
+
+
+def topk_round(gradients: list[Array], errors: list[Array] | None, ratio: float, dtype: str) -> tuple[Array, list[Array] | None]:
+    """Return the averaged gradient, and what every rank keeps.
+
+    Args:
+        gradients: m elements by rank, numbers of ``dtype`` held as float32.
+        errors: e by rank; None: no memory.
+        ratio: k is this part of m, rounded up.
+        dtype: of the result.
+    """
+    given = [g.copy() for g in gradients] if errors is None else [g + e for g, e in zip(gradients, errors, strict=True)]
+    k = sent_count(given[0].size, ratio)
+    total = np.zeros_like(given[0])
+    left = given if all(np.isfinite(p).all() for p in given) else errors
+    for p in given:
+        sent = kept(p, k)
+        total[sent] = total[sent] + p[sent]
+        p[sent] = 0
+    return stored(total / np.float32(len(given)), dtype), None if errors is None else left
