@@ -69,7 +69,7 @@ def test_a_trainer_that_misbehaves_gets_a_verdict(kind, said):
     (failed,) = report.failures()
     assert said in failed.message
     assert failed.message.startswith("gradient_allreduce(lr=")
-    assert "algorithms.gradient_allreduce(world, *copied([weights[world.rank], inputs[world.rank]])" in failed.counterexample
+    assert "algorithms.gradient_allreduce(world, " in failed.counterexample
 
 
 @pytest.mark.slow
