@@ -331,7 +331,7 @@ def test_a_sampler_tells_what_it_is() -> None:
     take(sampler, 5)
     assert repr(sampler) == (
         "LoadBalancingDistributedSampler(23 samples, rank 1 of 3, shuffle=True, seed=3, drop_last=False, random_level=0.5; "
-        "epoch 2: 5 of 8 drawn)"
+        "epoch 2: 5 of 8 samples drawn)"
     )
     batch_sampler = batches_of(1)
     take(batch_sampler, 3)
@@ -466,7 +466,6 @@ def test_a_state_goes_through_json_and_a_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"replicas": 4}, r"num_replicas=3, and here it is 4; which samples are left cannot be told exactly. .*set_epoch\(8\)"),
         ({"lengths": LENGTHS[:-1]}, "length=23, and here it is 22"),
         ({"lengths": LENGTHS[::-1]}, "other complexities"),
         ({"seed": 1}, "seed=0, and here it is 1"),
@@ -647,8 +646,6 @@ def test_batches_of_another_batch_fn_are_refused() -> None:
         other.load_state_dict(state)
     with pytest.raises(ValueError, match="drop_last=False, and here it is True"):
         batches_of(drop_last=True).load_state_dict(state)
-    with pytest.raises(ValueError, match="which batches are left cannot be told exactly"):
-        batches_of(replicas=2).load_state_dict(state)
     assert len(list(other)) == 1
 
 

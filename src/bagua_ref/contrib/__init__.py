@@ -3,12 +3,14 @@
 from typing import Any
 
 from bagua_ref.base.not_provided import not_provided
+from bagua_ref.contrib.budget_batch_sampler import BudgetBatchSampler
 from bagua_ref.contrib.cache_loader import CacheLoader
 from bagua_ref.contrib.cached_dataset import CachedDataset
 from bagua_ref.contrib.fuse.optimizer import fuse_optimizer
 from bagua_ref.contrib.load_balancing_data_loader import LoadBalancingDistributedBatchSampler, LoadBalancingDistributedSampler
 
 __all__: list[str] = [
+    "BudgetBatchSampler",
     "CacheLoader",
     "CachedDataset",
     "LoadBalancingDistributedBatchSampler",

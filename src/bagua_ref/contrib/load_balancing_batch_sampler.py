@@ -5,21 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from torch.utils.data import Sampler
+import torch
+from torch import Tensor
 
-from bagua_ref.contrib.load_balancing_sampler import LoadBalancingDistributedSampler, Place, check_settings, checked_count
+from bagua_ref.contrib.load_balancing_sampler import Chunks, LoadBalancingDistributedSampler
+from bagua_ref.contrib.resumable_sampler import ResumableSampler
 
 __all__ = ["LoadBalancingDistributedBatchSampler"]
 
 
-class LoadBalancingDistributedBatchSampler(Sampler[list[int]]):
+class LoadBalancingDistributedBatchSampler(ResumableSampler[list[int], "Batches"]):
     """Gives each replica batches of variable size, and all replicas the same number of them (S7.4).
 
     ``batch_fn`` splits the indices of every replica, on every replica, so it must be deterministic. Replicas with fewer batches
     than the longest one repeat theirs cyclically; with drop_last, all stop after the number of the shortest one.
 
     ``state_dict()`` counts the batches that the newest iterator has returned. A DataLoader with workers fetches batches ahead of
-    training; then pass the number that training has used: ``state_dict(batches=batches_done)``.
+    training; then pass the number that training has used: ``state_dict(batches=batches_done)``. With another number of replicas,
+    the samples that no replica has drawn are distributed and cut anew (S7.6).
 
     Args:
         sampler: a `LoadBalancingDistributedSampler` with drop_last=False.
@@ -48,14 +51,13 @@ class LoadBalancingDistributedBatchSampler(Sampler[list[int]]):
         self.batch_fn = batch_fn
         self.drop_last = bool(drop_last)
         self.num_replicas, self.rank = sampler.num_replicas, sampler.rank
-        self._place = Place()
-        self._resume_at = 0
-        self.generate_batches()
+        self._start_epoch(sampler.epoch)
 
     def generate_batches(self) -> None:
         """Split the current epoch's indices of every replica into batches again (S7.4)."""
-        self._batches, self._num_batches = self._cut(self.sampler.epoch)
-        self._epoch = self.sampler.epoch
+        self._follow()
+        plan = self._plan_after(self.epoch, self._place.ended)
+        self._place.total, self._made = plan.total, plan
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch, as `LoadBalancingDistributedSampler.set_epoch` does, and split its indices into batches."""
@@ -64,18 +66,15 @@ class LoadBalancingDistributedBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         self._follow()
-        return self._draw(self._epoch, self._batches, self._num_batches)
+        return super().__iter__()
 
     def __len__(self) -> int:
-        """Return the number of batches that every replica draws in this epoch (S7.4)."""
+        """Return the number of batches that every replica draws in this epoch (S7.4), or in what was left of it (S7.6)."""
         self._follow()
-        return self._num_batches
+        return super().__len__()
 
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}({self.sampler!r}, drop_last={self.drop_last}; "
-            f"epoch {self._epoch}: {self._place.taken} of {self._num_batches} batches drawn)"
-        )
+        return f"{type(self).__name__}({self.sampler!r}, drop_last={self.drop_last}; {self._shown_place()})"
 
     def state_dict(self, *, batches: int | None = None) -> dict[str, Any]:
         """Return the position in this epoch, in a form that any rank's batch sampler can load.
@@ -83,40 +82,56 @@ class LoadBalancingDistributedBatchSampler(Sampler[list[int]]):
         Args:
             batches: the number of batches of this epoch that training has used on each rank; None: the number returned.
         """
-        self._follow()
-        taken = self._place.taken if batches is None else checked_count("batches", batches, len(self))
-        return {**self._settings(), "epoch": self._epoch, "batches": taken, "num_batches": self._num_batches}
+        return self._state(batches)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Let the next iterator continue at the saved batch; later iterators begin at the first batch again.
+        """Let the next iterator continue at the saved batch, as `LoadBalancingDistributedSampler.load_state_dict` does (S7.6).
 
         Raises:
-            ValueError: the state was saved with another number of replicas, dataset, batch_fn or other options.
+            ValueError: the state was saved with another dataset, batch_fn or other options.
         """
-        check_settings(state_dict, self._settings(), "batches")
-        epoch = self.sampler._checked_epoch(state_dict["epoch"])
-        own, total = self._cut(epoch)
-        check_settings(state_dict, {"num_batches": total}, "batches")
-        taken = checked_count("batches", state_dict["batches"], total)
-        self.sampler.set_epoch(epoch)
-        self._batches, self._num_batches, self._epoch = own, total, epoch
-        self._place = Place(taken)
-        self._resume_at = taken
+        super().load_state_dict(state_dict)
+        self.sampler.set_epoch(self.epoch)
+
+    def _state(self, taken: int | None) -> dict[str, Any]:
+        self._follow()
+        return super()._state(taken)
 
     def _follow(self) -> None:
         """Begin the sampler's epoch, if it is a new one."""
-        if self.sampler.epoch != self._epoch:
-            self.generate_batches()
-            self._place = Place()
-            self._resume_at = 0
+        if self.sampler.epoch != self.epoch:
+            self._start_epoch(self.sampler.epoch)
 
-    def _cut(self, epoch: int) -> tuple[list[list[int]], int]:
-        """Return this replica's batches before any are repeated or dropped, and the number that every replica draws."""
-        order, chunks = self.sampler._plan(epoch)
-        counts, own = [], []
-        for replica in range(self.num_replicas):
-            indices = order[(chunks * self.num_replicas + replica) % self.sampler.length].tolist()
-            made = self.batch_fn(indices)
+    def _checked_epoch(self, epoch: int) -> int:
+        return self.sampler._checked_epoch(epoch)
+
+    def _order(self, epoch: int) -> tuple[Tensor, torch.Generator | None]:
+        return self.sampler._order(epoch)
+
+    def _plan(self, order: Tensor, replicas: int, generator: torch.Generator | None, ended: bool) -> Batches:
+        shares = self.sampler._plan(order, replicas, generator, ended)
+        return Batches(shares, self.batch_fn, self.drop_last, range(replicas) if ended else range(self.rank, self.rank + 1))
+
+    def _settings(self) -> dict[str, Any]:
+        return {**self.sampler._settings(), "drop_last": self.drop_last}
+
+
+class Batches:
+    """Batches of the replicas' shares, the same number for each (S7.4).
+
+    Args:
+        shares: the samples of each replica.
+        batch_fn: indices -> batches.
+        drop_last: drop the excess batches instead of repeating.
+        kept: the replicas whose batches are remembered.
+    """
+
+    def __init__(self, shares: Chunks, batch_fn: Callable[[list[int]], list[list[int]]], drop_last: bool, kept: range) -> None:
+        counts: list[int] = []
+        self._kept: list[list[list[int]]] = []
+        for replica in range(shares.replicas if shares.total else 0):
+            indices = shares.of(replica).tolist()
+            made = batch_fn(indices)
             if not isinstance(made, Iterable):
                 raise TypeError(
                     f"batch_fn returned a {type(made).__name__} for replica {replica}; it must return a list of batches"
@@ -125,18 +140,15 @@ class LoadBalancingDistributedBatchSampler(Sampler[list[int]]):
             if not batches:
                 raise ValueError(f"batch_fn made no batches for replica {replica} from its {len(indices)} indices; each needs one")
             counts.append(len(batches))
-            if replica == self.rank:
-                own = batches
-        return own, min(counts) if self.drop_last else max(counts)
+            if replica in kept:
+                self._kept.append(batches)
+        self.total = (min if drop_last else max)(counts, default=0)
 
-    def _draw(self, epoch: int, batches: list[list[int]], total: int) -> Iterator[list[int]]:
-        place = Place()
-        if epoch == self._epoch:
-            place.taken, self._resume_at = self._resume_at, 0
-            self._place = place
-        for turn in range(place.taken, total):
-            place.taken += 1
-            yield list(batches[turn % len(batches)])  # the next epoch draws it again, whatever becomes of this list
+    def drawn(self, count: int) -> Tensor:
+        """Return the samples in the first ``count`` batches of the replicas."""
+        return torch.tensor([index for batches in self._kept for batch in batches[:count] for index in batch], dtype=torch.int64)
 
-    def _settings(self) -> dict[str, Any]:
-        return {**self.sampler._settings(), "drop_last": self.drop_last}
+    def items(self, start: int) -> Iterator[list[int]]:
+        """Return an iterator over the batches of this replica, in cycle."""
+        # Copies, as the next epoch draws a batch again, whatever becomes of this list.
+        return (list(self._kept[0][turn % len(self._kept[0])]) for turn in range(start, self.total))

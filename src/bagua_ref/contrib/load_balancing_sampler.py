@@ -5,27 +5,24 @@ Complexities and their order are in `complexities`.
 
 from __future__ import annotations
 
-import operator
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import Sampler
 
 from bagua_ref.backends import KernelBackend, get_backend
-from bagua_ref.base.runtime import RealWorld, current_world
 from bagua_ref.contrib.complexities import Ordering, ends, noise_bound, numbers_of, read_complexities, shown, to_number
+from bagua_ref.contrib.resumable_sampler import Place, ResumableSampler, epoch_of, replica_of, whole
 
-__all__ = ["LoadBalancingDistributedSampler", "Place", "check_settings", "checked_count"]
+__all__ = ["Chunks", "LoadBalancingDistributedSampler"]
 
 _BLOCK = 4096  # indices that are converted to Python numbers at once
 
 
-class LoadBalancingDistributedSampler(Sampler[int]):
+class LoadBalancingDistributedSampler(ResumableSampler[int, "Chunks"]):
     """Gives each of R replicas a share of the samples so that all draw similar complexities at each step (S7.1 - S7.3).
 
     The N samples are sorted by complexity (with shuffle, by complexity + noise that is drawn for each epoch) and split into chunks
@@ -34,7 +31,8 @@ class LoadBalancingDistributedSampler(Sampler[int]):
     process group, ``bagua_ref.init_process_group()`` or the launcher's environment determine rank and size.
 
     ``state_dict()`` counts the samples that the newest iterator has returned. A DataLoader with workers fetches samples ahead of
-    training; then pass the number that training has used: ``state_dict(samples=batches_done * batch_size)``.
+    training; then pass the number that training has used: ``state_dict(samples=batches_done * batch_size)``. A sampler with another
+    number of replicas continues the epoch with the samples that are left (S7.6).
 
     Args:
         dataset: has a length of at least 1. It is read once, when the sampler is made, unless ``complexities`` is given.
@@ -62,6 +60,8 @@ class LoadBalancingDistributedSampler(Sampler[int]):
     [1, 3, 5]
     [1, 4, 9]
     """
+
+    unit = "samples"
 
     def __init__(
         self,
@@ -94,9 +94,9 @@ class LoadBalancingDistributedSampler(Sampler[int]):
         self.shuffle = bool(shuffle)
         self.seed = whole("seed", seed)
         self.drop_last = bool(drop_last)
-        self.num_samples = self.length // self.num_replicas if self.drop_last else -(-self.length // self.num_replicas)
+        self.num_samples = num_samples(self.length, self.num_replicas, self.drop_last)
         self.total_size = self.num_samples * self.num_replicas
-        self._start_epoch(0)
+        self._start_epoch(self._checked_epoch(0))
 
         if complexity_fn is not None:
             numbers = read_complexities(dataset, complexity_fn, progress=bool(progress) and self.rank == 0)
@@ -119,33 +119,19 @@ class LoadBalancingDistributedSampler(Sampler[int]):
             )
         self._ordering = Ordering(numbers, bound, backend)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, which with shuffle=True determines the order; call it before each epoch (S7.2).
-
-        Choosing the current epoch again changes nothing: a position set by `load_state_dict` is kept.
-        """
-        if whole("epoch", epoch) != self.epoch:
-            self._start_epoch(epoch)
-
-    def __iter__(self) -> Iterator[int]:
-        return self._draw(self.epoch)
-
-    def __len__(self) -> int:
-        """Return the number of samples that this replica draws in an epoch (S7.1)."""
-        return self.num_samples
-
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}({self.length} samples, rank {self.rank} of {self.num_replicas}, shuffle={self.shuffle}, "
-            f"seed={self.seed}, drop_last={self.drop_last}, random_level={self.random_level}; "
-            f"epoch {self.epoch}: {self._place.taken} of {self.num_samples} drawn)"
+            f"seed={self.seed}, drop_last={self.drop_last}, random_level={self.random_level}; {self._shown_place()})"
         )
 
     def shuffle_chunks(self) -> tuple[list[list[int]], list[int]]:
-        """Return this epoch's chunks of indices, and the order in which chunks are drawn (S7.3)."""
-        order, chunks = self._plan(self.epoch)
-        places = torch.arange(max(1, self.num_samples) * self.num_replicas) % self.length
-        return order[places].view(-1, self.num_replicas).tolist(), chunks.tolist()
+        """Return this epoch's chunks of indices (those of its newest stretch), and the order in which they are drawn (S7.3)."""
+        plan = self._plan_after(self.epoch, self._place.ended)
+        if not len(plan.order):
+            return [], []
+        places = torch.arange(max(1, plan.total) * self.num_replicas) % len(plan.order)
+        return plan.order[places].view(-1, self.num_replicas).tolist(), plan.chunks.tolist()
 
     def state_dict(self, *, samples: int | None = None) -> dict[str, Any]:
         """Return the position in this epoch, in a form that any rank's sampler can load.
@@ -153,57 +139,35 @@ class LoadBalancingDistributedSampler(Sampler[int]):
         Args:
             samples: the number of samples of this epoch that training has used on each rank; None: the number returned.
         """
-        taken = self._place.taken if samples is None else checked_count("samples", samples, len(self))
-        return {**self._settings(), "epoch": self.epoch, "samples": taken}
+        return self._state(samples)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Let the next iterator continue at the saved sample; later iterators begin at the first sample again.
+    def _start_epoch(self, epoch: int) -> None:
+        self._begin(epoch, Place((), 0, self.num_samples), None)
 
-        Raises:
-            ValueError: the state was saved with another number of replicas, dataset or other options.
-        """
-        check_settings(state_dict, self._settings(), "samples")
-        samples = checked_count("samples", state_dict["samples"], len(self))
-        self._start_epoch(state_dict["epoch"], samples)
-
-    def _start_epoch(self, epoch: int, samples: int = 0) -> None:
-        self.epoch = self._checked_epoch(epoch)
-        self._place = Place(samples)
-        self._resume_at = samples
+    def _begin(self, epoch: int, place: Place, plan: Chunks | None) -> None:
+        super()._begin(epoch, place, None)  # a plan takes as much memory as the sampler: made again when it is drawn
 
     def _checked_epoch(self, epoch: int) -> int:
-        number = whole("epoch", epoch)
-        if not -(2**63) <= self.seed + number < 2**64:
-            raise ValueError(f"seed + epoch = {self.seed + number} must fit into 64 bits")
-        return number
+        return epoch_of(self.seed, epoch)
 
-    def _draw(self, epoch: int) -> Iterator[int]:
-        # Only when the first sample is requested: a DataLoader with workers makes an iterator that it never uses.
-        place = Place()
-        if epoch == self.epoch:
-            place.taken, self._resume_at = self._resume_at, 0
-            self._place = place
-        order, chunks = self._plan(epoch)
-        mine = order.index_select(0, (chunks * self.num_replicas + self.rank) % self.length)
-        del order, chunks  # as large as everything else that the sampler stores
-        for block in mine[place.taken :].split(_BLOCK):
-            for index in block.tolist():
-                place.taken += 1
-                yield index
-
-    def _plan(self, epoch: int) -> tuple[Tensor, Tensor]:
-        """Return the order of samples (S7.2) and of chunks (S7.3)."""
-        num_chunks = max(1, self.num_samples)
+    def _order(self, epoch: int) -> tuple[Tensor, torch.Generator | None]:
+        """Return the order of samples (S7.2)."""
         if not self.shuffle:
-            return self._ordering.without_noise(), torch.arange(num_chunks)[: self.num_samples]
+            return self._ordering.without_noise(), None
         generator = torch.Generator().manual_seed(self.seed + epoch)
         noise = torch.randint(self._ordering.bound, (self.length,), generator=generator)  # drawn even if it is all zeros
-        return self._ordering.with_noise(noise), torch.randperm(num_chunks, generator=generator)[: self.num_samples]
+        return self._ordering.with_noise(noise), generator
+
+    def _plan(self, order: Tensor, replicas: int, generator: torch.Generator | None, ended: bool) -> Chunks:
+        """Return the chunks of R neighbours in the order in which they are drawn (S7.3)."""
+        number = num_samples(len(order), replicas, self.drop_last)
+        count = max(1, number)
+        drawn = torch.arange(count) if generator is None else torch.randperm(count, generator=generator)
+        return Chunks(order, drawn[:number], replicas, self.rank)
 
     def _settings(self) -> dict[str, Any]:
         """Return the settings on which a saved position depends."""
         return {
-            "num_replicas": self.num_replicas,
             "length": self.length,
             "shuffle": self.shuffle,
             "seed": self.seed,
@@ -213,69 +177,39 @@ class LoadBalancingDistributedSampler(Sampler[int]):
         }
 
 
-class Place:
-    """The number of items of an epoch that an iterator has returned."""
+class Chunks:
+    """Chunks of R neighbours of an order, in the order in which they are drawn (S7.3).
 
-    def __init__(self, taken: int = 0) -> None:
-        self.taken = taken
-
-
-def replica_of(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """Return the number of replicas and the rank; None is replaced from the process group, else from the environment.
-
-    Raises:
-        ValueError: num_replicas is below 1, or rank is out of range.
+    Args:
+        order: samples, int64.
+        chunks: the numbers of chunks.
+        replicas: R.
+        rank: of the replica that `items` are for.
     """
-    if num_replicas is None or rank is None:
-        found_size, found_rank = _size_and_rank()
-        num_replicas = found_size if num_replicas is None else num_replicas
-        rank = found_rank if rank is None else rank
-    count, place = whole("num_replicas", num_replicas), whole("rank", rank)
-    if count < 1:
-        raise ValueError(f"num_replicas={count} must be at least 1")
-    if not 0 <= place < count:
-        raise ValueError(f"rank={place} must be from 0 to num_replicas - 1 = {count - 1}")
-    return count, place
+
+    def __init__(self, order: Tensor, chunks: Tensor, replicas: int, rank: int) -> None:
+        self.order, self.chunks, self.replicas, self.rank = order, chunks, replicas, rank
+        self.total = len(chunks)
+
+    def of(self, rank: int, start: int = 0) -> Tensor:
+        """Return the samples that a replica draws from chunk number ``start`` on."""
+        return self.order.index_select(0, (self.chunks[start:] * self.replicas + rank) % max(1, len(self.order)))
+
+    def drawn(self, count: int) -> Tensor:
+        """Return the samples in the first ``count`` chunks, the fill-up of the last one included."""
+        places = self.chunks[:count, None] * self.replicas + torch.arange(self.replicas)
+        return self.order[places.flatten() % max(1, len(self.order))]
+
+    def items(self, start: int) -> Iterator[int]:
+        """Return an iterator over the samples of this replica."""
+        return _numbers(self.of(self.rank, start))
 
 
-def whole(name: str, value: Any) -> int:
-    """Return ``value`` of the argument ``name`` as an int; raise unless it is an integer."""
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; it must be an int") from None
+def num_samples(length: int, replicas: int, drop_last: bool) -> int:
+    """Return the number of samples that each replica draws of ``length`` (S7.1)."""
+    return length // replicas if drop_last else -(-length // replicas)
 
 
-def checked_count(name: str, value: int, most: int) -> int:
-    """Return ``value`` as an int; raise unless it is from 0 to ``most``."""
-    number = whole(name, value)
-    if not 0 <= number <= most:
-        raise ValueError(f"{name}={number} must be from 0 to {most}, the number of {name} in the epoch")
-    return number
-
-
-def check_settings(state_dict: Mapping[str, Any], here: Mapping[str, Any], unit: str) -> None:
-    """Raise if the state was saved with other settings."""
-    if not isinstance(state_dict, Mapping):
-        raise TypeError(f"state_dict is a {type(state_dict).__name__}; it must be a dict that state_dict() returned")
-    if missing := [name for name in (*here, "epoch", unit) if name not in state_dict]:
-        raise ValueError(f"state_dict lacks {', '.join(missing)}; it must come from state_dict() of the same kind of sampler")
-    for name, value in here.items():
-        if state_dict[name] == value:
-            continue
-        if name == "complexities":
-            raise ValueError("state_dict was saved with other complexities, so its place is not one in this order")
-        advice = (
-            f"; which {unit} are left cannot be told exactly. Resume with {state_dict[name]} replicas, or call set_epoch"
-            f"({state_dict['epoch'] + 1}) to begin the next epoch"
-            if name == "num_replicas"
-            else ""
-        )
-        raise ValueError(f"state_dict was saved with {name}={state_dict[name]}, and here it is {value}{advice}")
-
-
-def _size_and_rank() -> tuple[int, int]:
-    world = current_world()
-    if isinstance(world, RealWorld) and world.known_identity is None and dist.is_available() and dist.is_initialized():
-        return dist.get_world_size(), dist.get_rank()  # only torch was initialized, perhaps without a launcher
-    return world.identity.world_size, world.identity.rank
+def _numbers(samples: Tensor) -> Iterator[int]:
+    for block in samples.split(_BLOCK):
+        yield from block.tolist()

@@ -51,6 +51,112 @@ def indices(complexities: list[Any], replicas: int, rank: int, **options: Any) -
     return indices_of(complexities, noise, chunks, replicas, rank, options["drop_last"])
 
 
+def stretches_of(
+    complexities: list[Any],
+    history: list[tuple[int, int]],
+    replicas: int,
+    cut: Any = None,
+    drop_batches: bool = False,
+    *,
+    shuffle: bool,
+    seed: int,
+    epoch: int,
+    drop_last: bool,
+    random_level: float,
+) -> list[list[list[Any]]]:
+    """S7.6: for each (R, number drawn) of a history, and for ``replicas`` after it, what each replica draws in the stretch.
+
+    Items are samples; with ``cut``, a batch_fn, they are batches (S7.4).
+    """
+    noise = [0] * len(complexities)
+    generator = torch.Generator().manual_seed(seed + epoch)
+    if shuffle:
+        noise = torch.randint(noise_limit(complexities, random_level), (len(noise),), generator=generator).tolist()
+    left = sorted(range(len(noise)), key=lambda sample: complexities[sample] + noise[sample])
+    found = []
+    for count, drawn in [*history, (replicas, 0)]:
+        number = num_samples(len(left), count, drop_last)
+        chunks = torch.randperm(max(1, number), generator=generator).tolist() if shuffle else list(range(number))
+        shares = [[left[(chunk * count + rank) % len(left)] for chunk in chunks[:number]] for rank in range(count)]
+        if cut is not None:
+            shares = equal_batches([cut(share) for share in shares], drop_batches) if left else [[] for _ in shares]
+        found.append(shares)
+        items = [item for share in shares for item in share[:drawn]]
+        gone = set(items if cut is None else [sample for batch in items for sample in batch])
+        left = [] if drawn == len(shares[0]) else [sample for sample in left if sample not in gone]
+    return found
+
+
+def batch_cost(costs: list[Any], batch: list[int], padded: Any) -> Any:
+    """S7.7.1."""
+    if padded is False:
+        total = 0.0
+        for sample in batch:
+            total += costs[sample]
+        return total
+    largest = max(costs[sample] for sample in batch)
+    return len(batch) * largest if padded is True else padded(len(batch), largest)
+
+
+def budget_stretches(
+    costs: list[Any],
+    max_cost: Any,
+    history: list[tuple[int, int]],
+    replicas: int,
+    *,
+    padded: Any,
+    shuffle: bool,
+    seed: int,
+    epoch: int,
+    mix: int,
+    drop_last: bool,
+) -> list[list[list[list[int]]]]:
+    """S7.7: for each (R, steps drawn) of a history, and for ``replicas`` after it, the batches of each replica in the stretch."""
+    generator = torch.Generator().manual_seed(seed + epoch)
+    first = torch.randperm(len(costs), generator=generator).tolist() if shuffle else range(len(costs))
+    left = sorted(first, key=lambda sample: costs[sample])
+    found = []
+    for count, drawn in [*history, (replicas, 0)]:
+        batches = _within(costs, max_cost, left, padded)
+        if shuffle and mix > 1:
+            mixed = []
+            for place in range(0, len(batches), mix):
+                group = [sample for batch in batches[place : place + mix] for sample in batch]
+                mixed += [group[turn] for turn in torch.randperm(len(group), generator=generator).tolist()]
+            batches = _within(costs, max_cost, mixed, padded)
+        repeats = 0
+        while len(batches) % count:
+            price = [batch_cost(costs, batch, padded) for batch in batches]
+            several = [place for place, batch in enumerate(batches) if len(batch) > 1]
+            if drop_last:
+                del batches[price.index(min(price))]
+            elif several:
+                place = max(several, key=lambda place: (price[place], -place))
+                half = len(batches[place]) // 2
+                batches[place : place + 1] = [batches[place][:half], batches[place][half:]]
+            else:
+                batches.append([left[repeats % len(left)]])
+                repeats += 1
+        batches.sort(key=lambda batch: batch_cost(costs, batch, padded))
+        steps = [batches[place : place + count] for place in range(0, len(batches), count)]
+        if shuffle:
+            steps = [steps[turn] for turn in torch.randperm(len(steps), generator=generator).tolist()]
+        found.append([[step[(rank + number) % count] for number, step in enumerate(steps)] for rank in range(count)])
+        gone = {sample for step in steps[:drawn] for batch in step for sample in batch}
+        left = [] if drawn == len(steps) else [sample for sample in left if sample not in gone]
+    return found
+
+
+def _within(costs: list[Any], max_cost: Any, samples: list[int], padded: Any) -> list[list[int]]:
+    """S7.7.2: samples in batches of at most ``max_cost``."""
+    batches: list[list[int]] = []
+    for sample in samples:
+        if not batches or batch_cost(costs, [*batches[-1], sample], padded) > max_cost:
+            batches.append([])
+        batches[-1].append(sample)
+    return batches
+
+
 def filled_batches(costs: list[int], max_cost: int, indices: list[int]) -> list[list[int]]:
     """Cut indices into batches greedily, as a user's function may: none costs more than ``max_cost``, unless it has one index."""
     batches: list[list[int]] = []

@@ -1,0 +1,154 @@
+"""Properties of positions that survive another number of replicas (S7.6), and of batches under a budget (S7.7)."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from property_tests.test_samplers import make
+
+from bagua_ref.conformance.expected import samplers_plain
+from bagua_ref.conformance.inputs.sampler_cases import cases, cut, few_or_many
+from bagua_ref.contrib import BudgetBatchSampler, LoadBalancingDistributedBatchSampler
+
+replica_counts = st.integers(1, 5)
+
+
+def follow(data: st.DataObject, start: Callable[[int, int], Any], plan: Callable[[list[tuple[int, int]], int], Any]) -> None:
+    """Draw a history with samplers that ``start(replicas, rank)`` makes; compare each stretch with the expected plan."""
+    history: list[tuple[int, int]] = []
+    state: Any = None
+    for _ in range(data.draw(st.integers(1, 4))):
+        replicas = data.draw(replica_counts)
+        continues = bool(history) and history[-1][0] == replicas
+        ended, already = (history[:-1], history[-1][1]) if continues else (history, 0)
+        wanted = plan(ended, replicas)[-1]
+        rank = data.draw(st.integers(0, replicas - 1))
+        sampler = start(replicas, rank)
+        if state is not None:
+            sampler.load_state_dict(state)
+        assert len(sampler) == len(wanted[rank])
+        taken = data.draw(st.integers(0, len(sampler) - already))
+        iterator = iter(sampler)
+        assert [next(iterator) for _ in range(taken)] == wanted[rank][already : already + taken]
+        others = [start(replicas, other) for other in range(replicas)]
+        for other, sampled in zip(others, wanted, strict=True):
+            if state is not None:
+                other.load_state_dict(state)
+            assert list(other) == sampled[already:]
+        state = json.loads(json.dumps(sampler.state_dict()))
+        if already + taken:
+            history = [*ended, (replicas, already + taken)]
+            loaded = start(replicas, 0)
+            loaded.load_state_dict(state)
+            assert loaded.state_dict() == sampler.state_dict()
+
+
+@given(case=cases(), data=st.data())
+def test_S7_6_a_stretch_draws_what_earlier_ones_have_left(case, data):
+    values, _, options = case
+    follow(
+        data,
+        lambda replicas, rank: make(values, replicas, rank, options, complexities=values),
+        lambda history, replicas: samplers_plain.stretches_of(values, history, replicas, **options),
+    )
+
+
+@given(case=cases(), data=st.data(), drop_last=st.booleans(), batch_fn=st.sampled_from([cut(2), cut(3), few_or_many]))
+def test_S7_6_a_stretch_of_batches_cuts_what_earlier_ones_have_left(case, data, drop_last, batch_fn):
+    values, _, options = case
+    options = {**options, "drop_last": False}
+
+    def start(replicas: int, rank: int) -> LoadBalancingDistributedBatchSampler:
+        return LoadBalancingDistributedBatchSampler(make(values, replicas, rank, options, complexities=values), batch_fn, drop_last)
+
+    follow(
+        data,
+        start,
+        lambda history, replicas: samplers_plain.stretches_of(values, history, replicas, batch_fn, drop_last, **options),
+    )
+
+
+@given(case=cases(), data=st.data())
+def test_S7_6_every_sample_is_drawn_and_few_twice(case, data):
+    values, _, options = case
+    drawn: Counter[int] = Counter()
+    state, replica_numbers = None, []
+    for last in (False, False, True):
+        replicas = data.draw(replica_counts)
+        samplers = [make(values, replicas, rank, options, complexities=values) for rank in range(replicas)]
+        for sampler in samplers:
+            if state is not None:
+                sampler.load_state_dict(state)
+        left = len(samplers[0]) - (state["samples"] if state is not None and state["num_replicas"] == replicas else 0)
+        taken = left if last else data.draw(st.integers(0, left))
+        for sampler in samplers:
+            drawn.update(itertools.islice(sampler, taken))
+        state = samplers[0].state_dict()
+        if taken or not drawn:
+            replica_numbers.append(replicas)
+    if options["drop_last"]:
+        assert max(drawn.values(), default=1) == 1
+        assert len(values) - len(drawn) < replica_numbers[-1]
+    else:
+        assert len(drawn) == len(values)
+        assert drawn.total() - len(values) <= sum(number - 1 for number in replica_numbers)
+
+
+@st.composite
+def budgets(draw: st.DrawFn) -> tuple[list[Any], Any, dict[str, Any]]:
+    number = draw(st.sampled_from([st.integers(1, 9), st.integers(1, 300), st.floats(0.125, 50), st.just(7)]))
+    costs = draw(st.lists(number, min_size=1, max_size=60))
+    padded = draw(st.sampled_from([True, False, _quadratic]))
+    one = max(samplers_plain.batch_cost(costs, [place], padded) for place in range(len(costs)))
+    most = max(1, one * draw(st.sampled_from([1, 1.5, 2, 4, 10])))
+    options = {"shuffle": draw(st.booleans()), "mix": draw(st.integers(1, 4)), "drop_last": draw(st.booleans())}
+    return costs, most, {"padded": padded, "seed": draw(st.integers(0, 5)), **options}
+
+
+def _quadratic(size: int, largest: Any) -> Any:
+    return size * largest * largest
+
+
+@given(case=budgets(), data=st.data(), epoch=st.integers(0, 3))
+def test_S7_7_steps_are_those_of_the_clause_whatever_the_history(case, data, epoch):
+    costs, most, options = case
+
+    def start(replicas: int, rank: int) -> BudgetBatchSampler:
+        sampler = BudgetBatchSampler(costs, most, num_replicas=replicas, rank=rank, **{**options, "drop_last": False})
+        sampler.set_epoch(epoch)
+        return sampler
+
+    def plan(history: list[tuple[int, int]], replicas: int) -> Any:
+        return samplers_plain.budget_stretches(costs, most, history, replicas, epoch=epoch, **{**options, "drop_last": False})
+
+    follow(data, start, plan)
+
+
+@given(case=budgets(), replicas=replica_counts)
+def test_S7_7_each_sample_once_within_the_budget_and_equal_counts(case, replicas):
+    costs, most, options = case
+    wanted = samplers_plain.budget_stretches(costs, most, [], replicas, epoch=0, **options)[0]
+    if not wanted[0]:
+        with pytest.raises(ValueError, match="leaves no batch"):
+            BudgetBatchSampler(costs, most, num_replicas=replicas, rank=0, **options)
+        return
+    samplers = [BudgetBatchSampler(costs, most, num_replicas=replicas, rank=rank, **options) for rank in range(replicas)]
+    batches = [list(sampler) for sampler in samplers]
+    assert batches == wanted
+    assert all(samplers_plain.batch_cost(costs, batch, options["padded"]) <= most for own in batches for batch in own)
+    drawn = Counter(index for own in batches for batch in own for index in batch)
+    if options["drop_last"]:
+        assert max(drawn.values()) == 1
+        assert samplers[0].dropped < replicas
+        assert (len(drawn) == len(costs)) == (samplers[0].dropped == 0)
+    else:
+        assert len(drawn) == len(costs)
+        assert drawn.total() - len(costs) < replicas
+        assert drawn.total() == len(costs) or all(len(batch) == 1 for own in batches for batch in own)

@@ -1,0 +1,282 @@
+"""Samplers whose position in an epoch survives a restart, also with another number of replicas (S7.6)."""
+
+from __future__ import annotations
+
+import operator
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from bagua_ref.base.runtime import RealWorld, current_world
+from bagua_ref.communicators.scheduler import format_ranks
+from bagua_ref.groups.process_group import _get_default_group
+
+__all__ = ["Plan", "ResumableSampler", "Stretch", "replica_of", "whole"]
+
+T = TypeVar("T")
+P = TypeVar("P", bound="Plan")
+
+
+class Stretch(NamedTuple):
+    """Part of an epoch in which each of ``replicas`` drew ``taken`` of ``total`` items (S7.6)."""
+
+    replicas: int
+    taken: int
+    total: int
+
+
+class Plan(Protocol):
+    """The items of each replica in a stretch."""
+
+    @property
+    def total(self) -> int:
+        """The number of items of each replica."""
+
+    def drawn(self, count: int) -> Tensor:
+        """Return the samples in the first ``count`` items of all replicas, int64; some may repeat."""
+
+    def items(self, start: int) -> Iterator[Any]:
+        """Return an iterator over this replica's items from number ``start`` on."""
+
+
+class Place:
+    """The position of an iterator: the stretches that ended before, and the items that it has returned of ``total``."""
+
+    def __init__(self, ended: Sequence[Stretch], taken: int, total: int) -> None:
+        self.ended, self.taken, self.total = tuple(ended), taken, total
+
+
+class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
+    """Draws an epoch in stretches, each with a number of replicas of its own (S7.6).
+
+    A stretch distributes the samples that no earlier one has drawn. Its plan follows from the epoch and the earlier stretches:
+    every replica makes the same, and a saved position is a few numbers.
+
+    Subclasses set ``num_replicas`` and ``rank``, then call `_start_epoch`.
+    """
+
+    unit = "batches"
+    """The items, as in states and messages."""
+
+    num_replicas: int
+    rank: int
+    epoch: int
+
+    @abstractmethod
+    def _settings(self) -> dict[str, Any]:
+        """Return the settings on which a saved position depends."""
+
+    @abstractmethod
+    def _checked_epoch(self, epoch: int) -> int:
+        """Return the epoch as an int; raise ValueError if it cannot be one."""
+
+    @abstractmethod
+    def _order(self, epoch: int) -> tuple[Tensor, torch.Generator | None]:
+        """Return the order of all samples, and the generator that has drawn it, for what stretches draw."""
+
+    @abstractmethod
+    def _plan(self, order: Tensor, replicas: int, generator: torch.Generator | None, ended: bool) -> P:
+        """Return the plan of a stretch that distributes ``order``; `Plan.drawn` is asked if it has ended, else `Plan.items`."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch, which with shuffle=True determines the order; call it before each epoch (S7.2).
+
+        Choosing the current epoch again changes nothing: a position set by `load_state_dict` is kept.
+        """
+        if whole("epoch", epoch) != self.epoch:
+            self._start_epoch(self._checked_epoch(epoch))
+
+    def __iter__(self) -> Iterator[T]:
+        return self._draw(self.epoch)
+
+    def __len__(self) -> int:
+        """Return the number of items that this replica draws in the epoch, or in its newest stretch after a change of replicas."""
+        return self._place.total
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Let the next iterator continue at the saved position; later iterators begin the epoch anew.
+
+        With the number of replicas that saved, it continues item by item; with another, what is left of the epoch is distributed
+        anew (S7.6), and `len` says how much that is.
+
+        Raises:
+            ValueError: the state was saved with another dataset or other options, or holds no position of the epoch.
+            TypeError: it is no state.
+        """
+        epoch, saved = self._read(state_dict)
+        stretches, plan = self._walk(epoch, saved)
+        total = state_dict.get(f"num_{self.unit}")  # states of before lack it
+        if stretches and total is not None and total != stretches[-1].total:
+            raise ValueError(f"state_dict was saved with num_{self.unit}={total}, and here it is {stretches[-1].total}")
+        continued = bool(stretches) and stretches[-1].replicas == self.num_replicas
+        ended, taken = (stretches[:-1], stretches[-1].taken) if continued else (stretches, 0)
+        self._begin(epoch, Place(ended, taken, plan.total), plan)
+
+    def check_agreement(self) -> None:
+        """Compare the settings and positions of all ranks of the default group; every rank calls it.
+
+        Raises:
+            ValueError: they differ; on every rank.
+        """
+        here = self._state(None)
+        comm = _get_default_group().get_global_communicator()
+        digests = torch.tensor([zlib.crc32(repr(value).encode()) for value in here.values()])
+        everyones = digests.new_empty(comm.nranks(), len(here))
+        comm.allgather(digests, everyones.view(-1))
+        for name, column in zip(here, everyones.T, strict=True):
+            if others := (column != column[0]).nonzero().flatten().tolist():
+                raise ValueError(
+                    f"{format_ranks(others)} and rank 0 have samplers with different {name}, here {here[name]!r}; give all the same"
+                )
+
+    def _shown_place(self) -> str:
+        ended = [f"{taken} of {total} drawn by {replicas} replicas, then " for replicas, taken, total in self._place.ended]
+        return f"epoch {self.epoch}: {''.join(ended)}{self._place.taken} of {self._place.total} {self.unit} drawn"
+
+    def _state(self, taken: int | None) -> dict[str, Any]:
+        """Return the position after ``taken`` items; None: after those that the newest iterator has returned."""
+        place = self._place
+        taken = place.taken if taken is None else self._checked_count(taken, place.total)
+        stretches = [*place.ended, Stretch(self.num_replicas, taken, place.total)]
+        if taken == 0 and place.ended:  # a stretch that drew nothing is left out
+            stretches.pop()
+        *earlier, newest = stretches
+        return {
+            **self._settings(),
+            "num_replicas": newest.replicas,
+            "epoch": self.epoch,
+            self.unit: newest.taken,
+            f"num_{self.unit}": newest.total,
+            "stretches": [[stretch.replicas, stretch.taken] for stretch in earlier],
+        }
+
+    def _read(self, state: Mapping[str, Any]) -> tuple[int, list[tuple[int, int]]]:
+        """Return a state's epoch, and the replicas and the items drawn of its stretches."""
+        if not isinstance(state, Mapping):
+            raise TypeError(f"state_dict is a {type(state).__name__}; it must be a dict that state_dict() returned")
+        here = self._settings()
+        if missing := [name for name in ("num_replicas", *here, "epoch", self.unit) if name not in state]:
+            raise ValueError(f"state_dict lacks {', '.join(missing)}; it must come from state_dict() of the same kind of sampler")
+        for name, value in here.items():
+            if state[name] == value:
+                continue
+            if name in ("complexities", "costs"):
+                raise ValueError(f"state_dict was saved with other {name}, so its place is not one in this order")
+            raise ValueError(f"state_dict was saved with {name}={state[name]}, and here it is {value}")
+        earlier = state.get("stretches", ())
+        if not isinstance(earlier, Sequence) or not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in earlier):
+            raise ValueError(f"stretches={earlier!r} must be pairs of a number of replicas and of {self.unit} drawn")
+        pairs = [*earlier, (state["num_replicas"], state[self.unit])]
+        read = [(whole("num_replicas", replicas), whole(self.unit, taken)) for replicas, taken in pairs]
+        if len(read) == 1 and read[0][1] == 0 and read[0][0] != self.num_replicas:
+            del read[0]  # nothing was drawn
+        for place, (replicas, taken) in enumerate(read):
+            if replicas < 1 or (taken == 0 and len(read) > 1) or (place > 0 and replicas == read[place - 1][0]):
+                raise ValueError(
+                    f"stretches={read!r} must name at least one replica each, that drew at least one of the {self.unit}, and other "
+                    "replicas than the stretch before"
+                )
+        return self._checked_epoch(state["epoch"]), read
+
+    def _walk(self, epoch: int, saved: Sequence[tuple[int, int]]) -> tuple[list[Stretch], P]:
+        """Return the stretches of an epoch with their totals, and the plan by which this sampler goes on after them."""
+        order, generator = self._order(epoch)
+        stretches: list[Stretch] = []
+        for replicas, taken in saved:
+            continues = len(stretches) == len(saved) - 1 and replicas == self.num_replicas
+            plan = self._plan(order, replicas, generator, ended=not continues)
+            stretches.append(Stretch(replicas, self._checked_count(taken, plan.total), plan.total))
+            if continues:
+                return stretches, plan
+            if taken == plan.total:  # the end of the epoch, whatever drop_last has left
+                order = order[:0]
+            else:
+                left = torch.ones(int(order.max()) + 1, dtype=torch.bool)
+                left[plan.drawn(taken)] = False
+                order = order[left[order]]
+        return stretches, self._plan(order, self.num_replicas, generator, ended=False)
+
+    def _plan_after(self, epoch: int, ended: Sequence[Stretch]) -> P:
+        """Return the plan of this sampler's replicas after earlier stretches."""
+        return self._walk(epoch, [(stretch.replicas, stretch.taken) for stretch in ended])[1]
+
+    def _checked_count(self, value: int, most: int) -> int:
+        number = whole(self.unit, value)
+        if not 0 <= number <= most:
+            raise ValueError(f"{self.unit}={number} must be from 0 to {most}, the number of {self.unit} in the epoch")
+        return number
+
+    def _start_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch."""
+        _, plan = self._walk(epoch, ())
+        self._begin(epoch, Place((), 0, plan.total), plan)
+
+    def _begin(self, epoch: int, place: Place, plan: P | None) -> None:
+        self.epoch, self._place, self._made = epoch, place, plan
+        self._next: Place | None = place  # of the next iterator
+
+    def _draw(self, epoch: int) -> Iterator[T]:
+        # Only when the first item is requested: a DataLoader with workers makes an iterator that it never uses.
+        plan = None
+        if epoch != self.epoch:
+            place = Place((), 0, 0)
+        else:
+            if self._next is None and (self._made is None or self._place.ended):
+                self._start_epoch(epoch)
+            elif self._next is None:
+                self._begin(epoch, Place((), 0, self._place.total), self._made)
+            place, plan, self._next = self._place, self._made, None
+        if plan is None:
+            plan = self._plan_after(epoch, place.ended)
+        items = plan.items(place.taken)
+        del plan  # it may be as large as everything else that the sampler stores
+        for item in items:
+            place.taken += 1
+            yield item
+
+
+def replica_of(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
+    """Return the number of replicas and the rank; None is replaced from the process group, else from the environment.
+
+    Raises:
+        ValueError: num_replicas is below 1, or rank is out of range.
+    """
+    if num_replicas is None or rank is None:
+        found_size, found_rank = _size_and_rank()
+        num_replicas = found_size if num_replicas is None else num_replicas
+        rank = found_rank if rank is None else rank
+    count, place = whole("num_replicas", num_replicas), whole("rank", rank)
+    if count < 1:
+        raise ValueError(f"num_replicas={count} must be at least 1")
+    if not 0 <= place < count:
+        raise ValueError(f"rank={place} must be from 0 to num_replicas - 1 = {count - 1}")
+    return count, place
+
+
+def whole(name: str, value: Any) -> int:
+    """Return ``value`` of the argument ``name`` as an int; raise unless it is an integer."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; it must be an int") from None
+
+
+def epoch_of(seed: int, epoch: int) -> int:
+    """Return ``epoch`` as an int; raise unless a generator can be seeded with seed + epoch."""
+    number = whole("epoch", epoch)
+    if not -(2**63) <= seed + number < 2**64:
+        raise ValueError(f"seed + epoch = {seed + number} must fit into 64 bits")
+    return number
+
+
+def _size_and_rank() -> tuple[int, int]:
+    world = current_world()
+    if isinstance(world, RealWorld) and world.known_identity is None and dist.is_available() and dist.is_initialized():
+        return dist.get_world_size(), dist.get_rank()  # only torch was initialized, perhaps without a launcher
+    return world.identity.world_size, world.identity.rank
