@@ -596,7 +596,7 @@ def test_what_belongs_to_a_rank_is_refused_by_name_or_dropped(tmp_path: Path, na
         noise = torch.get_rng_state()
         run.load(tmp_path, drop_rank_state=True)
         assert torch.equal(torch.get_rng_state(), noise)
-        assert run.sampler.state_dict()["batches"] == 0
+        assert run.sampler.state_dict()["num_replicas"] == 2  # where the two ranks were
         assert run.model.bagua_train_step_counter == 4
         state = run.state()
         run.epoch = 2
@@ -609,10 +609,24 @@ def test_what_belongs_to_a_rank_is_refused_by_name_or_dropped(tmp_path: Path, na
         assert torch.equal(state, states[0][1])
 
 
-def test_the_position_of_a_sampler_is_refused_by_name_at_another_number_of_ranks(tmp_path: Path) -> None:
-    trained(tmp_path, 1)
-    with pytest.raises(ValueError, match=r"num_replicas=1, and here it is 2; which batches are left"):
-        loaded(tmp_path, 2)
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (3, 2), (2, 4)])
+def test_S7_6_another_number_of_ranks_draws_the_rest_of_the_epoch(tmp_path: Path, before: int, after: int) -> None:
+    def first(r: int) -> list[int]:
+        run = Run()
+        drawn = [index for batch in itertools.islice(run.sampler, 2) for index in batch]
+        run.save(tmp_path)
+        return drawn
+
+    def rest(r: int) -> list[int]:
+        run = Run()
+        run.load(tmp_path, drop_rank_state=True)
+        drawn = [index for batch in run.sampler for index in batch]
+        assert len(list(run.sampler)) == len(list(Run().sampler))  # the epoch anew
+        return drawn
+
+    drawn = [index for part in (*simulate(before, first), *simulate(after, rest)) for index in part]
+    assert set(drawn) == set(range(len(LENGTHS)))
+    assert len(drawn) < len(LENGTHS) + before + after
 
 
 def test_S3_5_a_ring_of_another_size_starts_with_equal_replicas(tmp_path: Path) -> None:

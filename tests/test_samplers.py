@@ -24,7 +24,7 @@ from bagua_ref.backends.reference import ReferenceBackend
 from bagua_ref.base.not_provided import install_command
 from bagua_ref.cli import balance, main
 from bagua_ref.conformance.expected import samplers_plain
-from bagua_ref.contrib import LoadBalancingDistributedBatchSampler, LoadBalancingDistributedSampler
+from bagua_ref.contrib import BudgetBatchSampler, LoadBalancingDistributedBatchSampler, LoadBalancingDistributedSampler
 from bagua_ref.simulation import SimulatedWorld
 
 LENGTHS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6]
@@ -42,6 +42,10 @@ def batches_of(
     rank: int = 0, batch_fn: Any = pairs, drop_last: bool = False, **options: Any
 ) -> LoadBalancingDistributedBatchSampler:
     return LoadBalancingDistributedBatchSampler(sampler_of(rank, **options), batch_fn, drop_last)
+
+
+def budget_of(rank: int = 0, replicas: int = 3, costs: Any = LENGTHS, max_cost: Any = 18, **options: Any) -> BudgetBatchSampler:
+    return BudgetBatchSampler(costs, max_cost, num_replicas=replicas, rank=rank, **options)
 
 
 def take(iterable: Any, count: int) -> list[Any]:
@@ -647,6 +651,151 @@ def test_batches_of_another_batch_fn_are_refused() -> None:
     with pytest.raises(ValueError, match="drop_last=False, and here it is True"):
         batches_of(drop_last=True).load_state_dict(state)
     assert len(list(other)) == 1
+
+
+# Another number of replicas
+
+
+def test_S7_6_an_example_by_hand() -> None:
+    lengths = [30, 10, 40, 10, 50]  # chunks of two: [1, 3], [0, 2], [4, 1]
+    state = sampler_of(0, 2, lengths, shuffle=False).state_dict(samples=1)  # 1 and 3 are drawn; 0, 2, 4 are left
+    rest = []
+    for rank in range(4):
+        sampler = sampler_of(rank, 4, lengths, shuffle=False)
+        sampler.load_state_dict(state)
+        assert len(sampler) == 1
+        assert repr(sampler).endswith("epoch 0: 1 of 3 drawn by 2 replicas, then 0 of 1 samples drawn)")
+        rest += list(sampler)
+    assert rest == [0, 2, 4, 0]
+
+
+def test_S7_6_a_state_of_before_has_one_stretch() -> None:
+    state = sampler_of(0, 2).state_dict(samples=5)
+    del state["stretches"], state["num_samples"]
+    for replicas in (2, 3):
+        old, new = sampler_of(1, replicas), sampler_of(1, replicas)
+        old.load_state_dict(state)
+        new.load_state_dict(sampler_of(0, 2).state_dict(samples=5))
+        assert list(old) == list(new)
+
+
+@pytest.mark.parametrize("make", [sampler_of, lambda rank, replicas: batches_of(rank, replicas=replicas), budget_of])
+def test_S7_6_the_end_of_an_epoch_is_its_end_for_any_number_of_replicas(make: Any) -> None:
+    first, second = make(0, 3), make(1, 2)
+    first.set_epoch(4)
+    list(first)
+    second.load_state_dict(first.state_dict())
+    assert (second.epoch, len(second), list(second)) == (4, 0, [])
+    assert second.state_dict() == first.state_dict()
+    second.set_epoch(5)
+    whole = make(1, 2)
+    whole.set_epoch(5)
+    assert list(second) == list(whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"stretches": [[2, 3]]}, "and other replicas than the stretch before"),
+        ({"stretches": [[3, 0]]}, "that drew at least one of the samples"),
+        ({"stretches": [[0, 1]]}, "at least one replica"),
+        ({"stretches": [[3, 8]]}, "samples=1 must be from 0 to 0"),  # after the end of the epoch
+        ({"stretches": [[3, 9]]}, "samples=9 must be from 0 to 8"),
+        ({"stretches": [3]}, r"stretches=\[3\] must be pairs"),
+        ({"stretches": None}, "stretches=None must be pairs"),
+        ({"stretches": [["3", 1]]}, "num_replicas='3' is a str"),
+        ({"num_replicas": 1.5}, "num_replicas=1.5 is a float"),
+        ({"num_samples": 11}, "num_samples=11, and here it is 12"),
+    ],
+)  # fmt: skip
+def test_S7_6_damaged_stretches_are_refused(change: dict[str, Any], message: str) -> None:
+    sampler = sampler_of(1, 4)
+    with pytest.raises((ValueError, TypeError), match=message):
+        sampler.load_state_dict({**sampler_of(0, 2).state_dict(samples=1), **change})
+    assert list(sampler) == list(sampler_of(1, 4))
+
+
+def test_ranks_with_other_samplers_are_told_apart() -> None:
+    def agree(*changes: dict[str, Any]) -> Any:
+        def rank(comm: Any) -> str:
+            bagua_ref.init_process_group()
+            try:
+                budget_of(bagua_ref.get_rank(), 3, **changes[bagua_ref.get_rank()]).check_agreement()
+            except ValueError as error:
+                return str(error)
+            return ""
+
+        return SimulatedWorld(3).run(rank)
+
+    assert agree({}, {}, {}) == ["", "", ""]
+    for said in agree({}, {"costs": LENGTHS[::-1]}, {}):
+        assert said.startswith("rank 1 and rank 0 have samplers with different costs, here ")
+    assert "ranks 1-2 and rank 0 have samplers with different mix, here 3" in agree({"mix": 3}, {}, {})[0]
+
+
+# Batches under a budget
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"max_cost": 0.5}, ValueError, "max_cost=0.5 must be a finite number of at least 1"),
+        ({"max_cost": float("nan")}, ValueError, "max_cost is NaN"),
+        ({"max_cost": float("inf")}, ValueError, "max_cost=inf"),
+        ({"max_cost": "9"}, TypeError, "max_cost='9' is a str"),
+        ({"max_cost": 8}, ValueError, r"costs\[5\]=9 makes a batch of sample 5 alone cost 9, over self.max_cost=8"),
+        ({"costs": []}, ValueError, "costs is empty"),
+        ({"costs": [1, 0]}, ValueError, r"costs\[1\]=0 must be positive and finite"),
+        ({"costs": [1.0, float("inf")]}, ValueError, r"costs\[1\]=inf must be positive and finite"),
+        ({"costs": [1.0, float("nan")]}, ValueError, "NaN"),
+        ({"costs": [1, 10**400]}, ValueError, "too large for a float"),
+        ({"costs": [[1, 2]]}, TypeError, r"costs\[0\]=\[1, 2\] is a list"),
+        ({"costs": ["1"]}, TypeError, "str"),
+        ({"costs": torch.ones(2, 2)}, ValueError, r"shape \(2, 2\)"),
+        ({"mix": 0}, ValueError, "mix=0 must be at least 1"),
+        ({"mix": 1.5}, TypeError, "mix=1.5 is a float"),
+        ({"padded": 1}, TypeError, "padded=1 must be True, False or a function"),
+        ({"padded": lambda m, h: -m, "max_cost": 9}, ValueError, "padded must not decrease"),
+        ({"padded": lambda m, h: 5 / h}, ValueError, "padded must not decrease"),
+        ({"padded": lambda m, h: 10 * m + 5 * (h < 3), "max_cost": 25}, ValueError, "of a batch that is not longer"),
+        ({"padded": lambda m, h: float("nan")}, ValueError, "NaN"),
+        ({"padded": lambda m, h: "much"}, TypeError, "much"),
+        ({"seed": 2**64}, ValueError, "64 bits"),
+        ({"costs": [5, 5], "drop_last": True}, ValueError, "leaves no batch: 2 batches of 2 samples are fewer than 3 replicas"),
+    ],
+)  # fmt: skip
+def test_S7_7_what_does_not_fit_is_named(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        budget_of(0, 3, **{"max_cost": 9, **options})
+
+
+def test_S7_7_the_epochs_differ_and_the_dropped_are_counted() -> None:
+    sampler = budget_of(0, 3, drop_last=True, max_cost=20)
+    first = list(sampler)
+    batches = [batch for rank in range(3) for batch in budget_of(rank, 3, drop_last=True, max_cost=20)]
+    kept = {index for batch in batches for index in batch}
+    assert (sampler.dropped > 0) == (len(kept) < len(LENGTHS))
+    sampler.set_epoch(1)
+    assert list(sampler) != first
+    assert repr(sampler).startswith(
+        "BudgetBatchSampler(23 samples, max_cost=20, padded=True, rank 0 of 3, shuffle=True, seed=0, mix=8"
+    )
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_S7_7_a_loader_resumes_with_other_replicas(workers: int) -> None:
+    seen = []
+    for rank in range(2):
+        loader = DataLoader(LENGTHS, batch_sampler=budget_of(rank, 2), num_workers=workers, collate_fn=list)
+        seen += [length for batch in take(loader, 2) for length in batch]
+    state = budget_of(0, 2).state_dict(batches=2)
+    for rank in range(3):
+        sampler = budget_of(rank, 3)
+        sampler.load_state_dict(state)
+        seen += [
+            length for batch in DataLoader(LENGTHS, batch_sampler=sampler, num_workers=workers, collate_fn=list) for length in batch
+        ]
+    assert sorted(seen) == sorted(LENGTHS)
 
 
 # bagua-ref balance

@@ -137,7 +137,8 @@ def _to_load(training: TrainingState, place: Path, manifest: Manifest, drop: boo
                 "with the first rank's model and optimizers and without the rest of this"
             )
     if resized and drop:
-        state.pop("sampler", None)
+        if own.get("sampler"):
+            del state["sampler"]
         state["rng"] = common.get("rng", {})
         state["algorithm"] = {name: value for name, value in state["algorithm"].items() if name not in rank_state}
     read = [(part.name, entries) for part, entries in zip(parts.values(), (common, own), strict=True) if part is not None]

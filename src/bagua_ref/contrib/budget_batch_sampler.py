@@ -113,7 +113,7 @@ class BudgetBatchSampler(ResumableSampler[list[int], "Steps"]):
         given = given if hasattr(given, "__len__") else list(given)
         if len(given) == 0:
             raise ValueError("costs is empty; it must have one number per sample")
-        numbers = numbers_of(given, len(given))
+        numbers = numbers_of(given, len(given), "costs")
         try:
             costs = numbers.numpy() if isinstance(numbers, Tensor) else np.array(numbers, dtype=np.float64)
         except OverflowError:
@@ -177,6 +177,10 @@ class BudgetBatchSampler(ResumableSampler[list[int], "Steps"]):
                 prices.append(price)
                 largest_costs.append(largest)
                 size, total, joined, more = 0, 0.0, cost, price_of(1, cost, float(cost))
+            elif size and more < price:
+                raise ValueError(
+                    f"padded must not decrease: padded({size}, {largest}) is {price}, and padded({size + 1}, {joined}) {more}"
+                )
             size, largest, total, price = size + 1, joined, total + cost, more
         ends.append(len(samples))
         prices.append(price)

@@ -64,17 +64,17 @@ def read_complexities(dataset: Any, complexity_fn: Callable[[Any], Any], *, prog
     return _packed([to_number(f"the complexity of sample {i}", complexity_fn(dataset[i])) for i in places])
 
 
-def numbers_of(complexities: Any, length: int) -> Numbers:
+def numbers_of(complexities: Any, length: int, name: str = "complexities") -> Numbers:
     """Return a copy of ``complexities``, a 1-D tensor or array or any iterable of numbers, as exact numbers.
+
+    Errors call it ``name``.
 
     Raises:
         ValueError: there are not ``length`` of them, or one is NaN.
         TypeError: one of them is not a number.
     """
     if isinstance(complexities, (Mapping, AbstractSet)):
-        raise TypeError(
-            f"complexities is a {type(complexities).__name__}; it must be a list, array or tensor in the samples' order"
-        )
+        raise TypeError(f"{name} is a {type(complexities).__name__}; it must be a list, array or tensor in the samples' order")
     if isinstance(complexities, Tensor):
         complexities = complexities.detach().cpu()
         complexities = complexities.double().numpy() if complexities.dtype.is_floating_point else complexities.numpy()
@@ -82,14 +82,14 @@ def numbers_of(complexities: Any, length: int) -> Numbers:
         complexities = list(complexities)
     shape = complexities.shape if isinstance(complexities, np.ndarray) else (len(complexities),)
     if shape != (length,):
-        raise ValueError(f"complexities has shape {shape}; it must have one number for each of the {length} samples")
+        raise ValueError(f"{name} has shape {shape}; it must have one number for each of the {length} samples")
     if isinstance(complexities, np.ndarray):
         kind, size = complexities.dtype.kind, complexities.dtype.itemsize
         if kind in "bi" or (kind == "u" and (size < 8 or complexities.max() <= _LARGEST)):
             return torch.from_numpy(complexities.astype(np.int64))
         if kind == "f" and size <= 8:
             return _float64(torch.from_numpy(complexities.astype(np.float64)))
-    return _packed([to_number(f"complexities[{i}]", value) for i, value in enumerate(complexities)])
+    return _packed([to_number(f"{name}[{i}]", value) for i, value in enumerate(complexities)])
 
 
 def noise_bound(numbers: Numbers, random_level: float) -> int:
