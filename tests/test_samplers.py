@@ -811,11 +811,13 @@ def lengths_file(tmp_path: Path) -> Path:
 def test_balance_prints_and_draws(lengths_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "work.png"
     arguments = ["--lengths", str(lengths_file), "--replicas", "3", "--batch-size", "2", "--steps", "2", "--output", str(picture)]
-    assert main(["balance", *arguments]) == 0
+    assert main(["balance", *arguments, "--then", "2"]) == 0
     printed = capsys.readouterr().out
-    assert "3 replicas, 4 steps" in printed
-    assert re.search(r"without balancing +[\d.]+ +1\.\d{3} +[\d.]+ +[\d.]+%", printed)
-    assert re.search(r"with balancing +[\d.]+ +1\.\d{3} +[\d.]+ +[\d.]+%", printed)
+    row = r" +\d+ +[\d.]+% +1\.\d{3} +[\d.]+ +[\d.]+% +\d+ +[\d.e-]+"
+    for way in ("without balancing", "with balancing", "grouped by length", "budget mix=1", "budget mix=8", "budget mix=32"):
+        assert re.search(way + row, printed)
+    assert len(re.findall("budget mix=8" + row, printed)) == len(re.findall("with balancing" + row, printed)) == 2
+    assert "Second half of the epoch" in printed
     assert len(re.findall(r"^ +\d+   ", printed, re.MULTILINE)) == 2
     assert "…" not in printed
     assert f"Picture: {picture}" in printed
@@ -825,6 +827,20 @@ def test_balance_prints_and_draws(lengths_file: Path, tmp_path: Path, capsys: py
 def test_balance_takes_arrays(tmp_path: Path) -> None:
     np.save(tmp_path / "lengths.npy", np.array(LENGTHS))
     assert balance.read_lengths(tmp_path / "lengths.npy") == LENGTHS
+
+
+def test_balance_takes_a_column_and_what_can_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "samples.csv").write_text("name,tokens\n" + "".join(f"x,{length}\n" for length in LENGTHS))
+    assert balance.read_lengths(tmp_path / "samples.csv", "tokens") == LENGTHS
+    with pytest.raises(ValueError, match=r"has no column 'token'; it has name, tokens"):
+        balance.read_lengths(tmp_path / "samples.csv", "token")
+    with pytest.raises(ValueError, match=r"column=None goes with a \.csv file"):
+        balance.read_lengths(tmp_path / "samples.csv")
+    (tmp_path / "corpus_here.py").write_text(f"lengths = {LENGTHS}\ntexts = lambda: ['a' * length for length in lengths]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert balance.read_lengths("corpus_here:lengths") == balance.read_lengths("corpus_here:texts") == LENGTHS
+    with pytest.raises(ValueError, match=r"lengths='corpus_here:text' must be a file or package:name: .*text"):
+        balance.read_lengths("corpus_here:text")
 
 
 @pytest.mark.parametrize(
@@ -896,27 +912,37 @@ def test_balance_needs_matplotlib_only_for_the_picture(
     assert not (tmp_path / "balance.png").exists()
 
 
-def test_work_is_what_the_replicas_draw() -> None:
-    before, after = balance.simulate_epochs([1, 2, 3, 4, 50, 60, 70, 80], 2, 2, 0, 0)
+@pytest.mark.parametrize(
+    ("cost", "of_batch"), [("padded", lambda b: len(b) * max(b)), ("sum", sum), ("attention", lambda b: len(b) * max(b) ** 2)]
+)
+def test_work_is_what_the_replicas_draw(cost: str, of_batch: Any) -> None:
+    lengths = [1, 2, 3, 4, 50, 60, 70, 80]
+    setting = balance.Setting(lengths, 2, 2, cost=cost, per_second=10)
+    before, after, _, *budgets = balance.simulate_epochs(setting)
     assert before.work.shape == after.work.shape == (2, 2)
-    assert before.work.sum() == after.work.sum() == 270
     assert after.imbalance < before.imbalance
-    assert after.work.tolist() == [
-        [sum([1, 2, 3, 4, 50, 60, 70, 80][index] for index in batch[rank]) for rank in range(2)]
-        for batch in zip(*(pairs(list(sampler_of(rank, 2, [1, 2, 3, 4, 50, 60, 70, 80]))) for rank in range(2)), strict=True)
-    ]
+    drawn = [pairs(list(sampler_of(rank, 2, lengths))) for rank in range(2)]
+    assert after.work.T.tolist() == [[of_batch([lengths[index] for index in batch]) for batch in own] for own in drawn]
+    assert after.seconds == sum(max(step) for step in after.work.tolist()) / 10
+    assert all(epoch.work.max() <= setting.budget and epoch.repeats == 0 for epoch in budgets)
+    assert [len(epoch.work) > 0 for epoch in balance.change_replicas(setting, 3)] == [True, True]
     epoch = balance.Epoch("by hand", np.array([[1.0, 3.0], [2.0, 4.0]]))
     assert epoch.imbalance == pytest.approx((3 / 2 + 4 / 3) / 2)
     assert epoch.idle == pytest.approx(1 - (2 + 3) / (3 + 4))
 
 
-def test_many_replicas_are_a_range_and_the_picture_has_both_panels() -> None:
-    epochs = balance.simulate_epochs(list(range(1, 200)), 6, 1, 0, 0)
+def test_padding_counts_what_the_longest_of_a_batch_adds() -> None:
+    found = balance.Setting([1, 3, 2, 2], 1, 2).epoch("by hand", [[[0, 1], [2, 3], [3]]])
+    assert (found.padding, found.repeats) == (pytest.approx(1 - 10 / 12), 1)
+
+
+def test_many_replicas_are_a_range_and_the_picture_has_a_panel_for_each_way() -> None:
+    epochs = balance.simulate_epochs(balance.Setting(list(range(1, 200)), 6, 1))
     console = Console(file=io.StringIO(), width=80)
-    balance.print_epochs(*epochs, console, 3)
+    balance.print_epochs(epochs, [], console, 3)
     assert console.file.getvalue().count(" to ") == 6
-    panels = balance.draw_epochs(*epochs).axes
-    assert [axes.get_title("left").split(":")[0] for axes in panels] == ["Without balancing", "With balancing"]
+    panels = balance.draw_epochs(epochs).axes
+    assert [axes.get_title("left").split(":")[0].lower() for axes in panels] == [epoch.name for epoch in epochs]
     assert panels[0].get_ylim() == panels[1].get_ylim()
 
 
@@ -927,7 +953,7 @@ def test_many_replicas_are_a_range_and_the_picture_has_both_panels() -> None:
 def test_the_example_writes_lengths_for_balance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     load_script("examples/balanced_text.py").main(["--write-lengths", str(tmp_path / "lengths.txt")])
     assert re.match(r"\d{4} lengths from \d to \d+ in ", capsys.readouterr().out)
-    before, after = balance.simulate_epochs(balance.read_lengths(tmp_path / "lengths.txt"), 4, 8, 0, 0)
+    before, after, *_ = balance.simulate_epochs(balance.Setting(balance.read_lengths(tmp_path / "lengths.txt"), 4))
     assert before.imbalance > 1.3
     assert after.imbalance < 1.05
 

@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 import argparse
+import csv
+import importlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import DistributedSampler
 
 from bagua_ref.base.not_provided import install_command
 from bagua_ref.cli.command import CommandError, Commands, add_command, add_json_options, is_installed, write_json
-from bagua_ref.contrib.load_balancing_data_loader import LoadBalancingDistributedSampler
+from bagua_ref.contrib.budget_batch_sampler import BudgetBatchSampler
+from bagua_ref.contrib.load_balancing_sampler import LoadBalancingDistributedSampler
+from bagua_ref.contrib.resumable_sampler import ResumableSampler
 
-__all__ = ["Epoch", "add_parser", "as_json", "draw_epochs", "print_epochs", "read_lengths", "simulate_epochs"]
+__all__ = [
+    "COSTS", "Epoch", "Setting", "add_parser", "as_json", "change_replicas", "draw_epochs", "print_epochs", "read_lengths",
+    "simulate_epochs",
+]  # fmt: skip
 
 _LARGEST = 1e18  # sums of these still fit into floats
 _DRAWN = 60  # steps in the plot: more would be unreadable
-_COLORS = ("#d55e00", "#0072b2")  # Okabe and Ito's
+_COLORS = ("#d55e00", "#0072b2", "#cc79a7", "#009e73", "#e69f00", "#56b4e9")  # Okabe and Ito's
+
+COSTS: dict[str, Callable[[int, float, float], float]] = {
+    "padded": lambda size, longest, total: size * longest,
+    "sum": lambda size, longest, total: total,
+    "attention": lambda size, longest, total: size * longest * longest,
+}
+"""Name -> cost of a batch by its size, the length of its longest sample and the sum of lengths."""
 
 
 def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -29,24 +44,41 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         commands,
         "balance",
         _balance,
-        help="compare the work per step and replica with and without the balanced sampler",
-        description="Distribute samples of the given lengths over replicas, once with torch's DistributedSampler and once with "
-        "LoadBalancingDistributedSampler. Print and plot how much work each replica has in each step, taking a sample's length as "
-        "its cost.",
+        help="compare ways to distribute samples of different lengths over replicas",
+        description="Distribute samples of the given lengths over replicas: with torch's DistributedSampler, with "
+        "LoadBalancingDistributedSampler, in groups of similar length, and with BudgetBatchSampler. Print and plot how much of the "
+        "work is padding, how long replicas wait for the slowest one, and the time of an epoch.",
     )
     balance.add_argument(
         "--lengths",
-        type=Path,
         required=True,
         metavar="FILE",
-        help="lengths of the samples: a text file with one number per line, or a one-dimensional .npy array",
+        help="lengths of the samples: a text file with one number per line, a one-dimensional .npy array, a .csv file (with "
+        "--column), or package:name, an importable list of numbers or a dataset whose samples have a length",
     )
+    balance.add_argument("--column", metavar="NAME", help="the column of a .csv file")
     balance.add_argument("--replicas", type=int, required=True, metavar="N", help="number of training processes")
     balance.add_argument(
         "--batch-size", type=int, default=8, metavar="N", help="samples per replica and step (default: %(default)s)"
     )
     balance.add_argument(
         "--random-level", type=float, default=0.0, metavar="X", help="random_level of the sampler, 0 to 1 (default: %(default)s)"
+    )
+    balance.add_argument(
+        "--max-cost", type=float, metavar="X", help="budget of a batch (default: of --batch-size mean lengths, or the longest)"
+    )
+    balance.add_argument(
+        "--cost",
+        choices=list(COSTS),
+        default="padded",
+        help="cost of m samples, the longest of length h: padded, m * h; sum, of their lengths; attention, m * h * h (default: "
+        "%(default)s)",
+    )
+    balance.add_argument(
+        "--per-second", type=float, default=1e6, metavar="X", help="cost that a replica computes per second (default: %(default)g)"
+    )
+    balance.add_argument(
+        "--then", type=int, metavar="N", help="show what it costs to continue with N replicas after half of the epoch"
     )
     balance.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of both samplers (default: %(default)s)")
     balance.add_argument("--steps", type=int, default=8, metavar="N", help="number of steps to print (default: %(default)s)")
@@ -56,10 +88,15 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
 
 def _balance(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     try:
-        lengths = read_lengths(arguments.lengths)
-        epochs = simulate_epochs(lengths, arguments.replicas, arguments.batch_size, arguments.seed, arguments.random_level)
+        lengths = read_lengths(arguments.lengths, arguments.column)
+        setting = Setting(
+            lengths, arguments.replicas, arguments.batch_size, arguments.seed, arguments.random_level, arguments.cost,
+            arguments.max_cost, arguments.per_second,
+        )  # fmt: skip
+        epochs = simulate_epochs(setting)
+        changed = [] if arguments.then is None else change_replicas(setting, arguments.then)
     except OSError as error:
-        parser.error(f"cannot read {str(arguments.lengths)!r}: {error.strerror}")
+        parser.error(f"cannot read {arguments.lengths!r}: {error.strerror}")
     except ValueError as error:
         parser.error(str(error))
     if not arguments.json and not is_installed("rich"):
@@ -67,7 +104,7 @@ def _balance(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     picture: Path | None = arguments.output or Path("balance.png")
     if is_installed("matplotlib"):
         try:
-            draw_epochs(*epochs).savefig(picture, dpi=120, metadata={"Software": None})
+            draw_epochs(epochs).savefig(picture, dpi=120, metadata={"Software": None})
         except (OSError, ValueError) as error:  # no such folder or format
             parser.error(f"output={str(picture)!r} must be a writable image file: {error}")
     else:
@@ -79,11 +116,69 @@ def _balance(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     if not arguments.json:
         from rich.console import Console
 
-        print_epochs(*epochs, Console(highlight=False), arguments.steps)
+        print_epochs(epochs, changed, Console(highlight=False), arguments.steps)
         if picture is not None:
             print(f"Picture: {picture}")
-    write_json(arguments, as_json(*epochs, picture))
+    write_json(arguments, as_json(epochs, changed, picture))
     return 0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The samples and how they are to be distributed; ValueError if an option is out of range."""
+
+    lengths: list[int | float]
+    replicas: int
+    batch_size: int = 8
+    seed: int = 0
+    random_level: float = 0
+    cost: str = "padded"
+    max_cost: float | None = None
+    per_second: float = 1e6
+
+    def __post_init__(self) -> None:
+        for name in ("replicas", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if not 0 < self.per_second < _LARGEST:
+            raise ValueError(f"per_second={self.per_second} must be above 0 and below {_LARGEST}")
+
+    @property
+    def budget(self) -> float:
+        """The largest cost of a batch."""
+        if self.max_cost is not None:
+            return self.max_cost
+        longest, mean = max(self.lengths), sum(self.lengths) / len(self.lengths)
+        return max(1.0, COSTS[self.cost](1, longest, longest), COSTS[self.cost](self.batch_size, mean, self.batch_size * mean))
+
+    def balanced(self, replicas: int) -> list[ResumableSampler[Any, Any]]:
+        """Return the balanced sampler of each replica."""
+        return [
+            LoadBalancingDistributedSampler(
+                self.lengths, None, replicas, rank, seed=self.seed, random_level=self.random_level, complexities=self.lengths
+            )
+            for rank in range(replicas)
+        ]
+
+    def budgeted(self, replicas: int, mix: int = 8) -> list[ResumableSampler[Any, Any]]:
+        """Return the sampler of batches under the budget of each replica."""
+        padded: Any = {"padded": True, "sum": False}.get(self.cost, lambda size, longest: COSTS[self.cost](size, longest, 0))
+        return [
+            BudgetBatchSampler(self.lengths, self.budget, padded, replicas, rank, seed=self.seed, mix=mix)
+            for rank in range(replicas)
+        ]
+
+    def epoch(self, name: str, samplers: Sequence[Iterable[Any]]) -> Epoch:
+        """Return the work of an epoch that the replicas' samplers draw, of samples or of batches."""
+        drawn = [list(sampler) for sampler in samplers]
+        if drawn[0] and not isinstance(drawn[0][0], list):
+            drawn = [[own[place : place + self.batch_size] for place in range(0, len(own), self.batch_size)] for own in drawn]
+        lengths = [[[self.lengths[index] for index in batch] for batch in own] for own in drawn]
+        work = [[COSTS[self.cost](len(batch), max(batch), sum(batch)) for batch in own] for own in lengths]
+        real = sum(sum(batch) for own in lengths for batch in own)
+        padded = sum(len(batch) * max(batch) for own in lengths for batch in own)
+        repeats = sum(len(batch) for own in lengths for batch in own) - len({i for own in drawn for batch in own for i in batch})
+        return Epoch(name, np.array(work, dtype=float).T, 1 - real / max(padded, 1e-300), repeats, self.per_second)
 
 
 @dataclass(frozen=True)
@@ -91,12 +186,18 @@ class Epoch:
     """The work of one epoch under one sampler.
 
     Attributes:
-        name: "with balancing" or "without balancing".
-        work: an array of steps x replicas: the sum of the lengths in each replica's batch.
+        name: of the way to distribute samples.
+        work: an array of steps x replicas: the cost of each replica's batch.
+        padding: the share of padding in batches that are padded to their longest sample.
+        repeats: the number of samples that are drawn once more.
+        per_second: the cost that a replica computes per second.
     """
 
     name: str
     work: np.ndarray[Any, Any]
+    padding: float = 0
+    repeats: int = 0
+    per_second: float = 1e6
 
     @property
     def imbalance(self) -> float:
@@ -113,16 +214,43 @@ class Epoch:
         """The share of the replicas' time spent waiting for the slowest one."""
         return 1 - float(self.work.mean(axis=1).sum() / self.work.max(axis=1).sum())
 
+    @property
+    def seconds(self) -> float:
+        """The time of the epoch, in which each step takes as long as its slowest replica."""
+        return float(self.work.max(axis=1).sum() / self.per_second)
 
-def read_lengths(path: Path) -> list[int | float]:
-    """Read positive numbers: a ``.npy`` array, or text with one number per line; empty lines and comments after # are skipped.
+    def as_json(self) -> dict[str, Any]:
+        """Return all of it as JSON values."""
+        return {
+            "steps": len(self.work),
+            "mean_work_per_step": float(self.work.mean()),
+            "slowest_over_mean": self.imbalance,
+            "worst_step": self.worst,
+            "time_spent_waiting": self.idle,
+            "padding": self.padding,
+            "drawn_twice": self.repeats,
+            "seconds": self.seconds,
+            "work": self.work.tolist(),
+        }
+
+
+def read_lengths(source: str | Path, column: str | None = None) -> list[int | float]:
+    """Read positive numbers from a file, or from an importable list or dataset.
+
+    A ``.npy`` file holds an array, a ``.csv`` file a ``column``, another file a number per line; empty lines and comments after #
+    are skipped. ``package:name`` is a list of numbers, a dataset whose samples have a length, or a function that returns either.
 
     Raises:
-        ValueError: a line is not a positive number, or there are none; the message names file and line.
+        ValueError: one of them is not a positive number, or there are none; the message names the source and the line.
         OSError: the file cannot be read.
     """
+    path = Path(source)
+    if (column is not None) != (path.suffix == ".csv"):
+        raise ValueError(f"column={column!r} goes with a .csv file, and only with one; lengths={str(source)!r}")
     found: list[int | float] = []
-    if path.suffix == ".npy":
+    if ":" in str(source) and not path.exists():
+        found = _imported(str(source))
+    elif path.suffix == ".npy":
         array = _load_array(path)
         if array.ndim != 1 or array.dtype.kind not in "iuf":
             raise ValueError(f"{path} has shape {array.shape} of {array.dtype}; it must be a one-dimensional array of numbers")
@@ -132,96 +260,111 @@ def read_lengths(path: Path) -> list[int | float]:
             lines = path.read_text(encoding="utf-8").splitlines()
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is neither text in UTF-8 nor named .npy: {error}") from None
+        if column is not None:
+            lines = _column(path, lines, column)
         for place, line in enumerate(lines, start=1):
             if text := line.partition("#")[0].strip():
                 found.append(_number(text, f"{path}, line {place}"))
     if not found:
-        raise ValueError(f"{path} contains no lengths")
+        raise ValueError(f"{source} contains no lengths")
     for place, number in enumerate(found, start=1):
         if not 0 < number < _LARGEST:
-            raise ValueError(f"{path}: length {place} of {len(found)} is {number}; it must be above 0 and below {_LARGEST}")
+            raise ValueError(f"{source}: length {place} of {len(found)} is {number}; it must be above 0 and below {_LARGEST}")
     return found
 
 
-def simulate_epochs(
-    lengths: list[int | float], replicas: int, batch_size: int, seed: int, random_level: float
-) -> tuple[Epoch, Epoch]:
-    """Return one epoch's work under torch's DistributedSampler and under `LoadBalancingDistributedSampler`.
+def simulate_epochs(setting: Setting) -> list[Epoch]:
+    """Return an epoch's work under each way to distribute the samples: first without balancing, then with the balanced sampler.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: an option is out of range.
     """
-    for name, value in (("replicas", replicas), ("batch_size", batch_size)):
-        if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1")
-    samplers: dict[str, list[Iterable[int]]] = {"without balancing": [], "with balancing": []}
-    for rank in range(replicas):
-        samplers["without balancing"].append(DistributedSampler(lengths, replicas, rank, seed=seed))  # type: ignore[arg-type]
-        samplers["with balancing"].append(
-            LoadBalancingDistributedSampler(
-                lengths, None, replicas, rank, seed=seed, random_level=random_level, complexities=lengths
-            )
-        )
-    costs = np.array(lengths, dtype=float)
-    before, after = (
-        Epoch(name, np.array([_work(costs[list(sampler)], batch_size) for sampler in of_ranks]).T)
-        for name, of_ranks in samplers.items()
-    )
-    return before, after
+    replicas = setting.replicas
+    lengths: Any = setting.lengths
+    plain = [DistributedSampler[Any](lengths, replicas, rank, seed=setting.seed) for rank in range(replicas)]
+    return [
+        setting.epoch("without balancing", plain),
+        setting.epoch("with balancing", setting.balanced(replicas)),
+        setting.epoch("grouped by length", _grouped_by_length(setting)),
+        *(setting.epoch(f"budget mix={mix}", setting.budgeted(replicas, mix)) for mix in (1, 8, 32)),
+    ]
 
 
-def as_json(before: Epoch, after: Epoch, picture: Path | None) -> dict[str, Any]:
-    """Return both epochs, with the work of each replica in every step, as JSON values."""
-    steps, replicas = before.work.shape
-    epochs = {
-        epoch.name.replace(" ", "_"): {
-            "mean_work_per_step": float(epoch.work.mean()),
-            "slowest_over_mean": epoch.imbalance,
-            "worst_step": epoch.worst,
-            "time_spent_waiting": epoch.idle,
-            "work": epoch.work.tolist(),
-        }
-        for epoch in (before, after)
+def change_replicas(setting: Setting, replicas: int) -> list[Epoch]:
+    """Return the work of the second half of an epoch if it continues with other replicas (S7.6)."""
+    found = []
+    for name, ways in (("with balancing", setting.balanced), ("budget mix=8", setting.budgeted)):
+        first = ways(setting.replicas)[0]
+        state = {**first._state(None), first.unit: len(first) // 2}
+        samplers = ways(replicas)
+        for sampler in samplers:
+            sampler.load_state_dict(state)
+        if len(samplers[0]):
+            found.append(setting.epoch(name, samplers))
+    return found
+
+
+def _grouped_by_length(setting: Setting) -> list[list[int]]:
+    """Return the samples of each replica as Hugging Face's ``group_by_length`` draws them: sorted within each 50 random batches."""
+    generator = torch.Generator().manual_seed(setting.seed)
+    drawn = torch.randperm(len(setting.lengths), generator=generator).tolist()
+    size = setting.batch_size * max(1, min(len(drawn) // (setting.batch_size * 4), 50))
+    megabatches = [drawn[place : place + size] for place in range(0, len(drawn), size)]
+    order = [index for samples in megabatches for index in sorted(samples, key=lambda index: -setting.lengths[index])]
+    order += (order * setting.replicas)[: -len(order) % setting.replicas]
+    return [order[rank :: setting.replicas] for rank in range(setting.replicas)]
+
+
+def as_json(epochs: Sequence[Epoch], changed: Sequence[Epoch], picture: Path | None) -> dict[str, Any]:
+    """Return all epochs, with the work of each replica in every step, as JSON values."""
+    steps, replicas = epochs[0].work.shape
+    return {
+        "replicas": replicas,
+        "steps": steps,
+        "picture": None if picture is None else str(picture),
+        **{epoch.name.replace(" ", "_"): epoch.as_json() for epoch in epochs},
+        "second_half_with_other_replicas": {epoch.name.replace(" ", "_"): epoch.as_json() for epoch in changed},
     }
-    return {"replicas": replicas, "steps": steps, "picture": None if picture is None else str(picture), **epochs}
 
 
-def print_epochs(before: Epoch, after: Epoch, console: Any, steps: int) -> None:
-    """Print a summary of both epochs, and the work of each replica in the first ``steps`` steps."""
+def print_epochs(epochs: Sequence[Epoch], changed: Sequence[Epoch], console: Any, steps: int) -> None:
+    """Print a summary of the epochs, and the work of each replica in the first ``steps`` steps of the first two."""
     from rich import box
     from rich.table import Table
 
-    count, replicas = before.work.shape
-    summary = Table(box=box.SIMPLE_HEAD, title=f"{replicas} replicas, {count} steps", title_justify="left")
-    for place, header in enumerate(("", "mean work\nper step", "slowest\n/ mean", "worst\nstep", "time spent\nwaiting")):
-        summary.add_column(header, justify="right" if place else "left", no_wrap=not place)
-    for epoch in (before, after):
-        summary.add_row(
-            epoch.name, f"{epoch.work.mean():,.1f}", f"{epoch.imbalance:.3f}", f"{epoch.worst:.3f}", f"{epoch.idle:.1%}"
-        )
-    console.print(summary)
+    _, replicas = epochs[0].work.shape
+    headers = ("", "steps", "padding", "slowest\n/ mean", "worst\nstep", "wait", "drawn\ntwice", "seconds")
+    for title, some in ((f"{replicas} replicas", epochs), ("Second half of the epoch, with other replicas", changed)):
+        summary = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False, collapse_padding=True)
+        for place, header in enumerate(headers):
+            summary.add_column(header, justify="right" if place else "left", no_wrap=True)
+        for epoch in some:
+            numbers = (f"{epoch.padding:.1%}", f"{epoch.imbalance:.3f}", f"{epoch.worst:.3f}", f"{epoch.idle:.1%}")
+            summary.add_row(epoch.name, f"{len(epoch.work):,}", *numbers, str(epoch.repeats), f"{epoch.seconds:,.3g}")
+        if some:
+            console.print(summary)
     table = Table(box=box.SIMPLE_HEAD, title="Work of each replica", title_justify="left")
     table.add_column("step", justify="right")
-    for epoch in (before, after):
+    for epoch in epochs[:2]:
         table.add_column(epoch.name)
-    for step in range(min(steps, count)):
-        table.add_row(str(step), *(_listed(epoch.work[step]) for epoch in (before, after)))
+    for step in range(min(steps, len(epochs[0].work))):
+        table.add_row(str(step), *(_listed(epoch.work[step]) for epoch in epochs[:2]))
     console.print(table)
 
 
-def draw_epochs(before: Epoch, after: Epoch) -> Any:
-    """Return a matplotlib Figure of each replica's work in the first steps, without and with balancing."""
+def draw_epochs(epochs: Sequence[Epoch]) -> Any:
+    """Return a matplotlib Figure of each replica's work in the first steps, a panel for each way to distribute samples."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 6.2), layout="constrained")
-    panels = figure.subplots(2, 1, sharex=True, sharey=True)
-    for axes, epoch, color in zip(panels, (before, after), _COLORS, strict=True):
+    figure = Figure(figsize=(9, 2.2 * len(epochs)), layout="constrained")
+    panels = figure.subplots(len(epochs), 1, sharey=True)
+    for axes, epoch, color in zip(panels, epochs, _COLORS, strict=True):
         work = epoch.work[:_DRAWN]
         steps = np.arange(len(work))
         axes.vlines(steps, work.min(axis=1), work.max(axis=1), color=color, alpha=0.35, linewidth=3)
         axes.plot(steps, work, linestyle="", marker="o", markersize=2.5, color=color)
         axes.plot(steps, work.mean(axis=1), color="#1c1e21", linewidth=1, drawstyle="steps-mid", label="mean of the replicas")
-        verdict = f"the slowest replica has {epoch.imbalance:.3f} times the mean work; {epoch.idle:.1%} of the time is waiting"
+        verdict = f"{epoch.padding:.1%} padding, {epoch.idle:.1%} of the time is waiting, {epoch.seconds:,.3g} s an epoch"
         axes.set_title(f"{epoch.name[0].upper()}{epoch.name[1:]}: {verdict}", fontsize=10, loc="left")
         axes.set_ylabel("work of a replica")
         axes.set_ylim(bottom=0)
@@ -229,9 +372,28 @@ def draw_epochs(before: Epoch, after: Epoch) -> Any:
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower right", frameon=False)
-    count = len(before.work)
-    panels[1].set_xlabel("step" if count <= _DRAWN else f"step (the first {_DRAWN} of {count})")
+    panels[-1].set_xlabel(f"step (the first {_DRAWN} at most)")
     return figure
+
+
+def _imported(source: str) -> list[int | float]:
+    """Return the lengths of ``package:name``."""
+    package, _, name = source.partition(":")
+    try:
+        found = getattr(importlib.import_module(package), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"lengths={source!r} must be a file or package:name: {error}") from None
+    found = found() if callable(found) else found
+    items = (found[place] for place in range(len(found)))
+    return [len(item) if hasattr(item, "__len__") else _number(str(item), source) for item in items]
+
+
+def _column(path: Path, lines: list[str], column: str) -> list[str]:
+    """Return the texts of a column of a CSV file, preceded by an empty one for its header."""
+    rows = csv.DictReader(lines)
+    if column not in (rows.fieldnames or ()):
+        raise ValueError(f"{path} has no column {column!r}; it has {', '.join(rows.fieldnames or ())}")
+    return ["", *(row[column] or "" for row in rows)]
 
 
 def _load_array(path: Path) -> np.ndarray[Any, Any]:
@@ -255,11 +417,6 @@ def _number(text: str, where: str) -> int | float:
         except ValueError:
             continue
     raise ValueError(f"{where}: {text!r} is not a number")
-
-
-def _work(costs: np.ndarray[Any, Any], batch_size: int) -> np.ndarray[Any, Any]:
-    """Return the sum of each batch; the last one may be shorter."""
-    return np.add.reduceat(costs, np.arange(0, len(costs), batch_size))
 
 
 def _listed(work: np.ndarray[Any, Any]) -> str:

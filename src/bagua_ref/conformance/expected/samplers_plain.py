@@ -77,7 +77,7 @@ def stretches_of(
     for count, drawn in [*history, (replicas, 0)]:
         number = num_samples(len(left), count, drop_last)
         chunks = torch.randperm(max(1, number), generator=generator).tolist() if shuffle else list(range(number))
-        shares = [[left[(chunk * count + rank) % len(left)] for chunk in chunks[:number]] for rank in range(count)]
+        shares: list[list[Any]] = [[left[(chunk * count + rank) % len(left)] for chunk in chunks[:number]] for rank in range(count)]
         if cut is not None:
             shares = equal_batches([cut(share) for share in shares], drop_batches) if left else [[] for _ in shares]
         found.append(shares)
