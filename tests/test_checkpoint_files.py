@@ -1371,3 +1371,17 @@ def test_torchrun_restarts_every_algorithm(tmp_path: Path, name: str, ranks: int
     if name != "async":
         arguments[3] = str(tmp_path / "undisturbed")
         assert launch(elastic, ranks, arguments, init=False) == [(0, final[str(rank)]) for rank in range(ranks)]
+
+
+@pytest.mark.proof
+def test_S7_6_torchrun_shrinks_and_grows_a_job_that_uses_every_sample(tmp_path: Path) -> None:
+    """Continue the example with other ranks in the middle of epochs, once after a kill; it checks each epoch's samples itself."""
+    arguments = ["--folder", str(tmp_path / "checkpoints"), "--save-every", "3"]
+    printed = ""
+    for ranks, steps, more in ((4, 6, []), (3, 13, ["--kill-rank", "2", "--kill-step", "11"]), (2, 24, [])):
+        launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--max-restarts=1", "examples/elastic.py"]
+        ended = run_python(*launcher, *arguments, "--steps", str(steps), *more, limit=200, TMPDIR=str(tmp_path))
+        assert ended.returncode == 0, ended.stderr
+        printed += ended.stdout
+    assert re.findall(r"resuming from step (\d+) on (\d) ranks", printed) == [("6", "3"), ("9", "3"), ("12", "2")]
+    assert set(re.findall(r"epoch (\d): all 96 samples used, 0 of them twice", printed)) == set("01234")  # it stops in the sixth

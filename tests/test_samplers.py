@@ -664,7 +664,7 @@ def test_S7_6_an_example_by_hand() -> None:
         sampler = sampler_of(rank, 4, lengths, shuffle=False)
         sampler.load_state_dict(state)
         assert len(sampler) == 1
-        assert repr(sampler).endswith("epoch 0: 1 of 3 drawn by 2 replicas, then 0 of 1 samples drawn)")
+        assert repr(sampler).endswith("epoch 0: 1 of 3 drawn by each of 2, then 0 of 1 samples drawn)")
         rest += list(sampler)
     assert rest == [0, 2, 4, 0]
 

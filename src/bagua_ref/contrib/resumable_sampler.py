@@ -136,7 +136,7 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
                 )
 
     def _shown_place(self) -> str:
-        ended = [f"{taken} of {total} drawn by {replicas} replicas, then " for replicas, taken, total in self._place.ended]
+        ended = [f"{taken} of {total} drawn by each of {replicas}, then " for replicas, taken, total in self._place.ended]
         return f"epoch {self.epoch}: {''.join(ended)}{self._place.taken} of {self._place.total} {self.unit} drawn"
 
     def _state(self, taken: int | None) -> dict[str, Any]:
