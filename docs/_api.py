@@ -38,7 +38,11 @@ API = {
         "errors": ["bagua_ref.errors", "bagua_ref.observe.flight_recorder"],
     },
     "Data and optimizers": {
-        "samplers": ["bagua_ref.contrib.load_balancing_sampler", "bagua_ref.contrib.load_balancing_batch_sampler"],
+        "samplers": [
+            "bagua_ref.contrib.load_balancing_sampler",
+            "bagua_ref.contrib.load_balancing_batch_sampler",
+            "bagua_ref.contrib.budget_batch_sampler",
+        ],
         "cache": [
             "bagua_ref.contrib.cached_dataset",
             "bagua_ref.contrib.cache_loader",

@@ -22,12 +22,12 @@ LINES: dict[str, int] = {
     "backends/reference": 727,
     "base": 1200,
     "buckets": 1166,
-    "checkpoint": 1184,
-    "cli": 2072,
+    "checkpoint": 1185,
+    "cli": 2242,
     "comm_ops": 1138,
     "communicators": 4398,
     "conformance": 88,
-    "conformance/expected": 1685,
+    "conformance/expected": 1791,
     "conformance/formats": 103,
     "conformance/inputs": 1172,
     "conformance/lab": 1762,
@@ -36,7 +36,7 @@ LINES: dict[str, int] = {
     "conformance/targets": 1482,
     "conformance/trace": 2083,
     "conformance/vectors": 1946,
-    "contrib": 1086,
+    "contrib": 1599,
     "contrib/cache": 1600,
     "contrib/fuse": 932,
     "contrib/utils": 524,
@@ -47,11 +47,11 @@ LINES: dict[str, int] = {
     "integrations": 962,
     "observe": 228,
     "package": 439,
-    "property_tests": 2611,
+    "property_tests": 2766,
     "rounds": 256,
     "scheduling": 582,
     "simulation": 452,
-    "tests": 35304,
+    "tests": 35505,
     "tests/cuda_emulation": 483,
     "tests/integrations": 899,
     "tests/meta": 1408,
@@ -60,7 +60,7 @@ LINES: dict[str, int] = {
 }
 """The most lines of each room of src, and of the folders of tests."""
 
-FILES = 243
+FILES = 246
 """The most files of src; public names of modules that have moved into a room do not count."""
 
 OTHER_IMPLEMENTER = {

@@ -23,6 +23,7 @@ import bagua_ref
 from bagua_ref.backends.reference import ReferenceBackend
 from bagua_ref.base.not_provided import install_command
 from bagua_ref.cli import balance, main
+from bagua_ref.cli.lengths import read_lengths
 from bagua_ref.conformance.expected import samplers_plain
 from bagua_ref.contrib import BudgetBatchSampler, LoadBalancingDistributedBatchSampler, LoadBalancingDistributedSampler
 from bagua_ref.simulation import SimulatedWorld
@@ -826,21 +827,21 @@ def test_balance_prints_and_draws(lengths_file: Path, tmp_path: Path, capsys: py
 
 def test_balance_takes_arrays(tmp_path: Path) -> None:
     np.save(tmp_path / "lengths.npy", np.array(LENGTHS))
-    assert balance.read_lengths(tmp_path / "lengths.npy") == LENGTHS
+    assert read_lengths(tmp_path / "lengths.npy") == LENGTHS
 
 
 def test_balance_takes_a_column_and_what_can_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "samples.csv").write_text("name,tokens\n" + "".join(f"x,{length}\n" for length in LENGTHS))
-    assert balance.read_lengths(tmp_path / "samples.csv", "tokens") == LENGTHS
+    assert read_lengths(tmp_path / "samples.csv", "tokens") == LENGTHS
     with pytest.raises(ValueError, match=r"has no column 'token'; it has name, tokens"):
-        balance.read_lengths(tmp_path / "samples.csv", "token")
+        read_lengths(tmp_path / "samples.csv", "token")
     with pytest.raises(ValueError, match=r"column=None goes with a \.csv file"):
-        balance.read_lengths(tmp_path / "samples.csv")
+        read_lengths(tmp_path / "samples.csv")
     (tmp_path / "corpus_here.py").write_text(f"lengths = {LENGTHS}\ntexts = lambda: ['a' * length for length in lengths]\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert balance.read_lengths("corpus_here:lengths") == balance.read_lengths("corpus_here:texts") == LENGTHS
+    assert read_lengths("corpus_here:lengths") == read_lengths("corpus_here:texts") == LENGTHS
     with pytest.raises(ValueError, match=r"lengths='corpus_here:text' must be a file or package:name: .*text"):
-        balance.read_lengths("corpus_here:text")
+        read_lengths("corpus_here:text")
 
 
 @pytest.mark.parametrize(
@@ -953,7 +954,7 @@ def test_many_replicas_are_a_range_and_the_picture_has_a_panel_for_each_way() ->
 def test_the_example_writes_lengths_for_balance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     load_script("examples/balanced_text.py").main(["--write-lengths", str(tmp_path / "lengths.txt")])
     assert re.match(r"\d{4} lengths from \d to \d+ in ", capsys.readouterr().out)
-    before, after, *_ = balance.simulate_epochs(balance.Setting(balance.read_lengths(tmp_path / "lengths.txt"), 4))
+    before, after, *_ = balance.simulate_epochs(balance.Setting(read_lengths(tmp_path / "lengths.txt"), 4))
     assert before.imbalance > 1.3
     assert after.imbalance < 1.05
 

@@ -17,10 +17,10 @@ from bagua_ref.base.runtime import RealWorld, current_world
 from bagua_ref.communicators.scheduler import format_ranks
 from bagua_ref.groups.process_group import _get_default_group
 
-__all__ = ["Plan", "ResumableSampler", "Stretch", "replica_of", "whole"]
+__all__ = ["EpochPlan", "ResumableSampler", "Stretch", "replica_of", "whole"]
 
 T = TypeVar("T")
-P = TypeVar("P", bound="Plan")
+P = TypeVar("P", bound="EpochPlan")
 
 
 class Stretch(NamedTuple):
@@ -31,7 +31,7 @@ class Stretch(NamedTuple):
     total: int
 
 
-class Plan(Protocol):
+class EpochPlan(Protocol):
     """The items of each replica in a stretch."""
 
     @property
@@ -82,7 +82,7 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
 
     @abstractmethod
     def _plan(self, order: Tensor, replicas: int, generator: torch.Generator | None, ended: bool) -> P:
-        """Return the plan of a stretch that distributes ``order``; `Plan.drawn` is asked if it has ended, else `Plan.items`."""
+        """Return the plan of a stretch that distributes ``order``; `EpochPlan.drawn` is for one that has ended."""
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch, which with shuffle=True determines the order; call it before each epoch (S7.2).
