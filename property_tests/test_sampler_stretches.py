@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from property_tests.test_samplers import make
 
 from bagua_ref.conformance.expected import samplers_plain
-from bagua_ref.conformance.inputs.sampler_cases import cases, cut, few_or_many
+from bagua_ref.conformance.inputs.sampler_cases import budgets, cases, cut, few_or_many
 from bagua_ref.contrib import BudgetBatchSampler, LoadBalancingDistributedBatchSampler
 
 replica_counts = st.integers(1, 5)
@@ -102,40 +102,32 @@ def test_S7_6_every_sample_is_drawn_and_few_twice(case, data):
         assert drawn.total() - len(values) <= sum(number - 1 for number in replica_numbers)
 
 
-@st.composite
-def budgets(draw: st.DrawFn) -> tuple[list[Any], Any, dict[str, Any]]:
-    number = draw(st.sampled_from([st.integers(1, 9), st.integers(1, 300), st.floats(0.125, 50), st.just(7)]))
-    costs = draw(st.lists(number, min_size=1, max_size=60))
-    padded = draw(st.sampled_from([True, False, _quadratic]))
-    one = max(samplers_plain.batch_cost(costs, [place], padded) for place in range(len(costs)))
-    most = max(1, one * draw(st.sampled_from([1, 1.5, 2, 4, 10])))
-    options = {"shuffle": draw(st.booleans()), "mix": draw(st.integers(1, 4)), "drop_last": draw(st.booleans())}
-    return costs, most, {"padded": padded, "seed": draw(st.integers(0, 5)), **options}
-
-
 def _quadratic(size: int, largest: Any) -> Any:
     return size * largest * largest
 
 
-@given(case=budgets(), data=st.data(), epoch=st.integers(0, 3))
-def test_S7_7_steps_are_those_of_the_clause_whatever_the_history(case, data, epoch):
+@given(case=budgets(), data=st.data(), attention=st.booleans())
+def test_S7_7_steps_are_those_of_the_clause_whatever_the_history(case, data, attention):
     costs, most, options = case
+    options["drop_last"] = False
+    if attention:
+        most, options["padded"] = most * max(costs), _quadratic
+    given = {name: value for name, value in options.items() if name != "epoch"}
 
     def start(replicas: int, rank: int) -> BudgetBatchSampler:
-        sampler = BudgetBatchSampler(costs, most, num_replicas=replicas, rank=rank, **{**options, "drop_last": False})
-        sampler.set_epoch(epoch)
+        sampler = BudgetBatchSampler(costs, most, num_replicas=replicas, rank=rank, **given)
+        sampler.set_epoch(options["epoch"])
         return sampler
 
-    def plan(history: list[tuple[int, int]], replicas: int) -> Any:
-        return samplers_plain.budget_stretches(costs, most, history, replicas, epoch=epoch, **{**options, "drop_last": False})
-
-    follow(data, start, plan)
+    follow(data, start, lambda history, replicas: samplers_plain.budget_stretches(costs, most, history, replicas, **options))
 
 
-@given(case=budgets(), replicas=replica_counts)
-def test_S7_7_each_sample_once_within_the_budget_and_equal_counts(case, replicas):
+@given(case=budgets(), replicas=replica_counts, drop_last=st.booleans())
+def test_S7_7_each_sample_once_within_the_budget_and_equal_counts(case, replicas, drop_last):
     costs, most, options = case
-    wanted = samplers_plain.budget_stretches(costs, most, [], replicas, epoch=0, **options)[0]
+    options |= {"drop_last": drop_last, "epoch": 0}
+    wanted = samplers_plain.budget_stretches(costs, most, [], replicas, **options)[0]
+    del options["epoch"]
     if not wanted[0]:
         with pytest.raises(ValueError, match="leaves no batch"):
             BudgetBatchSampler(costs, most, num_replicas=replicas, rank=0, **options)

@@ -49,6 +49,8 @@ CLAUSES = {
     "S7.3": "chunks and ranks",
     "S7.4": "equal numbers of batches",
     "S7.5": "what samplers refuse",
+    "S7.6": "another number of replicas",
+    "S7.7": "batches under a budget",
     "S8.1": "keys and stores",
     "S8.2": "what the cache returns, and what it writes",
     "S8.3": "servers that fail",

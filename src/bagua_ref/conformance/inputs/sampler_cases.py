@@ -87,6 +87,17 @@ def noisy_cases(draw: st.DrawFn) -> tuple[list[int], int, dict[str, Any]]:
     return values, draw(st.integers(1, 3)), options
 
 
+@st.composite
+def budgets(draw: st.DrawFn) -> tuple[list[Any], Any, dict[str, Any]]:
+    """Costs, a budget and options of S7.7, without ``drop_last``."""
+    number = draw(st.sampled_from([st.integers(1, 9), st.integers(1, 300), st.floats(0.125, 50), st.just(7)]))
+    costs = draw(st.lists(number, min_size=1, max_size=60))
+    padded = draw(st.booleans())
+    most = max(1, max(costs) * draw(st.sampled_from([1, 1.5, 2, 4, 10])))
+    shuffle, seed, epoch = draw(st.booleans()), draw(st.integers(0, 5)), draw(st.integers(0, 3))
+    return costs, most, {"padded": padded, "shuffle": shuffle, "seed": seed, "epoch": epoch, "mix": draw(st.integers(1, 4))}
+
+
 def cut(limit: int) -> Callable[[list[int]], list[list[int]]]:
     """Return a batch_fn: batches of 1 to ``limit`` samples, by a rule that sees each index."""
 

@@ -28,6 +28,7 @@ _MODULES = {suite: (suite,) for suite in SUITES} | {
     ),
     "cache": ("cache_values", "cache"),
     "fused_optimizer": ("fused_optimizer", "fused_optimizer_memory"),
+    "samplers": ("samplers", "samplers_stretches"),
 }
 """The modules of each suite, in the order in which their checks are listed."""
 

@@ -44,6 +44,11 @@ class SamplerScript(Play):
         if self.names["found"] != wanted:
             self.do(f"assert found == {wanted!r}, f'{expression} is {{found!r}} instead of ' {str(wanted)!r}")
 
+    def refuses(self, call: str) -> None:
+        """Require a ValueError of a call."""
+        complaint = f"{call} must raise a ValueError"
+        self.do(f"try:\n    {call}\nexcept ValueError:\n    pass\nelse:\n    raise AssertionError({complaint!r})")
+
 
 @check("samplers", "S7.1", "lengths", needs=_SAMPLER, effort=3)
 def lengths(lab: Lab, draw: Draw) -> None:
@@ -130,6 +135,4 @@ def refuses(lab: Lab, draw: Draw) -> None:
     call, options = draw(st.sampled_from(calls))
     if options is not None:
         script.sampler([1, 2], 1, 0, options)
-    script.do(
-        f"try:\n    {call}\nexcept ValueError:\n    pass\nelse:\n    raise AssertionError({f'{call} must raise a ValueError'!r})"
-    )
+    script.refuses(call)
