@@ -26,13 +26,13 @@ LINES: dict[str, int] = {
     "cli": 2242,
     "comm_ops": 1138,
     "communicators": 4398,
-    "conformance": 88,
+    "conformance": 90,
     "conformance/expected": 1791,
     "conformance/formats": 103,
-    "conformance/inputs": 1172,
+    "conformance/inputs": 1183,
     "conformance/lab": 1762,
     "conformance/run": 1086,
-    "conformance/suites": 3964,
+    "conformance/suites": 4061,
     "conformance/targets": 1482,
     "conformance/trace": 2083,
     "conformance/vectors": 1946,
@@ -47,7 +47,7 @@ LINES: dict[str, int] = {
     "integrations": 962,
     "observe": 228,
     "package": 439,
-    "property_tests": 2766,
+    "property_tests": 2758,
     "rounds": 256,
     "scheduling": 582,
     "simulation": 452,
@@ -60,7 +60,7 @@ LINES: dict[str, int] = {
 }
 """The most lines of each room of src, and of the folders of tests."""
 
-FILES = 246
+FILES = 247
 """The most files of src; public names of modules that have moved into a room do not count."""
 
 OTHER_IMPLEMENTER = {
