@@ -49,6 +49,7 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     balance.add_argument(
         "--lengths",
+        type=Path,
         required=True,
         metavar="FILE",
         help="lengths of the samples: a text file with one number per line, a one-dimensional .npy array, a .csv file (with "
@@ -94,7 +95,7 @@ def _balance(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         epochs = simulate_epochs(setting)
         changed = [] if arguments.then is None else change_replicas(setting, arguments.then)
     except OSError as error:
-        parser.error(f"cannot read {arguments.lengths!r}: {error.strerror}")
+        parser.error(f"cannot read {str(arguments.lengths)!r}: {error.strerror}")
     except ValueError as error:
         parser.error(str(error))
     if not arguments.json and not is_installed("rich"):
