@@ -23,7 +23,7 @@ LINES: dict[str, int] = {
     "base": 1200,
     "buckets": 1166,
     "checkpoint": 1185,
-    "cli": 2242,
+    "cli": 2243,
     "comm_ops": 1138,
     "communicators": 4398,
     "conformance": 90,
