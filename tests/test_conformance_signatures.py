@@ -20,13 +20,15 @@ from bagua_ref.conformance.targets.reference_target import ReferenceCommOps, Ref
 DOCS = Path(__file__).parents[1] / "docs" / "conformance"
 
 
-def documented(suite: str) -> dict[str, tuple[int, set[str]]]:
-    """Return for each method in the suite's page how many positional arguments it takes, and the names of its others."""
+def documented(suite: str) -> dict[str, tuple[int, set[str], set[str]]]:
+    """Return for each method in the suite's page how many positional arguments it takes, and what others it must and may take."""
     text = " ".join((DOCS / f"{suite}.md").read_text().split())
     found = {}
     for name, arguments in re.findall(r"`(\w+)\((world, [^)]*)\)`", text):
         positional, _, named = arguments.partition(" *, ")
-        found[name] = positional.count(","), set(named.split(", "))
+        others = named.split(", ")
+        optional = {other.partition("=")[0] for other in others if "=" in other}
+        found[name] = positional.count(","), {other for other in others if "=" not in other}, optional
     if "bytegrad` with the same arguments" in text:
         found["bytegrad"] = found["gradient_allreduce"]
     return found
@@ -36,7 +38,8 @@ def test_operations_are_called_as_the_suites_page_says() -> None:
     """The package's own pass their suite, so that it passes no argument which they do not take, and leaves none out."""
     found = documented("comm_ops")
     assert set(found) == {name for name in vars(ReferenceCommOps) if not name.startswith("_")}
-    for name, (count, names) in found.items():
+    for name, (count, names, optional) in found.items():
+        assert not optional, name
         parameters = list(inspect.signature(getattr(ReferenceCommOps, name)).parameters.values())[1:]
         assert len([p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]) == count, name
         assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == names, name
@@ -52,11 +55,11 @@ class Strict:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name not in self._documented:
             raise AttributeError(name)
-        wanted = self._documented[name]
+        count, required, optional = self._documented[name]
 
         def call(*args: Any, **options: Any) -> Any:
-            if (len(args), set(options)) != wanted:
-                raise TypeError(f"{name} is called with {len(args)} arguments and {sorted(options)}, not {wanted}")
+            if len(args) != count or not required <= set(options) <= required | optional:
+                raise TypeError(f"{name} is called with {len(args)} arguments and {sorted(options)}, not {self._documented[name]}")
             return getattr(self._algorithms, name)(*args, **options)
 
         return call
