@@ -81,7 +81,6 @@ proof: $(VENV)/.nvrtc $(VENV)/.trainers $(VENV)/.peers $(VENV)/.mpi  ## the slow
 	$(pytest) -n $(WORKERS) --dist worksteal -m proof --timeout=1800 -o norecursedirs=integrations tests $(PYTEST_ARGS)
 	$(pytest) -n $(WORKERS) --dist worksteal tests/integrations $(PYTEST_ARGS)
 	BAGUA_REF_SHARED_MEMORY=0 $(pytest) -n $(WORKERS) --dist loadfile tests/test_gloo_training.py tests/test_uneven_gloo.py $(PYTEST_ARGS)
-	$(bin)/python tests/meta/false_alarms.py --check
 	PYTHONPATH=$(VENV)/peers $(bin)/python -m findings --check
 	$(pytest) -n $(WORKERS) -m "not proof" --shuffle=$(SEED) $(in_process) $(PYTEST_ARGS)
 

@@ -2,7 +2,7 @@
 
 The first run traces which test executes which line, child processes included; this takes minutes. Each mutant is then planted in a
 copy of this checkout and its tests run, quickest first, up to the first failure. A surviving mutant is a line that no test checks:
-write the test, or explain under "then" in the log why the difference cannot be observed. The log is tests/meta/mutation_run.json.
+write the test, and plant the mutant in planted.jsonl. The log is build/mutation_run.json.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any
 from tests.meta import edit
 
 ROOT = Path(__file__).parents[2]
-LOG = Path(__file__).with_name("mutation_run.json")
+LOG = ROOT / "build/mutation_run.json"
 LINES = ROOT / "build/traced_lines.json"
 ROOMS = (
     "base", "buckets", "groups", "scheduling", "algorithms", "data_parallel", "communicators", "contrib",
@@ -267,15 +267,11 @@ def run_mutant(copy: Path, mutant: Mutant, tests: list[str], limit: float = LIMI
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return, for each room, how many mutants were killed at once, killed later, explained, and still open."""
-    lines = [f"{'room':16}{'mutants':>9}{'killed':>9}{'killed since':>14}{'explained':>11}{'open':>6}"]
+    """Return, for each room, how many mutants there were, and how many no test killed."""
+    lines = [f"{'room':16}{'mutants':>9}{'alive':>9}"]
     for room in (*ROOMS, "all"):
-        of_room = [row for row in rows if room in ("all", row["room"])]
-        lived = [row for row in of_room if row["outcome"] in ("survived", "not covered")]
-        since = sum(row["then"].startswith("killed by") for row in lived)
-        explained = sum(bool(row["then"]) for row in lived) - since
-        numbers = len(of_room) - len(lived), since, explained, len(lived) - since - explained
-        lines.append(f"{room:16}{len(of_room):>9}{numbers[0]:>9}{numbers[1]:>14}{numbers[2]:>11}{numbers[3]:>6}")
+        outcomes = [row["outcome"] for row in rows if room in ("all", row["room"])]
+        lines.append(f"{room:16}{len(outcomes):>9}{sum(outcome in ('survived', 'not covered') for outcome in outcomes):>9}")
     return "\n".join(lines)
 
 
@@ -309,16 +305,9 @@ def main() -> None:
         for place, mutant in enumerate(todo, 1):
             tests = tests_for(mutant, traced)
             outcome, by = run_mutant(copy, mutant, tests)
-            row = {
-                "id": mutant.id,
-                **asdict(mutant),
-                "commit": commit,
-                "outcome": outcome,
-                "by": by,
-                "tests": len(tests),
-                "then": "",
-            }
+            row = {"id": mutant.id, **asdict(mutant), "commit": commit, "outcome": outcome, "by": by, "tests": len(tests)}
             rows = sorted([*rows, row], key=lambda row: ROOMS.index(row["room"]))
+            arguments.log.parent.mkdir(exist_ok=True)
             arguments.log.write_text(json.dumps({**head, "mutants": rows}, indent=1) + "\n")
             left = (time.monotonic() - start) / place * (len(todo) - place) / 60
             print(f"{place}/{len(todo)}, {left:.0f} min left: {outcome:11} {mutant.id} {by}", flush=True)
