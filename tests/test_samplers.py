@@ -767,7 +767,7 @@ def test_work_is_what_the_replicas_draw() -> None:
 def test_many_replicas_are_a_range_and_the_picture_has_both_panels() -> None:
     epochs = balance.simulate_epochs(list(range(1, 200)), 6, 1, 0, 0)
     console = Console(file=io.StringIO(), width=80)
-    balance.print_epochs(*epochs, console, 3)
+    balance.print_epochs(*epochs, 3, console)
     assert console.file.getvalue().count(" to ") == 6
     panels = balance.draw_epochs(*epochs).axes
     assert [axes.get_title("left").split(":")[0] for axes in panels] == ["Without balancing", "With balancing"]

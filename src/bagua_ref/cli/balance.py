@@ -13,7 +13,7 @@ import numpy as np
 from torch.utils.data import DistributedSampler
 
 from bagua_ref.base.not_provided import install_command
-from bagua_ref.cli.command import CommandError, Commands, add_command, add_json_options, is_installed, write_json
+from bagua_ref.cli.command import CommandError, Commands, add_command, add_json_options, is_installed, print_rows, write_json
 from bagua_ref.contrib.load_balancing_data_loader import LoadBalancingDistributedSampler
 
 __all__ = ["Epoch", "add_parser", "as_json", "draw_epochs", "print_epochs", "read_lengths", "simulate_epochs"]
@@ -77,9 +77,7 @@ def _balance(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         print(f"{parser.prog}: warning: {complaint}", file=sys.stderr)
         picture = None
     if not arguments.json:
-        from rich.console import Console
-
-        print_epochs(*epochs, Console(highlight=False), arguments.steps)
+        print_epochs(*epochs, arguments.steps)
         if picture is not None:
             print(f"Picture: {picture}")
     write_json(arguments, as_json(*epochs, picture))
@@ -186,27 +184,17 @@ def as_json(before: Epoch, after: Epoch, picture: Path | None) -> dict[str, Any]
     return {"replicas": replicas, "steps": steps, "picture": None if picture is None else str(picture), **epochs}
 
 
-def print_epochs(before: Epoch, after: Epoch, console: Any, steps: int) -> None:
+def print_epochs(before: Epoch, after: Epoch, steps: int, console: Any = None) -> None:
     """Print a summary of both epochs, and the work of each replica in the first ``steps`` steps."""
-    from rich import box
-    from rich.table import Table
-
     count, replicas = before.work.shape
-    summary = Table(box=box.SIMPLE_HEAD, title=f"{replicas} replicas, {count} steps", title_justify="left")
-    for place, header in enumerate(("", "mean work\nper step", "slowest\n/ mean", "worst\nstep", "time spent\nwaiting")):
-        summary.add_column(header, justify="right" if place else "left", no_wrap=not place)
-    for epoch in (before, after):
-        summary.add_row(
-            epoch.name, f"{epoch.work.mean():,.1f}", f"{epoch.imbalance:.3f}", f"{epoch.worst:.3f}", f"{epoch.idle:.1%}"
-        )
-    console.print(summary)
-    table = Table(box=box.SIMPLE_HEAD, title="Work of each replica", title_justify="left")
-    table.add_column("step", justify="right")
-    for epoch in (before, after):
-        table.add_column(epoch.name)
-    for step in range(min(steps, count)):
-        table.add_row(str(step), *(_listed(epoch.work[step]) for epoch in (before, after)))
-    console.print(table)
+    rows = [
+        (epoch.name, f"{epoch.work.mean():,.1f}", f"{epoch.imbalance:.3f}", f"{epoch.worst:.3f}", f"{epoch.idle:.1%}")
+        for epoch in (before, after)
+    ]
+    headers = ("", "mean work\nper step", "slowest\n/ mean", "worst\nstep", "time spent\nwaiting")
+    print_rows(f"{replicas} replicas, {count} steps", headers, rows, console)
+    work = [(str(step), _listed(before.work[step]), _listed(after.work[step])) for step in range(min(steps, count))]
+    print_rows("Work of each replica", ("step", before.name, after.name), work, console)
 
 
 def draw_epochs(before: Epoch, after: Epoch) -> Any:
