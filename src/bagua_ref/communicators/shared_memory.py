@@ -27,11 +27,12 @@ from bagua_ref.base.memory import bytes_of
 from bagua_ref.communicators.collectives import combine
 from bagua_ref.communicators.mesh import Unreachable, close_sockets, connect_all, hung_up, listen_locally
 from bagua_ref.communicators.pipelining import OtherCallError, compute
+from bagua_ref.communicators.processes import machine
 from bagua_ref.env import shares_memory
 from bagua_ref.errors import CommunicationError
 from bagua_ref.types import ReduceOp
 
-__all__ = ["SharedMemory", "Until", "connect", "machine"]
+__all__ = ["SharedMemory", "Until", "connect", "shared_by"]
 
 _SLOTS = 4
 """Pieces that a rank may send to another one before that has taken the first; an all-reduce needs this many."""
@@ -41,8 +42,6 @@ _BUDGET = 2**23
 """Bytes that a rank shares with all others of a group."""
 _LIMIT = 5.0
 """Seconds in which every rank must have shared its memory, or half of the group's timeout if that is less."""
-_BOOT = "/proc/sys/kernel/random/boot_id"
-"""A random name of the machine, new whenever it boots."""
 _MESSAGE = struct.Struct("<qq")
 """A message about a slot: the call and the size of the tensor in it, or `_TAKEN` if it may be filled again."""
 _TAKEN = (0, 0)
@@ -281,16 +280,10 @@ class SharedMemory:
                 yield Until(self, pipe, holds, self._timeout)
 
 
-def machine() -> str:
+def shared_by() -> str:
     """Return a name that processes have in common if they may share memory; "" if this one may not."""
-    if not hasattr(os, "memfd_create") or not shares_memory():
-        return ""
-    try:
-        with open(_BOOT) as file:
-            # Whoever puts ranks of one machine into different network namespaces wants them to use the network.
-            return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
-    except OSError:  # this system hides it
-        return ""
+    # Whoever puts ranks of one machine into different network namespaces wants them to use the network.
+    return machine("net") if hasattr(os, "memfd_create") and shares_memory() else ""
 
 
 def connect(rank: int, nranks: int, share: Callable[[Sequence[int]], list[list[int]]], timeout: float) -> SharedMemory | None:
