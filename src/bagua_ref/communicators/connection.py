@@ -24,6 +24,7 @@ from bagua_ref.communicators import int_sockets, shared_memory
 from bagua_ref.communicators.failures import FailureReports, Watchdog
 from bagua_ref.communicators.gloo_sockets import GlooSockets, open_sockets
 from bagua_ref.communicators.int_sockets import IntSockets
+from bagua_ref.communicators.mesh import Sockets
 from bagua_ref.communicators.pipelining import ComputingError, OtherCallError
 from bagua_ref.communicators.processes import keep_forever
 from bagua_ref.communicators.rendezvous import another_connection, ask, first_sentence, host_of, interruptible, prefixed
@@ -334,7 +335,7 @@ class Connection:
         if self._gloo_sockets is not None:
             self._gloo_sockets.close_in_child()
 
-    def _direct(self) -> list[IntSockets | SharedMemory]:
+    def _direct(self) -> list[Sockets]:
         return [direct for direct in (self._sockets, self.memory) if direct is not None]
 
     def abort_late(self, collective: str) -> None:

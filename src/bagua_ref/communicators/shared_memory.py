@@ -14,7 +14,6 @@ import select
 import socket
 import struct
 import time
-import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from bagua_ref.base.memory import bytes_of
 from bagua_ref.communicators.collectives import combine
-from bagua_ref.communicators.mesh import Unreachable, close_sockets, connect_all, hung_up, listen_locally
+from bagua_ref.communicators.mesh import Sockets, Unreachable, close_sockets, connect_all, listen_locally
 from bagua_ref.communicators.pipelining import OtherCallError, compute
 from bagua_ref.communicators.processes import machine
 from bagua_ref.env import shares_memory
@@ -148,7 +147,7 @@ class _Pipe:
             self.end_reason = self.end_reason or str(error)
 
 
-class SharedMemory:
+class SharedMemory(Sockets):
     """Movement between all ranks of a group, which share memory.
 
     A tensor moves in pieces. The sender copies a piece into a free slot of its memory, and notifies the receiver through a socket,
@@ -165,17 +164,14 @@ class SharedMemory:
     def __init__(
         self, rank: int, sockets: dict[int, socket.socket], slots: dict[int, tuple[list[Tensor], list[Tensor]]], timeout: float
     ) -> None:
+        super().__init__(sockets)
         self._rank, self._nranks, self._timeout = rank, len(sockets) + 1, timeout
         self._piece = next(iter(slots.values()))[0][0].numel()
         self._pipes = {peer: _Pipe(peer, sockets[peer], *slots[peer]) for peer in sorted(sockets)}
         self._by_file = {pipe.socket.fileno(): pipe for pipe in self._pipes.values()}
         self._poll = select.poll()
         for connected in sockets.values():
-            connected.setblocking(False)
             self._poll.register(connected, select.POLLIN)
-        self.close = weakref.finalize(self, close_sockets, sockets, os.getpid())
-        """Close the sockets, which the other ranks notice; also called when this is garbage-collected."""
-        self.close.atexit = False
 
     def listen(self, seconds: float) -> None:
         """Read messages of all ranks, after waiting for the first for ``seconds`` at most."""
@@ -184,10 +180,6 @@ class SharedMemory:
             pipe.read()
             if pipe.end_reason:
                 self._poll.unregister(file)
-
-    def hung_up(self) -> list[int]:
-        """Return the ranks that have closed their sockets."""
-        return hung_up({pipe.peer: pipe.socket for pipe in self._pipes.values()})
 
     def exchange(
         self,

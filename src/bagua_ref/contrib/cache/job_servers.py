@@ -65,7 +65,7 @@ def addresses(kind: str, capacity: int, every_node: bool) -> list[dict[str, Any]
     with _locks.setdefault(os.getpid(), threading.RLock()):
         job = _job()
         known = _known.setdefault(job, {})
-        if kind in known and job is _alone and _owned(kind) is not None and not cast("CacheServer", _owned(kind)).is_running():
+        if kind in known and job is _alone and (server := _owned(kind)) is not None and not server.is_running():
             shutdown(kind)  # no other rank waits for this server
             known.pop(kind, None)
         if kind not in known:
@@ -109,10 +109,7 @@ def _start(kind: str, capacity: int, host: str) -> CacheServer:
         return server
     if server is not None:
         server.stop()
-    if kind == "redis":
-        server = start_redis_server(host, capacity)
-    else:
-        server = start_fake_server(host, capacity)
+    server = start_redis_server(host, capacity) if kind == "redis" else start_fake_server(host, capacity)
     _own[kind] = (os.getpid(), server)
     return server
 
