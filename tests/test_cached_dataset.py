@@ -20,8 +20,8 @@ from tests.scripts import ROOT
 from tests.trainings import simulate
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Subset
 
+from bagua_ref.base.utils import tracked_in_lines
 from bagua_ref.contrib import CachedDataset
-from bagua_ref.contrib.cached_dataset import _lines
 from bagua_ref.contrib.load_balancing_data_loader import LoadBalancingDistributedSampler
 
 pytestmark = pytest.mark.slow
@@ -286,7 +286,7 @@ def test_prefill_makes_what_is_missing_and_tells_how_much(backend, capfd):
 
 
 def test_progress_without_rich_is_a_line_for_each_tenth(capsys):
-    assert list(_lines([1, 2, 3], "work")) == [1, 2, 3]
+    assert list(tracked_in_lines([1, 2, 3], "work")) == [1, 2, 3]
     assert capsys.readouterr().err == "work: 30 %\nwork: 60 %\nwork: 100 %\n"
 
 

@@ -20,12 +20,12 @@ LINES: dict[str, int] = {
     "backends": 1032,
     "backends/cuda": 883,
     "backends/reference": 727,
-    "base": 1200,
+    "base": 1225,
     "buckets": 1166,
     "checkpoint": 1185,
-    "cli": 2243,
+    "cli": 2121,
     "comm_ops": 1138,
-    "communicators": 4398,
+    "communicators": 4368,
     "conformance": 90,
     "conformance/expected": 1791,
     "conformance/formats": 103,
@@ -36,22 +36,22 @@ LINES: dict[str, int] = {
     "conformance/targets": 1482,
     "conformance/trace": 2083,
     "conformance/vectors": 1946,
-    "contrib": 1599,
-    "contrib/cache": 1600,
-    "contrib/fuse": 932,
-    "contrib/utils": 524,
+    "contrib": 1564,
+    "contrib/cache": 1587,
+    "contrib/fuse": 925,
+    "contrib/utils": 521,
     "data_parallel": 2720,
     "distributed": 153,
     "formulas": 489,
     "groups": 751,
-    "integrations": 962,
+    "integrations": 932,
     "observe": 228,
     "package": 439,
     "property_tests": 2758,
     "rounds": 256,
     "scheduling": 582,
     "simulation": 452,
-    "tests": 35508,
+    "tests": 35475,
     "tests/cuda_emulation": 483,
     "tests/integrations": 899,
     "tests/meta": 1153,
@@ -60,7 +60,7 @@ LINES: dict[str, int] = {
 }
 """The most lines of each room of src, and of the folders of tests."""
 
-FILES = 247
+FILES = 246
 """The most files of src; public names of modules that have moved into a room do not count."""
 
 OTHER_IMPLEMENTER = {

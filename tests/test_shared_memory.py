@@ -278,18 +278,18 @@ def test_memory_that_nobody_refers_to_is_given_back_with_its_sockets() -> None:
 @pytest.mark.parametrize(("value", "allowed"), [("0", False), ("1", True)])
 def test_a_variable_turns_it_off(value: str, allowed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BAGUA_REF_SHARED_MEMORY", value)
-    assert bool(shared_memory.machine()) is allowed
+    assert bool(shared_memory.shared_by()) is allowed
 
 
 def test_another_value_of_the_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BAGUA_REF_SHARED_MEMORY", "no")
     with pytest.raises(ValueError, match=r"BAGUA_REF_SHARED_MEMORY='no' must be 0 or 1"):
-        shared_memory.machine()
+        shared_memory.shared_by()
 
 
 def test_a_system_that_hides_its_name_shares_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "_BOOT", "/no/such/file")
-    assert shared_memory.machine() == ""
+    monkeypatch.setattr("bagua_ref.communicators.processes._BOOT", "/no/such/file")
+    assert shared_memory.shared_by() == ""
 
 
 # Between processes.

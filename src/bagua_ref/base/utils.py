@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +30,7 @@ __all__ = [
     "let_compiler_see_hooks",
     "overlapping",
     "readable_bytes",
+    "tracked",
     "uncompiled",
     "unflatten",
     "untraced",
@@ -164,6 +165,30 @@ def readable_bytes(count: float) -> str:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
+
+
+def tracked(items: Sequence[Any], title: str, visible: bool) -> Iterator[Any]:
+    """Yield ``items``; if ``visible``, show the progress on standard error, by rich if it is installed, else as plain lines."""
+    if not visible:
+        yield from items
+        return
+    try:
+        from rich.console import Console
+        from rich.progress import track
+    except ImportError:
+        yield from tracked_in_lines(items, title)
+    else:
+        yield from track(items, description=title, console=Console(stderr=True))
+
+
+def tracked_in_lines(items: Sequence[Any], title: str) -> Iterator[Any]:
+    """Yield ``items``; print a line to standard error after each tenth of them."""
+    tenth = 0
+    for done, item in enumerate(items, start=1):
+        yield item
+        if 10 * done // len(items) > tenth:
+            tenth = 10 * done // len(items)
+            print(f"{title}: {10 * tenth} %", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def get_flattened_tensor(tensors: Sequence[Tensor]) -> Tensor:

@@ -185,7 +185,7 @@ def verify(place: Path, manifest: Manifest) -> None:
 
 
 def remove_old(folder: Path, manifest: Manifest, keep: int | None) -> None:
-    """Remove what failed attempts have left, and of the complete checkpoints up to this step all but the newest ``keep``."""
+    """Remove files of failed attempts, and of the complete checkpoints up to this step all but the newest ``keep``."""
     try:
         complete = 0
         for step in found_steps(folder):
@@ -208,7 +208,7 @@ def remove_old(folder: Path, manifest: Manifest, keep: int | None) -> None:
 
 
 def discard(place: Path, token: str) -> None:
-    """Remove what an attempt that failed has written, so that it does not fill the disk, unless its manifest is there."""
+    """Remove the files of a failed attempt, so that it does not fill the disk, unless its manifest is there."""
     try:
         with contextlib.suppress(CheckpointError):
             manifest = read_manifest(place)

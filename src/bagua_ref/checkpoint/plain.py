@@ -247,7 +247,7 @@ def _extend(container: Any, inside: list[Any], kind: type[list[Any]]) -> None:
 
 
 def _made(name: Any, arguments: Any) -> Any:
-    """Return what a call in a pickle stands for: a Counter, or a tensor and the empty dict of its hooks."""
+    """Return the result of a call in a pickle: a Counter, or a tensor and the empty dict of its hooks."""
     if name == _HOOKS and isinstance(name, _Name) and arguments == ():
         return name
     if name == _COUNTER and isinstance(name, _Name):

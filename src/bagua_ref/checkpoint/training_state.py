@@ -175,7 +175,7 @@ class TrainingState:
 
 
 def listed(state: State) -> str:
-    """Return what ``state`` contains, in words."""
+    """Return the components and entries of ``state``, in words."""
     return ", ".join(
         f"{component} ({', '.join(map(str, list(entries)[:3]))}{f' and {len(entries) - 3} more' if len(entries) > 3 else ''})"
         for component, entries in state.items()

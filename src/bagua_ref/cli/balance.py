@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from bagua_ref.base.not_provided import install_command
-from bagua_ref.cli.command import CommandError, Commands, add_command, add_json_options, is_installed, write_json
+from bagua_ref.cli.command import CommandError, Commands, add_command, add_json_options, is_installed, print_rows, write_json
 from bagua_ref.cli.lengths import LARGEST, read_lengths
 from bagua_ref.contrib.budget_batch_sampler import BudgetBatchSampler
 from bagua_ref.contrib.load_balancing_sampler import LoadBalancingDistributedSampler
@@ -113,9 +113,7 @@ def _balance(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         print(f"{parser.prog}: warning: {complaint}", file=sys.stderr)
         picture = None
     if not arguments.json:
-        from rich.console import Console
-
-        print_epochs(epochs, changed, Console(highlight=False), arguments.steps)
+        print_epochs(epochs, changed, arguments.steps)
         if picture is not None:
             print(f"Picture: {picture}")
     write_json(arguments, as_json(epochs, changed, picture))
@@ -287,29 +285,23 @@ def as_json(epochs: Sequence[Epoch], changed: Sequence[Epoch], picture: Path | N
     }
 
 
-def print_epochs(epochs: Sequence[Epoch], changed: Sequence[Epoch], console: Any, steps: int) -> None:
+def print_epochs(epochs: Sequence[Epoch], changed: Sequence[Epoch], steps: int, console: Any = None) -> None:
     """Print a summary of the epochs, and the work of each replica in the first ``steps`` steps of the first two."""
-    from rich import box
-    from rich.table import Table
-
     _, replicas = epochs[0].work.shape
     headers = ("", "steps", "padding", "slowest\n/ mean", "worst\nstep", "wait", "drawn\ntwice", "seconds")
     for title, some in ((f"{replicas} replicas", epochs), ("Second half of the epoch, with other replicas", changed)):
-        summary = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False, collapse_padding=True)
-        for place, header in enumerate(headers):
-            summary.add_column(header, justify="right" if place else "left", no_wrap=True)
-        for epoch in some:
-            numbers = (f"{epoch.padding:.1%}", f"{epoch.imbalance:.3f}", f"{epoch.worst:.3f}", f"{epoch.idle:.1%}")
-            summary.add_row(epoch.name, f"{len(epoch.work):,}", *numbers, str(epoch.repeats), f"{epoch.seconds:,.3g}")
-        if some:
-            console.print(summary)
-    table = Table(box=box.SIMPLE_HEAD, title="Work of each replica", title_justify="left")
-    table.add_column("step", justify="right")
-    for epoch in epochs[:2]:
-        table.add_column(epoch.name)
-    for step in range(min(steps, len(epochs[0].work))):
-        table.add_row(str(step), *(_listed(epoch.work[step]) for epoch in epochs[:2]))
-    console.print(table)
+        rows = [
+            (
+                epoch.name, f"{len(epoch.work):,}", f"{epoch.padding:.1%}", f"{epoch.imbalance:.3f}", f"{epoch.worst:.3f}",
+                f"{epoch.idle:.1%}", str(epoch.repeats), f"{epoch.seconds:,.3g}",
+            )
+            for epoch in some
+        ]  # fmt: skip
+        if rows:
+            print_rows(title, headers, rows, console)
+    plain, balanced, *_ = epochs
+    work = [(str(step), _listed(plain.work[step]), _listed(balanced.work[step])) for step in range(min(steps, len(plain.work)))]
+    print_rows("Work of each replica", ("step", plain.name, balanced.name), work, console)
 
 
 def draw_epochs(epochs: Sequence[Epoch]) -> Any:

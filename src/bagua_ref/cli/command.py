@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from bagua_ref.base.not_provided import install_command
 
 __all__ = [
     "CommandError", "Commands", "PrintCompletion", "add_command", "add_json_options", "end_progress", "is_installed",
-    "show_progress", "write_file", "write_json", "write_picture",
+    "print_rows", "show_progress", "write_file", "write_json", "write_picture",
 ]  # fmt: skip
 
 Commands = argparse._SubParsersAction  # argparse has no public name for the result of add_subparsers
@@ -106,6 +106,21 @@ def end_progress() -> None:
     """Remove the changing line of `show_progress`."""
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def print_rows(title: str, headers: Sequence[str], rows: Iterable[Sequence[str]], console: Any = None) -> None:
+    """Print a table, of which the first column is never wrapped, on a ``rich.console.Console``; None: standard output."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = console or Console(highlight=False)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1 if console.width >= 100 else 0), title_justify="left", title=title)
+    for place, header in enumerate(headers):
+        table.add_column(header, justify="right" if place else "left", no_wrap=not place)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
 
 
 class PrintCompletion(argparse.Action):

@@ -4,28 +4,38 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Generator, Iterable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import multiprocessing
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
+from torch.multiprocessing.spawn import ProcessException, ProcessExitedException, start_processes
 
+import bagua_ref
 from bagua_ref.base.not_provided import install_command
-from bagua_ref.cli.command import CommandError, Commands, add_command, add_json_options, is_installed, write_json
-from bagua_ref.cli.demo_worker import work
-from bagua_ref.cli.recipes import ALONE, RECIPES, Digits, Settings
-from bagua_ref.cli.report import TrainingOutcome, print_table, readable_bytes, write_report
+from bagua_ref.base.utils import readable_bytes
+from bagua_ref.cli.command import (
+    CommandError,
+    Commands,
+    add_command,
+    add_json_options,
+    end_progress,
+    is_installed,
+    show_progress,
+    write_json,
+)
+from bagua_ref.cli.recipes import ALONE, RECIPES, Digits, Settings, TrainingOutcome, make_model, make_optimizer, train
+from bagua_ref.cli.report import print_table, write_report
 
-__all__ = ["add_parser", "run_demo", "show"]
+__all__ = ["add_parser", "run_demo", "show", "work"]
 
 _PACKAGES = {"sklearn": "scikit-learn", "rich": "rich", "matplotlib": "matplotlib"}
-_POLL_SECONDS = 0.1
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -38,22 +48,16 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         description="Train a small network on scikit-learn's handwritten digits with every algorithm, on several processes of this "
         "machine, and compare accuracy, traffic and speed. Writes index.html and results.json.",
     )
-    demo.add_argument("--workers", type=int, default=4, metavar="N", help="number of training processes (default: %(default)s)")
-    demo.add_argument(
-        "--epochs", type=int, default=10, metavar="N", help="number of passes over the training data (default: %(default)s)"
-    )
-    demo.add_argument(
-        "--algorithms",
-        nargs="+",
-        action="extend",
-        choices=list(RECIPES),
-        metavar="NAME",
-        help="algorithms to train with (default: all)",
-    )
-    demo.add_argument(
-        "--output", type=Path, default=Path("demo-report"), metavar="DIR", help="folder for the report (default: %(default)s)"
-    )
-    demo.add_argument("--seed", type=int, default=0, metavar="N", help="random seed for weights and batches (default: %(default)s)")
+    for name, default, metavar, text in (
+        ("workers", 4, "N", "number of training processes"),
+        ("epochs", 10, "N", "number of passes over the training data"),
+        ("output", Path("demo-report"), "DIR", "folder for the report"),
+        ("seed", 0, "N", "random seed for weights and batches"),
+    ):
+        note = " (default: %(default)s)"
+        demo.add_argument(f"--{name}", type=Path if metavar == "DIR" else int, default=default, metavar=metavar, help=text + note)
+    names: dict[str, Any] = {"nargs": "+", "action": "extend", "choices": list(RECIPES), "metavar": "NAME"}
+    demo.add_argument("--algorithms", **names, help="algorithms to train with (default: all)")
     demo.add_argument("--quick", action="store_true", help="train for ten steps only, to check that everything works")
     add_json_options(demo)
 
@@ -69,64 +73,32 @@ def _demo(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int
         parser.error(f"output={str(arguments.output)!r} must be a writable folder: {error.strerror}")
     if missing := [package for module, package in _PACKAGES.items() if not is_installed(module)]:
         raise CommandError(f"the demo needs {', '.join(missing)}; install with: {install_command('demo')}")
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # workers are ended as after Ctrl-C
+        signal.signal(number, signal.default_int_handler)
     exit_code = run_demo(settings, arguments.output)
     if exit_code == 0:
         write_json(arguments, json.loads((arguments.output / "results.json").read_text()))
     return exit_code
 
 
-class _StoppedError(Exception):
-    """A signal asks the demo to stop."""
-
-
-class _WorkerError(Exception):
-    """A worker has failed."""
-
-
 def run_demo(settings: Settings, output: Path) -> int:
     """Train with ``settings``, print a table, write the report into the folder ``output``; return the exit code."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
     try:
-        with _signals_raised(), closing(_train(settings)) as events:
-            outcomes = show(events, settings, console)
-    except _StoppedError as stopped:
-        (number,) = stopped.args
-        print(f"bagua-ref demo: stopped by {number.name}; all workers have ended", file=sys.stderr)
-        return 128 + int(number)
-    except _WorkerError as error:
-        print(error, file=sys.stderr)
+        with closing(_train(settings)) as events:
+            outcomes = show(events, settings)
+    except ProcessException as error:
+        how = f"failed:\n{error.msg.strip()}"
+        if isinstance(error, ProcessExitedException):
+            how = f"was killed by {error.signal_name}" if error.signal_name else f"failed with exit code {error.exit_code}"
+        print(f"bagua-ref demo: worker {error.error_index} {how}", file=sys.stderr)
         return 1
-    print_table(outcomes, settings, console)
-    page = write_report(outcomes, settings, output)
-    console.print(f"Curves: {page}", soft_wrap=True)
+    print_table(outcomes, settings)
+    print(f"Curves: {write_report(outcomes, settings, output)}")
     return 0
 
 
-@contextmanager
-def _signals_raised() -> Iterator[None]:
-    """Raise `_StoppedError` at the first signal that asks to stop; ignore further ones, so that workers are ended."""
-
-    def stop(number: int, frame: Any) -> None:
-        for each in _SIGNALS:
-            signal.signal(each, signal.SIG_IGN)
-        raise _StoppedError(signal.Signals(number))
-
-    before = {number: signal.signal(number, stop) for number in _SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)  # None: it was not set from Python
-
-
 def _train(settings: Settings) -> Generator[dict[str, Any], None, None]:
-    """Run the workers, and yield what rank 0 reports; end them if this is closed.
-
-    Raises:
-        _WorkerError: a worker has failed.
-    """
+    """Run the workers, and yield what rank 0 reports; raise ProcessException if one fails; end all if this is closed."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     events = multiprocessing.get_context("spawn").SimpleQueue()
     arguments = store.port, settings, [tensor.numpy() for tensor in Digits.load()], events
@@ -135,53 +107,65 @@ def _train(settings: Settings) -> Generator[dict[str, Any], None, None]:
     try:
         ended = False
         while not ended:
-            ended = running.join(timeout=_POLL_SECONDS)
+            ended = running.join(timeout=0.1)
             while not events.empty():
                 yield events.get()
-    except ProcessExitedException as error:
-        how = f"was killed by {error.signal_name}" if error.signal_name else f"failed with exit code {error.exit_code}"
-        raise _WorkerError(f"bagua-ref demo: worker {error.error_index} {how}") from None
-    except ProcessRaisedException as error:
-        raise _WorkerError(f"bagua-ref demo: worker {error.error_index} failed:\n{error.msg.strip()}") from None
     finally:
         for process in running.processes:
             process.kill()
             process.join()
 
 
-def show(events: Iterable[dict[str, Any]], settings: Settings, console: Any) -> list[TrainingOutcome]:
-    """Show the progress of a demo: bars in a terminal, elsewhere lines at begin and end of each algorithm; return the outcomes.
+def work(rank: int, port: int, settings: Settings, arrays: list[Any], events: Any) -> None:
+    """Train with each algorithm in turn, as ``rank`` of a group whose store is at ``port``.
+
+    Rank 0 puts a dict into the queue ``events`` after each step and at the end of each algorithm.
+    """
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # warnings would appear among the progress bars; errors are raised
+    torch.set_num_threads(1)  # there may be more workers than cores
+    environment = {
+        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": settings.workers, "LOCAL_WORLD_SIZE": settings.workers, "GROUP_RANK": 0,
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0,
+    }  # fmt: skip
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    digits = Digits(*map(torch.from_numpy, arrays))
+    # Rank 0 trains alone while the others wait, some milliseconds per step.
+    bagua_ref.init_process_group(backend="gloo", timeout=60 + settings.steps)
+    # The first optimizer makes torch import many modules, which must not count as training time.
+    make_optimizer(ALONE, make_model().parameters())
+    bagua_ref.barrier()
+    for name in (ALONE, *settings.algorithms):
+
+        def report(name: str = name, **news: Any) -> None:
+            if rank == 0:
+                events.put({"algorithm": name, **news})
+
+        if name != ALONE or rank == 0:
+            report(outcome=train(name, settings, digits, report))
+        bagua_ref.barrier()
+    bagua_ref.destroy_process_group()
+    os._exit(0)  # gloo's threads sometimes abort a process at its normal exit
+
+
+def show(events: Iterable[dict[str, Any]], settings: Settings) -> list[TrainingOutcome]:
+    """Show the progress of a demo on standard error, and print a line for each outcome; return the outcomes.
 
     Args:
-        events: what rank 0 reports: ``algorithm`` with ``loss`` and ``bytes_sent`` after each step, and with the ``outcome``.
+        events: what rank 0 reports: ``algorithm`` with ``loss`` after each step, and with the ``outcome``.
         settings: the settings of the demo.
-        console: a ``rich.console.Console``.
     """
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[news]}"))
-    outcomes, steps = [], dict.fromkeys((ALONE, *settings.algorithms), 0)
-    starting = f"starting {settings.workers} workers"
-    with Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal) as bars:
-        waiting = bars.add_task(starting, total=None, news="")
-        tasks = {name: bars.add_task(name, start=False, total=settings.steps, news="") for name in steps}
-        say = (lambda text: None) if console.is_terminal else console.print
-        say(starting)
-        for event in events:
-            name = event["algorithm"]
-            if not steps[name]:
-                bars.update(waiting, visible=False)
-                bars.start_task(tasks[name])
-                say(f"{name}: training, {settings.steps} steps")
-            outcome = event.get("outcome")
-            if outcome is not None:
-                outcomes.append(outcome)
-                loss, sent = outcome.losses[-1], outcome.bytes_sent[-1]  # means over ranks
-            else:
-                steps[name] += 1
-                loss, sent = event["loss"], event["bytes_sent"]
-            news = f"loss {loss:.3f}" + ("" if name == ALONE else f", {readable_bytes(sent)} sent")
-            bars.update(tasks[name], completed=steps[name], news=news)
-            if outcome is not None:
-                say(f"{name}: test accuracy {outcome.test_accuracy:.1%}, {news}")
+    print(f"starting {settings.workers} workers", flush=True)
+    outcomes: list[TrainingOutcome] = []
+    step = 0
+    for event in events:
+        name, outcome = event["algorithm"], event.get("outcome")
+        if outcome is None:
+            step += 1
+            show_progress(f"{name}: step {step} of {settings.steps}, loss {event['loss']:.3f}", step, settings.steps)
+            continue
+        end_progress()
+        sent = "" if name == ALONE else f", {readable_bytes(outcome.bytes_sent[-1])} sent"
+        print(f"{name}: test accuracy {outcome.test_accuracy:.1%}, loss {outcome.losses[-1]:.3f}{sent}", flush=True)
+        outcomes.append(outcome)
+        step = 0
     return outcomes

@@ -1,4 +1,4 @@
-"""``bagua-ref graph``: who averages with whom in decentralized training, and how fast ranks come to consensus."""
+"""``bagua-ref graph``: the graphs of decentralized training, and the speed at which ranks come to consensus."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def _receivers(graph: Graph) -> list[list[int]]:
 
 
 def _sends(graph: Graph) -> list[str]:
-    """Return who sends to whom in words; an exchange of two ranks, once."""
+    """Return senders and receivers in words; an exchange of two ranks, once."""
     receivers = _receivers(graph)
     if len(graph) > 8 and all(len(found) == len(graph) - 1 for found in receivers):
         return ["every rank -> every other rank"]

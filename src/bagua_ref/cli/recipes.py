@@ -1,18 +1,24 @@
-"""The demo's network, data and settings of each algorithm. A new algorithm is one line in `RECIPES`."""
+"""The demo's network, data, settings of each algorithm, and training. A new algorithm is one line in `RECIPES`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import parameters_to_vector
 
+import bagua_ref
 from bagua_ref.algorithms import QAdamOptimizer
-from bagua_ref.integrations.trained_module import Recipe
+from bagua_ref.base.utils import readable_bytes
+from bagua_ref.integrations.trained_module import Recipe, call_if_there
 
-__all__ = ["ALONE", "RECIPES", "Digits", "Settings", "make_model", "make_optimizer"]
+__all__ = ["ALONE", "RECIPES", "Digits", "Settings", "TrainingOutcome", "make_model", "make_optimizer", "train"]
 
 ALONE = "single process"
 """The name of the baseline: the same batches in one process, with plain torch."""
@@ -124,3 +130,97 @@ def make_model() -> nn.Module:
         nn.Linear(512, 64), nn.ReLU(),
         nn.Linear(64, 10),
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TrainingOutcome:
+    """The outcome of training with one algorithm.
+
+    Attributes:
+        algorithm: its name, or `ALONE`.
+        test_accuracy: the share of test images that are classified correctly, mean over ranks.
+        final_loss: the training loss, mean over ranks and the last epoch.
+        bytes_per_step: bytes sent per step and rank.
+        ratio: bytes_per_step divided by the bytes of a float32 all-reduce of the gradients; None if that needs no communication.
+        steps_per_second: the speed of the slowest rank.
+        weight_difference: the largest difference of any weight between two ranks after the last step.
+        losses: the loss of each step, mean over ranks.
+        bytes_sent: bytes sent up to each step, mean over ranks.
+    """
+
+    algorithm: str
+    test_accuracy: float
+    final_loss: float
+    bytes_per_step: float
+    ratio: float | None
+    steps_per_second: float
+    weight_difference: float
+    losses: list[float]
+    bytes_sent: list[float]
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the cells of its row in the table."""
+        return (
+            self.algorithm,
+            f"{self.test_accuracy:.1%}",
+            f"{self.final_loss:.4f}",
+            "-" if self.algorithm == ALONE else readable_bytes(self.bytes_per_step),
+            "-" if self.ratio is None else f"{self.ratio:.3f}",
+            f"{self.steps_per_second:.0f}",
+            "-" if self.algorithm == ALONE else f"{self.weight_difference:.2g}",
+        )
+
+
+def train(name: str, settings: Settings, digits: Digits, report: Callable[..., None]) -> TrainingOutcome:
+    """Train with algorithm ``name``, or alone, from the seed; every rank of the world calls it, and gets the same outcome.
+
+    Args:
+        name: a name in `RECIPES`, or `ALONE` for one process that takes whole batches.
+        settings: the settings of the demo.
+        digits: the data.
+        report: called with this rank's ``loss`` after each step.
+    """
+    alone = name == ALONE
+    torch.manual_seed(settings.seed)
+    model: Any = make_model()
+    optimizer = make_optimizer(name, model.parameters())
+    if not alone:
+        RECIPES[name].wrap(model, [optimizer])
+    rank, ranks = (0, 1) if alone else (bagua_ref.get_rank(), bagua_ref.get_world_size())
+    losses, sent = [], []
+    begin = time.perf_counter()
+    for images, labels in digits.batches(settings, rank, ranks):
+        optimizer.zero_grad()
+        loss = cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        sent.append(0 if alone else model.bagua_metrics()["bytes_sent"])
+        report(loss=losses[-1])
+    seconds = torch.tensor([time.perf_counter() - begin])
+    call_if_there("abort", model)  # async averages in the background until it is stopped
+    model.eval()
+    shared = nullcontext if alone else getattr(model.bagua_algorithm, "global_weights", nullcontext)
+    with torch.no_grad(), shared():
+        accuracy = (model(digits.test_images).argmax(1) == digits.test_labels).double().mean().item()
+    means = torch.tensor([accuracy, *losses, *sent], dtype=torch.float64)
+    highest = parameters_to_vector(model.parameters()).detach().clone()
+    lowest = highest.clone()
+    if not alone:
+        for values, operation in ((means, "AVG"), (seconds, "MAX"), (highest, "MAX"), (lowest, "MIN")):
+            bagua_ref.allreduce_inplace(values, bagua_ref.ReduceOp[operation])
+    accuracy, *both = means.tolist()
+    losses, sent = both[: settings.steps], both[settings.steps :]
+    last_epoch = losses[-settings.steps_per_epoch :]
+    full = 2 * (ranks - 1) / ranks * 4 * len(highest)  # of a float32 all-reduce of all gradients, on each rank
+    return TrainingOutcome(
+        algorithm=name,
+        test_accuracy=accuracy,
+        final_loss=sum(last_epoch) / len(last_epoch),
+        bytes_per_step=sent[-1] / settings.steps,
+        ratio=sent[-1] / settings.steps / full if full else None,
+        steps_per_second=settings.steps / seconds.item(),
+        weight_difference=float((highest - lowest).max()),
+        losses=losses,
+        bytes_sent=sent,
+    )

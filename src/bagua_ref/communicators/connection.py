@@ -24,6 +24,7 @@ from bagua_ref.communicators import int_sockets, shared_memory
 from bagua_ref.communicators.failures import FailureReports, Watchdog
 from bagua_ref.communicators.gloo_sockets import GlooSockets, open_sockets
 from bagua_ref.communicators.int_sockets import IntSockets
+from bagua_ref.communicators.mesh import Sockets
 from bagua_ref.communicators.pipelining import ComputingError, OtherCallError
 from bagua_ref.communicators.processes import keep_forever
 from bagua_ref.communicators.rendezvous import another_connection, ask, first_sentence, host_of, interruptible, prefixed
@@ -105,8 +106,8 @@ class Connection:
         self.share_memory(collective)
         if not self._has_tried_sockets:
             host = "" if self.memory is not None else host_of(self._store)
-            share = lambda values: self._exchange_over_gloo(values, collective)()  # noqa: E731
-            self._sockets = int_sockets.connect(self._rank, len(self._ranks), host, share, self._timeout.total_seconds())
+            share, limit = partial(self._share, collective), self._timeout.total_seconds()
+            self._sockets = int_sockets.connect(self._rank, len(self._ranks), host, share, limit)
             self._has_tried_sockets = True
         if (sockets := self._sockets) is None:
             return self._exchange_over_gloo(values, collective)
@@ -115,8 +116,8 @@ class Connection:
     def share_memory(self, collective: str) -> None:
         """Let the ranks share memory before their first ``collective``, if they can. Collective; errors as `run`."""
         if self._shares_memory:
-            share = lambda values: self._exchange_over_gloo(values, collective)()  # noqa: E731
-            self.memory = shared_memory.connect(self._rank, len(self._ranks), share, self._timeout.total_seconds())
+            share, limit = partial(self._share, collective), self._timeout.total_seconds()
+            self.memory = shared_memory.connect(self._rank, len(self._ranks), share, limit)
             self._shares_memory = False
 
     def compare(self, collective: str, call: str) -> None:
@@ -126,6 +127,9 @@ class Connection:
             why = self._failures.describe_mismatch(call)
             self.abort(why)
             raise CommunicationError(f"in group {self._name!r} {why}")
+
+    def _share(self, collective: str, values: Sequence[int]) -> list[list[int]]:
+        return self._exchange_over_gloo(values, collective)()
 
     def _exchange_over_gloo(self, values: Sequence[int], collective: str = "agreement") -> Callable[[], list[list[int]]]:
         """Exchange integers by an interruptible all-to-all; unlike an all-gather, it does not pass them around a ring."""
@@ -257,32 +261,26 @@ class Connection:
         """Wait until every rank is about to connect, as gloo would, but interruptibly."""
         keys = {rank: f"here/{place}" for place, rank in enumerate(self._ranks)}
         here = keys[self._ranks[self._rank]]
-        done, errors = threading.Event(), list[RuntimeError]()
+        given_up, deadline = threading.Event(), time.monotonic() + self._timeout.total_seconds()
 
-        def watch() -> None:  # on a thread of its own, as the store may not answer
+        def watch() -> None:
             pause = 0.001
-            try:
-                self._store.set(here, "")
-                while not self._store.check(list(keys.values())) and not done.wait(pause):
-                    pause = min(1.5 * pause, 0.1)
-            except RuntimeError as error:
-                errors.append(error)
-            done.set()
+            self._store.set(here, "")
+            while not self._store.check(list(keys.values())) and not given_up.wait(pause):
+                pause = min(1.5 * pause, 0.1)
+
+        def check() -> None:
+            self._check_open("connect")
+            if time.monotonic() >= deadline:
+                raise self._timed_out(keys)
 
         try:
-            with self._waiting("connect", None, ""):
-                threading.Thread(target=watch, name="bagua_ref connect", daemon=True).start()
-                deadline = time.monotonic() + self._timeout.total_seconds()
-                while not done.wait(max(0.0, min(_TICK.total_seconds(), deadline - time.monotonic()))):
-                    self._check_open("connect")
-                    if time.monotonic() >= deadline:
-                        raise self._timed_out(keys)
-                if errors:
-                    raise errors[0]
+            with self._waiting("connect", None, ""):  # the store may not answer
+                interruptible(watch, check, min(_TICK, self._timeout).total_seconds())
         except BaseException:
-            done.set()
+            given_up.set()
             # Otherwise a later rank would wait for this one inside gloo.
-            ask(self._store, lambda store: store.delete_key(here))
+            ask(self._store, lambda store: store.delete_key(here), False)
             raise
 
     def _connect(self, make: Callable[[], Any]) -> Any:
@@ -295,8 +293,7 @@ class Connection:
             raise self._kind_of_end(f"{collective} on {self._title}: {self._closed}")
 
     def _timed_out(self, keys: dict[int, str]) -> CommunicationTimeoutError:
-        missing: list[int] = []
-        ask(self._store, lambda store: missing.extend(rank for rank, key in keys.items() if not store.check([key])))
+        missing: list[int] = ask(self._store, lambda store: [rank for rank, key in keys.items() if not store.check([key])], [])
         who = self._waits.who_is_missing(self._place, missing) if missing else "the job's store does not answer"
         limit = self._timeout.total_seconds()
         return CommunicationTimeoutError(f"connect on {self._title}: timed out after {limit:g} s; {who}")
@@ -333,11 +330,13 @@ class Connection:
 
     def close_in_child(self) -> None:
         """Close a forked child's copies of all sockets: they must end with the parent, or its peers would wait for it."""
-        for direct in (self._sockets, self.memory):
-            if direct is not None:
-                direct.close()
+        for direct in self._direct():
+            direct.close()
         if self._gloo_sockets is not None:
             self._gloo_sockets.close_in_child()
+
+    def _direct(self) -> list[Sockets]:
+        return [direct for direct in (self._sockets, self.memory) if direct is not None]
 
     def abort_late(self, collective: str) -> None:
         """Abort the connection because ``collective`` has not finished within the timeout."""
@@ -359,7 +358,7 @@ class Connection:
     def _failure(self, collective: str, error: RuntimeError) -> CommunicationError:
         """Close the connection, which the other ranks notice, and return the exception to raise."""
         interrupted, why = self._closed, first_sentence(error)
-        hung_up = sorted({peer for direct in (self._sockets, self.memory) if direct is not None for peer in direct.hung_up()})
+        hung_up = sorted({peer for direct in self._direct() for peer in direct.hung_up()})
         self._closed = self._closed or f"it failed earlier, in {collective}"
         self._drop()
         if interrupted:
@@ -374,9 +373,8 @@ class Connection:
 
     def _drop(self) -> None:
         nccl, self._nccl, self._gloo, self._begun = self._nccl, None, None, []
-        for direct in (self._sockets, self.memory):
-            if direct is not None:
-                direct.close()
+        for direct in self._direct():
+            direct.close()
         if self._gloo_sockets is not None:  # gloo closes them later, or never while it waits
             self._gloo_sockets.shut_down()
         if nccl is not None:

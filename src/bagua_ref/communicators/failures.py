@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch._C._distributed_c10d import Store
@@ -49,13 +47,11 @@ class FailureReports:
             store.set(f"gave up/{self._rank}", why)
             store.set(_ANYBODY, "")
 
-        ask(self._store, write, anew=anew)
+        ask(self._store, write, None, anew=anew)
 
     def reported(self, limit: float = 5.0) -> str:
         """Return the other ranks' reports; "" if there is none, or the store does not answer within ``limit`` seconds."""
-        found: list[str] = []
-        ask(self._store, lambda store: found.append(self._read(store)), limit)
-        return found[0] if found else ""
+        return ask(self._store, self._read, "", limit)
 
     def reason_for_end(self, waits: Waiting, hung_up: Sequence[int]) -> str:
         """Return the reason for the end of a connection, "" if it is unknown.
@@ -90,7 +86,7 @@ class FailureReports:
                     calls.setdefault(store.get(f"call/{place}").decode(), []).append(self._ranks[place])
                 time.sleep(0.002)
 
-        ask(self._store, publish_and_read, 2 * _COMPARING)
+        ask(self._store, publish_and_read, None, 2 * _COMPARING)
         who = [(sorted(ranks), what) for what, ranks in calls.items()]
         calling = ", ".join(f"{format_ranks(ranks)} call{'s' * (len(ranks) == 1)} {what}" for ranks, what in sorted(who))
         return f"{calling}; all ranks must call the same collective with the same arguments, sizes and dtypes"
@@ -118,18 +114,12 @@ _INTERVAL = 0.05
 """Seconds between two checks of the works."""
 
 
-@dataclass
-class _UnderWay:
-    work: Any
-    deadline: float
-    give_up: Callable[[], None]
-
-
 class Watchdog:
     """Deadlines of works, checked on a thread that exists only while there are works to watch."""
 
     def __init__(self) -> None:
-        self._under_way: deque[_UnderWay] = deque()
+        self._under_way: list[tuple[Any, float, Callable[[], None]]] = []
+        """Works with their deadlines, and what gives them up."""
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -142,26 +132,24 @@ class Watchdog:
             give_up: called once, on the watch's thread.
         """
         with self._lock:
-            self._under_way.append(_UnderWay(work, time.monotonic() + timeout, give_up))
+            self._under_way.append((work, time.monotonic() + timeout, give_up))
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._check, name="bagua_ref watch of collectives", daemon=True)
                 self._thread.start()
 
     def _check(self) -> None:
         while True:
-            late: list[_UnderWay] = []
             with self._lock:
-                now, watched = time.monotonic(), self._under_way
-                self._under_way = deque()
-                for entry in watched:
-                    if not _is_done(entry.work):
-                        (late if now > entry.deadline else self._under_way).append(entry)
+                now, watched = time.monotonic(), [entry for entry in self._under_way if not _is_done(entry[0])]
+                self._under_way = [entry for entry in watched if now <= entry[1]]
+                late = [give_up for _, deadline, give_up in watched if now > deadline]
+                del watched
                 if not self._under_way and not late:
                     self._thread = None
                     return
-            for entry in late:
-                entry.give_up()
-            del late, watched
+            for give_up in late:
+                give_up()
+            late.clear()
             time.sleep(_INTERVAL)
 
 

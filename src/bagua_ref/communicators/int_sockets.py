@@ -6,23 +6,21 @@ A message of gloo wakes a thread at both ends twice, which takes half a millisec
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import time
-import weakref
 from array import array
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import wait
 
-from bagua_ref.communicators.mesh import Unreachable, close_sockets, connect_all, hung_up, listen_locally, listen_towards
+from bagua_ref.communicators.mesh import Sockets, Unreachable, connect_all, listen_locally, listen_towards
 
 __all__ = ["IntSockets", "connect"]
 
 _logger = logging.getLogger(__name__)
 
 
-class IntSockets:
+class IntSockets(Sockets):
     """A socket to each other rank of a group, and one exchange at a time.
 
     `wait` and `is_completed` are those of a torch.distributed work.
@@ -34,18 +32,14 @@ class IntSockets:
     """
 
     def __init__(self, rank: int, sockets: dict[int, socket.socket], timeout: float) -> None:
-        for connected in sockets.values():
-            connected.setblocking(False)
-        self._sockets, self._rank, self._timeout = sockets, rank, timeout
+        super().__init__(sockets)
+        self._rank, self._timeout = rank, timeout
         self._values: Sequence[int] = []
         self._bytes: dict[int, bytes] = {}
         self._missing: dict[socket.socket, int] = {}
         self._deadline: float | None = None
         self._failed = ""
         """The reason that the exchange will never be complete."""
-        self.close = weakref.finalize(self, close_sockets, sockets, os.getpid())
-        """Close the sockets, which the other ranks notice; also called when this is garbage-collected."""
-        self.close.atexit = False
 
     def send(self, values: Sequence[int]) -> IntSockets:
         """Send ``values``, a few int64, to every other rank, and begin to wait for theirs; return this.
@@ -91,10 +85,6 @@ class IntSockets:
                     self._failed = f"rank {peer} of the group sent {length} numbers, this rank {len(self._values)}"
                     break
         return not self._failed and not self._missing
-
-    def hung_up(self) -> list[int]:
-        """Return the ranks that have closed their sockets."""
-        return hung_up(self._sockets)
 
     def wait(self, limit: timedelta = timedelta.max) -> None:
         """Wait until the exchange is complete, for ``limit`` at most.

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from bagua_ref.base.launch_environment import Identity, read_launch
-from bagua_ref.communicators.rendezvous import NoReply, first_line, within
+from bagua_ref.communicators.rendezvous import NoReply, first_sentence, within
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 
 __all__ = ["job_store"]
@@ -92,7 +92,7 @@ def _open_store(host: str, port: int, rank: int, timeout: float) -> Store:
                 f"rank 0 cannot listen at {host}:{port}, as another program has the port; set MASTER_PORT ({error})"
             ) from error
         raise CommunicationError(
-            f"rank {rank} tried for {time.monotonic() - began:.1f} s to connect to {what}: {first_line(error)}; {_ADVICE}"
+            f"rank {rank} tried for {time.monotonic() - began:.1f} s to connect to {what}: {first_sentence(error)}; {_ADVICE}"
         ) from error
 
 

@@ -10,13 +10,14 @@ import select
 import socket
 import struct
 import time
+import weakref
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from multiprocessing.connection import wait
 from typing import Any
 
-__all__ = ["Unreachable", "close_sockets", "connect_all", "hung_up", "listen_locally", "listen_towards"]
+__all__ = ["Sockets", "Unreachable", "close_sockets", "connect_all", "listen_locally", "listen_towards"]
 
 _LIMIT = 5.0
 """Seconds in which all sockets must be connected, or half of the group's timeout if that is less."""
@@ -113,12 +114,27 @@ def close_sockets(sockets: Mapping[int, socket.socket], pid: int) -> None:
         connected.close()
 
 
-def hung_up(sockets: Mapping[int, socket.socket]) -> list[int]:
-    """Return the ranks whose ends of ``sockets`` are closed."""
-    poll, peers = select.poll(), {connected.fileno(): peer for peer, connected in sockets.items() if connected.fileno() >= 0}
-    for file in peers:
-        poll.register(file, _HANG_UP)
-    return [peers[file] for file, _ in poll.poll(0)]
+class Sockets:
+    """A socket to each other rank of a group, used without waiting.
+
+    Args:
+        sockets: the connected sockets, by rank.
+    """
+
+    def __init__(self, sockets: Mapping[int, socket.socket]) -> None:
+        for connected in sockets.values():
+            connected.setblocking(False)
+        self._sockets = sockets
+        self.close = weakref.finalize(self, close_sockets, sockets, os.getpid())
+        """Close the sockets, which the other ranks notice; also called when this is garbage-collected."""
+        self.close.atexit = False
+
+    def hung_up(self) -> list[int]:
+        """Return the ranks that have closed their ends."""
+        poll, peers = select.poll(), {one.fileno(): peer for peer, one in self._sockets.items() if one.fileno() >= 0}
+        for file in peers:
+            poll.register(file, _HANG_UP)
+        return [peers[file] for file, _ in poll.poll(0)]
 
 
 def _address(server: socket.socket) -> list[Any]:

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import select
+import socket
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any, NoReturn, Protocol
@@ -16,23 +17,34 @@ import torch.distributed as dist
 
 from bagua_ref.errors import CommunicationError
 
-__all__ = ["Connected", "ParentsConnection", "Processes", "keep_forever", "leave_to_parent", "refuse_in_child", "this_process"]
+__all__ = [
+    "Connected", "ParentsConnection", "Processes", "keep_forever", "leave_to_parent", "machine", "node_name", "refuse_in_child",
+    "this_process",
+]  # fmt: skip
 
 _logger = logging.getLogger(__name__)
 _BOOT = "/proc/sys/kernel/random/boot_id"
 """A random name of the machine, new whenever it boots."""
 
 
+def machine(namespace: str) -> str:
+    """Return a name of this machine and of this process's ``namespace`` ("pid" or "net") there; "" if the system hides it."""
+    try:
+        with open(_BOOT) as file:
+            return f"{file.read().strip()} {os.stat(f'/proc/self/ns/{namespace}').st_ino}"
+    except OSError:
+        return ""
+
+
+def node_name() -> str:
+    """Return the launcher's name of this node, else the host's."""
+    return os.environ.get("GROUP_RANK", os.environ.get("NODE_RANK", socket.gethostname()))
+
+
 def this_process() -> list[Any]:
     """Return machine and PID namespace, PID and start time of this process; ["", 0, 0] where it cannot be watched."""
-    if hasattr(os, "pidfd_open"):
-        try:
-            with open(_BOOT) as file:
-                boot = file.read().strip()
-            return [f"{boot} {os.stat('/proc/self/ns/pid').st_ino}", os.getpid(), _start_time(os.getpid())]
-        except OSError:  # this system hides it
-            pass
-    return ["", 0, 0]
+    where = machine("pid") if hasattr(os, "pidfd_open") else ""
+    return [where, os.getpid(), _start_time(os.getpid())] if where else ["", 0, 0]
 
 
 class Processes:

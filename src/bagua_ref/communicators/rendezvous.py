@@ -29,7 +29,6 @@ __all__ = [
     "another_connection",
     "check_others",
     "connecting",
-    "first_line",
     "first_sentence",
     "host_of",
     "interruptible",
@@ -82,30 +81,28 @@ def another_connection(store: Store) -> Store:
         raise CommunicationError(f"the store through which the ranks find each other cannot be reached: {error}") from error
 
 
-def ask(store: Store, use: Callable[[Store], object], limit: float = 5.0, anew: bool = True) -> None:
-    """Call ``use`` with a connection of its own to ``store``, whose server may have died.
+def ask(store: Store, use: Callable[[Store], T], otherwise: T, limit: float = 5.0, anew: bool = True) -> T:
+    """Return ``use`` of a connection of its own to ``store``, whose server may have died.
 
     Args:
         store: a torch store, or a `prefixed` view of one.
-        use: reads or writes it; errors of the store in it are ignored.
-        limit: seconds after which this returns in any case.
+        use: reads or writes it.
+        otherwise: returned if the store fails.
+        limit: seconds after which ``otherwise`` is returned.
         anew: whether to open a connection, for which descriptors may be short, rather than use ``store`` itself.
     """
 
-    def run() -> None:
-        with suppress(RuntimeError, OSError):
-            if not anew:
-                use(store)
-                return
-            server = getattr(store, "_underlying_non_prefix_store", store)
-            if isinstance(server, dist.TCPStore):  # type: ignore[attr-defined]
-                # If the server is gone, torch would try again and again, for the store's whole timeout.
-                socket.create_connection((server.host, server.port), limit).close()
-            use(another_connection(store))
+    def run() -> T:
+        server = getattr(store, "_underlying_non_prefix_store", store)
+        if anew and isinstance(server, dist.TCPStore):  # type: ignore[attr-defined]
+            # If the server is gone, torch would try again and again, for the store's whole timeout.
+            socket.create_connection((server.host, server.port), limit).close()
+        return use(another_connection(store) if anew else store)
 
-    thread = threading.Thread(target=run, name="bagua_ref question to the store", daemon=True)
-    thread.start()
-    thread.join(limit)
+    try:
+        return within(run, limit)
+    except (NoReply, RuntimeError, OSError):
+        return otherwise
 
 
 def address_of(store: Store) -> str:
@@ -122,13 +119,8 @@ def host_of(store: Store) -> str:
     return store.host if isinstance(store, dist.TCPStore) else socket.gethostname()  # type: ignore[attr-defined]
 
 
-def first_line(error: Exception) -> str:
-    """Return the message of an error of torch without the stack of C++ that may follow."""
-    return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
-
-
-def first_sentence(error: RuntimeError) -> str:
-    """Return the first sentence of torch's message, without the source location."""
+def first_sentence(error: Exception) -> str:
+    """Return the first sentence of torch's message, without the source location and the stack of C++ that may follow."""
     text = re.sub(r"^\[[^\]]*\.(cc|cpp):\d+\]\s*", "", str(error)) or type(error).__name__
     return text.split(". This is typically", 1)[0].splitlines()[0].rstrip(".")
 
@@ -233,7 +225,7 @@ def rendezvous(store: Store, rank: int, world_size: int, info: Any, timeout: flo
     except RuntimeError as error:
         raise StoreLostError(
             f"rank {rank} lost the store at {address_of(store)} after {time.monotonic() - began:.1f} s of waiting for the other "
-            f"ranks; the process that serves it, often rank 0's, has ended ({first_line(error)})"
+            f"ranks; the process that serves it, often rank 0's, has ended ({first_sentence(error)})"
         ) from error
     missing = [r for r, message in enumerate(messages) if message is None]
     if missing:
@@ -296,7 +288,7 @@ def connecting(store: Store, rank: int, world_size: int) -> Iterator[None]:
         waited = time.monotonic() - began
         if dist.is_initialized():
             dist.destroy_process_group()
-        missing, why = list[int](), first_line(error)
+        missing, why = list[int](), first_sentence(error)
         with suppress(RuntimeError, NoReply):
             if not isinstance(error, _OtherFailed):  # or gloo still uses the store
                 within(lambda: store.set(f"failed{rank}", why), _GRACE)

@@ -14,7 +14,6 @@ import select
 import socket
 import struct
 import time
-import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -25,13 +24,14 @@ from torch import Tensor
 
 from bagua_ref.base.memory import bytes_of
 from bagua_ref.communicators.collectives import combine
-from bagua_ref.communicators.mesh import Unreachable, close_sockets, connect_all, hung_up, listen_locally
+from bagua_ref.communicators.mesh import Sockets, Unreachable, close_sockets, connect_all, listen_locally
 from bagua_ref.communicators.pipelining import OtherCallError, compute
+from bagua_ref.communicators.processes import machine
 from bagua_ref.env import shares_memory
 from bagua_ref.errors import CommunicationError
 from bagua_ref.types import ReduceOp
 
-__all__ = ["SharedMemory", "Until", "connect", "machine"]
+__all__ = ["SharedMemory", "Until", "connect", "shared_by"]
 
 _SLOTS = 4
 """Pieces that a rank may send to another one before that has taken the first; an all-reduce needs this many."""
@@ -41,8 +41,6 @@ _BUDGET = 2**23
 """Bytes that a rank shares with all others of a group."""
 _LIMIT = 5.0
 """Seconds in which every rank must have shared its memory, or half of the group's timeout if that is less."""
-_BOOT = "/proc/sys/kernel/random/boot_id"
-"""A random name of the machine, new whenever it boots."""
 _MESSAGE = struct.Struct("<qq")
 """A message about a slot: the call and the size of the tensor in it, or `_TAKEN` if it may be filled again."""
 _TAKEN = (0, 0)
@@ -149,7 +147,7 @@ class _Pipe:
             self.end_reason = self.end_reason or str(error)
 
 
-class SharedMemory:
+class SharedMemory(Sockets):
     """Movement between all ranks of a group, which share memory.
 
     A tensor moves in pieces. The sender copies a piece into a free slot of its memory, and notifies the receiver through a socket,
@@ -166,17 +164,14 @@ class SharedMemory:
     def __init__(
         self, rank: int, sockets: dict[int, socket.socket], slots: dict[int, tuple[list[Tensor], list[Tensor]]], timeout: float
     ) -> None:
+        super().__init__(sockets)
         self._rank, self._nranks, self._timeout = rank, len(sockets) + 1, timeout
         self._piece = next(iter(slots.values()))[0][0].numel()
         self._pipes = {peer: _Pipe(peer, sockets[peer], *slots[peer]) for peer in sorted(sockets)}
         self._by_file = {pipe.socket.fileno(): pipe for pipe in self._pipes.values()}
         self._poll = select.poll()
         for connected in sockets.values():
-            connected.setblocking(False)
             self._poll.register(connected, select.POLLIN)
-        self.close = weakref.finalize(self, close_sockets, sockets, os.getpid())
-        """Close the sockets, which the other ranks notice; also called when this is garbage-collected."""
-        self.close.atexit = False
 
     def listen(self, seconds: float) -> None:
         """Read messages of all ranks, after waiting for the first for ``seconds`` at most."""
@@ -185,10 +180,6 @@ class SharedMemory:
             pipe.read()
             if pipe.end_reason:
                 self._poll.unregister(file)
-
-    def hung_up(self) -> list[int]:
-        """Return the ranks that have closed their sockets."""
-        return hung_up({pipe.peer: pipe.socket for pipe in self._pipes.values()})
 
     def exchange(
         self,
@@ -281,16 +272,10 @@ class SharedMemory:
                 yield Until(self, pipe, holds, self._timeout)
 
 
-def machine() -> str:
+def shared_by() -> str:
     """Return a name that processes have in common if they may share memory; "" if this one may not."""
-    if not hasattr(os, "memfd_create") or not shares_memory():
-        return ""
-    try:
-        with open(_BOOT) as file:
-            # Whoever puts ranks of one machine into different network namespaces wants them to use the network.
-            return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
-    except OSError:  # this system hides it
-        return ""
+    # Whoever puts ranks of one machine into different network namespaces wants them to use the network.
+    return machine("net") if hasattr(os, "memfd_create") and shares_memory() else ""
 
 
 def connect(rank: int, nranks: int, share: Callable[[Sequence[int]], list[list[int]]], timeout: float) -> SharedMemory | None:

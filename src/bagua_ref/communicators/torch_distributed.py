@@ -156,9 +156,9 @@ class TorchDistributedCommunicator(Communicator):
     def _start_on_nccl(self, group: Any, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]) -> list[Any]:
         group._start_coalescing()
         for tensor, peer in recvs:
-            group.recv([_bytes(tensor)], peer, 0)
+            group.recv([bytes_of(tensor)], peer, 0)
         for tensor, peer in sends:
-            group.send([_bytes(tensor)], peer, 0)
+            group.send([bytes_of(tensor)], peer, 0)
         return [group._end_coalescing()]
 
     def _broadcast(self, tensor: Tensor, src: int) -> None:
@@ -171,7 +171,7 @@ class TorchDistributedCommunicator(Communicator):
             self._exchange(sends, recvs, call)
             return
         here = self._reachable(tensor)
-        self._run("broadcast", here, lambda group: [group.broadcast(_bytes(here), src)])
+        self._run("broadcast", here, lambda group: [group.broadcast(bytes_of(here), src)])
         _bring_back(tensor, here)
 
     def _gather(self, send_tensor: Tensor, recv_tensor: Tensor, dst: int, call: str = "") -> None:
@@ -181,7 +181,7 @@ class TorchDistributedCommunicator(Communicator):
             return
         chunks = self._chunks(recv_tensor)
         self._exchange([], [(chunk, peer) for peer, chunk in enumerate(chunks) if peer != dst], call)
-        chunks[dst].copy_(_bytes(send_tensor))
+        chunks[dst].copy_(bytes_of(send_tensor))
 
     def _scatter(self, send_tensor: Tensor, recv_tensor: Tensor, src: int) -> None:
         call = self._agree(f"scatter(src={src})", recv_tensor)
@@ -190,7 +190,7 @@ class TorchDistributedCommunicator(Communicator):
             return
         chunks = self._chunks(send_tensor)
         self._exchange([(chunk, peer) for peer, chunk in enumerate(chunks) if peer != src], [], call)
-        _bytes(recv_tensor).copy_(chunks[src])
+        bytes_of(recv_tensor).copy_(chunks[src])
 
     def _allgather_overlapping(self, send_tensor: Tensor, recv_tensor: Tensor, overlap: Overlap) -> None:
         if not self._comes_in_pieces(recv_tensor):
@@ -225,18 +225,18 @@ class TorchDistributedCommunicator(Communicator):
     def _allgather(self, send_tensor: Tensor, recv_tensor: Tensor, call: str = "") -> None:
         call = call or self._agree("allgather()", send_tensor)
         if self._over_nccl(send_tensor):
-            self._run(_name(call), send_tensor, lambda group: [group._allgather_base(_bytes(recv_tensor), _bytes(send_tensor))])
+            self._run(_name(call), send_tensor, lambda group: [group._allgather_base(bytes_of(recv_tensor), bytes_of(send_tensor))])
             return
         # Receive in place: gloo's all-gather uses a buffer and takes twice the time.
         chunks = self._chunks(recv_tensor)
-        chunks[self._rank].copy_(_bytes(send_tensor))
+        chunks[self._rank].copy_(bytes_of(send_tensor))
         self._trade([send_tensor] * self._nranks, chunks, call)
 
     def _alltoall(self, send_tensor: Tensor, recv_tensor: Tensor, call: str = "") -> None:
         call = call or self._agree("alltoall()", send_tensor)
         if self._over_nccl(send_tensor):
             self._run(
-                _name(call), send_tensor, lambda group: [group.alltoall_base(_bytes(recv_tensor), _bytes(send_tensor), [], [])]
+                _name(call), send_tensor, lambda group: [group.alltoall_base(bytes_of(recv_tensor), bytes_of(send_tensor), [], [])]
             )
             return
         outgoing, incoming = self._chunks(send_tensor), self._chunks(recv_tensor)
@@ -351,7 +351,7 @@ class TorchDistributedCommunicator(Communicator):
         return tensor if tensor.device.type == "cpu" or self._over_nccl(tensor) else tensor.cpu()
 
     def _chunks(self, tensor: Tensor) -> list[Tensor]:
-        flat = _bytes(tensor)
+        flat = bytes_of(tensor)
         count = flat.numel() // self._nranks
         return [flat[i * count : (i + 1) * count] for i in range(self._nranks)]
 
@@ -365,10 +365,6 @@ def _name(call: str) -> str:
 
 def _flat(tensor: Tensor) -> Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,))
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return bytes_of(tensor)
 
 
 def _bring_back(tensor: Tensor, here: Tensor) -> None:

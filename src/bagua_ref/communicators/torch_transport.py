@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import weakref
 from collections.abc import Sequence
 
@@ -16,16 +15,16 @@ from torch._C._distributed_c10d import Store
 
 from bagua_ref.base.untrusted import NATURAL
 from bagua_ref.communicators.gloo_sockets import close_served
-from bagua_ref.communicators.processes import Processes, leave_to_parent, this_process
+from bagua_ref.communicators.processes import Processes, leave_to_parent, node_name, this_process
 from bagua_ref.communicators.rendezvous import another_connection, prefixed, rendezvous
-from bagua_ref.communicators.shared_memory import machine
+from bagua_ref.communicators.shared_memory import shared_by
 from bagua_ref.communicators.torch_distributed import TorchDistributedCommunicator
 from bagua_ref.communicators.waiting import Waiting
 
 __all__ = ["TorchDistributedTransport"]
 
 _INFO_FORM = [str, NATURAL, (str, type(None)), [str, NATURAL, NATURAL], str]
-"""Form of a rank's information: node, number of GPUs, CUDA_VISIBLE_DEVICES, `this_process`, `machine`."""
+"""Form of a rank's information: node, number of GPUs, CUDA_VISIBLE_DEVICES, `this_process`, `shared_by`."""
 
 
 class TorchDistributedTransport:
@@ -47,11 +46,9 @@ class TorchDistributedTransport:
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, local_world_size: int, timeout: float) -> None:
-        node = os.environ.get("GROUP_RANK", os.environ.get("NODE_RANK", socket.gethostname()))
-        if local_world_size > 0:
-            node = str(rank // local_world_size)
+        node = str(rank // local_world_size) if local_world_size > 0 else node_name()
         gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
-        self._machine = machine()
+        self._machine = shared_by()
         info = [node, gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), this_process(), self._machine]
         job, found = rendezvous(prefixed("bagua_ref", store), rank, world_size, info, timeout, _INFO_FORM)
         # The job's name is unique, so the caller's prefix is not needed; without it, `another_connection` works in every torch.

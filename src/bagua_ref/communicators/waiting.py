@@ -144,32 +144,30 @@ class Waiting:
 
     def who_is_missing(self, place: str, members: Sequence[int]) -> str:
         """Describe the ``members`` that do not wait in the collective ``place``, and their other waits."""
-        missing: dict[str, list[int]] = {}
 
-        def read(store: Store) -> None:
+        def read(store: Store) -> str:
+            missing: dict[str, list[int]] = {}
             for rank in members:
                 if rank != self._rank:
                     seen = json.loads(store.get(f"seen/{rank}")) if store.check([f"seen/{rank}"]) else []
                     if place not in [its for _, its in seen]:
                         missing.setdefault(" and ".join(what for what, _ in seen), []).append(rank)
+            return "; ".join(
+                f"{format_ranks(ranks)} {'have' if len(ranks) > 1 else 'has'} not come{f', waiting {what}' * bool(what)}"
+                for what, ranks in missing.items()
+            )
 
-        ask(self._job_store, read)
-        return "; ".join(
-            f"{format_ranks(ranks)} {'have' if len(ranks) > 1 else 'has'} not come{f', waiting {what}' * bool(what)}"
-            for what, ranks in missing.items()
-        )
+        return ask(self._job_store, read, "")
 
     def exit_reasons(self, members: Sequence[int], limit: float = 5.0) -> str:
         """Describe the exceptions that ended ``members``, or the deadlock; "" if none is known within ``limit`` seconds."""
-        reasons: list[str] = []
 
-        def read(store: Store) -> None:
+        def read(store: Store) -> str:
             keys = [(rank, f"left/{rank}") for rank in members if rank != self._rank]
-            reasons.extend(f"rank {rank} ended with {store.get(key).decode()}" for rank, key in keys if store.check([key]))
-            reasons.append(self._verdict(store, self._published))
+            reasons = [f"rank {rank} ended with {store.get(key).decode()}" for rank, key in keys if store.check([key])]
+            return "; ".join(filter(None, [*reasons, self._verdict(store, self._published)]))
 
-        ask(self._job_store, read, limit)
-        return "; ".join(filter(None, reasons))
+        return ask(self._job_store, read, "", limit)
 
     def ended(self, members: Collection[int], seconds: float) -> set[int]:
         """Return the ``members`` whose processes are known to have ended, waiting at most ``seconds`` for the first."""
@@ -236,10 +234,8 @@ class Waiting:
                     wait.interrupt(has_ended(dead))
 
     def _has_left(self, rank: int) -> bool:
-        found: list[bytes] = []
         key = f"waits/{rank}"
-        ask(self._job_store, lambda store: found.append(store.get(key) if store.check([key]) else b""), _GRACE)
-        return found == [_HAS_LEFT.encode()]
+        return ask(self._job_store, lambda store: store.check([key]) and store.get(key) == _HAS_LEFT.encode(), False, _GRACE)
 
     def _check(self, before: list[Any] | None) -> tuple[list[Any], str]:
         """Publish this rank's waits; return those of all ranks and, if they have not changed, their deadlock in words."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset
 
 from bagua_ref.base.runtime import current_world
+from bagua_ref.base.utils import tracked
 from bagua_ref.contrib.cache.counters import CacheStats
 from bagua_ref.contrib.cache_loader import CacheLoader
 
@@ -89,7 +89,7 @@ class CachedDataset(Dataset[Any]):
         mine = range(rank, len(self), ranks)
         batches = [mine[start : start + _PREFILL_BATCH] for start in range(0, len(mine), _PREFILL_BATCH)]
         made = 0
-        for batch in _tracked(batches, "filling the cache", progress and rank == 0):
+        for batch in tracked(batches, "filling the cache", progress and rank == 0):
             there = self.cache_loader.contains(batch)
             missing = [index for index, known in zip(batch, there, strict=True) if not known]
             made += len(missing)
@@ -131,26 +131,3 @@ def _key(index: Any) -> Any:
         return index.__index__()
     except (AttributeError, TypeError):
         return index
-
-
-def _tracked(items: Sequence[Any], title: str, visible: bool) -> Iterator[Any]:
-    """Yield ``items``; if ``visible``, show the progress on standard error, by rich if it is installed, else as plain lines."""
-    if not visible:
-        yield from items
-        return
-    try:
-        from rich.console import Console
-        from rich.progress import track
-    except ImportError:
-        yield from _lines(items, title)
-    else:
-        yield from track(items, description=title, console=Console(stderr=True))
-
-
-def _lines(items: Sequence[Any], title: str) -> Iterator[Any]:
-    tenth = 0
-    for done, item in enumerate(items, start=1):
-        yield item
-        if 10 * done // len(items) > tenth:
-            tenth = 10 * done // len(items)
-            print(f"{title}: {10 * tenth} %", file=sys.stderr, flush=True)  # noqa: T201

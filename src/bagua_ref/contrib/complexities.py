@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any, TypeAlias, cast
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bagua_ref.backends import KernelBackend, get_backend
-from bagua_ref.base.not_provided import install_command
+from bagua_ref.base.utils import tracked
 
 __all__ = ["Numbers", "Ordering", "ends", "noise_bound", "numbers_of", "read_complexities", "shown", "to_number"]
 
@@ -58,9 +57,7 @@ def read_complexities(dataset: Any, complexity_fn: Callable[[Any], Any], *, prog
         complexity_fn: sample -> complexity.
         progress: show a bar on standard error.
     """
-    places: Iterable[int] = range(len(dataset))
-    if progress:
-        places = _with_bar(len(dataset))
+    places = tracked(range(len(dataset)), "complexities", progress)
     return _packed([to_number(f"the complexity of sample {i}", complexity_fn(dataset[i])) for i in places])
 
 
@@ -229,12 +226,3 @@ def ends(numbers: Numbers) -> tuple[int | float, int | float]:
         low, high = torch.aminmax(numbers)
         return low.item(), high.item()
     return min(numbers), max(numbers)
-
-
-def _with_bar(length: int) -> Iterable[int]:
-    try:
-        from rich.console import Console
-        from rich.progress import track
-    except ModuleNotFoundError:
-        raise ModuleNotFoundError(f"progress=True needs rich; install with: {install_command('demo')}") from None
-    return track(range(length), "complexities", console=Console(file=sys.stderr))

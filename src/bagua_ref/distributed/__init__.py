@@ -91,7 +91,7 @@ class BaguaModule:
         return nullcontext() if wrapped is None else wrapped.no_sync()
 
     def bagua_metrics(self) -> dict[str, float | int]:
-        """Return what this training has counted on this rank since the module was wrapped, by name; this does not communicate.
+        """Return the counts of this training on this rank since the module was wrapped, by name; this does not communicate.
 
         - ``steps``: optimizer steps (of the last optimizer; without optimizers, synchronized backward passes).
         - ``rounds``: rounds of communication that have begun; those of asynchronous averaging are ``async_rounds``.

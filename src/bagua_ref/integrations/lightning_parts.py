@@ -51,7 +51,27 @@ class _Part(Base):
 
     model: Any
 
-    _recipe: Recipe
+    def __init__(
+        self,
+        algorithm: str = "gradient_allreduce",
+        flatten: bool = True,
+        accelerator: Any = None,
+        parallel_devices: Any = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        *,
+        precision: Any = None,
+        find_unused_parameters: bool = False,
+        **bagua_kwargs: Any,
+    ) -> None:
+        self._recipe = Recipe(
+            algorithm, bagua_kwargs, type(self).__name__, do_flatten=flatten, find_unused_parameters=find_unused_parameters
+        )
+        numbers = precision_plugin if precision is None else precision  # the Trainer's name for it, and Fabric's
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, numbers)
+        self._wrapped: list[torch.nn.Module] = []
+        self._backward_sync_control = self  # Fabric asks it for `no_backward_sync`
 
     def setup_environment(self) -> None:
         """Connect the processes, those of torch first."""
@@ -86,7 +106,7 @@ def _has_own_state(context: ModuleTraining) -> bool:
 
 
 def _state_of(context: ModuleTraining) -> dict[str, Any]:
-    """Return what a checkpoint says of the algorithm."""
+    """Return the algorithm's entry of a checkpoint."""
     algorithm, ranks = context.bagua_algorithm, context.given_group.ranks
     saved = {"algorithm": type(algorithm).__name__, "state": algorithm.state_dict()}
     if _has_own_state(context):
@@ -117,31 +137,7 @@ def _restore(context: ModuleTraining, saved: Mapping[str, Any]) -> None:
 
 
 class TrainerPart(_Part):
-    """What ``BaguaStrategy`` does in another way than Lightning's DDPStrategy."""
-
-    def __init__(
-        self,
-        algorithm: str = "gradient_allreduce",
-        flatten: bool = True,
-        accelerator: Any = None,
-        parallel_devices: Any = None,
-        cluster_environment: Any = None,
-        checkpoint_io: Any = None,
-        precision_plugin: Any = None,
-        *,
-        find_unused_parameters: bool = False,
-        **bagua_kwargs: Any,
-    ) -> None:
-        self._recipe = Recipe(
-            algorithm, bagua_kwargs, type(self).__name__, do_flatten=flatten, find_unused_parameters=find_unused_parameters
-        )
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-        )
+    """The methods of ``BaguaStrategy`` that differ from those of Lightning's DDPStrategy."""
 
     @property
     def _context(self) -> ModuleTraining | None:
@@ -219,33 +215,7 @@ class TrainerPart(_Part):
 
 
 class FabricPart(_Part):
-    """What ``FabricBaguaStrategy`` does in another way than Fabric's DDPStrategy."""
-
-    def __init__(
-        self,
-        algorithm: str = "gradient_allreduce",
-        flatten: bool = True,
-        accelerator: Any = None,
-        parallel_devices: Any = None,
-        cluster_environment: Any = None,
-        checkpoint_io: Any = None,
-        precision: Any = None,
-        *,
-        find_unused_parameters: bool = False,
-        **bagua_kwargs: Any,
-    ) -> None:
-        self._recipe = Recipe(
-            algorithm, bagua_kwargs, type(self).__name__, do_flatten=flatten, find_unused_parameters=find_unused_parameters
-        )
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision=precision,
-        )
-        self._backward_sync_control = self
-        self._wrapped: list[torch.nn.Module] = []
+    """The methods of ``FabricBaguaStrategy`` that differ from those of Fabric's DDPStrategy."""
 
     def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Return a module without parameters to train as it is.

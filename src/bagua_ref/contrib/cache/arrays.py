@@ -48,7 +48,7 @@ def read_tensor(view: memoryview, at: int) -> tuple[Tensor, int]:
 
 
 def reduced_tensor(tensor: Tensor) -> Any:
-    """Return how to pickle a tensor without what else is in its storage, of which torch pickles all: 8 MB for a row of 4 kB."""
+    """Return a reduction of a tensor without the rest of its storage, of which torch pickles all: 8 MB for a row of 4 kB."""
     if type(tensor) is torch.Tensor and is_plain_tensor(tensor):
         return _tensor_of, (b"".join(tensor_parts(tensor)),)
     by_storage = type(tensor).__reduce_ex__ is torch.Tensor.__reduce_ex__ and tensor.layout is torch.strided

@@ -161,7 +161,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _instead(value: Any) -> str:
-    """Return what to return instead of a value that cannot be stored as it is."""
+    """Return advice for a value that cannot be stored as it is."""
     if isinstance(value, torch.Tensor):
         if value.is_quantized:
             return "return its dequantize(), or its int_repr() with scale and zero point"

@@ -11,13 +11,13 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, cast
 
 import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
 from bagua_ref.base.runtime import Identity, current_world
+from bagua_ref.communicators.processes import machine, node_name
 from bagua_ref.communicators.rendezvous import another_connection, parse_message, prefixed
 from bagua_ref.contrib.cache.fake_server import start_fake_server
 from bagua_ref.contrib.cache.server import LOOPBACK, CacheServer, node_address, start_redis_server
@@ -65,7 +65,7 @@ def addresses(kind: str, capacity: int, every_node: bool) -> list[dict[str, Any]
     with _locks.setdefault(os.getpid(), threading.RLock()):
         job = _job()
         known = _known.setdefault(job, {})
-        if kind in known and job is _alone and _owned(kind) is not None and not cast("CacheServer", _owned(kind)).is_running():
+        if kind in known and job is _alone and (server := _owned(kind)) is not None and not server.is_running():
             shutdown(kind)  # no other rank waits for this server
             known.pop(kind, None)
         if kind not in known:
@@ -109,10 +109,7 @@ def _start(kind: str, capacity: int, host: str) -> CacheServer:
         return server
     if server is not None:
         server.stop()
-    if kind == "redis":
-        server = start_redis_server(host, capacity)
-    else:
-        server = start_fake_server(host, capacity)
+    server = start_redis_server(host, capacity) if kind == "redis" else start_fake_server(host, capacity)
     _own[kind] = (os.getpid(), server)
     return server
 
@@ -143,11 +140,11 @@ def _start_and_announce(kind: str, capacity: int) -> tuple[list[dict[str, Any]],
         nodes = []
     store = prefixed(f"cache/{kind}/{_rounds.get(kind, 0)}", another_connection(store))
     if not nodes:
-        names = _exchange(store, "rank", rank, range(dist.get_world_size()), _node_name())
+        names = _exchange(store, "rank", rank, range(dist.get_world_size()), node_name())
         nodes = [list(dict.fromkeys(names)).index(name) for name in names]
     node, count = nodes[rank], max(nodes) + 1
     if nodes.index(node) == rank:
-        hosts = _exchange(store, "node", node, range(count), _machine())
+        hosts = _exchange(store, "node", node, range(count), f"{socket.gethostname()} {machine('net')}")
         try:
             server = _start(kind, capacity, LOOPBACK if len(set(hosts)) == 1 else node_address(get_master_addr()))
             mine: dict[str, Any] = {"address": server.address}
@@ -186,13 +183,3 @@ def _read(store: Any, key: str, whose: str) -> bytes:
             f"({error})"
         ) from None
     return cast("bytes", store.get(key))
-
-
-def _node_name() -> str:
-    return os.environ.get("GROUP_RANK", os.environ.get("NODE_RANK", socket.gethostname()))
-
-
-def _machine() -> str:
-    """Return a name that is, in all likelihood, unique to this machine."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"

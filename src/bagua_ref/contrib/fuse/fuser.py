@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter, is_
+from collections.abc import Callable, Iterable
+from operator import is_
 from typing import Any, cast
 
 import numpy as np
@@ -15,14 +15,23 @@ from torch import Tensor
 
 from bagua_ref.base.memory import overlapping
 from bagua_ref.base.utils import NotCopied
-from bagua_ref.contrib.fuse.run import NUMBERS, PLAIN_TYPES, Run, find_runs, flatten_weights, held_by_bucket, is_plain, neighbours
+from bagua_ref.contrib.fuse.run import (
+    NUMBERS,
+    PLAIN_TYPES,
+    SHORT,
+    Run,
+    data_ptr,
+    find_runs,
+    flatten_weights,
+    held_by_bucket,
+    is_expanded,
+    is_plain,
+    neighbours,
+)
 
 __all__ = ["Fuser"]
 
-EXACT, SHORT = (torch.float32, torch.float64), (torch.float16, torch.bfloat16)
-
-data_ptr, is_contiguous = Tensor.data_ptr, Tensor.is_contiguous
-get_grad, get_dtype = attrgetter("grad"), attrgetter("dtype")
+EXACT = torch.float32, torch.float64
 
 _HOOK: Any = "bagua_ref.fuse_step"
 
@@ -70,15 +79,13 @@ class Fuser(NotCopied):
         # Allocating a step's temporary tensors from the system would take longer than the step. This block is never written.
         np.empty(2**24, dtype=np.uint8)
         for group in groups if self._do_flatten else ():
-            small = self._small_in(group)
-            movable = [p for p in group["params"] if is_plain(p) and can_fuse(group, p, self._allow_inexact)]
+            movable = [p for p in group["params"] if is_plain(p) and can_fuse(group, p, self._allow_inexact) and self._is_small(p)]
             if not has_overlap(group["params"]):
-                for flat, moved in flatten_weights([p for p in movable if p.numel() <= small and held_by_bucket(p) is not p]):
+                for flat, moved in flatten_weights([p for p in movable if held_by_bucket(p) is not p]):
                     self._flats.append((flat, [(p, p.data_ptr()) for p in moved]))
 
-    def _small_in(self, group: dict[str, Any]) -> int:
-        usual = SMALL_ON_CPU if all(p.device.type == "cpu" for p in group["params"]) else SMALL
-        return usual if self._small is None else self._small
+    def _is_small(self, p: Tensor) -> bool:
+        return p.numel() <= (self._small or (SMALL_ON_CPU if p.device.type == "cpu" else SMALL))
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> Any:
         """Step ``optimizer`` with flat parameters; return the result of ``closure``."""
@@ -94,6 +101,7 @@ class Fuser(NotCopied):
             self._loss = None
             if self._exchanged is not None:  # the step raised
                 self._restore(optimizer)
+                self._plan = None
 
     def _exchange(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """Exchange the groups' parameters, as the last pre-step hook; first run the closure, as it computes gradients."""
@@ -117,25 +125,23 @@ class Fuser(NotCopied):
             self._look_after_weights()
             self.check(optimizer)
             flats = [flat for flat, _ in self._flats] if self._do_flatten else None
-            small = [self._small_in(group) for group in optimizer.param_groups]
             with torch.no_grad():
-                self._plan = _Plan(optimizer, small, self._allow_inexact, flats)
+                self._plan = _Plan(optimizer, self._is_small, self._allow_inexact, flats)
             current = self._plan.take_gradients(optimizer, self._do_flatten)
             assert current, "a new plan is out of date"
         return self._plan
 
     def _finish(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Restore the groups, as the first post-step hook, and count the step."""
-        if self._exchanged is not None and (plan := self._plan) is not None:
-            self._restore(optimizer)
-            self._plan = plan
-            optimizer._bagua_fused_count += plan.num_fused_groups  # type: ignore[attr-defined]
+        if self._exchanged is not None:
+            optimizer._bagua_fused_count += self._restore(optimizer).num_fused_groups  # type: ignore[attr-defined]
 
-    def _restore(self, optimizer: torch.optim.Optimizer) -> None:
-        """Restore the groups, copy the state of runs to their parameters, and forget the plan."""
-        plan, self._plan = self._plan, None
+    def _restore(self, optimizer: torch.optim.Optimizer) -> _Plan:
+        """Restore the groups, and copy the state of runs to their parameters; return the plan."""
+        plan, groups = self._plan, self._exchanged
         assert plan is not None
-        for group, parameters in zip(optimizer.param_groups, self._exchanged or (), strict=True):
+        assert groups is not None
+        for group, parameters in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = parameters
         self._exchanged = None
         stepped = list(itertools.islice(optimizer.state, self._num_states, None))
@@ -143,11 +149,12 @@ class Fuser(NotCopied):
         for run, state in zip(plan.runs, found, strict=True):
             run.give_gradient_back()
             run.give_state_back(state, optimizer.state)
-        if plan.parameters or plan.single:  # tell autograd, as a graph may have saved them: fused=True does not
-            torch.autograd.graph.increment_version([*plan.parameters, *plan.single])
+        if plan.changed:  # tell autograd, as a graph may have saved them: fused=True does not
+            torch.autograd.graph.increment_version(plan.changed)
         if len(optimizer.state) > self._num_states:
             self._order(optimizer, stepped, plan)
-        plan.expect_state(optimizer)
+        plan.states = list(optimizer.state.values())
+        return plan
 
     def _order(self, optimizer: torch.optim.Optimizer, stepped: list[Any], plan: _Plan) -> None:
         """Put new entries of the state in the order of ``step()``, that of parameters in groups, as ``state_dict()`` keeps it."""
@@ -181,86 +188,50 @@ class _Plan:
     The check looks at identities, addresses and lengths, not at versions, which torch's fused steps do not increase. It does not
     loop in Python over single parameters, as that would take longer than the step.
 
-    Parameters of up to ``small`` elements, for each group, are fused; ``flats`` are flat tensors of weights, None if none move.
+    Parameters that ``is_small`` are fused; ``flats`` are flat tensors of weights, None if none move.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, small: Sequence[int], allow_inexact: bool, flats: Sequence[Tensor] | None
+        self, optimizer: torch.optim.Optimizer, is_small: Callable[[Tensor], bool], allow_inexact: bool, flats: list[Tensor] | None
     ) -> None:
         self.runs: list[Run] = []
         self.stepped: list[list[Tensor]] = []  # for each group, the parameters that are stepped in place of its own
         self.num_fused_groups = 0
         single: list[Tensor] = []
         overlap = has_overlap(p for group in optimizer.param_groups for p in group["params"])
-        for group, most in zip(optimizer.param_groups, small, strict=True):
+        for group in optimizer.param_groups:
             joinable = [p for p in group["params"] if not overlap and _may_join(p, group, allow_inexact)]
-            runs = list(find_runs([p for p in joinable if p.numel() <= most], optimizer.state, flats or ()))
+            runs = list(find_runs(list(filter(is_small, joinable)), optimizer.state, flats or ()))
             joined = {id(p) for run in runs for p in run.parameters}
             alone = [p for p in group["params"] if id(p) not in joined]
             # Large parameters count as members of a run, though nothing is gained by moving them together.
-            large = flats is not None and len(joinable) > 1 and any(p.numel() > most for p in joinable)
+            large = flats is not None and len(joinable) > 1 and not all(map(is_small, joinable))
             self.num_fused_groups += bool(runs) or large
             self.stepped.append([*(run.flat for run in runs), *alone])
             self.runs += runs
             single += alone
-        self.parameters = [parameter for run in self.runs for parameter in run.parameters]
-        ends = list(itertools.accumulate((len(run.parameters) for run in self.runs), initial=0))
-        self._places = [slice(start, end) for start, end in itertools.pairwise(ends)]  # of each run's parameters
         self._idle = [p for p in single if p.grad is None]  # if one gets a gradient, it may join a run
-        self.single = [p for p in single if p.grad is not None and type(p) in PLAIN_TYPES]  # if one moves, it may overlap a run
-        self._matrices = [p for p in self.parameters if p.ndim > 1]
-        # Only these can change their dtype in place without changing their size: the others are floats that need gradients.
-        self._convertible = [p for p in self.parameters if p.dtype in SHORT or not p.requires_grad]
-        self._pointers: list[int] = []  # of the gradients at the last step
-        self._attributes = list(map(vars, self.parameters))
-        self._expected = self._describe(optimizer), list(map(dict, self._attributes))
-        self.expect_state(optimizer)
-
-    def expect_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Expect the entries that the optimizer's state has now."""
-        self._states = list(optimizer.state.values())
+        self._single = [p for p in single if p.grad is not None and type(p) in PLAIN_TYPES]  # if one moves, it may overlap a run
+        self.changed = [*(p for run in self.runs for p in run.parameters), *self._single]
+        self.states = list(optimizer.state.values())
+        """The entries that the optimizer's state had after the last step."""
+        self._expected = self._describe(optimizer)
 
     def take_gradients(self, optimizer: torch.optim.Optimizer, keep: bool) -> bool:
         """Set the gradient of each run; return False, with the optimizer unchanged, if the plan is out of date."""
-        if not self._is_current(optimizer):
-            return False
-        grads = list(map(get_grad, self.parameters))
-        try:
-            pointers = list(map(data_ptr, grads))
-        except (TypeError, RuntimeError):  # a gradient is None, or not dense
-            return False
-        row_major = all(map(is_contiguous, grads))
-        if not row_major and any(map(_is_expanded, grads)):
-            return False
-        same, self._pointers = pointers == self._pointers, pointers
-        for run, place in zip(self.runs, self._places, strict=True):
-            run.take_gradient(grads[place], None if same else pointers[place], row_major, keep)
-        return True
-
-    def _is_current(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether all but the gradients of runs is what it was, except for numbers in the state, which runs read."""
         states = optimizer.state.values()
-        if len(states) != len(self._states) or not all(map(is_, states, self._states)):
-            return False
-        if any(p.grad is not None for p in self._idle):
+        if len(states) != len(self.states) or not all(map(is_, states, self.states)) or any(p.grad is not None for p in self._idle):
             return False
         try:
-            now = self._describe(optimizer), self._attributes
-            return now == self._expected and all(run.take_state() for run in self.runs)
+            return self._describe(optimizer) == self._expected and all(
+                run.is_current() and run.take_gradient(keep) for run in self.runs
+            )
         except (KeyError, TypeError, RuntimeError):  # a value is missing, is not a dense tensor, or has no truth value, as tensors
             return False
 
-    def _describe(self, optimizer: torch.optim.Optimizer) -> tuple[list[Any], ...]:
-        registered = [getattr(run.parameters[0], "_bagua_registration", None) for run in self.runs]
-        return (
-            [(list(map(id, group["params"])), options(group)) for group in optimizer.param_groups],
-            list(map(data_ptr, itertools.chain(self.parameters, self.single))),
-            list(map(Tensor.numel, self.parameters)),  # of row-major weights, these three tell the shape
-            list(map(Tensor.dim, self.parameters)),
-            list(map(Tensor.stride, self._matrices)),
-            list(map(get_dtype, self._convertible)),
-            [None if known is None else known.getter for known in registered],
-        )
+    def _describe(self, optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[int]]:
+        groups = [(list(map(id, group["params"])), options(group)) for group in optimizer.param_groups]
+        return groups, list(map(data_ptr, self._single))
 
 
 def has_overlap(parameters: Iterable[Tensor]) -> bool:
@@ -270,8 +241,9 @@ def has_overlap(parameters: Iterable[Tensor]) -> bool:
 
 def can_fuse(group: dict[str, Any], parameter: Tensor, allow_inexact: bool) -> bool:
     """Return whether fused steps give the same results for a group's options and a parameter's dtype (S6)."""
-    # An operation of two numbers uses the wider dtype, one of a vector and a number does not.
-    if group.get("differentiable") or parameter.dtype not in EXACT + SHORT or parameter.ndim == 0:
+    # An operation of two numbers uses the wider dtype, one of a vector and a number does not. And for a single element, state
+    # does not show whether an entry is per element.
+    if group.get("differentiable") or parameter.dtype not in EXACT + SHORT or parameter.numel() < 2:
         return False
     if allow_inexact or (parameter.device.type != "cpu" and not group.get("fused")):
         return True
@@ -297,12 +269,7 @@ def _replaces_average(group: dict[str, Any]) -> bool:
 def _may_join(p: Tensor, group: dict[str, Any], allow_inexact: bool) -> bool:
     """Return whether ``p`` may be a member of a run: if it has a gradient, and both are ordinary."""
     grad = p.grad
-    if grad is None or not is_plain(p) or not can_fuse(group, p, allow_inexact) or not p.numel():
+    if grad is None or not is_plain(p) or not can_fuse(group, p, allow_inexact):
         return False
     dense = type(grad) in PLAIN_TYPES and grad.layout is torch.strided and (grad.dtype, grad.shape) == (p.dtype, p.shape)
-    return dense and not grad.is_neg() and not _is_expanded(grad)
-
-
-def _is_expanded(grad: Tensor) -> bool:
-    """Return whether ``grad`` is expanded; then torch's sums have other last bits than with a copy of it."""
-    return any(size > 1 and not stride for size, stride in zip(grad.shape, grad.stride(), strict=True))
+    return dense and not grad.is_neg() and not is_expanded(grad)

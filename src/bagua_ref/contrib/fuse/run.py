@@ -13,14 +13,18 @@ from torch.utils.dlpack import from_dlpack
 
 from bagua_ref.base.utils import flatten
 
-__all__ = ["NUMBERS", "PLAIN_TYPES", "Run", "attributes", "find_runs", "flatten_weights", "held_by_bucket", "is_plain"]
+__all__ = [
+    "NUMBERS", "PLAIN_TYPES", "SHORT", "Run", "attributes", "find_runs", "flatten_weights", "held_by_bucket", "is_expanded",
+    "is_plain",
+]  # fmt: skip
 
 LONGEST_ON_CPU, LONGEST = 2**19, 2**24
 """About so many elements are stepped at once, as more of them fit no cache: without it, Adam takes 2.5 times as long."""
 
-data_ptr = Tensor.data_ptr
-get_grad = attrgetter("grad")
+data_ptr, is_contiguous = Tensor.data_ptr, Tensor.is_contiguous
+get_grad, get_dtype = attrgetter("grad"), attrgetter("dtype")
 
+SHORT = torch.float16, torch.bfloat16
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 NUMBERS = (int, float, bool, str, type(None))
 """Types of immutable values, which parameters can share."""
@@ -30,6 +34,11 @@ def is_plain(tensor: Tensor) -> bool:
     """Return whether the memory of ``tensor`` contains exactly its elements, in row-major order."""
     kind = type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided and not tensor.is_complex()
     return kind and tensor.is_contiguous() and not tensor.is_neg()
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """Return whether ``tensor`` has elements in one place; then torch's sums have other last bits than with a copy of it."""
+    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def attributes(parameter: Tensor) -> tuple[Any, ...] | None:
@@ -99,19 +108,16 @@ def flatten_weights(parameters: Sequence[Tensor]) -> Iterator[tuple[Tensor, list
 
 def find_runs(parameters: Sequence[Tensor], store: MutableMapping[Any, Any], flats: Sequence[Tensor]) -> Iterator[Run]:
     """Yield the runs among ``parameters`` of one group, which have gradients, and maybe state in ``store``."""
-    # For a single element, the state does not show which entries are per element: it has the kinds of a longer one.
-    model = next((p for p in parameters if p.numel() > 1 and type(store.get(p)) is dict), None)
-    kinds = {} if model is None else {key: _kind(value, model) for key, value in store[model].items()}
     for chain in neighbours(parameters, flats):
         longest = LONGEST_ON_CPU if chain[0].device.type == "cpu" else LONGEST
         totals = itertools.accumulate(p.numel() for p in chain)
-        alike = {id(p): (_signature(p, store.get(p), kinds), total // longest) for p, total in zip(chain, totals, strict=True)}
+        alike = {id(p): (_signature(p, store.get(p)), total // longest) for p, total in zip(chain, totals, strict=True)}
         for (signature, _), members in itertools.groupby(chain, key=lambda p: alike[id(p)]):
             part = list(members)
-            if len(part) > 1 and signature is not None and any(p.numel() > 1 for p in part):
+            if len(part) > 1 and signature is not None:
                 flat = flat_view(part, flats)
                 assert flat is not None, "neighbours are not adjacent"
-                yield Run(part, flat, [store[p] for p in part] if part[0] in store else None, kinds)
+                yield Run(part, flat, [store[p] for p in part] if part[0] in store else None)
 
 
 ELEMENTS, ONE, NUMBER = "a number per element", "a tensor of one number", "a number"
@@ -126,7 +132,7 @@ def _kind(value: Any, parameter: Tensor) -> str | None:
     return ELEMENTS if value.shape == parameter.shape else ONE if value.numel() == 1 else None
 
 
-def _signature(parameter: Tensor, state: Any, kinds: dict[Any, str | None]) -> tuple[Any, ...] | None:
+def _signature(parameter: Tensor, state: Any) -> tuple[Any, ...] | None:
     """Return the properties that parameters of a run have in common, None if the parameter cannot be in a run."""
     own, held = attributes(parameter), held_by_bucket(parameter)
     is_state_held = not (held is None or held is parameter or held is parameter.grad)
@@ -134,11 +140,11 @@ def _signature(parameter: Tensor, state: Any, kinds: dict[Any, str | None]) -> t
         return None
     entries: list[tuple[Any, ...]] = []
     for key, value in (state or {}).items():
-        kind, wanted = _kind(value, parameter), kinds.get(key)
-        if kind is None or (kind != wanted and not (parameter.numel() == 1 and (kind, wanted) == (ELEMENTS, ONE))):
+        kind = _kind(value, parameter)
+        if kind is None:
             return None
         of_tensor = (value.dtype, value.device) if isinstance(value, Tensor) else (type(value), value)
-        entries.append((key, wanted, *of_tensor, *((value.shape, value.item()) if wanted == ONE else ())))
+        entries.append((key, kind, *of_tensor, *((value.shape, value.item()) if kind == ONE else ())))
     return parameter.dtype, parameter.device, parameter.requires_grad, own, state is None, entries
 
 
@@ -148,9 +154,7 @@ class Run:
     ``states`` are their entries of the optimizer's state, whose tensors are put beside each other, and None if there are none.
     """
 
-    def __init__(
-        self, parameters: list[Tensor], flat: Tensor, states: list[dict[Any, Any]] | None, kinds: dict[Any, str | None]
-    ) -> None:
+    def __init__(self, parameters: list[Tensor], flat: Tensor, states: list[dict[Any, Any]] | None) -> None:
         self.parameters, self.states = parameters, states
         self.flat = torch.nn.Parameter(flat, requires_grad=parameters[0].requires_grad)
         for name, _, value in attributes(parameters[0]) or ():
@@ -159,14 +163,18 @@ class Run:
         self._parts: dict[Any, tuple[list[Any], list[int]]] = {}  # for each key: the parameters' entries, addresses of tensors
         self._vectors: dict[Any, Tensor] = {}  # for tensors of one number, such as ``step``: those of all parameters
         for key, value in (states or [{}])[0].items():
-            entries = [state[key] for state in states or ()]
-            whole = flat_view(entries) if kinds[key] == ELEMENTS else None
-            joined = whole if whole is not None else flatten(entries) if kinds[key] == ELEMENTS else value
-            self._set_state(key, joined.clone() if kinds[key] == ONE else joined, entries)
-        sizes = [p.numel() * p.element_size() for p in parameters]
-        self._offsets = list(itertools.accumulate(sizes[:-1], initial=0))
+            entries, kind = [state[key] for state in states or ()], _kind(value, parameters[0])
+            whole = flat_view(entries) if kind == ELEMENTS else None
+            joined = whole if whole is not None else flatten(entries) if kind == ELEMENTS else value
+            self._set_state(key, joined.clone() if kind == ONE else joined, entries)
+        # Only these can change their dtype in place without changing their size: the others are floats that need gradients.
+        self._convertible = [p for p in parameters if p.dtype in SHORT or not p.requires_grad]
+        self._attributes = list(map(vars, parameters))
+        self._expected = self._describe(), list(map(dict, self._attributes))
+        self._offsets = [p.data_ptr() - parameters[0].data_ptr() for p in parameters]
         self._one_dimensional = all(p.ndim == 1 for p in parameters)
-        self._in_place = False  # whether the gradients lie as the weights do
+        self._pointers: list[int] = []  # of the gradients at the last step
+        self._in_place = False  # whether they lie as the weights do
         # A copy of gradients that lie otherwise, and its parts; kept, because allocating it costs more than the step.
         self._copy: Tensor | None = None
         self._copied: list[Tensor] = []
@@ -200,8 +208,15 @@ class Run:
         self._parts[key] = parts, list(map(data_ptr, parts)) if isinstance(value, Tensor) else []
         self.state = {**(self.state or {}), key: value}
 
-    def take_state(self) -> bool:
-        """Read the numbers of the parameters' state; return False if anything else has changed since the last step."""
+    def _describe(self) -> tuple[Any, ...]:
+        known = getattr(self.parameters[0], "_bagua_registration", None)
+        dtypes = list(map(get_dtype, self._convertible))
+        return list(map(data_ptr, self.parameters)), list(map(Tensor.numel, self.parameters)), dtypes, known and known.getter
+
+    def is_current(self) -> bool:
+        """Read the numbers of the state; return False if anything else but gradients has changed since the last step."""
+        if (self._describe(), self._attributes) != self._expected or not all(map(is_contiguous, self.parameters)):
+            return False
         if self.states is None or self.state is None:
             return True
         if sum(map(len, self.states)) != len(self.states) * len(self.state):
@@ -209,7 +224,7 @@ class Run:
         for key, (parts, pointers) in self._parts.items():
             if not all(map(is_, map(itemgetter(key), self.states), parts)):
                 return False
-            if pointers and not (list(map(data_ptr, parts)) == pointers and all(map(Tensor.is_contiguous, parts))):
+            if pointers and list(map(data_ptr, parts)) != pointers:
                 return False
         for key, vector in self._vectors.items():
             value = self.state[key]
@@ -240,15 +255,25 @@ class Run:
             for state in self.states:
                 state.pop(key, None)
 
-    def take_gradient(self, grads: list[Tensor], pointers: list[int] | None, row_major: bool, keep: bool) -> None:
-        """Set the flat gradient for one step: a view of ``grads``, which are at ``pointers`` (None: as before), or a copy of them.
+    def take_gradient(self, keep: bool) -> bool:
+        """Set the flat gradient for one step: a view of the gradients if they lie as the weights do, else a copy of them.
 
         If ``keep``, gradients become parts of the copy if they are still those of the last step and only these parameters use
         them. After ``zero_grad()``, which sets them to None, moving new ones would cost time in each step.
+
+        Returns:
+            False, with nothing changed, if a gradient has elements in one place.
+
+        Raises:
+            TypeError, RuntimeError: a gradient is None, or not dense.
         """
-        if pointers is not None:
-            first, last = pointers[0], self._offsets[-1]  # asked first, as new gradients rarely lie so
-            self._in_place = pointers[-1] == first + last and pointers == [first + offset for offset in self._offsets]
+        grads = list(map(get_grad, self.parameters))
+        pointers, row_major = list(map(data_ptr, grads)), all(map(is_contiguous, grads))
+        if not row_major and any(map(is_expanded, grads)):
+            return False
+        if pointers != self._pointers:
+            first, self._pointers = pointers[0], pointers  # the last is asked first, as new gradients rarely lie so
+            self._in_place = pointers[-1] == first + self._offsets[-1] and pointers == [first + off for off in self._offsets]
         if self._in_place and row_major:
             try:
                 self.flat.grad = grads[0].detach().as_strided(self.flat.shape, (1,))
@@ -256,7 +281,7 @@ class Run:
                 self._in_place = False
             else:
                 self._copy = self._seen = None
-                return
+                return True
         if self._copy is None:
             self._copy = torch.empty_like(self.flat, requires_grad=False)
             self._copied = self._split(self._copy)
@@ -271,6 +296,7 @@ class Run:
                 grad.data = part
             self._copy = None
         self._seen = grads[0]
+        return True
 
     def give_gradient_back(self) -> None:
         """Drop the flat gradient, after copying changes that the step made in a copy to the parameters' gradients."""

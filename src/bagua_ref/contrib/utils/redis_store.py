@@ -13,9 +13,6 @@ from bagua_ref.contrib.cache.server import node_address, start_redis_daemon
 from bagua_ref.contrib.utils.store import ClusterStore, Store, StoreError, encoded_key
 from bagua_ref.env import checked_timeout, get_master_addr, get_node_rank
 
-if TYPE_CHECKING:  # redis is imported by those who use it
-    pass
-
 __all__ = [
     "FakeRedisStore",
     "RedisStore",
@@ -205,7 +202,7 @@ class _RedisStore(Store):
             raise ValueError(f"{self} {_IN_CLUSTER}")
 
     def _misuse(self, error: BaseException | None) -> str:
-        """Return what to change if ``error`` says that the server cannot be used in this way, else an empty text."""
+        """Return advice if ``error`` says that the server cannot be used in this way, else an empty text."""
         import redis
 
         is_refusal = isinstance(error, (redis.AuthenticationError, redis.ResponseError))
