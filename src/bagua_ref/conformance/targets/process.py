@@ -383,12 +383,15 @@ class _BatchSampler(contrib.LoadBalancingDistributedBatchSampler):
     link: Any
     sampler: _Sampler
 
-    def _cut(self, epoch: int) -> tuple[list[list[int]], int]:
-        """Return the own batches that the program chooses, given how many each rank has, and their number."""
+    def batches(self) -> list[list[int]]:
+        """Return the own batches that the program chooses, given how many each rank has."""
         of_ranks = [self.batch_fn(self.sampler.indices(rank)) for rank in range(self.num_replicas)]
-        if not all(of_ranks):
-            raise ValueError("batch_fn returned no batches for some rank")
         counts = torch.tensor([len(batches) for batches in of_ranks])
         _, found = self.link().ask("equal_batches", {"counts": counts}, rank=self.rank, drop_last=self.drop_last)
-        mine = [of_ranks[self.rank][place] for place in found["batches"].tolist()]
-        return mine, len(mine)
+        return [of_ranks[self.rank][place] for place in found["batches"].tolist()]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches())
+
+    def __len__(self) -> int:
+        return len(self.batches())
