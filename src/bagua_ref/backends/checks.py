@@ -54,13 +54,13 @@ def check_beside(
         raise ValueError(f"{name} has {y.numel()} elements; with {target_name} of {target.numel()} it must have {size}")
     if y.device != target.device:
         raise ValueError(f"{name} is on {y.device}; it must be on {target_name}'s device {target.device}")
-    if _overlap(target, y):
+    if _meet(_span(target), _span(y)):
         raise ValueError(f"{name} overlaps {target_name} in memory; they must not overlap")
 
 
 def check_parts(name: str, flat: Tensor, tensors: Sequence[Tensor]) -> None:
     """Raise unless tensors have flat's dtype and device, as many elements in total, and do not overlap flat."""
-    total = 0
+    total, span = 0, _span(flat)
     for index, tensor in enumerate(tensors):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"tensors[{index}] is a {type(tensor).__name__}; it must be a torch.Tensor")
@@ -70,18 +70,19 @@ def check_parts(name: str, flat: Tensor, tensors: Sequence[Tensor]) -> None:
             raise ValueError(f"tensors[{index}] is on {tensor.device}; it must be on {name}'s device {flat.device}")
         if tensor.layout is not torch.strided:
             raise ValueError(f"tensors[{index}] has layout {tensor.layout}; it must be a dense (strided) tensor")
-        if _overlap(flat, tensor):
+        if _meet(span, _span(tensor)):
             raise ValueError(f"tensors[{index}] overlaps {name} in memory; they must not overlap")
         total += tensor.numel()
     if total != flat.numel():
         raise ValueError(f"tensors have {total} elements in total; they must have as many as {name}, which has {flat.numel()}")
 
 
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    if a.numel() == 0 or b.numel() == 0:
-        return False
-    (a_start, a_end), (b_start, b_end) = memory_span(a), memory_span(b)
-    return a_start < b_end and b_start < a_end
+def _span(tensor: Tensor) -> tuple[int, int]:
+    return memory_span(tensor) if tensor.numel() else (0, 0)
+
+
+def _meet(a: tuple[int, int], b: tuple[int, int]) -> bool:
+    return a[0] < b[1] and b[0] < a[1]
 
 
 def at_least_one(name: str, value: int) -> int:
