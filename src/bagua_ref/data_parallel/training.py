@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from bagua_ref.backends.base import KernelBackend
 from bagua_ref.base.runtime import World, use_world
 from bagua_ref.base.utils import OwnHook, OwnList, OwnName, inside_backward, uncompiled
 from bagua_ref.buckets.optimizer_state import align_state
+from bagua_ref.communicators.processes import refuse_in_child
 from bagua_ref.data_parallel.guard import StepGuard, refuse_both, refuse_inside
 from bagua_ref.data_parallel.hooks import ForwardPasses, GradientHook, call_after_backward, outside_transforms, trains
 from bagua_ref.data_parallel.parameters import Buffers, TrainedParameters, split_into_buckets
@@ -102,7 +104,7 @@ class ModuleTraining(TrainingContext):
         self.bagua_optimizers = OwnList(optimizers)
         self.bagua_buckets = OwnList()
         self.steps_of_optimizers = [0] * len(optimizers)
-        self._train_steps = 0
+        self._train_steps, self._pid = 0, os.getpid()
         self.kernel_backend = options.backend
         self.parameters_to_ignore = {
             *getattr(module, "_bagua_params_and_buffers_to_ignore", ()),
@@ -233,7 +235,7 @@ class ModuleTraining(TrainingContext):
                 self.rounds.abort("one of its backward passes failed after communication had begun")
 
     def _begin_forward(self, input: Any, synchronized: bool, in_backward: bool = False) -> None:
-        self.given_group.refuse_in_child()
+        refuse_in_child(self._pid)
         self._passes.is_functional = not self._parameters.check()
         if self._passes.is_functional:
             if not self._guard.expects_backward:
@@ -262,7 +264,7 @@ class ModuleTraining(TrainingContext):
         return self.buffers.are_broadcast() and self.bagua_algorithm.ranks_in_step
 
     def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self.given_group.refuse_in_child()
+        refuse_in_child(self._pid)
         if self.options.without_forward and self._in_backward and not inside_backward():
             raise RuntimeError("a backward pass failed inside train(), so gradients are of this rank alone; leave the context")
         self.rounds.check_usable()
@@ -285,7 +287,7 @@ class ModuleTraining(TrainingContext):
 
     def _begin_backward(self, name: str, parameter: Any) -> bool:
         """Return whether the backward pass that delivers a gradient now is synchronized; if it is, begin its round."""
-        self.given_group.refuse_in_child()
+        refuse_in_child(self._pid)
         if self.rounds.unused is not None:
             self.rounds.unused.reached.add(name)
         reached, first_run = self._passes.reached, self._passes.gradient_arrives()
