@@ -188,7 +188,7 @@ class WeightLockHooks:
             self._unguard.append(_call_on_exception(optimizer, OwnHook(self._after_step)))
 
     def drop_forward(self) -> None:
-        """Release what a forward pass acquired."""
+        """Release the hold of a forward pass."""
         if self._forward is not None:
             self._forward.release()
             self._forward = None
@@ -199,7 +199,7 @@ class WeightLockHooks:
         self._after_step()
 
     def collect(self) -> None:
-        """Release what finalizers and ``eval()`` have given up; a round that waits calls this."""
+        """Release holds that finalizers and ``eval()`` have ended; a round that waits calls this."""
         while self._dropped:
             self._dropped.pop().release()
         module, forward = self._module(), self._forward
@@ -298,7 +298,7 @@ class _OnBackwardEnd(_ReleaseWhenFreed):
 
 
 def _call_on_exception(optimizer: torch.optim.Optimizer, function: Callable[[], None]) -> Callable[[], None]:
-    """Make ``optimizer.step`` call ``function`` when it raises, as its post hooks are not; return what undoes this."""
+    """Make ``optimizer.step`` call ``function`` when it raises, as its post hooks are not; return a function that undoes this."""
     before = optimizer.__dict__.get("step")
     step = optimizer.step
 

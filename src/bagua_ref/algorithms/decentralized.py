@@ -107,11 +107,11 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
         self._guard = GraphGuard(_WEIGHTS_AVERAGED)
 
     def why_refused(self, optimizer: torch.optim.Optimizer) -> str:
-        """Return why another optimizer must not step, if some were passed; without any, none is needed."""
+        """Return the reason to refuse other optimizers, if some were passed; without any, none is needed."""
         return "decentralized tells from the steps of those whether weights were averaged" if self.context.bagua_optimizers else ""
 
     def facts(self) -> list[Fact]:
-        """Return how often weights were averaged, and if not every step averages, the step."""
+        """Return the number of averagings, and if not every step averages, the step."""
         step = self.context.bagua_train_step_counter - 1 if self.options.communication_interval > 1 else 0
         return [
             Fact("{has} averaged weights {value} times", self._rounds),
@@ -174,12 +174,12 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
         self._guard.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step and how often each bucket was averaged, which determines the next graph."""
+        """Return the step and the number of each bucket's averagings, which determines the next graph."""
         self.context.engine.wait_pending_comm_ops()
         return super().state_dict()
 
     def counters(self) -> dict[str, Any]:
-        """Return the step and how often each bucket was averaged."""
+        """Return the step and the number of each bucket's averagings."""
         steps = [bucket._decentralized_op.step for bucket in self.context.bagua_buckets]
         return {**super().counters(), "averaging_steps": steps}
 

@@ -96,7 +96,7 @@ class FlatStorage:
     def load(self, kernels: KernelBackend | None) -> Tensor:
         """Return the flat tensor with the effective tensors' values, wherever they are, and zero padding.
 
-        If flat, the effective tensors lie in it from now on; else ``kernels`` gather them.
+        Without ``kernels``, as if flat, the effective tensors lie in it from now on; else these gather them.
 
         Raises:
             ValueError: a tensor has another shape or dtype than when the bucket was made.
@@ -112,17 +112,20 @@ class FlatStorage:
                 if tensor is None or not self._fits(tensor, place):
                     effective[place] = self._zero_or_raise(place, tensor)
         dense = cast("list[Tensor]", effective)
-        if self._flatten:
+        if kernels is None:
             self._move_in(dense)
         else:
-            for place, tensor in enumerate(dense):
-                if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-                    dense[place] = self.layouts[place].copy_of(tensor)  # the result needs room for each element
-                    self._replace(place, dense[place])
-            streams.hold(dense, self._device)
-            assert kernels is not None, "it is not flat"
-            kernels.gather_flat(self._in_order(dense), self._flat[: self.filled])
+            self._gather(dense, kernels)
         return self._flat
+
+    def _gather(self, effective: list[Tensor], kernels: KernelBackend) -> None:
+        """Copy the effective tensors into the buffer."""
+        for place, tensor in enumerate(effective):
+            if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+                effective[place] = self.layouts[place].copy_of(tensor)  # the result needs room for each element
+                self._replace(place, effective[place])
+        streams.hold(effective, self._device)
+        kernels.gather_flat(self._in_order(effective), cast("Tensor", self._flat)[: self.filled])
 
     def _move_in(self, effective: list[Tensor]) -> None:
         """Move the effective tensors that lie elsewhere into flat storage."""

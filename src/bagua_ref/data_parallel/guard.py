@@ -89,9 +89,11 @@ class StepGuard:
             RuntimeError: the optimizer holds parameters of the module and steps inside a backward pass, or the algorithm must
                 know it; for another optimizer than the module's, also as `before_step`.
         """
-        known, inside = optimizer in self._known, inside_backward()
-        if (known and not inside) or not self._holds_parameters(optimizer):
-            return
+        inside = inside_backward()
+        if (inside or optimizer not in self._known) and self._holds_parameters(optimizer):
+            self._check_unexpected_step(optimizer, inside)
+
+    def _check_unexpected_step(self, optimizer: torch.optim.Optimizer, inside: bool) -> None:
         who = type(optimizer).__name__
         if inside:
             raise RuntimeError(
@@ -140,7 +142,7 @@ class StepGuard:
         return self._communicates or self.followed_backward
 
     def _note(self, since: _Since) -> None:
-        """Note what preceded a step."""
+        """Note the gradients that preceded a step."""
         self.followed_backward = since.gradients
         self.followed_synchronized = since.synchronized if since.gradients else None
 

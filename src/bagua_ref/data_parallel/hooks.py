@@ -131,7 +131,7 @@ class ForwardPasses:
 
     @property
     def reached(self) -> Reached | None:
-        """What the backward pass under way has reached so far; None: nothing, or there is no backward pass."""
+        """The forward passes that the backward pass under way has reached; None: none yet, or there is no backward pass."""
         reached = self._reached()
         return None if reached is None or reached.over else reached
 
@@ -210,7 +210,7 @@ def call_after_backward(callback: Callable[[], object]) -> None:
 
 
 def are_for_a_call(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether ``tensors``, what a module has as parameters in the forward pass under way, are there for this call only."""
+    """Return whether ``tensors``, a module's parameters in the forward pass under way, are there for this call only."""
     if not all(isinstance(tensor, torch.nn.Parameter) for tensor in tensors):
         return True  # modules take nothing but parameters for good
     frame: FrameType | None = sys._getframe()

@@ -159,7 +159,7 @@ class ModuleTraining(TrainingContext):
         self.engine.meter.bytes_before = self._bytes_sent()
 
     def withdraw(self) -> None:
-        """Remove what `publish` set, but leave a name that the user gave."""
+        """Remove the attributes that `publish` set, but leave a name that the user gave."""
         attributes = self.module.__dict__
         for name in ("_bagua", *_PUBLISHED):
             attributes.pop(name, None)
@@ -333,7 +333,7 @@ class ModuleTraining(TrainingContext):
             self._backward_hook(name, self.shards.get(name, parameter))
 
     def _why_bypassed(self) -> str | None:
-        """Return why a backward pass that begins now cannot be synchronized; None if it can, or is not meant to be."""
+        """Return the reason that a backward pass that begins now cannot be synchronized; None if it can, or is not meant to be."""
         if not self.module.training:
             return "began while the module was in eval mode"
         if self._guard.expects_backward or (not self.bagua_optimizers and not self.bagua_algorithm.begins_in_forward):

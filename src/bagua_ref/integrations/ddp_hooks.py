@@ -110,7 +110,7 @@ class DDPHookState(TrainingContext):
         self.rounds = _HookRounds(self, self._engine)
         options = Fact("{has} options of checksum {value}", zlib.crc32(repr(algorithm).encode()))
         if not self.rounds.alone:
-            self.rounds.agreement.begin([options]).check_facts()
+            self.rounds.compare([options]).check_facts()
 
     def __repr__(self) -> str:
         return f"DDPHookState({self.algorithm!r}, {self.reductions} reductions)"

@@ -204,7 +204,7 @@ class Engine:
             self.schedule(self._buckets[place])
 
     def gradient_ready(self, name: str, parameter: Tensor) -> None:
-        """Do what `mark_ready` does, as an algorithm's backward hook, and with fewer calls for most parameters."""
+        """Mark ``parameter`` ready as `mark_ready` does, with fewer calls for most parameters: an algorithm's backward hook."""
         known: Any = getattr(parameter, "_bagua_registration", None)
         if not self._readiness.tick(known) or self._marked_on:
             self.mark_ready(parameter)
