@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from bagua_ref.algorithms.base import Algorithm, TrainingContext
@@ -23,7 +23,7 @@ from bagua_ref.algorithms.low_precision_decentralized import (
 )
 from bagua_ref.algorithms.registry import check_whole, implements
 from bagua_ref.base.memory import by_dtype_and_device
-from bagua_ref.base.utils import NotCopied, OwnHook, inside_backward, untraced
+from bagua_ref.base.utils import OwnHook, inside_backward, tensors_with_graph
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.formulas.graphs import PeerSelection, check_mode
 from bagua_ref.rounds import Fact
@@ -223,21 +223,9 @@ class GraphGuard:
     def _after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if inside_backward():  # a checkpoint computes this forward anew
             return
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
-                tensor.register_hook(_CheckBeforeBackward(self._check, self.overwritten))
+        for tensor in tensors_with_graph(output):
+            tensor.register_hook(partial(OwnHook(self._check), self.overwritten))
 
-    def _check(self, overwritten: int) -> None:
+    def _check(self, overwritten: int, gradient: Tensor) -> None:
         if overwritten != self.overwritten:
             raise RuntimeError(self._message)
-
-
-class _CheckBeforeBackward(NotCopied):
-    """A hook on an output: calls ``check`` with the number of times that weights had been overwritten in its forward pass."""
-
-    def __init__(self, check: Callable[[int], None], overwritten: int) -> None:
-        self._check, self._overwritten = OwnHook(check), overwritten
-
-    @untraced
-    def __call__(self, grad: torch.Tensor) -> None:
-        self._check(self._overwritten)
