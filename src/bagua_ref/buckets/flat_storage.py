@@ -96,7 +96,7 @@ class FlatStorage:
     def load(self, kernels: KernelBackend | None) -> Tensor:
         """Return the flat tensor with the effective tensors' values, wherever they are, and zero padding.
 
-        Without ``kernels``, as if flat, the effective tensors lie in it from now on; else these gather them.
+        If flat, the effective tensors lie in it from now on; else ``kernels`` gather them.
 
         Raises:
             ValueError: a tensor has another shape or dtype than when the bucket was made.
@@ -112,9 +112,10 @@ class FlatStorage:
                 if tensor is None or not self._fits(tensor, place):
                     effective[place] = self._zero_or_raise(place, tensor)
         dense = cast("list[Tensor]", effective)
-        if kernels is None:
+        if self._flatten:
             self._move_in(dense)
         else:
+            assert kernels is not None, "it is not flat"
             self._gather(dense, kernels)
         return self._flat
 
