@@ -273,12 +273,13 @@ class ModuleTraining(TrainingContext):
 
     def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         counts = self._guard.after_step(optimizer)
-        if not (self._guard.followed_backward if self.bagua_algorithm.steps_follow_backward else counts):
+        before = self._guard.before
+        if not (before.gradients if self.bagua_algorithm.steps_follow_backward else counts):
             return
         self.steps_of_optimizers[self.bagua_optimizers.index(optimizer)] += 1
         self.engine.meter.steps += optimizer is self.bagua_optimizers[-1]
-        synchronizing = self._guard.followed_synchronized
-        if synchronizing is None:  # gradients that did not come through backward()
+        synchronizing = before.synchronized
+        if not before.gradients:  # as where they did not come through backward()
             synchronizing = self.module.training and self._passes.synchronizing
         with self.rounds.aborting():
             (self._post_step_hook if synchronizing else self.bagua_algorithm.end_unsynchronized_step)(optimizer)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,38 +30,14 @@ class Errors:
     bucket_failed = False
 
 
-class Job(ABC):
-    """Something that the worker runs, unless there has been a fatal error; it keeps its own error instead of raising it.
+class Job(Protocol):
+    """Something to run; it stores its error instead of raising it, and describes what it does."""
 
-    Args:
-        errors: the engine's.
-    """
-
-    def __init__(self, errors: Errors) -> None:
-        self.errors = errors
-
-    def __call__(self) -> None:
-        """Run, and keep an error."""
-        if self.errors.fatal is None:
-            try:
-                self.run()
-            except Exception as error:
-                self.fail(error)
-
-    @abstractmethod
-    def run(self) -> None:
-        """Do the work."""
-
-    @abstractmethod
-    def fail(self, error: Exception) -> None:
-        """Keep the error of `run`."""
-
-    @abstractmethod
-    def describe(self) -> str:
-        """Return the work under way, for messages."""
+    def __call__(self) -> None: ...  # noqa: D102
+    def describe(self) -> str: ...  # noqa: D102
 
 
-class BucketRun(Job):
+class BucketRun:
     """One execution of a bucket's operations.
 
     Args:
@@ -78,8 +53,7 @@ class BucketRun(Job):
     """
 
     def __init__(self, bucket: BaguaBucket, flat: Tensor | None, ready: Any, label: str, errors: Errors) -> None:
-        super().__init__(errors)
-        self.bucket, self.flat, self._ready, self._label = bucket, flat, ready, label
+        self.bucket, self.flat, self._ready, self._label, self.errors = bucket, flat, ready, label, errors
         self._ended: torch.futures.Future[None] | None = None
         if torch.autograd.profiler._is_profiler_enabled:
             self._ended = torch.futures.Future()
@@ -90,8 +64,14 @@ class BucketRun(Job):
         self.error: BaseException | None = None
 
     def __call__(self) -> None:
-        """Run the operations, and end their range in a profile."""
-        super().__call__()
+        """Run the operations, unless there has been a fatal error, and keep their error."""
+        if self.errors.fatal is None:
+            try:
+                self.run()
+            except Exception as error:
+                self.error = CommunicationError(f"{self.describe()}: {type(error).__name__}: {error}")
+                self.error.__cause__ = error
+                self.errors.bucket_failed = True
         if self._ended is not None:
             self._ended.set_result(None)
 
@@ -99,18 +79,12 @@ class BucketRun(Job):
         """Run the operations."""
         self.done = self.bucket.execute(self.flat, self._ready, self._label)
 
-    def fail(self, error: Exception) -> None:
-        """Keep the error, which names the bucket and operation from now on."""
-        self.error = CommunicationError(f"{self.describe()}: {type(error).__name__}: {error}")
-        self.error.__cause__ = error
-        self.errors.bucket_failed = True
-
     def describe(self) -> str:
         """Return the bucket and the operation under way."""
         return f"bucket {self.bucket.name!r}, operation {self.bucket.running!r}"
 
 
-class RoundCall(Job):
+class RoundCall:
     """Call of a function between buckets, whose error is fatal.
 
     Args:
@@ -120,18 +94,17 @@ class RoundCall(Job):
     """
 
     def __init__(self, function: Callable[[], object], errors: Errors, ends: bool = False) -> None:
-        super().__init__(errors)
-        self._function, self._ends = function, ends
+        self._function, self._errors, self._ends = function, errors, ends
 
-    def run(self) -> None:
-        """Call the function."""
-        skipped, self.errors.bucket_failed = self._ends and self.errors.bucket_failed, False
-        if not skipped:
-            self._function()
-
-    def fail(self, error: Exception) -> None:
-        """Let no job run any more."""
-        self.errors.fatal = error
+    def __call__(self) -> None:
+        """Call the function, unless there has been a fatal error, and keep its error."""
+        errors = self._errors
+        skipped, errors.bucket_failed = self._ends and errors.bucket_failed, False
+        if errors.fatal is None and not skipped:
+            try:
+                self._function()
+            except Exception as error:
+                errors.fatal = error
 
     def describe(self) -> str:
         """Return the place of the round."""
