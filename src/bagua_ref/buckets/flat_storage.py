@@ -120,7 +120,6 @@ class FlatStorage:
         return self._flat
 
     def _gather(self, effective: list[Tensor], kernels: KernelBackend) -> None:
-        """Copy the effective tensors into the buffer."""
         for place, tensor in enumerate(effective):
             if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
                 effective[place] = self.layouts[place].copy_of(tensor)  # the result needs room for each element
