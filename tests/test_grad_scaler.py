@@ -181,7 +181,7 @@ def scales_and_notes(algorithm: Any, scaler_class: Any) -> list[tuple[list[float
         if algorithm is None:
             made.grad_scaler = scaler
         module.with_bagua([optimizer], made)
-        comm = module._bagua.rounds.agreement.comm
+        comm = module._bagua.rounds.group.get_global_communicator()
         exchange, counts[r] = comm.exchange_ints, 0
 
         def counting(*args: Any, **options: Any) -> Any:

@@ -16,11 +16,11 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "bagua_ref"
 
 LINES: dict[str, int] = {
-    "algorithms": 4049,
-    "backends": 1032,
+    "algorithms": 4023,
+    "backends": 904,
     "backends/cuda": 883,
-    "backends/reference": 727,
-    "base": 1225,
+    "backends/reference": 678,
+    "base": 1339,
     "buckets": 1166,
     "checkpoint": 1185,
     "cli": 2121,
@@ -40,18 +40,18 @@ LINES: dict[str, int] = {
     "contrib/cache": 1587,
     "contrib/fuse": 925,
     "contrib/utils": 521,
-    "data_parallel": 2720,
+    "data_parallel": 2703,
     "distributed": 153,
     "formulas": 489,
     "groups": 751,
-    "integrations": 932,
+    "integrations": 934,
     "observe": 228,
     "package": 439,
     "property_tests": 2758,
-    "rounds": 256,
-    "scheduling": 582,
+    "rounds": 241,
+    "scheduling": 578,
     "simulation": 452,
-    "tests": 35475,
+    "tests": 35473,
     "tests/cuda_emulation": 483,
     "tests/integrations": 899,
     "tests/meta": 1153,
@@ -60,7 +60,7 @@ LINES: dict[str, int] = {
 }
 """The most lines of each room of src, and of the folders of tests."""
 
-FILES = 246
+FILES = 243
 """The most files of src; public names of modules that have moved into a room do not count."""
 
 OTHER_IMPLEMENTER = {
