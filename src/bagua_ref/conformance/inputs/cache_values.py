@@ -243,9 +243,9 @@ def plain_sources() -> st.SearchStrategy[str]:
     return _plain
 
 
-def value_sources() -> st.SearchStrategy[str]:
-    """Source of values that need no pickle: tensors, arrays, None, bool, numbers, str, bytes and containers of them."""
-    tensors = st.sampled_from(TENSORS).flatmap(tensor_sources)
+def value_sources(dtypes: Sequence[str] = TENSORS) -> st.SearchStrategy[str]:
+    """Source of values that need no pickle: tensors of these dtypes, arrays, None, bool, numbers, str, bytes and containers."""
+    tensors = st.sampled_from(dtypes).flatmap(tensor_sources)
     return st.recursive(st.one_of(_plain, tensors, array_sources()), _containers, max_leaves=4)
 
 

@@ -209,6 +209,8 @@ def in_worker(work: Callable[[], Any]) -> None:
         said = "ended without an answer"
     inbox.close()
     process.join()  # its exit code is not checked: Python's shutdown may fail in a process forked from a thread
+    if said.startswith("raised NotImplementedError"):
+        raise NotImplementedError(f"a worker {said}")
     assert not said, f"a worker {said}"
 
 

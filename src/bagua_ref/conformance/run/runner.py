@@ -15,6 +15,7 @@ import torch
 from bagua_ref import __version__
 from bagua_ref.backends.base import KernelBackend
 from bagua_ref.conformance.clauses import CLAUSES, SPEC_VERSION, SUITES, VECTORS_VERSION
+from bagua_ref.conformance.lab.lab import KERNELS
 from bagua_ref.conformance.run.isolation import CheckTask, Isolation, can_fork
 from bagua_ref.conformance.run.report import Report, Result
 from bagua_ref.conformance.run.search import PROFILES, Outcome, Search
@@ -29,8 +30,6 @@ MOST_JOBS = 4
 _POLL_SECONDS = 0.005
 _NEEDS = {"kernels": "kernels", "codec": "kernels", "collectives": "communicator", "fused_optimizer": "fuse_optimizer"}
 """Suite -> the part of a target that it checks; other suites have the name of their part."""
-
-_KERNELS = [name[1:] for name in KernelBackend.__abstractmethods__]
 
 Progress = Callable[[int, int, Result], None]
 
@@ -93,7 +92,7 @@ def run_conformance(
         if reason := reason_to_skip(judged, row.check, row.dtype):
             session.add(row.result("skipped", reason))
     session.work(plan, _jobs(jobs, judged))
-    results = [session.results[row.id] for row in plan] + ([] if chosen else _not_covered(table, wanted))
+    results = [session.results[row.id] for row in plan] + _not_covered(chosen)
     return Report(judged.name, results, profile, seed, _versions(), time.perf_counter() - begun, judged.max_ranks)
 
 
@@ -158,8 +157,8 @@ def reason_to_skip(target: Target, check: Check, dtype: str | None) -> str:
         part = "kernels"  # the package's own operations and algorithms are run with them
     if part not in target.parts:
         return f"the target has no {part}"
-    if is_ours and (lacking := sorted(name for name in _KERNELS if not hasattr(target.kernels, name))):
-        return f"the target's kernels have no {', '.join(lacking)}, which the package's own operations need"
+    if is_ours and (lacking := _lacking(target, dtype)):
+        return f"the target's kernels have no {lacking}, which the package's own operations need"
     if reason := reason_to_skip_suite(check.suite):
         return reason
     codecs = getattr(target.kernels, "codecs", {})
@@ -169,6 +168,17 @@ def reason_to_skip(target: Target, check: Check, dtype: str | None) -> str:
     if dtype is not None and target.dtypes is not None and dtype not in target.dtypes:
         return f"the target's capabilities exclude {dtype}"
     return ""
+
+
+def _lacking(target: Target, dtype: str | None) -> str:
+    """Return what the target's kernels lack of what the package's own operations need; empty if nothing."""
+    codecs, dtypes = getattr(target.kernels, "codecs", {}), target.dtypes
+    names = [name for name in KERNELS if not hasattr(target.kernels, name)] + ["MinMaxUInt8"] * ("MinMaxUInt8" not in codecs)
+    if not names and not isinstance(target.kernels, KernelBackend):
+        names = ["base class KernelBackend"]
+    if not names and dtypes is not None and "float32" not in dtypes and (dtype != "float64" or dtype not in dtypes):
+        names = ["float32"]  # in which they compute 16-bit dtypes, and what they compress
+    return ", ".join(names)
 
 
 @dataclass(frozen=True)
@@ -291,11 +301,11 @@ def _jobs(jobs: int | None, target: Target) -> int:
     return jobs if jobs is not None else 1 if target.external else min(MOST_JOBS, max(1, torch.multiprocessing.cpu_count()))
 
 
-def _not_covered(checks: dict[str, Check], wanted: list[str]) -> list[Result]:
-    """Return a result for each clause that no check covers, if all suites were requested."""
-    covered = {check.clause for check in checks.values()}
-    clauses = [Result(clause, "", clause, "not covered", CLAUSES[clause]) for clause in CLAUSES if clause not in covered]
-    return clauses if len(wanted) == len(SUITES) else []
+def _not_covered(chosen: set[str] | None) -> list[Result]:
+    """Return a result for each clause that no check of any suite covers; of chosen ones, for those that were asked for."""
+    covered = {check.clause for check in all_checks().values()}
+    missing = [clause for clause in CLAUSES if clause not in covered and (chosen is None or clause in chosen)]
+    return [Result(clause, "", clause, "not covered", CLAUSES[clause]) for clause in missing]
 
 
 def _versions() -> dict[str, str]:

@@ -87,7 +87,7 @@ BYTEGRAD = TrainedAlgorithm(
 @check("algorithms", "S2.1", "buckets", needs=("bytegrad",), effort=0.7)
 def buckets(lab: Lab, draw: Draw) -> None:
     """Parameters fill buckets in reverse order, by dtype; a bucket is closed once it holds at least the bucket size."""
-    used = draw(st.lists(st.sampled_from(lab.usable(COMPRESSIBLE)), min_size=1, max_size=2))
+    used = draw(st.lists(st.sampled_from(lab.dtypes(COMPRESSIBLE)), min_size=1, max_size=2))
     weights = grid_weights(draw, [dtype_named(draw(st.sampled_from(used))) for _ in range(draw(st.integers(3, 6)))])
     of_one = [w.nbytes for w in reversed(weights) if w.dtype is weights[-1].dtype]
     filled = sum(of_one[: draw(st.integers(1, len(of_one)))])  # a bucket of so many parameters is just full
@@ -197,7 +197,7 @@ def shift_one(lab: Lab, draw: Draw) -> None:
 @check("algorithms", "S5.3", "several_dtypes", needs=("decentralized",), effort=0.3)
 def several_dtypes(lab: Lab, draw: Draw) -> None:
     """Weights of each dtype are averaged in every round, all with the same peer."""
-    used = draw(st.permutations(lab.usable(FLOATS)))[:2]
+    used = draw(st.permutations(lab.dtypes(FLOATS)))[:2]
     weights = grid_weights(draw, [dtype_named(name) for name in [*used, *draw(st.lists(st.sampled_from(used), max_size=2))]])
     nodes = draw(_two_pairs(False))
     DECENTRALIZED.train(lab, draw, nodes=nodes, weights=weights, hierarchical=False, peer_selection_mode="shift_one")

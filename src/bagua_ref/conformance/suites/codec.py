@@ -279,6 +279,7 @@ def _check_bound(lab: Lab, codec: str, x: Tensor) -> None:
                 if not abs(back - value) <= limit:
                     text = f"{value!r} comes back as {back!r}: the error {abs(back - value)!r} exceeds {limit!r}"
                     raise Violation(f"{codec}: {text}", lab.script(call, f"# {text}"))
+                lab.comparisons += 1
 
 
 @for_each("target_chunk", effort=0.2, minmax=("S4.5", "target_chunk", 1))
@@ -313,6 +314,7 @@ def refuses(lab: Lab, draw: Draw, codec: str) -> None:
         "decompress": {"payload": encoded, "num_chunks": 1, "out": x},
     }
     for verb, arguments in calls.items():
+        lab.comparisons += 1
         try:
             call = lab.call(f"{codec}.{verb}", arguments, ("out",) if "out" in arguments else ())
         except Violation as violation:

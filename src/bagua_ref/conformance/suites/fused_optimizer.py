@@ -74,7 +74,7 @@ def groups(lab: Lab, draw: Draw) -> None:
     for place in draw(st.lists(st.integers(0, sum(sizes) - 1), max_size=2, unique=True)):
         wide = f"each[{place}] = torch.nn.Parameter(each[{place}].detach().double())"
         turned = f"each[{place}] = torch.nn.Parameter(each[{place}].detach().t())"
-        changes = [turned, wide, f"each[{place}].requires_grad_(False)"]
+        changes = [turned, f"each[{place}].requires_grad_(False)", *[wide] * ("float64" in lab.dtypes(("float32", "float64")))]
         twins.do(f"for each in (ps, qs):\n    {draw(st.sampled_from(changes))}")
     options = [draw(options_of(name)) for _ in sizes]
     late = draw(st.booleans()) and takes_later_parameters(getattr(torch.optim, name))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any
 
@@ -34,6 +34,8 @@ class Target:
         device: device of its kernels' tensors.
         max_ranks: the largest world that its capabilities allow; None: any.
         external: whether it uses something outside of the process, which two processes must not use at once.
+        requests: returns how many requests this process has sent to a program, for parts that may refuse without asking it;
+            None: every call reaches the target.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Target:
     factory: str = ""
     max_ranks: int | None = None
     external: bool = False
+    requests: Callable[[], int] | None = None
 
     @property
     def kernels(self) -> Any:
@@ -98,7 +101,8 @@ def resolve(target: Any) -> Target:
     if isinstance(getattr(target, "kernels", None), str):
         setup = _setup_of_backend(target.kernels)
     origin = [*imports, last.replace("kernels", "target", 1)]
-    return Target(str(name), parts, setup, device=_device(kernels), origin=origin, **capabilities)
+    requests = getattr(target, "requests", None)
+    return Target(str(name), parts, setup, device=_device(kernels), origin=origin, requests=requests, **capabilities)
 
 
 def assemble(backend: str | None, communicator: str | None) -> Target:
