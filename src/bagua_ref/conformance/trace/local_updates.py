@@ -169,12 +169,11 @@ def _outer_step(
 
     def cause(found: Tensor) -> str | None:
         near = functools.partial(where_equal, found, tolerance=tolerance, magnitude=magnitude)
-        others = {
-            "as if the outer momentum had been lost": step(means, zeros, nesterov)[1],
-            f"as if Nesterov momentum had {'not ' * nesterov}been used": step(means, last.momentum, not nesterov)[1],
-            "as if the outer step of the round before had been taken": last.step,
-        }
-        for text, other in others.items() if last.rounds else [*others.items()][1:2]:
+        others = {f"as if Nesterov momentum had {'not ' * nesterov}been used": step(means, last.momentum, not nesterov)[1]}
+        if last.rounds:
+            others["as if the outer momentum had been lost"] = step(means, zeros, nesterov)[1]
+            others["as if the outer step of the round before had been taken"] = last.step
+        for text, other in others.items():
             if near(moved(other, lr)).all():
                 return text
         size, way = torch.stack(steps), torch.stack(gs) - found.double()
