@@ -170,7 +170,7 @@ class _CheckProcess:
         faulthandler.disable()  # the verdict reports how the process died
         torch.set_num_threads(1)
         warnings.simplefilter("ignore")
-        with contextlib.suppress(EOFError):
+        with contextlib.suppress(EOFError, ConnectionResetError):
             while True:
                 name, dtypes, self.journal.rehearses = pipe.recv()
                 for dtype in dtypes:
