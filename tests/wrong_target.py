@@ -194,3 +194,6 @@ class Wrong:
 
 class Right(ReferenceTarget):
     """The reference, made as `Wrong` is."""
+
+    def __init__(self) -> None:
+        super().__init__(ReferenceBackend())
