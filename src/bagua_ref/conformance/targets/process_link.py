@@ -149,7 +149,7 @@ class Link:
         """Append a request to the process's file in the folder that the environment names, if it names one."""
         if folder := os.environ.get(REQUESTS):
             number = re.sub(r"\D", "", self.name.rpartition(",")[2]) or "0"
-            with (Path(folder) / f"{self._process.pid}-{number}.requests").open("ab") as file:
+            with (Path(folder) / f"rank{number}-{self._process.pid}.requests").open("ab") as file:
                 file.write(request)
 
     def _failure(self, call: str, what: str) -> ProgramError:
