@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from tests.launch import run_script
 from tests.scripts import run_python
@@ -19,15 +21,17 @@ REAL = [*all_checks()][:: len(all_checks()) // 20]
 """Checks whose scripts run as processes of their own; the others run in forks that have imported torch."""
 
 
-def exit_code(check: str, script: str) -> int:
-    return (run_python("-c", script) if check in REAL else run_script(script)).returncode
+def exit_code(check: str, script: str, folder: Path) -> int:
+    path = folder / f"{check}.py"
+    path.write_text(script)
+    return (run_python(path) if check in REAL else run_script(script)).returncode
 
 
 @pytest.mark.parametrize("suite", SUITES)
-def test_a_script_fails_on_a_wrong_target_and_passes_on_the_reference(suite: str) -> None:
+def test_a_script_fails_on_a_wrong_target_and_passes_on_the_reference(suite: str, tmp_path: Path) -> None:
     checks = {row_id(check, variants(check)[0]): name for name, check in checks_of([suite]).items()}
     report = run_conformance(Wrong(), [suite], checks=list(checks), jobs=2, time_limit=60.0)
     scripts = {result.id: result.counterexample for result in report.failures()}
     assert {name for row, name in checks.items() if row not in scripts} <= RIGHT
-    codes = {row: [exit_code(checks[row], text) for text in (script, healed(script))] for row, script in scripts.items()}
+    codes = {row: [exit_code(checks[row], text, tmp_path) for text in (script, healed(script))] for row, script in scripts.items()}
     assert codes == {row: [1, 0] for row in scripts}
