@@ -183,7 +183,8 @@ _SINGLE = ("tame", "ties", "bits", "near", "tiny", "huge", "edges", "zeros")
 def operands(draw: st.DrawFn, dtype: torch.dtype, count: int) -> list[Tensor]:
     """``count`` flat tensors of one size, possibly empty, mostly long."""
     if draw(st.booleans()):
-        return mixed(dtype, count, draw(seeds), draw(st.sampled_from([500, 1025])))
+        size = draw(st.sampled_from([*range(1, 10), *[500, 1025] * 20]))  # few, to shrink to
+        return mixed(dtype, count, draw(seeds), size)
     size = draw(st.one_of(st.integers(0, 12), _sizes))
     return [draw(tensors(dtype, size)) for _ in range(count)]
 
@@ -197,7 +198,8 @@ def chunked(draw: st.DrawFn, dtype: torch.dtype, *, finite: bool = False) -> tup
     """A flat tensor of equal chunks, each of its own kind, and how many there are: few, many tiny ones, or one or two long ones."""
     shape = draw(st.sampled_from(["few", "few", "few", "many", "long"]))
     if shape == "many":
-        num_chunks, size = draw(st.sampled_from([16, 17, 32, 33, 64, 100, 257])), draw(st.integers(1, 3))
+        many = [16, 17, 32, 33, 64, 100, 257]
+        num_chunks, size = draw(st.sampled_from([*range(1, 10), *many * 4])), draw(st.integers(1, 3))  # few, to shrink to
         kind = draw(st.sampled_from([kind for kind in _SINGLE if kind != "bits"]))
         return bulk(dtype, kind, draw(seeds), num_chunks * size, finite=finite), num_chunks
     if shape == "long":

@@ -289,24 +289,35 @@ class Lab:
         expected: Tensor,
         tolerance: Tolerance = EXACT,
         magnitude: Tensor | None = None,
+        field: str = "",
     ) -> None:
-        """Raise `Violation` unless ``name`` equals ``expected`` after the call."""
+        """Raise `Violation` unless ``name`` equals ``expected`` after the call; messages say ``field`` in addition."""
         actual, self.comparisons = call.results[name], self.comparisons + 1
         try:
             if not isinstance(actual, Tensor):
                 raise AssertionError(f"{type(actual).__name__} instead of a tensor")
             assert_equal(actual, expected, tolerance, magnitude=magnitude)
         except AssertionError as error:
-            allowed = "" if tolerance is EXACT else f"  # up to {tolerance.name}"
-            line = f"assert_equal({name}, {literal(expected)}, EXACT){allowed}"
-            raise Violation(f"{call.method}: {name}: {error}", self.script(call, line)) from None
+            line = f"assert_equal({name}, {literal(expected)}, {tolerance.name})"
+            shown = f"{name.partition('.')[0]}, {field}" if field else name
+            raise Violation(f"{call.method}: {shown}: {error}", self.script(call, line)) from None
 
     def script(self, call: KernelCall, *lines: str, comment: str = "") -> str:
         """Return a script that repeats the call and ends with ``lines``."""
         script = script_of_call(self.target.setup, call.method, call.arguments, comment)
         if any("assert_equal(" in line for line in lines):
-            script.setup.insert(0, "from bagua_ref.conformance import EXACT, assert_equal")
+            names = [name for name in ("EXACT", "SUM", "ULP") if any(name in line for line in lines)]
+            script.setup.insert(0, f"from bagua_ref.conformance import {', '.join(names)}, assert_equal")
         script.body += lines
+        return str(script)
+
+    def script_of_refusal(self, method: str, arguments: dict[str, Any], error: str, said: str) -> str:
+        """Return a script that fails unless a call raises an error of this class with a message that contains ``said``."""
+        script = script_of_call(self.target.setup, method, arguments)
+        script.body += [
+            f"try:\n    {script.body.pop()}\nexcept {error} as error:\n    assert {said!r} in str(error), error",
+            f"else:\n    raise AssertionError('{method} must raise a {error} that says {said}')",
+        ]
         return str(script)
 
     def elementwise(self, method: str, arguments: dict[str, Any], scalar: Callable[..., float], *more: Any) -> None:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib.util
 import multiprocessing
 import os
-import signal
-import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from bagua_ref.conformance.lab.journal import end_with
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.play import Play
 from bagua_ref.conformance.lab.violation import Violation
@@ -215,25 +212,13 @@ def in_worker(work: Callable[[], Any]) -> None:
 
 
 def _work(work: Callable[[], Any], parent: int, outbox: Any) -> None:
-    # This process must not outlive a check that is killed because it hangs here.
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    else:
-        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    if os.getppid() != parent:
-        return
+    end_with(parent)
     try:
         work()
     except Exception as error:
         outbox.send(f"raised {type(error).__name__}: {error}")
     else:
         outbox.send("")
-
-
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.1)
-    os._exit(1)
 
 
 def _pool(lab: Lab) -> ServerPool:

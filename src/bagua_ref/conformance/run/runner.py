@@ -59,7 +59,7 @@ def run_conformance(
         profile: "quick", "full" or "large": the number of inputs, and how long long ones are.
         xfail: ids of checks, with or without ``[dtype]``, that are known to fail. One that passes counts as a failure.
         fail_fast: stop at the first failure; the remaining checks are skipped.
-        checks: ids of checks, with or without ``[dtype]``, or clauses; None: all checks of the suites.
+        checks: ids of checks, with or without ``[dtype]``, or clauses, S4 with S4.1, S4.2, ...; None: all checks of the suites.
         seed: seed of all inputs; the same seed and versions give the same inputs.
         jobs: number of processes; None: the number of cores, up to 4, or 1 if the target is external; 0: one check at a time on a
             thread of this process, which is also used where processes cannot be forked (CUDA).
@@ -82,10 +82,10 @@ def run_conformance(
     table = checks_of(wanted)
     expected, chosen = set(_known_checks("xfail", xfail, table)), None
     if checks is not None:
-        chosen = set(_known_checks("checks", checks, table, CLAUSES))
+        chosen = set(_known_checks("checks", checks, table, {*CLAUSES, *map(_whole, CLAUSES)}))
     judged = target if isinstance(target, Target) else resolve(target)
     rows = [_Row(check, dtype) for check in table.values() if check.suite in wanted for dtype in variants(check)]
-    plan = [row for row in rows if chosen is None or chosen & {row.id, row.check.id, row.check.clause}]
+    plan = [row for row in rows if chosen is None or chosen & {row.id, row.check.id, row.check.clause, _whole(row.check.clause)}]
     begun = time.perf_counter()
     session = _Session(judged, Search(profile, seed, shrink), time_limit, fail_fast, expected, len(plan), progress)
     for row in plan:
@@ -142,6 +142,11 @@ class OneByOne:
 def check_ids(checks: Iterable[Check] | None = None) -> list[str]:
     """Return the ids of all results of ``checks`` (None: all checks): each check with each of its dtypes."""
     return [row_id(check, dtype) for check in checks or all_checks().values() for dtype in variants(check)]
+
+
+def _whole(clause: str) -> str:
+    """Return the clause of which this one is a part: S4 of S4.1."""
+    return clause.partition(".")[0]
 
 
 def row_id(check: Check, dtype: str | None) -> str:

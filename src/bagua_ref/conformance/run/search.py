@@ -67,6 +67,7 @@ def search(check: Check, dtype: str | None, target: Target, how: Search, journal
     begun, attempts = time.perf_counter(), _Attempts()
 
     def run(data: Any) -> None:
+        journal.rehearse(lambda: check.function(lab, data.draw))
         lab.begin()
         try:
             check.function(lab, data.draw)
@@ -176,10 +177,13 @@ class _Attempts:
 
 
 def _is_of_connection(error: BaseException | None) -> bool:
-    """Return whether an error, or one that caused it, is of a connection: by its class's name, as clients have their own."""
+    """Return whether an error, or one that caused it, is of a connection: by its class's name, as clients have their own.
+
+    What ``raise ... from None`` hides is none: a program that ends is started again, and has crashed.
+    """
     while error is not None:
         names = [cls.__name__ for cls in type(error).__mro__]
         if any(word in name for name in names for word in ("Connection", "Timeout", "Network", "Unavailable")):
             return True
-        error = error.__cause__ or error.__context__
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return False

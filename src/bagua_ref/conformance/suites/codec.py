@@ -13,7 +13,6 @@ from torch.nn.functional import pad
 
 from bagua_ref.conformance.expected import codecs_scalar
 from bagua_ref.conformance.expected.codecs_scalar import BLOCK, FORMATS, HEADER, MINMAX, payload_size
-from bagua_ref.conformance.expected.tolerances import ULP, assert_equal
 from bagua_ref.conformance.inputs.strategies import (
     COMPRESSIBLE,
     Draw,
@@ -26,6 +25,7 @@ from bagua_ref.conformance.inputs.strategies import (
     tensors,
 )
 from bagua_ref.conformance.lab.lab import KernelCall, Lab
+from bagua_ref.conformance.lab.payloads import compare_payload, is_payload, script_of_bound
 from bagua_ref.conformance.lab.violation import Violation
 from bagua_ref.conformance.suites.checks import check
 
@@ -91,40 +91,18 @@ def _expected(lab: Lab, codec: str, x: Tensor, num_chunks: int) -> Tensor:
     return torch.tensor(list(data), dtype=torch.uint8)
 
 
-def _compare_payload(lab: Lab, codec: str, call: KernelCall, name: str, wanted: Tensor, num_chunks: int) -> None:
-    """Compare a payload byte by byte; a scale of OneBit may differ by 1 ulp, as the sum's order is free."""
-    actual = call.results[name]
-    if codec == "OneBit" and _is_payload(actual, wanted) and wanted.numel():
-        theirs, ours = (
-            t.view(num_chunks, -1)[:, :4].clone(memory_format=torch.contiguous_format).view(torch.float32).view(-1)
-            for t in (actual, wanted)
-        )
-        try:
-            assert_equal(theirs, ours, ULP(1))
-        except AssertionError as error:
-            raise Violation(f"OneBit.compress: s: {error}", lab.script(call)) from None
-        same = torch.where(theirs.isnan(), theirs.view(torch.int32) == 0x7FC00000, True)
-        wanted = wanted.clone()
-        wanted.view(num_chunks, -1)[same, :4] = actual.view(num_chunks, -1)[same, :4]
-    lab.compare(call, name, wanted)
-
-
-def _is_payload(actual: object, wanted: Tensor) -> bool:
-    return isinstance(actual, Tensor) and actual.dtype is torch.uint8 and actual.shape == wanted.shape
-
-
 def _check_payload(lab: Lab, codec: str, x: Tensor, num_chunks: int, out: Tensor | None = None) -> Tensor:
     """Compare a payload; show a failure on a part of the input alone, if that fails, too. Return the expected payload."""
     wanted = _expected(lab, codec, x, num_chunks)
     call, name = _compress(lab, codec, x, num_chunks, out=out), "result" if out is None else "out"
     try:
-        _compare_payload(lab, codec, call, name, wanted, num_chunks)
+        compare_payload(lab, codec, call, name, wanted, num_chunks)
         if out is not None and call.results.get("result is out") is False:
             said = f"{codec}.compress: the result is not the tensor that was given as out"
             raise Violation(said, lab.script(call, "assert result is out"))
     except Violation:
         actual = call.results[name]
-        wrong = (actual != wanted).nonzero().view(-1).tolist() if _is_payload(actual, wanted) else []
+        wrong = (actual != wanted).nonzero().view(-1).tolist() if is_payload(actual, wanted) else []
         for part in _parts(codec, x, num_chunks, max(0, wrong[0] - HEADER) if wrong else 0):
             _check_payload(lab, codec, part, 1)
         raise
@@ -278,7 +256,7 @@ def _check_bound(lab: Lab, codec: str, x: Tensor) -> None:
                 limit = codecs_scalar.error_bound(codec, value, block, back, lab.dtype_name)
                 if not abs(back - value) <= limit:
                     text = f"{value!r} comes back as {back!r}: the error {abs(back - value)!r} exceeds {limit!r}"
-                    raise Violation(f"{codec}: {text}", lab.script(call, f"# {text}"))
+                    raise Violation(f"{codec}: {text}", script_of_bound(lab, codec, x, value, block))
                 lab.comparisons += 1
 
 
@@ -294,14 +272,17 @@ def target_chunk(lab: Lab, draw: Draw, codec: str) -> None:
         wanted[target] = whole[target]
         call, name = _compress(lab, codec, x, num_chunks, target, out), "result" if out is None else "out"
         actual = call.results[name]
-        if codec == "OneBit" and _is_payload(actual, wanted.view(-1)) and whole.numel():
+        if codec == "OneBit" and is_payload(actual, wanted.view(-1)) and whole.numel():
             rows, others = actual.view(num_chunks, -1), torch.arange(num_chunks) != target
-            if not torch.equal(rows[others], wanted[others]):
-                raise Violation("OneBit.compress: a chunk other than target_chunk was written", lab.script(call))
-            call.results["target"] = rows[target].clone()
-            _compare_payload(lab, codec, call, "target", wanted[target], 1)
+            both = (
+                f"{name}.view({num_chunks}, -1)[torch.arange({num_chunks}) != {target}]",
+                f"{name}.view({num_chunks}, -1)[{target}]",
+            )
+            call.results |= zip(both, (rows[others], rows[target].clone()), strict=True)
+            lab.compare(call, both[0], wanted[others], field="chunks other than target_chunk")
+            compare_payload(lab, codec, call, both[1], wanted[target], 1, target)
         else:
-            lab.compare(call, name, wanted.view(-1))
+            compare_payload(lab, codec, call, name, wanted.view(-1), num_chunks)
 
 
 @for_each("refuses", dtypes=("float64", "int32", "uint8"), effort=0.2, minmax=("S4.5", "refuses", 0.2))
@@ -316,12 +297,14 @@ def refuses(lab: Lab, draw: Draw, codec: str) -> None:
     for verb, arguments in calls.items():
         lab.comparisons += 1
         try:
-            call = lab.call(f"{codec}.{verb}", arguments, ("out",) if "out" in arguments else ())
+            lab.call(f"{codec}.{verb}", arguments, ("out",) if "out" in arguments else ())
         except Violation as violation:
             if isinstance(violation.__cause__, TypeError) and lab.dtype_name in str(violation.__cause__):
                 continue
-            raise
-        raise Violation(f"{codec}.{verb} accepted {lab.dtype_name}; it must raise a TypeError that names it", lab.script(call))
+            refusal = lab.script_of_refusal(f"{codec}.{verb}", arguments, "TypeError", lab.dtype_name)
+            raise Violation(str(violation), refusal) from violation.__cause__
+        message = f"{codec}.{verb} accepted {lab.dtype_name}; it must raise a TypeError that names it"
+        raise Violation(message, lab.script_of_refusal(f"{codec}.{verb}", arguments, "TypeError", lab.dtype_name))
 
 
 @for_each("long", effort=0.1, minmax=("S4.2", "long", 0.1))
@@ -335,7 +318,7 @@ def long(lab: Lab, draw: Draw, codec: str) -> None:
         x[:, draw(st.integers(0, size - 1))] = end
     made = [_OF_LONG.get(codec, _long_blocks)(lab, codec, chunk) for chunk in x]
     call = _compress(lab, codec, x.view(-1), num_chunks)
-    _compare_payload(lab, codec, call, "result", torch.cat([encoded for encoded, _ in made]), num_chunks)
+    compare_payload(lab, codec, call, "result", torch.cat([encoded for encoded, _ in made]), num_chunks)
     restored = _decompress(lab, codec, call.results["result"], num_chunks, x.numel())
     lab.compare(restored, "out", torch.cat([values for _, values in made]))
     if codec == MINMAX:

@@ -17,7 +17,7 @@ from bagua_ref.conformance.inputs.graph_cases import doubly_stochastic, flawed, 
 from bagua_ref.conformance.inputs.strategies import COMPRESSIBLE, FLOATS, Draw, bulk, mixed, paired_worlds, seeds, tensors, worlds
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.play import RankScript
-from bagua_ref.conformance.lab.violation import Violation, literal
+from bagua_ref.conformance.lab.violation import literal
 from bagua_ref.conformance.suites.checks import check
 
 
@@ -114,7 +114,8 @@ def full_precision(lab: Lab, draw: Draw) -> None:
     for rank in range(n):
         what = f"centralized({options}) on nodes {nodes}, rank {rank}"
         script.expect(f"results[{rank}]", wanted, what, SUM(n + 1), magnitude)
-        script.expect(f"results[{rank}]", script.names["results"][0], f"{what} and rank 0 differ")
+    script.what = f"centralized({options}) on nodes {nodes}"
+    script.do("for result in results:\n    assert_equal(result, results[0], EXACT)  # on all ranks")
 
 
 def _arrays(ranks: list[Tensor]) -> list[decentralized_numpy.Array]:
@@ -128,8 +129,8 @@ def _rounds(lab: Lab, draw: Draw, first: list[Tensor], more: int) -> list[list[T
 
 def _decentralized(
     lab: Lab, draw: Draw, mode: Any, nodes: tuple[int, ...], between: bool, given: list[Tensor] | None = None
-) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
-    """Compare rounds of averaging with a few ranks; return the inputs and results, by round."""
+) -> tuple[RankScript, list[list[Tensor]]]:
+    """Compare rounds of averaging with a few ranks; return the script, and the inputs by round."""
     method, name = ("decentralized", "mode") if mode == "shift_one" else (_GRAPHS[0], "graph")
     rounds = _rounds(lab, draw, _inputs(lab, draw, sum(nodes), 1) if given is None else given, draw(st.integers(0, 4)))
     by_rank = [list(ranks) for ranks in zip(*rounds, strict=True)]
@@ -140,7 +141,7 @@ def _decentralized(
             for step, ranks in enumerate(rounds)
         ]
     _compare_rounds(lab, script, f"{method}({literal(mode)}, hierarchical={between})", wanted)
-    return rounds, [list(ranks) for ranks in zip(*script.names["results"], strict=True)]
+    return script, rounds
 
 
 @check("comm_ops", "S3.4", "shift_one", dtypes=FLOATS)
@@ -239,15 +240,19 @@ def mean_is_kept(lab: Lab, draw: Draw) -> None:
     """No averaging changes the mean of those that talk, up to rounding."""
     graph, nodes, _ = draw(graph_cases(9).filter(lambda case: not case[2]))
     lab.need_ranks(sum(nodes))
-    rounds, results = _decentralized(lab, draw, graph, nodes, between=False)
+    script, rounds = _decentralized(lab, draw, graph, nodes, between=False)
     n = sum(nodes)
-    for step, (before, after) in enumerate(zip(rounds, results, strict=True)):
+    for step, (before, after) in enumerate(zip(rounds, zip(*script.names["results"], strict=True), strict=True)):
         was, now = (torch.stack(ranks).double() for ranks in (before, after))
         # Weights of float32 may sum to 1 +- 1e-6; beyond that, each rank rounds twice for each of n sources.
         allowed = (1e-6 + 2 * n * torch.finfo(lab.dtype).eps) * was.abs().mean(0) + torch.finfo(lab.dtype).tiny
         wrong = ((was.mean(0) - now.mean(0)).abs() > allowed) & now.isfinite().all(0)
         if wrong.any():
-            raise Violation(f"{literal(graph)} on nodes {nodes} changed the mean at step {step}: {was.mean(0)} to {now.mean(0)}")
+            said = f"{literal(graph)} on nodes {nodes} changed the mean at step {step}: {was.mean(0)} to {now.mean(0)}"
+            line = f"mean = torch.stack([rank[{step}] for rank in results]).double().mean(0)"
+            raise script.violation(
+                said, f"{line}\nassert ((mean - {literal(was.mean(0))}).abs() <= {literal(allowed)}).all(), mean"
+            )
 
 
 @check("comm_ops", "S3.5", "ring", dtypes=COMPRESSIBLE)

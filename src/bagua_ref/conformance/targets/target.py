@@ -105,8 +105,8 @@ def resolve(target: Any) -> Target:
     return Target(str(name), parts, setup, device=_device(kernels), origin=origin, requests=requests, **capabilities)
 
 
-def assemble(backend: str | None, communicator: str | None) -> Target:
-    """Return the target named on a command line: a backend or other target, a communicator factory, or both.
+def assemble(backend: Any, communicator: str | None) -> Target:
+    """Return the target of a command line: what `resolve` takes, a communicator factory by name, or both.
 
     The factory may have ``capabilities``, too.
     """
