@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.launch import launch, outcomes
+from tests.launch import launch, on_every_process, outcomes
 from tests.trainings import network, on_every_rank, simulate, weights, wrap
 from torch import nn
 
@@ -142,16 +142,14 @@ def test_S5_6_warmup_is_exactly_that_many_steps_of_allreduce_and_rounds_start_at
     assert [state for _, state in zero] == [State.IDLE] * 4 + [State.RUNNING] * 2
 
 
-def test_S5_6_an_interval_of_zero_means_no_rounds() -> None:
-    def rank(r: int) -> int:
-        module, optimizer, algorithm = wrapped(sync_interval_ms=0)
-        for _ in range(5):
-            step(module, optimizer)
-        assert algorithm._rounds.state is State.IDLE
-        algorithm.abort(module)
-        return algorithm._rounds.completed
-
-    assert simulate(2, rank) == [0, 0]
+@on_every_rank(2)
+def test_S5_6_an_interval_of_zero_means_no_rounds(r: int) -> None:
+    module, optimizer, algorithm = wrapped(sync_interval_ms=0)
+    for _ in range(5):
+        step(module, optimizer)
+    assert algorithm._rounds.state is State.IDLE
+    algorithm.abort(module)
+    assert algorithm._rounds.completed == 0
 
 
 @on_every_rank(2)
@@ -543,17 +541,14 @@ def test_S5_6_100_cycles_of_abort_and_resume_over_gloo() -> None:
     assert threads == 0
 
 
-def ends_without_abort() -> int:
+@pytest.mark.slow
+@on_every_process(2, limit=60)
+def test_S5_6_a_process_may_end_without_abort() -> None:
     module, optimizer, algorithm = wrapped(sync_interval_ms=1)
     deadline = time.monotonic() + 20
     while algorithm._rounds.completed < 3 and time.monotonic() < deadline:
         step(module, optimizer, 0)
-    return algorithm._rounds.completed
-
-
-@pytest.mark.slow
-def test_S5_6_a_process_may_end_without_abort() -> None:
-    assert all(rounds >= 3 for rounds in launch(ends_without_abort, 2, limit=60))
+    assert algorithm._rounds.completed >= 3
 
 
 def loses_a_peer() -> str:

@@ -141,29 +141,6 @@ def test_S8_2_an_exception_of_load_fn_passes_on_and_nothing_is_cached(backend):
 
 
 @every_backend
-def test_writes_wait_until_the_buffer_is_full(backend):
-    loader, make = fresh(backend, writer_buffer_size=3), Maker()
-    for key in "ab":
-        loader.get(key, make)
-    assert loader.store.num_keys() == 0
-    assert loader.get("a", make) == "value of a"  # readable immediately
-    assert make.asked == ["a", "b"]
-    loader.get("c", make)
-    assert loader.store.num_keys() == 3
-    loader.get("d", make)
-    assert loader.store.num_keys() == 3
-    assert loader.num_keys() == 4  # num_keys() flushes first
-    loader.get("e", make)
-    loader.flush()
-    assert loader.store.num_keys() == 5
-    loader.get("f", make)
-    loader.close()
-    assert loader.store.num_keys() == 6
-    assert loader.get("f", make) == "value of f"  # a closed loader can be used again
-    assert make.asked == list("abcdef")
-
-
-@every_backend
 def test_a_loader_as_context_writes_at_its_end_and_a_forgotten_one_too(backend):
     with fresh(backend, writer_buffer_size=9) as loader:
         loader.get("a", Maker())
