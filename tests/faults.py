@@ -96,8 +96,8 @@ ALGORITHMS: dict[str, Make] = {
     "async in warm-up": named("async", sync_interval_ms=10, warmup_steps=100),
     "async at the end of its warm-up": named("async", sync_interval_ms=10, warmup_steps=5),
     "async": named("async", sync_interval_ms=10),
-    "local_sgd": named("local_sgd", sync_interval=2, warmup_steps=1),
-    "diloco": named("diloco", sync_interval=2, warmup_steps=1),
+    "local_sgd": named("local_sgd", period=2, warmup_steps=1),
+    "diloco": named("diloco", period=2, warmup_steps=1),
     "powersgd": named("powersgd", warmup_steps=2),
     "topk": named("topk"),
 }

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.launch import launch
-from tests.trainings import on_every_rank, sgd, simulate
+from tests.launch import on_every_process
+from tests.trainings import equal, on_every_rank, sgd, simulate
 from torch import nn
 
 import bagua_ref
@@ -43,64 +43,32 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps:
         optimizer.step()
 
 
-def by_hand(ranks: int, steps: int) -> list[list[torch.Tensor]]:
-    """Return what torch's DDP computes, a list per rank: each forward broadcasts rank 0's buffers, and gradients are averaged."""
-    modules = [network() for _ in range(ranks)]
-    optimizers = [sgd(module) for module in modules]
-    for step in range(steps):
-        for rank, module in reversed(list(enumerate(modules))):
-            for mine, first in zip(module.buffers(), modules[0].buffers(), strict=True):
-                mine.copy_(first)
-            module.zero_grad()
-            module(batch(rank, step)).square().mean().backward()
-        for same in zip(*(module.parameters() for module in modules), strict=True):
-            mean = torch.stack([parameter.grad for parameter in same]).mean(dim=0)
-            for parameter in same:
-                parameter.grad = mean.clone()
-        for optimizer in optimizers:
-            optimizer.step()
-    return [state_of(module) for module in modules]
-
-
-def assert_states_near(states: list[list[torch.Tensor]], expected: list[list[torch.Tensor]], roundings: int) -> None:
-    for state, wanted in zip(states, expected, strict=True):
-        for ours, theirs in zip(state, wanted, strict=True):
-            # Each step adds the rounding error of one mean to weights and statistics of magnitude at most about 10.
-            assert_equal(ours, theirs, SUM(roundings), magnitude=10.0)
+def assert_near(state: list[torch.Tensor], expected: list[torch.Tensor], roundings: int) -> None:
+    for ours, theirs in zip(state, expected, strict=True):
+        # Each step adds the rounding error of one mean to weights and statistics of magnitude at most about 10.
+        assert_equal(ours, theirs, SUM(roundings), magnitude=10.0)
 
 
 # Results
 
 
-@pytest.mark.parametrize("gradient_as_bucket_view", [True, False])
-def test_S5_it_trains_as_torchs_class_does_buffers_included(gradient_as_bucket_view: bool) -> None:
-    def rank(r: int) -> list[torch.Tensor]:
-        model = DistributedDataParallel(network(seed=r), gradient_as_bucket_view=gradient_as_bucket_view)
-        train(model, sgd(model), r, range(6))
-        assert model.bagua_buckets[0].check_flatten() is gradient_as_bucket_view
-        return state_of(model)
-
-    assert_states_near(simulate(3, rank, nodes=(2, 1)), by_hand(3, 6), roundings=6 * 3)
-
-
-def train_ours_and_torchs(steps: int) -> list[list[torch.Tensor]]:
-    states = []
+@pytest.mark.slow
+@pytest.mark.parametrize(("nranks", "gradient_as_bucket_view"), [(2, False), (4, True)])
+@on_every_process()
+def test_S5_1_the_wrapper_gives_torch_ddps_weights_and_buffers_after_20_steps(nranks: int, gradient_as_bucket_view: bool) -> None:
+    states, rank = [], bagua_ref.get_rank()
     for kind in (DistributedDataParallel, nn.parallel.DistributedDataParallel):
-        model = kind(network(seed=dist.get_rank()))
-        train(model, sgd(model), dist.get_rank(), range(steps))
+        model = kind(network(seed=rank), gradient_as_bucket_view=gradient_as_bucket_view)
+        train(model, sgd(model), rank, range(20))
+        assert not hasattr(model, "inner") or model.bagua_buckets[0].check_flatten() is gradient_as_bucket_view
         states.append(state_of(model))
-    return states
+    assert_near(*states, roundings=20 * nranks)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_S5_1_the_wrapper_gives_torch_ddps_weights_and_buffers_after_20_steps(ranks: int) -> None:
-    for ours, theirs in launch(train_ours_and_torchs, ranks, 20):
-        assert_states_near([ours], [theirs], roundings=20 * ranks)
-
-
-def accumulate_ours_and_torchs() -> list[list[torch.Tensor]]:
-    states, rank = [], dist.get_rank()
+@on_every_process(2)
+def test_gradient_accumulation_in_a_torch_group_is_as_with_torchs_class() -> None:
+    states, rank = [], bagua_ref.get_rank()
     for kind in (DistributedDataParallel, nn.parallel.DistributedDataParallel):
         model = kind(network(seed=rank), process_group=dist.new_group([0, 1]), find_unused_parameters=True)
         optimizer = sgd(model)
@@ -113,13 +81,7 @@ def accumulate_ours_and_torchs() -> list[list[torch.Tensor]]:
             optimizer.step()
         # Which forward broadcasts after no_sync() differs, but rank 0's state does not.
         states.append(state_of(model) if rank == 0 else [p.detach().clone() for p in model.parameters()])
-    return states
-
-
-@pytest.mark.slow
-def test_gradient_accumulation_in_a_torch_group_is_as_with_torchs_class() -> None:
-    for ours, theirs in launch(accumulate_ours_and_torchs, 2):
-        assert_states_near([ours], [theirs], roundings=12 * 2)
+    assert_near(*states, roundings=12 * 2)
 
 
 @pytest.mark.parametrize("name", ["gradient_allreduce", "bytegrad"])
@@ -350,19 +312,19 @@ def test_no_sync_accumulates_and_the_next_backward_reduces_the_sum(r: int) -> No
 
 
 def test_S5_a_group_of_some_ranks_trains_alone() -> None:
-    def rank(r: int) -> list[torch.Tensor] | None:
-        group = bagua_ref.new_group([0, 2])
-        if r == 1:
-            with pytest.raises(ValueError, match="does not hold this rank, 1"):
+    def rank(r: int, *ranks: int) -> list[torch.Tensor] | None:
+        group = bagua_ref.new_group(ranks)
+        if r not in ranks:
+            with pytest.raises(ValueError, match=f"does not hold this rank, {r}"):
                 DistributedDataParallel(network(), process_group=group)
             return None
         model = DistributedDataParallel(network(seed=r), process_group=group)
         assert model.process_group is group
-        train(model, sgd(model), r // 2, range(3))
+        train(model, sgd(model), ranks.index(r), range(3))
         return state_of(model)
 
-    zero, _, two = simulate(3, rank)
-    assert_states_near([zero, two], by_hand(2, 3), roundings=3 * 2)
+    zero, _, two = simulate(3, lambda r: rank(r, 0, 2))
+    assert equal([zero, two], simulate(2, lambda r: rank(r, 0, 1)))
 
 
 # State dicts and copies

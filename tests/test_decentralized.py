@@ -203,19 +203,6 @@ def test_registered_under_their_names_with_their_attributes(r: int) -> None:
         assert torch.equal(replica, bucket.flattened_tensor())
 
 
-def test_S5_3_one_bucket_per_dtype_whatever_the_bucket_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", "16")
-
-    def rank(r: int) -> list[list[str]]:
-        module = nn.Sequential(
-            nn.Linear(4, 4), nn.Linear(4, 4).to(torch.float64), nn.Linear(4, 2).to(torch.bfloat16), nn.Linear(4, 4)
-        )
-        module.with_bagua([], DecentralizedAlgorithm())
-        return [[t.bagua_backend_tensor().name for t in bucket.tensors] for bucket in module.bagua_buckets]
-
-    assert simulate(1, rank)[0] == [["2.bias", "2.weight"], ["3.bias", "3.weight", "0.bias", "0.weight"], ["1.bias", "1.weight"]]
-
-
 @on_every_rank(2)
 def test_S5_3_the_weights_do_not_change_between_forward_and_the_end_of_backward(r: int) -> None:
     module = Scalar()

@@ -73,7 +73,7 @@ def test_qadam_with_one_bit_and_error_memory_learns_the_digits() -> None:
     assert accuracies[0] == accuracies[1] > 0.93, accuracies
 
 
-@pytest.mark.parametrize("make", [bytegrad, qadam])
+@pytest.mark.parametrize("make", [bytegrad, qadam], ids=["bytegrad", "qadam"])
 @on_every_rank(2)
 def test_memories_start_at_zero_in_buckets_of_other_tensors(
     r: int, make: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch

@@ -98,12 +98,11 @@ def test_hierarchical_bytes_differ_between_leaders_and_others() -> None:
         assert sent == 5 * (inside(r % 2) + leader + 4 * SIZE // 2)
 
 
-def test_steps_in_agreement_stand_still_between_rounds() -> None:
-    def rank(r: int) -> list[int]:
-        return [trained("local_sgd", {"period": 3}, steps)["steps_in_agreement"] for steps in (2, 3, 4, 6)]
-
-    assert simulate(2, rank) == [[0, 3, 3, 6]] * 2
-    assert [m["steps_in_agreement"] for m in simulate(2, lambda r: trained("gradient_allreduce", {}))] == [4, 4]
+@on_every_rank(2)
+def test_steps_in_agreement_stand_still_between_rounds(r: int) -> None:
+    for steps, agreed in ((2, 0), (3, 3), (4, 3), (6, 6)):
+        assert trained("local_sgd", {"period": 3}, steps)["steps_in_agreement"] == agreed
+    assert trained("gradient_allreduce", {})["steps_in_agreement"] == 4
 
 
 def test_the_exposed_wait_is_the_time_that_another_rank_is_late() -> None:
@@ -124,16 +123,13 @@ def test_the_exposed_wait_is_the_time_that_another_rank_is_late() -> None:
     assert first["seconds_since_last_exchange"] == second["seconds_since_last_exchange"] == 2
 
 
-def test_waiting_for_buffers_counts_and_so_do_their_bytes() -> None:
-    def buffers(r: int) -> tuple[float, int]:
-        model: Any = DistributedDataParallel(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
-        current_world().sleep(0.25 * (1 - r))
-        model(torch.ones(2, 3))
-        metrics = model.bagua_metrics()
-        return metrics["exposed_wait_seconds"], metrics["bytes_sent"]
-
-    half_of_7_numbers = (2 * 3 * 4 + 8) // 2
-    assert simulate(2, buffers) == [(0, half_of_7_numbers), (0.25, half_of_7_numbers)]
+@on_every_rank(2)
+def test_waiting_for_buffers_counts_and_so_do_their_bytes(r: int) -> None:
+    model: Any = DistributedDataParallel(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    current_world().sleep(0.25 * (1 - r))
+    model(torch.ones(2, 3))
+    metrics, half_of_7_numbers = model.bagua_metrics(), (2 * 3 * 4 + 8) // 2
+    assert (metrics["exposed_wait_seconds"], metrics["bytes_sent"]) == (0.25 * r, half_of_7_numbers)
 
 
 def test_waiting_for_weights_that_a_round_changes_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,21 +379,18 @@ def test_a_communication_hook_writes_what_was_last_too(tmp_path: Path) -> None:
     assert [o["kind"] for o in written["operations"]] == ["agreement", "CentralizedLowPrecision", "agreement"]
 
 
-def test_a_failure_of_asynchronous_averaging_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@on_every_rank(2)
+def test_a_failure_of_asynchronous_averaging_is_written(r: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(flight_recorder.FOLDER, str(tmp_path))
+    module, optimizer = wrap(line(), Algorithm.init("async", sync_interval_ms=100), lr=0.01)
 
-    def rank(r: int) -> None:
-        module, optimizer = wrap(line(), Algorithm.init("async", sync_interval_ms=100), lr=0.01)
+    def train() -> None:
+        for step in range(20):
+            module(torch.ones(1, SIZE)).sum().backward()
+            optimizer.step()
+            current_world().sleep(0.05)
+            if step == 10:
+                module.bagua_algorithm._rounds._group.abort("a test")
 
-        def train() -> None:
-            for step in range(20):
-                module(torch.ones(1, SIZE)).sum().backward()
-                optimizer.step()
-                current_world().sleep(0.05)
-                if step == 10:
-                    module.bagua_algorithm._rounds._group.abort("a test")
-
-        with pytest.raises(CommunicationError, match=f"this rank's last operations are in {tmp_path}/rank{r}"):
-            train()
-
-    simulate(2, rank)
+    with pytest.raises(CommunicationError, match=f"this rank's last operations are in {tmp_path}/rank{r}"):
+        train()

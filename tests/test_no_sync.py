@@ -150,11 +150,15 @@ def mean_gradients(losses: Callable[[Net, int], list[torch.Tensor]]) -> list[tor
     return gradients(module)
 
 
-def both(module: Any, rank: int, first_no_sync: bool, whole: bool = True) -> list[torch.Tensor]:
+def around(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return loss_of(checkpoint(module, x.requires_grad_(), use_reentrant=True))
+
+
+def both(module: Any, rank: int, first_no_sync: bool, whole: bool = True, in_checkpoint: bool = False) -> list[torch.Tensor]:
     """Return the losses of a forward pass outside `no_sync` and of one inside, in either order."""
 
     def synchronized() -> torch.Tensor:
-        return loss_of(module(batch(rank), whole))
+        return around(module, batch(rank)) if in_checkpoint else loss_of(module(batch(rank), whole))
 
     def local() -> torch.Tensor:
         with module.no_sync() if hasattr(module, "bagua_algorithm") else nullcontext():
@@ -163,13 +167,13 @@ def both(module: Any, rank: int, first_no_sync: bool, whole: bool = True) -> lis
     return [local(), synchronized()] if first_no_sync else [synchronized(), local()]
 
 
-@pytest.mark.parametrize("first_no_sync", [False, True])
+@pytest.mark.parametrize(("first_no_sync", "in_checkpoint"), [(False, False), (True, False), (True, True)])
 def test_S5_a_backward_pass_of_a_forward_pass_under_no_sync_stays_local_and_the_other_one_reduces_both(
-    first_no_sync: bool,
+    first_no_sync: bool, in_checkpoint: bool
 ) -> None:
     def rank(r: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         module = Net().with_bagua([], GradientAllReduceAlgorithm())
-        losses = both(module, r, first_no_sync)
+        losses = both(module, r, first_no_sync, in_checkpoint=in_checkpoint)
         local, synchronized = losses if first_no_sync else losses[::-1]
         local.backward()
         before = gradients(module)
@@ -269,27 +273,6 @@ def test_S5_a_reentrant_checkpoint_around_the_module_is_one_training_forward_pas
     assert steps == 3
     for found, other in zip(first, second, strict=True):
         assert any(map(torch.equal, found, other)) != no_sync
-
-
-def around(module: Any, x: torch.Tensor) -> torch.Tensor:
-    return loss_of(checkpoint(module, x.requires_grad_(), use_reentrant=True))
-
-
-def test_S5_a_reentrant_checkpoint_around_the_module_is_told_from_other_forward_passes() -> None:
-    def rank(r: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        module = Net().with_bagua([], GradientAllReduceAlgorithm())
-        with module.no_sync():
-            local = loss_of(module(batch(r)))
-        synchronized = around(module, batch(r, 1))
-        local.backward()
-        before = gradients(module)
-        synchronized.backward()
-        return before, gradients(module)
-
-    (before, after), (other_before, other_after) = simulate(2, rank)
-    assert not any(map(torch.equal, before, other_before))
-    assert all(map(torch.equal, after, other_after))
-    torch.testing.assert_close(after, mean_gradients(lambda module, r: [loss_of(module(batch(r, step))) for step in (0, 1)]))
 
 
 @on_every_rank(2)

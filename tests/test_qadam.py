@@ -97,19 +97,14 @@ def test_S5_5_wrapping_past_the_warm_up_starts_compressed(r: int) -> None:
 
 
 @pytest.mark.parametrize("listed", [True, False])
-def test_S5_wrapping_gives_all_ranks_the_first_ones_phase_and_options(listed: bool) -> None:
-    def rank(r: int) -> tuple[int, int, float]:
-        module, optimizer = make(warmup_steps=WARMUP + r, lr=0.1 + r)
-        train(module, optimizer, 0, range(WARMUP if r == 0 else 1))
-        module.with_bagua([optimizer] if listed else [], QAdamAlgorithm(optimizer))
-        found = optimizer.step_id, optimizer.warmup_steps, optimizer.param_groups[0]["lr"]
-        train(module, optimizer, r, range(3))
-        return *found, momenta(module, optimizer)
-
-    results = simulate(3, rank)
-    for *found, m in results:
-        assert found == [WARMUP, WARMUP, 0.1]
-        assert torch.equal(m, results[0][-1])
+@on_every_rank(3)
+def test_S5_wrapping_gives_all_ranks_the_first_ones_phase_and_options(r: int, listed: bool) -> torch.Tensor:
+    module, optimizer = make(warmup_steps=WARMUP + r, lr=0.1 + r)
+    train(module, optimizer, 0, range(WARMUP if r == 0 else 1))
+    module.with_bagua([optimizer] if listed else [], QAdamAlgorithm(optimizer))
+    assert (optimizer.step_id, optimizer.warmup_steps, optimizer.param_groups[0]["lr"]) == (WARMUP, WARMUP, 0.1)
+    train(module, optimizer, r, range(3))
+    return momenta(module, optimizer)
 
 
 class Overflows(nn.Module):
@@ -148,17 +143,14 @@ def train_scaled(r: int, scaler: Any, hand_over: bool, spoiled: int | None, step
 
 @pytest.mark.parametrize("hand_over", [True, False])
 @pytest.mark.parametrize("spoiled", [1, WARMUP - 1, WARMUP, WARMUP + 2])
-def test_S5_5_a_grad_scaler_skips_the_same_step_on_every_rank(spoiled: int, hand_over: bool) -> None:
-    def rank(r: int) -> Any:
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        weights, (*end, _) = train_scaled(r, scaler, hand_over, spoiled, list(range(WARMUP + 5)))
-        assert scaler.get_scale() == 2.0
-        assert torch.equal(weights[spoiled], weights[spoiled - 1])
-        assert weights[-1].isfinite().all()
-        return end
-
-    results = simulate(3, rank)
-    assert all(torch.equal(mine, first) for result in results for mine, first in zip(result, results[0], strict=True))
+@on_every_rank(3)
+def test_S5_5_a_grad_scaler_skips_the_same_step_on_every_rank(r: int, spoiled: int, hand_over: bool) -> Any:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    weights, (*end, _) = train_scaled(r, scaler, hand_over, spoiled, list(range(WARMUP + 5)))
+    assert scaler.get_scale() == 2.0
+    assert torch.equal(weights[spoiled], weights[spoiled - 1])
+    assert weights[-1].isfinite().all()
+    return end
 
 
 @pytest.mark.parametrize(
@@ -445,13 +437,10 @@ def test_S5_5_one_warning_counts_where_v_froze_at_zero() -> None:
     )
 
 
-def test_S5_5_where_v_is_not_zero_nothing_is_said() -> None:
-    def rank(r: int) -> None:
-        train(*wrapped(), r, range(WARMUP + 2))
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        simulate(2, rank)
+@pytest.mark.filterwarnings("error")
+@on_every_rank(2)
+def test_S5_5_where_v_is_not_zero_nothing_is_said(r: int) -> None:
+    train(*wrapped(), r, range(WARMUP + 2))
 
 
 def test_the_algorithm_wants_its_own_optimizer() -> None:

@@ -23,7 +23,6 @@ import bagua_ref
 from bagua_ref.backends.reference import ReferenceBackend
 from bagua_ref.base.not_provided import install_command
 from bagua_ref.cli import balance, main
-from bagua_ref.conformance.expected import samplers_plain
 from bagua_ref.contrib import LoadBalancingDistributedBatchSampler, LoadBalancingDistributedSampler
 from bagua_ref.simulation import SimulatedWorld
 
@@ -58,23 +57,6 @@ def test_an_example_by_hand() -> None:
     assert list(sampler_of(1, 2, lengths, shuffle=False)) == [3, 2, 1]
     assert list(sampler_of(1, 2, lengths, shuffle=False, drop_last=True)) == [3, 2]
     assert sampler_of(1, 2, lengths, shuffle=False).shuffle_chunks() == ([[1, 3], [0, 2], [4, 1]], [0, 1, 2])
-
-
-def test_with_a_function_the_dataset_is_read_once_and_left_alone() -> None:
-    dataset = torch.utils.data.TensorDataset(torch.zeros(6, 2), torch.tensor([5, 3, 9, 1, 1, 7]))
-    read = []
-
-    def complexity_fn(sample: Any) -> Any:
-        read.append(sample)
-        return sample[1]  # a 0-d view of the dataset
-
-    sampler = LoadBalancingDistributedSampler(dataset, complexity_fn, 2, 0, random_level=1)
-    options: dict[str, Any] = {"shuffle": True, "seed": 0, "drop_last": False, "random_level": 1}
-    for epoch in range(3):
-        sampler.set_epoch(epoch)
-        assert list(sampler) == samplers_plain.indices([5, 3, 9, 1, 1, 7], 2, 0, epoch=epoch, **options)
-    assert len(read) == 6
-    assert dataset.tensors[1].tolist() == [5, 3, 9, 1, 1, 7]
 
 
 @pytest.mark.parametrize(
@@ -417,16 +399,6 @@ def test_the_state_counts_the_iterator_that_began_last() -> None:
     assert sampler.state_dict(samples=2)["samples"] == 2
 
 
-def test_the_end_of_an_epoch_is_a_place() -> None:
-    sampler, resumed = sampler_of(), sampler_of()
-    list(sampler)
-    resumed.load_state_dict(sampler.state_dict())
-    resumed.set_epoch(0)
-    assert list(resumed) == []
-    resumed.set_epoch(1)
-    assert list(resumed) == take_epoch(1)
-
-
 def test_another_epoch_forgets_the_place() -> None:
     sampler = sampler_of()
     sampler.load_state_dict({**sampler.state_dict(), "samples": 5})
@@ -538,13 +510,6 @@ def test_a_loader_resumes_at_the_next_batch(workers: int, persistent: bool, kind
         resumed.set_epoch(epoch)
         drawn = [batch.tolist() for batch in loader]
         assert (drawn == whole[2:]) if epoch == 2 else (len(drawn) == 4)
-
-
-def test_the_loop_of_the_original_works() -> None:
-    loader = DataLoader(LENGTHS, batch_sampler=batches_of(0))
-    for epoch in range(2):
-        loader.batch_sampler.set_epoch(epoch)
-        assert sum(map(len, loader)) == 8
 
 
 # Batches
