@@ -51,7 +51,7 @@ LINES: dict[str, int] = {
     "rounds": 256,
     "scheduling": 582,
     "simulation": 452,
-    "tests": 33937,
+    "tests": 33938,
     "tests/cuda_emulation": 483,
     "tests/integrations": 899,
     "tests/meta": 1408,

@@ -83,7 +83,7 @@ def wrap(
 
 
 def by_name(
-    name: str, module: nn.Module, lr: float = 0.1, momentum: float = 0.0, warmup_steps: int = 2, **options: Any
+    name: str, module: nn.Module, lr: float = 0.1, momentum: float = 0.0, warmup_steps: int | None = None, **options: Any
 ) -> tuple[Any, Algorithm]:
     """Return an optimizer of the kind that a registered algorithm takes, and the algorithm with options.
 
@@ -92,12 +92,13 @@ def by_name(
         module: what it trains.
         lr: of SGD.
         momentum: of SGD.
-        warmup_steps: of QAdam's optimizer.
+        warmup_steps: of QAdam's optimizer, where None is 2, or of the algorithm, where None is its own default.
         options: of the algorithm.
     """
     if name != "qadam":
-        return sgd(module, lr, momentum), Algorithm.init(name, **options)
-    optimizer = QAdamOptimizer(module.parameters(), lr=0.01, warmup_steps=warmup_steps)
+        given = options if warmup_steps is None else {"warmup_steps": warmup_steps, **options}
+        return sgd(module, lr, momentum), Algorithm.init(name, **given)
+    optimizer = QAdamOptimizer(module.parameters(), lr=0.01, warmup_steps=2 if warmup_steps is None else warmup_steps)
     return optimizer, Algorithm.init(name, q_adam_optimizer=optimizer, **options)
 
 
