@@ -14,6 +14,8 @@ from bagua_ref.conformance.targets.process_link import REQUESTS
 
 __all__ = ["write_requests", "write_scripts"]
 
+_START = 300.0
+
 
 def write_scripts(report: Report, folder: str | Path | None = None) -> Path | None:
     """Write the script of each failure, whole, into a file that the report then names; return the folder.
@@ -54,7 +56,7 @@ def write_requests(report: Report, folder: str | Path, time_limit: float) -> Non
     Args:
         report: of a run, after `write_scripts`.
         folder: created if it does not exist.
-        time_limit: in seconds; a script may run twice as long, as it also starts the program.
+        time_limit: of a call in seconds; a script may run five minutes longer, as it imports torch and starts the program.
 
     Raises:
         OSError: a folder cannot be made.
@@ -69,5 +71,5 @@ def write_requests(report: Report, folder: str | Path, time_limit: float) -> Non
         with contextlib.suppress(subprocess.TimeoutExpired):  # a program that hangs has had its requests
             subprocess.run(  # nosec B603 # the script fails, as it must
                 [sys.executable, str(path)],
-                env=environment, timeout=2 * time_limit, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                env=environment, timeout=time_limit + _START, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )  # fmt: skip
