@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -69,20 +70,24 @@ def cases(draw: st.DrawFn) -> tuple[list[Any], int, dict[str, Any]]:
         except (OverflowError, ValueError):
             limit = 2**64
         assume(limit < 2**63)
-    return values, draw(st.integers(1, 9)), options
+    return values, draw(st.one_of(st.integers(1, 9), st.sampled_from([8, 12, 16, 33]))), options
 
 
 @st.composite
-def noisy_cases(draw: st.DrawFn) -> tuple[list[int], int, dict[str, Any]]:
-    """Ranges and levels whose product depends on how many digits are kept, and epochs beyond those of a narrow integer."""
+def noisy_cases(draw: st.DrawFn) -> tuple[list[float], int, dict[str, Any]]:
+    """Ranges and levels whose product, or its sum with 1, depends on how it is rounded; epochs beyond those of a narrow integer."""
     low, span = draw(st.integers(-5, 5)), draw(st.sampled_from([10, 70, 100, 1_000]))
-    values = [low + place * span // 7 for place in draw(st.permutations([0, 0, 1, 2, 3, 5, 7, 7]))]
+    values: list[float] = [low + place * span // 7 for place in draw(st.permutations([0, 0, 1, 2, 3, 5, 7, 7]))]
+    level = draw(st.sampled_from([0.3, 0.7, 0.9, 0.29]))
+    if draw(st.booleans()):  # the sum is a whole number, though the product is below one
+        most, level = draw(st.sampled_from([1.0, 2.0, 4.0, 8.0])), draw(st.sampled_from([1.0, 1, 0.5]))
+        values = [0.0, math.nextafter(most, 0.0) / level, *(most / level * place / 8 for place in range(8))]
     options = {
         "shuffle": True,
         "seed": draw(st.integers(0, 5)),
         "epoch": draw(st.sampled_from([2**power + more for power in (8, 16, 24, 31) for more in (-1, 0, 1)])),
         "drop_last": False,
-        "random_level": draw(st.sampled_from([0.3, 0.7, 0.9, 0.29])),
+        "random_level": level,
     }
     return values, draw(st.integers(1, 3)), options
 

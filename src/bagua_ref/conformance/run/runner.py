@@ -7,6 +7,7 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -163,12 +164,21 @@ def reason_to_skip(target: Target, check: Check, dtype: str | None) -> str:
     if reason := reason_to_skip_suite(check.suite):
         return reason
     codecs = getattr(target.kernels, "codecs", {})
-    missing = [name for name in check.needs if not (is_ours or name in codecs or hasattr(target.parts[part], name))]
+    missing = [name for name in check.needs if not (is_ours or name in codecs or _has(target.parts[part], name))]
     if missing:
         return f"the target's {part} has no {', '.join(missing)}"
     if dtype is not None and target.dtypes is not None and dtype not in target.dtypes:
         return f"the target's capabilities exclude {dtype}"
     return ""
+
+
+def _has(part: Any, name: str) -> bool:
+    """Return whether a part has an attribute, which may be one of its classes' (``Class.method``)."""
+    try:
+        attrgetter(name)(part)
+    except AttributeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)

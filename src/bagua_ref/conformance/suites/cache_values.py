@@ -7,7 +7,15 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from bagua_ref.conformance.inputs.cache_values import TENSORS, array_sources, objects, plain_sources, tensor_sources, value_sources
+from bagua_ref.conformance.inputs.cache_values import (
+    TENSORS,
+    array_sources,
+    long_sources,
+    objects,
+    plain_sources,
+    tensor_sources,
+    value_sources,
+)
 from bagua_ref.conformance.inputs.strategies import Draw
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.servers import LOADER, cache_script
@@ -40,6 +48,7 @@ def tensors(lab: Lab, draw: Draw) -> None:
 _OTHERS: dict[str, tuple[Any, int, str]] = {
     "arrays": (array_sources(), 4, "Arrays of any dtype, byte order, shape and strides come back bit for bit, without pickle."),
     "plain": (plain_sources(), 6, "None, bool, int, float, str and bytes come back unchanged, without pickle."),
+    "long": (long_sources(), 2, "Values of more bytes, or entries, than 255 or 65,535 come back unchanged, without pickle."),
     "containers": (
         value_sources(), 2, "Tuples, lists and dicts of all these, however nested, come back unchanged, without pickle.",
     ),
@@ -53,7 +62,7 @@ def _others(lab: Lab, draw: Draw, name: str) -> None:
 
 
 for _name, (_, _, _sentence) in _OTHERS.items():
-    check("cache", "S8.5", _name, needs=LOADER, effort=0.8, sentence=_sentence)(partial(_others, name=_name))
+    check("cache", "S8.5", _name, needs=LOADER, effort=0.5, sentence=_sentence)(partial(_others, name=_name))
 
 
 @check("cache", "S8.5", "needs_pickle", needs=LOADER, effort=0.5)

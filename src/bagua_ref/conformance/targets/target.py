@@ -34,6 +34,7 @@ class Target:
         device: device of its kernels' tensors.
         max_ranks: the largest world that its capabilities allow; None: any.
         external: whether it uses something outside of the process, which two processes must not use at once.
+        tile_sizes: numbers of elements that it works on at once.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Target:
     factory: str = ""
     max_ranks: int | None = None
     external: bool = False
+    tile_sizes: tuple[int, ...] = ()
 
     @property
     def kernels(self) -> Any:
@@ -61,8 +63,8 @@ def resolve(target: Any) -> Target:
 
     Args:
         target: a backend's name or ``"pkg.mod:Class"``, a KernelBackend (or its class), or an object with some of `PARTS` and
-            optionally ``capabilities``, a mapping with any of ``"dtypes"`` and ``"max_ranks"``, which limit what is tried, and
-            ``"external"``.
+            optionally ``capabilities``, a mapping with any of ``"dtypes"`` and ``"max_ranks"``, which limit what is tried,
+            ``"external"`` and ``"tile_sizes"``.
 
     Raises:
         ValueError: no backend has this name, or capabilities are invalid.
@@ -152,8 +154,10 @@ def _capabilities(part: Any) -> dict[str, Any]:
     said = getattr(part, "capabilities", None)
     if said is None:
         return {}
-    if not isinstance(said, Mapping) or not said.keys() <= {"dtypes", "max_ranks", "external"}:
-        raise ValueError(f"capabilities={said!r} must be a mapping with any of the keys 'dtypes', 'max_ranks' and 'external'")
+    if not isinstance(said, Mapping) or not said.keys() <= {"dtypes", "max_ranks", "external", "tile_sizes"}:
+        raise ValueError(
+            f"capabilities={said!r} must be a mapping with any of the keys 'dtypes', 'max_ranks', 'external' and 'tile_sizes'"
+        )
     found = dict(said)
     if "dtypes" in found:
         found["dtypes"] = names = tuple(str(dtype).removeprefix("torch.") for dtype in found["dtypes"])
@@ -167,6 +171,9 @@ def _capabilities(part: Any) -> dict[str, Any]:
         raise ValueError(f"capabilities['max_ranks']={ranks} must be at least 1")
     if not isinstance(external, bool):
         raise TypeError(f"capabilities['external']={external!r} must be a bool")
+    found["tile_sizes"] = tuple(found.get("tile_sizes", ()))
+    if not all(isinstance(size, int) and 0 < size <= 2**24 for size in found["tile_sizes"]):
+        raise ValueError(f"capabilities['tile_sizes']={found['tile_sizes']} must be ints from 1 to 2**24")
     return found
 
 
