@@ -245,8 +245,9 @@ def in_worker(work: Callable[[], Any], meanwhile: Callable[[], Any] = lambda: No
         if is_daemon is not None:
             config["daemon"] = is_daemon
     outbox.close()
-    meanwhile()
     try:
+        said = inbox.recv()  # that it has begun
+        meanwhile()
         said = inbox.recv()
     except EOFError:
         said = "ended without an answer"
@@ -263,6 +264,7 @@ def _work(work: Callable[[], Any], parent: int, outbox: Any) -> None:
         threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     if os.getppid() != parent:
         return
+    outbox.send("ended without an answer")
     try:
         work()
     except Exception as error:

@@ -106,11 +106,18 @@ def reduce_chunks(lab: Lab, draw: Draw) -> None:
         x[-size or x.numel() :] = _nearly(-x[: x.numel() - size].view(num_chunks - 1, size).double().sum(0), lab.dtype)
     mean = draw(st.booleans())
     if mean and lab.dtype.itemsize == 2 and draw(st.booleans()):
-        too_many = round(2 / torch.finfo(lab.dtype).eps) + 3  # for the dtype, which has no such number
-        num_chunks, size = draw(st.sampled_from([3, 6, 7, 11, 13, too_many])), 16
+        num_chunks, size = draw(st.sampled_from([3, 6, 7, 11, 13])), 64
         x = _means_near_ties(lab.dtype, num_chunks, size, draw(seeds))
     target = draw(st.integers(0, num_chunks - 1))
     _check_reduction(lab, x.view(num_chunks, size), target, mean)
+
+
+@check("kernels", "S3.7", "many_chunks", dtypes=("float16", "bfloat16"), needs=("reduce_chunks_",), effort=0.1)
+def many_chunks(lab: Lab, draw: Draw) -> None:
+    """A mean is divided by the number of chunks, also where their dtype has no such number, as bfloat16 has no 259."""
+    num_chunks = round(2 / torch.finfo(lab.dtype).eps) + draw(st.sampled_from([1, 3, 7]))
+    x = _means_near_ties(lab.dtype, num_chunks, 16, draw(seeds)).view(num_chunks, 16)
+    _check_reduction(lab, x, draw(st.integers(0, num_chunks - 1)), True)
 
 
 def _means_near_ties(dtype: torch.dtype, num_chunks: int, size: int, seed: int) -> Tensor:

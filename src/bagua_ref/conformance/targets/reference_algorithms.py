@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from bagua_ref.algorithms import Algorithm, QAdamAlgorithm, QAdamOptimizer
+from bagua_ref.backends import get_backend
 from bagua_ref.base.runtime import current_world
 from bagua_ref.conformance.targets.world import RankWorld
 from bagua_ref.data_parallel.training import Options
@@ -56,6 +57,11 @@ class ReferenceAlgorithms:
 
     def __init__(self, kernels: Any, device: str | torch.device = "cpu", flatten: bool = True) -> None:
         self.kernels, self.device, self.flatten = kernels, torch.device(device), flatten
+
+    @property
+    def codecs(self) -> Mapping[str, Any]:
+        """The codecs that ``compression`` may name."""
+        return get_backend(self.kernels).codecs
 
     def _on_gradients(
         self, algorithm: str, world: RankWorld, weights: list[Tensor], gradients: list[Gradients], *, lr: float,
