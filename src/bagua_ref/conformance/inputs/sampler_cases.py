@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from bagua_ref.conformance.expected import samplers_plain
 from bagua_ref.conformance.inputs.strategies import seeds
 
-__all__ = ["about_an_edge", "cases", "complexities", "cut", "few_or_many", "identity", "levels", "noisy_cases"]
+__all__ = ["about_an_edge", "cases", "complexities", "cut", "few_or_many", "identity", "levels", "many_for", "noisy_cases"]
 
 _few = st.integers(-3, 3)
 _near_edges = st.sampled_from([s * 2**p for p in (15, 16, 31, 32, 53, 62, 63) for s in (1, -1)]).flatmap(
@@ -110,6 +110,11 @@ def few_or_many(drawn: list[int]) -> list[list[int]]:
     """A batch_fn with which replicas differ in their numbers of batches by more than a factor of two."""
     few = [part for part in (drawn[:1], drawn[1:]) if part]
     return few if drawn[0] % 2 else [[index] for index in drawn]
+
+
+def many_for(sample: int) -> Callable[[list[int]], list[list[int]]]:
+    """Return a batch_fn with which only replicas that draw a sample have more than one batch."""
+    return lambda drawn: [[index] for index in drawn] if sample in drawn else [drawn]
 
 
 def identity(sample: Any) -> Any:

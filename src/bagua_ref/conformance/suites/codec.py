@@ -330,7 +330,7 @@ def refuses(lab: Lab, draw: Draw, codec: str) -> None:
         raise Violation(f"{codec}.{verb} accepted {lab.dtype_name}; it must raise a TypeError that names it", lab.script(call))
 
 
-@for_each("long", effort=0.05, minmax=("S4.2", "long", 0.05))
+@for_each("long", effort=0.025, minmax=("S4.2", "long", 0.025))
 def long(lab: Lab, draw: Draw, codec: str) -> None:
     """long chunks follow the same rules as short ones, past every block, warp and vector."""
     for size in lab.long_sizes:

@@ -144,7 +144,7 @@ def _reduction(method: str, op: ReduceOp, x: Tensor, root: int) -> CollectiveCal
     return collective_call(method, op, n, size, x.dtype, root, x=x.repeat(1, n) if method == "reduce_scatter" else x)
 
 
-@check("collectives", "S3.9", "long", effort=0.05)
+@check("collectives", "S3.9", "long", effort=0.025)
 def long(lab: Lab, draw: Draw) -> None:
     """What holds for short tensors holds for long ones."""
     nodes = lab.world(draw, worlds(4).filter(lambda nodes: sum(nodes) > 1))

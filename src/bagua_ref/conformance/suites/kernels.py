@@ -112,7 +112,7 @@ def reduce_chunks(lab: Lab, draw: Draw) -> None:
     _check_reduction(lab, x.view(num_chunks, size), target, mean)
 
 
-@check("kernels", "S3.7", "many_chunks", dtypes=("float16", "bfloat16"), needs=("reduce_chunks_",), effort=0.1)
+@check("kernels", "S3.7", "many_chunks", dtypes=("float16", "bfloat16"), needs=("reduce_chunks_",), effort=0.05)
 def many_chunks(lab: Lab, draw: Draw) -> None:
     """A mean is divided by the number of chunks, also where their dtype has no such number, as bfloat16 has no 259."""
     num_chunks = round(2 / torch.finfo(lab.dtype).eps) + draw(st.sampled_from([1, 3, 7]))
@@ -247,7 +247,7 @@ def order_by_complexity(lab: Lab, draw: Draw) -> None:
     lab.compare(call, "result", torch.tensor(order, dtype=torch.int64))
 
 
-@check("kernels", "S7.2", "long", dtypes=("float32", "float64", "int64"), needs=("order_by_complexity",), effort=0.05)
+@check("kernels", "S7.2", "long", dtypes=("float32", "float64", "int64"), needs=("order_by_complexity",), effort=0.025)
 def long_order(lab: Lab, draw: Draw) -> None:
     """The order of many keys is ascending and stable, too."""
     generator = torch.Generator().manual_seed(draw(seeds))
@@ -272,7 +272,12 @@ def _mostly(few: list[Any], dtype: torch.dtype) -> st.SearchStrategy[Tensor]:
 
 
 @check(
-    "kernels", "S1", "long", dtypes=FLOATS, needs=("add_", "add_scaled_", "divide_", "combine_ring_", "reduce_chunks_"), effort=0.05
+    "kernels",
+    "S1",
+    "long",
+    dtypes=FLOATS,
+    needs=("add_", "add_scaled_", "divide_", "combine_ring_", "reduce_chunks_"),
+    effort=0.025,
 )
 def long(lab: Lab, draw: Draw) -> None:
     """What holds for short tensors holds for long ones, place by place.

@@ -11,7 +11,16 @@ import torch
 from hypothesis import strategies as st
 
 from bagua_ref.conformance.expected import samplers_plain
-from bagua_ref.conformance.inputs.sampler_cases import about_an_edge, cases, complexities, cut, few_or_many, levels, noisy_cases
+from bagua_ref.conformance.inputs.sampler_cases import (
+    about_an_edge,
+    cases,
+    complexities,
+    cut,
+    few_or_many,
+    levels,
+    many_for,
+    noisy_cases,
+)
 from bagua_ref.conformance.inputs.strategies import Draw
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.play import Play
@@ -26,7 +35,9 @@ class SamplerScript(Play):
     """A script about samplers, whose warnings do not matter."""
 
     def __init__(self, lab: Lab) -> None:
-        super().__init__(lab, "samplers", "from bagua_ref.conformance.inputs.sampler_cases import cut, few_or_many, identity")
+        super().__init__(
+            lab, "samplers", "from bagua_ref.conformance.inputs.sampler_cases import cut, few_or_many, identity, many_for"
+        )
 
     def do(self, line: str) -> None:
         """Append a line and run it."""
@@ -102,8 +113,9 @@ def batches(lab: Lab, draw: Draw) -> None:
     """All replicas get the same number of batches: the largest, with batches repeated in cycle, or with drop_last the smallest."""
     (values, replicas, options), script = draw(cases()), SamplerScript(lab)
     options = {**options, "drop_last": False}
-    limit, drop_last = draw(st.one_of(st.just(0), st.integers(1, 5))), draw(st.booleans())
-    batch_fn, source = (cut(limit), f"cut({limit})") if limit else (few_or_many, "few_or_many")
+    limit, sample, drop_last = draw(st.integers(1, 5)), draw(st.integers(0, len(values) - 1)), draw(st.booleans())
+    rules = [(few_or_many, "few_or_many"), (cut(limit), f"cut({limit})"), (many_for(sample), f"many_for({sample})")]
+    batch_fn, source = draw(st.sampled_from(rules))
     plain = [batch_fn(samplers_plain.indices(values, replicas, rank, **options)) for rank in range(replicas)]
     for rank, wanted in enumerate(samplers_plain.equal_batches(plain, drop_last)):
         script.sampler(values, replicas, rank, {**options, "epoch": 0})
