@@ -69,7 +69,7 @@ CLAUSES = {
     "S10.3": "orthonormal columns",
     "S10.4": "gradients that are not finite",
     "S10.5": "messages, conservation and exactness of powersgd",
-    "S11.1": "error memory",
+    "S11.1": "error memory of compression",
     "S11.2": "topk",
     "S12.1": "MXFP8, MXFP4 and MXINT8",
     "S12.2": "OneBit",

@@ -47,10 +47,10 @@ Draw = Callable[[Any], Any]
 COMPRESSIBLE = ("float16", "bfloat16", "float32")
 FLOATS = (*COMPRESSIBLE, "float64")
 
-KINDS = ("tame", "ties", "bits", "near", "grid", "halfway", "narrow", "tiny", "huge", "edges", "constant", "zeros")
+KINDS = ("tame", "ties", "bits", "near", "grid", "halfway", "narrow", "tiny", "huge", "edges", "constant", "zeros", "epsilon")
 """What `bulk` makes: numbers from -4 to 4; few bits, so that sums end in ties; any bits at all; neighbours; multiples of half a
 level; as close to half a level as the dtype allows; a small range far from zero; below the normal numbers; near the largest;
-edges; all alike; zeros of both signs."""
+edges; all alike; zeros of both signs; a range and a distance from zero beside which 1e-7 is not small."""
 
 _WIDTH = {torch.float16: 16, torch.bfloat16: 32, torch.float32: 32, torch.float64: 64}
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -115,6 +115,9 @@ def bulk(dtype: torch.dtype, kind: str, seed: int, size: int, *, finite: bool = 
         "edges": lambda: generator.choice(_edges(dtype, finite), size),
         "constant": lambda: np.full(size, generator.uniform(-4, 4) * 10.0**powers),
         "zeros": lambda: generator.choice([0.0, -0.0, -1.0 if seed % 2 else 1.0], size),
+        "epsilon": lambda: (
+            generator.choice([-1, 1]) * (10.0 ** generator.uniform(-9, -5, 2) @ [np.ones(size), generator.random(size)])
+        ),
     }
     return torch.from_numpy(np.asarray(makers[kind](), dtype=np.float64)).to(dtype)
 
@@ -285,7 +288,7 @@ def payloads(draw: st.DrawFn, codec: str, dtype: torch.dtype) -> tuple[Tensor, i
 @st.composite
 def _levels(draw: st.DrawFn, dtype: torch.dtype, size: int) -> bytes:
     """Blocks of MinMaxUInt8 with any levels between any ends; the gaps hold anything, as nobody reads them."""
-    kind = draw(st.sampled_from(["any", "tame", "near", "largest"]))
+    kind = draw(st.sampled_from(["any", "tame", "near", "largest", "epsilon"]))
     if kind == "largest":  # one end is, and levels may lie beyond it
         largest = torch.finfo(dtype).max
         end = draw(st.sampled_from([-largest, largest]))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bagua_ref.backends.base import KernelBackend
 from bagua_ref.conformance.expected.tolerances import EXACT, Tolerance, assert_equal
+from bagua_ref.conformance.inputs.long_sizes import LONG, sizes_beyond
 from bagua_ref.conformance.lab.journal import Journal
 from bagua_ref.conformance.lab.violation import NotProvided, Script, Skipped, Violation, literal
 from bagua_ref.conformance.targets.target import Target
@@ -140,7 +141,7 @@ class Lab:
         target: the implementation under test.
         dtype: the dtype of this run; None: the check has no dtypes.
         journal: records every call.
-        large: whether long inputs exceed any block in which an implementation may work.
+        large: whether long inputs go beyond every block in which an implementation may work.
         most_ranks: the largest world that the check's suite is said to use.
 
     Attributes:
@@ -156,8 +157,8 @@ class Lab:
         self.dtype: torch.dtype = getattr(torch, dtype) if dtype else torch.float32
         self.resources = ExitStack()
         """Resources that all inputs of the check share; closed when it ends."""
-        self.long_sizes = (262_147, 1_048_583) if large else (70_001, 131_073)
-        """Numbers of elements of long inputs."""
+        self.long_sizes = sizes_beyond(target.tile_sizes, [*target.parts.values()]) if large else LONG
+        """Numbers of elements of long inputs; each input of a check about these has all of them."""
         self._most_ranks, self._smallest_world = most_ranks, 0
         self.comparisons, self.reason = 0, ""
         self._calls, self._requests, self._counts_kernels = 0, 0, False

@@ -23,7 +23,7 @@ __all__ = ["ANYTHING", "TrainedAlgorithm", "TrainingPlay", "check_form", "exactl
 ANYTHING = Ellipsis
 """An expected value that is not compared."""
 
-_COMPRESSED = ("powersgd", "topk")
+_COMPRESSED = ("powersgd", "topk", "bytegrad_with_memory")
 _WITH_PROGRAM = (*_COMPRESSED, "local_sgd", "diloco", "async_model_average")
 _STATE = {"memories": "a memory", "factors": "a factor"}
 

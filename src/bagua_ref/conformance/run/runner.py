@@ -7,6 +7,7 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,7 @@ def reason_to_skip(target: Target, check: Check, dtype: str | None) -> str:
     if reason := reason_to_skip_suite(check.suite):
         return reason
     codecs = getattr(target.kernels, "codecs", {})
-    missing = [name for name in check.needs if not (is_ours or name in codecs or hasattr(target.parts[part], name))]
+    missing = [name for name in check.needs if not (is_ours or name in codecs or _has(target.parts[part], name))]
     if missing:
         return f"the target's {part} has no {', '.join(missing)}"
     if dtype is not None and target.dtypes is not None and dtype not in target.dtypes:
@@ -184,6 +185,15 @@ def _lacking(target: Target, dtype: str | None) -> str:
     if not names and dtypes is not None and "float32" not in dtypes and (dtype != "float64" or dtype not in dtypes):
         names = ["float32"]  # in which they compute 16-bit dtypes, and what they compress
     return ", ".join(names)
+
+
+def _has(part: Any, name: str) -> bool:
+    """Return whether a part has an attribute, which may be one of its classes' (``Class.method``)."""
+    try:
+        attrgetter(name)(part)
+    except AttributeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)

@@ -221,6 +221,55 @@ def worker(lab: Lab, draw: Draw) -> None:
         script.do(f"assert_keys(servers, {[[f'd_{key}' for key in (*range(mine), *range(100, 100 + theirs))]]!r})")
 
 
+@check("cache", "S8.2", "exit", needs=LOADER, effort=0.1)
+def at_exit(lab: Lab, draw: Draw) -> None:
+    """Values that are buffered when a script ends are written."""
+    count, kept = draw(st.integers(1, 5)), draw(st.booleans())
+    with cache_script(lab) as script:
+        lines = ["def work():", *["    global kept"] * kept]
+        lines.append(f"    {'kept = ' * kept}loader = cache.CacheLoader('redis', 'd', 100, hosts=hosts)")
+        script.do("\n".join([*lines, f"    for key in range({count}):\n        loader.get(key, load)\n"]))
+        script.do(f"in_worker(work, as_script=True)\nassert_keys(servers, {[[f'd_{key}' for key in range(count)]]!r})")
+
+
+@check("cache", "S8.2", "connections", needs=LOADER, effort=0.1)
+def connections(lab: Lab, draw: Draw) -> None:
+    """A forked worker and its parent, which had connections already, each get the answers to their own requests."""
+    with cache_script(lab, draw(st.integers(1, 2)), _VALUES) as script:
+        script.loader("d")
+        script.do("for key in range(20):\n    loader.get(key, load)\nload.calls.clear()")
+        script.do("def read(keys):\n    for key in [*keys] * 15:\n        assert_same(loader.get(key, load), f'value {key}')\n")
+        script.do("def work():\n    read(range(20))\n    load.expect()\n")
+        script.do("in_worker(work, meanwhile=lambda: read(range(19, -1, -1)))\nload.expect()")
+
+
+@check("cache", "S8.2", "raises", needs=LOADER, effort=0.3)
+def load_raises(lab: Lab, draw: Draw) -> None:
+    """An exception of load_fn passes on, and nothing is cached: the next access calls load_fn again."""
+    kind = draw(st.sampled_from(["KeyError", "ValueError", "ConnectionError", "TimeoutError", "Stop", "redis.ConnectionError"]))
+    with cache_script(lab) as script:
+        script.do("import redis\n\nclass Stop(BaseException):\n    pass\n")
+        script.loader("d", draw(_sizes))
+        script.do(f"def fail(key):\n    raise {kind}(key)\n")
+        for _ in range(draw(st.integers(1, 2))):
+            script.do(
+                f"try:\n    found = loader.get('key', fail)\nexcept {kind}:\n    pass\n"
+                f"else:\n    raise AssertionError(f'get() returned {{found!r}} when load_fn raised {kind}')"
+            )
+        script.do("found = loader.num_keys()\nassert found == 0, f'num_keys() is {found} after load_fn raised'")
+        script.do("loader.get('key', load)\nload.expect('key')\nassert loader.stats().errors == 0, 'an error was counted'")
+
+
+@check("cache", "S8.2", "lasting", needs=LOADER, effort=0.1)
+def lasting(lab: Lab, draw: Draw) -> None:
+    """Stored values have no time to live."""
+    stores = draw(st.integers(1, 2))
+    with cache_script(lab, stores) as script:
+        script.loader("d", draw(_sizes))
+        script.do("for key in range(7):\n    loader.get(key, load)\nloader.close()")
+        script.do("found = [server.expiring() for server in servers]\nassert not any(found), f'keys expire: {found}'")
+
+
 @check("cache", "S8.2", "dataset", needs=(*LOADER, "CachedDataset"), effort=0.5)
 def dataset(lab: Lab, draw: Draw) -> None:
     """A cached dataset has the samples of the dataset and loads each of them once."""
@@ -236,9 +285,12 @@ def dataset(lab: Lab, draw: Draw) -> None:
         made = f"cache.CachedDataset(Squares(), backend='redis', dataset_name={name!r}, writer_buffer_size={size}, hosts=hosts)"
         script.do(f"samples = {made}\nloader = samples.cache_loader")
         script.do(f"assert len(samples) == {length}")
-        wanted = draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=10))
-        script.do(f"for index in {wanted}:\n    assert_same(samples[index], torch.tensor(index**2))")
         script.do("from torch.utils.data import DataLoader\n")
+        wanted = draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=10))
+        twice = f"next(iter(DataLoader(samples, batch_size=2, sampler=[{wanted[0]}] * 2, collate_fn=list)))"
+        for _ in range(2):  # new, then cached
+            script.do(f"batch = {twice}\nbatch[0].fill_(-1)\nassert_same(batch[1], torch.tensor({wanted[0] ** 2}), 'its twin')")
+        script.do(f"for index in {wanted}:\n    assert_same(samples[index], torch.tensor(index**2))")
         batches = f"DataLoader(samples, batch_size={draw(st.integers(2, 5))})"
         script.do(f"for _ in range(2):\n    assert torch.cat(list({batches})).tolist() == [index**2 for index in range({length})]")
         script.do(f"assert sorted(Squares.made) == list(range({length})), f'samples were made at {{Squares.made}}'")
@@ -264,15 +316,17 @@ def _damaged(draw: Draw, server: str) -> str:
 def damage(lab: Lab, draw: Draw) -> None:
     """A truncated, altered or foreign value is loaded again: no exception is raised and no wrong value returned."""
     stores, dtypes = draw(st.integers(1, 2)), lab.dtypes(TENSORS)
-    long = ["b'some bytes' * 5", *["tensor('int32', (8,), '0102030405060708' * 4)"] * ("int32" in dtypes)]
+    long = ["b'some bytes' * 5", "b'some bytes' * 50", *["tensor('int32', (8,), '0102030405060708' * 4)"] * ("int32" in dtypes)]
     value = draw(st.one_of(st.sampled_from(long), value_sources(dtypes)))
     with cache_script(lab, stores, f"Source({{'key': {value}}})") as script:
         script.loader("d")
         script.do("loader.get('key', load)\nloader.close()")
         script.do(_damaged(draw, f"servers[{_store_of('d_key', stores)}]"))
         script.loader("d")
+        script.do("load.calls.clear()")
         for _ in range(2):
             script.do(f"assert_same(loader.get('key', load), {value})")
+        script.do("errors = loader.stats().errors\nassert errors or not load.calls, f'stats().errors is {errors} after damage'")
 
 
 @check("cache", "S8.3", "down", needs=LOADER, effort=0.4)
@@ -318,6 +372,17 @@ def warns_once(lab: Lab, draw: Draw) -> None:
         script.loader("d", draw(_sizes))
         script.warnings_of("for key in range(4):\n    loader.get(key, load)\n    time.sleep(0.15)")
         script.do("assert len(seen) == 1, f'there must be one warning, not {len(seen)}'")
+
+
+@check("cache", "S8.3", "pauses", needs=LOADER, effort=0.05)
+def pauses(lab: Lab, draw: Draw) -> None:
+    """A store that has failed is left alone for a while: not every access connects to it."""
+    with cache_script(lab) as script:
+        script.loader("d", draw(_sizes))
+        script.do("loader.get('early', load)\nloader.flush()\nservers[0].kill()")
+        lines = "with Refusals(servers[0].host) as refusals:\n    for key in range(200):\n        loader.get(key, load)"
+        script.warnings_of(lines)
+        script.do("tried = refusals.count\nassert tried <= 100, f'200 accesses tried to connect {tried} times'")
 
 
 @check("cache", "S8.3", "back", needs=LOADER, effort=0.08)

@@ -7,7 +7,15 @@ from functools import partial
 
 from hypothesis import strategies as st
 
-from bagua_ref.conformance.inputs.cache_values import TENSORS, array_sources, objects, plain_sources, tensor_sources, value_sources
+from bagua_ref.conformance.inputs.cache_values import (
+    TENSORS,
+    array_sources,
+    long_sources,
+    objects,
+    plain_sources,
+    tensor_sources,
+    value_sources,
+)
 from bagua_ref.conformance.inputs.strategies import Draw
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.servers import LOADER, cache_script
@@ -46,6 +54,10 @@ _OTHERS: dict[str, tuple[Callable[[Lab], st.SearchStrategy[str]], int, str]] = {
         lambda lab: plain_sources(), 6,
         "None, bool, int, float, str and bytes come back unchanged, without pickle.",
     ),
+    "long": (
+        lambda lab: long_sources(), 2,
+        "Values of more bytes, or entries, than 255 or 65,535 come back unchanged, without pickle.",
+    ),
     "containers": (
         lambda lab: value_sources(lab.dtypes(TENSORS)), 2,
         "Tuples, lists and dicts of all these, however nested, come back unchanged, without pickle.",
@@ -60,7 +72,7 @@ def _others(lab: Lab, draw: Draw, name: str) -> None:
 
 
 for _name, _row in _OTHERS.items():
-    check("cache", "S8.5", _name, needs=LOADER, effort=0.8, sentence=_row[2])(partial(_others, name=_name))
+    check("cache", "S8.5", _name, needs=LOADER, effort=0.5, sentence=_row[2])(partial(_others, name=_name))
 
 
 @check("cache", "S8.5", "needs_pickle", needs=LOADER, effort=0.5)

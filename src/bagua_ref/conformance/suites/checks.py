@@ -24,6 +24,7 @@ _MODULES = {suite: (suite,) for suite in SUITES} | {
         "algorithms_powersgd",
         "algorithms_topk",
         "algorithms",
+        "algorithms_memory",
         "algorithms_properties",
     ),
     "cache": ("cache_values", "cache"),

@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 
 from bagua_ref.conformance.expected import codecs_scalar
 from bagua_ref.conformance.expected.codecs_scalar import BLOCK, FORMATS, HEADER, MINMAX, payload_size
+from bagua_ref.conformance.inputs.long_sizes import TAIL
 from bagua_ref.conformance.inputs.strategies import (
     COMPRESSIBLE,
     Draw,
@@ -156,6 +157,13 @@ def ties(lab: Lab, draw: Draw, codec: str) -> None:
 def halfway_levels(lab: Lab, draw: Draw) -> None:
     """Levels are correct where x*scale is as close to k + 1/2 as possible."""
     _check_payload(lab, MINMAX, bulk(lab.dtype, "halfway", draw(seeds), 300), 1)
+
+
+@only_minmax("S4.2", "epsilon", effort=0.5)
+def levels_beside_epsilon(lab: Lab, draw: Draw) -> None:
+    """Levels and values are correct where 1e-7 is not small beside the range."""
+    x = bulk(lab.dtype, "epsilon", draw(seeds), draw(st.sampled_from([2, 3, 100])))
+    _check_values(lab, MINMAX, _check_payload(lab, MINMAX, x, 1), 1, x.numel())
 
 
 @only_minmax("S4.1", "gaps")
@@ -307,15 +315,19 @@ def refuses(lab: Lab, draw: Draw, codec: str) -> None:
         raise Violation(message, lab.script_of_refusal(f"{codec}.{verb}", arguments, "TypeError", lab.dtype_name))
 
 
-@for_each("long", effort=0.1, minmax=("S4.2", "long", 0.1))
+@for_each("long", effort=0.025, minmax=("S4.2", "long", 0.025))
 def long(lab: Lab, draw: Draw, codec: str) -> None:
     """long chunks follow the same rules as short ones, past every block, warp and vector."""
-    size = draw(st.sampled_from(lab.long_sizes if codec == MINMAX else [70_001, 270_017]))
-    num_chunks = draw(st.integers(1, 2)) if codec == MINMAX else 1
+    for size in lab.long_sizes:
+        _check_long(lab, draw, codec, size)
+
+
+def _check_long(lab: Lab, draw: Draw, codec: str, size: int) -> None:
+    num_chunks = 2 if codec == MINMAX else 1
     x = torch.stack([bulk(lab.dtype, "tame", draw(seeds), size) for _ in range(num_chunks)])
     x[:, draw(st.sampled_from([0, size // 2, size - 1]))] = -0.0
-    for end in (5.0, -6.0):  # anywhere, also in the last part of the last block
-        x[:, draw(st.integers(0, size - 1))] = end
+    for row, (low, high) in zip(x, ((5.0, -6.0), (-6.0, 5.0)), strict=False):  # one end anywhere, the other after the last block
+        row[draw(st.integers(0, size - TAIL - 1))], row[draw(st.integers(size - TAIL, size - 1))] = low, high
     made = [_OF_LONG.get(codec, _long_blocks)(lab, codec, chunk) for chunk in x]
     call = _compress(lab, codec, x.view(-1), num_chunks)
     compare_payload(lab, codec, call, "result", torch.cat([encoded for encoded, _ in made]), num_chunks)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -97,12 +99,15 @@ def alltoall_v(lab: Lab, draw: Draw) -> None:
     n, most = sum(nodes), draw(st.integers(0, 3))
     gap, other = draw(st.integers(0, 2)), draw(st.integers(0, 2))  # received blocks may have another layout than sent ones
     sizes = [[(rank + peer) % (most + 1) for peer in range(n)] for rank in range(n)]
+    shares = draw(st.booleans())  # what is sent to one may also be sent to others
 
     def displacements(between: int) -> list[list[int]]:
         return [[sum(row[:peer]) + between * peer for peer in range(n)] for row in sizes]
 
     in_place = draw(st.booleans())
     sent_at, received_at = displacements(gap), displacements(gap if in_place else other)
+    if shares and not in_place:
+        sent_at = [[peer % 2 for peer in range(n)]] * n
     sent = [values(rank, sum(sizes[rank]) + gap * n, dtype) for rank in range(n)]
     received = sent if in_place else [nothing(sum(row) + other * n, dtype) for row in sizes]
     wanted = plain.alltoall_v(sent, received, sizes, sent_at, received_at)
@@ -115,14 +120,48 @@ def alltoall_v(lab: Lab, draw: Draw) -> None:
     _run(lab, nodes, draw(seeds), [call])
 
 
-@check("collectives", "S3.9", "long", effort=0.08)
+_REDUCING = st.sampled_from(["allreduce", "allreduce_inplace", "reduce", "reduce_inplace", "reduce_scatter"])
+
+
+@check("collectives", "S3.9", "wraps_around", effort=0.3)
+def wraps_around(lab: Lab, draw: Draw) -> None:
+    """Sums and products of integers wrap around, however often."""
+    nodes, method, seed = lab.world(draw, worlds()), draw(_REDUCING), draw(seeds)
+    root, turns = root_of(draw, nodes), [draw(st.integers(0, 5)) if draw(st.booleans()) else 0 for _ in range(sum(nodes))]
+    calls = []
+    for name, op in itertools.product(INTEGERS, (ReduceOp.SUM, ReduceOp.PRODUCT)):
+        dtype = getattr(torch, name)
+        most, least = torch.iinfo(dtype).max, torch.iinfo(dtype).min
+        extremes = torch.tensor([most, least, most - most // 5, least + most // 3, most // 2 + 1, 3], dtype=dtype)
+        calls.append(_reduction(method, op, torch.stack([extremes.roll(turn) for turn in turns]), root))
+    _run(lab, nodes, seed, calls)
+
+
+@check("collectives", "S3.9", "nan", effort=0.3)
+def nan(lab: Lab, draw: Draw) -> None:
+    """The minimum and maximum of a NaN and any numbers is NaN, whichever rank has it."""
+    nodes, method, seed = lab.world(draw, worlds()), draw(_REDUCING), draw(seeds)
+    x = torch.tensor([[1.0, -2.0, math.inf, -math.inf, 4.0, 0.5]] * sum(nodes)).roll(draw(st.integers(0, 5)), 1)
+    for place in range(draw(st.integers(1, 6))):
+        x[root_of(draw, nodes), place] = math.nan
+    kinds, root = itertools.product(FLOATS, (ReduceOp.MIN, ReduceOp.MAX)), root_of(draw, nodes)
+    _run(lab, nodes, seed, [_reduction(method, op, x.to(getattr(torch, name)), root) for name, op in kinds])
+
+
+def _reduction(method: str, op: ReduceOp, x: Tensor, root: int) -> CollectiveCall:
+    """Return a reduction of each rank's row; where results are scattered, of n such rows."""
+    n, size = x.shape
+    return collective_call(method, op, n, size, x.dtype, root, x=x.repeat(1, n) if method == "reduce_scatter" else x)
+
+
+@check("collectives", "S3.9", "long", effort=0.025)
 def long(lab: Lab, draw: Draw) -> None:
     """What holds for short tensors holds for long ones."""
     nodes = lab.world(draw, worlds(4).filter(lambda nodes: sum(nodes) > 1))
     n, root, dtype = sum(nodes), root_of(draw, nodes), _dtype(lab, draw, _REDUCIBLE)
-    count, seed = -(-draw(st.sampled_from(lab.long_sizes)) // n), draw(seeds)
-    for method in ("allreduce_inplace", "broadcast", "allgather_inplace", "gather", "scatter", "alltoall_inplace"):
-        chunk = count if method in ("allgather_inplace", "gather", "scatter", "alltoall_inplace") else n * count
+    methods, seed = ("allreduce_inplace", "broadcast", "allgather_inplace", "gather", "scatter", "alltoall_inplace"), draw(seeds)
+    for size, method in itertools.product(lab.long_sizes, methods):
+        chunk = -(-size // n) if method not in ("allreduce_inplace", "broadcast") else size
         _run(lab, nodes, seed, [collective_call(method, ReduceOp.MAX, n, chunk, dtype, root)])
 
 
@@ -204,7 +243,7 @@ def broadcast_object(lab: Lab, draw: Draw) -> None:
     value = draw(st.recursive(simple, lambda inner: st.one_of(st.lists(inner), st.dictionaries(st.text(), inner)), max_leaves=5))
     source = repr(value)
     if draw(st.integers(0, 3)) == 3:  # more than fits one message
-        source = f"[bytes(range(251)) * {draw(st.sampled_from(lab.long_sizes)) // 251 + 1}, {source}]"
+        source = f"[bytes(range(251)) * {lab.long_sizes[-1] // 251 + 1}, {source}]"
     script = RankScript(lab, nodes, seed)
     script.do(f"value = {source}")
     script.run("broadcast_object", f"return comm.broadcast_object(value if comm.rank() == {src} else comm.rank(), {src})")

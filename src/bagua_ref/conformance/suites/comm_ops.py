@@ -88,7 +88,7 @@ def hierarchical(lab: Lab, draw: Draw) -> None:
 
 def _long_inputs(lab: Lab, draw: Draw, ranks: int) -> list[Tensor]:
     """Return inputs beyond any block in which an implementation may work; up to 4 ranks have equal chunks."""
-    size = 12 * (5500 if lab.long_sizes[0] > 200_000 else 90)
+    size = 12 * (5500 if len(lab.long_sizes) > 1 else 90)
     return [bulk(lab.dtype, "tame", draw(seeds), size) for _ in range(ranks)]
 
 

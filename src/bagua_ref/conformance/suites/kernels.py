@@ -112,6 +112,14 @@ def reduce_chunks(lab: Lab, draw: Draw) -> None:
     _check_reduction(lab, x.view(num_chunks, size), target, mean)
 
 
+@check("kernels", "S3.7", "many_chunks", dtypes=("float16", "bfloat16"), needs=("reduce_chunks_",), effort=0.05)
+def many_chunks(lab: Lab, draw: Draw) -> None:
+    """A mean is divided by the number of chunks, also where their dtype has no such number, as bfloat16 has no 259."""
+    num_chunks = round(2 / torch.finfo(lab.dtype).eps) + draw(st.sampled_from([1, 3, 7]))
+    x = _means_near_ties(lab.dtype, num_chunks, 16, draw(seeds)).view(num_chunks, 16)
+    _check_reduction(lab, x, draw(st.integers(0, num_chunks - 1)), True)
+
+
 def _means_near_ties(dtype: torch.dtype, num_chunks: int, size: int, seed: int) -> Tensor:
     """Chunks whose sums are num_chunks times a number halfway between two of a 16-bit dtype, or float32's next to that.
 
@@ -201,7 +209,7 @@ def scatter_flat(lab: Lab, draw: Draw) -> None:
 def long_flat(lab: Lab, draw: Draw) -> None:
     """Long tensors are copied as short ones are, place by place."""
     dtype = dtype_named(draw(st.sampled_from(lab.dtypes(_MOVED))))
-    sizes = draw(st.permutations([draw(st.sampled_from(lab.long_sizes)), 9_973, 3]))
+    sizes = draw(st.permutations([*lab.long_sizes, 9_973, 3]))
     flat = torch.arange(sum(sizes)).remainder(251).to(dtype)
     pieces = [torch.stack([part, part + 1], dim=1)[:, 0] if draw(st.booleans()) else part for part in flat.split(sizes)]
     lab.compare(lab.call("gather_flat", {"tensors": pieces, "flat": torch.full_like(flat, 3)}, ("flat",)), "flat", flat)
@@ -242,14 +250,15 @@ def order_by_complexity(lab: Lab, draw: Draw) -> None:
     lab.compare(call, "result", torch.tensor(order, dtype=torch.int64))
 
 
-@check("kernels", "S7.2", "long", dtypes=("float32", "float64", "int64"), needs=("order_by_complexity",), effort=0.05)
+@check("kernels", "S7.2", "long", dtypes=("float32", "float64", "int64"), needs=("order_by_complexity",), effort=0.025)
 def long_order(lab: Lab, draw: Draw) -> None:
     """The order of many keys is ascending and stable, too."""
-    size, generator = draw(st.sampled_from(lab.long_sizes)), torch.Generator().manual_seed(draw(seeds))
-    keys = torch.randint(draw(st.sampled_from([2, 1_000, 10 * size])), (size,), generator=generator).to(lab.dtype)
-    values = keys.tolist()
-    order = sorted(range(size), key=values.__getitem__)
-    lab.compare(lab.call("order_by_complexity", {"keys": keys}), "result", torch.tensor(order))
+    generator = torch.Generator().manual_seed(draw(seeds))
+    for size in lab.long_sizes:
+        keys = torch.randint(draw(st.sampled_from([2, 1_000, 10 * size])), (size,), generator=generator).to(lab.dtype)
+        values = keys.tolist()
+        order = sorted(range(size), key=values.__getitem__)
+        lab.compare(lab.call("order_by_complexity", {"keys": keys}), "result", torch.tensor(order))
 
 
 def _mostly(few: list[Any], dtype: torch.dtype) -> st.SearchStrategy[Tensor]:
@@ -265,14 +274,19 @@ def _mostly(few: list[Any], dtype: torch.dtype) -> st.SearchStrategy[Tensor]:
     ).map(lambda values: torch.tensor(values, dtype=wide).to(dtype))
 
 
-@check("kernels", "S1", "long", dtypes=FLOATS, effort=0.1)
+@check("kernels", "S1", "long", dtypes=FLOATS, effort=0.025)
 def long(lab: Lab, draw: Draw) -> None:
     """What holds for short tensors holds for long ones, place by place.
 
     Past every block, warp and vector: the long result is that of its pieces, which the other checks judge.
     """
-    size, piece = draw(st.sampled_from(lab.long_sizes)), 9_973
-    make = [bulk(lab.dtype, "tame", draw(seeds), size) for _ in range(4)]
+    given = [draw(seeds) for _ in range(4)]
+    for size in lab.long_sizes:
+        _compare_with_pieces(lab, given, size)
+
+
+def _compare_with_pieces(lab: Lab, given: list[int], size: int, piece: int = 9_973) -> None:
+    make = [bulk(lab.dtype, "tame", seed, size) for seed in given]
     wide = make[3].double() if lab.dtype is torch.float64 else make[3].float()
     cases: list[tuple[str, dict[str, Any]]] = [
         *((f"{name}_", {"x": make[0], "y": make[1]}) for name in _BINARY),
