@@ -1,7 +1,7 @@
 """Time per training step of every algorithm over a slow link: two processes in network namespaces, joined by veth and tbf.
 
 Peers in the same run: torch's DistributedDataParallel with its defaults, with its best settings, with Adam, and with its fp16 and
-PowerSGD hooks; torch's PeriodicModelAverager; torchft's DiLoCo (pip install torchft-nightly); Decent-DP (pip install decent-dp).
+PowerSGD hooks; torch's PeriodicModelAverager; torchft's DiLoCo (pip install torchft); Decent-DP (pip install decent-dp).
 Each is shown with its limit: the bytes that a rank sends divided by the link's bandwidth. The last link is as fast as the machine.
 It needs Linux with iproute2 and permission to create network namespaces.
 """

@@ -3,7 +3,7 @@
 Four ranks, each behind a link of its own, train a small network on digits and a language model on the text of Python's help.
 Losses are on held-out data; the weights that are judged are copied while the clock runs, and judged when it has stopped.
 Peers in the same run, with the same optimizers and settings: torch's DistributedDataParallel, its PeriodicModelAverager, and
-torchft's DiLoCo (pip install torchft-nightly). It needs Linux with iproute2 and permission to create network namespaces.
+torchft's DiLoCo (pip install torchft). It needs Linux with iproute2 and permission to create network namespaces.
 `docs/_time_to_quality.py` writes the page of the docs.
 """
 

@@ -94,7 +94,7 @@ def page() -> str:
     return _PAGE.format(
         tasks="\n".join(section(result, task) for task in TASKS),
         dates=" and ".join(sorted({run["date"][:10] for run in result["runs"]})),
-        versions=" and ".join(f"{name} {versions[name]}" for name in ("torch", "torchft-nightly") if name in versions),
+        versions=" and ".join(f"{name} {versions[name]}" for name in ("torch", "torchft", "torchft-nightly") if name in versions),
     )
 
 

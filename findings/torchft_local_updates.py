@@ -14,7 +14,7 @@ from torch import nn
 from bagua_ref.conformance.expected.local_updates_numpy import DiLoCo, local_sgd
 from bagua_ref.conformance.expected.tolerances import SUM
 
-PEER = "torchft-nightly==2026.10.26"
+PEER = "torchft==0.2.0"
 SIZES, STEPS, PERIOD, LR = [8, 8, 8, 8], 8, 4, 0.125
 GIVEN = f"2 ranks, 4 parameters of 8 float32 in 2 fragments' modules, N(0, 1) gradients, period {PERIOD}, inner SGD({LR})"
 
