@@ -25,7 +25,7 @@ import torch
 
 import bagua_ref
 
-PACKAGES = ("torch", "numpy", "ml_dtypes", "redis", "hiredis", "cupy-cuda12x", "cupy-cuda13x", "torchft", "torchft-nightly", "decent-dp")
+PACKAGES = ("torch", "numpy", "ml_dtypes", "redis", "hiredis", "cupy-cuda12x", "cupy-cuda13x", "torchft", "decent-dp")
 
 
 @dataclass(frozen=True)

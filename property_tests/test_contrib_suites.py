@@ -11,14 +11,17 @@ from property_tests.strategies import Seeded, every_backend
 
 from bagua_ref.conformance.run.pytest_suites import CacheSuite, CollectiveSuite, FusedOptimizerSuite, SamplerSuite
 from bagua_ref.conformance.targets.reference_target import ReferenceTarget
-from bagua_ref.contrib import LoadBalancingDistributedBatchSampler, LoadBalancingDistributedSampler
+from bagua_ref.contrib import BudgetBatchSampler, LoadBalancingDistributedBatchSampler, LoadBalancingDistributedSampler
 
 
 @functools.cache
 def with_samplers_on(backend: str) -> SimpleNamespace:
     sampler = partial(LoadBalancingDistributedSampler, backend=backend)
-    batches = LoadBalancingDistributedBatchSampler
-    parts = SimpleNamespace(LoadBalancingDistributedSampler=sampler, LoadBalancingDistributedBatchSampler=batches)
+    parts = SimpleNamespace(
+        LoadBalancingDistributedSampler=sampler,
+        LoadBalancingDistributedBatchSampler=LoadBalancingDistributedBatchSampler,
+        BudgetBatchSampler=BudgetBatchSampler,
+    )
     return SimpleNamespace(samplers=parts)
 
 

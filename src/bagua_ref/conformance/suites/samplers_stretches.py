@@ -13,7 +13,7 @@ from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.suites.checks import check
 from bagua_ref.conformance.suites.samplers import SamplerScript
 
-_SAMPLER = ("LoadBalancingDistributedSampler",)
+_SAMPLER = ("LoadBalancingDistributedSampler", "BudgetBatchSampler")  # which came with S7.6; programs are not asked for either
 _BATCHES = (*_SAMPLER, "LoadBalancingDistributedBatchSampler")
 
 
