@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from bagua_ref.conformance.targets.reference_ops import ReferenceCommOps
+from bagua_ref.conformance.targets.reference_target import ReferenceCommOps
 from hypothesis import given
 from hypothesis import strategies as st
 from property_tests.strategies import every_backend_in_proof
