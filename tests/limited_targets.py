@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -125,16 +126,23 @@ class Narrow(ReferenceBackend):
         self._guard = (lambda arguments: None) if dtype is None else only(dtype)
         self.calls, self.capabilities = list[str](), {} if dtype is None else {"dtypes": [dtype]}
         self.codecs = {name: self._narrow(ReferenceBackend.codecs[name]) for name in codecs}  # type: ignore[misc]
+        for name in KERNELS:
+            vars(self)[name] = partial(self._kernel, name)
+
+    def _kernel(self, name: str, *arguments: Any, **options: Any) -> Any:
+        self.calls.append(name)
+        self._guard(tensors([arguments, options])[:1])  # what it writes or reads first; others may have a dtype of their own
+        return getattr(ReferenceBackend, name)(self, *arguments, **options)
 
     def _narrow(self, codec: type[Codec]) -> type[Codec]:
-        def check(made: Codec, name: str, x: Tensor) -> None:
-            self.calls.append(name)
+        def compress(made: Codec, x: Tensor, *arguments: Any, **options: Any) -> Any:
+            self.calls.append(codec.__name__)
             self._guard(x)
-            codec._check(made, name, x)
+            return codec.compress(made, x, *arguments, **options)
 
-        return type(codec.__name__, (codec,), {"_check": check})
+        def decompress(made: Codec, payload: Tensor, num_chunks: int, out: Tensor) -> Any:
+            self.calls.append(codec.__name__)
+            self._guard(out)
+            return codec.decompress(made, payload, num_chunks, out)
 
-    def _check_target(self, name: str, x: Tensor, *allowed: Any) -> None:
-        self.calls.append(name)
-        self._guard(x)
-        super()._check_target(name, x, *allowed)
+        return type(codec.__name__, (codec,), {"compress": compress, "decompress": decompress})
