@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 import torch
-from bagua_ref.conformance.targets.reference_target import ReferenceCommOps
 from hypothesis import given
 from hypothesis import strategies as st
 from property_tests.strategies import every_backend_in_proof
@@ -14,6 +13,7 @@ from property_tests.strategies import every_backend_in_proof
 from bagua_ref.comm_ops import shift_one_peer
 from bagua_ref.conformance.expected import decentralized_numpy as oracle
 from bagua_ref.conformance.inputs.graph_cases import NAMES
+from bagua_ref.conformance.targets.reference_target import ReferenceCommOps
 from bagua_ref.formulas import graphs
 from bagua_ref.simulation import SimulatedWorld
 

@@ -131,17 +131,17 @@ def test_S7_7_each_sample_once_within_the_budget_and_equal_counts(case, replicas
     if not wanted[0]:
         with pytest.raises(ValueError, match="leaves no batch"):
             BudgetBatchSampler(costs, most, num_replicas=replicas, rank=0, **options)
-        return
-    samplers = [BudgetBatchSampler(costs, most, num_replicas=replicas, rank=rank, **options) for rank in range(replicas)]
-    batches = [list(sampler) for sampler in samplers]
-    assert batches == wanted
-    assert all(samplers_plain.batch_cost(costs, batch, options["padded"]) <= most for own in batches for batch in own)
-    drawn = Counter(index for own in batches for batch in own for index in batch)
-    if options["drop_last"]:
-        assert max(drawn.values()) == 1
-        assert samplers[0].dropped < replicas
-        assert (len(drawn) == len(costs)) == (samplers[0].dropped == 0)
     else:
-        assert len(drawn) == len(costs)
-        assert drawn.total() - len(costs) < replicas
-        assert drawn.total() == len(costs) or all(len(batch) == 1 for own in batches for batch in own)
+        samplers = [BudgetBatchSampler(costs, most, num_replicas=replicas, rank=rank, **options) for rank in range(replicas)]
+        batches = [list(sampler) for sampler in samplers]
+        assert batches == wanted
+        assert all(samplers_plain.batch_cost(costs, batch, options["padded"]) <= most for own in batches for batch in own)
+        drawn = Counter(index for own in batches for batch in own for index in batch)
+        if options["drop_last"]:
+            assert max(drawn.values()) == 1
+            assert samplers[0].dropped < replicas
+            assert (len(drawn) == len(costs)) == (samplers[0].dropped == 0)
+        else:
+            assert len(drawn) == len(costs)
+            assert drawn.total() - len(costs) < replicas
+            assert drawn.total() == len(costs) or all(len(batch) == 1 for own in batches for batch in own)

@@ -614,7 +614,8 @@ def test_S7_6_the_end_of_an_epoch_is_its_end_for_any_number_of_replicas(make: An
     [
         ({"stretches": [[2, 3]]}, "and other replicas than the stretch before"),
         ({"stretches": [[3, 0]]}, "that drew at least one of the samples"),
-        ({"stretches": [[0, 1]]}, "at least one replica"),
+        ({"stretches": [[0, 1]]}, "from 1 to 1048576 replicas"),
+        ({"stretches": [[2**40, 1]]}, "from 1 to 1048576 replicas"),
         ({"stretches": [[3, 8]]}, "samples=1 must be from 0 to 0"),  # after the end of the epoch
         ({"stretches": [[3, 9]]}, "samples=9 must be from 0 to 8"),
         ({"stretches": [3]}, r"stretches=\[3\] must be pairs"),

@@ -197,7 +197,8 @@ class Chunks:
 
     def drawn(self, count: int) -> Tensor:
         """Return the samples in the first ``count`` chunks, the fill-up of the last one included."""
-        places = self.chunks[:count, None] * self.replicas + torch.arange(self.replicas)
+        most = min(self.replicas, len(self.order))  # more would be the same samples again
+        places = self.chunks[:count, None] * self.replicas + torch.arange(most)
         return self.order[places.flatten() % max(1, len(self.order))]
 
     def items(self, start: int) -> Iterator[int]:

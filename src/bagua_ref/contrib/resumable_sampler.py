@@ -19,6 +19,9 @@ from bagua_ref.groups.process_group import _get_default_group
 
 __all__ = ["EpochPlan", "ResumableSampler", "Stretch", "replica_of", "whole"]
 
+MOST_REPLICAS = 2**20
+"""The most replicas that a saved position may name, so that a damaged one is refused and not planned for hours."""
+
 T = TypeVar("T")
 P = TypeVar("P", bound="EpochPlan")
 
@@ -177,10 +180,14 @@ class ResumableSampler(Sampler[T], ABC, Generic[T, P]):
         if len(read) == 1 and read[0][1] == 0 and read[0][0] != self.num_replicas:
             del read[0]  # nothing was drawn
         for place, (replicas, taken) in enumerate(read):
-            if replicas < 1 or (taken == 0 and len(read) > 1) or (place > 0 and replicas == read[place - 1][0]):
+            if (
+                not 1 <= replicas <= MOST_REPLICAS
+                or (taken == 0 and len(read) > 1)
+                or (place > 0 and replicas == read[place - 1][0])
+            ):
                 raise ValueError(
-                    f"stretches={read!r} must name at least one replica each, that drew at least one of the {self.unit}, and other "
-                    "replicas than the stretch before"
+                    f"stretches={read!r} must name from 1 to {MOST_REPLICAS} replicas each, that drew at least one of the "
+                    f"{self.unit}, and other replicas than the stretch before"
                 )
         return self._checked_epoch(state["epoch"]), read
 

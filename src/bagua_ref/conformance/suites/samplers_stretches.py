@@ -46,7 +46,7 @@ def stretches(lab: Lab, draw: Draw) -> None:
 
 @check("samplers", "S7.6", "batches", needs=_BATCHES, effort=3)
 def batches(lab: Lab, draw: Draw) -> None:
-    """What a stretch of batches has drawn are the samples in its first batches, of all its replicas; the rest is cut anew."""
+    """A stretch of batches has drawn the samples in the first batches of all its replicas; the rest is cut anew."""
     (values, _, options), script = draw(cases()), SamplerScript(lab)
     options, limit, drop_last = {**options, "drop_last": False}, draw(st.integers(1, 3)), draw(st.booleans())
 
