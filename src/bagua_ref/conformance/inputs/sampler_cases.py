@@ -140,8 +140,8 @@ def one_to_five(drawn: list[int]) -> list[list[int]]:
 
 
 def many_for(sample: int) -> Callable[[list[int]], list[list[int]]]:
-    """Return a batch_fn with which only replicas that draw a sample have more than one batch."""
-    return lambda drawn: [[index] for index in drawn] if sample in drawn else [drawn]
+    """Return a batch_fn with which replicas that draw a sample have three batches, the others one."""
+    return lambda drawn: [drawn] * (3 if sample in drawn else 1)
 
 
 def identity(sample: Any) -> Any:
