@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from functools import partial
+from functools import partialmethod
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +16,8 @@ from bagua_ref.contrib import BudgetBatchSampler, LoadBalancingDistributedBatchS
 
 @functools.cache
 def with_samplers_on(backend: str) -> SimpleNamespace:
-    sampler = partial(LoadBalancingDistributedSampler, backend=backend)
+    made = partialmethod(LoadBalancingDistributedSampler.__init__, backend=backend)
+    sampler = type("SamplerOnBackend", (LoadBalancingDistributedSampler,), {"__init__": made})
     parts = SimpleNamespace(
         LoadBalancingDistributedSampler=sampler,
         LoadBalancingDistributedBatchSampler=LoadBalancingDistributedBatchSampler,

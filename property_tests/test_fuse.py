@@ -34,7 +34,7 @@ STRAYS = {
 EVENTS = ["nothing", "nothing", "zero", "none", "lr", "load", "again", "group", "append", "freeze", "touch", "view"]
 programs = st.lists(
     st.tuples(
-        st.sampled_from(["fuse_step", "fuse_step", "closure", "step"]),
+        st.sampled_from(["fuse_step", "fuse_step", "closure", "autocast", "step"]),
         st.sampled_from(EVENTS),
         st.booleans(),
         st.sets(st.integers(0, 9), max_size=4),
@@ -89,7 +89,8 @@ class Twins:
     def step(self, how):
         """Step both, unless the plain one cannot; return whether they did."""
         try:
-            self.plain.step()
+            with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+                self.plain.step()
         except (RuntimeError, IndexError):  # shapes no longer match, or the memory is too small
             return False
         if how == "closure":
@@ -97,7 +98,8 @@ class Twins:
             assert self.fused.fuse_step(lambda: calls.append(torch.is_grad_enabled()) or 5.0) == 5.0
             assert calls == [True]
         else:
-            getattr(self.fused, how)()
+            with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+                getattr(self.fused, how.replace("autocast", "fuse_step"))()
         return True
 
 

@@ -6,8 +6,10 @@ import numpy as np
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from property_tests.strategies import FLOATS, adversarial, name_of
+from property_tests.strategies import FLOATS, adversarial, inputs, name_of
+from tests.trainings import network, simulate, train, wrap
 
+from bagua_ref.algorithms import DiLoCoAlgorithm
 from bagua_ref.algorithms.fragments import Fragment, FragmentSchedule, split_into_fragments
 from bagua_ref.conformance import EXACT, assert_equal
 from bagua_ref.conformance.expected import local_updates_numpy as oracle
@@ -52,3 +54,16 @@ def test_S9_4_mixing_rounds_each_operation_for_any_numbers(dtype, mix, data):
     with np.errstate(all="ignore"):
         wanted = oracle.mixed(x.to(g.dtype).numpy(), g.numpy(), mix, name_of(dtype))
     assert_equal(fragment._parameters[0], torch.as_tensor(wanted).to(dtype), EXACT)
+
+
+@inputs(3)
+@given(nodes=st.sampled_from([(64,), (16, 48), (1, 31, 32)]), seed=st.integers(0, 2**16))
+def test_S9_4_sixty_four_ranks_agree_on_g_to_the_bit(nodes, seed):
+    def rank(r):
+        module, optimizer = wrap(network(seed), DiLoCoAlgorithm(period=4, fragments=2, delay=1, mix=0.0), lr=0.1)
+        train(module, optimizer, r, range(7))
+        return torch.cat([g.flatten() for g in module.bagua_algorithm.state_dict()["global_weights"].values()])
+
+    first, *others = simulate(64, rank, nodes, seed)
+    for other in others:
+        assert_equal(other, first, EXACT)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from bagua_ref.scheduling.readiness import Readiness
+from bagua_ref.scheduling.engine import Readiness
 
 
 class ReadinessMachine(RuleBasedStateMachine):

@@ -48,10 +48,12 @@ def all_ranks(case: tuple[list, int, dict[str, Any]]) -> list[list[int]]:
 def test_S7_2_a_complexity_in_any_form_is_its_number_and_stays_as_it_was(backend, case, data):
     values, replicas, options = case
     dataset = [data.draw(as_scalar(value)) for value in values]
-    sampler = make(dataset, replicas, 0, options, complexity_fn=lambda sample: sample, backend=backend)
+    read: list[Any] = []
+    sampler = make(dataset, replicas, 0, options, complexity_fn=lambda sample: read.append(sample) or sample, backend=backend)
     for epoch in range(options["epoch"], options["epoch"] + 3):
         sampler.set_epoch(epoch)
         assert list(sampler) == samplers_plain.indices(values, replicas, 0, **{**options, "epoch": epoch})
+    assert len(read) == len(dataset)
     assert [sample.item() if hasattr(sample, "item") else sample for sample in dataset] == values
 
 

@@ -16,23 +16,11 @@ from typing import Any
 
 import torch
 import torch.utils.data
+from tests.trainings import by_name
 from torch import nn
 
 import bagua_ref
-from bagua_ref.algorithms import (
-    Algorithm,
-    AsyncModelAverageAlgorithm,
-    ByteGradAlgorithm,
-    DecentralizedAlgorithm,
-    DiLoCoAlgorithm,
-    GradientAllReduceAlgorithm,
-    LocalSGDAlgorithm,
-    LowPrecisionDecentralizedAlgorithm,
-    PowerSGDAlgorithm,
-    QAdamAlgorithm,
-    QAdamOptimizer,
-    TopKAlgorithm,
-)
+from bagua_ref.algorithms import Algorithm
 from bagua_ref.algorithms.decentralized import DecentralizedAlgorithmImpl
 from bagua_ref.base.runtime import current_world
 from bagua_ref.errors import CommunicationError
@@ -90,30 +78,28 @@ class Training:
             part.load_state_dict(saved)
 
 
-def adam(module: nn.Module, warmup_steps: int) -> tuple[torch.optim.Optimizer, Algorithm]:
-    optimizer = QAdamOptimizer(module.parameters(), lr=0.01, warmup_steps=warmup_steps)
-    return optimizer, QAdamAlgorithm(optimizer, hierarchical=False)
+Make = Callable[[nn.Module], tuple[Any, Algorithm]]
 
 
-def sgd(algorithm: Algorithm) -> Callable[[nn.Module], tuple[torch.optim.Optimizer, Algorithm]]:
-    return lambda module: (torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9), algorithm)
+def named(name: str, **options: Any) -> Make:
+    return lambda module: by_name(name, module, momentum=0.9, **options)
 
 
-ALGORITHMS: dict[str, Callable[[nn.Module], tuple[torch.optim.Optimizer, Algorithm]]] = {
-    "gradient_allreduce": sgd(GradientAllReduceAlgorithm()),
-    "bytegrad": sgd(ByteGradAlgorithm(hierarchical=False)),
-    "decentralized": sgd(DecentralizedAlgorithm(hierarchical=False, peer_selection_mode="shift_one")),
-    "decentralized, interval 2": sgd(DecentralizedAlgorithm(hierarchical=False, communication_interval=2)),
-    "low_precision_decentralized": sgd(LowPrecisionDecentralizedAlgorithm(hierarchical=False)),
-    "qadam in warm-up": lambda module: adam(module, 100),
-    "qadam": lambda module: adam(module, 2),
-    "async in warm-up": sgd(AsyncModelAverageAlgorithm(sync_interval_ms=10, warmup_steps=100)),
-    "async at the end of its warm-up": sgd(AsyncModelAverageAlgorithm(sync_interval_ms=10, warmup_steps=5)),
-    "async": sgd(AsyncModelAverageAlgorithm(sync_interval_ms=10)),
-    "local_sgd": sgd(LocalSGDAlgorithm(2, warmup_steps=1)),
-    "diloco": sgd(DiLoCoAlgorithm(2, warmup_steps=1)),
-    "powersgd": sgd(PowerSGDAlgorithm(warmup_steps=2)),
-    "topk": sgd(TopKAlgorithm()),
+ALGORITHMS: dict[str, Make] = {
+    "gradient_allreduce": named("gradient_allreduce"),
+    "bytegrad": named("bytegrad", hierarchical=False),
+    "decentralized": named("decentralized", hierarchical=False, peer_selection_mode="shift_one"),
+    "decentralized, interval 2": named("decentralized", hierarchical=False, communication_interval=2),
+    "low_precision_decentralized": named("low_precision_decentralized", hierarchical=False),
+    "qadam in warm-up": lambda module: by_name("qadam", module, warmup_steps=100, hierarchical=False),
+    "qadam": lambda module: by_name("qadam", module, hierarchical=False),
+    "async in warm-up": named("async", sync_interval_ms=10, warmup_steps=100),
+    "async at the end of its warm-up": named("async", sync_interval_ms=10, warmup_steps=5),
+    "async": named("async", sync_interval_ms=10),
+    "local_sgd": named("local_sgd", period=2, warmup_steps=1),
+    "diloco": named("diloco", period=2, warmup_steps=1),
+    "powersgd": named("powersgd", warmup_steps=2),
+    "topk": named("topk"),
 }
 
 

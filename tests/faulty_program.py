@@ -6,6 +6,8 @@ python faulty_program.py FAULT; it answers the first request after hello as if i
 from __future__ import annotations
 
 import json
+import os
+import signal
 import struct
 import sys
 import time
@@ -27,11 +29,16 @@ def say(answer: bytes) -> None:
 
 
 def main(fault: str) -> None:
-    assert json.loads(sys.stdin.buffer.readline())["call"] == "hello"
+    first = json.loads(sys.stdin.buffer.readline())["call"]
+    if fault == "crashes" and first != "hello":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    assert first == "hello"
     hello = {"protocol": 2 if fault == "version" else 1, "name": fault, "kernels": ["add"], "tensors": []}
     say(json.dumps(hello).encode() + b"\n")
     if not sys.stdin.buffer.readline():
         return
+    if fault == "crashes":
+        os.kill(os.getpid(), signal.SIGSEGV)
     if fault == "hangs":
         time.sleep(3600)
     if fault == "dies":

@@ -60,13 +60,15 @@ def launch(function: Callable[..., Any], nranks: int, *args: Any, **options: Any
     return [o.result for o in ended]
 
 
-def on_every_process(nranks: int, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run a test on every rank of a world of processes; `outcomes` has the options."""
+def on_every_process(nranks: int = 0, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run a test on every rank of a world of processes; `outcomes` has the options, which the test's parameters may be, too."""
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
         def run(**given: Any) -> None:
-            launch(_run_test, nranks, test.__module__, test.__name__, given, **options)
+            of_world = {name: given[name] for name in ("nranks", "over_gloo") if name in given}
+            ranks = of_world.pop("nranks", nranks)
+            launch(_run_test, ranks, test.__module__, test.__name__, given, **{**options, **of_world})
 
         return run
 

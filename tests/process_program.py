@@ -1,6 +1,6 @@
 """A program for ``verify --command`` with every part, made of the package's own, and with the fault chosen.
 
-python process_program.py ["planted" | "two_ranks"]; ranks exchange files in the folder of their world.
+python process_program.py ["planted" | "two_ranks" | "errors"]; ranks exchange files in the folder of their world.
 """
 
 from __future__ import annotations
@@ -79,6 +79,8 @@ class Program:
             has = {"kernels": KERNELS, "codecs": codecs, "collectives": True, "samplers": True}
             has |= {"max_ranks": 2} if FAULT == "two_ranks" else {}
             return {"protocol": 1, "name": "everything", **has}, {}
+        if FAULT == "errors" and call != "world":
+            return {"error": "no cheese"}, {}
         if call in KERNELS:
             return {}, self.kernel(call, header, t)
         if call in ("payload_bytes", "compress", "decompress"):

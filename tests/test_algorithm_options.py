@@ -19,6 +19,8 @@ from bagua_ref.algorithms import (
     LocalSGDAlgorithm,
     LowPrecisionDecentralizedAlgorithm,
     PowerSGDAlgorithm,
+    QAdamAlgorithm,
+    QAdamOptimizer,
     TopKAlgorithm,
 )
 
@@ -26,6 +28,8 @@ NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
 """The parameters of `network`."""
 NAN = float("nan")
 MODES = r"must be 'all', 'shift_one', .*'exponential' or a function \(t, n\) -> graph"
+UNKNOWN = "compression='MXFP9' is not a known codec; it must be one of .*'MXFP4', 'MXFP8', 'MXINT8'"
+ADAM = QAdamOptimizer([torch.nn.Parameter(torch.ones(1))])
 
 BAD: dict[type[Algorithm], list[tuple[dict[str, Any], type[Exception], str]]] = {
     AsyncModelAverageAlgorithm: [
@@ -35,7 +39,11 @@ BAD: dict[type[Algorithm], list[tuple[dict[str, Any], type[Exception], str]]] = 
         ({"warmup_steps": -1}, ValueError, "warmup_steps=-1"),
         ({"warmup_steps": 1.5}, ValueError, "warmup_steps=1.5"),
     ],
-    ByteGradAlgorithm: [({"error_feedback": 1}, TypeError, "error_feedback=1 must be True or False")],
+    ByteGradAlgorithm: [
+        ({"error_feedback": 1}, TypeError, "error_feedback=1 must be True or False"),
+        ({"compression": "MXFP9"}, ValueError, UNKNOWN),
+    ],
+    QAdamAlgorithm: [({"q_adam_optimizer": ADAM, "compression": "MXFP9"}, ValueError, UNKNOWN)],
     DecentralizedAlgorithm: [
         *(({"peer_selection_mode": mode}, ValueError, MODES) for mode in ("some", "", None, 3, ["ring"])),
         ({"communication_interval": 0}, ValueError, "communication_interval=0 must be 1 or more"),
@@ -46,6 +54,7 @@ BAD: dict[type[Algorithm], list[tuple[dict[str, Any], type[Exception], str]]] = 
     LowPrecisionDecentralizedAlgorithm: [
         ({"communication_interval": 0}, ValueError, "communication_interval=0"),
         ({"communication_interval": "1"}, TypeError, "communication_interval='1'"),
+        ({"compression": "MXFP9"}, ValueError, UNKNOWN),
     ],
     LocalSGDAlgorithm: [
         ({"period": 0}, ValueError, "period=0 must be 1 or more"),
@@ -76,6 +85,7 @@ BAD: dict[type[Algorithm], list[tuple[dict[str, Any], type[Exception], str]]] = 
         ({"fragments": [[1]]}, TypeError, "must be an int, or a list of lists of parameter names"),
         ({"outer_optimizer": "sgd"}, TypeError, "outer_optimizer='sgd' must be None, or make an optimizer"),
         ({"compression": "zip"}, ValueError, "compression='zip' is not a known codec; it must be one of None"),
+        ({"compression": "MXFP9"}, ValueError, UNKNOWN),
         ({"error_feedback": True}, ValueError, "error_feedback=True keeps what compression leaves out, and compression is None"),
         ({"error_feedback": 1}, TypeError, "error_feedback=1 must be True or False"),
     ],
@@ -115,6 +125,7 @@ def test_bad_options_are_refused_by_name(algorithm: Any, options: dict[str, Any]
 DIFFERENT: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("gradient_allreduce", {"average": True}, {"average": False}),
     ("bytegrad", {"error_feedback": True}, {"error_feedback": False}),
+    ("bytegrad", {"compression": "MinMaxUInt8"}, {"compression": "MXINT8"}),
     ("decentralized", {"communication_interval": 1}, {"communication_interval": 2}),
     ("decentralized", {"peer_selection_mode": "all"}, {"peer_selection_mode": lambda t, n: [[(r, 1.0)] for r in range(n)]}),
     ("async", {"warmup_steps": 0}, {"warmup_steps": 3}),
@@ -126,17 +137,23 @@ DIFFERENT: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "first", "others"), DIFFERENT, ids=[f"{name}, {[*given][-1]}" for name, given, _ in DIFFERENT])
+@on_every_rank(3)
 def test_an_option_that_differs_between_ranks_is_an_error_on_every_rank(
-    name: str, first: dict[str, Any], others: dict[str, Any]
+    r: int, name: str, first: dict[str, Any], others: dict[str, Any]
 ) -> None:
-    def rank(r: int) -> None:
-        module: Any = network()
-        optimizer = optimizer_for(name, module.parameters())
-        options = {**(others if r else first), **({"q_adam_optimizer": optimizer} if name == "qadam" else {})}
-        with pytest.raises(ValueError, match=f"algorithm: .*{[*first][-1]}.* on rank 0, .* on ranks 1-2$"):
-            module.with_bagua([optimizer], Algorithm.init(name, **options))
+    module: Any = network()
+    optimizer = optimizer_for(name, module.parameters())
+    options = {**(others if r else first), **({"q_adam_optimizer": optimizer} if name == "qadam" else {})}
+    with pytest.raises(ValueError, match=f"algorithm: .*{[*first][-1]}.* on rank 0, .* on ranks 1-2$"):
+        module.with_bagua([optimizer], Algorithm.init(name, **options))
 
-    simulate(3, rank)
+
+@pytest.mark.parametrize("name", ["local_sgd", "diloco", "powersgd", "topk"])
+@on_every_rank(1)
+def test_an_algorithm_that_counts_steps_needs_the_optimizers(r: int, name: str) -> None:
+    options = {"warmup_steps": 1} if name in ("powersgd", "topk") else {"period": 2}
+    with pytest.raises(ValueError, match=rf"optimizers=\[\]: {name} .*counts the steps"):
+        network().with_bagua([], Algorithm.init(name, **options))  # type: ignore[operator]
 
 
 VERSION = (lambda s: s.update(version=9), "state has version 9; this version of bagua_ref reads version 1")
@@ -172,6 +189,13 @@ UNFIT: dict[str, list[tuple[Any, str]]] = {
         (lambda s: s["factors"].pop("0.weight"), r"factors of another model: it lacks \['0.weight'\]"),
         (lambda s: s["memories"].update({"0.weight": torch.zeros(2)}), r"memories that are not .* is \(2,\) torch.float32"),
     ],
+    "low_precision_decentralized": [
+        (lambda s: s.update(ring=(s["ring"][0] + 1, 9)), r"=\(\d, 9\) of a ring, this is \(\d, 2\)"),
+        (lambda s: s["replicas"].append(s["replicas"][0]), "replicas of 2 buckets, this module has 1"),
+        (lambda s: s.update(replicas=[[t[:12] for t in s["replicas"][0]]]), r"is \(12,\) torch.float32 there and \(83,\)"),
+        (lambda s: s.update(replicas=[[t.half() for t in s["replicas"][0]]]), r"is \(83,\) torch.float16 there"),
+    ],
+    "decentralized": [(lambda s: s.update(averaging_steps=[]), "averaging_steps of 0 buckets, this module has 1")],
     "bytegrad with memory": [
         (lambda s: s["memories"].update(version=9), VERSION[1]),
         (lambda s: s["memories"].pop("buckets"), r"state\['memories'\] must have the key 'buckets'"),

@@ -6,27 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from tests.launch import launch
-from tests.trainings import on_every_rank, simulate, weights, wrap
+from tests.launch import on_every_process
+from tests.trainings import by_name, on_every_rank, weights, wrap
 from tests.trainings import small_batch as batch
 from torch import nn
 
 import bagua_ref
-from bagua_ref.algorithms import Algorithm, DecentralizedAlgorithm, GradientAllReduceAlgorithm, QAdamOptimizer
+from bagua_ref.algorithms import DecentralizedAlgorithm, GlobalAlgorithmRegistry, GradientAllReduceAlgorithm
 from bagua_ref.data_parallel import DistributedDataParallel
 
-ALGORITHMS = (
-    "gradient_allreduce",
-    "bytegrad",
-    "decentralized",
-    "low_precision_decentralized",
-    "qadam",
-    "async",
-    "local_sgd",
-    "diloco",
-    "powersgd",
-    "topk",
-)
+ALGORITHMS = GlobalAlgorithmRegistry.available_algorithms()
 
 
 class Net(nn.Module):
@@ -44,15 +33,8 @@ class Net(nn.Module):
 
 def wrapped(algorithm: str = "gradient_allreduce", **options: Any) -> tuple[Net, torch.optim.Optimizer]:
     module = Net()
-    if algorithm in ("local_sgd", "diloco"):
-        options.setdefault("period", 2)
-    if algorithm == "qadam":
-        optimizer: torch.optim.Optimizer = QAdamOptimizer(module.parameters(), lr=0.01, warmup_steps=2)
-        options["q_adam_optimizer"] = optimizer
-    else:
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    module.with_bagua([optimizer], Algorithm.init(algorithm, **options))
-    return module, optimizer
+    optimizer, made_for = by_name(algorithm, module, **options, **({"period": 2} if algorithm in ("local_sgd", "diloco") else {}))
+    return module.with_bagua([optimizer], made_for), optimizer
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -101,31 +83,6 @@ def test_a_step_on_gradients_of_eval_mode_raises_unless_they_were_dropped(r: int
     optimizer.step()
 
 
-def _bypass_over_gloo() -> dict[str, str]:
-    said = {}
-    for algorithm in ALGORITHMS:
-        module, optimizer = wrapped(algorithm)
-        module(batch(bagua_ref.get_rank())).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        module.training_step(batch(bagua_ref.get_rank())).backward()
-        with pytest.raises(RuntimeError) as caught:
-            optimizer.step()
-        said[algorithm] = str(caught.value)
-        optimizer.zero_grad()
-        module(batch(bagua_ref.get_rank())).sum().backward()
-        optimizer.step()
-        if algorithm == "async":
-            module.bagua_algorithm.abort(module)
-    return said
-
-
-def test_every_real_rank_raises_and_goes_on_with_every_algorithm() -> None:
-    for said in launch(_bypass_over_gloo, 2):
-        assert list(said) == list(ALGORITHMS)
-        assert all("gradients of this rank alone" in message for message in said.values())
-
-
 @on_every_rank(2)
 def test_without_a_known_optimizer_gradients_are_synchronized_as_they_come(r: int) -> torch.Tensor:
     module = DistributedDataParallel(Net())
@@ -151,17 +108,15 @@ def test_without_a_known_optimizer_an_algorithm_that_needs_forwards_refuses_the_
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("average", [True, False])
-def test_a_penaltys_own_backward_before_the_main_one_is_reduced_with_it(average: bool, set_to_none: bool) -> None:
-    def rank(r: int) -> torch.Tensor:
-        module, optimizer = wrapped(average=average)
-        for step in range(3):
-            optimizer.zero_grad(set_to_none)
-            (0.01 * sum(p.square().sum() for p in module.parameters())).backward()
-            module(batch(r, step)).square().mean().backward()
-            optimizer.step()
-        return weights(module)
-
-    alone, optimizer = Net(), None
+@on_every_rank(2)
+def test_a_penaltys_own_backward_before_the_main_one_is_reduced_with_it(r: int, average: bool, set_to_none: bool) -> None:
+    module, optimizer = wrapped(average=average)
+    for step in range(3):
+        optimizer.zero_grad(set_to_none)
+        (0.01 * sum(p.square().sum() for p in module.parameters())).backward()
+        module(batch(r, step)).square().mean().backward()
+        optimizer.step()
+    alone = Net()
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
     for step in range(3):
         optimizer.zero_grad()
@@ -170,8 +125,7 @@ def test_a_penaltys_own_backward_before_the_main_one_is_reduced_with_it(average:
         )
         (loss / 2 if average else loss).backward()
         optimizer.step()
-    for found in simulate(2, rank):
-        torch.testing.assert_close(found, weights(alone))
+    torch.testing.assert_close(weights(module), weights(alone))
 
 
 @on_every_rank(2)
@@ -210,34 +164,30 @@ def test_S5_a_backward_under_no_sync_of_a_forward_outside_of_it_is_synchronized(
     return weights(module)
 
 
-def test_without_a_known_optimizer_no_sync_keeps_gradients_local_too() -> None:
-    def rank(r: int) -> torch.Tensor:
-        module = DistributedDataParallel(Net())
-        with module.no_sync():
-            module.module.training_step(batch(r)).backward()
-        return module.module.head.weight.grad.clone()
-
-    first, second = simulate(2, rank)
-    assert not torch.equal(first, second)
+@on_every_rank(2)
+def test_without_a_known_optimizer_no_sync_keeps_gradients_local_too(r: int) -> None:
+    model, alone = DistributedDataParallel(Net()), Net()
+    with model.no_sync():
+        model.module.training_step(batch(r)).backward()
+    alone.training_step(batch(r)).backward()
+    assert torch.equal(model.module.head.weight.grad, alone.head.weight.grad)
 
 
-def test_a_step_whose_closure_makes_the_gradients_counts_also_with_a_learning_rate_of_zero() -> None:
-    def rank(r: int) -> int:
-        module = Net()
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.0)  # as at the start of a warm-up
-        module.with_bagua([optimizer], DecentralizedAlgorithm(hierarchical=False))
+@on_every_rank(2)
+def test_a_step_whose_closure_makes_the_gradients_counts_also_with_a_learning_rate_of_zero(r: int) -> None:
+    module = Net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)  # as at the start of a warm-up
+    module.with_bagua([optimizer], DecentralizedAlgorithm(hierarchical=False))
 
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = module(batch(r)).square().mean()
-            loss.backward()
-            return loss
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = module(batch(r)).square().mean()
+        loss.backward()
+        return loss
 
-        for _ in range(3):
-            optimizer.step(closure)
-        return module._bagua.steps_of_optimizers[0]
-
-    assert simulate(2, rank) == [3, 3]
+    for _ in range(3):
+        optimizer.step(closure)
+    assert module._bagua.steps_of_optimizers[0] == 3
 
 
 @on_every_rank(2)
@@ -337,30 +287,24 @@ def test_a_parameter_is_free_again_when_its_training_is_forgotten(r: int) -> Non
     head.with_bagua([], GradientAllReduceAlgorithm())
 
 
-def _wrap_what_is_sharded() -> list[str]:
+@on_every_process(2)
+def test_sharded_modules_are_refused_by_name() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+    from torch.distributed.tensor import Replicate, distribute_tensor
 
     mesh = init_device_mesh("cpu", (2,))
-    sharded = Net()
+    sharded, replicated = Net(), Net()
     fully_shard(sharded, mesh=mesh)
-    replicated = Net()
     replicated.head.weight = nn.Parameter(distribute_tensor(replicated.head.weight.detach(), mesh, [Replicate()]))
-    assert isinstance(replicated.head.weight, DTensor)
-    messages = []
-    for module in (sharded, replicated, FullyShardedDataParallel(Net(), use_orig_params=True, device_id=torch.device("cpu"))):
-        with pytest.raises(NotImplementedError) as caught:
+    whole = FullyShardedDataParallel(Net(), use_orig_params=True, device_id=torch.device("cpu"))
+    for module, message in (
+        (sharded, "'body.weight' is a DTensor"),
+        (replicated, "'head.weight' is a DTensor"),
+        (whole, "FullyShardedDataParallel"),
+    ):
+        with pytest.raises(NotImplementedError, match=message):
             module.with_bagua([torch.optim.SGD(module.parameters(), lr=0.1)], GradientAllReduceAlgorithm())
-        messages.append(str(caught.value))
-    return messages
-
-
-def test_sharded_modules_are_refused_by_name() -> None:
-    for fsdp2, dtensor, fsdp1 in launch(_wrap_what_is_sharded, 2):
-        assert "'body.weight' is a DTensor" in fsdp2
-        assert "'head.weight' is a DTensor" in dtensor
-        assert "FullyShardedDataParallel" in fsdp1
 
 
 @on_every_rank(2)

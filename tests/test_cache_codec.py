@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import pickle
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable
@@ -73,15 +71,6 @@ def test_the_other_byte_order_and_other_versions_are_refused():
     for version in {0, 2, 129, 128} - {codec.VERSION}:
         with pytest.raises(DamagedValueError, match="version 1"):
             decode(bytes([version]) + data[1:], allow_pickle=True)
-
-
-def test_S8_3_a_change_of_any_bit_is_damage():
-    data = encode({"a": torch.ones(2)}, allow_pickle=False)
-    for bit in range(8 * len(data)):
-        changed = bytearray(data)
-        changed[bit // 8] ^= 1 << bit % 8
-        with pytest.raises(DamagedValueError):
-            decode(bytes(changed), allow_pickle=True)
 
 
 def test_an_array_in_a_file_comes_back_as_an_array(tmp_path):
@@ -286,37 +275,12 @@ def test_S8_5_many_numbers_are_keys():
     assert round_trip(value) == value
 
 
-@pytest.mark.parametrize("tag", [b"a", b"g"])
-@pytest.mark.parametrize("name", [b"O", b"(2,)O", b"O,i4"])
-def test_pointers_are_never_read_from_a_value(tag, name):
-    entry = tag + bytes((0, len(name), 1)) + name + (1).to_bytes(8, "little") + b"\1" * np.dtype(name.decode()).itemsize
-    frame = codec._FRAME.pack(codec.VERSION, len(entry) + 16, codec.xxhash.xxh3_64_intdigest(entry))
-    with pytest.raises(DamagedValueError, match=r"ValueError: .*(OBJECT|object)"):
-        decode(frame + entry, allow_pickle=False)
-
-
 def test_more_than_redis_takes_is_refused_before_it_is_sent(monkeypatch):
     monkeypatch.setattr(codec, "_LARGEST", 100)
     assert round_trip(bytes(79)) == bytes(79)
     for value in (bytes(80), bytes(200), [bytes(40), bytes(40)], torch.zeros(100)):
         with pytest.raises(TooLargeError, match="at most 100"):
             encode(value, allow_pickle=True)
-
-
-class Bomb:
-    def __reduce__(self):
-        return os.putenv, ("BAGUA_REF_TEST_BOMB", "1")
-
-
-def test_a_pickle_without_permission_never_runs(monkeypatch):
-    ran = []
-    monkeypatch.setattr(pickle, "loads", lambda data: ran.append(data))
-    data = encode([Bomb()], allow_pickle=True)
-    with pytest.raises(DamagedValueError):
-        decode(data, allow_pickle=False)
-    assert ran == []
-    decode(data, allow_pickle=True)
-    assert len(ran) == 1
 
 
 def test_what_pickle_refuses_is_named_with_what_to_return_instead():

@@ -20,7 +20,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 from tests.cache_jobs import Plain, epoch
 from tests.cache_servers import PROGRAM, eventually, every_backend, need, processes, zombies_of
-from tests.launch import launch, outcomes
+from tests.launch import launch, on_every_process, outcomes
 from tests.test_cached_dataset import finish, job
 
 import bagua_ref
@@ -306,14 +306,11 @@ def test_torchs_group_alone_is_enough():
     assert len(found[0][0]) == 2
 
 
-def without_a_group() -> str:
+@on_every_process(2, init=False)
+def test_several_ranks_need_a_group_to_find_the_server():
     with pytest.raises(NotInitializedError, match=r"init_process_group\(\) first, or pass hosts="):
         CacheLoader("fakeredis")
-    return CacheLoader(hosts=[{"host": "127.0.0.1", "port": 1}]).dataset_name
-
-
-def test_several_ranks_need_a_group_to_find_the_server():
-    assert launch(without_a_group, 2, init=False) == ["", ""]
+    assert CacheLoader(hosts=[{"host": "127.0.0.1", "port": 1}]).dataset_name == ""
 
 
 def without_a_program() -> str:
@@ -354,23 +351,21 @@ def test_kill_9_of_the_first_rank_ends_the_server_and_the_others_go_on(tmp_path)
     assert ended[1].result == list(range(64)), ended[1].traceback
 
 
-def shut_down_together() -> tuple[int, int]:
+@on_every_process(2)
+def test_ranks_that_shut_down_together_meet_at_a_new_server():
     loader = CacheLoader("fakeredis")
     loader.get(bagua_ref.get_rank(), str)
     bagua_ref.barrier()
-    before = loader.num_keys()
+    assert loader.num_keys() == 2
     bagua_ref.barrier()
     loader.store.shutdown()
     again = CacheLoader("fakeredis")
     assert again.store.status()
-    return before, again.num_keys()
+    assert again.num_keys() == 0
 
 
-def test_ranks_that_shut_down_together_meet_at_a_new_server():
-    assert launch(shut_down_together, 2) == [(2, 0), (2, 0)]
-
-
-def joined_again() -> int:
+@on_every_process(2)
+def test_a_group_that_is_made_again_finds_the_server_that_still_runs():
     loader = CacheLoader("fakeredis")
     bagua_ref.barrier()
     bagua_ref.destroy_process_group()
@@ -378,11 +373,7 @@ def joined_again() -> int:
     again = CacheLoader("fakeredis", dataset_name="again")
     again.get(bagua_ref.get_rank(), str)
     bagua_ref.barrier()
-    return loader.num_keys()
-
-
-def test_a_group_that_is_made_again_finds_the_server_that_still_runs():
-    assert launch(joined_again, 2) == [2, 2]
+    assert loader.num_keys() == 2
 
 
 def test_who_waits_for_a_rank_says_for_which_and_how_long(monkeypatch: pytest.MonkeyPatch) -> None:

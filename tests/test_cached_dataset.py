@@ -144,15 +144,6 @@ def test_the_server_is_killed_in_mid_epoch_and_comes_back():
         assert dataset.dataset.made.sum() == before
 
 
-@pytest.mark.redis
-def test_a_batch_is_one_request_to_each_server():
-    with servers(3) as started:
-        dataset = CachedDataset(Numbers(), hosts=[server.host for server in started])
-        for _ in range(2):
-            epoch(DataLoader(dataset, batch_size=50))
-        assert [(server.calls("mget"), server.calls("mset"), server.calls("get")) for server in started] == [(4, 2, 0)] * 3
-
-
 @every_backend
 def test_samplers_and_subsets_work_as_ever(backend):
     dataset = fresh(backend)

@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -627,12 +628,21 @@ def test_the_demo_end_to_end(tmp_path: Path, start_demo: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.proof)])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, *(pytest.param(number, marks=pytest.mark.proof) for number in (signal.SIGTERM, signal.SIGKILL))]
+)
 def test_stopping_the_demo_ends_its_workers(number: signal.Signals, tmp_path: Path, start_demo: Any) -> None:
     process = start_demo("--epochs", "5")
     wait_for_training(process)
     assert len(workers_of(tmp_path)) == 2
     process.send_signal(number)
+    if number is signal.SIGKILL:  # which the demo cannot handle; the system tells its workers
+        assert process.wait(60) == -number
+        deadline = time.monotonic() + 60
+        while workers_of(tmp_path) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert workers_of(tmp_path) == []
+        return
     _, err = finish(process, tmp_path)
     assert process.returncode == 130
     assert err.endswith("bagua-ref demo: interrupted\n")

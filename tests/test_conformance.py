@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
@@ -60,8 +61,8 @@ def test_a_verdict_needs_no_process_of_its_own(backend):
         (hostile.Raises, "add_ raised RuntimeError: out of cheese"),
         (hostile.Sleeps, "add_: no answer within 2 s"),
         (hostile.HoldsTheInterpreter, "add_: no answer within 2 s"),
-        (hostile.Segfaults, "add_: the process died: signal SIGSEGV"),
-        (hostile.Leaves, "add_: the process died: exit code 0"),
+        (hostile.Segfaults, "add_ crashed: signal SIGSEGV"),
+        (hostile.Leaves, "add_ crashed: exit code 0"),
         (hostile.WritesBeyondTheEnd, "memory beside x was written"),
         (hostile.ChangesItsInput, "y is only read, but element 0 was changed"),
         (hostile.DiffersNowAndThen, "results differ for the same input"),
@@ -116,10 +117,26 @@ def test_a_canary_tells_places():
 # Selection of checks, and the overall verdict
 
 
-def test_without_suites_the_report_lists_what_is_not_covered_or_not_there():
-    covered = {check.clause for check in all_checks().values()}
-    missing = run_conformance(type("Empty", (), {"cache": object()})()).results
-    assert {result.id for result in missing if result.status == "not covered" and result.clause} == set(CLAUSES) - covered
+def test_every_report_lists_the_clauses_that_are_not_covered():
+    report = run_conformance(type("Empty", (), {"cache": object()})(), ["kernels"])
+    missing = set(CLAUSES) - {check.clause for check in all_checks().values()}
+    assert {result.id for result in report.results if result.status == "not covered"} == missing >= {"S5.7", "S8.4", "S12.4"}
+    assert {row["id"] for row in json.loads(report.to_json())["results"] if row["status"] == "not covered"} == missing
+    shown = next(line for line in str(report).splitlines() if line.startswith("not covered"))
+    assert set(shown.removeprefix("not covered").replace(",", " ").split()) == missing
+    assert f"{len(missing)} not covered" in str(report)
+    assert report.to_junit().count("not covered") == len(missing)
+    asked = run_conformance("reference", checks=["S12.4", "codec.S4.1.header"])
+    assert {result.id for result in asked.results if result.status == "not covered"} == {"S12.4"}
+
+
+def test_the_table_of_clauses_has_every_heading_of_the_specification():
+    headings = re.findall(r"^##+ (S[\d.]+) .* \{ #(\S+) \}$", (ROOT / "docs" / "spec.md").read_text(), re.MULTILINE)
+    assert all(anchor == clause.lower().replace(".", "-") for clause, anchor in headings)
+    names = [clause for clause, _ in headings]
+    parents = {name.partition(".")[0] for name in names if "." in name}
+    with_checks = {check.clause for check in all_checks().values()}
+    assert list(CLAUSES) == [name for name in names if name not in parents or name in with_checks]
 
 
 def test_nothing_ran_is_not_passed():
@@ -127,7 +144,7 @@ def test_nothing_ran_is_not_passed():
     assert not report.passed
     assert not report.ran
     assert "NOTHING RAN" in str(report)
-    assert {result.message for result in report.results} == {"the target has no kernels"}
+    assert {result.message for result in report.results if result.status == "skipped"} == {"the target has no kernels"}
 
 
 def test_capabilities_limit_dtypes():
@@ -351,9 +368,10 @@ def test_checks_of_a_suite_share_a_process_until_one_fails(failing, tmp_path):
     assert runs.resolve(backend) is target
     first, second, failed, third = map(processes, ("float32", "float64", "float16", "float32"))
     assert len(first) == 1
-    assert first == second == failed
+    assert first == second <= failed
+    assert (first == failed) == (failing is hostile.Raises)  # what ends a process is tried again, in others
     assert len(third) == 1
-    assert third != first
+    assert third.isdisjoint(failed)
     runs.stop()
     assert multiprocessing.active_children() == []
 

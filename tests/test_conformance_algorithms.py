@@ -128,12 +128,13 @@ def test_a_topk_passes() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_inputs")
-def test_local_updates_pass_and_fail_only_what_they_lack() -> None:
+def test_local_updates_pass_and_what_they_lack_is_skipped() -> None:
     target = local_updates.target(local_updates.LocalSGD, local_updates.DiLoCo)
     report = on(target, *clauses_of("S9"), shrink=False, jobs=2, time_limit=10.0)
-    failed = {result.id: result.message for result in report.failures()}
-    assert failed.keys() == LACKS
-    assert all("NotImplementedError" in message for message in failed.values())
+    assert not report.failures()
+    skipped = {result.id: result.message for result in report.results if result.status == "skipped"}
+    assert skipped.keys() == LACKS
+    assert all("NotImplementedError" in message for message in skipped.values())
     assert report.counts()["passed"] >= 35
 
 

@@ -81,7 +81,7 @@ def test_an_optimizer_that_fuses_nothing_fails_only_where_something_must_be_fuse
         (forgets_gradients, "zero_grad", "weights of parameter"),
         (raises, "bits", "out of cheese"),
         (sleeps, "bits", "fuse_optimizer: no answer within 3 s"),
-        (dies, "bits", "the process died: exit code 7"),
+        (dies, "bits", "crashed: exit code 7"),
         (returns_nothing, "identity", "must return the optimizer itself"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

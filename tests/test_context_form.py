@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.launch import launch, on_every_process
 from tests.test_bypassing import ALGORITHMS, Net, batch
-from tests.trainings import on_every_rank, simulate, weights
+from tests.trainings import by_name, on_every_rank, simulate, weights
 from torch import nn
 
 import bagua_ref
-from bagua_ref.algorithms import Algorithm, GradientAllReduceAlgorithm, LocalSGDAlgorithm, QAdamOptimizer
+from bagua_ref.algorithms import Algorithm, GradientAllReduceAlgorithm, LocalSGDAlgorithm
 
 WORKING = [name for name in ALGORITHMS if name != "async"]
 
@@ -22,11 +21,7 @@ WORKING = [name for name in ALGORITHMS if name != "async"]
 def trained(rank: int, algorithm: str, in_context: bool) -> torch.Tensor:
     """Train 6 steps: one without a backward pass, and each of the others with an accumulating one before."""
     module = Net()
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    options: dict[str, Any] = {"period": 2} if algorithm in ("local_sgd", "diloco") else {}
-    if algorithm == "qadam":
-        optimizer = options["q_adam_optimizer"] = QAdamOptimizer(module.parameters(), lr=0.01, warmup_steps=2)
-    made = Algorithm.init(algorithm, **options)
+    optimizer, made = by_name(algorithm, module, momentum=0.9, **({"period": 2} if algorithm in ("local_sgd", "diloco") else {}))
     before = set(module.__dict__)
     with bagua_ref.train(module, [optimizer], made) if in_context else nullcontext(module.with_bagua([optimizer], made)):
         forward = module.training_step if in_context else lambda x: module(x).square().mean()
@@ -51,13 +46,6 @@ def test_the_context_gives_the_bits_of_with_bagua(algorithm: str) -> None:
     expected = simulate(2, lambda r: trained(r, algorithm, False))
     for ours, theirs in zip(simulate(2, lambda r: trained(r, algorithm, True)), expected, strict=True):
         assert torch.equal(ours, theirs)
-
-
-@pytest.mark.slow
-@on_every_process(2)
-def test_the_context_gives_the_bits_of_with_bagua_over_gloo() -> None:
-    for algorithm in WORKING:
-        assert torch.equal(trained(dist.get_rank(), algorithm, True), trained(dist.get_rank(), algorithm, False)), algorithm
 
 
 @on_every_rank(2)

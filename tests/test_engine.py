@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.trainings import simulate
+from tests.trainings import on_every_rank
 
 from bagua_ref.base.runtime import RealWorld, current_world
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
-from bagua_ref.scheduling.engine import Engine, Round
-from bagua_ref.scheduling.readiness import Readiness
+from bagua_ref.scheduling.engine import Engine, Readiness, Round
 from bagua_ref.simulation import SimulatedWorld
 
 
@@ -467,21 +466,18 @@ def test_a_forgotten_engine_takes_its_thread_along() -> None:
     assert not thread.is_alive()
 
 
-def test_every_rank_issues_the_same_sequence_whatever_its_order_of_marks() -> None:
-    def rank(r: int) -> list[float]:
-        engine = Engine(current_world())
-        buckets = []
-        for place in range(4):
-            tensor = torch.full((3,), float(r + 10 * place)).ensure_bagua_tensor(f"t{place}")
-            buckets.append(BaguaBucket([tensor], str(place), flatten=True).append_centralized_synchronous_op(average=False))
-        engine.register_ordered_buckets(buckets)
-        for _ in range(2):
-            order = list(range(4))
-            torch.manual_seed(r)
-            for place in torch.randperm(4).tolist():
-                mark(buckets[order[place]])
-            engine.wait_pending_comm_ops()
-        return [bucket.tensors[0][0].item() for bucket in buckets]
-
-    for result in simulate(3, rank, seed=5):
-        assert result == [3 * (0 + 1 + 2 + 30 * place) for place in range(4)]
+@on_every_rank(3, seed=5)
+def test_every_rank_issues_the_same_sequence_whatever_its_order_of_marks(r: int) -> None:
+    engine = Engine(current_world())
+    buckets = []
+    for place in range(4):
+        tensor = torch.full((3,), float(r + 10 * place)).ensure_bagua_tensor(f"t{place}")
+        buckets.append(BaguaBucket([tensor], str(place), flatten=True).append_centralized_synchronous_op(average=False))
+    engine.register_ordered_buckets(buckets)
+    for _ in range(2):
+        order = list(range(4))
+        torch.manual_seed(r)
+        for place in torch.randperm(4).tolist():
+            mark(buckets[order[place]])
+        engine.wait_pending_comm_ops()
+    assert [bucket.tensors[0][0].item() for bucket in buckets] == [3 * (0 + 1 + 2 + 30 * place) for place in range(4)]

@@ -5,15 +5,16 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from tests.trainings import Given, batch, network, on_every_rank, simulate, train
+from tests.trainings import Given, batch, by_name, network, on_every_rank, simulate, train
 from torch import nn
 
 import bagua_ref
-from bagua_ref.algorithms import ByteGradAlgorithm, DiLoCoAlgorithm, QAdamAlgorithm, QAdamOptimizer
+from bagua_ref.algorithms import ByteGradAlgorithm, DiLoCoAlgorithm, QAdamAlgorithm
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.comm_ops import ErrorMemory
 from bagua_ref.conformance import EXACT, assert_equal
@@ -23,25 +24,14 @@ ONE_BIT: dict[str, Any] = {"compression": "OneBit", "error_feedback": True}
 Pair = tuple[Any, torch.optim.Optimizer]
 
 
-def bytegrad(hierarchical: bool = False, **options: Any) -> Pair:
-    module = network()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    return module.with_bagua([optimizer], ByteGradAlgorithm(hierarchical, **{**ONE_BIT, **options})), optimizer
+def training(name: str, **options: Any) -> Pair:
+    optimizer, algorithm = by_name(name, module := network(), **{**ONE_BIT, **options})
+    return module.with_bagua([optimizer], algorithm), optimizer  # type: ignore[operator]
 
 
-def qadam(**options: Any) -> Pair:
-    module = network()
-    optimizer = QAdamOptimizer(module.parameters(), lr=0.01, warmup_steps=2)
-    algorithm = QAdamAlgorithm(optimizer, **{"hierarchical": False, **ONE_BIT, **options})
-    return module.with_bagua([optimizer], algorithm), optimizer
-
-
-def diloco(**options: Any) -> Pair:
-    module = network()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    return module.with_bagua([optimizer], DiLoCoAlgorithm(2, **{"fragments": 2, **ONE_BIT, **options})), optimizer
-
-
+bytegrad = partial(training, "bytegrad", momentum=0.9, hierarchical=False)
+qadam = partial(training, "qadam", hierarchical=False)
+diloco = partial(training, "diloco", period=2, fragments=2)
 ALL: dict[str, Callable[..., Pair]] = {"bytegrad": bytegrad, "qadam": qadam, "diloco": diloco}
 EACH = pytest.mark.parametrize("make", ALL.values(), ids=ALL)
 
@@ -83,7 +73,7 @@ def test_qadam_with_one_bit_and_error_memory_learns_the_digits() -> None:
     assert accuracies[0] == accuracies[1] > 0.93, accuracies
 
 
-@pytest.mark.parametrize("make", [bytegrad, qadam])
+@pytest.mark.parametrize("make", [bytegrad, qadam], ids=["bytegrad", "qadam"])
 @on_every_rank(2)
 def test_memories_start_at_zero_in_buckets_of_other_tensors(
     r: int, make: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch

@@ -55,6 +55,18 @@ def trained(name: str, **options: Any) -> list[torch.Tensor]:
 undisturbed = functools.cache(trained)
 
 
+def on_its_ranks(test: Any) -> Any:
+    """Run a test on every rank of an algorithm; the weights that it returns, if any, must be those of an undisturbed training."""
+
+    def run(name: str) -> None:
+        results = on_ranks(name, lambda r: test(r, name))
+        if results[0] is not None:
+            assert_same(results, undisturbed(name))
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
+
+
 # Restarts
 
 
@@ -154,36 +166,32 @@ def test_gradients_accumulate_under_no_sync_and_nothing_else_happens(name: str) 
 
 
 @every()
-def test_a_closure_that_runs_the_backward_pass_changes_nothing(name: str) -> None:
-    def rank(r: int) -> torch.Tensor:
-        run = Run(name)
-        for number in range(STEPS):
+@on_its_ranks
+def test_a_closure_that_runs_the_backward_pass_changes_nothing(r: int, name: str) -> torch.Tensor:
+    run = Run(name)
+    for number in range(STEPS):
 
-            def closure(number: int = number) -> torch.Tensor:
-                run.optimizer.zero_grad()
-                loss = run.loss(number)
-                loss.backward()
-                return loss
+        def closure(number: int = number) -> torch.Tensor:
+            run.optimizer.zero_grad()
+            loss = run.loss(number)
+            loss.backward()
+            return loss
 
-            assert run.optimizer.step(closure).isfinite()  # type: ignore[union-attr]
-        return run.weights()
-
-    assert_same(on_ranks(name, rank), undisturbed(name))
+        assert run.optimizer.step(closure).isfinite()  # type: ignore[union-attr]
+    return run.weights()
 
 
 @every(counts=True)
-def test_a_step_that_no_backward_pass_preceded_counts_as_none(name: str) -> None:
-    def rank(r: int) -> torch.Tensor:
-        run = Run(name)
-        for number in range(STEPS):
-            run.step(number)
-            run.optimizer.zero_grad()
-            if r or number % 2:  # also on some ranks alone
-                run.optimizer.step()
-        assert run.module._bagua.steps_of_optimizers == [STEPS]
-        return run.weights()
-
-    assert_same(on_ranks(name, rank), undisturbed(name))
+@on_its_ranks
+def test_a_step_that_no_backward_pass_preceded_counts_as_none(r: int, name: str) -> torch.Tensor:
+    run = Run(name)
+    for number in range(STEPS):
+        run.step(number)
+        run.optimizer.zero_grad()
+        if r or number % 2:  # also on some ranks alone
+            run.optimizer.step()
+    assert run.module._bagua.steps_of_optimizers == [STEPS]
+    return run.weights()
 
 
 @pytest.mark.parametrize("spoiled", [1, 5])
@@ -261,7 +269,7 @@ def test_other_dtypes_train_or_are_refused_by_name(name: str, dtype: torch.dtype
         return run.weights()
 
     if dtype is torch.float64 and not CASES[name].float64:
-        with pytest.raises(TypeError, match="float64"):
+        with pytest.raises(TypeError, match=r"(parameter|bucket) '.*float64"):
             on_ranks(name, rank)
     else:
         for found in on_ranks(name, rank):
@@ -296,15 +304,13 @@ def test_the_size_of_buckets_changes_only_what_shares_a_chunk(name: str, monkeyp
 
 
 @every(kept=True)
-def test_what_is_kept_survives_new_buckets_of_the_same_tensors(name: str) -> None:
-    def rank(r: int) -> torch.Tensor:
-        run = Run(name)
-        run.step(*range(STEPS // 2))
-        run.module._bagua.reset()
-        run.step(*range(STEPS // 2, STEPS))
-        return run.weights()
-
-    assert_same(on_ranks(name, rank), undisturbed(name))
+@on_its_ranks
+def test_what_is_kept_survives_new_buckets_of_the_same_tensors(r: int, name: str) -> torch.Tensor:
+    run = Run(name)
+    run.step(*range(STEPS // 2))
+    run.module._bagua.reset()
+    run.step(*range(STEPS // 2, STEPS))
+    return run.weights()
 
 
 @every(flat=False)
@@ -353,41 +359,29 @@ def test_wrapping_again_replaces_the_algorithm_and_a_failed_attempt_does_not(nam
 
 
 @every()
-def test_all_ranks_start_from_the_first_ones_weights(name: str) -> None:
-    def rank(r: int) -> torch.Tensor:
-        return Run(name).weights()
-
-    for found in on_ranks(name, rank):
-        assert torch.equal(found, weights(model(0)))
-
-
-@every()
-def test_two_modules_keep_states_of_their_own(name: str) -> None:
-    def rank(r: int) -> torch.Tensor:
-        one, other = Run(name), Run(name)
-        for number in range(STEPS):
-            one.step(number)
-            other.step(30 + number)
-        return one.weights()
-
-    assert_same(on_ranks(name, rank), undisturbed(name))
+@on_its_ranks
+def test_two_modules_keep_states_of_their_own(r: int, name: str) -> torch.Tensor:
+    one, other = Run(name), Run(name)
+    assert torch.equal(one.weights(), weights(model(0)))  # the first rank's
+    for number in range(STEPS):
+        one.step(number)
+        other.step(30 + number)
+    return one.weights()
 
 
 @every()
-def test_a_copy_or_pickle_of_the_module_is_an_ordinary_module(name: str) -> None:
-    def rank(r: int) -> None:
-        run = Run(name)
-        run.step(*range(3))
-        before = run.state()
-        for other in (copy.deepcopy(run.module), pickle.loads(pickle.dumps(run.module))):
-            assert_same(other.state_dict(), before[0])
-            other(batch(r, 0)).sum().backward()
-            torch.optim.SGD(other.parameters(), lr=0.1).step()
-            assert other.bagua_buckets is None
-        assert_same(run.state(), before)
-        assert run.module.bagua_train_step_counter == 3
-
-    on_ranks(name, rank)
+@on_its_ranks
+def test_a_copy_or_pickle_of_the_module_is_an_ordinary_module(r: int, name: str) -> None:
+    run = Run(name)
+    run.step(*range(3))
+    before = run.state()
+    for other in (copy.deepcopy(run.module), pickle.loads(pickle.dumps(run.module))):
+        assert_same(other.state_dict(), before[0])
+        other(batch(r, 0)).sum().backward()
+        torch.optim.SGD(other.parameters(), lr=0.1).step()
+        assert other.bagua_buckets is None
+    assert_same(run.state(), before)
+    assert run.module.bagua_train_step_counter == 3
 
 
 @pytest.mark.parametrize("name", ALONE)

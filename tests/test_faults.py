@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests import faults
+from tests.faults import named
 from tests.launch import launch, outcomes
 
 import bagua_ref
@@ -16,12 +17,22 @@ from bagua_ref.communicators import waiting
 
 pytestmark = pytest.mark.slow
 
+COUNTED = {
+    "local_sgd": named("local_sgd", period=4),
+    "hierarchical local_sgd": named("local_sgd", period=4, hierarchical=True),
+    "local_sgd in warm-up": named("local_sgd", period=4, warmup_steps=100),
+    "diloco": named("diloco", period=4),
+    "streaming": named("diloco", period=8, fragments=4, delay=1, mix=0.5),
+    "diloco in warm-up": named("diloco", period=4, warmup_steps=100),
+}
+"""Algorithms that count steps, which a bucket for each layer makes no difference to."""
 GRADIENTS = ["gradient_allreduce", "bytegrad", "qadam in warm-up", "qadam", "async in warm-up"]
 WEIGHTS = ["decentralized", "decentralized, interval 2", "low_precision_decentralized"]
 
 
 def run(fault: Any, algorithms: list[str], options: dict[str, Any]) -> Any:
     os.environ["BAGUA_DEFAULT_BUCKET_SIZE"] = "4096"
+    faults.ALGORITHMS.update(COUNTED)
     return faults.run(fault, algorithms, options)
 
 
@@ -79,8 +90,17 @@ def test_checkpoints_of_different_steps_are_an_error_in_the_next_round() -> None
             assert "rank 0 has " in errors[0] or "rank 0 is " in errors[0], algorithm
 
 
+@pytest.mark.parametrize("fault", [faults.skips_an_optimizer_step, faults.loads_another_checkpoint, faults.abandons_a_backward])
+def test_S9_a_rank_that_loses_count_of_steps_is_an_error_on_every_rank(fault: Any) -> None:
+    for name, ranks in texts(fault, list(COUNTED)).items():
+        for errors in ranks:
+            assert errors, name
+            assert all("disagree" in text or "gave up" in text or "cannot train on" in text for text in errors), (name, errors)
+
+
 def test_weights_that_one_rank_loads_are_an_error_where_replicas_are_equal() -> None:
-    for algorithm, ranks in texts(faults.loads_other_weights, GRADIENTS).items():
+    in_warm_up = ["local_sgd in warm-up", "diloco in warm-up"]
+    for algorithm, ranks in texts(faults.loads_other_weights, [*GRADIENTS, *in_warm_up]).items():
         for errors in ranks:
             assert "rank 0 has weights and optimizer state of checksum" in errors[0], (algorithm, errors)
 

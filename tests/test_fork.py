@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tests import faults
-from tests.launch import launch
+from tests.launch import on_every_process
 from tests.trainings import batch, network
 from torch.utils.data import DataLoader, Dataset
 
@@ -79,7 +79,8 @@ def assert_undisturbed(training: Training) -> None:
     bagua_ref.new_group().get_global_communicator().barrier()
 
 
-def everything_refused() -> dict[str, str]:
+@on_every_process(2)
+def test_S1_everything_that_would_communicate_is_refused_in_a_forked_child() -> None:
     training = Training(GradientAllReduceAlgorithm())
     group, x = bagua_ref.new_group(), torch.ones(3)
     communicator = group.get_global_communicator()
@@ -105,13 +106,8 @@ def everything_refused() -> dict[str, str]:
     loss.backward()
     training.optimizer.step()
     assert_undisturbed(training)
-    return said
-
-
-def test_S1_everything_that_would_communicate_is_refused_in_a_forked_child() -> None:
-    for said in launch(everything_refused, 2):
-        assert {name: text[: len(REFUSED)] for name, text in said.items()} == dict.fromkeys(said, REFUSED)
-        assert "'spawn'" in said["allreduce"]
+    assert {name: text[: len(REFUSED)] for name, text in said.items()} == dict.fromkeys(said, REFUSED)
+    assert "'spawn'" in said["allreduce"]
 
 
 def in_eval_mode(training: Training) -> str:
@@ -128,7 +124,8 @@ def drops_everything(training: Training) -> int:
     return gc.collect() * 0
 
 
-def harmless_children() -> list[str]:
+@on_every_process(2)
+def test_S1_a_forked_child_that_does_not_communicate_disturbs_nobody() -> None:
     training = Training(GradientAllReduceAlgorithm())
     training.step()
     said = [
@@ -139,16 +136,13 @@ def harmless_children() -> list[str]:
         forked(lambda: forked(lambda: bagua_ref.barrier())[: len(REFUSED)]),
     ]
     assert_undisturbed(training)
-    return said
+    assert said == [f"({bagua_ref.get_rank()}, 2, True)", "torch.Size([4, 3])", "None", "0", REFUSED]
 
 
-def test_S1_a_forked_child_that_does_not_communicate_disturbs_nobody() -> None:
-    for rank, said in enumerate(launch(harmless_children, 2)):
-        assert said == [f"({rank}, 2, True)", "torch.Size([4, 3])", "None", "0", REFUSED]
-
-
-def sockets_in_a_child() -> tuple[dict[str, int], dict[str, int]]:
-    """Return how many sockets of each kind this process has, and its child of them."""
+@pytest.mark.parametrize("over_gloo", [False, True], ids=["memory", "gloo"])
+@on_every_process(2, init=False)
+def test_S2_5_a_forked_child_holds_no_socket_of_its_parents_groups(over_gloo: bool) -> None:
+    """Of none of the kinds that the parent has."""
     faults.serve_the_store()
     bagua_ref.init_process_group(timeout=60)
     training = Training(GradientAllReduceAlgorithm())
@@ -169,20 +163,15 @@ def sockets_in_a_child() -> tuple[dict[str, int], dict[str, int]]:
 
     in_child = json.loads(forked(lambda: json.dumps(counts())))
     assert_undisturbed(training)
-    return counts(), in_child
+    here = counts()
+    assert here["notes"] == here["gloo"] == 1
+    assert here["memory"] == (shares_memory() and not over_gloo)
+    assert here["store"] > 1 if bagua_ref.get_rank() == 0 else here["store"] == 0  # it listens, and both ranks have connections
+    assert in_child == {"notes": 0, "memory": 0, "gloo": 0, "store": 0}
 
 
-@pytest.mark.parametrize("over_gloo", [False, True], ids=["memory", "gloo"])
-def test_S2_5_a_forked_child_holds_no_socket_of_its_parents_groups(over_gloo: bool) -> None:
-    for rank, (here, in_child) in enumerate(launch(sockets_in_a_child, 2, init=False, over_gloo=over_gloo)):
-        assert here["notes"] == here["gloo"] == 1
-        assert here["memory"] == (shares_memory() and not over_gloo)
-        assert here["store"] > 1 if rank == 0 else here["store"] == 0  # it listens, and both ranks have connections
-        assert in_child == {"notes": 0, "memory": 0, "gloo": 0, "store": 0}
-
-
-def starts_its_own() -> str:
-    """The parent has no group; its child starts one of a single rank."""
+@on_every_process(1, init=False)
+def test_S1_a_child_may_start_a_group_of_its_own() -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
         os.environ.pop(name, None)
 
@@ -193,11 +182,7 @@ def starts_its_own() -> str:
         bagua_ref.destroy_process_group()
         return "trained"
 
-    return forked(own)
-
-
-def test_S1_a_child_may_start_a_group_of_its_own() -> None:
-    assert launch(starts_its_own, 1, init=False) == ["trained"]
+    assert forked(own) == "trained"
 
 
 class Samples(Dataset[torch.Tensor]):
@@ -208,7 +193,9 @@ class Samples(Dataset[torch.Tensor]):
         return batch(bagua_ref.get_rank(), index)[0]
 
 
-def trains_with_forked_workers(name: str) -> int:
+@pytest.mark.parametrize("name", ["gradient_allreduce", "async"])
+@on_every_process(2)
+def test_S1_training_with_forked_workers_of_a_data_loader(name: str) -> None:
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # daemons may not have children
     training, steps = Training(Algorithm.init(name)), 0
     for _ in range(2):
@@ -220,9 +207,4 @@ def trains_with_forked_workers(name: str) -> int:
             steps += 1
     if name == "async":
         training.module.bagua_algorithm.abort(training.module)
-    return steps
-
-
-@pytest.mark.parametrize("name", ["gradient_allreduce", "async"])
-def test_S1_training_with_forked_workers_of_a_data_loader(name: str) -> None:
-    assert launch(trains_with_forked_workers, 2, name) == [8, 8]
+    assert steps == 8

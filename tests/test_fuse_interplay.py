@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.launch import launch
+from tests.launch import on_every_process
 from tests.trainings import simulate
 from torch import Tensor, nn
 
@@ -160,18 +160,13 @@ def ddp(fuse: bool, view: bool, set_to_none: bool) -> tuple[list[Tensor], int]:
     return weights, optimizer._bagua_fused_count if fuse else 8
 
 
-def ddps() -> list[bool]:
-    result = []
+@on_every_process(2)
+def test_S6_torch_ddp_trains_as_with_the_unfused_optimizer() -> None:
     for view in (False, True):
         for set_to_none in (False, True):
             (ours, count), (theirs, _) = ddp(True, view, set_to_none), ddp(False, view, set_to_none)
-            result.append(count == 8 and all(map(torch.equal, ours, theirs)))
-    return result
-
-
-def test_S6_torch_ddp_trains_as_with_the_unfused_optimizer() -> None:
-    for result in launch(ddps, 2):
-        assert result == [True] * 4
+            assert count == 8
+            assert all(map(torch.equal, ours, theirs))
 
 
 def twins(make: Callable[[Any], Optimizer]) -> tuple[nn.Module, Any, nn.Module, Any]:

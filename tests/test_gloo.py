@@ -24,7 +24,6 @@ from tests.launch import launch, on_every_process, outcomes
 
 import bagua_ref
 from bagua_ref import ReduceOp
-from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.communicators.collectives import combine
 from bagua_ref.communicators.connection import Connection
 from bagua_ref.communicators.pipelining import exchange_pipelined
@@ -115,13 +114,14 @@ processes = pytest.mark.parametrize(
 @processes
 def test_S3_9_the_suite_passes_on_processes(nranks, over_gloo):
     for messages in launch(run_suite, nranks, over_gloo=over_gloo):
-        assert len(messages) == 17
+        assert len(messages) == 19
         assert set(messages.values()) == {""}, messages
 
 
 @processes
+@on_every_process()
 def test_S3_9_further_cases_on_processes(nranks, over_gloo):
-    launch(run_cases, nranks, over_gloo=over_gloo)
+    run_cases()
 
 
 class ThroughTheHost(TorchDistributedCommunicator):
@@ -169,57 +169,10 @@ def test_S3_9_reductions_of_random_floats(nranks, over_gloo):
             assert torch.equal(result, expected) if exact else torch.allclose(result, expected, rtol=0, atol=1e-6)
 
 
-def sum_16_bit():
-    """float16 cannot represent 2048 + 1, and 60000 is close to its largest number."""
-    results = []
-    for size in (4, 400_000):
-        ones = torch.full((size,), 2048.0 if bagua_ref.get_rank() == 0 else 1.0, dtype=torch.float16)
-        bagua_ref.allreduce_inplace(ones)
-        large = torch.full((size,), 60000.0, dtype=torch.float16)
-        bagua_ref.allreduce_inplace(large, ReduceOp.AVG)
-        bagua_ref.reduce_inplace(large, 0, ReduceOp.AVG)
-        results += [ones.unique().tolist(), large.unique().tolist()]
-    return results
-
-
 @transports
-def test_S3_9_16_bit_floats_are_summed_in_float32(over_gloo):
-    assert launch(sum_16_bit, 3, over_gloo=over_gloo) == [[[2050.0], [60000.0]] * 2] * 3
-
-
-def mean_then_sum():
-    """The mean divides tensors while they are loaded into the bucket; a sum that replaces it must not."""
-    tensor = torch.zeros(3).ensure_bagua_tensor("t")
-    bucket = BaguaBucket([tensor], "b", flatten=True)
-    results = []
-    for average in (True, False, True):
-        bucket.clear_ops().append_centralized_synchronous_op(average=average)
-        tensor.fill_(1.0 + bagua_ref.get_rank())
-        bucket.execute()
-        results.append(tensor.unique().tolist())
-    return results
-
-
-@transports
-def test_S3_1_a_bucket_whose_mean_was_cleared_sums(over_gloo):
-    assert launch(mean_then_sum, 4, over_gloo=over_gloo) == [[[2.5], [10.0], [2.5]]] * 4
-
-
-def max_of_nan():
-    results = []
-    for size in (4, 200_000):
-        x = torch.full((size,), float("nan") if bagua_ref.get_rank() == 1 else 1.0)
-        bagua_ref.allreduce_inplace(x, ReduceOp.MAX)
-        results.append(bool(x.isnan().all()))
-    return results
-
-
-@transports
-def test_S3_9_a_nan_is_the_maximum_whoever_brings_it(over_gloo):
-    assert launch(max_of_nan, 3, over_gloo=over_gloo) == [[True, True]] * 3
-
-
-def large_ring():
+@pytest.mark.parametrize("nranks", [2, 4])
+@on_every_process()
+def test_large_tensors_do_not_wait_for_each_other(nranks, over_gloo):
     """Neighbours send each other 8 MiB at once, more than any buffer in between holds."""
     rank, n, comm = bagua_ref.get_rank(), bagua_ref.get_world_size(), default_comm()
     send = torch.full((2**21,), float(rank))
@@ -233,23 +186,14 @@ def large_ring():
 
 
 @transports
-@pytest.mark.parametrize("nranks", [2, 4])
-def test_large_tensors_do_not_wait_for_each_other(nranks, over_gloo):
-    launch(large_ring, nranks, over_gloo=over_gloo)
-
-
-def through_the_host():
+@on_every_process(2)
+def test_tensors_that_gloo_cannot_reach_go_through_the_hosts_memory(over_gloo):
     group = _get_default_group()
     transport = group._job.transport
     comm = ThroughTheHost(transport.store, "host", group.ranks, transport.rank, 30.0, uses_nccl=False, waits=transport.waits)
     for call in cases.calls(comm.nranks()):
         cases.check(comm, call)
     cases.large_reductions(comm)
-
-
-@transports
-def test_tensors_that_gloo_cannot_reach_go_through_the_hosts_memory(over_gloo):
-    launch(through_the_host, 2, over_gloo=over_gloo)
 
 
 def on_a_gpu(backend):
@@ -292,84 +236,70 @@ def nodes_of_two():
     return places()
 
 
-def nodes_by_host():
-    del os.environ["GROUP_RANK"]
-    bagua_ref.init_process_group()
-    return bagua_ref.env.get_node_rank()
-
-
 def test_S1_nodes_as_the_caller_says():
     found = launch(nodes_of_two, 4, init=False)
     assert [identity for identity, _, _ in found] == [(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2)]
     assert found[3][1:] == ([(3, 4), (-1, 2), (1, 2)], 1111.0)
 
 
+@on_every_process(2, init=False)
 def test_S1_nodes_by_host_name_without_a_launcher():
-    assert launch(nodes_by_host, 2, init=False) == [0, 0]
+    del os.environ["GROUP_RANK"]
+    bagua_ref.init_process_group()
+    assert bagua_ref.env.get_node_rank() == 0
 
 
-def come_and_go():
-    totals = []
+@pytest.mark.parametrize("within_torchs", [False, True])
+@on_every_process(2, init=False)
+def test_S1_one_store_serves_one_job_after_another(within_torchs):
+    if within_torchs:
+        dist.init_process_group("gloo")
     for _ in range(3):
         bagua_ref.init_process_group(timeout=30)
         x = torch.ones(1)
         bagua_ref.allreduce_inplace(x)
-        totals.append(x.item())
+        assert x.item() == 2.0
         bagua_ref.destroy_process_group()
-    return totals
+    if within_torchs:
+        dist.barrier()
 
 
-def come_and_go_within_torchs():
-    dist.init_process_group("gloo")
-    totals = come_and_go()
-    dist.barrier()
-    return totals
-
-
-@pytest.mark.parametrize("function", [come_and_go, come_and_go_within_torchs], ids=lambda f: f.__name__)
-def test_S1_one_store_serves_one_job_after_another(function):
-    assert launch(function, 2, init=False) == [[2.0] * 3] * 2
-
-
-def connect_late(path):
-    """Delay rank 1's connection by a second; return whether it was connected when this rank had finished."""
+@on_every_process(2, init=False)
+def test_S1_nobody_leaves_init_process_group_before_all_are_connected(tmp_path):
+    """Otherwise a rank that ends immediately would break ranks that are still connecting."""
     if os.environ["RANK"] == "1":
         connect = dist.init_process_group
 
         def slowly(*args, **options):
             connect(*args, **options)
             time.sleep(1)
-            path.touch()
+            (tmp_path / "connected").touch()
 
         dist.init_process_group = slowly
     bagua_ref.init_process_group()
-    return path.exists()
+    assert (tmp_path / "connected").exists()
 
 
-def test_S1_nobody_leaves_init_process_group_before_all_are_connected(tmp_path):
-    """Otherwise a rank that ends immediately would break ranks that are still connecting."""
-    assert launch(connect_late, 2, tmp_path / "connected", init=False) == [True, True]
-
-
-def torch_subgroup():
-    torch_group = dist.new_group([0, 2])
+@on_every_process(3)
+def test_a_group_of_torchs_among_some_ranks():
+    rank, torch_group = bagua_ref.get_rank(), dist.new_group([0, 2])
     group = from_torch_group(torch_group)
-    if bagua_ref.get_rank() == 1:
-        return group.ranks, group.get_global_communicator().rank()
-    x = torch.tensor([bagua_ref.get_rank() + 1.0])
+    if rank == 1:
+        assert (group.ranks, group.get_global_communicator().rank()) == ((), -1)
+        return
+    x = torch.tensor([rank + 1.0])
     bagua_ref.allreduce_inplace(x, comm=torch_group.bagua_patch().bagua_get_global_communicator())
     bagua_ref.allreduce_inplace(x, comm=group.get_global_communicator())
-    return group.ranks, x.item()
-
-
-def test_a_group_of_torchs_among_some_ranks():
-    assert launch(torch_subgroup, 3) == [((0, 2), 8.0), ((), -1), ((0, 2), 8.0)]
+    assert (group.ranks, x.item()) == ((0, 2), 8.0)
 
 
 # Threads
 
 
-def two_threads():
+@transports
+@pytest.mark.parametrize("nranks", [2, 3])
+@on_every_process()
+def test_two_threads_with_a_group_each(nranks, over_gloo):
     """Each thread reduces its own numbers in its own group; the sizes differ between threads."""
     rank, groups, wrong = bagua_ref.get_rank(), [bagua_ref.new_group(), bagua_ref.new_group().for_background()], []
 
@@ -388,16 +318,12 @@ def two_threads():
         thread.start()
     for thread in threads:
         thread.join()
-    return wrong
+    assert wrong == []
 
 
 @transports
-@pytest.mark.parametrize("nranks", [2, 3])
-def test_two_threads_with_a_group_each(nranks, over_gloo):
-    assert launch(two_threads, nranks, over_gloo=over_gloo) == [[]] * nranks
-
-
-def two_threads_one_group():
+@on_every_process(2)
+def test_two_threads_in_one_group_are_an_error_and_never_mixed_up(over_gloo):
     comm, inside = default_comm(), threading.Event()
 
     def wait_for_rank_1():
@@ -419,12 +345,7 @@ def two_threads_one_group():
         comm.barrier()
     x = torch.ones(5)
     comm.allreduce_inplace(x)  # the group still works
-    return x.tolist()
-
-
-@transports
-def test_two_threads_in_one_group_are_an_error_and_never_mixed_up(over_gloo):
-    assert launch(two_threads_one_group, 2, over_gloo=over_gloo) == [[2.0] * 5] * 2
+    assert x.tolist() == [2.0] * 5
 
 
 # Failures
@@ -485,22 +406,15 @@ def test_S3_9_a_message_of_another_size_or_dtype_is_an_error_on_both_ranks(over_
         assert any("rank 1 gave up" in text for text in sender[name][0]), (name, sender[name])
 
 
-def late():
-    """A timeout of one second, shorter than one uninterruptible wait."""
-    if bagua_ref.get_rank() == 1:
-        time.sleep(1)
-    x = torch.ones(300_000)
-    bagua_ref.allreduce_inplace(x)
-    if bagua_ref.get_rank() == 0:
-        time.sleep(1)
-    y = torch.ones(3)
-    bagua_ref.allreduce_inplace(y)
-    return x.sum().item(), y.sum().item()
-
-
 @transports
+@on_every_process(2)
 def test_a_late_rank_is_waited_for(over_gloo):
-    assert launch(late, 2, over_gloo=over_gloo) == [(600_000.0, 6.0)] * 2
+    for size, late in ((300_000, 1), (3, 0)):
+        if bagua_ref.get_rank() == late:
+            time.sleep(1)  # longer than one uninterruptible wait
+        x = torch.ones(size)
+        bagua_ref.allreduce_inplace(x)
+        assert x.sum().item() == 2 * size
 
 
 def die():
@@ -560,7 +474,9 @@ def test_S2_5_a_rank_that_dies_makes_the_others_raise(nranks, over_gloo):
                 assert part in message
 
 
-def stay_away():
+@transports
+@on_every_process(2, collective_timeout=5)
+def test_S2_5_a_rank_that_stays_away_makes_the_others_raise_in_time(over_gloo):
     """Rank 1 connects but joins none of the collectives, each with its own group and thread."""
     comms = {name: bagua_ref.new_group().get_global_communicator() for name in WAITING}
     raised = {}
@@ -585,18 +501,11 @@ def stay_away():
         for thread in threads:
             thread.join()
         store.set("done", "")
+        assert set(raised) == set(WAITING)
+        for name, message in raised.items():
+            assert message.startswith(name.split()[-1])
+            assert "timed out after 5 s; rank 1 has not come" in message
     bagua_ref.destroy_process_group()
-    return raised
-
-
-@transports
-def test_S2_5_a_rank_that_stays_away_makes_the_others_raise_in_time(over_gloo):
-    raised, nothing = launch(stay_away, 2, collective_timeout=5, over_gloo=over_gloo)
-    assert nothing == {}
-    assert set(raised) == set(WAITING)
-    for name, message in raised.items():
-        assert message.startswith(name.split()[-1])
-        assert "timed out after 5 s; rank 1 has not come" in message
 
 
 @on_every_process(2, collective_timeout=1)
@@ -610,22 +519,14 @@ def test_S2_5_connecting_has_a_limit_too():
     bagua_ref.destroy_process_group()
 
 
-def alone():
-    with pytest.raises(
-        CommunicationTimeoutError, match=r"rank 1 timed out after 0\.5 s waiting for rank 0 of 2 in the store at 127\.0\.0\.1:"
-    ):
-        bagua_ref.init_process_group(timeout=0.5)
-    assert not bagua_ref.is_initialized()
-    assert not dist.is_initialized()
-
-
-def alone_with_company(rank_that_comes):
-    if bagua_ref.get_rank() == rank_that_comes:
-        alone()
-
-
+@on_every_process(2, init=False)
 def test_S1_nobody_waits_for_ever_for_the_others_to_start():
-    launch(alone_with_company, 2, 1, init=False)
+    if bagua_ref.get_rank() == 1:
+        said = r"rank 1 timed out after 0\.5 s waiting for rank 0 of 2 in the store at 127\.0\.0\.1:"
+        with pytest.raises(CommunicationTimeoutError, match=said):
+            bagua_ref.init_process_group(timeout=0.5)
+        assert not bagua_ref.is_initialized()
+        assert not dist.is_initialized()
 
 
 def abort_from_another_thread(collective):
@@ -676,7 +577,10 @@ def allreduce_twice():
         bagua_ref.allreduce_inplace(torch.ones(10))
 
 
-def give_up_and_live_on(manner):
+@transports
+@pytest.mark.parametrize(("manner", "why"), [("abort", "enough"), ("Ctrl-C", "KeyboardInterrupt in allreduce")])
+@on_every_process(3, collective_timeout=8)
+def test_those_who_wait_for_a_rank_that_gave_up_are_told_though_it_lives_on(manner, why, over_gloo):
     comm, rank = default_comm(), bagua_ref.get_rank()
     warm_up(comm)
     comm.barrier()
@@ -693,22 +597,15 @@ def give_up_and_live_on(manner):
         store.wait(["noticed by 1", "noticed by 2"])
     else:
         store.wait(["gave up"])
-        with pytest.raises(CommunicationError) as raised:
+        with pytest.raises(CommunicationError, match=f"rank 0 gave up: {why}"):
             allreduce_twice()  # gloo completes what has been started
         store.set(f"noticed by {rank}", "")
     bagua_ref.destroy_process_group()
-    return str(raised.value) if rank else ""
 
 
 @transports
-@pytest.mark.parametrize(("manner", "why"), [("abort", "enough"), ("Ctrl-C", "KeyboardInterrupt in allreduce")])
-def test_those_who_wait_for_a_rank_that_gave_up_are_told_though_it_lives_on(manner, why, over_gloo):
-    _, *said = launch(give_up_and_live_on, 3, manner, collective_timeout=8, over_gloo=over_gloo)
-    for message in said:
-        assert f"rank 0 gave up: {why}" in message
-
-
-def wait_for_two():
+@on_every_process(3, collective_timeout=5)
+def test_S2_5_a_timeout_names_the_ranks_that_have_not_come_and_what_they_wait_for(over_gloo):
     rank = bagua_ref.get_rank()
     warm_up(default_comm())
     bagua_ref.barrier()
@@ -719,19 +616,11 @@ def wait_for_two():
     elif rank == 1:
         time.sleep(6)
     else:
-        with pytest.raises(CommunicationTimeoutError) as raised:
+        with pytest.raises(CommunicationTimeoutError, match=r"^allreduce on .*timed out after 5 s; ") as raised:
             bagua_ref.allreduce_inplace(torch.ones(10))
+        assert "rank 1 has not come" in str(raised.value)
+        assert "rank 2 has not come, waiting in connect of group 'group0/global'" in str(raised.value)
     bagua_ref.destroy_process_group()
-    return "" if rank else str(raised.value)
-
-
-@transports
-def test_S2_5_a_timeout_names_the_ranks_that_have_not_come_and_what_they_wait_for(over_gloo):
-    message = launch(wait_for_two, 3, collective_timeout=5, over_gloo=over_gloo)[0]
-    assert message.startswith("allreduce on ")
-    assert "timed out after 5 s; " in message
-    assert "rank 1 has not come" in message
-    assert "rank 2 has not come, waiting in connect of group 'group0/global'" in message
 
 
 def end_with_an_exception():
@@ -866,17 +755,11 @@ def restart(fail, tmp_path):
     assert trained == [f"trained 1 {rank} {0.85**20:.4f}" for rank in range(2)], complaints
 
 
-def single_elements_of_any_stride() -> list[float]:
-    found = []
+@transports
+@on_every_process(2)
+def test_S3_9_a_single_element_may_have_any_stride(over_gloo):
     for dtype in (torch.float32, torch.bfloat16):
         x, y = (torch.full((2,), bagua_ref.get_rank() + 1.0, dtype=dtype)[::2] for _ in range(2))
         bagua_ref.broadcast(x, 0)
         bagua_ref.allreduce_inplace(y)
-        found += [x.item(), y.item()]
-    return found
-
-
-@pytest.mark.parametrize("memory", ["0", "1"])
-def test_S3_9_a_single_element_may_have_any_stride(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BAGUA_REF_SHARED_MEMORY", memory)
-    assert launch(single_elements_of_any_stride, 2) == [[1.0, 3.0] * 2] * 2
+        assert (x.item(), y.item()) == (1.0, 3.0)

@@ -7,16 +7,14 @@ import time
 
 import pytest
 import torch
-import torch.distributed as dist
 from tests.algorithms import CASES, Run, assert_same, model
-from tests.launch import launch, outcomes
-from tests.trainings import network, simulate, train, weights, wrap
+from tests.launch import launch, on_every_process, outcomes
+from tests.trainings import network, simulate, train, wrap
 from torch import nn
 
 import bagua_ref
 from bagua_ref.algorithms import (
     ByteGradAlgorithm,
-    GradientAllReduceAlgorithm,
 )
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.conformance import EXACT, SUM, assert_equal
@@ -25,31 +23,25 @@ from bagua_ref.errors import CommunicationError
 pytestmark = pytest.mark.slow
 
 
-def train_ours_and_torchs(steps: int) -> tuple[torch.Tensor, torch.Tensor]:
-    ours, theirs = network(), nn.parallel.DistributedDataParallel(network())
-    for module in (ours, theirs):
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-        if module is ours:
-            module.with_bagua([optimizer], GradientAllReduceAlgorithm())
-        train(module, optimizer, dist.get_rank(), range(steps))
-    return weights(ours), weights(theirs.module)
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_S5_1_gradient_allreduce_gives_torch_ddps_weights_after_20_steps(ranks: int) -> None:
-    for ours, theirs in launch(train_ours_and_torchs, ranks, 20):
-        # Each of 20 steps adds the rounding error of one sum to weights of magnitude at most about 1.
-        assert_equal(ours, theirs, SUM(20 * ranks), magnitude=1.0)
-
-
 STEPS = 7
 
 
-def train_each(dtype: torch.dtype, names: list[str], do_flatten: bool) -> dict[str, list[torch.Tensor]]:
+class Mixed(nn.Sequential):
+    """A layer of float32 and one of float64."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(6, 8), nn.Linear(8, 3).double())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self[1](self[0](x).double())  # type: ignore[no-any-return]
+
+
+def train_each(dtype: torch.dtype | None, names: list[str], do_flatten: bool) -> dict[str, list[torch.Tensor]]:
     """Return the weights after every step with each of the algorithms."""
     seen: dict[str, list[torch.Tensor]] = {}
     for name in names:
-        run = Run(name, model(0, dtype), do_flatten=do_flatten)
+        run = Run(name, Mixed() if dtype is None else model(0, dtype), do_flatten=do_flatten)
         for number in range(STEPS):
             run.step(number)
             seen.setdefault(name, []).append(run.weights())
@@ -63,13 +55,15 @@ def train_each(dtype: torch.dtype, names: list[str], do_flatten: bool) -> dict[s
         ((1, 1), torch.float32, False),
         ((1, 3), torch.float32, True),
         ((2, 1), torch.bfloat16, True),
+        ((1, 1), None, True),
     ],
     ids=str,
 )
 def test_every_algorithm_trains_over_gloo_as_in_the_simulation(
-    nodes: tuple[int, ...], dtype: torch.dtype, do_flatten: bool
+    nodes: tuple[int, ...], dtype: torch.dtype | None, do_flatten: bool
 ) -> None:
-    given = dtype, [name for name, case in CASES.items() if case.takes(nodes)], do_flatten
+    """None is a dtype for each layer, which the global weights of DiLoCo follow."""
+    given = dtype, [name for name, case in CASES.items() if case.takes(nodes) and (dtype or case.float64)], do_flatten
     real = launch(train_each, sum(nodes), *given, nodes=nodes)
     simulated = simulate(sum(nodes), lambda r: train_each(*given), nodes=nodes)
     for name in given[1]:
@@ -83,25 +77,20 @@ def test_every_algorithm_trains_over_gloo_as_in_the_simulation(
                     assert_equal(found, wanted, EXACT if exact else SUM((step + 1) * (sum(nodes) + 1)), magnitude=1.0)
 
 
-def means_then_sum(flatten: bool) -> list[float]:
-    """Return the values after two means and a sum in a row, and after a sum alone."""
-    tensor = torch.zeros(3).ensure_bagua_tensor("t")
-    bucket = BaguaBucket([tensor], "b", flatten)
-    results = []
-    for average in (True, True, False):
-        bucket.append_centralized_synchronous_op(average=average)
-        tensor.fill_(bagua_ref.get_rank() + 1.0)
-        bucket.execute()
-        results += tensor.unique().tolist()
-    bucket.clear_ops().append_centralized_synchronous_op(average=False)
-    tensor.fill_(bagua_ref.get_rank() + 1.0)
-    bucket.execute()
-    return results + tensor.unique().tolist()
-
-
-@pytest.mark.parametrize("flatten", [True, False])
-def test_S3_1_tensors_are_divided_once_by_the_operation_that_is_a_mean(flatten: bool) -> None:
-    assert launch(means_then_sum, 3, flatten) == [[2.0, 2.0, 6.0, 6.0]] * 3
+@pytest.mark.parametrize("over_gloo", [True, False], ids=["gloo", "memory"])
+@on_every_process(3)
+def test_S3_1_tensors_are_divided_once_by_the_operation_that_is_a_mean(over_gloo: bool) -> None:
+    """Also if a sum follows means, and when it replaces them; the mean divides tensors while they are loaded into the bucket."""
+    for flatten in (True, False):
+        tensor = torch.zeros(3).ensure_bagua_tensor("t")
+        bucket = BaguaBucket([tensor], "b", flatten)
+        for average, clear, expected in ((True, False, 2.0), (True, False, 2.0), (False, False, 6.0), (False, True, 6.0)):
+            if clear:
+                bucket.clear_ops()
+            bucket.append_centralized_synchronous_op(average=average)
+            tensor.fill_(bagua_ref.get_rank() + 1.0)
+            bucket.execute()
+            assert tensor.tolist() == [expected] * 3
 
 
 def train_and_lose_a_peer() -> str:

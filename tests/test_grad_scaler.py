@@ -6,21 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from tests.launch import launch
 from tests.test_uneven import wrapped
-from tests.trainings import batch, network, on_every_rank, simulate, weights
+from tests.trainings import batch, by_name, network, on_every_rank, simulate, weights
 from torch import nn
 
 import bagua_ref
 from bagua_ref.algorithms import (
     Algorithm,
-    AsyncModelAverageAlgorithm,
-    ByteGradAlgorithm,
-    DecentralizedAlgorithm,
     GradientAllReduceAlgorithm,
     LowPrecisionDecentralizedAlgorithm,
-    QAdamAlgorithm,
-    QAdamOptimizer,
 )
 from bagua_ref.errors import CommunicationError
 
@@ -57,21 +51,10 @@ def skipping(rank: int, fused: bool = False) -> tuple[list[float], list[int], bo
     return scales, [taken], bool(weights(module).isfinite().all())
 
 
-def skipping_here() -> list[Any]:
-    rank = bagua_ref.get_rank()
-    return [skipping(rank), skipping(rank, fused=True)]
-
-
-EXPECTED = ([16.0, 8.0, 8.0, 8.0, 4.0, 4.0], [4], True)
-
-
 @pytest.mark.parametrize("fused", [False, True])
-def test_all_ranks_skip_a_step_in_which_one_overflows(fused: bool) -> None:
-    assert simulate(3, lambda r: skipping(r, fused)) == [EXPECTED] * 3
-
-
-def test_ranks_over_gloo_skip_together() -> None:
-    assert launch(skipping_here, 3) == [[EXPECTED, EXPECTED]] * 3
+@on_every_rank(3)
+def test_all_ranks_skip_a_step_in_which_one_overflows(r: int, fused: bool) -> None:
+    assert skipping(r, fused) == ([16.0, 8.0, 8.0, 8.0, 4.0, 4.0], [4], True)
 
 
 @on_every_rank(3)
@@ -83,53 +66,45 @@ def test_torchs_own_scaler_is_an_error_that_names_the_step(r: int) -> None:
     assert "rank 1 has taken 2 optimizer steps, ranks 0, 2 have taken 3 optimizer steps" in said or "backward passes since" in said
 
 
-def test_one_rank_with_torchs_scaler_is_an_error_on_all() -> None:
-    def rank(r: int) -> str:
-        module, optimizer = wrapped(low_precision())
-        scaler = torch.amp.GradScaler("cpu") if r == 1 else bagua_ref.GradScaler("cpu")
-        with pytest.raises(CommunicationError) as caught:
-            train(module, optimizer, scaler, r, 3, {})
-        with pytest.raises(CommunicationError, match="cannot train on"):
-            module(batch(r, 0))
-        return str(caught.value)
-
+@on_every_rank(3)
+def test_one_rank_with_torchs_scaler_is_an_error_on_all(r: int) -> None:
+    module, optimizer = wrapped(low_precision())
+    scaler = torch.amp.GradScaler("cpu") if r == 1 else bagua_ref.GradScaler("cpu")
     said = "rank 1 is about to exchange buckets, ranks 0, 2 are about to decide whether to skip an optimizer step"
-    assert all(said in theirs for theirs in simulate(3, rank))
+    with pytest.raises(CommunicationError, match=said):
+        train(module, optimizer, scaler, r, 3, {})
+    with pytest.raises(CommunicationError, match="cannot train on"):
+        module(batch(r, 0))
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_with_two_optimizers_only_the_one_that_overflows_skips(first: int) -> None:
-    def rank(r: int) -> list[int]:
-        module = network()
-        optimizers = [torch.optim.Adam(module[place].parameters()) for place in (0, 2)]
-        module.with_bagua(optimizers, low_precision())
-        scaler = bagua_ref.GradScaler("cpu", init_scale=16.0)
-        for step in range(3):
-            module.zero_grad()
-            scaler.scale(module(batch(r, step)).square().mean()).backward()
-            if (r, step) == (1, 1):
-                module[2 * first].weight.grad[0, 0] = torch.inf
-            for optimizer in optimizers:
-                scaler.step(optimizer)
-            scaler.update()
-        assert scaler.get_scale() == 8.0
-        return [int(o.state[module[2 * place].weight]["step"]) for place, o in enumerate(optimizers)]
-
-    assert simulate(2, rank) == [[2, 3], [3, 2]][first : first + 1] * 2
+@on_every_rank(2)
+def test_with_two_optimizers_only_the_one_that_overflows_skips(r: int, first: int) -> None:
+    module = network()
+    optimizers = [torch.optim.Adam(module[place].parameters()) for place in (0, 2)]
+    module.with_bagua(optimizers, low_precision())
+    scaler = bagua_ref.GradScaler("cpu", init_scale=16.0)
+    for step in range(3):
+        module.zero_grad()
+        scaler.scale(module(batch(r, step)).square().mean()).backward()
+        if (r, step) == (1, 1):
+            module[2 * first].weight.grad[0, 0] = torch.inf
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 8.0
+    assert [int(o.state[module[2 * place].weight]["step"]) for place, o in enumerate(optimizers)] == [[2, 3], [3, 2]][first]
 
 
 @pytest.mark.parametrize("counts", [[[5, 2, 0], [1, 0, 3]], [[3, 3, 3], [2, 2, 2]]])
-def test_ranks_without_batches_take_part_and_end_with_the_same_scale(counts: list[list[int]]) -> None:
-    def rank(r: int) -> tuple[list[int], float]:
-        module, optimizer = wrapped(low_precision())
-        scaler = bagua_ref.GradScaler("cpu", init_scale=16.0)
-        for epoch in counts:
-            with bagua_ref.join([module, scaler]):
-                train(module, optimizer, scaler, r, epoch[r], {0: {1, 4}})
-        return module._bagua.steps_of_optimizers, scaler.get_scale()
-
-    taken, scale = [(8 - 2, 4.0), (5 - 2, 4.0)][counts[0][0] == 3]
-    assert simulate(3, rank) == [([taken], scale)] * 3
+@on_every_rank(3)
+def test_ranks_without_batches_take_part_and_end_with_the_same_scale(r: int, counts: list[list[int]]) -> None:
+    module, optimizer = wrapped(low_precision())
+    scaler = bagua_ref.GradScaler("cpu", init_scale=16.0)
+    for epoch in counts:
+        with bagua_ref.join([module, scaler]):
+            train(module, optimizer, scaler, r, epoch[r], {0: {1, 4}})
+    assert (module._bagua.steps_of_optimizers, scaler.get_scale()) == ([sum(map(max, counts)) - 2], 4.0)
 
 
 @pytest.mark.parametrize("algorithm", [low_precision, GradientAllReduceAlgorithm])
@@ -141,47 +116,32 @@ def test_inside_join_a_scaler_must_be_listed(r: int, algorithm: Any) -> None:
         train(module, optimizer, bagua_ref.GradScaler("cpu"), r, 1, {})
 
 
-def test_a_scaler_that_is_not_enabled_does_nothing() -> None:
-    def rank(r: int) -> list[float]:
-        module, optimizer = wrapped(low_precision())
-        with bagua_ref.join([module]):
-            return train(module, optimizer, bagua_ref.GradScaler("cpu", enabled=False), r, 1 + r, {})
-
-    assert simulate(2, rank) == [[1.0], [1.0, 1.0]]
+@on_every_rank(2)
+def test_a_scaler_that_is_not_enabled_does_nothing(r: int) -> None:
+    module, optimizer = wrapped(low_precision())
+    with bagua_ref.join([module]):
+        assert train(module, optimizer, bagua_ref.GradScaler("cpu", enabled=False), r, 1 + r, {}) == [1.0] * (1 + r)
 
 
-def adam(module: nn.Module) -> tuple[torch.optim.Optimizer, Algorithm]:
-    optimizer = QAdamOptimizer(module.parameters(), warmup_steps=2)
-    return optimizer, QAdamAlgorithm(optimizer, hierarchical=False)
+ALIKE: list[tuple[str, dict[str, Any]]] = [
+    ("gradient_allreduce", {}),
+    ("bytegrad", {"hierarchical": False}),
+    ("async", {"sync_interval_ms": 0, "warmup_steps": 10}),
+    ("qadam", {"hierarchical": False}),
+]
+APART: list[tuple[str, dict[str, Any]]] = [("decentralized", {"hierarchical": False}), ("async", {"sync_interval_ms": 0})]
 
 
-ALIKE: dict[str, Any] = {
-    "gradient_allreduce": GradientAllReduceAlgorithm,
-    "bytegrad": lambda: ByteGradAlgorithm(hierarchical=False),
-    "async in warm-up": lambda: AsyncModelAverageAlgorithm(sync_interval_ms=0, warmup_steps=10),
-    "qadam": None,
-}
-APART: dict[str, Any] = {
-    "decentralized": lambda: DecentralizedAlgorithm(hierarchical=False),
-    "async": lambda: AsyncModelAverageAlgorithm(sync_interval_ms=0),
-}
-
-
-def scales_and_notes(algorithm: Any, scaler_class: Any) -> list[tuple[list[float], int]]:
+def scales_and_notes(name: str, options: dict[str, Any], scaler_class: Any) -> list[tuple[list[float], int]]:
     """Return, for each rank, the scale after each step in which rank 1 overflows, and the number of notes exchanged."""
     counts = {}
 
     def rank(r: int) -> list[float]:
         module = network()
-        if algorithm is None:
-            optimizer, made = adam(module)
-        else:
-            optimizer, made = torch.optim.SGD(module.parameters(), lr=0.1), algorithm()
         scaler = scaler_class("cpu", init_scale=16.0)
-        if algorithm is None:
-            made.grad_scaler = scaler
-        module.with_bagua([optimizer], made)
-        comm = module._bagua.rounds.agreement.comm
+        optimizer, algorithm = by_name(name, module, **options, **({"grad_scaler": scaler} if name == "qadam" else {}))
+        module.with_bagua([optimizer], algorithm)  # type: ignore[operator]
+        comm = module._bagua.rounds.group.get_global_communicator()
         exchange, counts[r] = comm.exchange_ints, 0
 
         def counting(*args: Any, **options: Any) -> Any:
@@ -195,15 +155,15 @@ def scales_and_notes(algorithm: Any, scaler_class: Any) -> list[tuple[list[float
     return [(mine, counts[r]) for r, mine in enumerate(scales)]
 
 
-@pytest.mark.parametrize("algorithm", ALIKE)
-def test_where_gradients_are_equal_nothing_more_is_sent(algorithm: str) -> None:
-    ours = scales_and_notes(ALIKE[algorithm], bagua_ref.GradScaler)
-    assert ours == scales_and_notes(ALIKE[algorithm], torch.amp.GradScaler)
+@pytest.mark.parametrize(("name", "options"), ALIKE, ids=str)
+def test_where_gradients_are_equal_nothing_more_is_sent(name: str, options: dict[str, Any]) -> None:
+    ours = scales_and_notes(name, options, bagua_ref.GradScaler)
+    assert ours == scales_and_notes(name, options, torch.amp.GradScaler)
     assert [scales for scales, _ in ours] == [[16.0, 8.0, 8.0, 8.0, 4.0]] * 3
 
 
-@pytest.mark.parametrize("algorithm", APART)
-def test_where_ranks_may_take_different_steps_each_skips_its_own(algorithm: str) -> None:
-    ours = scales_and_notes(APART[algorithm], bagua_ref.GradScaler)
-    assert ours == scales_and_notes(APART[algorithm], torch.amp.GradScaler)
+@pytest.mark.parametrize(("name", "options"), APART, ids=str)
+def test_where_ranks_may_take_different_steps_each_skips_its_own(name: str, options: dict[str, Any]) -> None:
+    ours = scales_and_notes(name, options, bagua_ref.GradScaler)
+    assert ours == scales_and_notes(name, options, torch.amp.GradScaler)
     assert [scales[-1] for scales, _ in ours] == [16.0, 4.0, 16.0]

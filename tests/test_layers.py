@@ -40,7 +40,7 @@ HOUSE = (
     Floor(0, ("model_parallel", "moe", "service", "distributed.launch", "distributed.run"), layers(0)),  # not provided
     Floor(
         1,
-        ("backends.base", "backends.checks", "backends.codec", "backends.formats", "communicators.base",
+        ("backends.base", "backends.codec", "communicators.base",
           "communicators.collectives", "communicators.pipelining", "communicators.topology", "formulas", "formulas.*"),
         layers(range(2)),
     ),

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.launch import launch, outcomes
+from tests.launch import launch, on_every_process, outcomes
 from tests.scripts import load_script
-from tests.trainings import batch, network, simulate, wrap
+from tests.trainings import batch, by_name, network, on_every_rank, simulate, wrap
 from torch import nn
 
 import bagua_ref
-from bagua_ref.algorithms import Algorithm, GradientAllReduceAlgorithm, LocalSGDAlgorithm, QAdamOptimizer
+from bagua_ref.algorithms import Algorithm, GradientAllReduceAlgorithm, LocalSGDAlgorithm
 from bagua_ref.backends.reference.backend import ReferenceBackend
 from bagua_ref.backends.reference.codecs.minmax_uint8 import MinMaxUInt8
 from bagua_ref.base.runtime import current_world
@@ -52,11 +52,8 @@ def line() -> Any:
 
 def trained(name: str, options: dict[str, Any], steps: int = 5) -> dict[str, Any]:
     """Return the metrics after some steps."""
-    module = line()
-    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.01)
-    if name == "qadam":
-        options = {**options, "q_adam_optimizer": (optimizer := QAdamOptimizer(module.parameters(), warmup_steps=2))}
-    module.with_bagua([optimizer], Algorithm.init(name, **options))
+    optimizer, algorithm = by_name(name, module := line(), lr=0.01, **options)
+    module.with_bagua([optimizer], algorithm)
     assert module.bagua_metrics()["bytes_sent"] == 0
     for step in range(steps):
         optimizer.zero_grad()
@@ -101,12 +98,11 @@ def test_hierarchical_bytes_differ_between_leaders_and_others() -> None:
         assert sent == 5 * (inside(r % 2) + leader + 4 * SIZE // 2)
 
 
-def test_steps_in_agreement_stand_still_between_rounds() -> None:
-    def rank(r: int) -> list[int]:
-        return [trained("local_sgd", {"period": 3}, steps)["steps_in_agreement"] for steps in (2, 3, 4, 6)]
-
-    assert simulate(2, rank) == [[0, 3, 3, 6]] * 2
-    assert [m["steps_in_agreement"] for m in simulate(2, lambda r: trained("gradient_allreduce", {}))] == [4, 4]
+@on_every_rank(2)
+def test_steps_in_agreement_stand_still_between_rounds(r: int) -> None:
+    for steps, agreed in ((2, 0), (3, 3), (4, 3), (6, 6)):
+        assert trained("local_sgd", {"period": 3}, steps)["steps_in_agreement"] == agreed
+    assert trained("gradient_allreduce", {})["steps_in_agreement"] == 4
 
 
 def test_the_exposed_wait_is_the_time_that_another_rank_is_late() -> None:
@@ -127,16 +123,13 @@ def test_the_exposed_wait_is_the_time_that_another_rank_is_late() -> None:
     assert first["seconds_since_last_exchange"] == second["seconds_since_last_exchange"] == 2
 
 
-def test_waiting_for_buffers_counts_and_so_do_their_bytes() -> None:
-    def buffers(r: int) -> tuple[float, int]:
-        model: Any = DistributedDataParallel(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
-        current_world().sleep(0.25 * (1 - r))
-        model(torch.ones(2, 3))
-        metrics = model.bagua_metrics()
-        return metrics["exposed_wait_seconds"], metrics["bytes_sent"]
-
-    half_of_7_numbers = (2 * 3 * 4 + 8) // 2
-    assert simulate(2, buffers) == [(0, half_of_7_numbers), (0.25, half_of_7_numbers)]
+@on_every_rank(2)
+def test_waiting_for_buffers_counts_and_so_do_their_bytes(r: int) -> None:
+    model: Any = DistributedDataParallel(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    current_world().sleep(0.25 * (1 - r))
+    model(torch.ones(2, 3))
+    metrics, half_of_7_numbers = model.bagua_metrics(), (2 * 3 * 4 + 8) // 2
+    assert (metrics["exposed_wait_seconds"], metrics["bytes_sent"]) == (0.25 * r, half_of_7_numbers)
 
 
 def test_waiting_for_weights_that_a_round_changes_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,19 +178,17 @@ def test_the_drifts_of_two_ranks_to_their_mean_are_equal() -> None:
     assert min(first) > 0
 
 
-def test_the_drift_of_diloco_and_local_sgd_is_exact() -> None:
-    def rank(r: int) -> list[float]:
-        found = []
-        for name in ("local_sgd", "diloco"):
-            module: Any = nn.Linear(4, 1, bias=False)
-            nn.init.zeros_(module.weight)
-            _, optimizer = wrap(module, Algorithm.init(name, period=1), lr=1.0)
-            module(torch.full((1, 4), 1.0 + 2 * r)).sum().backward()  # rank 0 moves by 1, rank 1 by 3
-            optimizer.step()
-            found.append(module.bagua_metrics()["drift"])
-        return found
-
-    assert simulate(2, rank) == [[2, 2], [2, 6]]  # 4 elements: to the mean -2, both 1 away; to the global 0
+@on_every_rank(2)
+def test_the_drift_of_diloco_and_local_sgd_is_exact(r: int) -> None:
+    found = []
+    for name in ("local_sgd", "diloco"):
+        module: Any = nn.Linear(4, 1, bias=False)
+        nn.init.zeros_(module.weight)
+        _, optimizer = wrap(module, Algorithm.init(name, period=1), lr=1.0)
+        module(torch.full((1, 4), 1.0 + 2 * r)).sum().backward()  # rank 0 moves by 1, rank 1 by 3
+        optimizer.step()
+        found.append(module.bagua_metrics()["drift"])
+    assert found == [[2, 2], [2, 6]][r]  # 4 elements: to the mean -2, both 1 away; to the global 0
 
 
 def asynchronous(r: int) -> dict[str, Any]:
@@ -330,12 +321,10 @@ def test_nothing_is_written_unasked_and_a_folder_that_cannot_be_written_hides_no
     assert [flight_recorder.dump(tmp_path).name for _ in range(3)] == ["rank0.json", "rank0-1.json", "rank0-2.json"]
 
 
-def test_the_record_is_bounded() -> None:
-    def rank(r: int) -> int:
-        trained("gradient_allreduce", {}, steps=200)
-        return len(flight_recorder.record()["operations"])
-
-    assert simulate(2, rank) == [256, 256]
+@on_every_rank(2)
+def test_the_record_is_bounded(r: int) -> None:
+    trained("gradient_allreduce", {}, steps=200)
+    assert len(flight_recorder.record()["operations"]) == 256
 
 
 def come_late(folder: str, timeout: float | None) -> None:
@@ -374,42 +363,34 @@ def test_the_files_say_what_a_rank_still_waits_for(tmp_path: Path) -> None:
     assert wait["ranks"] == [0, 1, 2]
 
 
-def reduce_with_other_reductions(folder: str) -> str:
-    os.environ[flight_recorder.FOLDER] = folder
+@pytest.mark.slow
+@on_every_process(2)
+def test_a_communication_hook_writes_what_was_last_too(tmp_path: Path) -> None:
+    os.environ[flight_recorder.FOLDER] = str(tmp_path)
     model = nn.parallel.DistributedDataParallel(line())
     state, hook = bagua_ref.ddp_comm_hook("bytegrad", hierarchical=False)
     model.register_comm_hook(state, hook)
     model(torch.ones(1, SIZE)).sum().backward()
     state.steps_of_optimizers[0] += bagua_ref.get_rank()
-    with pytest.raises(RuntimeError) as raised:
+    file = tmp_path / f"rank{bagua_ref.get_rank()}.json"
+    with pytest.raises(RuntimeError, match=rf"disagree.*{file}"):
         model(torch.ones(1, SIZE)).sum().backward()
-    return str(raised.value)
+    written = json.loads(file.read_text())
+    assert [o["kind"] for o in written["operations"]] == ["agreement", "CentralizedLowPrecision", "agreement"]
 
 
-@pytest.mark.slow
-def test_a_communication_hook_writes_what_was_last_too(tmp_path: Path) -> None:
-    for r, message in enumerate(launch(reduce_with_other_reductions, 2, str(tmp_path))):
-        assert "disagree" in message
-        assert f"{tmp_path}/rank{r}.json" in message
-        written = json.loads((tmp_path / f"rank{r}.json").read_text())
-        assert [o["kind"] for o in written["operations"]] == ["agreement", "CentralizedLowPrecision", "agreement"]
-
-
-def test_a_failure_of_asynchronous_averaging_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@on_every_rank(2)
+def test_a_failure_of_asynchronous_averaging_is_written(r: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(flight_recorder.FOLDER, str(tmp_path))
+    module, optimizer = wrap(line(), Algorithm.init("async", sync_interval_ms=100), lr=0.01)
 
-    def rank(r: int) -> None:
-        module, optimizer = wrap(line(), Algorithm.init("async", sync_interval_ms=100), lr=0.01)
+    def train() -> None:
+        for step in range(20):
+            module(torch.ones(1, SIZE)).sum().backward()
+            optimizer.step()
+            current_world().sleep(0.05)
+            if step == 10:
+                module.bagua_algorithm._rounds._group.abort("a test")
 
-        def train() -> None:
-            for step in range(20):
-                module(torch.ones(1, SIZE)).sum().backward()
-                optimizer.step()
-                current_world().sleep(0.05)
-                if step == 10:
-                    module.bagua_algorithm._rounds._group.abort("a test")
-
-        with pytest.raises(CommunicationError, match=f"this rank's last operations are in {tmp_path}/rank{r}"):
-            train()
-
-    simulate(2, rank)
+    with pytest.raises(CommunicationError, match=f"this rank's last operations are in {tmp_path}/rank{r}"):
+        train()

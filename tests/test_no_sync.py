@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tests.launch import on_every_process
-from tests.trainings import on_every_rank, simulate, weights, wrap
+from tests.trainings import by_name, on_every_rank, simulate, weights, wrap
 from tests.trainings import small_batch as batch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import bagua_ref
-from bagua_ref.algorithms import Algorithm, AsyncModelAverageAlgorithm, GradientAllReduceAlgorithm, QAdamOptimizer
+from bagua_ref.algorithms import Algorithm, AsyncModelAverageAlgorithm, GradientAllReduceAlgorithm
 from bagua_ref.data_parallel import DistributedDataParallel
 
 ALGORITHMS = {
@@ -84,14 +85,9 @@ BETWEEN = (under_no_sync, without_gradients, without_gradients_under_no_sync, in
 
 
 def wrapped(algorithm: str, wrapper: bool) -> tuple[Any, torch.optim.Optimizer]:
-    module, options = Net(), dict[str, Any](ALGORITHMS[algorithm])
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    if algorithm == "qadam":
-        optimizer = options["q_adam_optimizer"] = QAdamOptimizer(module.parameters(), lr=0.01, warmup_steps=2)
-    made = Algorithm.init(algorithm, **options)
-    return DistributedDataParallel(module, optimizers=[optimizer], algorithm=made) if wrapper else module.with_bagua(
-        [optimizer], made
-    ), optimizer  # fmt: skip
+    optimizer, algorithm_of = by_name(algorithm, module := Net(), **ALGORITHMS[algorithm])
+    wrap_it = partial(DistributedDataParallel, module) if wrapper else module.with_bagua
+    return wrap_it(optimizers=[optimizer], algorithm=algorithm_of), optimizer
 
 
 def train(rank: int, algorithm: str, between: Callable[[Any, torch.Tensor], None], wrapper: bool) -> torch.Tensor:
@@ -154,11 +150,15 @@ def mean_gradients(losses: Callable[[Net, int], list[torch.Tensor]]) -> list[tor
     return gradients(module)
 
 
-def both(module: Any, rank: int, first_no_sync: bool, whole: bool = True) -> list[torch.Tensor]:
+def around(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return loss_of(checkpoint(module, x.requires_grad_(), use_reentrant=True))
+
+
+def both(module: Any, rank: int, first_no_sync: bool, whole: bool = True, in_checkpoint: bool = False) -> list[torch.Tensor]:
     """Return the losses of a forward pass outside `no_sync` and of one inside, in either order."""
 
     def synchronized() -> torch.Tensor:
-        return loss_of(module(batch(rank), whole))
+        return around(module, batch(rank)) if in_checkpoint else loss_of(module(batch(rank), whole))
 
     def local() -> torch.Tensor:
         with module.no_sync() if hasattr(module, "bagua_algorithm") else nullcontext():
@@ -167,13 +167,13 @@ def both(module: Any, rank: int, first_no_sync: bool, whole: bool = True) -> lis
     return [local(), synchronized()] if first_no_sync else [synchronized(), local()]
 
 
-@pytest.mark.parametrize("first_no_sync", [False, True])
+@pytest.mark.parametrize(("first_no_sync", "in_checkpoint"), [(False, False), (True, False), (True, True)])
 def test_S5_a_backward_pass_of_a_forward_pass_under_no_sync_stays_local_and_the_other_one_reduces_both(
-    first_no_sync: bool,
+    first_no_sync: bool, in_checkpoint: bool
 ) -> None:
     def rank(r: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         module = Net().with_bagua([], GradientAllReduceAlgorithm())
-        losses = both(module, r, first_no_sync)
+        losses = both(module, r, first_no_sync, in_checkpoint=in_checkpoint)
         local, synchronized = losses if first_no_sync else losses[::-1]
         local.backward()
         before = gradients(module)
@@ -275,58 +275,32 @@ def test_S5_a_reentrant_checkpoint_around_the_module_is_one_training_forward_pas
         assert any(map(torch.equal, found, other)) != no_sync
 
 
-def around(module: Any, x: torch.Tensor) -> torch.Tensor:
-    return loss_of(checkpoint(module, x.requires_grad_(), use_reentrant=True))
+@on_every_rank(2)
+def test_S5_a_forward_pass_without_gradients_counts_no_step_and_sends_nothing(r: int) -> None:
+    module = Net()
+    module.register_buffer("extra", torch.zeros(1))
+    model = DistributedDataParallel(module, algorithm=Algorithm.init("decentralized"))
+    sent = model.bagua_metrics()["bytes_sent"]
+    for _ in range(3):
+        without_gradients(model, batch(r))
+    assert (model.bagua_train_step_counter, model.bagua_metrics()["bytes_sent"] - sent) == (0, 0)
 
 
-def test_S5_a_reentrant_checkpoint_around_the_module_is_told_from_other_forward_passes() -> None:
-    def rank(r: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        module = Net().with_bagua([], GradientAllReduceAlgorithm())
-        with module.no_sync():
-            local = loss_of(module(batch(r)))
-        synchronized = around(module, batch(r, 1))
-        local.backward()
-        before = gradients(module)
-        synchronized.backward()
-        return before, gradients(module)
-
-    (before, after), (other_before, other_after) = simulate(2, rank)
-    assert not any(map(torch.equal, before, other_before))
-    assert all(map(torch.equal, after, other_after))
-    torch.testing.assert_close(after, mean_gradients(lambda module, r: [loss_of(module(batch(r, step))) for step in (0, 1)]))
-
-
-def test_S5_a_forward_pass_without_gradients_counts_no_step_and_sends_nothing() -> None:
-    def rank(r: int) -> tuple[int, float]:
-        module = Net()
-        module.register_buffer("extra", torch.zeros(1))
-        model = DistributedDataParallel(module, algorithm=Algorithm.init("decentralized"))
-        sent = model.bagua_metrics()["bytes_sent"]
-        for _ in range(3):
-            without_gradients(model, batch(r))
-        return model.bagua_train_step_counter, model.bagua_metrics()["bytes_sent"] - sent
-
-    assert simulate(2, rank) == [(0, 0), (0, 0)]
-
-
-def test_S5_6_a_forward_pass_without_gradients_lets_no_round_in_before_the_backward_pass() -> None:
-    def rank(r: int) -> list[bool]:
-        module, optimizer = wrap(Net(), AsyncModelAverageAlgorithm(sync_interval_ms=0), lr=0.1)
-        holder = module.bagua_algorithm._holder
-        held = []
-        for between in (nothing, without_gradients, without_gradients):
-            loss = loss_of(module(batch(r)))
-            between(module, batch(r, 1))
-            held.append(holder._forward is not None and holder._forward.awaits_backward)
-            loss.backward()
-            held.append(holder._forward is None)
-            without_gradients(module, batch(r))
-            held.append(holder._forward is None)
-            optimizer.step()
-        module.bagua_algorithm.abort(module)
-        return held
-
-    assert all(all(held) for held in simulate(2, rank))
+@on_every_rank(2)
+def test_S5_6_a_forward_pass_without_gradients_lets_no_round_in_before_the_backward_pass(r: int) -> None:
+    module, optimizer = wrap(Net(), AsyncModelAverageAlgorithm(sync_interval_ms=0), lr=0.1)
+    holder = module.bagua_algorithm._holder
+    for between in (nothing, without_gradients, without_gradients):
+        loss = loss_of(module(batch(r)))
+        between(module, batch(r, 1))
+        assert holder._forward is not None
+        assert holder._forward.awaits_backward
+        loss.backward()
+        assert holder._forward is None
+        without_gradients(module, batch(r))
+        assert holder._forward is None
+        optimizer.step()
+    module.bagua_algorithm.abort(module)
 
 
 @on_every_rank(2)
@@ -350,35 +324,29 @@ class Failing(torch.autograd.Function):
         raise ArithmeticError("fails")
 
 
-def test_S5_a_backward_pass_that_failed_half_way_does_not_disturb_a_reentrant_checkpoint_around_the_module() -> None:
-    def rank(r: int) -> list[torch.Tensor]:
-        module = Net().with_bagua([], GradientAllReduceAlgorithm())
+@on_every_rank(1)
+def test_S5_a_backward_pass_that_failed_half_way_does_not_disturb_a_reentrant_checkpoint_around_the_module(r: int) -> None:
+    module, alone = Net().with_bagua([], GradientAllReduceAlgorithm()), Net()
+    x = Failing.apply(batch(r).requires_grad_())  # type: ignore[no-untyped-call]
+    with pytest.raises(ArithmeticError):
+        loss_of(module(x)).backward()
+    module.zero_grad()
+    around(module, batch(r)).backward()
+    assert module.bagua_train_step_counter == 2
+    loss_of(alone(batch(r))).backward()
+    torch.testing.assert_close(gradients(module), gradients(alone))
+
+
+@on_every_rank(2)
+def test_S5_a_backward_pass_that_failed_leaves_nothing_to_the_next_one(r: int) -> list[torch.Tensor]:
+    module = Net().with_bagua([], GradientAllReduceAlgorithm())
+    with module.no_sync():
         x = Failing.apply(batch(r).requires_grad_())  # type: ignore[no-untyped-call]
-        with pytest.raises(ArithmeticError):
-            loss_of(module(x)).backward()
-        module.zero_grad()
-        around(module, batch(r)).backward()
-        assert module.bagua_train_step_counter == 2
-        return gradients(module)
-
-    alone = Net()
-    loss_of(alone(batch(0))).backward()
-    torch.testing.assert_close(simulate(1, rank)[0], gradients(alone))
-
-
-def test_S5_a_backward_pass_that_failed_leaves_nothing_to_the_next_one() -> None:
-    def rank(r: int) -> list[torch.Tensor]:
-        module = Net().with_bagua([], GradientAllReduceAlgorithm())
-        with module.no_sync():
-            x = Failing.apply(batch(r).requires_grad_())  # type: ignore[no-untyped-call]
-            failing = loss_of(module(x))
-        synchronized = loss_of(module(batch(r, 1)))
-        with pytest.raises(ArithmeticError):
-            failing.backward()
-        module.zero_grad()
-        synchronized.backward()
-        return gradients(module)
-
-    found, other = simulate(2, rank)
-    assert all(map(torch.equal, found, other))
-    torch.testing.assert_close(found, mean_gradients(lambda module, r: [loss_of(module(batch(r, 1)))]))
+        failing = loss_of(module(x))
+    synchronized = loss_of(module(batch(r, 1)))
+    with pytest.raises(ArithmeticError):
+        failing.backward()
+    module.zero_grad()
+    synchronized.backward()
+    torch.testing.assert_close(gradients(module), mean_gradients(lambda module, r: [loss_of(module(batch(r, 1)))]))
+    return gradients(module)

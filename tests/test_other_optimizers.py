@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.launch import launch, on_every_process
-from tests.trainings import on_every_rank, simulate, weights
+from tests.launch import on_every_process
+from tests.trainings import by_name, on_every_rank, simulate, weights
 from tests.trainings import small_batch as batch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,7 +18,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import optimizer as torch_optimizer
 
 import bagua_ref
-from bagua_ref.algorithms import Algorithm, GradientAllReduceAlgorithm, QAdamOptimizer
+from bagua_ref.algorithms import Algorithm, GradientAllReduceAlgorithm
 from bagua_ref.contrib import fuse_optimizer
 from bagua_ref.data_parallel import DistributedDataParallel
 
@@ -52,13 +52,9 @@ def sgd(module: nn.Module, **options: Any) -> torch.optim.Optimizer:
 
 def wrapped(algorithm: str, options: dict[str, Any], optimizers: list[torch.optim.Optimizer] | None = None) -> nn.Module:
     module = network()
-    if algorithm == "qadam":
-        optimizer: torch.optim.Optimizer = QAdamOptimizer(module.parameters(), lr=0.01, warmup_steps=2)
-        options = {"q_adam_optimizer": optimizer}
-    else:
-        optimizer = sgd(module)
+    optimizer, made_for = by_name(algorithm, module, **options)
     (optimizers if optimizers is not None else []).append(optimizer)
-    return module.with_bagua([optimizer], Algorithm.init(algorithm, **options))
+    return module.with_bagua([optimizer], made_for)  # type: ignore[operator, no-any-return]
 
 
 def step(module: nn.Module, optimizer: Any, rank: int, number: int = 0) -> None:
@@ -119,8 +115,8 @@ def test_an_optimizer_made_after_wrapping_is_refused_where_steps_count_or_weight
 @on_every_rank(2)
 def test_gradient_algorithms_take_any_optimizer(r: int, algorithm: str, wrapper: bool) -> torch.Tensor:
     module = network()
-    made = Algorithm.init(algorithm, **OTHERS[algorithm])
-    model = DistributedDataParallel(module, algorithm=made) if wrapper else module.with_bagua([sgd(module)], made)
+    named = Algorithm.init(algorithm, **OTHERS[algorithm])
+    model = DistributedDataParallel(module, algorithm=named) if wrapper else module.with_bagua([sgd(module)], named)
     for phase, options in enumerate(({}, {"momentum": 0.9}, {"lr": 0.01})):
         optimizer = sgd(module, **options)
         for number in range(2):
@@ -128,29 +124,21 @@ def test_gradient_algorithms_take_any_optimizer(r: int, algorithm: str, wrapper:
     return weights(module)
 
 
-def test_they_take_it_as_training_on_the_whole_batch() -> None:
-    def train(module: nn.Module, first: torch.optim.Optimizer, run: Callable[[Any, int], None]) -> torch.Tensor:
-        run(first, 0)
-        later = sgd(module, momentum=0.9)
-        for number in range(1, 4):
-            run(later, number)
-        return weights(module)
-
-    def rank(r: int) -> torch.Tensor:
+@on_every_rank(2)
+def test_they_take_it_as_training_on_the_whole_batch(r: int) -> None:
+    found = []
+    for ranks in ([r], [0, 1]):
         module = network()
         optimizer = sgd(module)
-        module.with_bagua([optimizer], GradientAllReduceAlgorithm())
-        return train(module, optimizer, lambda optimizer, number: step(module, optimizer, r, number))
-
-    def whole(optimizer: Any, number: int) -> None:
-        optimizer.zero_grad()
-        alone(torch.cat([batch(r, number) for r in range(2)])).square().mean().backward()
-        optimizer.step()
-
-    alone = network()
-    expected = train(alone, sgd(alone), whole)
-    for found in simulate(2, rank):
-        torch.testing.assert_close(found, expected)
+        if ranks == [r]:
+            module.with_bagua([optimizer], GradientAllReduceAlgorithm())
+        for number in range(4):
+            optimizer = sgd(module, momentum=0.9) if number == 1 else optimizer
+            optimizer.zero_grad()
+            module(torch.cat([batch(rank, number) for rank in ranks])).square().mean().backward()
+            optimizer.step()
+        found.append(weights(module))
+    torch.testing.assert_close(*found)
 
 
 @on_every_rank(2)
@@ -199,24 +187,23 @@ def test_what_steps_no_trained_parameter_is_never_refused(r: int, algorithm: str
     end(module)
 
 
-def test_loading_the_state_of_such_an_optimizer_is_not_refused() -> None:
+@on_every_rank(1)
+def test_loading_the_state_of_such_an_optimizer_is_not_refused(r: int) -> None:
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-    def rank(r: int) -> None:
-        known: list[Any] = []
-        module = wrapped("local_sgd", NEEDING["local_sgd"], known)
-        step(module, known[0], r)
-        module.zero_grad()  # else torch makes no state
-        later = torch.optim.Adam(module.parameters())
-        before = weights(module)
-        set_optimizer_state_dict(module, later, get_optimizer_state_dict(module, later))
-        assert len(later.state) == 4
-        assert torch.equal(weights(module), before)
-
-    simulate(1, rank)
+    known: list[Any] = []
+    module = wrapped("local_sgd", NEEDING["local_sgd"], known)
+    step(module, known[0], r)
+    module.zero_grad()  # else torch makes no state
+    later = torch.optim.Adam(module.parameters())
+    before = weights(module)
+    set_optimizer_state_dict(module, later, get_optimizer_state_dict(module, later))
+    assert len(later.state) == 4
+    assert torch.equal(weights(module), before)
 
 
-def test_an_optimizer_that_consists_of_others_may_step_if_it_was_passed() -> None:
+@on_every_rank(2)
+def test_an_optimizer_that_consists_of_others_may_step_if_it_was_passed(r: int) -> torch.Tensor:
     class Lookahead(torch.optim.Optimizer):
         def __init__(self, base: torch.optim.Optimizer) -> None:
             self.base = base
@@ -227,28 +214,24 @@ def test_an_optimizer_that_consists_of_others_may_step_if_it_was_passed() -> Non
             self.base.step()
             return loss
 
-    def rank(r: int) -> torch.Tensor:
-        module = network()
-        optimizer = Lookahead(sgd(module))
-        module.with_bagua([optimizer], Algorithm.init("local_sgd", period=2))
-        for number in range(2):
-            step(module, optimizer, r, number)
-        assert module._bagua.steps_of_optimizers == [2]
+    module = network()
+    optimizer = Lookahead(sgd(module))
+    module.with_bagua([optimizer], Algorithm.init("local_sgd", period=2))
+    for number in range(2):
+        step(module, optimizer, r, number)
+    assert module._bagua.steps_of_optimizers == [2]
 
-        def closure() -> torch.Tensor:
-            loss = module(batch(r, 2)).square().mean()
-            loss.backward()
-            return loss
+    def closure() -> torch.Tensor:
+        loss = module(batch(r, 2)).square().mean()
+        loss.backward()
+        return loss
 
-        for _ in range(2):
-            optimizer.zero_grad()
-            optimizer.step(closure)
-        with pytest.raises(RuntimeError, match="with_bagua"):
-            optimizer.base.step()
-        return weights(module)
-
-    first, second = simulate(2, rank)
-    assert torch.equal(first, second)
+    for _ in range(2):
+        optimizer.zero_grad()
+        optimizer.step(closure)
+    with pytest.raises(RuntimeError, match="with_bagua"):
+        optimizer.base.step()
+    return weights(module)
 
 
 @pytest.mark.parametrize("passed", [True, False])
@@ -339,23 +322,6 @@ def test_a_step_inside_backward_is_refused_before_weights_change(r: int, algorit
     end(module)
 
 
-def _in_backward_over_gloo() -> str:
-    module = network()
-    model = DistributedDataParallel(module)
-    step_in_backward(module, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-    before = weights(module)
-    with pytest.raises(RuntimeError) as said:
-        model(batch(bagua_ref.get_rank())).square().mean().backward()
-    assert torch.equal(weights(module), before)
-    return str(said.value)
-
-
-@pytest.mark.slow
-def test_real_ranks_refuse_a_step_inside_backward() -> None:
-    for said in launch(_in_backward_over_gloo, 2, over_gloo=True):
-        assert "Call step() after backward() has returned" in said
-
-
 @on_every_rank(2)
 def test_a_step_of_another_module_inside_backward_is_not_refused(r: int) -> torch.Tensor:
     module, other = network(), nn.Linear(4, 1)
@@ -404,23 +370,20 @@ def test_torch_has_a_global_hook_only_while_something_is_wrapped() -> None:
 # Other optimizers and shards
 
 
-def _zero_redundancy() -> torch.Tensor:
+@pytest.mark.slow
+@on_every_process(2, over_gloo=True)
+def test_ZeroRedundancyOptimizer_is_an_optimizer_as_others() -> None:
     module = network()
     optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
     module.with_bagua([], GradientAllReduceAlgorithm())
     for number in range(3):
         step(module, optimizer, bagua_ref.get_rank(), number)
+    first = weights(module)
+    bagua_ref.broadcast(first, 0)
+    assert torch.equal(weights(module), first)
     other = wrapped("powersgd", {"warmup_steps": 10})
-    later = ZeroRedundancyOptimizer(other.parameters(), torch.optim.SGD, lr=0.1)
     with pytest.raises(RuntimeError, match="powersgd counts the steps"):
-        later.step()
-    return weights(module)
-
-
-@pytest.mark.slow
-def test_ZeroRedundancyOptimizer_is_an_optimizer_as_others() -> None:
-    first, second = launch(_zero_redundancy, 2, over_gloo=True)
-    assert torch.equal(first, second)
+        ZeroRedundancyOptimizer(other.parameters(), torch.optim.SGD, lr=0.1).step()
 
 
 @pytest.mark.slow

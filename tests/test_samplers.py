@@ -24,7 +24,6 @@ from bagua_ref.backends.reference import ReferenceBackend
 from bagua_ref.base.not_provided import install_command
 from bagua_ref.cli import balance, main
 from bagua_ref.cli.lengths import read_lengths
-from bagua_ref.conformance.expected import samplers_plain
 from bagua_ref.contrib import BudgetBatchSampler, LoadBalancingDistributedBatchSampler, LoadBalancingDistributedSampler
 from bagua_ref.simulation import SimulatedWorld
 
@@ -63,28 +62,6 @@ def test_an_example_by_hand() -> None:
     assert list(sampler_of(1, 2, lengths, shuffle=False)) == [3, 2, 1]
     assert list(sampler_of(1, 2, lengths, shuffle=False, drop_last=True)) == [3, 2]
     assert sampler_of(1, 2, lengths, shuffle=False).shuffle_chunks() == ([[1, 3], [0, 2], [4, 1]], [0, 1, 2])
-
-
-def test_fewer_samples_than_replicas_wrap_around_or_are_dropped() -> None:
-    assert [list(sampler_of(rank, 5, [7, 2], shuffle=False)) for rank in range(5)] == [[1], [0], [1], [0], [1]]
-    assert [list(sampler_of(rank, 5, [7, 2], drop_last=True)) for rank in range(5)] == [[]] * 5
-
-
-def test_with_a_function_the_dataset_is_read_once_and_left_alone() -> None:
-    dataset = torch.utils.data.TensorDataset(torch.zeros(6, 2), torch.tensor([5, 3, 9, 1, 1, 7]))
-    read = []
-
-    def complexity_fn(sample: Any) -> Any:
-        read.append(sample)
-        return sample[1]  # a 0-d view of the dataset
-
-    sampler = LoadBalancingDistributedSampler(dataset, complexity_fn, 2, 0, random_level=1)
-    options: dict[str, Any] = {"shuffle": True, "seed": 0, "drop_last": False, "random_level": 1}
-    for epoch in range(3):
-        sampler.set_epoch(epoch)
-        assert list(sampler) == samplers_plain.indices([5, 3, 9, 1, 1, 7], 2, 0, epoch=epoch, **options)
-    assert len(read) == 6
-    assert dataset.tensors[1].tolist() == [5, 3, 9, 1, 1, 7]
 
 
 @pytest.mark.parametrize(
@@ -392,18 +369,6 @@ def test_S7_2_noise_that_is_not_asked_for_or_not_always_zero_is_not(lengths: lis
 # Epochs and resuming
 
 
-def test_epochs_differ_with_shuffle_only() -> None:
-    shuffled, still = sampler_of(), sampler_of(shuffle=False)
-    before = list(shuffled), list(still)
-    shuffled.set_epoch(1)
-    still.set_epoch(1)
-    assert list(shuffled) != before[0]
-    assert list(still) == before[1]
-    shuffled.set_epoch(0)
-    assert list(shuffled) == before[0]
-    assert list(sampler_of(seed=1)) == take_epoch(1)
-
-
 def take_epoch(epoch: int) -> list[int]:
     sampler = sampler_of()
     sampler.set_epoch(epoch)
@@ -439,16 +404,6 @@ def test_the_state_counts_the_iterator_that_began_last() -> None:
     next(older)
     assert sampler.state_dict()["samples"] == 3
     assert sampler.state_dict(samples=2)["samples"] == 2
-
-
-def test_the_end_of_an_epoch_is_a_place() -> None:
-    sampler, resumed = sampler_of(), sampler_of()
-    list(sampler)
-    resumed.load_state_dict(sampler.state_dict())
-    resumed.set_epoch(0)
-    assert list(resumed) == []
-    resumed.set_epoch(1)
-    assert list(resumed) == take_epoch(1)
 
 
 def test_another_epoch_forgets_the_place() -> None:
@@ -499,35 +454,23 @@ def test_a_place_among_other_numbers_that_no_tensor_holds_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("make", "change", "message"),
     [
-        ({"samples": 9}, "samples=9 must be from 0 to 8, the number of samples in the epoch"),
-        ({"samples": -1}, "samples=-1"),
-        ({"samples": None}, "NoneType"),
-        ({"epoch": 2**70}, "64 bits"),
+        (sampler_of, {"samples": 9}, "samples=9 must be from 0 to 8, the number of samples in the epoch"),
+        (sampler_of, {"samples": -1}, "samples=-1"),
+        (sampler_of, {"samples": None}, "NoneType"),
+        (sampler_of, {"epoch": 2**70}, "64 bits"),
+        (batches_of, {"batches": 5}, "batches=5 must be from 0 to 4, the number of batches in the epoch"),
+        (batches_of, {"batches": -1}, "batches=-1"),
+        (batches_of, {"epoch": 2**70}, "64 bits"),
+        (batches_of, {"epoch": "1"}, "str"),
     ],
 )
-def test_a_damaged_state_is_refused(change: dict[str, Any], message: str) -> None:
-    sampler = sampler_of()
+def test_a_damaged_state_is_refused(make: Any, change: dict[str, Any], message: str) -> None:
+    sampler = make()
     with pytest.raises((ValueError, TypeError), match=message):
         sampler.load_state_dict({**sampler.state_dict(), **change})
-    assert list(sampler) == take_epoch(0)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"batches": 5}, "batches=5 must be from 0 to 4, the number of batches in the epoch"),
-        ({"batches": -1}, "batches=-1"),
-        ({"epoch": 2**70}, "64 bits"),
-        ({"epoch": "1"}, "str"),
-    ],
-)
-def test_a_damaged_state_of_batches_is_refused(change: dict[str, Any], message: str) -> None:
-    batch_sampler = batches_of()
-    with pytest.raises((ValueError, TypeError), match=message):
-        batch_sampler.load_state_dict({**batch_sampler.state_dict(), **change})
-    assert list(batch_sampler) == list(batches_of())
+    assert list(sampler) == list(make())
 
 
 def test_a_state_of_something_else_is_refused() -> None:
@@ -575,37 +518,7 @@ def test_a_loader_resumes_at_the_next_batch(workers: int, persistent: bool, kind
         assert (drawn == whole[2:]) if epoch == 2 else (len(drawn) == 4)
 
 
-def test_the_loop_of_the_original_works() -> None:
-    loader = DataLoader(LENGTHS, batch_sampler=batches_of(0))
-    for epoch in range(2):
-        loader.batch_sampler.set_epoch(epoch)
-        assert sum(map(len, loader)) == 8
-
-
 # Batches
-
-
-def uneven(indices: list[int]) -> list[list[int]]:
-    """Yields as many batches as the first index says."""
-    return [indices[place :: indices[0] + 1] for place in range(min(len(indices), indices[0] + 1))]
-
-
-def test_short_replicas_repeat_their_batches_in_cycle_or_all_stop_with_the_shortest() -> None:
-    lengths = [1, 2, 3, 4, 5, 6, 7, 8, 9]  # replica r draws r, r + 3, r + 6
-    expected = {0: [[0, 3, 6]], 1: [[1, 7], [4]], 2: [[2], [5], [8]]}
-    for rank, own in expected.items():
-        padded = batches_of(rank, uneven, lengths=lengths, shuffle=False)
-        cut = batches_of(rank, uneven, drop_last=True, lengths=lengths, shuffle=False)
-        assert list(padded) == [own[turn % len(own)] for turn in range(3)]
-        assert list(cut) == own[:1]
-        assert (len(padded), len(cut)) == (3, 1)
-
-
-def test_a_far_shorter_replica_repeats_more_than_once() -> None:
-    def batch_fn(indices: list[int]) -> Any:
-        return ([index] for index in indices) if 0 in indices else iter([indices])
-
-    assert list(batches_of(1, batch_fn, replicas=2, lengths=range(10), shuffle=False)) == [[1, 3, 5, 7, 9]] * 5
 
 
 def test_batches_follow_the_epoch_however_it_is_set() -> None:

@@ -87,8 +87,7 @@ def bucket_on(stream: Stream, tensors: int, *functions: Any) -> BaguaBucket:
     bucket = BaguaBucket([torch.ones(2).ensure_bagua_tensor(f"t{place}") for place in range(tensors)], "b", flatten=True)
     for function in functions:
         bucket.append_python_op(function)
-    group = type("Group", (), {"side_stream": lambda self, device: stream})()
-    bucket._background_groups[group] = group
+    bucket.stream = stream
     return bucket
 
 

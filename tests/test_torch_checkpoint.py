@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from tests.launch import launch, on_every_process
+from tests.launch import on_every_process
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 
@@ -18,16 +18,7 @@ from bagua_ref.data_parallel import DistributedDataParallel
 
 pytestmark = pytest.mark.slow
 
-ALGORITHMS = (
-    "gradient_allreduce",
-    "bytegrad",
-    "decentralized",
-    "low_precision_decentralized",
-    "qadam",
-    "async",
-    "local_sgd",
-    "qadam with memory",
-)
+ALGORITHMS = ["gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "qadam", "async", "local_sgd"]
 
 
 class Training:
@@ -104,26 +95,23 @@ def _resume(algorithm: str, optimizer: str, wrapper: bool, path: str) -> None:
         assert torch.equal(resumed.weights(), whole.weights()), (wrap_first, resumed.weights() - whole.weights())
 
 
-def _resume_each(folder: Path) -> None:
-    for number, case in enumerate(RESUMED):
-        _resume(*case, str(folder / str(number)))
-
-
 RESUMED = [
-    *((algorithm, "AdamW", False) for algorithm in ALGORITHMS),
+    *((algorithm, "AdamW", False) for algorithm in (*ALGORITHMS, "qadam with memory")),
     ("gradient_allreduce", "AdamW", True),
     ("low_precision_decentralized", "SGD", False),
 ]
 
 
+@on_every_process(2)
 def test_a_training_resumes_bit_for_bit_whether_it_is_wrapped_or_loaded_first(tmp_path: Path) -> None:
-    launch(_resume_each, 2, tmp_path)
+    for number, case in enumerate(RESUMED):
+        _resume(*case, str(tmp_path / str(number)))
 
 
-def _with_a_look_and_without() -> list[Any]:
-    """Return for each algorithm the weights and steps after three steps, where rank 0 looks at the state before each, and not."""
-    found = []
+@on_every_process(2)
+def test_a_step_that_only_makes_state_on_one_rank_counts_and_communicates_nothing() -> None:
     for algorithm in ("gradient_allreduce", "low_precision_decentralized", "qadam", "local_sgd", "diloco", "powersgd", "topk"):
+        found = []
         for looks in (True, False):
             training = Training(algorithm, "SGD")
             training.wrap(False)
@@ -132,15 +120,9 @@ def _with_a_look_and_without() -> list[Any]:
                     training.optimizer.zero_grad()
                     get_optimizer_state_dict(training.module, training.optimizer)
                 training.train(range(turn, turn + 1))
-            found.append((algorithm, training.weights(), training.module.bagua_algorithm.state_dict().get("optimizer_steps", 3)))
-    return found
-
-
-def test_a_step_that_only_makes_state_on_one_rank_counts_and_communicates_nothing() -> None:
-    for found in launch(_with_a_look_and_without, 2):
-        for (algorithm, weights, steps), (_, expected, expected_steps) in zip(found[::2], found[1::2], strict=True):
-            assert torch.equal(weights, expected), algorithm
-            assert steps == expected_steps == 3
+            assert training.module.bagua_algorithm.state_dict().get("optimizer_steps", 3) == 3
+            found.append(training.weights())
+        assert torch.equal(*found), algorithm
 
 
 def test_qadams_step_that_only_makes_state_does_not_count() -> None:

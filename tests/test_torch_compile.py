@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -13,15 +14,16 @@ import torch._dynamo
 import torch._dynamo.testing
 import torch._dynamo.utils
 from tests.launch import launch, on_every_process
+from tests.trainings import by_name
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import bagua_ref
-from bagua_ref.algorithms import Algorithm, QAdamOptimizer
+from bagua_ref.algorithms import Algorithm
 from bagua_ref.data_parallel import DistributedDataParallel
 from bagua_ref.distributed import BaguaModule
 
-ALGORITHMS = {
+ALGORITHMS: dict[str, dict[str, Any]] = {
     "gradient_allreduce": {},
     "bytegrad": {},
     "decentralized": {"peer_selection_mode": "shift_one", "hierarchical": False},
@@ -131,12 +133,7 @@ def _train(algorithm: str, form: Any, fullgraph: bool, backend: Any = "eager") -
     """Return the weights after six steps, and the number of training forwards counted."""
     torch._dynamo.reset()
     module = Net()
-    if algorithm == "qadam":
-        optimizer: torch.optim.Optimizer = QAdamOptimizer(module.parameters(), lr=0.01, warmup_steps=3)
-        made = Algorithm.init(algorithm, q_adam_optimizer=optimizer)
-    else:
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-        made = Algorithm.init(algorithm, **ALGORITHMS[algorithm])
+    optimizer, made = by_name(algorithm, module, momentum=0.9, **ALGORITHMS[algorithm])
     how = {"backend": backend, "fullgraph": fullgraph}
 
     def wrap(given: nn.Module) -> nn.Module:
@@ -252,8 +249,12 @@ def test_graphs_break_no_more_often_than_with_torchs_ddp() -> None:
                 assert counted[case] <= breaks, case
 
 
-def _train_step_as_a_whole(algorithm: str, options: dict[str, Any]) -> bool:
-    """Return whether steps compiled as a whole end with the weights of others, and dynamo traces nothing of this package."""
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", pytest.param("decentralized", marks=pytest.mark.proof)])
+@on_every_process(2)
+def test_a_training_step_can_be_compiled_as_a_whole(algorithm: str) -> None:
+    """It ends with the weights of others, and dynamo traces nothing of this package."""
+    os.environ["BAGUA_DEFAULT_BUCKET_SIZE"] = "200"
     traced: list[str] = []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
@@ -264,7 +265,7 @@ def _train_step_as_a_whole(algorithm: str, options: dict[str, Any]) -> bool:
         torch.manual_seed(0)
         module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(12)))  # more hooks than dynamo compiles variants of a function
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        module.with_bagua([optimizer], Algorithm.init(algorithm, **options))
+        module.with_bagua([optimizer], Algorithm.init(algorithm, **ALGORITHMS[algorithm]))
 
         def step(x: torch.Tensor) -> None:
             optimizer.zero_grad()
@@ -279,11 +280,4 @@ def _train_step_as_a_whole(algorithm: str, options: dict[str, Any]) -> bool:
     plain, compiled = train(lambda step: step), train(torch.compile(backend=backend))
     assert any(traced)
     assert not [trace for trace in traced if "bagua_ref/" in trace]
-    return torch.equal(plain, compiled)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["gradient_allreduce", pytest.param("decentralized", marks=pytest.mark.proof)])
-def test_a_training_step_can_be_compiled_as_a_whole(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", "200")
-    assert launch(_train_step_as_a_whole, 2, algorithm, ALGORITHMS[algorithm]) == [True, True]
+    assert torch.equal(plain, compiled)

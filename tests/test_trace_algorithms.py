@@ -304,7 +304,7 @@ def record_topk(directory: Path, change: Change = lambda values: {}) -> None:
 @pytest.mark.parametrize(
     ("record", "compared"),
     [
-        (record_diloco, 4 * 5),  # the mean, the difference, g, the mix and the schedule
+        (record_diloco, 4 * 6 + 3 * 2),  # the mean, the difference, g, the mix, x before and the schedule; g and t after a round
         (record_powersgd, 3 * 3),  # the averaged gradients, e and Q
         (record_topk, 3 * 2),
     ],

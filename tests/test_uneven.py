@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.trainings import batch, network, on_every_rank, simulate, weights
+from tests.trainings import batch, by_name, network, on_every_rank, simulate, weights, wrap
 from torch import nn
 
 import bagua_ref
@@ -53,11 +53,8 @@ ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
 REPLICATED = {name for name in ALGORITHMS if name.startswith(("gradient", "bytegrad", "async", "powersgd", "topk"))}
 
 
-def wrapped(algorithm: Algorithm, momentum: float = 0.0, **options: Any) -> tuple[nn.Sequential, torch.optim.Optimizer]:
-    module = network()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=momentum)
-    module.with_bagua([optimizer], algorithm, **options)
-    return module, optimizer
+def wrapped(algorithm: Algorithm, momentum: float = 0.0, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    return wrap(network(), algorithm, 0.1, momentum, **options)
 
 
 def backward(module: nn.Module, rank: int, step: int, factor: float = 1.0) -> None:
@@ -163,9 +160,8 @@ def qadam(ranks: int, counts: list[Counts]) -> list[torch.Tensor]:
     """Train so that the warm-up of three steps ends while some ranks have no more batches."""
 
     def rank(r: int) -> torch.Tensor:
-        module = network()
-        optimizer = QAdamOptimizer(module.parameters(), lr=0.01, warmup_steps=3)
-        module.with_bagua([optimizer], QAdamAlgorithm(optimizer, hierarchical=False))
+        optimizer, algorithm = by_name("qadam", module := network(), warmup_steps=3, hierarchical=False)
+        module.with_bagua([optimizer], algorithm)
         for epoch in counts:
             with bagua_ref.join([module], divide_by_initial_world_size=False):
                 train(module, optimizer, r, epoch[r])
@@ -438,19 +434,17 @@ def test_several_modules_may_train_at_different_rates() -> None:
             torch.testing.assert_close(ours[0], plainly(reference, by_active=False), rtol=1e-4, atol=1e-6)
 
 
-def test_other_objects_come_from_the_first_module_s_last_rank() -> None:
-    def rank(r: int) -> int:
-        (one, first), (two, second) = wrapped(GradientAllReduceAlgorithm()), wrapped(GradientAllReduceAlgorithm())
-        scheduler = torch.optim.lr_scheduler.StepLR(first, 100)
-        with bagua_ref.join([one, scheduler, two]):
-            for step in range([7, 8, 2][r]):
-                train(one, first, r, 1, first=step)
-                scheduler.step()
-                if step % 3 == 2:  # for this module, the first two ranks come last
-                    train(two, second, r, 1, first=step)
-        return scheduler.last_epoch
-
-    assert simulate(3, rank) == [8, 8, 8]
+@on_every_rank(3)
+def test_other_objects_come_from_the_first_module_s_last_rank(r: int) -> None:
+    (one, first), (two, second) = wrapped(GradientAllReduceAlgorithm()), wrapped(GradientAllReduceAlgorithm())
+    scheduler = torch.optim.lr_scheduler.StepLR(first, 100)
+    with bagua_ref.join([one, scheduler, two]):
+        for step in range([7, 8, 2][r]):
+            train(one, first, r, 1, first=step)
+            scheduler.step()
+            if step % 3 == 2:  # for this module, the first two ranks come last
+                train(two, second, r, 1, first=step)
+    assert scheduler.last_epoch == 8
 
 
 @pytest.mark.parametrize(("counts", "shares"), [([3, 3], False), ([3, 2], True)])
@@ -465,24 +459,21 @@ def test_states_are_sent_only_if_a_rank_has_missed_batches(r: int, counts: Count
     assert (sent > 4 * len(weights(network()))) == shares
 
 
-def test_training_ends_early_for_all_modules() -> None:
-    def rank(r: int) -> list[torch.Tensor]:
-        (one, first), (two, second) = wrapped(GradientAllReduceAlgorithm()), wrapped(GradientAllReduceAlgorithm())
+@on_every_rank(3)
+def test_training_ends_early_for_all_modules(r: int) -> list[torch.Tensor]:
+    (one, first), (two, second) = wrapped(GradientAllReduceAlgorithm()), wrapped(GradientAllReduceAlgorithm())
 
-        def epoch() -> None:
-            with bagua_ref.join([one, two], throw_on_early_termination=True):
-                for step in range([4, 2, 4][r]):
-                    train(one, first, r, 1, first=step)
-                    train(two, second, r, 1, first=step)
+    def epoch() -> None:
+        with bagua_ref.join([one, two], throw_on_early_termination=True):
+            for step in range([4, 2, 4][r]):
+                train(one, first, r, 1, first=step)
+                train(two, second, r, 1, first=step)
 
-        with pytest.raises(RuntimeError, match="rank 1 has no more batches"):
-            epoch()
-        train(one, first, r, 1)
-        train(two, second, r, 1)
-        return [weights(one), weights(two)]
-
-    results = simulate(3, rank)
-    assert all(torch.equal(ours, theirs) for other in results for ours, theirs in zip(results[0], other, strict=True))
+    with pytest.raises(RuntimeError, match="rank 1 has no more batches"):
+        epoch()
+    train(one, first, r, 1)
+    train(two, second, r, 1)
+    return [weights(one), weights(two)]
 
 
 @on_every_rank(3)
@@ -506,8 +497,10 @@ def test_a_failure_of_one_module_ends_the_others_too(r: int) -> None:
     assert "disagree: rank 1 has taken 2 optimizer steps, rank 2 has taken 1 optimizer steps" in said or "gave up" in said
 
 
-def with_others(r: int) -> tuple[float, float, int, float]:
-    """Overflow and step a scheduler in each batch; return what a rank has of both."""
+@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
+@on_every_rank(3)
+def test_other_objects_are_taken_over_too(r: int) -> float:
+    """Overflow and step a scheduler in each batch."""
     module = network()
     model = DistributedDataParallel(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
@@ -520,18 +513,12 @@ def with_others(r: int) -> tuple[float, float, int, float]:
             scaler.step(optimizer)
             scaler.update()
             scheduler.step()
-    momentum = sum(optimizer.state[p]["momentum_buffer"].double().sum().item() for p in module.parameters())
-    return scaler.get_scale(), optimizer.param_groups[0]["lr"], scheduler.last_epoch, momentum
+    assert (scaler.get_scale(), optimizer.param_groups[0]["lr"], scheduler.last_epoch) == (2.0**11, 0.1 / 2**5, 5)
+    return sum(optimizer.state[p]["momentum_buffer"].double().sum().item() for p in module.parameters())
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
-def test_other_objects_are_taken_over_too() -> None:
-    zero, one, two = simulate(3, with_others)
-    assert zero == one == two
-    assert one[:3] == (2.0**11, 0.1 / 2**5, 5)
-
-
-def with_buffers(r: int) -> tuple[torch.Tensor, torch.Tensor]:
+@on_every_rank(3)
+def test_buffers_come_from_a_rank_that_has_batches(r: int) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -540,15 +527,9 @@ def with_buffers(r: int) -> tuple[torch.Tensor, torch.Tensor]:
             train(model, optimizer, r, epoch[r])
             if epoch[r]:
                 model(batch(r, 0))  # broadcasts buffers, but begins no round
-    return weights(model), torch.cat([buffer.reshape(-1).double() for buffer in model.buffers()])
-
-
-def test_buffers_come_from_a_rank_that_has_batches() -> None:
-    results = simulate(3, with_buffers)
-    for ours, buffers in results:
-        assert torch.equal(ours, results[0][0])
-        assert torch.equal(buffers, results[0][1])
-        assert buffers[-1] == 5 + 4 + 3  # what num_batches_tracked counts: each epoch's most batches, and the extra forward pass
+    buffers = torch.cat([buffer.reshape(-1).double() for buffer in model.buffers()])
+    assert buffers[-1] == 5 + 4 + 3  # what num_batches_tracked counts: each epoch's most batches, and the extra forward pass
+    return weights(model), buffers
 
 
 @pytest.mark.parametrize("counts", [[2, 9, 7], [9, 2, 9], [5, 5, 6], [4, 4, 4], [0, 8, 3]])

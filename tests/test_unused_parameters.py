@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.launch import launch
-from tests.trainings import batch, on_every_rank, simulate, wrap
+from tests.launch import on_every_process
+from tests.trainings import batch, by_name, on_every_rank, simulate, weights, wrap
 from torch import nn
 
 import bagua_ref
@@ -237,46 +237,26 @@ def test_S2_5_qadam_leaves_the_momentum_that_it_had_before_an_overflow(r: int, d
     assert not torch.equal(momenta[5], momenta[4])
 
 
-@pytest.mark.parametrize("name", ["gradient_allreduce", "bytegrad", "topk", "powersgd, warm-up"])
-def test_S2_5_ranks_without_batches_take_part(name: str) -> None:
-    counts = [2, 5, 0]
-
-    def rank(r: int) -> Any:
-        module = Partly()
-        optimizer = adam(module)
-        module.with_bagua([optimizer], averaging()[name](optimizer), find_unused_parameters=True)
-        still = module.c.weight.detach().clone()
-        with bagua_ref.join([module]):
-            for step in range(counts[r]):
-                optimizer.zero_grad()
-                module(batch(r, step), "ab" if step == 1 else "a").square().mean().backward()
-                assert module.c.weight.grad is None
-                assert (module.b.weight.grad is None) == (step != 1)
-                optimizer.step()
-        assert torch.equal(module.c.weight, still)
-        return torch.cat([p.detach().reshape(-1) for p in module.parameters()])
-
-    first, *others = simulate(3, rank)
-    assert all(torch.equal(first, other) for other in others)
-
-
 @pytest.mark.filterwarnings("ignore:qadam freezes v")
-def test_S2_5_ranks_without_batches_take_part_under_qadam() -> None:
-    def rank(r: int) -> Any:
-        module = Partly()
-        optimizer = QAdamOptimizer(module.parameters(), lr=0.01, warmup_steps=2)
-        module.with_bagua([optimizer], QAdamAlgorithm(optimizer, False), find_unused_parameters=True)
-        still = module.c.weight.detach().clone()
-        with bagua_ref.join([module], divide_by_initial_world_size=False):
-            for step in range(3 + 3 * r):
-                optimizer.zero_grad()
-                module(batch(r, step), "a").square().mean().backward()
-                assert module.c.weight.grad is None
-                optimizer.step()
-        assert torch.equal(module.c.weight, still)
-        return torch.cat([p.detach().reshape(-1) for p in module.parameters()])
-
-    assert torch.equal(*simulate(2, rank))
+@pytest.mark.parametrize("name", ["gradient_allreduce", "bytegrad", "topk", "powersgd, warm-up", "qadam"])
+@on_every_rank(3)
+def test_S2_5_ranks_without_batches_take_part(r: int, name: str) -> torch.Tensor:
+    module = Partly()
+    optimizer, algorithm = by_name("qadam", module, hierarchical=False)  # whose warm-up ends while ranks have no batches
+    if name != "qadam":
+        optimizer = adam(module)
+        algorithm = averaging()[name](optimizer)
+    module.with_bagua([optimizer], algorithm, find_unused_parameters=True)  # type: ignore[operator]
+    still = module.c.weight.detach().clone()
+    with bagua_ref.join([module], divide_by_initial_world_size=name != "qadam"):
+        for step in range([2, 5, 0][r]):
+            optimizer.zero_grad()
+            module(batch(r, step), "ab" if step == 1 else "a").square().mean().backward()
+            assert module.c.weight.grad is None
+            assert (module.b.weight.grad is None) == (step != 1)
+            optimizer.step()
+    assert torch.equal(module.c.weight, still)
+    return weights(module)
 
 
 @on_every_rank(2)
@@ -286,20 +266,17 @@ def test_ranks_that_differ_in_the_option_are_told_when_wrapping(r: int) -> None:
 
 
 @pytest.mark.parametrize("algorithm", [GradientAllReduceAlgorithm(), TopKAlgorithm(0.5)], ids=["alike", "not alike"])
-def test_ranks_that_have_lost_step_are_told_in_what(algorithm: Algorithm) -> None:
-    def rank(r: int) -> str:
-        module, optimizer = wrap(Partly(), algorithm, lr=0.1, find_unused_parameters=True)
-        module(batch(r, 0), "a").sum().backward()
-        if r != 1:
-            optimizer.step()
-        with pytest.raises(CommunicationError) as caught:
-            module(batch(r, 1), "a").sum().backward()
-        return str(caught.value)
-
-    assert all("rank 1 has taken 0 optimizer steps" in said for said in simulate(2, rank))
+@on_every_rank(2)
+def test_ranks_that_have_lost_step_are_told_in_what(r: int, algorithm: Algorithm) -> None:
+    module, optimizer = wrap(Partly(), algorithm, lr=0.1, find_unused_parameters=True)
+    module(batch(r, 0), "a").sum().backward()
+    if r != 1:
+        optimizer.step()
+    with pytest.raises(CommunicationError, match="rank 1 has taken 0 optimizer steps"):
+        module(batch(r, 1), "a").sum().backward()
 
 
-def train(model: Any, rank: int) -> list[Any]:
+def missing(model: Any, rank: int) -> list[Any]:
     """Train with AdamW, sometimes with two batches for a step; return which gradients were missing, and the weights."""
     optimizer, seen = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1), []
     used = ["abc", "a", "ab" if rank else "a", "a", "bc", "a"]
@@ -311,63 +288,43 @@ def train(model: Any, rank: int) -> list[Any]:
         model(batch(rank, step), names).square().mean().backward()
         seen.append([p.grad is None for p in model.parameters()])
         optimizer.step()
-    return [seen, torch.cat([p.detach().reshape(-1) for p in model.parameters()])]
-
-
-def train_ours_and_torchs() -> list[Any]:
-    found = []
-    for kind in (DistributedDataParallel, nn.parallel.DistributedDataParallel):
-        found.append(train(kind(Partly(), find_unused_parameters=True), dist.get_rank()))
-    return found
+    return [seen, weights(model)]
 
 
 @pytest.mark.slow
+@on_every_process(2)
 def test_S2_5_the_wrapper_leaves_the_gradients_that_torchs_ddp_leaves() -> None:
-    for (ours, weights), (theirs, their_weights) in launch(train_ours_and_torchs, 2):
-        assert ours == theirs
-        torch.testing.assert_close(weights, their_weights, rtol=1e-5, atol=1e-6)
+    (ours, weights_of_ours), (theirs, weights_of_theirs) = (
+        missing(kind(Partly(), find_unused_parameters=True), dist.get_rank())
+        for kind in (DistributedDataParallel, nn.parallel.DistributedDataParallel)
+    )
+    assert ours == theirs
+    torch.testing.assert_close(weights_of_ours, weights_of_theirs, rtol=1e-5, atol=1e-6)
 
 
-def in_every_way(used: str) -> list[Any]:
-    """Return a round's gradients in both forms, of both memory layouts."""
-    found = []
-    for do_flatten in (True, False):
-        for form in ("with_bagua", "train"):
-            module = Partly()
-            optimizer = torch.optim.AdamW(module.parameters())
-            options = {"do_flatten": do_flatten, "find_unused_parameters": True}
-            context: Any = nullcontext()
-            if form == "train":
-                context = bagua_ref.train(module, [optimizer], TopKAlgorithm(0.3), **options)
-            else:
-                module.with_bagua([optimizer], TopKAlgorithm(0.3), **options)
-            with context:
-                module(batch(bagua_ref.get_rank(), 0), used).square().mean().backward()
-                optimizer.step()
-                found.append([None if p.grad is None else p.grad.clone() for p in module.parameters()])
-    return found
+@pytest.mark.parametrize("form", ["with_bagua", "train"])
+@FLATTEN
+@on_every_rank(3)
+def test_S2_5_in_both_forms(r: int, form: str, do_flatten: bool) -> None:
+    module = Partly()
+    given = [torch.optim.AdamW(module.parameters())], TopKAlgorithm(0.3)
+    options = {"do_flatten": do_flatten, "find_unused_parameters": True}
+    context: Any = bagua_ref.train(module, *given, **options) if form == "train" else nullcontext()
+    if form == "with_bagua":
+        module.with_bagua(*given, **options)
+    with context:
+        module(batch(r, 0), "a").square().mean().backward()
+        given[0][0].step()
+        assert [p.grad is None for p in module.parameters()] == [False] * 2 + [True] * 4
 
 
-@pytest.mark.slow
-def test_S2_5_over_gloo_in_both_forms() -> None:
-    for found in launch(in_every_way, 3, "a"):
-        assert [[grad is None for grad in grads] for grads in found] == [[False] * 2 + [True] * 4] * 4
-
-
-def fail() -> str:
-    """Return the error of a rank whose peer fails in the middle of its backward pass and calls the module again."""
+@on_every_rank(2)
+def test_a_rank_whose_backward_fails_does_not_keep_the_others_waiting(r: int) -> None:
     module = Partly()
     module.with_bagua([], GradientAllReduceAlgorithm(), find_unused_parameters=True)
-    rank = bagua_ref.get_rank()
-    if rank == 1:
+    if r == 1:
         module.a.weight.register_hook(lambda grad: pytest.fail("on purpose"))
         with pytest.raises(pytest.fail.Exception):
-            module(batch(rank, 0), "ab").sum().backward()
-    with pytest.raises(CommunicationError) as caught:
-        module(batch(rank, 0), "ab").sum().backward()
-    return str(caught.value)
-
-
-@pytest.mark.slow
-def test_a_rank_whose_backward_fails_does_not_keep_the_others_waiting() -> None:
-    assert "backward passes failed" in launch(fail, 2, collective_timeout=60)[0]
+            module(batch(r, 0), "ab").sum().backward()
+    with pytest.raises(CommunicationError, match="backward passes failed"):
+        module(batch(r, 0), "ab").sum().backward()

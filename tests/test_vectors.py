@@ -292,6 +292,17 @@ def topk(name: str, x: Tensors, y: Tensors, **options: Any) -> Tensors:
     return {output: found[output] for output in y}
 
 
+def with_memory(name: str, x: Tensors, y: Tensors, nodes: list[int], codec: str, **options: Any) -> Tensors:
+    def program(world: RankWorld) -> torch.Tensor:
+        steps = [("step", {0: g}) for g in x["gradients"][:, world.rank]]
+        weights, fixed = [torch.zeros_like(x["gradients"][0, 0])], {"lr": 0.5, "bucket_bytes": 10 * 2**20, "compression": codec}
+        return torch.stack(
+            [after[0] for after in TARGET.algorithms.bytegrad_with_memory(world, weights, steps, **fixed, **options)]
+        )
+
+    return {"x": on_ranks(nodes, program)[0]}
+
+
 def drawn(
     name: str, x: Tensors, y: Tensors, N: int, num_replicas: int, epoch: int, max_cost: int = 0, drop_last_batch: bool = False,
     **options: Any,
@@ -376,6 +387,7 @@ RUNS: dict[str, Callable[..., Tensors]] = {
     "collectives": collective,
     **dict.fromkeys(("algorithms", "local_updates/local_sgd", "local_updates/diloco"), training),
     "compressed_gradients/topk": topk,
+    "compressed_gradients/error_feedback": with_memory,
     "samplers": drawn,
 }
 """Operations of a target, by suite, and those that differ from the suite's others."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import bagua_ref
-from bagua_ref.algorithms import Algorithm
+from bagua_ref.algorithms import Algorithm, QAdamOptimizer
 from bagua_ref.simulation import SimulatedWorld
 
 
@@ -80,6 +80,26 @@ def wrap(
     """Return a module, wrapped to be trained by SGD, and its optimizer; ``options`` are those of ``with_bagua``."""
     optimizer = sgd(module, lr, momentum)
     return module.with_bagua([optimizer], algorithm, **options), optimizer  # type: ignore[operator]
+
+
+def by_name(
+    name: str, module: nn.Module, lr: float = 0.1, momentum: float = 0.0, warmup_steps: int | None = None, **options: Any
+) -> tuple[Any, Algorithm]:
+    """Return an optimizer of the kind that a registered algorithm takes, and the algorithm with options.
+
+    Args:
+        name: of the algorithm.
+        module: what it trains.
+        lr: of SGD.
+        momentum: of SGD.
+        warmup_steps: of QAdam's optimizer, where None is 2, or of the algorithm, where None is its own default.
+        options: of the algorithm.
+    """
+    if name != "qadam":
+        given = options if warmup_steps is None else {"warmup_steps": warmup_steps, **options}
+        return sgd(module, lr, momentum), Algorithm.init(name, **given)
+    optimizer = QAdamOptimizer(module.parameters(), lr=0.01, warmup_steps=2 if warmup_steps is None else warmup_steps)
+    return optimizer, Algorithm.init(name, q_adam_optimizer=optimizer, **options)
 
 
 class Scalar(nn.Module):

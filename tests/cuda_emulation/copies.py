@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from bagua_ref.backends import Codec, formats, get_backend, get_codec
+from bagua_ref.backends import Codec, codec, get_backend, get_codec
 from bagua_ref.backends.base import KernelBackend
 from bagua_ref.backends.cuda.backend import PlannedBackend
 
@@ -30,7 +30,7 @@ class CudaOnCopies(KernelBackend):
 
     name = "cuda-on-copies"
     device_types = ("cpu",)
-    codecs = {name: type(f"{name}OnCopies", (CodecOnCopies, getattr(formats, name)), {}) for name in PlannedBackend.codecs}
+    codecs = {name: type(f"{name}OnCopies", (CodecOnCopies, getattr(codec, name)), {}) for name in PlannedBackend.codecs}
     inner = "cuda"
     device = "cuda"
 

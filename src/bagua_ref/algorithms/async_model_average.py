@@ -96,7 +96,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         return not self._warming_up
 
     def why_refused(self, optimizer: torch.optim.Optimizer) -> str:
-        """Return why another optimizer must not step: a round would overwrite what it does."""
+        """Return the reason to refuse every other optimizer: a round would overwrite its steps."""
         return "async holds the weights only while those step"
 
     def need_reset(self) -> bool:
@@ -229,7 +229,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             raise ValueError(f"{type(module).__name__} is not the module that this algorithm trains, {context.bagua_module_name!r}")
 
     def suspend(self) -> Callable[[], None]:
-        """Abort, unless aborted already; return what resumes."""
+        """Abort, unless aborted already; return a function that resumes."""
         if self._rounds.state is State.ABORTED:
             return super().suspend()
         self.abort(self.context)

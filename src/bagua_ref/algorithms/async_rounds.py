@@ -12,10 +12,9 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from bagua_ref.base.runtime import Thread, World
-from bagua_ref.base.utils import OwnHook, inside_backward, untraced
+from bagua_ref.base.utils import OwnHook, inside_backward, tensors_with_graph, untraced
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.comm_ops import AsynchronousModelAverage
 from bagua_ref.errors import CommunicationError
@@ -188,7 +187,7 @@ class WeightLockHooks:
             self._unguard.append(_call_on_exception(optimizer, OwnHook(self._after_step)))
 
     def drop_forward(self) -> None:
-        """Release what a forward pass acquired."""
+        """Release the hold of a forward pass."""
         if self._forward is not None:
             self._forward.release()
             self._forward = None
@@ -199,7 +198,7 @@ class WeightLockHooks:
         self._after_step()
 
     def collect(self) -> None:
-        """Release what finalizers and ``eval()`` have given up; a round that waits calls this."""
+        """Release holds that finalizers and ``eval()`` have ended; a round that waits calls this."""
         while self._dropped:
             self._dropped.pop().release()
         module, forward = self._module(), self._forward
@@ -227,13 +226,13 @@ class WeightLockHooks:
     def _after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if self._forward is None or inside_backward() or self._held_for_backward():
             return
-        tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+        tensors = tensors_with_graph(output)
         raised = output is None and sys.exc_info()[0] is not None
         if raised or not (tensors or torch.is_grad_enabled()):
             self.drop_forward()
             return
         for tensor in tensors:
-            tensor.register_hook(_OnBackwardBegin(self._forward, self._dropped))
+            tensor.register_hook(_Release(self._forward, self._dropped).begin)
 
     def _held_for_backward(self) -> bool:
         """Return whether an earlier forward pass than this one, which has no gradients, still holds the weights."""
@@ -271,34 +270,31 @@ class _Hold:
                 op.unlock_weight()
 
 
-class _ReleaseWhenFreed:
-    """Releases a hold, at the next `WeightLockHooks.collect`, when this object is freed."""
+class _Release:
+    """Releases a hold at the end of the backward pass that comes to a graph; if freed before that, at the next `collect`.
+
+    The graph keeps one, and the autograd engine another one during the backward pass, which it frees, uncalled, if that fails.
+    """
 
     def __init__(self, hold: _Hold, dropped: list[_Hold]) -> None:
         self._hold, self._dropped = hold, dropped
+
+    @untraced
+    def begin(self, gradient: torch.Tensor) -> None:
+        """Note that the backward pass has come to the graph: a hook on an output."""
+        torch.autograd.Variable._execution_engine.queue_callback(_Release(self._hold, self._dropped).end)
+
+    @untraced
+    def end(self) -> None:
+        """Release the hold: the backward pass has ended."""
+        self._hold.release()
 
     def __del__(self) -> None:
         self._dropped.append(self._hold)
 
 
-class _OnBackwardBegin(_ReleaseWhenFreed):
-    """A hook on an output, freed with its graph. It ties the hold to the end of the backward that it sees begin."""
-
-    @untraced
-    def __call__(self, grad: torch.Tensor) -> None:
-        torch.autograd.Variable._execution_engine.queue_callback(_OnBackwardEnd(self._hold, self._dropped))
-
-
-class _OnBackwardEnd(_ReleaseWhenFreed):
-    """Called by the autograd engine when the backward has ended; freed, uncalled, when it failed."""
-
-    @untraced
-    def __call__(self) -> None:
-        self._hold.release()
-
-
 def _call_on_exception(optimizer: torch.optim.Optimizer, function: Callable[[], None]) -> Callable[[], None]:
-    """Make ``optimizer.step`` call ``function`` when it raises, as its post hooks are not; return what undoes this."""
+    """Make ``optimizer.step`` call ``function`` when it raises, as its post hooks are not; return a function that undoes this."""
     before = optimizer.__dict__.get("step")
     step = optimizer.step
 

@@ -84,7 +84,7 @@ class TrainingContext(NotCopied):
         return self._named
 
     def note_load(self) -> None:
-        """Have what is equal on all ranks compared in the next round."""
+        """Let the next round compare everything that is equal on all ranks."""
         self.rounds.note_load()
 
     def reset(self) -> None:
@@ -136,6 +136,9 @@ class AlgorithmImpl(NotCopied):
 
     stores: Mapping[str, TensorStore | ErrorMemories] = MappingProxyType({})
     """Stores of tensors kept from round to round, by the entry of `state_dict` that holds theirs."""
+
+    counted: tuple[str, ...] = ()
+    """Attributes of this object that are among its `counters`."""
 
     rank_state: frozenset[str] = frozenset()
     """Entries of `state_dict` that only the same rank of as many ranks can load; `load_state_dict` takes states without them."""
@@ -189,7 +192,7 @@ class AlgorithmImpl(NotCopied):
         return [(p, context.bagua_optimizers) for _, p in context.bagua_build_params()] if self.replicas_are_equal else []
 
     def facts(self) -> list[Fact]:
-        """Return what else must be equal on all ranks when a round of communication begins; always as many facts."""
+        """Return further facts that must be equal on all ranks when a round of communication begins; always as many."""
         return []
 
     @property
@@ -225,7 +228,7 @@ class AlgorithmImpl(NotCopied):
         context.engine.run(lambda: [*map(BaguaBucket.shadow, context.bagua_buckets)])
 
     def why_refused(self, optimizer: torch.optim.Optimizer) -> str:
-        """Return why ``optimizer``, which was not passed when wrapping, must not step the parameters; "" if it may."""
+        """Return the reason that ``optimizer``, which was not passed when wrapping, must not step the parameters; "" if it may."""
         return ""
 
     def suspend(self) -> Callable[[], None]:
@@ -236,11 +239,11 @@ class AlgorithmImpl(NotCopied):
         """Release everything outside the buckets; the module now has another algorithm."""
 
     def metrics(self) -> dict[str, float | int]:
-        """Return what this algorithm adds to `bagua_ref.distributed.BaguaModule.bagua_metrics`; it does not communicate."""
+        """Return this algorithm's part of `bagua_ref.distributed.BaguaModule.bagua_metrics`; it does not communicate."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs, besides the state of model and optimizers, to continue exactly where it was saved.
+        """Return the state that a checkpoint needs, besides that of model and optimizers, to continue exactly where it was saved.
 
         Each rank saves its own. Subclasses add to it.
         """
@@ -275,7 +278,7 @@ class AlgorithmImpl(NotCopied):
                 store.check(state[entry])
 
     def load_checked(self, state: dict[str, Any]) -> None:
-        """Load what ``state``, which `check_state` has passed, holds besides `counters`."""
+        """Load the entries of ``state``, which `check_state` has passed, besides `counters`."""
         for entry, store in self.stores.items():
             store.load(state.get(entry, {}))
 
@@ -283,7 +286,7 @@ class AlgorithmImpl(NotCopied):
         """Raise RuntimeError if something must be stopped before a state is loaded."""
 
     def _shard(self) -> dict[str, Any]:
-        """Return which shard of its parameters this rank has, and of how many; nothing if they are whole."""
+        """Return the number of this rank's shard of the parameters, and that of all shards; nothing if they are whole."""
         meshes = [shard.sharded.device_mesh for shard in self.context.shards.values()]
         return {"shard": [meshes[0].get_local_rank(), meshes[0].size()]} if meshes else {}
 
@@ -293,6 +296,7 @@ class AlgorithmImpl(NotCopied):
         return {
             "train_step_counter": context.bagua_train_step_counter,
             "steps_of_optimizers": list(context.steps_of_optimizers),
+            **{name: getattr(self, name) for name in self.counted},
         }
 
     def load_counters(self, state: dict[str, Any]) -> None:
@@ -300,6 +304,8 @@ class AlgorithmImpl(NotCopied):
         context = self.context
         context.bagua_train_step_counter = state["train_step_counter"]
         context.steps_of_optimizers[:] = state.get("steps_of_optimizers", context.steps_of_optimizers)
+        for name in self.counted:
+            setattr(self, name, state[name])
 
     def begin_forward(self) -> None:
         """Note the start of a training forward pass, also under `no_sync`; called before `need_reset`."""
@@ -362,7 +368,7 @@ class Algorithm:
     """Whether it trains this rank's shards of parameters that fully_shard (FSDP2) has sharded."""
 
     def check(self, parameters: list[tuple[str, torch.nn.Parameter]], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Refuse what this algorithm cannot train, before anything is sent or changed; called when a module is wrapped.
+        """Refuse parameters or optimizers that this algorithm cannot train, before anything is sent or changed by wrapping.
 
         Args:
             parameters: those that take part, by name, in the order of ``named_parameters()``.

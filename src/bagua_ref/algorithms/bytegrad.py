@@ -99,5 +99,5 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
         )
 
     def memory_of(self, bucket: BaguaBucket) -> ErrorMemory | None:
-        """Return what compression has left out of a bucket; None without error feedback."""
+        """Return the memory of a bucket's compression errors; None without error feedback."""
         return self.error_memories.of_bucket(bucket, self.options.hierarchical) if self.options.error_feedback else None

@@ -38,6 +38,7 @@ class CompressedGradientsImpl(AlgorithmImpl):
     replicas_are_equal = True  # all ranks step with the same gradients
     entries = frozenset({"version", "rank", "world_size", "steps_of_optimizers", "algorithm", "factors"})
     rank_state = frozenset({"memories"})
+    counted = ("rounds",)
 
     def __init__(self, process_group: Group, options: Any, has_memory: bool) -> None:
         super().__init__(process_group)
@@ -57,7 +58,7 @@ class CompressedGradientsImpl(AlgorithmImpl):
         return not self.warmup_steps or self.context.steps_of_optimizers[-1] >= self.warmup_steps
 
     def round_number(self) -> int | None:
-        """Return how many compressed rounds came before this one, None if it is not compressed."""
+        """Return the number of compressed rounds before this one, None if it is not compressed."""
         return self.rounds if self.compressing else None
 
     def replicas(self) -> list[tuple[Tensor, list[torch.optim.Optimizer]]]:
@@ -72,7 +73,7 @@ class CompressedGradientsImpl(AlgorithmImpl):
         ]
 
     def why_refused(self, optimizer: torch.optim.Optimizer) -> str:
-        """Return why another optimizer must not step in the warm-up, which would never end; "" after it."""
+        """Return the reason to refuse other optimizers in the warm-up, which would never end; "" after it."""
         return "" if self.compressing else f"{self.name} counts the steps of those to tell when its warm-up is over"
 
     def check_join(self, divide_by_initial_world_size: bool) -> bool:
@@ -105,7 +106,7 @@ class CompressedGradientsImpl(AlgorithmImpl):
         return hook
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters, what is equal on all ranks, and this rank's memories."""
+        """Return the counters, the factors, which are equal on all ranks, and this rank's memories."""
         return {**super().state_dict(), "algorithm": self.name}
 
     def check_state(self, state: dict[str, Any]) -> None:
@@ -118,12 +119,3 @@ class CompressedGradientsImpl(AlgorithmImpl):
         """Load the factors and memories; the next round compares what must be equal on all ranks."""
         super().load_checked(state)
         self.context.note_load()
-
-    def counters(self) -> dict[str, Any]:
-        """Return the steps and the compressed rounds so far."""
-        return {**super().counters(), "rounds": self.rounds}
-
-    def load_counters(self, state: dict[str, Any]) -> None:
-        """Continue from the numbers that `counters` returned."""
-        super().load_counters(state)
-        self.rounds = state["rounds"]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from bagua_ref.algorithms.base import Algorithm, TrainingContext
@@ -23,7 +23,7 @@ from bagua_ref.algorithms.low_precision_decentralized import (
 )
 from bagua_ref.algorithms.registry import check_whole, implements
 from bagua_ref.base.memory import by_dtype_and_device
-from bagua_ref.base.utils import NotCopied, OwnHook, inside_backward, untraced
+from bagua_ref.base.utils import OwnHook, inside_backward, tensors_with_graph
 from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.formulas.graphs import PeerSelection, check_mode
 from bagua_ref.rounds import Fact
@@ -107,11 +107,11 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
         self._guard = GraphGuard(_WEIGHTS_AVERAGED)
 
     def why_refused(self, optimizer: torch.optim.Optimizer) -> str:
-        """Return why another optimizer must not step, if some were passed; without any, none is needed."""
+        """Return the reason to refuse other optimizers, if some were passed; without any, none is needed."""
         return "decentralized tells from the steps of those whether weights were averaged" if self.context.bagua_optimizers else ""
 
     def facts(self) -> list[Fact]:
-        """Return how often weights were averaged, and if not every step averages, the step."""
+        """Return the number of averagings, and if not every step averages, the step."""
         step = self.context.bagua_train_step_counter - 1 if self.options.communication_interval > 1 else 0
         return [
             Fact("{has} averaged weights {value} times", self._rounds),
@@ -174,12 +174,12 @@ class DecentralizedAlgorithmImpl(WeightAveragingImpl):
         self._guard.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step and how often each bucket was averaged, which determines the next graph."""
+        """Return the step and the number of each bucket's averagings, which determines the next graph."""
         self.context.engine.wait_pending_comm_ops()
         return super().state_dict()
 
     def counters(self) -> dict[str, Any]:
-        """Return the step and how often each bucket was averaged."""
+        """Return the step and the number of each bucket's averagings."""
         steps = [bucket._decentralized_op.step for bucket in self.context.bagua_buckets]
         return {**super().counters(), "averaging_steps": steps}
 
@@ -223,21 +223,9 @@ class GraphGuard:
     def _after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if inside_backward():  # a checkpoint computes this forward anew
             return
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
-                tensor.register_hook(_CheckBeforeBackward(self._check, self.overwritten))
+        for tensor in tensors_with_graph(output):
+            tensor.register_hook(partial(OwnHook(self._check), self.overwritten))
 
-    def _check(self, overwritten: int) -> None:
+    def _check(self, overwritten: int, gradient: Tensor) -> None:
         if overwritten != self.overwritten:
             raise RuntimeError(self._message)
-
-
-class _CheckBeforeBackward(NotCopied):
-    """A hook on an output: calls ``check`` with the number of times that weights had been overwritten in its forward pass."""
-
-    def __init__(self, check: Callable[[int], None], overwritten: int) -> None:
-        self._check, self._overwritten = OwnHook(check), overwritten
-
-    @untraced
-    def __call__(self, grad: torch.Tensor) -> None:
-        self._check(self._overwritten)

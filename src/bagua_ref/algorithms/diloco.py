@@ -96,7 +96,7 @@ class DiLoCoAlgorithm(Algorithm):
         self.schedule()  # raises if these do not fit together
 
     def schedule(self) -> FragmentSchedule:
-        """Return which fragment is sent, and which is applied, after which step."""
+        """Return the schedule by which fragments are sent and applied."""
         count = self.fragments if isinstance(self.fragments, int) else len(self.fragments)
         return FragmentSchedule(self.period, count, self.delay)
 
@@ -117,6 +117,7 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
 
     name = "diloco"
     entries = LocalUpdatesImpl.entries | {"fragments", "global_weights", "outer_optimizers", "outer_entries", "in_flight"}
+    counted = ("outer_steps",)
 
     def __init__(self, process_group: Group, options: DiLoCoAlgorithm) -> None:
         super().__init__(process_group, options)
@@ -130,7 +131,7 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         self._in_flight: InFlight | None = None
         self._sending = 0
         """The fragment that is sent, or was sent last."""
-        self._outer_steps = 0
+        self.outer_steps = 0
         """A checksum of the settings with which outer optimizers have stepped."""
         self._showing = 0
         """How many `global_weights` contexts the caller is in."""
@@ -146,8 +147,8 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
         return [fragment.optimizer for fragment in self._fragments]
 
     def facts(self) -> list[Fact]:
-        """Return what is sent, and the outer optimizers' settings so far and now, too."""
-        local, settings = bool(self._past_warmup), self._outer_steps
+        """Return the fragment that is sent, and the outer optimizers' settings so far and now, too."""
+        local, settings = bool(self._past_warmup), self.outer_steps
         for fragment in self._fragments if local else ():
             settings = fragment.settings(settings)
         names = ("gradients", *(f"fragment {place}" for place in range(len(self._fragments))))
@@ -187,7 +188,7 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
             self.context.note_load()  # g must be equal on all ranks, whatever they have loaded
 
     def after_local_step(self, local_step: int, communicates: bool) -> None:
-        """Apply what is due, and send the fragment whose turn it is (S9.4)."""
+        """Apply the fragment that is due, and send the next one if it is its turn (S9.4)."""
         self._refuse_while_showing("an optimizer step")
         if self._in_flight is not None and self.step >= self._in_flight.due:
             self._apply()
@@ -240,7 +241,7 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
                 f"fragment {flight.fragment} was not applied: the mean over ranks of what its weights have changed is not finite "
                 f"in {', '.join(map(repr, overflowed))}, as training has diverged on at least one rank"
             )
-        self._outer_steps = fragment.settings(self._outer_steps)
+        self.outer_steps = fragment.settings(self.outer_steps)
         with profiled("bagua_ref::update"):
             fragment.update(flight.mean)
             fragment.mix(self.options.mix)
@@ -326,15 +327,6 @@ class DiLoCoAlgorithmImpl(LocalUpdatesImpl):
             named = self._fragments[flight["fragment"]].named
             mean = {name: Layout.of(g).copy_of(flight["mean"][name].to(g.device)) for name, g in named.items()}
             self._in_flight = InFlight(flight["fragment"], flight["due"], mean)
-
-    def counters(self) -> dict[str, Any]:
-        """Return the steps so far, and a checksum of the settings of the outer steps."""
-        return {**super().counters(), "outer_steps": self._outer_steps}
-
-    def load_counters(self, state: dict[str, Any]) -> None:
-        """Continue from the numbers that `counters` returned."""
-        super().load_counters(state)
-        self._outer_steps = state["outer_steps"]
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise ValueError unless `load_state_dict` can load ``state``."""

@@ -114,7 +114,7 @@ class LocalUpdatesImpl(AlgorithmImpl):
         ]
 
     def why_refused(self, optimizer: torch.optim.Optimizer) -> str:
-        """Return why another optimizer must not step: its steps would not be counted."""
+        """Return the reason to refuse every other optimizer: its steps would not be counted."""
         return f"{self.name} counts the steps of those, and communicates after them"
 
     def need_reset(self) -> bool:
@@ -159,7 +159,7 @@ class LocalUpdatesImpl(AlgorithmImpl):
             self.after_local_step(self.step - self.warmup_steps, communicates)
 
     def after_local_step(self, local_step: int, communicates: bool) -> None:
-        """Do what follows a step of the local phase.
+        """Complete a step of the local phase.
 
         Args:
             local_step: the number of the step, from 1.
@@ -180,7 +180,7 @@ class LocalUpdatesImpl(AlgorithmImpl):
         return bucket
 
     def load_checked(self, state: dict[str, Any]) -> None:
-        """Load what is kept; the next round compares what must be equal on all ranks."""
+        """Load the stores; the next round compares everything that must be equal on all ranks."""
         super().load_checked(state)
         self.context.note_load()
 
@@ -190,7 +190,7 @@ class LocalUpdatesImpl(AlgorithmImpl):
         self._passes_before = self.context.backward_passes
 
     def metrics(self) -> dict[str, float | int]:
-        """Return the L2 norm of what this rank's weights differed from the shared ones in the last exchange, if there was one."""
+        """Return the L2 norm of the difference between this rank's weights and the shared ones in the last exchange, if any."""
         norms = [norm.item() for part in self._drifts.values() for norm in part]
         return {"drift": math.hypot(*norms)} if norms else {}
 
@@ -231,7 +231,7 @@ class LocalSGDAlgorithmImpl(LocalUpdatesImpl):
         return self._averages_in_nodes and not self._averaging_weights
 
     def facts(self) -> list[Fact]:
-        """Return what a round averages, too, and the order of weights, which may have changed since the last forward pass."""
+        """Return the kind of round, too, and the order of weights, which may have changed since the last forward pass."""
         weights = [str(Layout.of(weight)) for part in self._parts for weight in part] if self._averaging_weights else []
         return [
             *super().facts(),

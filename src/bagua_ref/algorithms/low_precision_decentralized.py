@@ -102,23 +102,24 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
 
     name = "low_precision_decentralized"
     rank_state = frozenset({"ring", "replicas"})
+    counted = ("optimizer_steps",)
 
     def __init__(self, process_group: Group, options: LowPrecisionDecentralizedAlgorithm) -> None:
         super().__init__(process_group)
-        self._optimizer_steps = 0
+        self.optimizer_steps = 0
         """Steps that the last optimizer has taken."""
         self._passes_before = 0
         """Backward passes begun before the last round."""
 
     def why_refused(self, optimizer: torch.optim.Optimizer) -> str:
-        """Return why another optimizer must not step: nothing would be sent."""
+        """Return the reason to refuse every other optimizer: nothing would be sent after its steps."""
         return "low_precision_decentralized sends weights after the steps of those"
 
     def facts(self) -> list[Fact]:
         """Return the optimizer steps, on which the interval hangs, and the backward passes, which tell that a rank skips steps."""
         passes = self.context.backward_passes - self._passes_before
         return [
-            Fact("{has} taken {value} steps with the last optimizer", self._optimizer_steps),
+            Fact("{has} taken {value} steps with the last optimizer", self.optimizer_steps),
             Fact("{has} run {value} backward passes since the last round", passes),
         ]
 
@@ -157,7 +158,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
         def hook(optimizer: torch.optim.Optimizer) -> None:
             if optimizer is not bagua_ddp.bagua_optimizers[-1]:
                 return
-            step, self._optimizer_steps = self._optimizer_steps, self._optimizer_steps + 1
+            step, self.optimizer_steps = self.optimizer_steps, self.optimizer_steps + 1
             if step % self.options.communication_interval == 0:
                 for tensor in self.tensors:
                     bagua_ddp.engine.mark_ready(tensor)
@@ -207,12 +208,11 @@ class LowPrecisionDecentralizedAlgorithmImpl(WeightAveragingImpl):
     def counters(self) -> dict[str, Any]:
         """Return the step, the number of optimizer steps, and that of backward passes since the last round."""
         passes = self.context.backward_passes - self._passes_before
-        return {**super().counters(), "optimizer_steps": self._optimizer_steps, "passes": passes}
+        return {**super().counters(), "passes": passes}
 
     def load_counters(self, state: dict[str, Any]) -> None:
         """Continue from the numbers that `counters` returned."""
         super().load_counters(state)
-        self._optimizer_steps = state["optimizer_steps"]
         self._passes_before = self.context.backward_passes - state.get("passes", 0)
 
     def _ring(self) -> Any:

@@ -105,7 +105,7 @@ class QAdamAlgorithmImpl(ByteGradAlgorithmImpl):
         ]
 
     def why_refused(self, optimizer: torch.optim.Optimizer) -> str:
-        """Return why another optimizer must not step: after the warm-up gradients are those of this rank alone."""
+        """Return the reason to refuse every other optimizer: after the warm-up gradients are those of this rank alone."""
         return "" if optimizer is self.q_adam_optimizer else "qadam averages the momenta of its own optimizer"
 
     def check_join(self, divide_by_initial_world_size: bool) -> bool:

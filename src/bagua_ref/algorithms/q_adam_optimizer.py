@@ -97,7 +97,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
                 raise TypeError(f"a parameter is {parameter.dtype}; QAdam takes real numbers")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore, also what torch.optim.Adam saved: it lacks the phase."""
+        """Restore a state, also one of torch.optim.Adam, which lacks the phase."""
         super().__setstate__(state)
         taken = max((int(entry["step"]) for entry in self.state.values() if "step" in entry), default=0)
         for group in self.param_groups:
@@ -218,7 +218,7 @@ class MomentumBucket:
             self._before = []
 
     def end_round(self, overflowed: bool) -> None:
-        """Forget what the momenta were, unless some overflowed, so that the step to come may be skipped."""
+        """Forget the momenta before the round, unless some overflowed, so that the step to come may be skipped."""
         if overflowed:
             self._undo_at = self._optimizer.step_id
         else:

@@ -1,6 +1,6 @@
 """The contract of a kernel backend: a dozen kernels on flat tensors, each with its exact rounding (S1, S3, S5.5), and its codecs.
 
-The public methods check arguments (with `bagua_ref.backends.checks`), so that all backends raise the same errors. A backend
+The public methods check arguments (with `bagua_ref.base.memory`), so that all backends raise the same errors. A backend
 implements the methods with a leading underscore, which get valid arguments and rounded numbers. `bagua_ref.backends.get_backend`
 returns a backend.
 """
@@ -14,17 +14,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from bagua_ref.backends.checks import (
+from bagua_ref.backends.codec import COMPRESSIBLE, Codec
+from bagua_ref.base.memory import (
     at_least_one,
     check_beside,
-    check_device,
     check_flat,
     check_parts,
     check_target_chunk,
     chunk_size_of,
     rounded,
 )
-from bagua_ref.backends.codec import COMPRESSIBLE, Codec
 
 __all__ = ["FLOATS", "KernelBackend"]
 
@@ -81,13 +80,13 @@ class KernelBackend(ABC):
         >>> x = torch.ones(2); get_backend("reference").add_(x, torch.ones(2)); x
         tensor([2., 2.])
         """
-        self._check_target("x", x, FLOATS)
+        check_flat("x", x, FLOATS, self)
         check_beside("x", x, "y", y)
         self._add_(x, y)
 
     def subtract_(self, x: Tensor, y: Tensor) -> None:
         """x <- x - y (S1); arguments as for `add_`."""
-        self._check_target("x", x, FLOATS)
+        check_flat("x", x, FLOATS, self)
         check_beside("x", x, "y", y)
         self._subtract_(x, y)
 
@@ -103,7 +102,7 @@ class KernelBackend(ABC):
         >>> x = torch.ones(3); get_backend("reference").add_scaled_(x, torch.ones(3), 0.5); x
         tensor([1.5000, 1.5000, 1.5000])
         """
-        self._check_target("x", x, FLOATS)
+        check_flat("x", x, FLOATS, self)
         check_beside("x", x, "y", y)
         self._add_scaled_(x, y, rounded("factor", factor, x))
 
@@ -113,7 +112,7 @@ class KernelBackend(ABC):
         The sum may overflow where the mean would not; both ranks of a pair get the same bits, as the sum is commutative.
         Arguments as for `add_`.
         """
-        self._check_target("x", x, FLOATS)
+        check_flat("x", x, FLOATS, self)
         check_beside("x", x, "y", y)
         self._average_(x, y)
 
@@ -124,7 +123,7 @@ class KernelBackend(ABC):
             x: m elements, float16, bfloat16, float32 or float64; changed in place.
             divisor: converted to float32 (float64 if x is float64); not 0.
         """
-        self._check_target("x", x, FLOATS)
+        check_flat("x", x, FLOATS, self)
         number = rounded("divisor", divisor, x)
         if number == 0:
             raise ValueError(f"divisor={divisor!r} is 0 in {x.dtype} arithmetic; it must be another number")
@@ -141,7 +140,7 @@ class KernelBackend(ABC):
             right: likewise; may overlap left.
             weight: likewise; may overlap left and right.
         """
-        self._check_target("x", x, FLOATS)
+        check_flat("x", x, FLOATS, self)
         check_beside("x", x, "left", left)
         check_beside("x", x, "right", right)
         check_beside("x", x, "weight", weight)
@@ -156,7 +155,7 @@ class KernelBackend(ABC):
             snapshot: m elements of x's dtype: this rank's snapshot; unchanged.
             nranks: the number of ranks in the sum, at least 1.
         """
-        self._check_target("x", x, FLOATS)
+        check_flat("x", x, FLOATS, self)
         check_beside("x", x, "reduced", reduced, torch.float64 if x.dtype is torch.float64 else torch.float32)
         check_beside("x", x, "snapshot", snapshot)
         self._async_average_(x, reduced, snapshot, at_least_one("nranks", nranks))
@@ -170,7 +169,7 @@ class KernelBackend(ABC):
             beta1: from 0 to 1. The factors are f32(beta1) and f32(1 - beta1), where 1 - beta1 is computed in double precision
                 from the given beta1 (both stay double if m is float64).
         """
-        self._check_target("m", m, FLOATS)
+        check_flat("m", m, FLOATS, self)
         check_beside("m", m, "grad", grad)
         keep = rounded("beta1", beta1, m)
         if not 0 <= beta1 <= 1:
@@ -195,7 +194,7 @@ class KernelBackend(ABC):
         >>> get_backend("reference").reduce_chunks_(x, num_chunks=2, target_chunk=1, average=False); x
         tensor([1., 2., 4., 6.])
         """
-        self._check_target("x", x, FLOATS)
+        check_flat("x", x, FLOATS, self)
         chunk_size_of(x.numel(), num_chunks)
         check_target_chunk(target_chunk, num_chunks)
         self._reduce_chunks_(x, num_chunks, target_chunk, average)
@@ -209,7 +208,7 @@ class KernelBackend(ABC):
             tensors: tensors of out's dtype and device, with as many elements in total as out.
             out: a tensor of any dtype; written.
         """
-        self._check_target("out", out)
+        check_flat("out", out, None, self)
         check_parts("out", out, tensors)
         self._gather_flat(tensors, out)
 
@@ -220,7 +219,7 @@ class KernelBackend(ABC):
             flat: a tensor of any dtype; unchanged.
             tensors: tensors of flat's dtype and device, with as many elements in total as flat; written.
         """
-        self._check_target("flat", flat)
+        check_flat("flat", flat, None, self)
         check_parts("flat", flat, tensors)
         self._scatter_flat(flat, tensors)
 
@@ -234,7 +233,7 @@ class KernelBackend(ABC):
         >>> get_backend("reference").order_by_complexity(torch.tensor([2, 1, 2, 0]))
         tensor([3, 1, 0, 2])
         """
-        self._check_target("keys", keys, _SORTABLE)
+        check_flat("keys", keys, _SORTABLE, self)
         return self._order_by_complexity(keys)
 
     # For a backend to implement: arguments are valid, numbers rounded.
@@ -274,7 +273,3 @@ class KernelBackend(ABC):
 
     @abstractmethod
     def _order_by_complexity(self, keys: Tensor) -> Tensor: ...
-
-    def _check_target(self, name: str, x: Tensor, dtypes: tuple[torch.dtype, ...] | None = None) -> None:
-        check_flat(name, x, dtypes)
-        check_device(name, x, self.name, self.device_types)

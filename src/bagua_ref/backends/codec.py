@@ -1,29 +1,48 @@
-"""The contract of a codec: compression of a flat tensor in equal chunks to bytes, and decompression (S4, S12).
+"""The contract of a codec, which compresses equal chunks of a flat tensor to bytes, and the built-in formats (S4, S12).
 
 The public methods check arguments, so that all codecs raise the same errors. A codec implements the methods with a leading
-underscore, and `payload_bytes`. `bagua_ref.backends.get_codec` returns a codec; the built-in formats are in
-`bagua_ref.backends.formats`.
+underscore, and `payload_bytes`; backends implement the built-in formats. `bagua_ref.backends.get_codec` returns a codec.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from functools import partial
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from bagua_ref.backends.checks import check_beside, check_device, check_flat, check_target_chunk, chunk_size_of
-from bagua_ref.observe.meter import codec_phase, codec_steps
+from bagua_ref.base.memory import check_beside, check_flat, check_target_chunk, chunk_size_of
+from bagua_ref.observe.meter import codec_phase, steps_in
 
-__all__ = ["ALIGNMENT", "COMPRESSIBLE", "Codec", "Kernels"]
+__all__ = [
+    "ALIGNMENT",
+    "BLOCK_SIZE",
+    "COMPRESSIBLE",
+    "HEADER_BYTES",
+    "MXFP4",
+    "MXFP8",
+    "MXINT8",
+    "Codec",
+    "Kernels",
+    "Microscaling",
+    "MinMaxUInt8",
+    "OneBit",
+]
 
 COMPRESSIBLE = (torch.float16, torch.bfloat16, torch.float32)
 """The dtypes that codecs take (S4.5, S12)."""
 
 ALIGNMENT = 32
 """The size of each chunk's payload is a multiple of this many bytes (S4.1, S12)."""
+
+HEADER_BYTES = 32
+"""Length of the header of a MinMaxUInt8 or OneBit block, in bytes (S4.1, S12.2)."""
+
+BLOCK_SIZE = 32
+"""Elements that share a scale in the MX formats (S12.1)."""
 
 
 class Kernels(Protocol):
@@ -109,7 +128,7 @@ class Codec(ABC):
         [35, 64]
         """
         out = self._payload_for(x, num_chunks, target_chunk, out)
-        return codec_steps("compress", self._compress_in_steps(x, num_chunks, target_chunk, out))
+        return steps_in(partial(codec_phase, "compress"), self._compress_in_steps(x, num_chunks, target_chunk, out))
 
     def decompress(self, payload: Tensor, num_chunks: int, out: Tensor) -> None:
         """out <- the numbers of a payload; those beyond the range of out's dtype become its largest, with their sign (S4.3).
@@ -119,7 +138,7 @@ class Codec(ABC):
             num_chunks: the number of chunks, at least 1.
             out: the elements, float16, bfloat16 or float32; written.
         """
-        self._check_payload(payload, num_chunks, out)
+        check_beside("out", out, "payload", payload, torch.uint8, self._payload_size("out", out, num_chunks))
         with codec_phase("decompress"):
             self._decompress(payload, num_chunks, out)
 
@@ -133,8 +152,8 @@ class Codec(ABC):
         >>> list(get_codec("MinMaxUInt8").decompress_in_steps(torch.zeros(64, dtype=torch.uint8), 1, out=torch.zeros(3)))
         [32, 35]
         """
-        self._check_payload(payload, num_chunks, out)
-        return codec_steps("decompress", self._decompress_in_steps(payload, num_chunks, out))
+        check_beside("out", out, "payload", payload, torch.uint8, self._payload_size("out", out, num_chunks))
+        return steps_in(partial(codec_phase, "decompress"), self._decompress_in_steps(payload, num_chunks, out))
 
     @abstractmethod
     def _compress(self, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor) -> None:
@@ -164,21 +183,143 @@ class Codec(ABC):
 
     def _payload_for(self, x: Tensor, num_chunks: int, target_chunk: int | None, out: Tensor | None) -> Tensor:
         """Check the arguments of `compress`; return its result, not yet written."""
-        self._check("x", x)
-        size = num_chunks * self.payload_bytes(chunk_size_of(x.numel(), num_chunks), x.dtype)
+        size = self._payload_size("x", x, num_chunks)
         if target_chunk is not None:
             check_target_chunk(target_chunk, num_chunks)
         if out is None:
-            make = torch.empty if target_chunk is None else torch.zeros
-            return make(size, dtype=torch.uint8, device=x.device)
+            return (torch.empty if target_chunk is None else torch.zeros)(size, dtype=torch.uint8, device=x.device)
         check_beside("x", x, "out", out, torch.uint8, size)
         return out
 
-    def _check_payload(self, payload: Tensor, num_chunks: int, out: Tensor) -> None:
-        self._check("out", out)
-        size = num_chunks * self.payload_bytes(chunk_size_of(out.numel(), num_chunks), out.dtype)
-        check_beside("out", out, "payload", payload, torch.uint8, size)
+    def _payload_size(self, name: str, x: Tensor, num_chunks: int) -> int:
+        """Check elements and their chunks; return the bytes of their payload."""
+        check_flat(name, x, COMPRESSIBLE, self.kernels)
+        return num_chunks * self.payload_bytes(chunk_size_of(x.numel(), num_chunks), x.dtype)
 
-    def _check(self, name: str, x: Tensor) -> None:
-        check_flat(name, x, COMPRESSIBLE)
-        check_device(name, x, self.kernels.name, self.kernels.device_types)
+
+class MinMaxUInt8(Codec):
+    """One byte per element: 256 levels between the minimum and the maximum of each chunk (S4).
+
+    The payload consists of one block for each chunk of c elements (S4.1)::
+
+        byte 0            min, in x's dtype, little-endian; a zero is +0
+        byte 2 or 4       max, likewise
+        up to byte 32     zeros
+        byte 32           c levels
+        up to the next    zeros
+        multiple of 32
+
+    In float32, each operation rounded: ``scale = 255 / ((max - min) + 1e-7)``; ``upper = rint(max*scale)``;
+    ``lower = upper - 255``; ``level = clamp(min(rint(x*scale), upper) - lower, 0, 255)`` (S4.2). It decodes to
+    ``(level + lower) / scale``, with scale and lower computed again from the block's header (S4.3). A chunk with a value that is
+    not finite, or whose max - min, max*scale or min*scale overflows, is poisoned: its header is NaN, NaN, its levels are 0, and it
+    decodes to NaN (S4.4). An empty chunk has the header 0, 0.
+
+    Source: MinMaxUInt8 of Gan et al., "BAGUA", VLDB 2022 (arXiv:2107.01499).
+    """
+
+    name = "MinMaxUInt8"
+
+    def payload_bytes(self, c: int, dtype: torch.dtype) -> int:
+        """Return ``32 + ceil(c/32)*32``.
+
+        >>> from bagua_ref.backends import get_codec
+        >>> import torch
+        >>> get_codec("MinMaxUInt8").payload_bytes(50, torch.float32)
+        96
+        """
+        return HEADER_BYTES + _padded(c)
+
+
+class Microscaling(Codec):
+    """Blocks of 32 elements of a chunk, each with a scale of a power of two: OCP Microscaling Formats (MX) v1.0 (S12.1).
+
+    The payload of a chunk of c elements::
+
+        byte 0            ceil(c/32) scales, E8M0: exponent + 127
+        directly after    the elements
+        up to the next    zeros
+        multiple of 32
+
+    ``exponent = floor(log2(max |x| of the block)) - emax``, between -127 and 127, -127 for zeros; an element is ``x / 2^exponent``
+    rounded to nearest, ties to even, and no larger than the format's largest number. Subnormals of the format are kept, and so are
+    the signs of zeros where it has them. A block with a value that is not finite is poisoned: scale byte 255, elements 0; it
+    decodes to NaN (S12.3).
+
+    Attributes:
+        emax: exponent of the element format's largest power of two.
+        bits: of an element.
+    """
+
+    emax: int
+    bits: int
+
+    def payload_bytes(self, c: int, dtype: torch.dtype) -> int:
+        """Return the bytes of scales and elements, padded to a multiple of 32; 0 for an empty chunk."""
+        return _padded(-(-c // BLOCK_SIZE) + -(-c * self.bits // 8))
+
+
+class MXFP8(Microscaling):
+    """E4M3 elements, one byte each: sign, 4 bits of exponent, 3 of mantissa; emax 8, largest 448 (S12.1).
+
+    ``|x' - x| <= 2^-4 |x|``, or half the smallest subnormal 2^-9 times the scale where that is more; where an element saturates, at
+    most 1/8 of its block's largest (S12.3). Foreign payloads: 0x7F and 0xFF decode to NaN.
+
+    Source: OCP Microscaling Formats (MX) Specification v1.0, 2023.
+    """
+
+    name, emax, bits = "MXFP8", 8, 8
+
+
+class MXFP4(Microscaling):
+    """E2M1 elements, two a byte, the first in the low nibble: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives; emax 2 (S12.1).
+
+    ``|x' - x| <= 2^-2 |x|``, or a quarter of the scale where that is more; where an element saturates, at most 1/4 of its block's
+    largest (S12.3). An odd chunk's last high nibble is 0.
+
+    Source: OCP Microscaling Formats (MX) Specification v1.0, 2023.
+    """
+
+    name, emax, bits = "MXFP4", 2, 4
+
+
+class MXINT8(Microscaling):
+    """Elements ``int * 2^-6`` with an int from -127 to 127, one byte each in two's complement; emax 0 (S12.1).
+
+    ``|x' - x| <= 2^(exponent - 7)``; where an element saturates, ``2^(exponent - 6)`` (S12.3). Foreign payloads: -128 decodes to
+    -2.
+
+    Source: OCP Microscaling Formats (MX) Specification v1.0, 2023.
+    """
+
+    name, emax, bits = "MXINT8", 0, 8
+
+
+class OneBit(Codec):
+    """One bit per element: the sign, and one magnitude s for each chunk (S12.2).
+
+    The payload of a chunk of c elements::
+
+        byte 0            s, float32, little-endian
+        up to byte 32     zeros
+        byte 32           bits ``x >= 0``, eight a byte, the first element in the highest bit
+        up to the next    zeros
+        multiple of 32
+
+    ``s = sqrt((sum of x^2 in float64) / c)``, to 1 ulp; an element decodes to s or -s. A chunk with a value that is not finite is
+    poisoned: s = NaN, bits 0; it decodes to NaN (S12.3). An empty chunk has no bytes. The error of a single element has no bound
+    but the data's: train with error memory (S11.1).
+
+    Source: Tang et al., "1-bit Adam", ICML 2021 (arXiv:2102.02888); Seide et al., "1-bit stochastic gradient descent", 2014.
+    """
+
+    name = "OneBit"
+    biased = True
+
+    def payload_bytes(self, c: int, dtype: torch.dtype) -> int:
+        """Return ``32 + ceil(ceil(c/8)/32)*32``, 0 for an empty chunk."""
+        return HEADER_BYTES + _padded(-(-c // 8)) if c else 0
+
+
+def _padded(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors as flatten
 from torch._utils import _unflatten_dense_tensors as unflatten
+from torch.utils._pytree import tree_leaves
 
 from bagua_ref.base.memory import by_dtype_and_device, overlapping
 from bagua_ref.base.not_provided import explain_missing
@@ -30,6 +31,7 @@ __all__ = [
     "let_compiler_see_hooks",
     "overlapping",
     "readable_bytes",
+    "tensors_with_graph",
     "tracked",
     "uncompiled",
     "unflatten",
@@ -86,6 +88,11 @@ class OwnHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OwnHook, ()
+
+
+def tensors_with_graph(output: Any) -> list[Tensor]:
+    """Return the tensors in a module's ``output`` that a backward pass can begin at."""
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
 
 
 def inside_backward() -> bool:

@@ -88,6 +88,8 @@ class BaguaBucket:
         self.dtype, self.device = effective[0].dtype, effective[0].device
         self.running: object = None
         """The current or last operation."""
+        self.stream: Any = None
+        """The first group's CUDA stream, on which operations run; None: the current stream of the thread that executes them."""
         self.about: dict[str, Any] = {}
         """Description of its rounds for observers: JSON values by name."""
         self._ops: list[Callable[[Tensor], Any]] = []
@@ -158,11 +160,6 @@ class BaguaBucket:
         self._storage.store(flat, self.effective_tensors(), self.kernels)
         for observer in current_world().observers:
             observer.after_copy(self, flat)
-
-    @property
-    def stream(self) -> Any:
-        """The group's CUDA stream, on which operations run; None: the current stream of the thread that executes them."""
-        return next((group.side_stream(self.device) for group in self._background_groups.values()), None)
 
     def execute(self, flat: Tensor | None = None, after: Any = None, label: str | None = None) -> Any:
         """Run the operations in order; the background worker calls this when all tensors are ready (S2.4).
@@ -435,6 +432,7 @@ class BaguaBucket:
             raise TypeError(f"group={group!r} must be a BaguaProcessGroup; see communication.new_group and from_torch_group")
         if group not in self._background_groups:
             self._background_groups[group] = group.for_background()
+            self.stream = self.stream or self._background_groups[group].side_stream(self.device)
         return self._background_groups[group]
 
 

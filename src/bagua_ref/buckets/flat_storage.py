@@ -115,14 +115,17 @@ class FlatStorage:
         if self._flatten:
             self._move_in(dense)
         else:
-            for place, tensor in enumerate(dense):
-                if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-                    dense[place] = self.layouts[place].copy_of(tensor)  # the result needs room for each element
-                    self._replace(place, dense[place])
-            streams.hold(dense, self._device)
             assert kernels is not None, "it is not flat"
-            kernels.gather_flat(self._in_order(dense), self._flat[: self.filled])
+            self._gather(dense, kernels)
         return self._flat
+
+    def _gather(self, effective: list[Tensor], kernels: KernelBackend) -> None:
+        for place, tensor in enumerate(effective):
+            if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+                effective[place] = self.layouts[place].copy_of(tensor)  # the result needs room for each element
+                self._replace(place, effective[place])
+        streams.hold(effective, self._device)
+        kernels.gather_flat(self._in_order(effective), cast("Tensor", self._flat)[: self.filled])
 
     def _move_in(self, effective: list[Tensor]) -> None:
         """Move the effective tensors that lie elsewhere into flat storage."""

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from bagua_ref.backends.checks import check_beside
-from bagua_ref.base.memory import Layout
+from bagua_ref.base.memory import Layout, check_beside
 from bagua_ref.base.utils import NotCopied, overlapping
 from bagua_ref.types import BackendTensor, ReadinessSink
 

@@ -38,6 +38,11 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     verify.add_argument(
         "--backend", metavar="NAME|pkg.mod:Class", help="a kernel backend, or any other target that run_conformance accepts"
     )
+    verify.add_argument(
+        "--target",
+        metavar="NAME|pkg.mod:Class",
+        help="all parts of bagua_ref with this kernel backend ('reference': as it is installed), or an object with some of them",
+    )
     verify.add_argument("--communicator", metavar="pkg.mod:factory", help="a function that each rank calls with its world")
     verify.add_argument(
         "--command",
@@ -63,7 +68,13 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         metavar="NAME",
         help="suites to run: %(choices)s (default: all that apply to the target)",
     )
-    verify.add_argument("--check", nargs="+", action="extend", metavar="ID", help="run only these checks, given by id or by clause")
+    verify.add_argument(
+        "--check",
+        nargs="+",
+        action="extend",
+        metavar="ID",
+        help="run only these checks, given by id or by clause; S4 stands for S4.1, S4.2, ..., too",
+    )
     verify.add_argument(
         "--profile",
         choices=("quick", "full", "large"),
@@ -87,6 +98,18 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         help="seconds after which a single call counts as hanging (default: 10, and 60 with --command, whose ranks must start)",
     )
     verify.add_argument("--fail-fast", action="store_true", help="stop at the first failure")
+    verify.add_argument(
+        "--scripts",
+        type=Path,
+        metavar="DIR",
+        help="folder for the script of each failure (default: a temporary folder, which is named)",
+    )
+    verify.add_argument(
+        "--requests",
+        type=Path,
+        metavar="DIR",
+        help="folder for the raw requests that the script of each failure sends to the program of --command",
+    )
     add_json_options(verify)
     verify.add_argument("--junit", type=Path, metavar="PATH", help="also write the result as JUnit XML to PATH")
 
@@ -108,9 +131,11 @@ def _seconds(text: str) -> float:
 
 
 def _verify(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    named = arguments.backend is not None or arguments.communicator is not None
-    if named == (arguments.command_line is not None):
-        parser.error("one of --backend, --communicator (or both) and --command is required")
+    named = arguments.backend is not None or arguments.target is not None or arguments.communicator is not None
+    if named == (arguments.command_line is not None) or None not in (arguments.backend, arguments.target):
+        parser.error("one of --backend, --target, --communicator (also with one of these) and --command is required")
+    if arguments.requests is not None and arguments.command_line is None:
+        parser.error("argument --requests: needs --command, as other targets get no requests")
     if arguments.ranks < 1:
         parser.error(f"argument --ranks: {arguments.ranks} must be at least 1")
     if arguments.launch is not None and (arguments.command_line is None or "{ranks}" not in arguments.launch):
@@ -127,8 +152,10 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         CommandError: the target cannot be imported or made, or Hypothesis is missing.
     """
     from bagua_ref.conformance.run.runner import check_ids, read_xfails, run_conformance
+    from bagua_ref.conformance.run.scripts import write_requests, write_scripts
     from bagua_ref.conformance.suites.checks import all_checks
     from bagua_ref.conformance.targets.process import ProcessTarget
+    from bagua_ref.conformance.targets.reference_target import ReferenceTarget
     from bagua_ref.conformance.targets.target import assemble, resolve
 
     time_limit = arguments.time_limit or (10.0 if arguments.command_line is None else 60.0)
@@ -136,10 +163,12 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     try:
         if arguments.command_line is not None:
             target = resolve(ProcessTarget(arguments.command_line, arguments.launch, arguments.ranks, time_limit))
+        elif arguments.target is not None and ":" not in arguments.target:
+            target = assemble(ReferenceTarget(arguments.target), arguments.communicator)
         else:
-            target = assemble(arguments.backend, arguments.communicator)
+            target = assemble(arguments.target or arguments.backend, arguments.communicator)
     except Exception as error:  # importing or creating a foreign target may raise anything
-        named = arguments.command_line or arguments.backend or arguments.communicator
+        named = arguments.command_line or arguments.target or arguments.backend or arguments.communicator
         raise CommandError(f"cannot load {named}: {type(error).__name__}: {error}") from None
     try:
         known = [*all_checks(), *check_ids()]
@@ -160,9 +189,22 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     except (TypeError, AttributeError, ImportError, OSError, BaguaError) as error:
         raise CommandError(error) from None
     end_progress()
+    code = 0 if report.passed else 1 if report.ran else 2
+    try:
+        scripts = write_scripts(report, arguments.scripts)
+    except OSError as error:
+        scripts, code = None, 2
+        print(f"{parser.prog}: error: argument --scripts: {error}", file=sys.stderr)
     if not arguments.json:
         print(report)
-    code = 0 if report.passed else 1 if report.ran else 2
+        if report.not_tried() and arguments.backend is not None and ":" not in arguments.backend:
+            print(f"--backend {arguments.backend} has kernels only; --target {arguments.backend} checks all of bagua_ref with them")
+    try:
+        if scripts is not None and arguments.requests is not None:
+            write_requests(report, arguments.requests, time_limit)
+    except OSError as error:
+        print(f"{parser.prog}: error: argument --requests: {error}", file=sys.stderr)
+        code = 2
     try:
         write_json(arguments, json.loads(report.to_json()))
         if arguments.junit is not None:

@@ -114,12 +114,12 @@ class ErrorMemory:
 
     @property
     def worker(self) -> Tensor:
-        """e: what was left out of this rank's contributions, ``numel`` float32 elements."""
+        """e: the errors of this rank's contributions, ``numel`` float32 elements."""
         return self._both()[0]
 
     @property
     def server(self) -> Tensor:
-        """f: what was left out of the results of this rank's chunk, ``numel / chunks`` float32 elements."""
+        """f: the errors of the results of this rank's chunk, ``numel / chunks`` float32 elements."""
         return self._both()[1]
 
     def kept(self) -> tuple[Tensor, Tensor] | None:
@@ -127,11 +127,11 @@ class ErrorMemory:
         return self._kept
 
     def restore(self, kept: tuple[Tensor, Tensor] | None) -> None:
-        """Go back to what `kept` returned."""
+        """Restore the memories that `kept` returned."""
         self._kept = kept
 
     def put_back(self, before: tuple[Tensor, Tensor] | None, start: int, end: int, place: int) -> None:
-        """Go back to what `kept` returned ``before`` a round in the elements from ``start`` to ``end`` of the bucket.
+        """Restore the elements from ``start`` to ``end`` of the bucket that `kept` returned ``before`` a round.
 
         Args:
             before: the memories then.

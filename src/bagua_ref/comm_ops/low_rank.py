@@ -54,7 +54,7 @@ class Matrix:
         return (part if self.layout is None else self.layout.view(part)).reshape(self.n, self.m)
 
     def put_back(self, matrix: Tensor, flat: Tensor) -> None:
-        """Copy what `of` returned into ``flat``, unless it is a view of it."""
+        """Copy the result of `of` into ``flat``, unless it is a view of it."""
         part = flat[self.start : self.end]
         if self.layout is not None and matrix.data_ptr() != part.data_ptr():
             self.layout.view(part).copy_(matrix.view(self.layout.shape))
@@ -139,7 +139,7 @@ class LowRank(CommOp):
             x.copy_(wide)
 
     def about_round(self) -> dict[str, Any]:
-        """Return what a recorder notes of the round that begins: k, and [start, n, m, r, i] of each matrix as JSON."""
+        """Return a recorder's note of the round that begins: k, and [start, n, m, r, i] of each matrix as JSON."""
         number = self._round_number()
         matrices = json.dumps([[a.start, a.n, a.m, a.r, a.place] for a in self.matrices])
         return {"warmup": True} if number is None else {"k": number, "matrices": matrices}

@@ -113,7 +113,7 @@ class TopK(CommOp):
         """Of the algorithm, for recorders."""
 
     def about_round(self) -> dict[str, Any]:
-        """Return what a recorder notes of the round that begins."""
+        """Return a recorder's note of the round that begins."""
         return {"elements": self._numel} if self._compresses() else {"warmup": True}
 
     def kept(self) -> dict[str, Tensor]:

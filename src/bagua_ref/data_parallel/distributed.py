@@ -154,7 +154,7 @@ class DistributedDataParallel(torch.nn.Module):
         return nullcontext() if wrapped is None else wrapped.no_sync()
 
     def bagua_metrics(self) -> dict[str, float | int]:
-        """Return what this training has counted on this rank, as `bagua_ref.distributed.BaguaModule.bagua_metrics` does."""
+        """Return this rank's counts of this training, as `bagua_ref.distributed.BaguaModule.bagua_metrics` does."""
         return self.inner.metrics()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

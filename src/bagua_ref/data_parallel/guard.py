@@ -42,10 +42,8 @@ class StepGuard:
         """The ids of the module's parameters."""
         self._unstepped: set[torch.optim.Optimizer] = set()
         self._communicates = self._stepping = False
-        self.followed_backward = False
-        """Whether gradients had arrived for the last step, be it from the step's own closure."""
-        self.followed_synchronized: bool | None = None
-        """Whether some of these gradients were synchronized; None if there were none."""
+        self.before = _Since()
+        """Events before the last step, or if gradients came from the step's own closure, in it."""
         self.expects_backward = False
         """Whether the steps of all optimizers, or a backward pass if none is known, have yet to follow a training forward pass."""
 
@@ -89,9 +87,11 @@ class StepGuard:
             RuntimeError: the optimizer holds parameters of the module and steps inside a backward pass, or the algorithm must
                 know it; for another optimizer than the module's, also as `before_step`.
         """
-        known, inside = optimizer in self._known, inside_backward()
-        if (known and not inside) or not self._holds_parameters(optimizer):
-            return
+        inside = inside_backward()
+        if (inside or optimizer not in self._known) and self._holds_parameters(optimizer):
+            self._check_unexpected_step(optimizer, inside)
+
+    def _check_unexpected_step(self, optimizer: torch.optim.Optimizer, inside: bool) -> None:
         who = type(optimizer).__name__
         if inside:
             raise RuntimeError(
@@ -122,8 +122,7 @@ class StepGuard:
         since = self._since[optimizer]
         since.check(optimizer, self._module_name)
         self._since[optimizer] = _Since()
-        self._stepping = True
-        self._note(since)
+        self.before, self._stepping = since, True
         # Without gradients and with lr=0: torch.distributed.checkpoint lets an optimizer make its state by such a step.
         self._communicates = since.gradients or any(group.get("lr") != 0 for group in optimizer.param_groups)
 
@@ -131,18 +130,13 @@ class StepGuard:
         """Note the end of a step; return whether it counts as one of the training's."""
         since, after = self._since[optimizer], _Since()
         if since.gradients:  # of the step's own closure
-            self._note(since)
+            self.before = since
         if not since.synchronized:
             after.bypassed = since.bypassed
         self._since[optimizer], self._stepping = after, False
         self._unstepped.discard(optimizer)
         self.expects_backward = self.expects_backward and bool(self._unstepped)
-        return self._communicates or self.followed_backward
-
-    def _note(self, since: _Since) -> None:
-        """Note what preceded a step."""
-        self.followed_backward = since.gradients
-        self.followed_synchronized = since.synchronized if since.gradients else None
+        return self._communicates or self.before.gradients
 
     def _holds_parameters(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(not self._parameters.isdisjoint(map(id, group["params"])) for group in optimizer.param_groups)

@@ -19,7 +19,7 @@ from torch.nn.parallel.distributed import _find_tensors
 from torch.nn.utils.stateless import _functional_call
 from torch.utils.hooks import RemovableHandle
 
-from bagua_ref.base.utils import NotCopied, inside_backward, untraced
+from bagua_ref.base.utils import NotCopied, OwnHook, inside_backward, untraced
 
 __all__ = [
     "ForwardPasses",
@@ -131,7 +131,7 @@ class ForwardPasses:
 
     @property
     def reached(self) -> Reached | None:
-        """What the backward pass under way has reached so far; None: nothing, or there is no backward pass."""
+        """The forward passes that the backward pass under way has reached; None: none yet, or there is no backward pass."""
         reached = self._reached()
         return None if reached is None or reached.over else reached
 
@@ -171,7 +171,7 @@ class ForwardPasses:
         """Mark the graph behind the ``output`` of a forward pass, unless it is functional or in a transform."""
         if self.is_functional or inside_transform():
             return
-        mark = _Mark(self, synchronized)
+        mark = partial(OwnHook(self.reach), synchronized)
         for tensor in _find_tensors(output):
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(mark)
@@ -180,8 +180,8 @@ class ForwardPasses:
         """Note the end of a synchronized backward pass."""
         self._awaited = False
 
-    def reach(self, synchronized: bool) -> None:
-        """Note that the backward pass under way has come to the output of a forward pass."""
+    def reach(self, synchronized: bool, gradients: Any) -> None:
+        """Note that the backward pass under way has come to the output of a forward pass: a hook of the nodes behind it."""
         reached = self.reached
         if reached is None:
             reached = Reached()
@@ -210,7 +210,7 @@ def call_after_backward(callback: Callable[[], object]) -> None:
 
 
 def are_for_a_call(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether ``tensors``, what a module has as parameters in the forward pass under way, are there for this call only."""
+    """Return whether ``tensors``, a module's parameters in the forward pass under way, are there for this call only."""
     if not all(isinstance(tensor, torch.nn.Parameter) for tensor in tensors):
         return True  # modules take nothing but parameters for good
     frame: FrameType | None = sys._getframe()
@@ -227,25 +227,6 @@ def outside_transforms() -> AbstractContextManager[Any]:
 def inside_transform() -> bool:
     """Return whether the caller is inside a transform."""
     return peek_interpreter_stack() is not None
-
-
-class _Mark:
-    """A hook of the nodes behind an output, which are freed with the graph."""
-
-    def __init__(self, passes: ForwardPasses, synchronized: bool) -> None:
-        self._passes, self._synchronized = weakref.ref(passes), synchronized
-
-    def __call__(self, gradients: Any) -> None:
-        if is_dynamo_compiling():  # see `GradientHook`
-            self._untraced(gradients)
-            return
-        passes = self._passes()
-        if passes is not None:
-            passes.reach(self._synchronized)
-
-    @untraced
-    def _untraced(self, gradients: Any) -> None:
-        self(gradients)
 
 
 @untraced

@@ -59,8 +59,10 @@ class TrainedParameters:
         """
         if self.shards:  # FSDP2 itself replaces parameters, and refuses later ones
             return True
-        if list(map(id, chain.from_iterable(self._members))) == self._ids and not any(p.requires_grad for p in self._frozen):
-            return True
+        same = list(map(id, chain.from_iterable(self._members))) == self._ids
+        return (same and not any(p.requires_grad for p in self._frozen)) or self._check_changes()
+
+    def _check_changes(self) -> bool:
         module = self._module()
         assert module is not None, "its forward is under way"
         known = dict(self.named)
@@ -98,13 +100,16 @@ class TrainedParameters:
         if list(map(torch.Tensor.stride, self._with_strides)) == self._strides:
             return False
         if not algorithm.takes_new_strides:
-            before = dict(zip(self._with_strides, self._strides, strict=True))
-            name, parameter = next((n, p) for n, p in self.named if p in before and p.stride() != before[p])
-            raise RuntimeError(
-                f"parameter {name!r} had strides {before[parameter]} when the module was wrapped and has {parameter.stride()} now, "
-                f"and {type(algorithm).__name__} cannot make new buckets during training. Call with_bagua() again on every rank"
-            )
+            self._refuse_new_strides(algorithm)
         return True
+
+    def _refuse_new_strides(self, algorithm: AlgorithmImpl) -> None:
+        before = dict(zip(self._with_strides, self._strides, strict=True))
+        name, parameter = next((n, p) for n, p in self.named if p in before and p.stride() != before[p])
+        raise RuntimeError(
+            f"parameter {name!r} had strides {before[parameter]} when the module was wrapped and has {parameter.stride()} now, "
+            f"and {type(algorithm).__name__} cannot make new buckets during training. Call with_bagua() again on every rank"
+        )
 
     def _find(self, module: torch.nn.Module) -> list[tuple[str, Parameter]]:
         sparse = {id(m._parameters.get("weight")): m for m in module.modules() if isinstance(m, _EMBEDDINGS) and m.sparse}

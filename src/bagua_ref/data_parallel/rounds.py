@@ -36,7 +36,7 @@ _REMEDY = "Call model.bagua_resynchronize() on every rank to go on from the firs
 
 
 class Announced(NamedTuple):
-    """What the ranks of a training have announced to each other.
+    """Announcements of the ranks of a training to each other.
 
     Attributes:
         act: what those with batches are about to do: `ROUND`, `BUFFERS`, `STEP` or `PLAN`; `JOINED` if all have run out of them.
@@ -206,9 +206,9 @@ class ModuleRounds(_OfTraining, AgreedRounds):
         facts = self._facts(act)
 
         def compare() -> Announced:
-            if self.in_node is not None:
-                self.in_node.begin(facts, flag).check_facts()
-            return Announced.of(self.agreement.begin(facts, flag))
+            if self.compare_in_node is not None:
+                self.compare_in_node(facts, flag).check_facts()
+            return Announced.of(self.compare(facts, flag))
 
         with self.aborting():
             return self._trained.engine.run(compare)
@@ -220,7 +220,7 @@ class ModuleRounds(_OfTraining, AgreedRounds):
         alike = algorithm.rounds_are_alike
 
         def begin() -> Comparison:
-            comparison = self.agreement.begin(facts)
+            comparison = self.compare(facts)
             if Announced.of(comparison).act == ROUND and not alike:
                 comparison.check(self._no_digest)
             return comparison
@@ -237,7 +237,7 @@ class ModuleRounds(_OfTraining, AgreedRounds):
         return announced
 
     def end_round(self) -> None:
-        """Do what remains to be done after a round inside `bagua_ref.join`, and to parameters that no rank has reached."""
+        """Complete a round inside `bagua_ref.join`, and restore parameters that no rank has reached."""
         compared, self.compared = self.compared, None
         if self.joining is not None and compared is not None:
             self.joining.round_ended(Announced.of(compared))
@@ -256,7 +256,7 @@ class ModuleRounds(_OfTraining, AgreedRounds):
         super().abort(why)
 
     def _facts(self, act: int) -> list[Fact]:
-        """Return what this rank says before ``act``: everything if it begins a round, else as many facts, but only the first."""
+        """Return this rank's facts before ``act``: all if it begins a round, else as many, of which only the first have a value."""
         training = self._trained
         algorithm, optimizers = training.bagua_algorithm, training.bagua_optimizers
         facts = [

@@ -93,13 +93,13 @@ def share_state(tensors: Iterable[Tensor], optimizers: Iterable[torch.optim.Opti
 
 
 def share_object(mine: Any, comm: Communicator, source: int) -> Any:
-    """Return what rank ``source`` passed as ``mine``, its tensors on the CPU: receivers may not have the sender's devices."""
+    """Return ``mine`` of rank ``source``, its tensors on the CPU: receivers may not have the sender's devices."""
     on_cpu = tree_map_only(torch.Tensor, lambda tensor: local(tensor).detach().cpu(), mine) if comm.rank() == source else None
     return comm.broadcast_object(on_cpu, source)
 
 
 def _described(tensors: dict[str, Tensor], optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:
-    """Return what must be equal on all ranks, by name."""
+    """Return descriptions of everything that must be equal on all ranks, by name."""
     texts = {}
     for name, tensor in tensors.items():
         is_parameter = isinstance(tensor, torch.nn.Parameter)

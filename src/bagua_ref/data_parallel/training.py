@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from bagua_ref.backends.base import KernelBackend
 from bagua_ref.base.runtime import World, use_world
 from bagua_ref.base.utils import OwnHook, OwnList, OwnName, inside_backward, uncompiled
 from bagua_ref.buckets.optimizer_state import align_state
+from bagua_ref.communicators.processes import refuse_in_child
 from bagua_ref.data_parallel.guard import StepGuard, refuse_both, refuse_inside
 from bagua_ref.data_parallel.hooks import ForwardPasses, GradientHook, call_after_backward, outside_transforms, trains
 from bagua_ref.data_parallel.parameters import Buffers, TrainedParameters, split_into_buckets
@@ -102,7 +104,7 @@ class ModuleTraining(TrainingContext):
         self.bagua_optimizers = OwnList(optimizers)
         self.bagua_buckets = OwnList()
         self.steps_of_optimizers = [0] * len(optimizers)
-        self._train_steps = 0
+        self._train_steps, self._pid = 0, os.getpid()
         self.kernel_backend = options.backend
         self.parameters_to_ignore = {
             *getattr(module, "_bagua_params_and_buffers_to_ignore", ()),
@@ -157,7 +159,7 @@ class ModuleTraining(TrainingContext):
         self.engine.meter.bytes_before = self._bytes_sent()
 
     def withdraw(self) -> None:
-        """Remove what `publish` set, but leave a name that the user gave."""
+        """Remove the attributes that `publish` set, but leave a name that the user gave."""
         attributes = self.module.__dict__
         for name in ("_bagua", *_PUBLISHED):
             attributes.pop(name, None)
@@ -233,7 +235,7 @@ class ModuleTraining(TrainingContext):
                 self.rounds.abort("one of its backward passes failed after communication had begun")
 
     def _begin_forward(self, input: Any, synchronized: bool, in_backward: bool = False) -> None:
-        self.given_group.refuse_in_child()
+        refuse_in_child(self._pid)
         self._passes.is_functional = not self._parameters.check()
         if self._passes.is_functional:
             if not self._guard.expects_backward:
@@ -262,7 +264,7 @@ class ModuleTraining(TrainingContext):
         return self.buffers.are_broadcast() and self.bagua_algorithm.ranks_in_step
 
     def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self.given_group.refuse_in_child()
+        refuse_in_child(self._pid)
         if self.options.without_forward and self._in_backward and not inside_backward():
             raise RuntimeError("a backward pass failed inside train(), so gradients are of this rank alone; leave the context")
         self.rounds.check_usable()
@@ -271,12 +273,13 @@ class ModuleTraining(TrainingContext):
 
     def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         counts = self._guard.after_step(optimizer)
-        if not (self._guard.followed_backward if self.bagua_algorithm.steps_follow_backward else counts):
+        before = self._guard.before
+        if not (before.gradients if self.bagua_algorithm.steps_follow_backward else counts):
             return
         self.steps_of_optimizers[self.bagua_optimizers.index(optimizer)] += 1
         self.engine.meter.steps += optimizer is self.bagua_optimizers[-1]
-        synchronizing = self._guard.followed_synchronized
-        if synchronizing is None:  # gradients that did not come through backward()
+        synchronizing = before.synchronized
+        if not before.gradients:  # as where they did not come through backward()
             synchronizing = self.module.training and self._passes.synchronizing
         with self.rounds.aborting():
             (self._post_step_hook if synchronizing else self.bagua_algorithm.end_unsynchronized_step)(optimizer)
@@ -285,7 +288,7 @@ class ModuleTraining(TrainingContext):
 
     def _begin_backward(self, name: str, parameter: Any) -> bool:
         """Return whether the backward pass that delivers a gradient now is synchronized; if it is, begin its round."""
-        self.given_group.refuse_in_child()
+        refuse_in_child(self._pid)
         if self.rounds.unused is not None:
             self.rounds.unused.reached.add(name)
         reached, first_run = self._passes.reached, self._passes.gradient_arrives()
@@ -331,7 +334,7 @@ class ModuleTraining(TrainingContext):
             self._backward_hook(name, self.shards.get(name, parameter))
 
     def _why_bypassed(self) -> str | None:
-        """Return why a backward pass that begins now cannot be synchronized; None if it can, or is not meant to be."""
+        """Return the reason that a backward pass that begins now cannot be synchronized; None if it can, or is not meant to be."""
         if not self.module.training:
             return "began while the module was in eval mode"
         if self._guard.expects_backward or (not self.bagua_optimizers and not self.bagua_algorithm.begins_in_forward):

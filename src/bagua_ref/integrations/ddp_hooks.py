@@ -23,7 +23,8 @@ from bagua_ref.buckets.tensor import BaguaTensor
 from bagua_ref.errors import CommunicationError, NotInitializedError
 from bagua_ref.groups.communication import from_torch_group, init_process_group, is_initialized
 from bagua_ref.rounds import AgreedRound, AgreedRounds, Fact
-from bagua_ref.scheduling.engine import BucketRun, Engine
+from bagua_ref.scheduling.engine import Engine
+from bagua_ref.scheduling.worker import BucketRun
 from bagua_ref.types import Group
 
 __all__ = ["DDPHookState", "ddp_comm_hook"]
@@ -109,7 +110,7 @@ class DDPHookState(TrainingContext):
         self.rounds = _HookRounds(self, self._engine)
         options = Fact("{has} options of checksum {value}", zlib.crc32(repr(algorithm).encode()))
         if not self.rounds.alone:
-            self.rounds.agreement.begin([options]).check_facts()
+            self.rounds.compare([options]).check_facts()
 
     def __repr__(self) -> str:
         return f"DDPHookState({self.algorithm!r}, {self.reductions} reductions)"
@@ -262,7 +263,7 @@ class _Reduction(BucketRun):
         state: the state of the hook.
         ours: our bucket.
         bucket: DDP's.
-        run: the arguments of `bagua_ref.scheduling.engine.BucketRun`.
+        run: the arguments of `bagua_ref.scheduling.worker.BucketRun`.
 
     Attributes:
         future: gets DDP's buffer, or the error.
@@ -283,8 +284,9 @@ class _Reduction(BucketRun):
         with streams.use_stream(self.bucket.stream, self._buffer.device):
             self._result.set_result(self._buffer)
 
-    def finish(self) -> None:
-        """Put the result of the operations into DDP's bucket."""
+    def run(self) -> None:
+        """Run the operations, and put their result into DDP's bucket."""
+        super().run()
         assert self.flat is not None, "DDP has waited for the last round, so the bucket was free to be loaded"
         with streams.use_stream(self.bucket.stream, self._buffer.device):
             streams.hold([self._buffer], self._buffer.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
@@ -13,7 +13,7 @@ from torch.profiler import record_function
 
 from bagua_ref.base.runtime import World, current_world
 
-__all__ = ["Meter", "Operation", "codec_phase", "codec_steps", "operations", "profiled", "use_meter"]
+__all__ = ["Meter", "Operation", "codec_phase", "operations", "profiled", "steps_in", "use_meter"]
 
 _REMEMBERED = 256
 """Number of last operations kept for each rank."""
@@ -116,10 +116,10 @@ def codec_phase(name: str) -> Iterator[None]:
             meter.codec_seconds += meter.world.clock() - begin
 
 
-def codec_steps(name: str, steps: Iterator[int]) -> Iterator[int]:
-    """Yield the values of ``steps``, each computed in a `codec_phase`."""
+def steps_in(context: Callable[[], AbstractContextManager[object]], steps: Iterator[int]) -> Iterator[int]:
+    """Yield the values of ``steps``, each computed in a ``context()`` of its own: what runs between them is outside."""
     while True:
-        with codec_phase(name):
+        with context():
             step = next(steps, None)
         if step is None:
             return

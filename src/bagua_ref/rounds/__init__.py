@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 from bagua_ref.communicators.base import Communicator
@@ -16,7 +17,7 @@ from bagua_ref.observe.meter import Meter, Operation
 from bagua_ref.scheduling.engine import Round
 from bagua_ref.types import Group
 
-__all__ = ["UNSAID", "AgreedRound", "AgreedRounds", "Agreement", "Comparison", "Fact", "describe_differences"]
+__all__ = ["UNSAID", "AgreedRound", "AgreedRounds", "Comparison", "Fact", "describe_differences"]
 
 UNSAID = -(2**63)
 """The value of a fact about which a rank says nothing, so that it differs from no other."""
@@ -47,7 +48,7 @@ class Fact(NamedTuple):
 
 
 def describe_differences(facts: Sequence[Fact], values: Sequence[Sequence[int]], ranks: Sequence[int]) -> str:
-    """Return which ranks differ in what, "" if they agree.
+    """Return the differences between ranks as text, "" if they agree.
 
     Args:
         facts: this rank's.
@@ -70,44 +71,24 @@ def describe_differences(facts: Sequence[Fact], values: Sequence[Sequence[int]],
     return "; ".join(sentences)
 
 
-class Agreement:
-    """Comparison of ranks before each round of communication, so that no round is ever mixed with another.
+class Comparison:
+    """A comparison of facts between ranks, under way, so that no round is ever mixed with another.
+
+    Collective: every rank brings as many facts, in the same order; making one sends them.
 
     Args:
-        comm: the communicator of all ranks, which the caller's thread alone uses.
+        comm: the communicator of the ranks, which the caller's thread alone uses.
         ranks: their global ranks, for messages.
         module_name: the module that they train, for messages.
+        facts: this rank's, which must be equal on all ranks.
+        flag: of a round, whether this rank has loaded a state since the last one.
     """
 
-    def __init__(self, comm: Communicator, ranks: Sequence[int], module_name: str) -> None:
-        self.comm, self._ranks, self._module_name = comm, ranks, module_name
-
-    def begin(self, facts: Sequence[Fact], flag: bool = False) -> Comparison:
-        """Send ``facts`` to the other ranks. Collective: every rank brings as many, in the same order.
-
-        Args:
-            facts: what must be equal.
-            flag: of a round, whether this rank has loaded a state since the last one.
-        """
-        return Comparison(self, facts, self.comm.exchange_ints([int(flag), *(fact.value for fact in facts)]))
-
-    def check(self, facts: Sequence[Fact], values: Sequence[Sequence[int]]) -> None:
-        """Raise CommunicationError if the ``values`` of the facts on every rank differ; says which ranks differ in what."""
-        if any(theirs != values[0] for theirs in values) and (differences := describe_differences(facts, values, self._ranks)):
-            raise CommunicationError(f"the ranks that train module {self._module_name!r} disagree: {differences}")
-
-
-class Comparison:
-    """One round's comparison, under way.
-
-    Args:
-        agreement: the agreement that it is part of.
-        facts: this rank's.
-        receive: waits for flag and values of all ranks.
-    """
-
-    def __init__(self, agreement: Agreement, facts: Sequence[Fact], receive: Callable[[], list[list[int]]]) -> None:
-        self._agreement, self._facts, self._receive = agreement, facts, receive
+    def __init__(
+        self, comm: Communicator, ranks: Sequence[int], module_name: str, facts: Sequence[Fact], flag: bool = False
+    ) -> None:
+        self._comm, self._ranks, self._module_name, self._facts = comm, ranks, module_name, facts
+        self._receive = comm.exchange_ints([int(flag), *(fact.value for fact in facts)])
         self._received: list[list[int]] | None = None
 
     def check_facts(self) -> list[list[int]]:
@@ -118,7 +99,7 @@ class Comparison:
         """
         if self._received is None:
             received = self._receive()
-            self._agreement.check(self._facts, [values for _, *values in received])
+            self._compare(self._facts, [values for _, *values in received])
             self._received = received
         return self._received
 
@@ -132,7 +113,11 @@ class Comparison:
             CommunicationError: ranks differ; the message, equal on all of them, says which ranks in what.
         """
         if any(flag for flag, *_ in self.check_facts()) and (weights := digest()) is not None:
-            self._agreement.check([weights], self._agreement.comm.exchange_ints([weights.value])())
+            self._compare([weights], self._comm.exchange_ints([weights.value])())
+
+    def _compare(self, facts: Sequence[Fact], values: Sequence[Sequence[int]]) -> None:
+        if any(theirs != values[0] for theirs in values) and (differences := describe_differences(facts, values, self._ranks)):
+            raise CommunicationError(f"the ranks that train module {self._module_name!r} disagree: {differences}")
 
 
 class AgreedRounds:
@@ -147,8 +132,8 @@ class AgreedRounds:
 
     Attributes:
         alone: whether there is one rank only, so that nothing is compared.
-        agreement: of all ranks.
-        in_node: of the ranks of this node; None if they do not compare first.
+        compare: begins a `Comparison` of all ranks, from facts and a flag.
+        compare_in_node: begins one of the ranks of this node; None if they do not compare first.
         broken: why no round can begin; "" while all is well.
         loaded: whether a state was loaded since the last round.
         compared: the last round's comparison, when all ranks have agreed.
@@ -161,12 +146,12 @@ class AgreedRounds:
         self.group, self.name, self.meter, self._remedy = group, name, meter, remedy
         comm = group.get_global_communicator()
         self.alone = comm.nranks() == 1
-        self.agreement = Agreement(comm, group.ranks, name)
-        self.in_node: Agreement | None = None
+        self.compare = partial(Comparison, comm, group.ranks, name)
+        self.compare_in_node: Callable[..., Comparison] | None = None
         if in_nodes and not self.alone:
             node = group.get_intra_node_communicator()
             ranks = [rank for (rank,) in node.exchange_ints([group.ranks[comm.rank()]])()]
-            self.in_node = Agreement(node, ranks, name)
+            self.compare_in_node = partial(Comparison, node, ranks, name)
         self.broken, self.loaded = "", False
         self.compared: Comparison | None = None
 
@@ -228,18 +213,18 @@ class AgreedRound(Round):
         self._rounds, self._facts, self._steps = rounds, facts, rounds.meter.steps
         self._loaded, rounds.loaded = rounds.loaded, False
         self._alike, self._same_plan, self._stays_in_node = alike, same_plan, stays_in_node
-        self.waits = rounds.in_node is not None or not alike or not same_plan
+        self.waits = rounds.compare_in_node is not None or not alike or not same_plan
         self._comparison: Comparison | None = None
 
     def begin(self) -> None:
         """Begin the comparison, and end it unless buckets may run during it."""
         rounds = self._rounds
         with Operation("agreement"):
-            if rounds.in_node is not None:
-                rounds.in_node.begin(self._facts, self._loaded).check(rounds.digest)
+            if rounds.compare_in_node is not None:
+                rounds.compare_in_node(self._facts, self._loaded).check(rounds.digest)
                 if self._stays_in_node:
                     return
-            self._comparison = rounds.agreement.begin(self._facts, self._loaded)
+            self._comparison = rounds.compare(self._facts, self._loaded)
             if not self._alike:
                 self._check(self._comparison)
             elif not self._same_plan:

@@ -1,15 +1,13 @@
-"""Scheduling of one module's buckets: tensors are marked ready, and pending operations waited for (S2.4 to S2.6)."""
+"""Scheduling of one module's buckets, whose tensors are marked ready, and waiting for pending operations (S2.4 to S2.6)."""
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Generic, TypeVar
 
-import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from bagua_ref.base import streams
 from bagua_ref.base.runtime import World
@@ -18,11 +16,11 @@ from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.buckets.tensor import Registration, registration
 from bagua_ref.errors import CommunicationError
 from bagua_ref.observe.meter import Meter, profiled, use_meter
-from bagua_ref.scheduling.readiness import Readiness
-from bagua_ref.scheduling.worker import Worker
+from bagua_ref.scheduling.worker import BucketRun, Errors, Job, RoundCall, Worker
 
-__all__ = ["BucketRun", "Engine", "Errors", "Round"]
+__all__ = ["Engine", "Readiness", "Round"]
 
+Item = TypeVar("Item", bound="Hashable")
 T = TypeVar("T")
 
 
@@ -42,63 +40,88 @@ class Round:
         """End the round, after its last bucket and unless one has failed; errors are those of `begin`."""
 
 
-class Errors:
-    """Errors shared by all jobs of an engine.
+class Readiness(Generic[Item]):
+    """Marks items and determines which buckets to schedule, always in the order in which they were registered (S2.4).
 
-    Attributes:
-        fatal: after it, no bucket runs any more.
-        bucket_failed: whether a bucket of this round has failed.
-    """
-
-    fatal: BaseException | None = None
-    bucket_failed = False
-
-
-class BucketRun:
-    """One execution of a bucket's operations.
+    A round begins with the first mark and is complete when every bucket has been scheduled; the next mark begins another round.
+    While ``hold`` is True a complete round does not end: any mark is then an error, as the item's bucket has already run.
 
     Args:
-        bucket: the bucket.
-        flat: the values of its tensors; None: it is loaded when it runs.
-        ready: a CUDA event that marks when they are available.
-        label: name of this execution in a profile, from its creation to the end of its operations.
-        errors: the engine's; after a fatal one, the operations do not run.
+        buckets: the items of each bucket, no item twice.
 
-    Attributes:
-        done: a CUDA event that marks the end; None on a CPU.
-        error: the error of an operation.
+    >>> readiness = Readiness([["a", "b"], ["c"]])
+    >>> readiness.mark("c"), readiness.mark("a"), readiness.mark("b")
+    ([], [], [0, 1])
     """
 
-    def __init__(self, bucket: BaguaBucket, flat: Tensor | None, ready: Any, label: str, errors: Errors) -> None:
-        self.bucket, self.flat, self._ready, self._label, self.errors = bucket, flat, ready, label, errors
-        self._ended: torch.futures.Future[None] | None = None
-        if torch.autograd.profiler._is_profiler_enabled:
-            self._ended = torch.futures.Future()
-            profiled = record_function(label)
-            profiled.__enter__()
-            profiled._call_end_callbacks_on_future(self._ended)
-        self.done: Any = None
-        self.error: BaseException | None = None
+    def __init__(self, buckets: Sequence[Sequence[Item]]) -> None:
+        self._bucket_of = {item: place for place, items in enumerate(buckets) for item in items}
+        if len(self._bucket_of) != sum(map(len, buckets)):
+            raise ValueError("an item is in two buckets, or twice in one")
+        self._items = [tuple(items) for items in buckets]
+        self.hold = False
+        self.reset()
 
-    def __call__(self) -> None:
-        """Run the operations, unless there has been a fatal error, and keep their error."""
-        if self.errors.fatal is None:
-            try:
-                self.done = self.bucket.execute(self.flat, self._ready, self._label)
-                self.finish()
-            except Exception as error:
-                self.error = CommunicationError(f"{self.describe()}: {type(error).__name__}: {error}")
-                self.error.__cause__ = error
-                self.errors.bucket_failed = True
-        if self._ended is not None:
-            self._ended.set_result(None)
+    def reset(self) -> None:
+        """Clear all marks and begin a new round."""
+        self._unmarked = self._bucket_of.copy()
+        """What has not been marked in this round, and its bucket: a mark then looks at one place in memory, not at three."""
+        self._missing = [len(items) for items in self._items]
+        self._next = 0
+        """Buckets before this one have been scheduled in this round."""
 
-    def finish(self) -> None:
-        """Do what follows the operations; its error is theirs."""
+    @property
+    def complete(self) -> bool:
+        """Whether every bucket was scheduled in this round."""
+        return self._next == len(self._items)
 
-    def describe(self) -> str:
-        """Return the bucket and the operation under way."""
-        return f"bucket {self.bucket.name!r}, operation {self.bucket.running!r}"
+    @property
+    def idle(self) -> bool:
+        """Whether the next mark, if it is allowed, begins a round."""
+        return len(self._unmarked) == len(self._bucket_of) or (self.complete and not self.hold)
+
+    @property
+    def started(self) -> bool:
+        """Whether anything was marked in this round, and not every bucket scheduled."""
+        return len(self._unmarked) < len(self._bucket_of) and not self.complete
+
+    def tick(self, item: Item) -> bool:
+        """Return True and `mark` ``item`` if that neither begins a round nor completes a bucket, as for most items."""
+        place = self._unmarked.get(item)
+        if place is None or self._missing[place] < 2 or len(self._unmarked) == len(self._bucket_of):
+            return False
+        del self._unmarked[item]
+        self._missing[place] -= 1
+        return True
+
+    def mark(self, item: Item) -> list[int]:
+        """Mark ``item``; return the buckets to schedule now, in order.
+
+        Marking an item again before its bucket is scheduled has no effect.
+
+        Raises:
+            ValueError: its bucket was already scheduled in this round.
+            KeyError: it is in no bucket.
+        """
+        place = self._bucket_of[item]
+        if place < self._next:
+            if self.hold or not self.complete:
+                raise ValueError(f"{item} was marked again in a round in which its bucket had already been scheduled")
+            self.reset()
+        if self._unmarked.pop(item, None) is None:
+            return []
+        self._missing[place] -= 1
+        if self._missing[place] or place > self._next:
+            return []
+        while self._next < len(self._items) and self._missing[self._next] == 0:
+            self._next += 1
+        return list(range(place, self._next))
+
+    def unmarked(self) -> dict[int, list[Item]]:
+        """Return the unmarked items of each bucket that has not been scheduled in this round."""
+        return {
+            place: [item for item in self._items[place] if item in self._unmarked] for place in range(self._next, len(self._items))
+        }
 
 
 class Engine:
@@ -124,7 +147,7 @@ class Engine:
         self._errors = Errors()
         self._round: Round | None = None
         """The round that has begun and not ended."""
-        self._worker: Worker[BucketRun | _RoundCall] = Worker(world, f"bagua_ref worker {name}", timeout)
+        self._worker = Worker(world, f"bagua_ref worker {name}", timeout)
         self._buckets: list[BaguaBucket] = []
         self._readiness: Readiness[Registration] = Readiness([])
         self._bucket_of: dict[Registration, BaguaBucket] = {}
@@ -181,7 +204,7 @@ class Engine:
             self.schedule(self._buckets[place])
 
     def gradient_ready(self, name: str, parameter: Tensor) -> None:
-        """Do what `mark_ready` does, as an algorithm's backward hook, and with fewer calls for most parameters."""
+        """Mark ``parameter`` ready as `mark_ready` does, with fewer calls for most parameters: an algorithm's backward hook."""
         known: Any = getattr(parameter, "_bagua_registration", None)
         if not self._readiness.tick(known) or self._marked_on:
             self.mark_ready(parameter)
@@ -190,7 +213,7 @@ class Engine:
         """Begin a round now, as the first `mark_ready` of a round does, for buckets that are not registered."""
         self.meter.rounds += 1
         self._round = self.new_round()
-        begin = _RoundCall(self._round.begin, self._errors)
+        begin = RoundCall(self._round.begin, self._errors)
         if self._round.waits or not self._worker.idle:
             self._submit(begin)
         else:  # waking the worker, which takes Python's lock during backward, would take longer
@@ -199,10 +222,10 @@ class Engine:
 
     def _end_round(self) -> None:
         if self._round is not None:
-            self._submit(_RoundCall(self._round.end, self._errors, ends=True))
+            self._submit(RoundCall(self._round.end, self._errors, ends=True))
             self._round = None
 
-    def _submit(self, job: BucketRun | _RoundCall) -> None:
+    def _submit(self, job: Job) -> None:
         with use_meter(self.meter):  # the worker's thread, which the first job starts, keeps it
             self._worker.submit(job)
 
@@ -261,7 +284,7 @@ class Engine:
         with profiled(f"bagua_ref::{self._algorithm}/wait"), self.meter.waiting(), use_meter(self.meter):
             runs = self._worker.wait()
             if self._round is not None:
-                _RoundCall(self._round.end, self._errors, ends=True)()
+                RoundCall(self._round.end, self._errors, ends=True)()
                 self._round = None
         self._under_way.clear()
         if self._errors.fatal is not None:
@@ -279,7 +302,7 @@ class Engine:
         """
         self._end_round()
         results: list[T] = []
-        self._submit(_RoundCall(lambda: results.append(function()), self._errors))
+        self._submit(RoundCall(lambda: results.append(function()), self._errors))
         self.wait_pending_comm_ops()
         return results[0]
 
@@ -328,10 +351,13 @@ class Engine:
                         self.mark_ready(tensor)
             return
         self._readiness.reset()
+        raise self._incomplete(missing)
+
+    def _incomplete(self, missing: list[tuple[BaguaBucket, list[Registration]]]) -> CommunicationError:
         listed = "; ".join(
             f"bucket {bucket.name!r}: {', '.join(repr(known.name) for known in unmarked) or 'none'}" for bucket, unmarked in missing
         )
-        raise CommunicationError(
+        return CommunicationError(
             f"backward ended while some tensors of module {self.name!r} had not been marked ready ({listed}). If parameters may go "
             "unused in a step, pass find_unused_parameters=True, or freeze them before wrapping."
         )
@@ -345,28 +371,3 @@ class Engine:
                     known.sink = None
         self._worker.close()
         self._worker.join()
-
-
-class _RoundCall:
-    """Call of a function between buckets, whose error is fatal.
-
-    Args:
-        function: the beginning or the end of a round, or what runs between rounds.
-        errors: the engine's.
-        ends: whether it is the end of a round; without effect if a bucket has failed, whose error says more.
-    """
-
-    def __init__(self, function: Callable[[], object], errors: Errors, ends: bool = False) -> None:
-        self._function, self._errors, self._ends = function, errors, ends
-
-    def __call__(self) -> None:
-        errors = self._errors
-        skipped, errors.bucket_failed = self._ends and errors.bucket_failed, False
-        if errors.fatal is None and not skipped:
-            try:
-                self._function()
-            except Exception as error:
-                errors.fatal = error
-
-    def describe(self) -> str:
-        return f"agreement with the other ranks at the {'end' if self._ends else 'beginning'} of a round"

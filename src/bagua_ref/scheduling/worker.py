@@ -1,15 +1,33 @@
-"""Background thread that runs jobs in order, and waiting for them (S2.4, S2.5)."""
+"""Background thread that runs jobs in order, waiting for them, and the jobs of an engine (S2.4, S2.5)."""
 
 from __future__ import annotations
 
 import math
 import weakref
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
 
 from bagua_ref.base.runtime import Thread, World
+from bagua_ref.buckets.bucket import BaguaBucket
 from bagua_ref.errors import CommunicationError, CommunicationTimeoutError
 
-__all__ = ["Job", "Worker"]
+__all__ = ["BucketRun", "Errors", "Job", "RoundCall", "Worker"]
+
+
+class Errors:
+    """Errors shared by all jobs of an engine.
+
+    Attributes:
+        fatal: after it, no job runs any more.
+        bucket_failed: whether a bucket of this round has failed.
+    """
+
+    fatal: BaseException | None = None
+    bucket_failed = False
 
 
 class Job(Protocol):
@@ -19,10 +37,81 @@ class Job(Protocol):
     def describe(self) -> str: ...  # noqa: D102
 
 
-AnyJob = TypeVar("AnyJob", bound=Job)
+class BucketRun:
+    """One execution of a bucket's operations.
+
+    Args:
+        bucket: the bucket.
+        flat: the values of its tensors; None: it is loaded when it runs.
+        ready: a CUDA event that marks when they are available.
+        label: name of this execution in a profile, from its creation to the end of its operations.
+        errors: the engine's.
+
+    Attributes:
+        done: a CUDA event that marks the end; None on a CPU.
+        error: the error of an operation.
+    """
+
+    def __init__(self, bucket: BaguaBucket, flat: Tensor | None, ready: Any, label: str, errors: Errors) -> None:
+        self.bucket, self.flat, self._ready, self._label, self.errors = bucket, flat, ready, label, errors
+        self._ended: torch.futures.Future[None] | None = None
+        if torch.autograd.profiler._is_profiler_enabled:
+            self._ended = torch.futures.Future()
+            profiled = record_function(label)
+            profiled.__enter__()
+            profiled._call_end_callbacks_on_future(self._ended)
+        self.done: Any = None
+        self.error: BaseException | None = None
+
+    def __call__(self) -> None:
+        """Run the operations, unless there has been a fatal error, and keep their error."""
+        if self.errors.fatal is None:
+            try:
+                self.run()
+            except Exception as error:
+                self.error = CommunicationError(f"{self.describe()}: {type(error).__name__}: {error}")
+                self.error.__cause__ = error
+                self.errors.bucket_failed = True
+        if self._ended is not None:
+            self._ended.set_result(None)
+
+    def run(self) -> None:
+        """Run the operations."""
+        self.done = self.bucket.execute(self.flat, self._ready, self._label)
+
+    def describe(self) -> str:
+        """Return the bucket and the operation under way."""
+        return f"bucket {self.bucket.name!r}, operation {self.bucket.running!r}"
 
 
-class Worker(Generic[AnyJob]):
+class RoundCall:
+    """Call of a function between buckets, whose error is fatal.
+
+    Args:
+        function: the beginning or the end of a round, or what runs between rounds.
+        errors: the engine's.
+        ends: whether it is the end of a round; without effect if a bucket has failed, whose error says more.
+    """
+
+    def __init__(self, function: Callable[[], object], errors: Errors, ends: bool = False) -> None:
+        self._function, self._errors, self._ends = function, errors, ends
+
+    def __call__(self) -> None:
+        """Call the function, unless there has been a fatal error, and keep its error."""
+        errors = self._errors
+        skipped, errors.bucket_failed = self._ends and errors.bucket_failed, False
+        if errors.fatal is None and not skipped:
+            try:
+                self._function()
+            except Exception as error:
+                errors.fatal = error
+
+    def describe(self) -> str:
+        """Return the place of the round."""
+        return f"agreement with the other ranks at the {'end' if self._ends else 'beginning'} of a round"
+
+
+class Worker:
     """Runs jobs one after the other on its own thread, which starts with the first job and ends with the worker.
 
     Only one thread at a time may submit jobs and wait.
@@ -40,7 +129,7 @@ class Worker(Generic[AnyJob]):
         self._jobs_so_far = _Count()
         self._interrupted = ""
         """Why waiting is no use."""
-        self._jobs: list[AnyJob] = []
+        self._jobs: list[Job] = []
         self._thread: Thread | None = None
         self.close = weakref.finalize(self, self._queue.put, None)
         """End the thread when all submitted jobs have finished; also called when the worker is garbage-collected."""
@@ -51,7 +140,7 @@ class Worker(Generic[AnyJob]):
         """Whether all submitted jobs have finished."""
         return self._jobs_so_far.finished == self._jobs_so_far.submitted
 
-    def submit(self, job: AnyJob) -> None:
+    def submit(self, job: Job) -> None:
         """Run ``job()`` after all earlier jobs."""
         if self._thread is None:
             queue, idle, jobs, now = self._queue, self._idle, self._jobs_so_far, self._world.now
@@ -70,7 +159,7 @@ class Worker(Generic[AnyJob]):
         self._jobs.append(job)
         self._queue.put(job)
 
-    def wait(self) -> list[AnyJob]:
+    def wait(self) -> list[Job]:
         """Wait until all jobs submitted since the last call have finished; return them.
 
         Raises:

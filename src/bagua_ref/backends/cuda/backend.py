@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from bagua_ref.backends import formats
+from bagua_ref.backends import codec
 from bagua_ref.backends.base import KernelBackend
 from bagua_ref.backends.codec import Codec
 from bagua_ref.backends.cuda import codec_plans, launch, movement
@@ -35,35 +35,35 @@ class PlannedCodec(Codec):
         self.kernels._submit(self.plan_decompress(self.kernels._properties(out.device), payload, num_chunks, out), out.device)
 
 
-class MinMaxUInt8(PlannedCodec, formats.MinMaxUInt8):
+class MinMaxUInt8(PlannedCodec, codec.MinMaxUInt8):
     """S4 in ``codec.cu``."""
 
     plan_compress = staticmethod(codec_plans.compress_minmax)
     plan_decompress = staticmethod(partial(codec_plans.decompress, "codec", "decompress"))
 
 
-class MXFP8(PlannedCodec, formats.MXFP8):
+class MXFP8(PlannedCodec, codec.MXFP8):
     """S12.1 in ``microscaling.cu``."""
 
     plan_compress = staticmethod(partial(codec_plans.compress_blocks, "MXFP8"))
     plan_decompress = staticmethod(partial(codec_plans.decompress, "microscaling", "decompress_MXFP8"))
 
 
-class MXFP4(PlannedCodec, formats.MXFP4):
+class MXFP4(PlannedCodec, codec.MXFP4):
     """S12.1 in ``microscaling.cu``."""
 
     plan_compress = staticmethod(partial(codec_plans.compress_blocks, "MXFP4"))
     plan_decompress = staticmethod(partial(codec_plans.decompress, "microscaling", "decompress_MXFP4"))
 
 
-class MXINT8(PlannedCodec, formats.MXINT8):
+class MXINT8(PlannedCodec, codec.MXINT8):
     """S12.1 in ``microscaling.cu``."""
 
     plan_compress = staticmethod(partial(codec_plans.compress_blocks, "MXINT8"))
     plan_decompress = staticmethod(partial(codec_plans.decompress, "microscaling", "decompress_MXINT8"))
 
 
-class OneBit(PlannedCodec, formats.OneBit):
+class OneBit(PlannedCodec, codec.OneBit):
     """S12.2 in ``one_bit.cu``."""
 
     plan_compress = staticmethod(codec_plans.compress_signs)

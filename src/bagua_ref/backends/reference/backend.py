@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypeVar
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -16,20 +14,6 @@ from bagua_ref.backends.reference.codecs import CODECS
 
 __all__ = ["ReferenceBackend"]
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
-
-def _silent(kernel: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Suppress NumPy's warnings about infinities and NaN, which are valid results here."""
-
-    @functools.wraps(kernel)
-    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with np.errstate(all="ignore"):
-            return kernel(*args, **kwargs)
-
-    return run
-
 
 class ReferenceBackend(KernelBackend):
     """SPEC's kernels in executable form. NumPy has no fused multiply-add, so each operation below rounds (S1)."""
@@ -37,72 +21,55 @@ class ReferenceBackend(KernelBackend):
     name = "reference"
     codecs = CODECS
 
-    @_silent
     def _add_(self, x: Tensor, y: Tensor) -> None:
-        with scratch() as buffers:
-            for a, b in blocks(buffers, x, y):
-                np.add(a, b, out=a)
+        for a, b in blocks(x, y):
+            np.add(a, b, out=a)
 
-    @_silent
     def _subtract_(self, x: Tensor, y: Tensor) -> None:
-        with scratch() as buffers:
-            for a, b in blocks(buffers, x, y):
-                np.subtract(a, b, out=a)
+        for a, b in blocks(x, y):
+            np.subtract(a, b, out=a)
 
-    @_silent
     def _add_scaled_(self, x: Tensor, y: Tensor, factor: float) -> None:
-        with scratch() as buffers:
-            for a, b in blocks(buffers, x, y):
-                product = np.multiply(b, a.dtype.type(factor), out=buffers.like(2, b))
-                np.add(a, product, out=a)
+        for a, b, spare in blocks(x, y, spare=True):
+            product = np.multiply(b, a.dtype.type(factor), out=spare)
+            np.add(a, product, out=a)
 
-    @_silent
     def _average_(self, x: Tensor, y: Tensor) -> None:
-        with scratch() as buffers:
-            for a, b in blocks(buffers, x, y):
-                np.add(a, b, out=a)
-                np.divide(a, 2, out=a)
+        for a, b in blocks(x, y):
+            np.add(a, b, out=a)
+            np.divide(a, 2, out=a)
 
-    @_silent
     def _divide_(self, x: Tensor, divisor: float) -> None:
-        with scratch() as buffers:
-            for (a,) in blocks(buffers, x):
-                np.divide(a, a.dtype.type(divisor), out=a)
+        for (a,) in blocks(x):
+            np.divide(a, a.dtype.type(divisor), out=a)
 
-    @_silent
     def _combine_ring_(self, x: Tensor, left: Tensor, right: Tensor, weight: Tensor) -> None:
         terms = ((left, 1 / 3), (right, 1 / 3), (weight, -5 / 3))
         if x.element_size() == 2:  # then each sum is rounded to 16 bits
             for y, factor in terms:
                 self.add_scaled_(x, y, factor)
             return
-        with scratch() as buffers:
-            for a, *others in blocks(buffers, x, *(y for y, _ in terms)):
-                for b, (_, factor) in zip(others, terms, strict=True):
-                    product = np.multiply(b, a.dtype.type(factor), out=buffers.like(4, b))
-                    np.add(a, product, out=a)
+        for a, *others, spare in blocks(x, *(y for y, _ in terms), spare=True):
+            for b, (_, factor) in zip(others, terms, strict=True):
+                product = np.multiply(b, a.dtype.type(factor), out=spare)
+                np.add(a, product, out=a)
 
-    @_silent
     def _async_average_(self, x: Tensor, reduced: Tensor, snapshot: Tensor, nranks: int) -> None:
-        with scratch() as buffers:
-            for a, total, old in blocks(buffers, x, reduced, snapshot):
-                change = np.divide(total, a.dtype.type(nranks), out=buffers.like(3, a))
-                np.subtract(change, old, out=change)
-                np.add(a, change, out=a)
+        for a, total, old, spare in blocks(x, reduced, snapshot, spare=True):
+            change = np.divide(total, a.dtype.type(nranks), out=spare)
+            np.subtract(change, old, out=change)
+            np.add(a, change, out=a)
 
-    @_silent
     def _update_momentum_(self, m: Tensor, grad: Tensor, beta1: float, one_minus_beta1: float) -> None:
-        with scratch() as buffers:
-            for a, g in blocks(buffers, m, grad):
-                np.multiply(a, a.dtype.type(beta1), out=a)
-                gain = np.multiply(g, a.dtype.type(one_minus_beta1), out=buffers.like(2, g))
-                np.add(a, gain, out=a)
+        for a, g, spare in blocks(m, grad, spare=True):
+            np.multiply(a, a.dtype.type(beta1), out=a)
+            gain = np.multiply(g, a.dtype.type(one_minus_beta1), out=spare)
+            np.add(a, gain, out=a)
 
-    @_silent
     def _reduce_chunks_(self, x: Tensor, num_chunks: int, target_chunk: int, average: bool) -> None:
         chunks = rows_of(x, num_chunks)
         width = max(1, BLOCK // num_chunks)
-        with scratch() as buffers:
+        with np.errstate(all="ignore"), scratch() as buffers:
             read = reader(chunks, buffers, 0)
             for start in range(0, chunks.shape[1], width):
                 columns = slice(start, start + width)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bagua_ref.backends.codec import Codec
+from bagua_ref.observe.meter import steps_in
 
 __all__ = ["BLOCK", "Array", "RowCodec", "Scratch", "blocks", "computed_in", "reader", "rows_of", "scratch", "tiles", "writer"]
 
@@ -97,18 +99,20 @@ def _usable(x: Tensor) -> bool:
     return x.dtype is computed_in(x) and x.device.type == "cpu"
 
 
-def blocks(buffers: Scratch, x: Tensor, *sources: Tensor) -> Iterator[list[Array]]:
+def blocks(x: Tensor, *sources: Tensor, spare: bool = False) -> Iterator[list[Array]]:
     """Yield x and the sources block by block, and store the values that the caller leaves in x's array in x, rounded once.
 
-    It uses buffers 0 to ``len(sources)``.
+    Infinities and NaN are valid results: while the caller computes, NumPy does not warn of them. With ``spare``, a buffer like x's
+    array comes last.
     """
-    readers = [reader(tensor.detach(), buffers, slot) for slot, tensor in enumerate((x, *sources))]
-    write = writer(x.detach())
-    for start in range(0, x.numel(), BLOCK):
-        block = slice(start, min(start + BLOCK, x.numel()))
-        arrays = [read(block) for read in readers]
-        yield arrays
-        write(block, arrays[0])
+    tensors = [tensor.detach() for tensor in (x, *sources)]
+    with np.errstate(all="ignore"), scratch() as buffers:
+        readers, write = [reader(tensor, buffers, slot) for slot, tensor in enumerate(tensors)], writer(tensors[0])
+        for start in range(0, x.numel(), BLOCK):
+            block = slice(start, min(start + BLOCK, x.numel()))
+            arrays = [read(block) for read in readers]
+            yield [*arrays, buffers.like(len(arrays), arrays[0])] if spare else arrays
+            write(block, arrays[0])
 
 
 def tiles(num_rows: int, num_columns: int) -> Iterator[tuple[slice, slice]]:
@@ -149,7 +153,7 @@ class RowCodec(Codec):
             chunks, payload = chunks[target_chunk : target_chunk + 1], payload[target_chunk : target_chunk + 1]
         on_cpu = payload if payload.device.type == "cpu" else torch.empty_like(payload, device="cpu")
         with scratch() as buffers:
-            for final in _silent(self.encode(chunks, on_cpu, buffers)):
+            for final in steps_in(partial(np.errstate, all="ignore"), self.encode(chunks, on_cpu, buffers)):
                 if on_cpu is payload:
                     yield final
         if on_cpu is not payload:
@@ -161,14 +165,4 @@ class RowCodec(Codec):
         if rows.device.type != "cpu":
             yield rows.shape[1]
         with scratch() as buffers:
-            yield from _silent(self.decode(rows.cpu(), rows_of(out, num_chunks), buffers))
-
-
-def _silent(steps: Iterator[int]) -> Iterator[int]:
-    """Suppress NumPy's warnings inside the steps, and not between them, where other code runs."""
-    while True:
-        with np.errstate(all="ignore"):
-            reached = next(steps, None)
-        if reached is None:
-            return
-        yield reached
+            yield from steps_in(partial(np.errstate, all="ignore"), self.decode(rows.cpu(), rows_of(out, num_chunks), buffers))

@@ -151,6 +151,7 @@ class QAdam:
         buckets: places of the parameters in each bucket, in order.
         hierarchical: compress between node leaders.
         dtype: of all parameters.
+        exchanges: of each bucket's momenta; None: S5.2's.
     """
 
     def __init__(
@@ -162,9 +163,11 @@ class QAdam:
         buckets: list[list[int]],
         hierarchical: bool,
         dtype: str = "float32",
+        exchanges: list[Exchange] | None = None,
     ) -> None:
         self.weights, self.options, self.warmup_steps = [list(w) for w in weights], options, warmup_steps
         self.nodes, self.buckets, self.hierarchical, self.dtype = nodes, buckets, hierarchical, dtype
+        self._exchanges = exchanges or [one_byte(average=True, nodes=nodes, between_leaders=hierarchical)] * len(buckets)
         self.m: Parameters = [[0.0] * len(w) for w in weights]
         self.v: Parameters = [[0.0] * len(w) for w in weights]
         self.s = 0
@@ -197,8 +200,7 @@ class QAdam:
             self.v[place] = self._adam.state[parameter]["exp_avg_sq"].tolist()
 
     def _exchange_momenta(self, gradients: list[Parameters]) -> None:
-        exchange = one_byte(average=True, nodes=self.nodes, between_leaders=self.hierarchical)
-        for bucket in self.buckets:
+        for bucket, exchange in zip(self.buckets, self._exchanges, strict=True):
             xs = []
             for rank in gradients:
                 x: list[float] = []

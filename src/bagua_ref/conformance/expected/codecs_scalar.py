@@ -74,6 +74,32 @@ def payload_size(codec: str, c: int) -> int:
     return _padded(math.ceil(c / 32) + math.ceil(c * FORMATS[codec].bits / 8))
 
 
+def field_at(codec: str, place: int, c: int, dtype: str) -> str:
+    """Return the field of a payload of chunks of c elements to which a byte belongs (S4.1, S12.1, S12.2).
+
+    >>> field_at("MinMaxUInt8", 64 + 33, 5, "float32"), field_at("MXFP4", 2, 40, "float32")
+    ('level of element 1 of chunk 1', 'code of elements 0 and 1 of chunk 0')
+    """
+    chunk, place = divmod(place, payload_size(codec, c))
+    if codec in FORMATS:
+        name, bits = "code", FORMATS[codec].bits
+        fields = [(f"scale of block {block}", 1) for block in range(math.ceil(c / BLOCK))]
+    elif codec == MINMAX:
+        name, bits, size = "level", 8, len(NAN_OF[dtype])
+        fields = [("minimum", size), ("maximum", size), ("gap after the maximum", HEADER - 2 * size)]
+    else:
+        name, bits, fields = "signs", 1, [("scale", 4), ("gap after the scale", 28)]
+    for field, size in fields:
+        if place < size:
+            return f"{field} of chunk {chunk}"
+        place -= size
+    first, last = place * 8 // bits, min(place * 8 // bits + 8 // bits, c) - 1
+    if first >= c:
+        return f"padding of chunk {chunk}"
+    which = f"element {first}" if first == last else f"elements {first} {'and' if last == first + 1 else 'to'} {last}"
+    return f"{name} of {which} of chunk {chunk}"
+
+
 def compress_chunk(codec: str, chunk: list[float], dtype: str) -> bytes:
     """Return the payload of one chunk of numbers of dtype."""
     if codec == MINMAX:

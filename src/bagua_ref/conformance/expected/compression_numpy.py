@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from bagua_ref.conformance.expected.decentralized_numpy import Array, added, restored, stored
+from bagua_ref.conformance.expected.algorithms_plain import node_sum
+from bagua_ref.conformance.expected.decentralized_numpy import Array, added, restored, split, stored
 
 __all__ = [
-    "LowRankRound", "added", "compressed_rank", "error_feedback_round", "is_tame", "kept", "norm", "orthonormal", "power_sgd_round",
-    "sent_count", "start", "topk_round",
+    "ErrorFeedback", "LowRankRound", "added", "compressed_rank", "error_feedback_round", "is_tame", "kept", "norm", "orthonormal",
+    "power_sgd_round", "sent_count", "start", "topk_round",
 ]  # fmt: skip
 
 
@@ -190,6 +191,40 @@ def error_feedback_round(
             elif np.isnan(result[place]):
                 new[place] = old[place]
     return stored(result, dtype), new_workers, new_servers
+
+
+class ErrorFeedback:
+    """All rounds of a bucket with error memory (S11.1), between all ranks or, hierarchical, between node leaders (S3.3).
+
+    Args:
+        nodes: number of ranks on each node.
+        hierarchical: the memories are the leaders'.
+        codec: its name.
+        dtype: of the bucket.
+        average: the mean instead of the sum.
+    """
+
+    def __init__(self, nodes: list[int], hierarchical: bool, codec: str, dtype: str, average: bool = True) -> None:
+        self.nodes, self.hierarchical, self.codec, self.dtype, self.average = nodes, hierarchical, codec, dtype, average
+        self.workers: list[Array] = []
+        self.servers: list[Array] = []
+
+    def round(self, ranks: list[Array]) -> Array:
+        """Return what every rank has after a round of these elements, without padding, which S5.2 adds."""
+        n, talking = len(ranks), len(self.nodes) if self.hierarchical else len(ranks)
+        filled = ranks[0].size
+        padded = [np.concatenate([x, np.zeros(-filled % math.lcm(n, talking), np.float32)]) for x in ranks]
+        if self.hierarchical:
+            divisor = n / talking if self.average else None
+            sums = [node_sum([x.tolist() for x in node], self.dtype, divisor) for node in split(padded, self.nodes)]
+            padded = [np.array(total, np.float32) for total in sums]
+        if not self.workers:
+            self.workers = [np.zeros_like(x) for x in padded]
+            self.servers = [np.zeros(x.size // talking, np.float32) for x in padded]
+        result, self.workers, self.servers = error_feedback_round(
+            padded, self.workers, self.servers, self.codec, self.dtype, filled, self.average
+        )
+        return result[:filled]
 
 
 def sent_count(m: int, ratio: float) -> int:

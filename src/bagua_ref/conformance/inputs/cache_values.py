@@ -16,8 +16,8 @@ import torch
 from hypothesis import strategies as st
 
 __all__ = [
-    "NO_KEYS", "TENSORS", "Source", "Thing", "Trap", "array", "array_sources", "assert_same", "double", "key_sources", "objects",
-    "plain_sources", "spoil", "tensor", "tensor_sources", "value_sources", "without_pickle",
+    "NO_KEYS", "TENSORS", "Source", "Thing", "Trap", "array", "array_sources", "assert_same", "double", "key_sources",
+    "long_sources", "objects", "plain_sources", "spoil", "tensor", "tensor_sources", "value_sources", "without_pickle",
 ]  # fmt: skip
 
 
@@ -209,7 +209,7 @@ def _float(number: float) -> str:
 
 
 _plain = st.one_of(
-    st.sampled_from(["None", "True", "False", "0", "1", "0.0", "-0.0", "''", "b''"]),
+    st.sampled_from(["None", "True", "False", "0", "1", "0.0", "-0.0", "''", "b''", r"'\ud800'", r"'a\udfff\U0001f600'"]),
     st.integers(-(2**70), 2**70).map(repr),
     st.builds(
         lambda power, more, sign: repr(sign * (2**power + more)),
@@ -243,10 +243,18 @@ def plain_sources() -> st.SearchStrategy[str]:
     return _plain
 
 
-def value_sources() -> st.SearchStrategy[str]:
-    """Source of values that need no pickle: tensors, arrays, None, bool, numbers, str, bytes and containers of them."""
-    tensors = st.sampled_from(TENSORS).flatmap(tensor_sources)
+def value_sources(dtypes: Sequence[str] = TENSORS) -> st.SearchStrategy[str]:
+    """Source of values that need no pickle: tensors of these dtypes, arrays, None, bool, numbers, str, bytes and containers."""
+    tensors = st.sampled_from(dtypes).flatmap(tensor_sources)
     return st.recursive(st.one_of(_plain, tensors, array_sources()), _containers, max_leaves=4)
+
+
+def long_sources() -> st.SearchStrategy[str]:
+    """Source of values that are longer than a length of one or two bytes can say."""
+    kinds = ["b'ab' * {}", "'xy' * {}", "'\\udce9' * {}", "tensor('int16', ({},), '0102' * {})", "array('<i2', ({},), '0102' * {})"]
+    count = st.sampled_from([127, 128, 129, 300, 40_000])
+    whole = st.builds(lambda kind, count: kind.format(*[count] * kind.count("{}")), st.sampled_from(kinds), count)
+    return st.one_of(whole, st.sampled_from(["[*range(300)]", "dict.fromkeys(range(300))", "(None,) * 70_000"]))
 
 
 def objects() -> st.SearchStrategy[str]:

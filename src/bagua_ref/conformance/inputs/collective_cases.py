@@ -94,7 +94,9 @@ class CollectiveCall:
     terms: int = 0
 
 
-def collective_call(method: str, op: ReduceOp, n: int, count: int, dtype: torch.dtype, root: int, start: int = 0) -> CollectiveCall:
+def collective_call(
+    method: str, op: ReduceOp, n: int, count: int, dtype: torch.dtype, root: int, start: int = 0, x: Tensor | None = None
+) -> CollectiveCall:
     """Return a call of one of `METHODS`, or its form in place, on n ranks.
 
     Args:
@@ -105,11 +107,12 @@ def collective_call(method: str, op: ReduceOp, n: int, count: int, dtype: torch.
         dtype: of all tensors.
         root: the rank that sends or receives.
         start: selects the numbers.
+        x: the numbers, a row for each rank; None: such as identify rank and place.
     """
     name, everyone = method.removesuffix("_inplace"), range(n)
     bring = partial(terms, op) if name in REDUCING else values
     size = count if name in ("allreduce", "reduce", "broadcast", "allgather", "gather") else n * count
-    x = torch.stack([bring(rank, size, dtype, start) for rank in everyone])
+    x = torch.stack([bring(rank, size, dtype, start) for rank in everyone]) if x is None else x
     short, long = nothing(count, dtype), nothing(n * count, dtype)
 
     def with_own(whole: Tensor, own: Tensor, rank: int) -> Tensor:

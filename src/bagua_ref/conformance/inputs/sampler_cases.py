@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,18 @@ from hypothesis import strategies as st
 from bagua_ref.conformance.expected import samplers_plain
 from bagua_ref.conformance.inputs.strategies import seeds
 
-__all__ = ["about_an_edge", "cases", "complexities", "cut", "few_or_many", "identity", "levels", "noisy_cases"]
+__all__ = [
+    "about_an_edge",
+    "cases",
+    "complexities",
+    "cut",
+    "few_or_many",
+    "identity",
+    "levels",
+    "many_for",
+    "noisy_cases",
+    "one_to_five",
+]
 
 _few = st.integers(-3, 3)
 _near_edges = st.sampled_from([s * 2**p for p in (15, 16, 31, 32, 53, 62, 63) for s in (1, -1)]).flatmap(
@@ -69,20 +81,24 @@ def cases(draw: st.DrawFn) -> tuple[list[Any], int, dict[str, Any]]:
         except (OverflowError, ValueError):
             limit = 2**64
         assume(limit < 2**63)
-    return values, draw(st.integers(1, 9)), options
+    return values, draw(st.one_of(st.integers(1, 9), st.sampled_from([8, 12, 16, 33]))), options
 
 
 @st.composite
-def noisy_cases(draw: st.DrawFn) -> tuple[list[int], int, dict[str, Any]]:
-    """Ranges and levels whose product depends on how many digits are kept, and epochs beyond those of a narrow integer."""
+def noisy_cases(draw: st.DrawFn) -> tuple[list[float], int, dict[str, Any]]:
+    """Ranges and levels whose product, or its sum with 1, depends on how it is rounded; epochs beyond those of a narrow integer."""
     low, span = draw(st.integers(-5, 5)), draw(st.sampled_from([10, 70, 100, 1_000]))
-    values = [low + place * span // 7 for place in draw(st.permutations([0, 0, 1, 2, 3, 5, 7, 7]))]
+    values: list[float] = [low + place * span // 7 for place in draw(st.permutations([0, 0, 1, 2, 3, 5, 7, 7]))]
+    level = draw(st.sampled_from([0.3, 0.7, 0.9, 0.29]))
+    if draw(st.booleans()):  # the sum is a whole number, though the product is below one
+        most, level = draw(st.sampled_from([1.0, 2.0, 4.0, 8.0])), draw(st.sampled_from([1.0, 1, 0.5]))
+        values = [0.0, math.nextafter(most, 0.0) / level, *(most / level * place / 8 for place in range(8))]
     options = {
         "shuffle": True,
         "seed": draw(st.integers(0, 5)),
         "epoch": draw(st.sampled_from([2**power + more for power in (8, 16, 24, 31) for more in (-1, 0, 1)])),
         "drop_last": False,
-        "random_level": draw(st.sampled_from([0.3, 0.7, 0.9, 0.29])),
+        "random_level": level,
     }
     return values, draw(st.integers(1, 3)), options
 
@@ -116,6 +132,16 @@ def few_or_many(drawn: list[int]) -> list[list[int]]:
     """A batch_fn with which replicas differ in their numbers of batches by more than a factor of two."""
     few = [part for part in (drawn[:1], drawn[1:]) if part]
     return few if drawn[0] % 2 else [[index] for index in drawn]
+
+
+def one_to_five(drawn: list[int]) -> list[list[int]]:
+    """A batch_fn whose number of batches depends on the first sample alone, so that replicas with one sample differ in it, too."""
+    return [[drawn[place % len(drawn)], place] for place in range(1 + drawn[0] % 5)]
+
+
+def many_for(sample: int) -> Callable[[list[int]], list[list[int]]]:
+    """Return a batch_fn with which replicas that draw a sample have three batches, the others one."""
+    return lambda drawn: [drawn] * (3 if sample in drawn else 1)
 
 
 def identity(sample: Any) -> Any:

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from bagua_ref.backends.base import KernelBackend
 from bagua_ref.conformance.expected.tolerances import EXACT, Tolerance, assert_equal
+from bagua_ref.conformance.inputs.long_sizes import LONG, sizes_beyond
 from bagua_ref.conformance.lab.journal import Journal
-from bagua_ref.conformance.lab.violation import Script, Violation, literal
+from bagua_ref.conformance.lab.violation import NotProvided, Script, Skipped, Violation, literal
 from bagua_ref.conformance.targets.target import Target
 
-__all__ = ["Canary", "KernelCall", "Lab", "script_of_call"]
+__all__ = ["KERNELS", "Canary", "CountedPart", "KernelCall", "Lab", "script_of_call"]
+
+KERNELS = sorted(name[1:] for name in KernelBackend.__abstractmethods__)
+"""The names of all kernels."""
 
 _KEYWORDS = ("target_chunk", "average", "out")
+_NO_CALLS = ("rank", "nranks", "real_threads")
 _PATTERN = 0x7F  # huge or NaN as a float, so that reads beyond the end tend to show, too
 _MARGIN = 64
 
@@ -94,6 +101,39 @@ class KernelCall:
     results: dict[str, Any]
 
 
+class CountedPart:
+    """A part of a target, or a communicator that it makes, as scripts use it: what they fetch from it is counted as a call.
+
+    Args:
+        part: the part; the factory of communicators is called with a rank's world.
+        name: its name.
+        count: counts a call.
+
+    Raises:
+        NotProvided: the part has no attribute of that name.
+    """
+
+    def __init__(self, part: Any, name: str, count: Callable[[], None]) -> None:
+        self._part, self._name, self._count = part, name, count
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            found = getattr(self._part, name)
+        except AttributeError as error:
+            raise NotProvided(f"the target's {self._name} has no {name}") from error
+        if name not in _NO_CALLS:
+            self._count()
+        return found
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """Return what the part returns; a communicator's calls are counted, too."""
+        returned = self._part(*arguments, **options)
+        if self._name == "communicator":
+            return CountedPart(returned, self._name, self._count)
+        self._count()
+        return returned
+
+
 class Lab:
     """One check's view of a target.
 
@@ -101,8 +141,12 @@ class Lab:
         target: the implementation under test.
         dtype: the dtype of this run; None: the check has no dtypes.
         journal: records every call.
-        large: whether long inputs exceed any block in which an implementation may work.
+        large: whether long inputs go beyond every block in which an implementation may work.
         most_ranks: the largest world that the check's suite is said to use.
+
+    Attributes:
+        comparisons: number of comparisons for the current input.
+        reason: why inputs were left out; empty if none was.
     """
 
     def __init__(
@@ -113,13 +157,49 @@ class Lab:
         self.dtype: torch.dtype = getattr(torch, dtype) if dtype else torch.float32
         self.resources = ExitStack()
         """Resources that all inputs of the check share; closed when it ends."""
-        self.long_sizes = (262_147, 1_048_583) if large else (70_001, 131_073)
-        """Numbers of elements of long inputs."""
-        self._most_ranks = most_ranks
-        self.smallest_world: int | None = None
-        """Number of ranks of the smallest world that the target was too small for; None: it was large enough for all."""
-        self.lacks = ""
-        """Dtypes of which the target has none, though each input needs one."""
+        self.long_sizes = sizes_beyond(target.tile_sizes, [*target.parts.values()]) if large else LONG
+        """Numbers of elements of long inputs; each input of a check about these has all of them."""
+        self._most_ranks, self._smallest_world = most_ranks, 0
+        self.comparisons, self.reason = 0, ""
+        self._calls, self._requests, self._counts_kernels = 0, 0, False
+
+    def begin(self) -> None:
+        """Start to count calls and comparisons for the next input."""
+        self._calls = self.comparisons = 0
+        self._requests = 0 if self.target.requests is None else self.target.requests()
+
+    @property
+    def calls(self) -> int:
+        """Number of calls that have reached the target for the current input; an adapter's own refusals are none."""
+        return self._calls if self.target.requests is None else self.target.requests() - self._requests
+
+    def _count(self) -> None:
+        self._calls += 1
+
+    def part(self, name: str) -> CountedPart:
+        """Return a part of the target whose calls are counted."""
+        return CountedPart(self.target.parts[name], name, self._count)
+
+    def kernels(self) -> Any:
+        """Return the target's kernels, for the package's own operations; their calls are counted until the check ends."""
+        kernels = self.target.kernels
+        for name in () if self._counts_kernels else KERNELS:
+            original = getattr(kernels, name)
+            own = vars(kernels).get(name)
+            vars(kernels)[name] = partial(self._call_kernel, original)  # its class stays: operations ask for a KernelBackend
+            restore = partial(vars(kernels).pop, name) if own is None else partial(vars(kernels).__setitem__, name, own)
+            self.resources.callback(restore)
+        self._counts_kernels = True
+        return kernels
+
+    def _call_kernel(self, kernel: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        self._count()
+        return kernel(*arguments, **options)
+
+    def skip(self, reason: str) -> NoReturn:
+        """Leave the input out; a check that leaves all out is skipped for this reason."""
+        self.reason = reason
+        raise Skipped(reason)
 
     def world(self, draw: Callable[[Any], Any], worlds: Any) -> tuple[int, ...]:
         """Draw the number of ranks on each node; reject worlds that are larger than the target's capabilities allow."""
@@ -128,22 +208,25 @@ class Lab:
         return nodes
 
     def need_ranks(self, ranks: int) -> None:
-        """Reject the input if the target's capabilities do not allow so many ranks."""
+        """Reject the input if the target's capabilities do not allow so many ranks; another one is drawn."""
         from hypothesis import reject
 
         assert self._most_ranks is None or ranks <= self._most_ranks, f"a world of {ranks} ranks: MOST_RANKS and the pages say less"
         if self.target.max_ranks is not None and ranks > self.target.max_ranks:
-            self.smallest_world = min(ranks, self.smallest_world or ranks)
+            self._smallest_world = min(ranks, self._smallest_world or ranks)
+            self.reason = f"needs {self._smallest_world} ranks, the target has at most {self.target.max_ranks}"
             reject()
 
-    def usable(self, dtypes: tuple[str, ...]) -> list[str]:
-        """Return the names of those dtypes that the target's capabilities allow; reject the input if there are none."""
-        from hypothesis import reject
+    def need_dtypes(self, tensors: Iterable[Tensor]) -> None:
+        """Leave the input out if the target's capabilities exclude a dtype of one of these tensors."""
+        for x in tensors:
+            self.dtypes((str(x.dtype).removeprefix("torch."),))
 
-        allowed = [name for name in dtypes if self.target.dtypes is None or name in self.target.dtypes]
+    def dtypes(self, names: Sequence[str]) -> list[str]:
+        """Return those of the dtypes that the target's capabilities allow, to draw from; leave the input out if there are none."""
+        allowed = [name for name in names if self.target.dtypes is None or name in self.target.dtypes]
         if not allowed:
-            self.lacks = ", ".join(dtypes)
-            reject()
+            self.skip(f"the target's capabilities exclude {', '.join(names)}")
         return allowed
 
     def call(self, method: str, arguments: dict[str, Any], writes: tuple[str, ...] = ()) -> KernelCall:
@@ -171,6 +254,7 @@ class Lab:
             with self.journal.call((method, arguments)):
                 codec, _, verb = method.rpartition(".")
                 owner = self.target.codec(codec) if codec else self.target.kernels
+                self._count()
                 result = getattr(owner, verb)(*passed.values(), **keywords)
                 for name in writes:
                     found = [canary.tensor.detach().cpu().clone() for canary in canaries[name]]
@@ -206,24 +290,35 @@ class Lab:
         expected: Tensor,
         tolerance: Tolerance = EXACT,
         magnitude: Tensor | None = None,
+        field: str = "",
     ) -> None:
-        """Raise `Violation` unless ``name`` equals ``expected`` after the call."""
-        actual = call.results[name]
+        """Raise `Violation` unless ``name`` equals ``expected`` after the call; messages say ``field`` in addition."""
+        actual, self.comparisons = call.results[name], self.comparisons + 1
         try:
             if not isinstance(actual, Tensor):
                 raise AssertionError(f"{type(actual).__name__} instead of a tensor")
             assert_equal(actual, expected, tolerance, magnitude=magnitude)
         except AssertionError as error:
-            allowed = "" if tolerance is EXACT else f"  # up to {tolerance.name}"
-            line = f"assert_equal({name}, {literal(expected)}, EXACT){allowed}"
-            raise Violation(f"{call.method}: {name}: {error}", self.script(call, line)) from None
+            line = f"assert_equal({name}, {literal(expected)}, {tolerance.name})"
+            shown = f"{name.partition('.')[0]}, {field}" if field else name
+            raise Violation(f"{call.method}: {shown}: {error}", self.script(call, line)) from None
 
     def script(self, call: KernelCall, *lines: str, comment: str = "") -> str:
         """Return a script that repeats the call and ends with ``lines``."""
         script = script_of_call(self.target.setup, call.method, call.arguments, comment)
         if any("assert_equal(" in line for line in lines):
-            script.setup.insert(0, "from bagua_ref.conformance import EXACT, assert_equal")
+            names = [name for name in ("EXACT", "SUM", "ULP") if any(name in line for line in lines)]
+            script.setup.insert(0, f"from bagua_ref.conformance import {', '.join(names)}, assert_equal")
         script.body += lines
+        return str(script)
+
+    def script_of_refusal(self, method: str, arguments: dict[str, Any], error: str, said: str) -> str:
+        """Return a script that fails unless a call raises an error of this class with a message that contains ``said``."""
+        script = script_of_call(self.target.setup, method, arguments)
+        script.body += [
+            f"try:\n    {script.body.pop()}\nexcept {error} as error:\n    assert {said!r} in str(error), error",
+            f"else:\n    raise AssertionError('{method} must raise a {error} that says {said}')",
+        ]
         return str(script)
 
     def elementwise(self, method: str, arguments: dict[str, Any], scalar: Callable[..., float], *more: Any) -> None:

@@ -46,9 +46,9 @@ class Play:
         self.names: dict[str, Any] = {"__name__": "counterexample", "inf": math.inf, "nan": math.nan}
         self._run("\n".join(["import torch", *imports]))
         if part in lab.target.parts:
-            self.names[part] = lab.target.parts[part]
+            self.names[part] = lab.part(part)
         else:
-            self.names["kernels"] = lab.target.kernels
+            self.names["kernels"] = lab.kernels()
             first, *_, last = source_of_part(lab.target, part)
             self._run(f"{first}\n{last}")
 
@@ -59,7 +59,10 @@ class Play:
             self.script.body.append(f"{name} = {literal(value)}")
 
     def do(self, line: str) -> None:
-        """Append a line, or a few that belong together, and run it; raise `Violation` for any exception."""
+        """Append a line, or a few that belong together, and run it; raise `Violation` for any exception.
+
+        A statement with an assertion, in it or in what it calls by a name with ``assert`` or ``expect``, is a comparison.
+        """
         before, done = Script(self.script.setup, list(self.script.body)), line
         self.script.body.append(line)
         try:
@@ -67,6 +70,7 @@ class Play:
                 done = "\n".join(line.splitlines()[: statement.end_lineno])
                 with self.lab.journal.call((self.what or self.part, before.and_then(done))):
                     self._run(ast.Module([statement], type_ignores=[]))
+                self.lab.comparisons += _asserts(statement)
         except BaseException as error:  # whatever an implementation does, there is a verdict
             said = f"{type(error).__name__}: {error}"
             shown = self.what or done.splitlines()[-1].strip()
@@ -90,6 +94,7 @@ class Play:
     ) -> None:
         """Raise `Violation` unless the value of an expression equals ``want``."""
         found, size = self.value(source), None if magnitude is None else torch.as_tensor(magnitude, dtype=torch.float64)
+        self.lab.comparisons += 1
         if found is None:
             raise self.violation(f"{where}: there is none", f"assert {source} is not None")
         try:
@@ -101,6 +106,7 @@ class Play:
 
     def expect_true(self, source: str, message: str) -> None:
         """Raise `Violation` unless an expression is true."""
+        self.lab.comparisons += 1
         if not self.value(source):
             raise self.violation(message, f"assert {source}")
 
@@ -130,6 +136,11 @@ class RankScript(Play):
         self._seed, self._factory = seed, part if part == "communicator" else "own_communicator"
         self.nodes = nodes
         self.give(nodes=nodes)
+
+    def give(self, **values: Any) -> None:
+        """Define names, of which no tensor may have a dtype that the target's capabilities exclude."""
+        self.lab.need_dtypes(tensors_in(list(values.values())))
+        super().give(**values)
 
     def run(self, what: str, program: str) -> None:
         """Run the lines of ``program`` on every rank with its communicator ``comm``; what they return is in ``results``, by rank.
@@ -162,6 +173,15 @@ class RankScript(Play):
 
 _OWN = {"comm_ops": ReferenceCommOps, "algorithms": ReferenceAlgorithms}
 """Parts of the package's own, which are made with the target's kernels."""
+
+
+def _asserts(node: ast.AST) -> bool:
+    """Return whether running a statement asserts something; what it defines is not run yet."""
+    if isinstance(node, ast.FunctionDef | ast.Lambda | ast.ClassDef):
+        return False
+    name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+    named = name.lower().startswith(("assert", "expect"))
+    return named or isinstance(node, ast.Assert) or any(map(_asserts, ast.iter_child_nodes(node)))
 
 
 @functools.lru_cache(4096)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import ctypes
 import importlib.util
 import multiprocessing
 import os
-import signal
-import sys
+import socket
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from bagua_ref.conformance.lab.journal import end_with
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.play import Play
 from bagua_ref.conformance.lab.violation import Violation
@@ -23,8 +23,8 @@ from bagua_ref.contrib.cache.server import find_program, start_redis_server
 from bagua_ref.errors import BackendUnavailableError
 
 __all__ = [
-    "LOADER", "CacheScript", "ScriptedServer", "ServerPool", "assert_keys", "assert_within", "cache_script", "in_worker",
-    "reason_without_servers", "start_servers",
+    "LOADER", "CacheScript", "Refusals", "ScriptedServer", "ServerPool", "assert_keys", "assert_within", "cache_script",
+    "in_worker", "reason_without_servers", "start_servers",
 ]  # fmt: skip
 
 _LOOPBACK = "127.0.0.1"
@@ -116,6 +116,10 @@ class ScriptedServer:
         found: Any = self._client.keys("*")
         return sorted(map(_text, found))
 
+    def expiring(self) -> list[str]:
+        """Return the keys that have a time to live."""
+        return [key for key in self.keys() if self._client.ttl(key.encode("utf-8", "surrogatepass")) != -1]
+
     def get(self, key: str) -> bytes:
         """Return the bytes of an existing key."""
         found: Any = self._client.get(key)
@@ -145,6 +149,37 @@ class _Full:
         if name in ("SET", "MSET", "SETEX", "SETNX"):
             raise redis.ResponseError("OOM command not allowed when used memory > 'maxmemory'.")
         return self.emptier.execute_command(name, *arguments)
+
+
+class Refusals:
+    """A listener in the place of a dead server: it closes and counts connections.
+
+    Args:
+        host: the server's.
+
+    Attributes:
+        count: number of connections.
+    """
+
+    def __init__(self, host: dict[str, Any]) -> None:
+        self.count = 0
+        self._listener = socket.create_server((host["host"], host["port"]))
+
+    def __enter__(self) -> Refusals:
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept(), which close() does not
+        self._thread.join()
+        self._listener.close()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                self._listener.accept()[0].close()
+                self.count += 1
 
 
 def start_servers(count: int) -> list[ScriptedServer]:
@@ -186,8 +221,13 @@ def assert_within(seconds: float, condition: Callable[[], Any], what: str) -> No
         time.sleep(0.02)
 
 
-def in_worker(work: Callable[[], Any]) -> None:
+def in_worker(work: Callable[[], Any], meanwhile: Callable[[], Any] = lambda: None, as_script: bool = False) -> None:
     """Run ``work()`` in a forked process, like a DataLoader's worker, and wait for a clean exit.
+
+    Args:
+        work: runs in the process.
+        meanwhile: runs in this one, at the same time.
+        as_script: let the process be and end as a script does: it is the main one, and its exit handlers run.
 
     Raises:
         AssertionError: ``work()`` raised an exception.
@@ -195,7 +235,7 @@ def in_worker(work: Callable[[], Any]) -> None:
     context = multiprocessing.get_context("fork")
     inbox, outbox = context.Pipe(duplex=False)
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
-    process = context.Process(target=_work, args=(work, os.getpid(), outbox))
+    process = context.Process(target=_work, args=(_Script(work) if as_script else work, os.getpid(), outbox))
     is_daemon = config.pop("daemon", None)  # a check's process is a daemon, which may not start processes otherwise
     try:
         process.start()
@@ -204,34 +244,45 @@ def in_worker(work: Callable[[], Any]) -> None:
             config["daemon"] = is_daemon
     outbox.close()
     try:
+        said = inbox.recv()  # that it has begun
+        meanwhile()
         said = inbox.recv()
     except EOFError:
         said = "ended without an answer"
     inbox.close()
     process.join()  # its exit code is not checked: Python's shutdown may fail in a process forked from a thread
+    if said.startswith("raised NotImplementedError"):
+        raise NotImplementedError(f"a worker {said}")
     assert not said, f"a worker {said}"
 
 
 def _work(work: Callable[[], Any], parent: int, outbox: Any) -> None:
-    # This process must not outlive a check that is killed because it hangs here.
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    else:
-        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    if os.getppid() != parent:
-        return
+    end_with(parent)
+    outbox.send("ended without an answer")
     try:
         work()
     except Exception as error:
         outbox.send(f"raised {type(error).__name__}: {error}")
     else:
         outbox.send("")
+    if isinstance(work, _Script):
+        os._exit(0)  # without what only ends a worker
 
 
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.1)
-    os._exit(1)
+class _Script:
+    """Work that is followed by the handlers of a script's exit, but for those of what this process was forked from."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._work = work
+
+    def __call__(self) -> None:
+        process = multiprocessing.current_process()
+        process.name, process._config["daemon"] = "MainProcess", False  # type: ignore[attr-defined]
+        multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
+        for inherited in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+            inherited.atexit = False
+        self._work()
+        atexit._run_exitfuncs()
 
 
 def _pool(lab: Lab) -> ServerPool:

@@ -23,7 +23,7 @@ __all__ = ["ANYTHING", "TrainedAlgorithm", "TrainingPlay", "check_form", "exactl
 ANYTHING = Ellipsis
 """An expected value that is not compared."""
 
-_COMPRESSED = ("powersgd", "topk")
+_COMPRESSED = ("powersgd", "topk", "bytegrad_with_memory")
 _WITH_PROGRAM = (*_COMPRESSED, "local_sgd", "diloco", "async_model_average")
 _STATE = {"memories": "a memory", "factors": "a factor"}
 
@@ -70,6 +70,7 @@ class TrainingPlay(Play):
         record: bool = False,
     ) -> None:
         lab.need_ranks(sum(nodes))
+        lab.need_dtypes(weights)
         super().__init__(
             lab,
             "algorithms",
@@ -291,6 +292,7 @@ class TrainedAlgorithm:
         ``change`` gets the gradients and returns those to train with, ``before`` the number of steps.
         """
         nodes = draw(self.worlds(lab.dtype)) if nodes is None else nodes
+        lab.need_ranks(sum(nodes))  # before all the rest is drawn
         weights = self.weights(draw, lab.dtype) if weights is None else weights
         options = {**self.options(draw, weights), "bucket_bytes": draw(st.sampled_from([1, 40, ONE_BUCKET])), **options}
         steps = self.steps(draw, options) if steps is None else steps

@@ -66,6 +66,7 @@ class TwinPlay(Play):
 
     def make(self, shapes: list[tuple[int, ...]], dtype: str = "float32") -> None:
         """Make parameters of these shapes."""
+        self.lab.dtypes((dtype,))
         self.do(f"ps = parameters({self.draw(seeds)}, {shapes}, torch.{dtype})\nqs = copies(ps)")
 
     def fuse(self, name: str, sizes: list[int], options: list[dict[str, Any]], flags: str = "") -> None:

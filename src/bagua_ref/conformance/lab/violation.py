@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Script", "Violation", "literal"]
+__all__ = ["NotProvided", "Script", "Skipped", "Violation", "literal"]
+
+
+class Skipped(Exception):  # noqa: N818 - no fault
+    """The target is not judged on an input."""
+
+
+class NotProvided(NotImplementedError, AttributeError):  # noqa: N818 - no fault
+    """A target's part lacks an attribute."""
 
 
 class Violation(AssertionError):  # noqa: N818 - a finding, not an error
@@ -23,6 +31,13 @@ class Violation(AssertionError):  # noqa: N818 - a finding, not an error
     def __init__(self, message: str, snippet: str = "") -> None:
         super().__init__(message)
         self.snippet = snippet
+
+    def not_provided(self) -> bool:
+        """Return whether a NotImplementedError caused it, directly or by an error raised from it, or by a failed assertion."""
+        error: BaseException | None = self
+        while error is not None and not isinstance(error, NotImplementedError):
+            error = error.__cause__ or (error.__context__ if isinstance(error, AssertionError) else None)
+        return error is not None
 
 
 def literal(value: Any) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import multiprocessing
 import queue
@@ -16,16 +17,18 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from bagua_ref.conformance.lab.journal import Journal
+from bagua_ref.conformance.lab.journal import Journal, ProcessDied
 from bagua_ref.conformance.lab.lab import script_of_call
 from bagua_ref.conformance.lab.violation import Script
 from bagua_ref.conformance.run.search import Outcome, Search, search
 from bagua_ref.conformance.suites.checks import Check, prepare
+from bagua_ref.conformance.targets.process_link import exit_text
 from bagua_ref.conformance.targets.target import Target
 
 __all__ = ["CheckTask", "Isolation", "can_fork"]
@@ -40,18 +43,31 @@ def can_fork(target: Target) -> bool:
 class CheckTask:
     """A running check for some dtypes; `poll` collects its outcomes.
 
+    If its process dies, the check is tried once more in another, where a crash is a violation like others and its input is made
+    smaller.
+
     Args:
         place: where it runs.
         check: the check.
         dtypes: names of dtypes, or None.
         target: the implementation under test.
         time_limit: time limit of a single call in seconds.
+        another: makes another process; None: the check is not tried again.
     """
 
     def __init__(
-        self, place: _CheckProcess | _CheckThread, check: Check, dtypes: list[str | None], target: Target, time_limit: float
+        self,
+        place: _CheckProcess | _CheckThread,
+        check: Check,
+        dtypes: list[str | None],
+        target: Target,
+        time_limit: float,
+        another: Callable[[], _CheckProcess] | None = None,
     ) -> None:
         self.place, self.check, self.waiting, self._target, self._time_limit = place, check, list(dtypes), target, time_limit
+        self._another = another
+        self._died: Outcome | None = None
+        """The verdict on the first process, which has died."""
         self.passed = True
         """Whether all outcomes so far have passed."""
         self._begun = time.perf_counter()
@@ -62,21 +78,28 @@ class CheckTask:
         found = self._collect()
         if self.waiting and self.place.journal.seconds() > self._time_limit:
             self.place.stop()
-            found += self._fail(f"no answer within {self._time_limit:g} s", "does not return")
+            found += self._fail(self._last(f"no answer within {self._time_limit:g} s", "does not return"))
         elif self.waiting and (death := self.place.death()) is not None:
             found += self._collect()
-            found += self._fail(f"the process died: {death}", "ends the process")
+            died = self._last(f"the process died: {death}", "ends the process")
+            if self._another is None or not self.waiting:
+                return found + self._fail(died)
+            self.place.stop()
+            self.place, self._another, self._died = self._another(), None, died
+            self.place.begin(self.check, self.waiting[:1], rehearse=True)
         return found
 
     def _collect(self) -> list[tuple[str | None, Outcome]]:
         found = self.place.receive()
+        if found and self._died is not None:
+            return self._fail(_again(self._died, found[0][1]))
         for dtype, outcome in found:
             self.waiting.remove(dtype)
             self.passed &= outcome.passed
         return found
 
-    def _fail(self, message: str, comment: str) -> list[tuple[str | None, Outcome]]:
-        """Return a verdict on the last call, and one for each other dtype, which would most likely wait as long for the same."""
+    def _last(self, message: str, comment: str) -> Outcome:
+        """Return a verdict on the last call."""
         last, journal, snippet = self.place.journal.last(), self.place.journal, ""
         if last is not None:
             method, arguments = last
@@ -85,12 +108,25 @@ class CheckTask:
                 snippet = _commented(str(arguments), comment)
             elif arguments is not None:
                 snippet = str(script_of_call(self._target.setup, method, arguments, comment))
-        verdict = Outcome(False, message, snippet, journal.calls, time.perf_counter() - self._begun)
-        others = Outcome(False, f"not tried: {message}, for another dtype", snippet)
+        return Outcome(False, message, snippet, journal.calls, time.perf_counter() - self._begun)
+
+    def _fail(self, verdict: Outcome) -> list[tuple[str | None, Outcome]]:
+        """Return a verdict, and one for each other dtype, which would most likely wait as long for the same."""
+        others = Outcome(False, f"not tried: {verdict.message}, for another dtype", verdict.snippet)
         found = [(dtype, others if place else verdict) for place, dtype in enumerate(self.waiting)]
         self.passed &= not found
         self.waiting.clear()
         return found
+
+
+def _again(died: Outcome, outcome: Outcome) -> Outcome:
+    """Return the verdict on a check whose process died, and which was then tried again."""
+    if outcome.passed:
+        return replace(died, message=f"{died.message}, but not when all inputs were tried again")
+    raised, crashed = f"raised {ProcessDied.__name__}: ", "crashed: "
+    if raised not in outcome.message:
+        return replace(outcome, message=f"{outcome.message}; and for another input, {died.message}")
+    return replace(outcome, message=outcome.message.replace(raised, crashed), snippet=outcome.snippet.replace(raised, crashed))
 
 
 def _commented(script: str, comment: str) -> str:
@@ -134,17 +170,17 @@ class _CheckProcess:
         faulthandler.disable()  # the verdict reports how the process died
         torch.set_num_threads(1)
         warnings.simplefilter("ignore")
-        with contextlib.suppress(EOFError):
+        with contextlib.suppress(EOFError, ConnectionResetError):
             while True:
-                name, dtypes = pipe.recv()
+                name, dtypes, self.journal.rehearses = pipe.recv()
                 for dtype in dtypes:
                     pipe.send((dtype, search(checks[name], dtype, target, how, self.journal)))
 
-    def begin(self, check: Check, dtypes: list[str | None]) -> None:
-        """Let the process run a check for some dtypes."""
+    def begin(self, check: Check, dtypes: list[str | None], rehearse: bool = False) -> None:
+        """Let the process run a check for some dtypes, if asked for with each input in a process of its own first."""
         self.journal.clear()
         with contextlib.suppress(OSError):  # the process is gone, and `death` says how
-            self._pipe.send((check.id, dtypes))
+            self._pipe.send((check.id, dtypes, rehearse))
 
     def receive(self) -> list[tuple[str | None, Outcome]]:
         """Return the outcomes since the last call, by dtype."""
@@ -158,8 +194,7 @@ class _CheckProcess:
         """Return the signal or exit code with which the process died; None if it lives."""
         if self._process.is_alive():
             return None
-        code = self._process.exitcode or 0
-        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return exit_text(self._process.exitcode or 0)
 
     def stop(self) -> None:
         """Kill the process."""
@@ -176,8 +211,8 @@ class _CheckThread:
         self._target, self._how, self._abandoned = target, how, False
         self._outcomes: queue.SimpleQueue[tuple[str | None, Outcome]] = queue.SimpleQueue()
 
-    def begin(self, check: Check, dtypes: list[str | None]) -> None:
-        """Start the thread."""
+    def begin(self, check: Check, dtypes: list[str | None], rehearse: bool = False) -> None:
+        """Start the thread; there is no process to rehearse in."""
         self._thread = threading.Thread(target=self._work, args=(check, dtypes), daemon=True)
         self._thread.start()
 
@@ -216,12 +251,11 @@ class Isolation:
 
     def start(self, check: Check, dtypes: list[str | None]) -> CheckTask:
         """Start a check for some dtypes."""
-        place: _CheckProcess | _CheckThread
-        if self._fork:
-            place = self._idle.pop() if self._idle else _CheckProcess(self._checks, self._target, self._how)
-        else:
-            place = _CheckThread(self._target, self._how)
-        return CheckTask(place, check, dtypes, self._target, self._time_limit)
+        if not self._fork:
+            return CheckTask(_CheckThread(self._target, self._how), check, dtypes, self._target, self._time_limit)
+        another = functools.partial(_CheckProcess, self._checks, self._target, self._how)
+        place = self._idle.pop() if self._idle else another()
+        return CheckTask(place, check, dtypes, self._target, self._time_limit, another if self._how.shrink else None)
 
     def end(self, task: CheckTask, keep: bool = True) -> None:
         """Stop a task, but keep its process if it has passed."""

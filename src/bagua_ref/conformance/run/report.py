@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree  # nosec B405 # XML is written here, never read
 
-__all__ = ["STATUSES", "Report", "Result"]
+__all__ = ["STATUSES", "Report", "Result", "script_name"]
 
 STATUSES = ("passed", "failed", "xfailed", "xpassed", "skipped", "not covered")
 """xfailed: failed as expected; xpassed: passed although expected to fail, which counts as a failure."""
@@ -53,6 +53,7 @@ class Report:
         versions: versions of the specification, the package, torch, Hypothesis and Python.
         seconds: duration of the whole run.
         max_ranks: the largest world that the target's capabilities allowed; None: any.
+        scripts: the folder into which the counterexamples were written; None: they were not.
 
     >>> report = Report("mine", [Result("kernels.S1.add", "kernels", "S1", "passed")], "quick", 0)
     >>> report.passed, report.counts()["passed"]
@@ -66,6 +67,7 @@ class Report:
     versions: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
     max_ranks: int | None = None
+    scripts: Path | None = None
 
     @property
     def passed(self) -> bool:
@@ -87,13 +89,24 @@ class Report:
         """Return what is the reason that `passed` is False."""
         return [result for result in self.results if result.status in ("failed", "xpassed")]
 
+    def not_tried(self) -> list[str]:
+        """Return the suites of which nothing was tried, as the target lacks their part."""
+        suites: dict[str, list[bool]] = {}
+        for result in self.results:
+            lacks = result.status == "skipped" and result.message.startswith("the target has no ")
+            suites.setdefault(result.suite, []).append(lacks)
+        return [suite for suite, lacks in suites.items() if all(lacks)]
+
     def __str__(self) -> str:
-        """Return the table, and each counterexample below it."""
+        """Return the table, and each counterexample below it; the last lines sum up what was judged and what was not."""
         counts = self.counts()
         lines = [*self._table(), ""]
         for result in self.failures():
             lines += [f"{result.id}: {result.sentence}", f"  {result.message}"]
-            lines += [f"    {line}" for line in _clipped(result.counterexample).splitlines()] + [""]
+            lines += [f"    {line}" for line in _clipped(result.counterexample).splitlines()]
+            if self.scripts is not None and result.counterexample:
+                lines.append(f"  script: {self.scripts / script_name(result.id)}")
+            lines.append("")
         total = ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])
         limit = "" if self.max_ranks is None else f", worlds of up to {self.max_ranks} ranks"
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
@@ -101,6 +114,8 @@ class Report:
             f"{'PASSED' if self.passed else 'FAILED' if self.ran else 'NOTHING RAN'}: {self.target}: {total}",
             f"profile {self.profile}, seed {self.seed}{limit}, {self.seconds:.1f} s; {versions}",
         ]
+        if suites := self.not_tried():
+            lines.append(f"not tried, as the target lacks these parts: {', '.join(suites)}")
         return "\n".join(lines)
 
     def _table(self) -> list[str]:
@@ -124,7 +139,7 @@ class Report:
     def to_json(self) -> str:
         """Return everything as JSON."""
         head = {"target": self.target, "passed": self.passed, "profile": self.profile, "seed": self.seed}
-        head |= {"max_ranks": self.max_ranks}
+        head |= {"max_ranks": self.max_ranks, "scripts": None if self.scripts is None else str(self.scripts)}
         body = {"seconds": round(self.seconds, 3), "versions": self.versions, "counts": dict(self.counts())}
         return json.dumps({**head, **body, "results": [asdict(result) for result in self.results]}, indent=1) + "\n"
 
@@ -157,8 +172,20 @@ class Report:
                 Path(path).write_text(text(), encoding="utf-8")
 
 
+def script_name(result: str) -> str:
+    """Return the name of the file with a result's script.
+
+    >>> script_name("codec.S4.2.levels[float16]")
+    'codec.S4.2.levels.float16.py'
+    """
+    return f"{result.replace('[', '.').replace(']', '')}.py"
+
+
 def _clipped(script: str, width: int = 400, lines: int = 40) -> str:
-    shown = [line if len(line) <= width else f"{line[:width]} ...  # whole in the JSON report" for line in script.splitlines()]
+    shown = [
+        line if len(line) <= width else f"{line[:width]} ...  # cut off here; the script has all of it"
+        for line in script.splitlines()
+    ]
     return "\n".join(shown[:lines] + (["..."] if len(shown) > lines else []))
 
 

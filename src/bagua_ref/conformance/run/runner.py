@@ -7,6 +7,7 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 
 from bagua_ref import __version__
 from bagua_ref.backends.base import KernelBackend
-from bagua_ref.conformance.clauses import CLAUSES, SPEC_VERSION, SUITES, VECTORS_VERSION
+from bagua_ref.conformance.clauses import CLAUSES, NOT_COVERED, SPEC_VERSION, SUITES, VECTORS_VERSION
+from bagua_ref.conformance.lab.lab import KERNELS
 from bagua_ref.conformance.run.isolation import CheckTask, Isolation, can_fork
 from bagua_ref.conformance.run.report import Report, Result
 from bagua_ref.conformance.run.search import PROFILES, Outcome, Search
@@ -29,8 +31,6 @@ MOST_JOBS = 4
 _POLL_SECONDS = 0.005
 _NEEDS = {"kernels": "kernels", "codec": "kernels", "collectives": "communicator", "fused_optimizer": "fuse_optimizer"}
 """Suite -> the part of a target that it checks; other suites have the name of their part."""
-
-_KERNELS = [name[1:] for name in KernelBackend.__abstractmethods__]
 
 Progress = Callable[[int, int, Result], None]
 
@@ -60,7 +60,7 @@ def run_conformance(
         profile: "quick", "full" or "large": the number of inputs, and how long long ones are.
         xfail: ids of checks, with or without ``[dtype]``, that are known to fail. One that passes counts as a failure.
         fail_fast: stop at the first failure; the remaining checks are skipped.
-        checks: ids of checks, with or without ``[dtype]``, or clauses; None: all checks of the suites.
+        checks: ids of checks, with or without ``[dtype]``, or clauses, S4 with S4.1, S4.2, ...; None: all checks of the suites.
         seed: seed of all inputs; the same seed and versions give the same inputs.
         jobs: number of processes; None: the number of cores, up to 4, or 1 if the target is external; 0: one check at a time on a
             thread of this process, which is also used where processes cannot be forked (CUDA).
@@ -83,17 +83,17 @@ def run_conformance(
     table = checks_of(wanted)
     expected, chosen = set(_known_checks("xfail", xfail, table)), None
     if checks is not None:
-        chosen = set(_known_checks("checks", checks, table, CLAUSES))
+        chosen = set(_known_checks("checks", checks, table, {*CLAUSES, *map(_whole, CLAUSES)}))
     judged = target if isinstance(target, Target) else resolve(target)
     rows = [_Row(check, dtype) for check in table.values() if check.suite in wanted for dtype in variants(check)]
-    plan = [row for row in rows if chosen is None or chosen & {row.id, row.check.id, row.check.clause}]
+    plan = [row for row in rows if chosen is None or chosen & {row.id, row.check.id, row.check.clause, _whole(row.check.clause)}]
     begun = time.perf_counter()
     session = _Session(judged, Search(profile, seed, shrink), time_limit, fail_fast, expected, len(plan), progress)
     for row in plan:
         if reason := reason_to_skip(judged, row.check, row.dtype):
             session.add(row.result("skipped", reason))
     session.work(plan, _jobs(jobs, judged))
-    results = [session.results[row.id] for row in plan] + ([] if chosen else _not_covered(table, wanted))
+    results = [session.results[row.id] for row in plan] + _not_covered(chosen)
     return Report(judged.name, results, profile, seed, _versions(), time.perf_counter() - begun, judged.max_ranks)
 
 
@@ -145,6 +145,11 @@ def check_ids(checks: Iterable[Check] | None = None) -> list[str]:
     return [row_id(check, dtype) for check in checks or all_checks().values() for dtype in variants(check)]
 
 
+def _whole(clause: str) -> str:
+    """Return the clause of which this one is a part: S4 of S4.1."""
+    return clause.partition(".")[0]
+
+
 def row_id(check: Check, dtype: str | None) -> str:
     """Return the id of a check for one dtype."""
     return check.id if dtype is None else f"{check.id}[{dtype}]"
@@ -158,17 +163,37 @@ def reason_to_skip(target: Target, check: Check, dtype: str | None) -> str:
         part = "kernels"  # the package's own operations and algorithms are run with them
     if part not in target.parts:
         return f"the target has no {part}"
-    if is_ours and (lacking := sorted(name for name in _KERNELS if not hasattr(target.kernels, name))):
-        return f"the target's kernels have no {', '.join(lacking)}, which the package's own operations need"
+    if is_ours and (lacking := _lacking(target, dtype)):
+        return f"the target's kernels have no {lacking}, which the package's own operations need"
     if reason := reason_to_skip_suite(check.suite):
         return reason
     codecs = getattr(target.kernels, "codecs", {})
-    missing = [name for name in check.needs if not (is_ours or name in codecs or hasattr(target.parts[part], name))]
+    missing = [name for name in check.needs if not (is_ours or name in codecs or _has(target.parts[part], name))]
     if missing:
         return f"the target's {part} has no {', '.join(missing)}"
     if dtype is not None and target.dtypes is not None and dtype not in target.dtypes:
         return f"the target's capabilities exclude {dtype}"
     return ""
+
+
+def _lacking(target: Target, dtype: str | None) -> str:
+    """Return what the target's kernels lack of what the package's own operations need; empty if nothing."""
+    codecs, dtypes = getattr(target.kernels, "codecs", {}), target.dtypes
+    names = [name for name in KERNELS if not hasattr(target.kernels, name)] + ["MinMaxUInt8"] * ("MinMaxUInt8" not in codecs)
+    if not names and not isinstance(target.kernels, KernelBackend):
+        names = ["base class KernelBackend"]
+    if not names and dtypes is not None and "float32" not in dtypes and (dtype != "float64" or dtype not in dtypes):
+        names = ["float32"]  # in which they compute 16-bit dtypes, and what they compress
+    return ", ".join(names)
+
+
+def _has(part: Any, name: str) -> bool:
+    """Return whether a part has an attribute, which may be one of its classes' (``Class.method``)."""
+    try:
+        attrgetter(name)(part)
+    except AttributeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -291,11 +316,10 @@ def _jobs(jobs: int | None, target: Target) -> int:
     return jobs if jobs is not None else 1 if target.external else min(MOST_JOBS, max(1, torch.multiprocessing.cpu_count()))
 
 
-def _not_covered(checks: dict[str, Check], wanted: list[str]) -> list[Result]:
-    """Return a result for each clause that no check covers, if all suites were requested."""
-    covered = {check.clause for check in checks.values()}
-    clauses = [Result(clause, "", clause, "not covered", CLAUSES[clause]) for clause in CLAUSES if clause not in covered]
-    return clauses if len(wanted) == len(SUITES) else []
+def _not_covered(chosen: set[str] | None) -> list[Result]:
+    """Return a result for each clause that no check of any suite covers; of chosen ones, for those that were asked for."""
+    missing = [clause for clause in NOT_COVERED if chosen is None or chosen & {clause, _whole(clause)}]
+    return [Result(clause, "", clause, "not covered", CLAUSES[clause]) for clause in missing]
 
 
 def _versions() -> dict[str, str]:

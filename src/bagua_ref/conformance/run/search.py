@@ -10,7 +10,7 @@ from typing import Any
 
 from bagua_ref.conformance.lab.journal import Journal
 from bagua_ref.conformance.lab.lab import Lab
-from bagua_ref.conformance.lab.violation import Violation
+from bagua_ref.conformance.lab.violation import Skipped, Violation
 from bagua_ref.conformance.suites.checks import Check
 from bagua_ref.conformance.targets.target import Target
 from bagua_ref.conformance.targets.world import MOST_RANKS
@@ -31,7 +31,7 @@ class Outcome:
         snippet: a script that shows it.
         examples: number of inputs up to the first failure, or of all inputs.
         seconds: duration.
-        skipped: why nothing could be tried; empty if something was.
+        skipped: why the target was not judged; empty if it was.
     """
 
     passed: bool
@@ -67,12 +67,19 @@ def search(check: Check, dtype: str | None, target: Target, how: Search, journal
     begun, attempts = time.perf_counter(), _Attempts()
 
     def run(data: Any) -> None:
+        journal.rehearse(lambda: check.function(lab, data.draw))
+        lab.begin()
         try:
             check.function(lab, data.draw)
         except Violation as violation:
-            attempts.add(violation)
-            raise
-        attempts.add(None)
+            if not violation.not_provided():
+                attempts.add(violation)
+                raise
+            attempts.not_provided = f"not provided: {violation}".splitlines()[0][:300]
+        except Skipped:
+            pass
+        else:
+            attempts.add(None, lab.calls, lab.comparisons)
 
     phases = [Phase.generate, Phase.shrink] if how.shrink else [Phase.generate]
     configured = settings(
@@ -98,14 +105,13 @@ def search(check: Check, dtype: str | None, target: Target, how: Search, journal
         found = attempts.failed_connection() or attempts.difference()
         message, snippet = str(found), found.snippet
     except Unsatisfiable as error:
-        message = f"raised {type(error).__name__}: {error}"
-        if lab.smallest_world is not None:
-            message, skipped = "", f"needs {lab.smallest_world} ranks, the target has at most {target.max_ranks}"
-        elif lab.lacks:
-            message, skipped = "", f"the target's capabilities exclude {lab.lacks}"
+        skipped = lab.reason
+        message = "" if skipped else f"raised {type(error).__name__}: {error}"
     except BaseException as error:  # whatever an implementation does, there is a verdict
         message = f"raised {type(error).__name__}: {error}"
         snippet = traceback.format_exc()
+    if not message:
+        skipped = skipped or attempts.reason_to_skip(lab.reason)
     return Outcome(not message, message, snippet, attempts.until_failure, time.perf_counter() - begun, skipped)
 
 
@@ -114,10 +120,28 @@ class _Attempts:
 
     def __init__(self) -> None:
         self._outcomes: list[Violation | None] = []
+        self._counts: list[tuple[int, int]] = []
+        self.not_provided = ""
+        """The last NotImplementedError; empty if there was none."""
 
-    def add(self, outcome: Violation | None) -> None:
-        """Note the outcome of an input; None: no violation."""
+    def add(self, outcome: Violation | None, calls: int = 0, comparisons: int = 0) -> None:
+        """Note the outcome of an input; None: no violation, after so many calls of the target and comparisons."""
         self._outcomes.append(outcome)
+        self._counts.append((calls, comparisons))
+
+    def reason_to_skip(self, left_out: str) -> str:
+        """Return why the target is not judged although no input was a violation; empty if it is.
+
+        Args:
+            left_out: why inputs were left out.
+        """
+        if self.not_provided:
+            return self.not_provided + f"; {len(self._outcomes)} other inputs passed" * bool(self._outcomes)
+        if not self._outcomes:
+            return left_out
+        if any(calls and comparisons for calls, comparisons in self._counts):
+            return ""
+        return "nothing was compared" if any(calls for calls, _ in self._counts) else "no call reached the target"
 
     @property
     def until_failure(self) -> int:
@@ -153,10 +177,13 @@ class _Attempts:
 
 
 def _is_of_connection(error: BaseException | None) -> bool:
-    """Return whether an error, or one that caused it, is of a connection: by its class's name, as clients have their own."""
+    """Return whether an error, or one that caused it, is of a connection: by its class's name, as clients have their own.
+
+    What ``raise ... from None`` hides is none: a program that ends is started again, and has crashed.
+    """
     while error is not None:
         names = [cls.__name__ for cls in type(error).__mro__]
         if any(word in name for name in names for word in ("Connection", "Timeout", "Network", "Unavailable")):
             return True
-        error = error.__cause__ or error.__context__
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return False

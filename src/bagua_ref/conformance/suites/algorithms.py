@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,9 @@ from torch import Tensor
 
 from bagua_ref.conformance.expected import algorithms_plain as plain
 from bagua_ref.conformance.expected import decentralized_numpy
-from bagua_ref.conformance.expected.tolerances import EXACT, SUM
+from bagua_ref.conformance.expected.tolerances import EXACT, SUM, Tolerance
 from bagua_ref.conformance.inputs.graph_cases import graph_cases
-from bagua_ref.conformance.inputs.strategies import COMPRESSIBLE, FLOATS, Draw, dtype_named, paired_worlds, worlds
+from bagua_ref.conformance.inputs.strategies import COMPRESSIBLE, FLOATS, Draw, dtype_named, paired_worlds, seeds, worlds
 from bagua_ref.conformance.inputs.training_cases import (
     ONE_BUCKET,
     ByRank,
@@ -27,10 +28,11 @@ from bagua_ref.conformance.inputs.training_cases import (
     grid_weights,
 )
 from bagua_ref.conformance.lab.lab import Lab
+from bagua_ref.conformance.lab.play import RankScript
 from bagua_ref.conformance.lab.training import TrainedAlgorithm, TrainingPlay, of_kinds
 from bagua_ref.conformance.suites.checks import check
 
-__all__ = ["BYTEGRAD", "DECENTRALIZED", "GRADIENT_ALLREDUCE", "ON_GRAPH", "QADAM", "RING"]
+__all__ = ["BYTEGRAD", "DECENTRALIZED", "GRADIENT_ALLREDUCE", "ON_GRAPH", "QADAM", "RING", "follow_qadam"]
 
 
 def prepare() -> None:
@@ -87,12 +89,26 @@ BYTEGRAD = TrainedAlgorithm(
 @check("algorithms", "S2.1", "buckets", needs=("bytegrad",), effort=0.7)
 def buckets(lab: Lab, draw: Draw) -> None:
     """Parameters fill buckets in reverse order, by dtype; a bucket is closed once it holds at least the bucket size."""
-    used = draw(st.lists(st.sampled_from(lab.usable(COMPRESSIBLE)), min_size=1, max_size=2))
+    used = draw(st.lists(st.sampled_from(lab.dtypes(COMPRESSIBLE)), min_size=1, max_size=2))
     weights = grid_weights(draw, [dtype_named(draw(st.sampled_from(used))) for _ in range(draw(st.integers(3, 6)))])
     of_one = [w.nbytes for w in reversed(weights) if w.dtype is weights[-1].dtype]
     filled = sum(of_one[: draw(st.integers(1, len(of_one)))])  # a bucket of so many parameters is just full
     size = max(1, draw(st.sampled_from([filled, filled, filled + 1, filled - 1, filled - 1, 40, ONE_BUCKET])))
     BYTEGRAD.train(lab, draw, nodes=draw(worlds(3)), weights=weights, steps=2, hierarchical=False, average=True, bucket_bytes=size)
+
+
+@check("algorithms", "S2.1", "order", needs=("buckets",), effort=0.5)
+def order_of_buckets(lab: Lab, draw: Draw) -> None:
+    """Buckets come by dtype, bf16, f16, f32, f64, and parameters in reverse order; one that has the bucket size is closed."""
+    used = draw(st.lists(st.sampled_from(lab.dtypes(FLOATS)), min_size=2, max_size=8))
+    weights = [torch.zeros(draw(st.integers(1, 7)), dtype=dtype_named(name)) for name in used]
+    size = draw(st.sampled_from([1, 16, 24, 40, ONE_BUCKET]))
+    script = RankScript(lab, draw(st.sampled_from([(1,), (2,)])), draw(seeds), "algorithms")
+    script.give(weights=weights)
+    world = f"RankWorld(comm.rank(), {sum(script.nodes)}, nodes, comm)"
+    script.run("buckets", f"return algorithms.buckets({world}, copies_of(weights), bucket_bytes={size})")
+    wanted = plain.buckets([w.numel() for w in weights], used, size)
+    script.do(f"for rank, found in enumerate(results):\n    assert found == {wanted}, f'rank {{rank}} has the buckets {{found}}'")
 
 
 @check("algorithms", "S2.2", "padding", dtypes=COMPRESSIBLE, needs=("bytegrad",), effort=0.15)
@@ -127,7 +143,8 @@ def _options_of_weights(draw: Draw, weights: list[Tensor]) -> dict[str, Any]:
     return {"lr": 1.0, "hierarchical": draw(st.booleans()), "communication_interval": draw(st.integers(1, 3))}
 
 
-def _follow_weights(training: TrainingPlay) -> None:
+def _weights_after_steps(training: TrainingPlay) -> Iterator[tuple[list[list[Any]], Tolerance, Any]]:
+    """Yield what weights must be after each step, by rank and parameter, the tolerance, and the magnitudes."""
     options, nodes = training.options, list(training.nodes)
     between, interval = options["hierarchical"], options["communication_interval"]
     mode = options.get("peer_selection_mode", options.get("graph"))
@@ -153,7 +170,19 @@ def _follow_weights(training: TrainingPlay) -> None:
             mass[places[0]] = torch.from_numpy(size).double().view(training.weights[places[0]].shape)
     for step, of_ranks in enumerate(expected):
         # Each mean may be rounded in another order, and the difference stays in the weights.
-        training.step(of_ranks, SUM((step + 1) * (training.n + 2)) if mode == "all" else EXACT, mass if mode == "all" else None)
+        yield of_ranks, SUM((step + 1) * (training.n + 2)) if mode == "all" else EXACT, mass if mode == "all" else None
+
+
+def _follow_weights(training: TrainingPlay) -> None:
+    for expected in _weights_after_steps(training):
+        training.step(*expected)
+
+
+def _follow_forwards(training: TrainingPlay) -> None:
+    """Expect each forward to leave the weights as the step before has left them."""
+    training.step([training.start] * training.n)
+    for expected in [*_weights_after_steps(training)][:-1]:
+        training.step(*expected)
 
 
 DECENTRALIZED = TrainedAlgorithm(
@@ -170,6 +199,13 @@ ON_GRAPH = TrainedAlgorithm(
     _follow_weights,
     gradients=of_kinds(any_kind),
     steps=lambda draw, options: draw(st.integers(2, 6)),
+)
+_FORWARDS = TrainedAlgorithm(
+    "decentralized_in_forward",
+    DECENTRALIZED.options,
+    _follow_forwards,
+    gradients=of_kinds(any_kind),
+    steps=lambda draw, options: draw(st.integers(2, 4)),
 )
 RING = TrainedAlgorithm(
     "low_precision_decentralized",
@@ -194,10 +230,18 @@ def shift_one(lab: Lab, draw: Draw) -> None:
     DECENTRALIZED.train(lab, draw, nodes=nodes, hierarchical=between, peer_selection_mode="shift_one")
 
 
+@check("algorithms", "S5.3", "in_forward", dtypes=FLOATS, needs=("decentralized_in_forward",), effort=0.1)
+def in_forward(lab: Lab, draw: Draw) -> None:
+    """While weights are averaged in the background, forward and backward use the old ones: they are replaced after the backward."""
+    between = draw(st.booleans())
+    nodes = draw(_two_pairs(between) | paired_worlds(between, 4))
+    _FORWARDS.train(lab, draw, nodes=nodes, hierarchical=between, peer_selection_mode="shift_one")
+
+
 @check("algorithms", "S5.3", "several_dtypes", needs=("decentralized",), effort=0.3)
 def several_dtypes(lab: Lab, draw: Draw) -> None:
     """Weights of each dtype are averaged in every round, all with the same peer."""
-    used = draw(st.permutations(lab.usable(FLOATS)))[:2]
+    used = draw(st.permutations(lab.dtypes(FLOATS)))[:2]
     weights = grid_weights(draw, [dtype_named(name) for name in [*used, *draw(st.lists(st.sampled_from(used), max_size=2))]])
     nodes = draw(_two_pairs(False))
     DECENTRALIZED.train(lab, draw, nodes=nodes, weights=weights, hierarchical=False, peer_selection_mode="shift_one")
@@ -249,11 +293,12 @@ def _gradients_of_qadam(draw: Draw, weights: list[Tensor], ranks: int, steps: in
     return [mine[:warmup_steps] + others[warmup_steps:] for mine, others in zip(exact, own, strict=True)]
 
 
-def _follow_qadam(training: TrainingPlay) -> None:
+def follow_qadam(training: TrainingPlay, exchanges: list[plain.Exchange] | None = None) -> None:
+    """Take steps and expect qadam's weights; ``exchanges`` are those of each bucket's momenta, by default S5.2's."""
     options = training.options
     start, groups, warmup_steps = [w.tolist() for w in training.start], options["groups"], options["warmup_steps"]
     model = plain.QAdam(
-        start, groups, warmup_steps, list(training.nodes), training.layout(), options["hierarchical"], training.dtypes[0]
+        start, groups, warmup_steps, list(training.nodes), training.layout(), options["hierarchical"], training.dtypes[0], exchanges
     )
     # S1 leaves it to optimizers how they round, in Adam's steps all take torch's. Weights have no say in the momenta.
     rounded, before = [np.zeros(w.size) for w in training.start], start
@@ -269,7 +314,7 @@ def _follow_qadam(training: TrainingPlay) -> None:
         training.step([after] * training.n, SUM(4), mass)
 
 
-QADAM = TrainedAlgorithm("qadam", _options_of_qadam, _follow_qadam, gradients=_gradients_of_qadam, steps=lambda draw, options: 6)
+QADAM = TrainedAlgorithm("qadam", _options_of_qadam, follow_qadam, gradients=_gradients_of_qadam, steps=lambda draw, options: 6)
 
 
 @check("algorithms", "S5.5", "steps", dtypes=COMPRESSIBLE, needs=("qadam",), effort=0.25)

@@ -29,7 +29,7 @@ class _Case:
 
     def __init__(self, lab: Lab, draw: Draw, nodes: tuple[int, ...], dtype: torch.dtype) -> None:
         self.nodes, self.n, self._seed = nodes, sum(nodes), draw(seeds)
-        others = map(dtype_named, lab.usable(FLOATS))
+        others = map(dtype_named, lab.dtypes(FLOATS))
         dtypes = [dtype, *draw(st.lists(st.sampled_from([dtype, *others]), max_size=2))]
         self.weights = [on_a_grid(self._seed + place, torch.empty(3, dtype=dtype), 32) for place, dtype in enumerate(dtypes)]
         self._made = len(dtypes)

@@ -167,7 +167,7 @@ def fragments(lab: Lab, draw: Draw) -> None:
     """A number of fragments cuts the parameters, in their order, where their middles lie by bytes, and leaves none empty."""
     generator = np.random.default_rng(draw(seeds))
     forms = [(int(size),) for size in generator.choice([0, 1, 1, 2, 3, 8, 30], generator.integers(2, 9))]
-    dtypes = [dtype_named(str(name)) for name in generator.choice(lab.usable(FLOATS), len(forms))]
+    dtypes = [dtype_named(str(name)) for name in generator.choice(lab.dtypes(FLOATS), len(forms))]
     count = int(generator.integers(2, len(forms) + 1))
     _apart(lab, draw, grid_weights(draw, dtypes, forms), count, count)
 
@@ -201,7 +201,7 @@ def schedule(lab: Lab, draw: Draw) -> None:
     DILOCO.train(lab, draw, nodes=draw(sized_worlds(lab.dtype)), weights=weights, steps=steps, **drawn)
 
 
-@check("algorithms", "S9.4", "mix", dtypes=FLOATS, needs=_DILOCO)
+@check("algorithms", "S9.4", "mix", dtypes=FLOATS, needs=_DILOCO, effort=0.6)
 def mix(lab: Lab, draw: Draw) -> None:
     """Applying moves weights to g + mix*(x - g), for mix from 0.5 on to x - (x - g)*(1 - mix), each operation rounded."""
     weights = grid_weights(draw, [lab.dtype] * 2, [(170,), (3, 2)])
@@ -216,7 +216,8 @@ def mix(lab: Lab, draw: Draw) -> None:
 @check("algorithms", "S9.5", "one_byte", needs=_DILOCO, effort=0.7)
 def one_byte(lab: Lab, draw: Draw) -> None:
     """Compressed, a fragment's differences are one float32 tensor in the order of its names, padded with zeros, bit for bit."""
-    names, count = lab.usable(COMPRESSIBLE), draw(st.integers(1, 4))
+    names, count = lab.dtypes(COMPRESSIBLE), draw(st.integers(1, 4))
+    lab.dtypes(("float32",))
     forms = [draw(st.sampled_from([(1,), (2,), (3, 2), (17,), (0,)])) for _ in range(count)]
     weights = grid_weights(draw, [dtype_named(draw(st.sampled_from(names))) for _ in forms], forms)
     lists, gap = draw(given_fragments(count, most=2)), draw(st.integers(1, 2))

@@ -283,6 +283,22 @@ def dependent_columns(lab: Lab, draw: Draw) -> None:
     )  # fmt: skip
 
 
+@check("algorithms", "S10.3", "small_columns", needs=_NEEDS, effort=0.2)
+def small_columns(lab: Lab, draw: Draw) -> None:
+    """A column is compared with its own norm, not with another's: one that is 1e-7 as long is a direction, too."""
+    matrix = torch.zeros(*draw(st.sampled_from([(6, 5), (5, 8)])), dtype=torch.float64)
+    matrix[0, 0], matrix[1, 1] = 1.0, draw(st.sampled_from([1e-7, 2.0**-26, 1e-9]))
+
+    def judge_late(training: TrainingPlay) -> None:
+        for step, rank in itertools.product((2, 3), range(training.n)):  # by then, each column of Q has found its own
+            training.expect_seen("step", rank, step, 0, matrix, ROUNDED, 1.0)
+
+    POWERSGD.train(
+        lab, draw, weights=[torch.zeros_like(matrix)], steps=4, judge=judge_late, matrix_approximation_rank=2, memory=None,
+        gradients=lambda draw, weights, ranks, steps, options: [[{0: matrix}] * steps for _ in range(ranks)], warm_start=True,
+    )  # fmt: skip
+
+
 @check("algorithms", "S10.3", "scales", dtypes=("float32", "float64"), needs=_NEEDS, effort=0.4)
 def scales(lab: Lab, draw: Draw) -> None:
     """Columns are compared with their own size: gradients of any magnitude are compressed alike."""

@@ -90,6 +90,23 @@ def ties(lab: Lab, draw: Draw) -> None:
     TOPK.train(lab, draw, nodes=draw(worlds(3)), change=tied, steps=2, ratio=draw(st.floats(0.1, 0.9)))
 
 
+@check("algorithms", "S11.2", "nans", needs=_NEEDS, effort=0.3)
+def nans(lab: Lab, draw: Draw) -> None:
+    """NaNs are equal whatever their other bits: of several, the one of lowest index is sent."""
+    bits = st.sampled_from([0x7FC00000, 0x7FC00001, 0x7FFFFFFF, -0x400000, -0x3FFFFF, -1])
+
+    def poisoned(gradients: ByRank) -> ByRank:
+        for rank in gradients:
+            for place in sorted(draw(st.sets(st.integers(0, 6), min_size=2, max_size=4))):
+                rank[0][0].view(torch.int32)[place] = draw(bits)
+        return gradients
+
+    TOPK.train(
+        lab, draw, nodes=draw(st.sampled_from([(1,), (2,)])), weights=[torch.zeros(7)], change=poisoned, ratio=0.1,
+        gradients=of_kinds(st.just("tame")), steps=1,
+    )  # fmt: skip
+
+
 @check("algorithms", "S11.2", "huge", dtypes=COMPRESSIBLE, needs=_NEEDS, effort=0.3)
 def huge(lab: Lab, draw: Draw) -> None:
     """Memories are float32 whatever the gradients are, sums overflow in rank order only, and results are rounded once."""

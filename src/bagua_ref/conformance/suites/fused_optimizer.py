@@ -74,7 +74,7 @@ def groups(lab: Lab, draw: Draw) -> None:
     for place in draw(st.lists(st.integers(0, sum(sizes) - 1), max_size=2, unique=True)):
         wide = f"each[{place}] = torch.nn.Parameter(each[{place}].detach().double())"
         turned = f"each[{place}] = torch.nn.Parameter(each[{place}].detach().t())"
-        changes = [turned, wide, f"each[{place}].requires_grad_(False)"]
+        changes = [turned, f"each[{place}].requires_grad_(False)", *[wide] * ("float64" in lab.dtypes(("float32", "float64")))]
         twins.do(f"for each in (ps, qs):\n    {draw(st.sampled_from(changes))}")
     options = [draw(options_of(name)) for _ in sizes]
     late = draw(st.booleans()) and takes_later_parameters(getattr(torch.optim, name))
@@ -153,9 +153,12 @@ def hooks(lab: Lab, draw: Draw) -> None:
 def count(lab: Lab, draw: Draw) -> None:
     """_bagua_fused_count increases by one for each step and group in which parameters were fused."""
     twins, name = TwinPlay(lab, draw), draw(st.sampled_from(MOMENTA))
-    sizes = draw(st.lists(st.sampled_from([1, 2, 3, 6]), min_size=1, max_size=3))
+    mixed = draw(st.booleans())  # each group of 6 has two runs then, which count as one
+    sizes = draw(st.lists(st.sampled_from([2, 6, 6] if mixed else [1, 2, 3, 6]), min_size=1, max_size=3))
     shapes = [draw(st.sampled_from([(3,), (2, 3), (17,), (33,)])) for _ in range(sum(sizes))]
     twins.make(shapes)
+    if mixed:
+        twins.do("for each in (ps, qs):\n    each[::2] = [torch.nn.Parameter(p.detach().double()) for p in each[::2]]")
     twins.fuse(name, sizes, [{"lr": 0.1} for _ in sizes])
     twins.do("assert fused._bagua_fused_count == 0")
     fused, idle = 0, draw(st.integers(-1, len(sizes) - 1))
@@ -163,10 +166,25 @@ def count(lab: Lab, draw: Draw) -> None:
     for _ in range(draw(st.integers(1, 3))):
         twins.gradients(draw(st.booleans()), left_out)
         twins.step(draw(st.sampled_from(["fused.fuse_step()", "fused.fuse_step()", "fused.fuse_step(closure=None)"])))
-        fused += sum(size > 1 for place, size in enumerate(sizes) if place != idle)
+        fused += sum(size > 1 + mixed for place, size in enumerate(sizes) if place != idle)
         twins.do(f"assert fused._bagua_fused_count == {fused}, f'_bagua_fused_count is {{fused._bagua_fused_count}}, not {fused}'")
     twins.do("fused.step()")
     twins.do(f"assert fused._bagua_fused_count == {fused}, 'step() is no fused step'")
+
+
+@check("fused_optimizer", "S6", "old_graphs", effort=0.4)
+def old_graphs(lab: Lab, draw: Draw) -> None:
+    """A backward through weights that a fused step has changed since raises an error if it does so after step()."""
+    twins = any_twins(lab, draw, draw(st.sampled_from(["float32", "float64"])))
+    twins.do(
+        "def raises(loss):\n    try:\n        loss.backward()\n    except RuntimeError:\n        return True\n    return False\n"
+    )
+    for _ in range(2):
+        twins.gradients(draw(st.booleans()), draw(_without))
+        twins.do("losses = [[(p * p).sum() for p in each] for each in (ps, qs)]")
+        twins.step()
+        twins.do("found, wanted = ([raises(loss) for loss in each] for each in losses)")
+        twins.do("assert found == wanted, f'errors of backward are {found} instead of {wanted}: its gradients would be wrong'")
 
 
 @check("fused_optimizer", "S6", "sixteen_bits", dtypes=("float16", "bfloat16"), effort=0.6)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bagua_ref.conformance.expected import kernels_scalar
-from bagua_ref.conformance.inputs.strategies import FLOATS, Draw, bulk, chunked, numbers, operands, seeds, tensors
+from bagua_ref.conformance.inputs.strategies import FLOATS, Draw, bulk, chunked, dtype_named, numbers, operands, seeds, tensors
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.violation import Violation
 from bagua_ref.conformance.suites.checks import check
@@ -112,6 +112,14 @@ def reduce_chunks(lab: Lab, draw: Draw) -> None:
     _check_reduction(lab, x.view(num_chunks, size), target, mean)
 
 
+@check("kernels", "S3.7", "many_chunks", dtypes=("float16", "bfloat16"), needs=("reduce_chunks_",), effort=0.05)
+def many_chunks(lab: Lab, draw: Draw) -> None:
+    """A mean is divided by the number of chunks, also where their dtype has no such number, as bfloat16 has no 259."""
+    num_chunks = round(2 / torch.finfo(lab.dtype).eps) + draw(st.sampled_from([1, 3, 7]))
+    x = _means_near_ties(lab.dtype, num_chunks, 16, draw(seeds)).view(num_chunks, 16)
+    _check_reduction(lab, x, draw(st.integers(0, num_chunks - 1)), True)
+
+
 def _means_near_ties(dtype: torch.dtype, num_chunks: int, size: int, seed: int) -> Tensor:
     """Chunks whose sums are num_chunks times a number halfway between two of a 16-bit dtype, or float32's next to that.
 
@@ -149,11 +157,16 @@ def _check_reduction(lab: Lab, chunks: Tensor, target: int, mean: bool) -> None:
         raise
 
 
-@st.composite
-def _pieces(draw: st.DrawFn) -> list[Tensor]:
-    """Tensors of one dtype, of any shape, some of them transposed or with gaps."""
-    dtype = draw(st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.uint8]))
-    found = []
+_MOVED = (*FLOATS, "int64", "uint8")
+
+
+def _pieces(lab: Lab, draw: Draw) -> tuple[list[Tensor], torch.dtype]:
+    """Draw tensors of one dtype, of any shape, some of them transposed or with gaps; return them and the dtype.
+
+    Without tensors it is float32, as a program could not know another one.
+    """
+    names = lab.dtypes(_MOVED)
+    dtype, found = dtype_named(draw(st.sampled_from(names))), []
     if draw(st.integers(0, 4)) == 4:  # more than an implementation may take at once
         count, seed = draw(st.sampled_from([9, 17, 33, 65, 129, 257, 300])), draw(seeds)
         sizes = [(seed + place * place) % 4 for place in range(count)]
@@ -161,21 +174,20 @@ def _pieces(draw: st.DrawFn) -> list[Tensor]:
         return [
             part[::2] if (seed >> place % 32) & 1 else part[: part.numel() // 2]
             for place, part in enumerate(flat.split([2 * size for size in sizes]))
-        ]
-    for _ in range(draw(st.integers(0, 5))):
+        ], dtype
+    for _ in range(draw(st.integers(0 if "float32" in names else 1, 5))):
         shape = draw(st.lists(st.integers(0, 5), max_size=3))
         start = draw(st.integers(0, 100))
         whole = torch.arange(start, start + math.prod(shape) * 2, dtype=torch.float64).to(dtype).view(*shape, 2)
         tensor = whole[..., draw(st.integers(0, 1))] if draw(st.booleans()) else whole[..., 0].contiguous()
         found.append(tensor.permute(draw(st.permutations(range(len(shape))))))
-    return found
+    return found, dtype if found else torch.float32
 
 
 @check("kernels", "S2.3", "gather_flat", needs=("gather_flat",), effort=3)
 def gather_flat(lab: Lab, draw: Draw) -> None:
     """Tensors of any strides are copied one after another in row-major order."""
-    pieces = draw(_pieces())
-    dtype = pieces[0].dtype if pieces else torch.float32
+    pieces, dtype = _pieces(lab, draw)
     values = [value for piece in pieces for value in piece.reshape(-1).tolist()]
     arguments = {"tensors": pieces, "flat": torch.full((len(values),), 3, dtype=dtype)}
     lab.compare(lab.call("gather_flat", arguments, ("flat",)), "flat", torch.tensor(values, dtype=dtype))
@@ -184,8 +196,7 @@ def gather_flat(lab: Lab, draw: Draw) -> None:
 @check("kernels", "S2.3", "scatter_flat", needs=("scatter_flat",), effort=3)
 def scatter_flat(lab: Lab, draw: Draw) -> None:
     """Flat elements are copied into tensors of any strides in row-major order."""
-    pieces = draw(_pieces())
-    dtype = pieces[0].dtype if pieces else torch.float32
+    pieces, dtype = _pieces(lab, draw)
     flat = torch.arange(sum(piece.numel() for piece in pieces), dtype=torch.float64).remainder(200).to(dtype)
     call = lab.call("scatter_flat", {"flat": flat, "tensors": pieces}, ("tensors",))
     parts = flat.split([piece.numel() for piece in pieces])
@@ -197,8 +208,8 @@ def scatter_flat(lab: Lab, draw: Draw) -> None:
 @check("kernels", "S2.3", "long", needs=("gather_flat", "scatter_flat"), effort=0.1)
 def long_flat(lab: Lab, draw: Draw) -> None:
     """Long tensors are copied as short ones are, place by place."""
-    dtype = draw(st.sampled_from([torch.float16, torch.float32, torch.float64, torch.int64, torch.uint8]))
-    sizes = draw(st.permutations([draw(st.sampled_from(lab.long_sizes)), 9_973, 3]))
+    dtype = dtype_named(draw(st.sampled_from(lab.dtypes(_MOVED))))
+    sizes = draw(st.permutations([*lab.long_sizes, 9_973, 3]))
     flat = torch.arange(sum(sizes)).remainder(251).to(dtype)
     pieces = [torch.stack([part, part + 1], dim=1)[:, 0] if draw(st.booleans()) else part for part in flat.split(sizes)]
     lab.compare(lab.call("gather_flat", {"tensors": pieces, "flat": torch.full_like(flat, 3)}, ("flat",)), "flat", flat)
@@ -239,14 +250,15 @@ def order_by_complexity(lab: Lab, draw: Draw) -> None:
     lab.compare(call, "result", torch.tensor(order, dtype=torch.int64))
 
 
-@check("kernels", "S7.2", "long", dtypes=("float32", "float64", "int64"), needs=("order_by_complexity",), effort=0.05)
+@check("kernels", "S7.2", "long", dtypes=("float32", "float64", "int64"), needs=("order_by_complexity",), effort=0.025)
 def long_order(lab: Lab, draw: Draw) -> None:
     """The order of many keys is ascending and stable, too."""
-    size, generator = draw(st.sampled_from(lab.long_sizes)), torch.Generator().manual_seed(draw(seeds))
-    keys = torch.randint(draw(st.sampled_from([2, 1_000, 10 * size])), (size,), generator=generator).to(lab.dtype)
-    values = keys.tolist()
-    order = sorted(range(size), key=values.__getitem__)
-    lab.compare(lab.call("order_by_complexity", {"keys": keys}), "result", torch.tensor(order))
+    generator = torch.Generator().manual_seed(draw(seeds))
+    for size in lab.long_sizes:
+        keys = torch.randint(draw(st.sampled_from([2, 1_000, 10 * size])), (size,), generator=generator).to(lab.dtype)
+        values = keys.tolist()
+        order = sorted(range(size), key=values.__getitem__)
+        lab.compare(lab.call("order_by_complexity", {"keys": keys}), "result", torch.tensor(order))
 
 
 def _mostly(few: list[Any], dtype: torch.dtype) -> st.SearchStrategy[Tensor]:
@@ -262,16 +274,19 @@ def _mostly(few: list[Any], dtype: torch.dtype) -> st.SearchStrategy[Tensor]:
     ).map(lambda values: torch.tensor(values, dtype=wide).to(dtype))
 
 
-@check(
-    "kernels", "S1", "long", dtypes=FLOATS, needs=("add_", "add_scaled_", "divide_", "combine_ring_", "reduce_chunks_"), effort=0.1
-)
+@check("kernels", "S1", "long", dtypes=FLOATS, effort=0.025)
 def long(lab: Lab, draw: Draw) -> None:
     """What holds for short tensors holds for long ones, place by place.
 
     Past every block, warp and vector: the long result is that of its pieces, which the other checks judge.
     """
-    size, piece = draw(st.sampled_from(lab.long_sizes)), 9_973
-    make = [bulk(lab.dtype, "tame", draw(seeds), size) for _ in range(4)]
+    given = [draw(seeds) for _ in range(4)]
+    for size in lab.long_sizes:
+        _compare_with_pieces(lab, given, size)
+
+
+def _compare_with_pieces(lab: Lab, given: list[int], size: int, piece: int = 9_973) -> None:
+    make = [bulk(lab.dtype, "tame", seed, size) for seed in given]
     wide = make[3].double() if lab.dtype is torch.float64 else make[3].float()
     cases: list[tuple[str, dict[str, Any]]] = [
         *((f"{name}_", {"x": make[0], "y": make[1]}) for name in _BINARY),
@@ -281,9 +296,8 @@ def long(lab: Lab, draw: Draw) -> None:
         ("async_average_", {"x": make[0], "reduced": wide, "snapshot": make[1], "nranks": 3}),
         ("update_momentum_", {"m": make[0], "grad": make[1], "beta1": 0.9}),
     ]
-    for method, arguments in cases:
-        if not hasattr(lab.target.kernels, method):
-            continue
+    has = partial(hasattr, lab.target.kernels)
+    for method, arguments in [case for case in cases if has(case[0])]:
         first = next(iter(arguments))
         whole = lab.call(method, arguments, (first,))
         parts = []
@@ -291,9 +305,13 @@ def long(lab: Lab, draw: Draw) -> None:
             part = {name: value[start : start + piece] if isinstance(value, Tensor) else value for name, value in arguments.items()}
             parts.append(lab.call(method, part, (first,)).results[first])
         lab.compare(whole, first, torch.cat(parts))
-    chunks = torch.stack(make[:3])
+    for chunks in [torch.stack(make[:3])] if has("reduce_chunks_") else []:
+        _check_long_reduction(lab, chunks, piece)
+
+
+def _check_long_reduction(lab: Lab, chunks: Tensor, piece: int) -> None:
     whole = lab.call("reduce_chunks_", {"x": chunks.view(-1), "num_chunks": 3, "target_chunk": 1, "average": True}, ("x",))
-    wanted = chunks.clone()
+    wanted, size = chunks.clone(), chunks.shape[1]
     for start in range(0, size, piece):
         part_of = chunks[:, start : start + piece]
         arguments = {"x": part_of.reshape(-1), "num_chunks": 3, "target_chunk": 1, "average": True}

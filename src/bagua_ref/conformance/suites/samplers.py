@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 
 from bagua_ref.conformance.expected import samplers_plain
-from bagua_ref.conformance.inputs.sampler_cases import about_an_edge, cases, complexities, cut, few_or_many, levels, noisy_cases
+from bagua_ref.conformance.inputs.sampler_cases import (
+    about_an_edge,
+    cases,
+    complexities,
+    cut,
+    few_or_many,
+    levels,
+    many_for,
+    noisy_cases,
+    one_to_five,
+)
 from bagua_ref.conformance.inputs.strategies import Draw
 from bagua_ref.conformance.lab.lab import Lab
 from bagua_ref.conformance.lab.play import Play
@@ -18,13 +29,14 @@ from bagua_ref.conformance.suites.checks import check
 
 _SAMPLER = ("LoadBalancingDistributedSampler",)
 _BATCHES = (*_SAMPLER, "LoadBalancingDistributedBatchSampler")
+_POSITION = ("LoadBalancingDistributedSampler.load_state_dict",)
 
 
 class SamplerScript(Play):
     """A script about samplers, whose warnings do not matter."""
 
     def __init__(self, lab: Lab) -> None:
-        super().__init__(lab, "samplers", "from bagua_ref.conformance.inputs.sampler_cases import cut, few_or_many, identity")
+        super().__init__(lab, "samplers", "from bagua_ref.conformance.inputs.sampler_cases import *")
 
     def do(self, line: str) -> None:
         """Append a line and run it."""
@@ -41,6 +53,7 @@ class SamplerScript(Play):
     def same(self, expression: str, wanted: object) -> None:
         """Compare the value of an expression."""
         self.do(f"found = {expression}")
+        self.lab.comparisons += 1
         if self.names["found"] != wanted:
             self.do(f"assert found == {wanted!r}, f'{expression} is {{found!r}} instead of ' {str(wanted)!r}")
 
@@ -71,6 +84,8 @@ def one_replica(lab: Lab, draw: Draw) -> None:
 @check("samplers", "S7.2", "inputs_unchanged", needs=_SAMPLER)
 def inputs_unchanged(lab: Lab, draw: Draw) -> None:
     """Complexities that are tensors are not changed in any epoch."""
+    if lab.target.requests is not None:
+        lab.skip("a program gets copies of the complexities")
     numbers, script = draw(st.lists(st.integers(0, 9), min_size=1, max_size=12)), SamplerScript(lab)
     script.give(dataset=[torch.tensor(number) for number in numbers])
     options = {"shuffle": True, "seed": draw(st.integers(0, 5)), "random_level": draw(levels)}
@@ -100,20 +115,95 @@ def digits(lab: Lab, draw: Draw) -> None:
     script.same("list(sampler)", samplers_plain.indices(values, replicas, 0, **options))
 
 
-@check("samplers", "S7.4", "batches", needs=_BATCHES, effort=6)
+@check("samplers", "S7.4", "batches", needs=_BATCHES, effort=3)
 def batches(lab: Lab, draw: Draw) -> None:
     """All replicas get the same number of batches: the largest, with batches repeated in cycle, or with drop_last the smallest."""
     (values, replicas, options), script = draw(cases()), SamplerScript(lab)
+    if draw(st.booleans()):  # no two replicas have the same samples, so that one alone may have the most batches
+        values, replicas = list(range(draw(st.sampled_from([9, 12, 20, 40])))), draw(st.sampled_from([9, 12, 3]))
     options = {**options, "drop_last": False}
-    limit, drop_last = draw(st.one_of(st.just(0), st.integers(1, 5))), draw(st.booleans())
-    batch_fn, source = (cut(limit), f"cut({limit})") if limit else (few_or_many, "few_or_many")
-    plain = [batch_fn(samplers_plain.indices(values, replicas, rank, **options)) for rank in range(replicas)]
-    for rank, wanted in enumerate(samplers_plain.equal_batches(plain, drop_last)):
+    limit, owner, drop_last = draw(st.integers(1, 5)), draw(st.sampled_from([replicas - 1, 0])), draw(st.booleans())
+    drawn = [samplers_plain.indices(values, replicas, rank, **options) for rank in range(replicas)]
+    sample = drawn[owner][0]
+    rules = [(one_to_five, "one_to_five"), (cut(limit), f"cut({limit})"), (many_for(sample), f"many_for({sample})")]
+    for batch_fn, source in rules:
+        wanted = samplers_plain.equal_batches([batch_fn(indices) for indices in drawn], drop_last)
+        for rank in draw(st.permutations(range(replicas)))[:2]:
+            script.sampler(values, replicas, rank, {**options, "epoch": 0})
+            made = f"batches = samplers.LoadBalancingDistributedBatchSampler(sampler, {source}, {drop_last})"
+            script.do(f"{made}\nbatches.set_epoch({options['epoch']})")
+            script.same("len(batches)", len(wanted[rank]))
+            script.same("list(batches)", wanted[rank])
+
+
+@check("samplers", "S7.3", "position", needs=_POSITION)
+def position(lab: Lab, draw: Draw) -> None:
+    """A sampler that loads a position goes on with the sample after it, also if its epoch is set again; later epochs are whole."""
+    (values, replicas, options), script = draw(cases()), SamplerScript(lab)
+    rank = draw(st.integers(0, replicas - 1))
+    wanted = samplers_plain.indices(values, replicas, rank, **options)
+    script.sampler(values, replicas, rank, options)
+    _stop_and_go_on(
+        script, draw, "sampler", options["epoch"], wanted, lambda: script.sampler(values, replicas, rank, {**options, "epoch": 0})
+    )
+    epoch = options["epoch"] + 1
+    script.do(f"sampler.set_epoch({epoch})")
+    script.same("list(sampler)", samplers_plain.indices(values, replicas, rank, **{**options, "epoch": epoch}))
+
+
+def _stop_and_go_on(script: SamplerScript, draw: Draw, name: str, epoch: int, wanted: list[Any], again: Callable[[], None]) -> None:
+    """Draw some of an epoch's samples or batches, and the rest from another sampler, which ``again`` makes under the same name."""
+    taken = draw(st.integers(0, len(wanted)))
+    script.do(f"import itertools\n\ndrawn = list(itertools.islice({name}, {taken}))\nsaved = {name}.state_dict()")
+    script.same("drawn", wanted[:taken])
+    again()
+    script.do(f"{name}.load_state_dict(saved)")
+    if draw(st.booleans()):
+        script.do(f"{name}.set_epoch({epoch})  # which it has")
+    script.same(f"len({name})", len(wanted))
+    script.same(f"list({name})", wanted[taken:])
+
+
+@check("samplers", "S7.3", "other_settings", needs=_POSITION, effort=0.5)
+def other_settings(lab: Lab, draw: Draw) -> None:
+    """A position that was saved with other samples, costs, seed, shuffle, drop_last or random_level raises a ValueError."""
+    values, script = draw(st.lists(st.integers(0, 20), min_size=3, max_size=9, unique=True)), SamplerScript(lab)
+    options = {
+        "shuffle": True,
+        "seed": draw(st.integers(0, 5)),
+        "drop_last": False,
+        "random_level": draw(st.sampled_from([0.25, 1])),
+    }
+    change = draw(st.sampled_from([*options, "samples", "costs"]))
+    other, others = dict(options), list(values)
+    if change == "samples":
+        others.append(values[0])
+    elif change == "costs":
+        others.reverse()
+    else:
+        other[change] = {"shuffle": False, "seed": options["seed"] + 1, "drop_last": True, "random_level": 0.75}[change]
+    script.sampler(values, 2, 0, options)
+    script.do("saved = sampler.state_dict()")
+    script.sampler(others, 2, 0, other)
+    said = f"a position with other {change} must raise a ValueError"
+    script.do(f"try:\n    sampler.load_state_dict(saved)\nexcept ValueError:\n    pass\nelse:\n    raise AssertionError({said!r})")
+    script.same("list(sampler)", samplers_plain.indices(others, 2, 0, epoch=0, **other))
+
+
+@check("samplers", "S7.4", "position", needs=("LoadBalancingDistributedBatchSampler.load_state_dict",))
+def position_of_batches(lab: Lab, draw: Draw) -> None:
+    """A batch sampler that loads a position goes on with the batch after it."""
+    (values, replicas, options), script = draw(cases()), SamplerScript(lab)
+    options, drop_last, rank = {**options, "drop_last": False}, draw(st.booleans()), draw(st.integers(0, replicas - 1))
+    plain = [few_or_many(samplers_plain.indices(values, replicas, other, **options)) for other in range(replicas)]
+
+    def make() -> None:
         script.sampler(values, replicas, rank, {**options, "epoch": 0})
-        made = f"batches = samplers.LoadBalancingDistributedBatchSampler(sampler, {source}, {drop_last})"
-        script.do(f"{made}\nbatches.set_epoch({options['epoch']})")
-        script.same("len(batches)", len(wanted))
-        script.same("list(batches)", wanted)
+        script.do(f"batches = samplers.LoadBalancingDistributedBatchSampler(sampler, few_or_many, {drop_last})")
+
+    make()
+    script.do(f"batches.set_epoch({options['epoch']})")
+    _stop_and_go_on(script, draw, "batches", options["epoch"], samplers_plain.equal_batches(plain, drop_last)[rank], make)
 
 
 @check("samplers", "S7.5", "refuses", needs=_BATCHES, effort=2)
@@ -122,8 +212,9 @@ def refuses(lab: Lab, draw: Draw) -> None:
     script, one = SamplerScript(lab), draw(st.sampled_from([1, 1.0]))  # integers and floats are not read alike
     sampler = "samplers.LoadBalancingDistributedSampler({})"
     batches = "samplers.LoadBalancingDistributedBatchSampler({}, lambda found: [found])"
+    beyond = [-0.1, -1e-9, 1.1, 1.0004, 1 + 2.0**-52, math.nan, 2, -1]
     calls: list[tuple[str, dict[str, Any] | None]] = [
-        (sampler.format(f"[1, 2], identity, 1, 0, random_level={draw(st.sampled_from([-0.1, 1.1, math.nan, 2, -1]))!r}"), None),
+        *((sampler.format(f"[1, 2], identity, 1, 0, random_level={level!r}"), None) for level in beyond),
         (sampler.format(f"[1, 2], identity, 2, {draw(st.sampled_from([-1, 2, 5]))}"), None),
         (sampler.format(f"[1, 2], identity, {draw(st.sampled_from([0, -1]))}, 0"), None),
         (sampler.format("[], identity, 1, 0"), None),
@@ -132,7 +223,8 @@ def refuses(lab: Lab, draw: Draw) -> None:
         (batches.format("sampler"), {"drop_last": True}),
         (batches.format("sampler").replace("[found]", "[]"), {}),
     ]
-    call, options = draw(st.sampled_from(calls))
-    if options is not None:
-        script.sampler([1, 2], 1, 0, options)
-    script.refuses(call)
+    first = draw(st.sampled_from([0, *range(len(beyond), len(calls))]))
+    for call, options in calls[: len(beyond)] if first == 0 else calls[first : first + 1]:
+        if options is not None:
+            script.sampler([1, 2], 1, 0, options)
+        script.refuses(call)

@@ -9,6 +9,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -20,20 +21,32 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from bagua_ref.conformance.formats.safetensors_file import CODES, bytes_of, name_of
 
-__all__ = ["DTYPES", "Link", "ProgramError", "Programs"]
+__all__ = ["DTYPES", "REQUESTS", "Link", "ProgramError", "Programs", "exit_text"]
 
 DTYPES = {name_of(dtype): dtype for dtype in CODES if dtype is not torch.uint64}
 """The dtypes of tensors in messages, by their names there."""
 
+REQUESTS = "BAGUA_REF_REQUESTS"
+"""The environment variable that names a folder for the requests to each process, as they are sent."""
+
 _PROTOCOL = 1
 _LONGEST_LINE, _MOST_BYTES = 1 << 20, 1 << 26
+
+
+def exit_text(code: int) -> str:
+    """Return the name of the signal that ended a process, or its exit status.
+
+    >>> exit_text(-11), exit_text(3)
+    ('signal SIGSEGV', 'exit code 3')
+    """
+    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
 
 
 class ProgramError(RuntimeError):
@@ -41,17 +54,22 @@ class ProgramError(RuntimeError):
 
 
 class Link:
-    """A connection to one process of a program.
+    """A connection to one process of a program; `sent` counts the requests about its parts on all connections of this process.
 
     Args:
         connection: the socket on which both sides speak.
         name: of the process, for messages.
         errors: what the program has written to its standard error.
         seconds: see `limit`.
+        process: the process, or the launcher that has started it.
     """
 
-    def __init__(self, connection: socket.socket, name: str, errors: IO[bytes], seconds: float) -> None:
-        self._connection, self.name, self._errors = connection, name, errors
+    sent: ClassVar[int] = 0
+
+    def __init__(
+        self, connection: socket.socket, name: str, errors: IO[bytes], seconds: float, process: subprocess.Popen[bytes]
+    ) -> None:
+        self._connection, self.name, self._errors, self._process = connection, name, errors, process
         self._answers = connection.makefile("rb")
         self.limit(seconds)
         self.broken = False
@@ -81,13 +99,18 @@ class Link:
         tensors = tensors or {}
         entries = [{"name": name, "dtype": name_of(x.dtype), "shape": list(x.shape)} for name, x in tensors.items()]
         header = {"call": call, **values, "tensors": entries}
+        Link.sent += call not in ("hello", "world")
+        request = b"".join([_line(header), *map(bytes_of, tensors.values())])
+        self._keep(request)
         try:
-            self._connection.sendall(b"".join([_line(header), *map(bytes_of, tensors.values())]))
+            self._connection.sendall(request)
             found, received = self.receive(most_bytes)
         except TimeoutError:
             raise self._failure(call, f"no answer within {self._seconds:g} s") from None
-        except (OSError, ValueError) as error:
+        except ValueError as error:
             raise self._failure(call, str(error)) from None
+        except OSError as error:
+            raise self._failure(call, f"{error}{how_ended(self._process)}") from None
         if "error" in found:
             raise ProgramError(f"{self.name} answered {call} with an error: {found['error']}")
         return found, received
@@ -125,9 +148,25 @@ class Link:
             tensors[name] = flat.view(dtype).view(shape)
         return header, tensors
 
+    def _keep(self, request: bytes) -> None:
+        """Append a request to the process's file in the folder that the environment names, if it names one."""
+        if folder := os.environ.get(REQUESTS):
+            number = re.sub(r"\D", "", self.name.rpartition(",")[2]) or "0"
+            with (Path(folder) / f"rank{number}-{self._process.pid}.requests").open("ab") as file:
+                file.write(request)
+
     def _failure(self, call: str, what: str) -> ProgramError:
         self.broken = True
         return ProgramError(f"{self.name}: answer to {call}: {what}{_said(self._errors)}")
+
+
+def how_ended(process: subprocess.Popen[bytes]) -> str:
+    """Return the signal or status with which a process or its launcher has ended, if it does so within a second."""
+    try:
+        code = process.wait(1)
+    except subprocess.TimeoutExpired:
+        return ""
+    return f" with {exit_text(code)}"
 
 
 def _said(errors: IO[bytes]) -> str:
@@ -181,8 +220,8 @@ class Programs:
         for rank in range(len(self.links), ranks):
             ours, theirs = socket.socketpair()
             with theirs:
-                self._start(self._words, theirs)
-            self.links.append(Link(ours, f"{self._command!r}, process {rank}", self._errors, self._seconds))
+                process = self._start(self._words, theirs)
+            self.links.append(Link(ours, f"{self._command!r}, process {rank}", self._errors, self._seconds, process))
 
     @property
     def broken(self) -> bool:
@@ -224,14 +263,15 @@ class Programs:
             server.settimeout(0.2)
             try:
                 connection, _ = server.accept()
-                link = Link(connection, f"{self._command!r}, rank {len(found)} to connect", self._errors, self._seconds)
+                link = Link(connection, f"{self._command!r}, rank {len(found)} to connect", self._errors, self._seconds, launcher)
                 rank = link.receive(0)[0].get("rank")
                 if not isinstance(rank, int) or not 0 <= rank < ranks or rank in found:
                     raise ProgramError(f"a process of {self._command!r} says that it is rank {rank!r} of {ranks}")
             except TimeoutError:
                 if launcher.poll() is None and time.monotonic() < until:
                     continue
-                what = f"{len(found)} of {ranks} ranks have connected"
+                ended = "" if launcher.poll() is None else f", and the launcher has ended{how_ended(launcher)}"
+                what = f"{len(found)} of {ranks} ranks have connected{ended}"
                 raise ProgramError(f"{self._command!r}: {what}{_said(self._errors)}") from None
             except (OSError, ValueError) as error:
                 raise ProgramError(f"{self._command!r}: a rank has connected and failed: {error}{_said(self._errors)}") from None

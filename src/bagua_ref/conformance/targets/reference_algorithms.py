@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from bagua_ref.algorithms import Algorithm, QAdamAlgorithm, QAdamOptimizer
+from bagua_ref.backends import get_backend
 from bagua_ref.base.runtime import current_world
 from bagua_ref.conformance.targets.world import RankWorld
 from bagua_ref.data_parallel.training import Options
@@ -57,6 +58,11 @@ class ReferenceAlgorithms:
     def __init__(self, kernels: Any, device: str | torch.device = "cpu", flatten: bool = True) -> None:
         self.kernels, self.device, self.flatten = kernels, torch.device(device), flatten
 
+    @property
+    def codecs(self) -> Mapping[str, Any]:
+        """The codecs that ``compression`` may name."""
+        return get_backend(self.kernels).codecs
+
     def _on_gradients(
         self, algorithm: str, world: RankWorld, weights: list[Tensor], gradients: list[Gradients], *, lr: float,
         bucket_bytes: int, restart: int = 0, **options: Any,
@@ -70,6 +76,18 @@ class ReferenceAlgorithms:
     """S5.2; ``options`` are ``hierarchical`` and ``average``."""
     decentralized = partialmethod(_on_gradients, "decentralized")
     """S5.3; ``options`` are ``hierarchical``, ``peer_selection_mode`` and ``communication_interval``."""
+
+    def decentralized_in_forward(
+        self, world: RankWorld, weights: list[Tensor], gradients: list[Gradients], *, lr: float, bucket_bytes: int, **options: Any
+    ) -> History:
+        """Train as `decentralized`; return the weights after each forward and a sleep, before its backward."""
+        training = self._with_sgd("decentralized", weights, bucket_bytes, options, lr)
+        return training.play([("slow step", given) for given in gradients])
+
+    def buckets(self, world: RankWorld, weights: list[Tensor], *, bucket_bytes: int) -> list[list[int]]:
+        """Return the places of the weights in each bucket (S2.1)."""
+        return self._with_sgd("gradient_allreduce", weights, bucket_bytes, {}, 1.0).buckets()
+
     low_precision_decentralized = partialmethod(_on_gradients, "low_precision_decentralized")
     """S5.4; ``options`` are ``hierarchical`` and ``communication_interval``."""
 
@@ -90,7 +108,7 @@ class ReferenceAlgorithms:
 
     def qadam(
         self, world: RankWorld, weights: list[Tensor], gradients: list[Gradients], *, groups: list[dict[str, Any]],
-        warmup_steps: int, hierarchical: bool, bucket_bytes: int, restart: int = 0,
+        warmup_steps: int, hierarchical: bool, bucket_bytes: int, restart: int = 0, **options: Any,
     ) -> History:  # fmt: skip
         """Train as S5.5 says.
 
@@ -103,14 +121,18 @@ class ReferenceAlgorithms:
             hierarchical: compress between node leaders.
             bucket_bytes: bucket size.
             restart: see above.
+            options: further ones of the algorithm.
         """
 
         def make(parameters: list[torch.nn.Parameter]) -> tuple[torch.optim.Optimizer, Algorithm]:
             grouped = [{"params": [w], **group} for w, group in zip(parameters, groups, strict=True)]
             optimizer = QAdamOptimizer(grouped, warmup_steps=warmup_steps)
-            return optimizer, QAdamAlgorithm(optimizer, hierarchical)
+            return optimizer, QAdamAlgorithm(optimizer, hierarchical, **options)
 
         return _ReferenceTraining(self, weights, bucket_bytes, make).steps(gradients, restart)
+
+    qadam_with_memory = partialmethod(qadam, error_feedback=True)
+    """S5.5 with S11.1 after the warm-up; ``options`` are ``compression``."""
 
     def _on_program(
         self, algorithm: str, world: RankWorld, weights: list[Tensor], program: list[Action], *, lr: float, bucket_bytes: int,
@@ -157,6 +179,8 @@ class ReferenceAlgorithms:
     powersgd = partialmethod(_on_compressed, "powersgd")
     """S10; ``options`` are ``matrix_approximation_rank``, ``warmup_steps``, ``min_compression_rate``, ``memory``, ``warm_start``
     and ``seed``."""
+    bytegrad_with_memory = partialmethod(_on_compressed, "bytegrad", error_feedback=True)
+    """S5.2 with S11.1, without factors and memories; ``options`` are ``hierarchical``, ``average`` and ``compression``."""
     topk = partialmethod(_on_compressed, "topk")
     """S11.2, without factors; ``options`` are ``ratio``, ``error_feedback`` and ``warmup_steps``."""
 
@@ -206,6 +230,11 @@ class _ReferenceTraining:
         options = Options(self._of.flatten, self._of.kernels, True, bucket_bytes=self._bucket_bytes)
         wrap(self._module, [self._optimizer], algorithm, None, options)
 
+    def buckets(self) -> list[list[int]]:
+        """Return the places of the weights in each bucket."""
+        places = {id(w): place for place, w in enumerate(self._module.weights)}
+        return [[places[id(w)] for w in bucket.tensors] for bucket in self._module.bagua_buckets]
+
     def steps(self, gradients: list[Gradients], restart: int = 0) -> History:
         """Take a step with the gradients of each; return the weights after each."""
         program: list[Action] = [("step", given) for given in gradients]
@@ -230,6 +259,15 @@ class _ReferenceTraining:
         self._optimizer.zero_grad()
         self._module({place: gradient.to(self._of.device) for place, gradient in given.items()}).backward()
         self._optimizer.step()
+
+    def _slow_step(self, given: Gradients) -> list[Tensor]:
+        self._optimizer.zero_grad()
+        loss = self._module({place: gradient.to(self._of.device) for place, gradient in given.items()})
+        current_world().sleep(1.0)  # in which the background has time to do too much
+        seen = [w.detach().clone() for w in self._module.weights]
+        loss.backward()
+        self._optimizer.step()
+        return seen
 
     def _failing_step(self, given: Gradients) -> None:
         try:

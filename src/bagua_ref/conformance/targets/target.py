@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any
 
@@ -34,6 +34,9 @@ class Target:
         device: device of its kernels' tensors.
         max_ranks: the largest world that its capabilities allow; None: any.
         external: whether it uses something outside of the process, which two processes must not use at once.
+        requests: returns how many requests this process has sent to a program, for parts that may refuse without asking it;
+            None: every call reaches the target.
+        tile_sizes: numbers of elements that it works on at once.
     """
 
     name: str
@@ -45,6 +48,8 @@ class Target:
     factory: str = ""
     max_ranks: int | None = None
     external: bool = False
+    requests: Callable[[], int] | None = None
+    tile_sizes: tuple[int, ...] = ()
 
     @property
     def kernels(self) -> Any:
@@ -61,8 +66,8 @@ def resolve(target: Any) -> Target:
 
     Args:
         target: a backend's name or ``"pkg.mod:Class"``, a KernelBackend (or its class), or an object with some of `PARTS` and
-            optionally ``capabilities``, a mapping with any of ``"dtypes"`` and ``"max_ranks"``, which limit what is tried, and
-            ``"external"``.
+            optionally ``capabilities``, a mapping with any of ``"dtypes"`` and ``"max_ranks"``, which limit what is tried,
+            ``"external"`` and ``"tile_sizes"``.
 
     Raises:
         ValueError: no backend has this name, or capabilities are invalid.
@@ -98,11 +103,12 @@ def resolve(target: Any) -> Target:
     if isinstance(getattr(target, "kernels", None), str):
         setup = _setup_of_backend(target.kernels)
     origin = [*imports, last.replace("kernels", "target", 1)]
-    return Target(str(name), parts, setup, device=_device(kernels), origin=origin, **capabilities)
+    requests = getattr(target, "requests", None)
+    return Target(str(name), parts, setup, device=_device(kernels), origin=origin, requests=requests, **capabilities)
 
 
-def assemble(backend: str | None, communicator: str | None) -> Target:
-    """Return the target named on a command line: a backend or other target, a communicator factory, or both.
+def assemble(backend: Any, communicator: str | None) -> Target:
+    """Return the target of a command line: what `resolve` takes, a communicator factory by name, or both.
 
     The factory may have ``capabilities``, too.
     """
@@ -152,8 +158,10 @@ def _capabilities(part: Any) -> dict[str, Any]:
     said = getattr(part, "capabilities", None)
     if said is None:
         return {}
-    if not isinstance(said, Mapping) or not said.keys() <= {"dtypes", "max_ranks", "external"}:
-        raise ValueError(f"capabilities={said!r} must be a mapping with any of the keys 'dtypes', 'max_ranks' and 'external'")
+    if not isinstance(said, Mapping) or not said.keys() <= {"dtypes", "max_ranks", "external", "tile_sizes"}:
+        raise ValueError(
+            f"capabilities={said!r} must be a mapping with any of the keys 'dtypes', 'max_ranks', 'external' and 'tile_sizes'"
+        )
     found = dict(said)
     if "dtypes" in found:
         found["dtypes"] = names = tuple(str(dtype).removeprefix("torch.") for dtype in found["dtypes"])
@@ -167,6 +175,9 @@ def _capabilities(part: Any) -> dict[str, Any]:
         raise ValueError(f"capabilities['max_ranks']={ranks} must be at least 1")
     if not isinstance(external, bool):
         raise TypeError(f"capabilities['external']={external!r} must be a bool")
+    found["tile_sizes"] = tuple(found.get("tile_sizes", ()))
+    if not all(isinstance(size, int) and 0 < size <= 2**24 for size in found["tile_sizes"]):
+        raise ValueError(f"capabilities['tile_sizes']={found['tile_sizes']} must be ints from 1 to 2**24")
     return found
 
 

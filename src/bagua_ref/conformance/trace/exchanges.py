@@ -26,7 +26,7 @@ from bagua_ref.formulas.graphs import MODES, checked_graph
 
 __all__ = [
     "WIRES", "Expected", "NotReplayable", "async_round", "decentralized", "full_precision", "inputs", "low_precision", "on_ring",
-    "powersgd_round", "topk_round",
+    "powersgd_round", "shared", "topk_round",
 ]  # fmt: skip
 
 WIRES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -51,12 +51,14 @@ class Expected:
         values: expected values, by rank.
         tolerance: the tolerance of the comparison.
         magnitude: for sums, the sum (or mean) of the absolute values.
+        cause: returns the likely cause of other values, of which each row belongs to a rank, if it is a known one.
     """
 
     name: str
     values: list[Tensor]
     tolerance: Tolerance = EXACT
     magnitude: Tensor | None = None
+    cause: Callable[[Tensor], str | None] | None = None
 
 
 def inputs(records: Sequence[Record], role: str, dtypes: Sequence[torch.dtype] | None = None) -> list[Tensor]:
@@ -86,7 +88,7 @@ def _undivided(records: Sequence[Record], dtypes: Sequence[torch.dtype]) -> list
     return inputs(records, "x", dtypes)
 
 
-def _shared(records: Sequence[Record], name: str, default: int | None = None) -> Any:
+def shared(records: Sequence[Record], name: str, default: float | None = None) -> Any:
     """Return info that all ranks must have recorded alike."""
     found = [record.info.get(name, default) for record in records]
     if None in found:
@@ -99,7 +101,7 @@ def _shared(records: Sequence[Record], name: str, default: int | None = None) ->
 
 def _shared_json(records: Sequence[Record], name: str, parse: Callable[[Any], Any]) -> Any:
     """Return what all ranks have recorded as JSON; what ``parse`` refuses cannot be used."""
-    text = _shared(records, name)
+    text = shared(records, name)
     try:
         return parse(load_json(text.encode()))
     except (TypeError, ValueError) as error:
@@ -227,7 +229,7 @@ def powersgd_round(records: Sequence[Record], options: Mapping[str, Any]) -> lis
 
     Matrices for which rounding decides what P spans are compared as far as values are finite.
     """
-    xs, k = _undivided(records, FLOATS), _shared(records, "k")
+    xs, k = _undivided(records, FLOATS), shared(records, "k")
     matrices = _shared_json(records, "matrices", lambda rows: _matrices(rows, xs[0].numel()))
     n, dtype = len(xs), xs[0].dtype
     wide = torch.float64 if dtype is torch.float64 else torch.float32
@@ -264,12 +266,12 @@ def powersgd_round(records: Sequence[Record], options: Mapping[str, Any]) -> lis
 def topk_round(records: Sequence[Record], options: Mapping[str, Any]) -> list[Expected]:
     """Return the averaged gradients, and e, bit for bit (S11.2). Elements after the first ``elements`` are padding."""
     xs = _undivided(records, COMPRESSIBLE)
-    size = _shared(records, "elements", xs[0].numel())
+    size = shared(records, "elements", xs[0].numel())
     if size > xs[0].numel():
         raise NotReplayable(f"elements={size} of a bucket of {xs[0].numel()}")
     errors = None
     if options["error_feedback"]:
-        errors = [e for (e,) in _kept(records, "e", [(size,)], torch.float32, _shared(records, "k", 1) == 0)]
+        errors = [e for (e,) in _kept(records, "e", [(size,)], torch.float32, shared(records, "k", 1) == 0)]
     gradients = [x[:size].float().numpy() for x in xs]
     result, left = compression_numpy.topk_round(gradients, errors, options["ratio"], name_of(xs[0].dtype))
     mean = torch.from_numpy(result).to(xs[0].dtype)

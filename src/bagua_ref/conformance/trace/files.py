@@ -295,6 +295,7 @@ _MANIFEST = {
 
 _INFO = {str: SCALAR, "execution?": NATURAL, "ranks?": NATURAL, "divided_by?": (int, float), "beta1?": (int, float), "graph?": str}
 _INFO |= {"t?": NATURAL, "fragment?": NATURAL, "averages?": str, "k?": NATURAL, "matrices?": str, "elements?": NATURAL}
+_INFO |= {"applied?": NATURAL, "outer_lr?": (int, float)}
 
 _STEP = {
     "step": NATURAL,

@@ -188,12 +188,13 @@ class Recorder:
                 entry = _description(given.get("x", next(iter(given.values()))))
                 self._describe(name, entry, self._manifest["algorithm"], self._manifest["options"])
 
-    def after_op(self, bucket: str | int, tensors: Any) -> None:
+    def after_op(self, bucket: str | int, tensors: Any, **info: Any) -> None:
         """Record the output of a bucket's operation.
 
         Args:
             bucket: as in `before_op`.
             tensors: likewise; ``x`` is the result.
+            info: likewise, of what is known only now.
 
         Raises:
             ValueError: `before_op` was not called for this bucket.
@@ -205,8 +206,8 @@ class Recorder:
                 return
             if name not in self._open:
                 raise ValueError(f"bucket={name!r}: after_op was called without before_op")
-            given = named_tensors("tensors", tensors)
-            self._end(name, lambda: _flat_copies(given))
+            given, info = named_tensors("tensors", tensors), json_values("info", info)
+            self._end(name, lambda: _flat_copies(given), info=info)
 
     def step(self) -> None:
         """End a training step; its records are written."""

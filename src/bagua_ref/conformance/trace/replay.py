@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from bagua_ref.algorithms.fragments import FragmentSchedule
 from bagua_ref.backends import get_backend, list_codecs
 from bagua_ref.backends.base import FLOATS
 from bagua_ref.backends.codec import COMPRESSIBLE
-from bagua_ref.conformance.expected import local_updates_numpy
 from bagua_ref.conformance.expected.tolerances import SUM
-from bagua_ref.conformance.formats.safetensors_file import name_of
 from bagua_ref.conformance.trace import exchanges
 from bagua_ref.conformance.trace.exchanges import Expected, NotReplayable, full_precision, inputs, low_precision
 from bagua_ref.conformance.trace.files import Record
+from bagua_ref.conformance.trace.local_updates import MOST_LR, OuterState, averages_due, diloco_round
 from bagua_ref.formulas.graphs import MODES
 
 __all__ = ["ALGORITHMS", "Replay", "merged_options", "parse_options"]
@@ -39,6 +37,9 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "fragments": 1,
         "delay": 0,
         "warmup_steps": None,
+        "outer_lr": None,
+        "outer_momentum": 0.0,
+        "outer_nesterov": False,
     },
     "powersgd": {"memory": "local", "warm_start": True, "seed": 0},
     "topk": {"ratio": 0.01, "error_feedback": True},
@@ -62,9 +63,9 @@ class Replay:
     algorithm: str
     options: dict[str, Any]
     nodes: tuple[int, ...]
+    _outer: dict[str, OuterState] = field(default_factory=dict, repr=False)
 
-    @np.errstate(all="ignore")
-    def __call__(self, step: int, records: list[Record], before: list[Record] | None) -> list[Expected]:
+    def __call__(self, step: int, records: list[Record], before: list[Record] | None) -> Iterable[Expected]:
         """Return the expected outputs of one execution of a bucket's operation.
 
         Args:
@@ -97,7 +98,7 @@ class Replay:
                 return [exchanges.on_ring(records, before, nodes, **options)]
             case "local_sgd":
                 mean = _mean_inside_nodes(records, nodes) if inside_nodes else full_precision(records, nodes)
-                return [mean, *_averages_due(records, options)]
+                return [mean, *averages_due(records, options)]
             case _ if self._is_in_warm_up(step, records[0]):
                 return [full_precision(records, nodes)]
             case "async":
@@ -106,7 +107,10 @@ class Replay:
                 _update_momenta(records, options["beta1"])
                 return [low_precision(records, nodes, options["compression"], True, options["hierarchical"])]
             case "diloco":
-                return _diloco(records, nodes, options)
+                follows = before is not None and before[0].execution == records[0].execution - 1
+                warm_up = follows and before is not None and self._is_in_warm_up(step, before[0])
+                first = warm_up or not records[0].info.get("execution", records[0].execution)
+                return diloco_round(records, before if follows and not warm_up else None, nodes, options, self._outer, first)
             case "powersgd":
                 return exchanges.powersgd_round(records, options)
         return exchanges.topk_round(records, options)
@@ -135,15 +139,6 @@ def _mean_inside_nodes(records: Sequence[Record], nodes: Sequence[int]) -> Expec
     return Expected("x", [x for expected in found for x in expected.values], SUM(max(nodes)), magnitudes.amax(0))
 
 
-def _averages_due(records: Sequence[Record], options: Mapping[str, Any]) -> list[Expected]:
-    """Return whether weights are averaged after step t (S9.1); the record says that they were."""
-    period, warmup = options["period"], options["warmup_steps"] or 0
-    if period is None or not all("t" in record.info and record.info.get("averages") == "weights" for record in records):
-        return []
-    steps = [record.info["t"] - warmup for record in records]
-    return _schedule(records, "averages", [1] * len(steps), [int(t > 0 and (t - options["offset"]) % period == 0) for t in steps])
-
-
 def _update_momenta(records: Sequence[Record], beta1: float) -> None:
     """Put ``x <- beta1*momentum + (1-beta1)*grad`` in place of each rank's x, if momenta were recorded (S5.5)."""
     if "momentum" not in records[0].inputs:
@@ -157,66 +152,11 @@ def _update_momenta(records: Sequence[Record], beta1: float) -> None:
         get_backend("reference").update_momentum_(record.inputs["x"], gradient, factor)
 
 
-def _diloco(records: Sequence[Record], nodes: Sequence[int], options: Mapping[str, Any]) -> list[Expected]:
-    """Return the mean of what was sent (S9.5); and of S9.4 the difference, the mix and the schedule, where these were recorded."""
-    if options["compression"] or options["scattergather"]:
-        found = [low_precision(records, nodes, options["compression"])]
-    else:
-        found = [full_precision(records, nodes)]
-    if all({"g", "weights"} <= record.inputs.keys() for record in records):
-        found.append(_differences(records))
-    if all({"g", "before", "weights"} <= record.outputs.keys() for record in records):
-        found += _applied(records, options["mix"] or 0.0)
-    if options["period"] is not None and all({"t", "fragment"} <= record.info.keys() for record in records):
-        try:
-            schedule = FragmentSchedule(options["period"], options["fragments"], options["delay"])
-        except ValueError as error:
-            raise NotReplayable(str(error)) from None
-        steps = [record.info["t"] - (options["warmup_steps"] or 0) for record in records]
-        due = [schedule.sent_after(t) if t > 0 else None for t in steps]
-        sent = [record.info["fragment"] for record in records]
-        found += _schedule(records, "fragment", sent, [-1 if place is None else place for place in due])
-    return found
-
-
-def _differences(records: Sequence[Record]) -> Expected:
-    """Return g - x in g's dtype, padded with zeros (S9.4)."""
-    sent, gs, weights = (inputs(records, role, FLOATS) for role in ("x", "g", "weights"))
-    padding = sent[0].numel() - gs[0].numel()
-    if gs[0].shape != weights[0].shape or padding < 0:
-        raise NotReplayable(
-            f"inputs g and weights have {gs[0].numel()} and {weights[0].numel()} elements, and x has {sent[0].numel()}"
-        )
-    for record, x in zip(records, sent, strict=True):
-        record.outputs["difference"] = x
-    return Expected("difference", [torch.nn.functional.pad(g - w, (0, padding)) for g, w in zip(gs, weights, strict=True)])
-
-
-def _applied(records: Sequence[Record], mix: float) -> list[Expected]:
-    """Return g, the same on all ranks, and the weights mixed with it (S9.4)."""
-    gs, values = [record.outputs["g"] for record in records], []
-    for rank, (record, g) in enumerate(zip(records, gs, strict=True)):
-        x = record.outputs["before"]
-        wide = torch.float64 if x.dtype is torch.float64 else torch.float32
-        if x.dtype not in FLOATS or g.dtype is not wide or x.shape != g.shape:
-            raise NotReplayable(f"output g of rank {rank} has {g.numel()} elements of {g.dtype}, before {x.numel()} of {x.dtype}")
-        mixed = local_updates_numpy.mixed(x.to(wide).numpy(), g.numpy(), mix, name_of(x.dtype))
-        values.append(torch.from_numpy(mixed).to(x.dtype))
-    return [Expected("g", [gs[0]] * len(gs)), Expected("weights", values)]
-
-
-def _schedule(records: Sequence[Record], name: str, recorded: Sequence[int], due: Sequence[int]) -> list[Expected]:
-    """Return numbers that are due, to be compared with those recorded."""
-    for record, value in zip(records, recorded, strict=True):
-        record.outputs[name] = torch.tensor([value])
-    return [Expected(name, [torch.tensor([value]) for value in due])]
-
-
 _FLAG = ("true or false", lambda value: isinstance(value, bool))
 _STEPS = ("a number of steps", lambda value: type(value) is int and value >= 0)
 
 _ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    **dict.fromkeys(("hierarchical", "average", "scattergather", "warm_start", "error_feedback"), _FLAG),
+    **dict.fromkeys(("hierarchical", "average", "scattergather", "warm_start", "error_feedback", "outer_nesterov"), _FLAG),
     **dict.fromkeys(("warmup_steps", "offset", "delay"), _STEPS),
     "wire": (" or ".join(exchanges.WIRES), lambda value: value in exchanges.WIRES),
     "compression": ("the name of a codec", lambda value: value in list_codecs("reference")),
@@ -226,8 +166,11 @@ _ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "memory": ("local, averaged or none", lambda value: value in ("local", "averaged", None)),
     "seed": ("a number from 0 to 2**32 - 1", lambda value: type(value) is int and 0 <= value < 2**32),
     "ratio": ("a number above 0 and at most 1", lambda value: type(value) in (int, float) and 0 < value <= 1),
-    "mix": ("a number from 0 to 1", lambda value: type(value) in (int, float) and 0 <= value <= 1),
-    "beta1": ("a number from 0 to 1", lambda value: type(value) in (int, float) and 0 <= value <= 1),
+    **dict.fromkeys(
+        ("mix", "beta1", "outer_momentum"),
+        ("a number from 0 to 1", lambda value: type(value) in (int, float) and 0 <= value <= 1),
+    ),
+    "outer_lr": (f"a number from 0 to {MOST_LR:g}", lambda value: type(value) in (int, float) and 0 <= value <= MOST_LR),
 }
 """Of each option that is not at its default: what it may be."""
 

@@ -296,6 +296,13 @@ def _topk(c: Given) -> Tensors:
     return {"x": _rows(xs, c.dtype)} | ({"errors": _rows(kept, "float32")} if c.error_feedback else {})
 
 
+def _error_feedback(c: Given) -> Tensors:
+    memory = compression_numpy.ErrorFeedback(c.nodes, c.hierarchical, c.codec, c.dtype, c.average)
+    rounds = [(memory.round(list(_array(step))), memory.workers, memory.servers) for step in c.gradients]
+    xs, workers, servers = zip(*rounds, strict=True)
+    return {"x": _rows(xs, c.dtype), "e": _rows(workers, "float32"), "f": _rows(servers, "float32")}
+
+
 def _qadam_step(c: Given) -> Tensors:
     (p, m, v), betas = (x.tolist() for x in (c.p, c.m, c.v)), (c.beta1, c.beta2)
     return {"p": _tensor(algorithms_plain.step_along_momentum(c.dtype, p, m, v, c.s, lr=c.lr, betas=betas, eps=c.eps), c.dtype)}
@@ -363,6 +370,7 @@ _ANSWERS: dict[str, Answer] = {
     "compressed_gradients/topk_count": lambda c: {"k": _integers(compression_numpy.sent_count(m, c.ratio) for m in c.m.tolist())},
     "compressed_gradients/topk_indices": lambda c: {"indices": _integers(compression_numpy.kept(c.p.numpy(), c.k))},
     "compressed_gradients/topk": _topk,
+    "compressed_gradients/error_feedback": _error_feedback,
     "samplers/sampler_indices": lambda c: {"indices": torch.tensor(_indices_of_replicas(c), dtype=torch.int64)},
     "samplers/sampler_batches": _sampler_batches,
     "cache/cache_store": _cache_store,

@@ -248,6 +248,7 @@ def collective_cases() -> Iterator[Case]:
             yield Case("collectives", "scatter", "S3.9", dtype, str(n), {"x": x[n // 2]}, {**root, "nranks": n})
             yield Case("collectives", "alltoall", "S3.9", dtype, str(n), {"x": x})
         yield _alltoall_v(n)
+        yield _alltoall_v(n, shares=True)
     for n in (2, 3, 5):
         for dtype in FLOATS:
             for op in ("SUM", "AVG", "PRODUCT", "MIN", "MAX"):
@@ -257,19 +258,19 @@ def collective_cases() -> Iterator[Case]:
                 yield from _reductions(n, dtype, op)
 
 
-def _alltoall_v(n: int) -> Case:
-    """Return an exchange of unequal counts, some of them 0, with gaps between what is sent and between what arrives."""
+def _alltoall_v(n: int, shares: bool = False) -> Case:
+    """Return an exchange of unequal counts, some of them 0, with gaps between what is sent (or shared) and between what arrives."""
     counts = [[(2 * source + 3 * destination) % 4 for destination in range(n)] for source in range(n)]
     arriving = [list(column) for column in zip(*counts, strict=True)]
     inputs = {
         "x": torch.arange(n * 5 * n).view(n, 5 * n) + 1000,
         "before": -torch.arange(n * 6 * n).view(n, 6 * n) - 1,
         "send_counts": torch.tensor(counts),
-        "send_displs": torch.tensor([_with_gaps(row, 1) for row in counts]),
+        "send_displs": torch.tensor([[peer % 2 for peer in range(n)] if shares else _with_gaps(row, 1) for row in counts]),
         "recv_counts": torch.tensor(arriving),
         "recv_displs": torch.tensor([_with_gaps(row, 2) for row in arriving]),
     }
-    return Case("collectives", "alltoall_v", "S3.9", torch.int64, str(n), inputs)
+    return Case("collectives", "alltoall_v", "S3.9", torch.int64, f"shared-{n}" if shares else str(n), inputs)
 
 
 def _with_gaps(counts: list[int], gap: int) -> list[int]:

@@ -229,6 +229,17 @@ _TOPK: tuple[tuple[int, int, float, bool, str], ...] = (
 )
 
 
+_MEMORIES: tuple[tuple[tuple[int, ...], bool, bool, str, int, str], ...] = (
+    ((1,), False, True, "MinMaxUInt8", 9, "plain"),
+    ((2,), False, True, "MinMaxUInt8", 13, "wide"),
+    ((3,), False, False, "MXFP8", 10, "plain"),
+    ((3, 1), True, True, "MinMaxUInt8", 21, "plain"),
+    ((1, 3), True, False, "MXFP4", 9, "wide"),
+    ((2,), True, True, "MXINT8", 8, "plain"),
+    ((2,), False, True, "MinMaxUInt8", 12, "special"),
+)
+
+
 def compressed_cases() -> Iterator[Case]:
     """Yield every case of suite ``compressed_gradients``."""
     sizes = [(4, 4), (4, 5), (5, 4), (3, 6), (6, 3), (3, 7), (1, 30), (30, 1), (0, 3), (64, 75), (1000, 1000), (2**20, 2**20)]
@@ -258,6 +269,13 @@ def compressed_cases() -> Iterator[Case]:
             gradients = {"gradients": draw(numbers, 3 * ranks * size, dtype).view(3, ranks, size)}
             parameters = {"ratio": ratio, "error_feedback": feedback}
             yield Case("compressed_gradients", "topk", "S11.2", dtype, name, gradients, parameters, (flag,))
+        for place, (nodes, between, average, codec, size, kind) in enumerate(_MEMORIES):
+            name, (flag, draw) = f"{place:02}-{kind}-{sum(nodes)}", KINDS[kind]
+            numbers = numbers_of("compressed_gradients", "error_feedback", dtype, name)
+            drawn = draw(numbers, 3 * sum(nodes) * size, dtype).view(3, sum(nodes), size)
+            settings: dict[str, Any] = {"nodes": list(nodes), "hierarchical": between, "average": average, "codec": codec}
+            inputs = {"gradients": drawn}
+            yield Case("compressed_gradients", "error_feedback", "S11.1", dtype, name, inputs, settings, (flag,))
 
 
 def _columns(dtype: torch.dtype) -> Iterator[Case]:
@@ -265,6 +283,7 @@ def _columns(dtype: torch.dtype) -> Iterator[Case]:
     for name, rows, count, factor in (
         ("plain", 9, 3, 1.0), ("one", 7, 1, 1.0), ("tiny", 8, 3, 2.0**-60), ("huge", 8, 3, 2.0**60),
         ("dependent", 9, 4, 1.0), ("zero", 6, 3, 1.0), ("wide", 3, 5, 1.0), ("all-zero", 4, 2, 0.0),
+        ("short", 4, 2, 1.0),
     ):  # fmt: skip
         numbers = numbers_of("compressed_gradients", "orthonormalize", dtype, name)
         x = numbers.uniform(rows * count, dtype).view(rows, count) * factor
@@ -272,6 +291,9 @@ def _columns(dtype: torch.dtype) -> Iterator[Case]:
             x[:, 1], x[:, 3] = -2 * x[:, 0], x[:, 0] + x[:, 2]
         if name == "zero":
             x[:, 1] = 0
+        if name == "short":
+            x[:] = torch.eye(rows, count)
+            x[:, 1] *= 1e-7
         flags = ("valid" if name in ("plain", "one") else "edge",)
         yield Case(
             "compressed_gradients", "orthonormalize", "S10.3", dtype, name, {"x": x}, {}, flags, "SUM(16)", {"projection": 1.0}

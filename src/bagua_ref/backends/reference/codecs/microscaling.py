@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bagua_ref.backends import formats
-from bagua_ref.backends.formats import BLOCK_SIZE, Microscaling
+from bagua_ref.backends import codec
+from bagua_ref.backends.codec import BLOCK_SIZE, Microscaling
 from bagua_ref.backends.reference.blocks import Array, RowCodec, Scratch, reader, tiles, writer
 
 __all__ = ["MXFP4", "MXFP8", "MXINT8", "BlockCodec", "FloatCodec", "scaled"]
@@ -182,7 +182,7 @@ class FloatCodec(BlockCodec):
 _NAN = 0x7F
 
 
-class MXFP8(FloatCodec, formats.MXFP8):
+class MXFP8(FloatCodec, codec.MXFP8):
     """E4M3: bias 7, 3 bits of mantissa, largest 448."""
 
     bias, mantissa, largest = 7, 3, 0x7E
@@ -195,7 +195,7 @@ class MXFP8(FloatCodec, formats.MXFP8):
             out[is_nan] = np.nan
 
 
-class MXFP4(FloatCodec, formats.MXFP4):
+class MXFP4(FloatCodec, codec.MXFP4):
     """E2M1: bias 1, 1 bit of mantissa, largest 6; two a byte."""
 
     bias, mantissa, largest = 1, 1, 0x7
@@ -217,7 +217,7 @@ class MXFP4(FloatCodec, formats.MXFP4):
 _FRACTION = 6  # bits after the binary point
 
 
-class MXINT8(BlockCodec, formats.MXINT8):
+class MXINT8(BlockCodec, codec.MXINT8):
     """Integers from -127 to 127, in units of 2^-6."""
 
     def quantise(self, tile: Array, magnitude: Array, exponent: Array, buffers: Scratch) -> Array:

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bagua_ref.backends import formats
-from bagua_ref.backends.formats import HEADER_BYTES
+from bagua_ref.backends import codec
+from bagua_ref.backends.codec import HEADER_BYTES
 from bagua_ref.backends.reference.blocks import Array, RowCodec, Scratch, reader, tiles, writer
 
 __all__ = ["OneBit"]
@@ -18,7 +18,7 @@ _NAN = np.uint32(0x7FC00000)
 _SCALE_BYTES = 4
 
 
-class OneBit(RowCodec, formats.OneBit):
+class OneBit(RowCodec, codec.OneBit):
     """Signs, and the root of the mean square."""
 
     def encode(self, x: Tensor, payload: Tensor, buffers: Scratch) -> Iterator[int]:

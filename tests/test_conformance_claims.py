@@ -1,0 +1,300 @@
+"""Tests that a target is judged by what it claims: nothing passes without a call, and nothing fails that it does not have."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.limited_targets import CODECS, COLLECTIVES, METHODS_OF, Narrow, Target, only, real
+from tests.scripts import ROOT
+
+from bagua_ref import contrib
+from bagua_ref.backends.reference import ReferenceBackend
+from bagua_ref.conformance.lab.journal import Journal
+from bagua_ref.conformance.lab.play import Play
+from bagua_ref.conformance.run import search
+from bagua_ref.conformance.run.runner import reason_to_skip, row_id, verdict
+from bagua_ref.conformance.suites.checks import Check, checks_of, prepare, variants
+from bagua_ref.conformance.targets.process import ProcessTarget
+from bagua_ref.conformance.targets.process_link import Link
+from bagua_ref.conformance.targets.target import resolve
+from bagua_ref.conformance.targets.world import RankWorld
+
+pytestmark = pytest.mark.slow
+
+FAST = ("kernels", "codec", "collectives", "comm_ops", "algorithms", "samplers")
+"""Suites of which all of this takes seconds."""
+CHEAP = ("collectives", "comm_ops", "samplers", "kernels")
+
+
+def suites(fast: Iterable[str] = FAST) -> list[Any]:
+    return [pytest.param(name, marks=[] if name in fast else [pytest.mark.proof]) for name in METHODS_OF]
+
+
+def each_of(fast: Iterable[Any], others: Iterable[Any]) -> list[Any]:
+    """Return parameters of which the others are left to proofs."""
+    return [*fast, *(pytest.param(name, marks=pytest.mark.proof) for name in others)]
+
+
+@pytest.fixture(autouse=True)
+def _few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(search.PROFILES, "quick", 8 if request.node.get_closest_marker("proof") else 2)
+
+
+def judged(target: Any, suite: str, calls: list[Any]) -> dict[str, tuple[str, str]]:
+    """Return each check's status and message, having compared them with the calls that the target has counted."""
+    prepare(suite)
+    parts, found = resolve(target), {}
+    for check in checks_of([suite]).values():
+        for dtype in variants(check):
+            if reason := reason_to_skip(parts, check, dtype):
+                found[row_id(check, dtype)] = ("skipped", reason)
+                continue
+            before = len(calls)
+            status, message = verdict(search.search(check, dtype, parts, search.Search(shrink=False), Journal()), False)
+            found[row_id(check, dtype)] = (status, message)
+            assert status != "passed" or len(calls) > before, f"{row_id(check, dtype)} passed without a call"
+            assert status == "passed" or message, row_id(check, dtype)
+    return found
+
+
+def statuses(found: dict[str, tuple[str, str]]) -> set[str]:
+    return {status for status, _ in found.values()}
+
+
+def failures(found: dict[str, tuple[str, str]]) -> dict[str, str]:
+    return {name: message for name, (status, message) in found.items() if status == "failed"}
+
+
+# A call and a comparison
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda lab, draw: lab.call("add_", {"x": torch.ones(1), "y": torch.ones(1)}, ("x",)), "nothing was compared"),
+        (lambda lab, draw: Play(lab, "comm_ops").do("assert True"), "no call reached the target"),
+        (lambda lab, draw: Play(lab, "comm_ops").do("def later():\n    assert kernels.add_"), "no call reached the target"),
+        (lambda lab, draw: Play(lab, "comm_ops").do("kernels.add_(torch.ones(1), torch.ones(1))\nassert True"), ""),
+        (lambda lab, draw: lab.skip("no cheese"), "no cheese"),
+    ],
+)
+def test_a_check_that_judges_nothing_is_skipped(function: Any, reason: str) -> None:
+    check = Check("kernels.S1.new", "kernels", "S1", "", function)
+    backend = ReferenceBackend()
+    status, message = verdict(search.search(check, None, resolve(backend), search.Search(), Journal()), False)
+    assert (status, message) == ("skipped" if reason else "passed", reason)
+    assert not vars(backend)  # calls are no longer counted
+
+
+# Targets that do nothing right
+
+
+@pytest.mark.parametrize("suite", suites(CHEAP))
+@pytest.mark.parametrize("error", each_of([RuntimeError], [ValueError, TypeError]))
+def test_what_raises_passes_nothing_but_refusals(suite: str, error: type[Exception]) -> None:
+    def raises(part: Any, *arguments: Any, **options: Any) -> Any:
+        raise error("out of cheese")
+
+    target = Target(suite, lambda name: raises)
+    found = judged(target, suite, target.calls)
+    assert all("refuses" in name or "other_keys" in name for name, (status, _) in found.items() if status == "passed")
+    assert failures(found)
+
+
+@pytest.mark.parametrize("suite", suites())
+def test_what_is_not_implemented_is_skipped(suite: str) -> None:
+    def raises(part: Any, *arguments: Any, **options: Any) -> Any:
+        raise NotImplementedError("no cheese")
+
+    target = Target(suite, lambda name: raises)
+    found = judged(target, suite, target.calls)
+    assert statuses(found) == {"skipped"}, failures(found)
+    assert any("not provided: " in message and "no cheese" in message for _, message in found.values())
+
+
+@pytest.mark.parametrize("suite", suites(CHEAP))
+def test_what_returns_its_input_has_been_called(suite: str) -> None:
+    def returns(part: Any, *arguments: Any, **options: Any) -> Any:
+        return arguments[0] if arguments else None
+
+    target = Target(suite, lambda name: returns)
+    assert failures(judged(target, suite, target.calls))
+
+
+# Targets that are right, but cannot do everything
+
+
+@pytest.mark.parametrize("dtype", each_of(["float32", "bfloat16", "int64"], ["float16", "float64", "uint8", "int8", "int16"]))
+@pytest.mark.parametrize("suite", ["kernels", "codec", "comm_ops", "algorithms"])
+def test_kernels_of_one_dtype_fail_nothing(suite: str, dtype: str) -> None:
+    target = Narrow(dtype)
+    found = judged(target, suite, target.calls)
+    assert not failures(found)
+    if suite == "kernels":
+        assert found["kernels.S2.3.gather_flat"][0] == ("passed" if dtype not in ("int8", "int16") else "skipped")
+    if dtype == "float32":
+        assert "passed" in statuses(found)
+
+
+@pytest.mark.parametrize(
+    "dtype", each_of(["float32", "bool"], ["float16", "bfloat16", "float64", "uint8", "int8", "int32", "int64"])
+)
+def test_a_communicator_of_one_dtype_fails_nothing(dtype: str) -> None:
+    target = Target("collectives", real("collectives", only(dtype)), dtypes=[dtype])
+    found = judged(target, "collectives", target.calls)
+    assert not failures(found)
+    reducing = {
+        f"collectives.S3.9.{name}"
+        for name in ("allreduce", "reduce", "reduce_scatter", "long", "one_after_another", "refuses", "gaps")
+    }
+    integers = {"uint8", "int8", "int32", "int64"}
+    skipped = {"collectives.S3.9.broadcast_object", *(reducing if dtype == "bool" else ())}
+    skipped |= {"collectives.S3.9.wraps_around"} if dtype not in integers else set()
+    skipped |= {"collectives.S3.9.nan"} if dtype in {"bool", *integers} else set()
+    assert {name for name, (status, _) in found.items() if status == "skipped"} == skipped
+
+
+@pytest.mark.parametrize("dtype", each_of(["float32"], ["float16", "bfloat16", "float64"]))
+@pytest.mark.parametrize("suite", ["comm_ops", "algorithms", pytest.param("fused_optimizer", marks=pytest.mark.proof)])
+def test_operations_of_one_dtype_fail_nothing(suite: str, dtype: str) -> None:
+    target = Target(suite, real(suite, only(dtype)), dtypes=[dtype])
+    found = judged(target, suite, target.calls)
+    assert not failures(found)
+    assert "passed" in statuses(found)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("dtype", ["float32", "int64", "bfloat16"])
+def test_a_cache_of_one_dtype_fails_nothing(dtype: str) -> None:
+    calls: list[str] = []
+
+    class CacheLoader(contrib.CacheLoader):
+        def get(self, key: Any, load_fn: Any) -> Any:
+            calls.append("get")
+            found = super().get(key, load_fn)
+            only(dtype)(found)
+            return found
+
+    cache = SimpleNamespace(CacheLoader=CacheLoader)
+    assert not failures(judged(SimpleNamespace(cache=cache, capabilities={"dtypes": [dtype]}), "cache", calls))
+
+
+@pytest.mark.parametrize("most", each_of([2], [1, 3]))
+@pytest.mark.parametrize("suite", each_of(["collectives", "comm_ops"], ["algorithms"]))
+def test_small_worlds_fail_nothing(suite: str, most: int) -> None:
+    def guard(arguments: Any) -> None:
+        for world in [first for first in arguments[0][:1] if isinstance(first, RankWorld)]:
+            if world.world_size > most:
+                raise RuntimeError(f"{world.world_size} ranks are not claimed")
+
+    target = Target(suite, real(suite, guard), max_ranks=most)
+    if suite == "collectives":
+        made = target.communicator
+
+        def communicator(world: RankWorld) -> Any:
+            guard([[world], {}])
+            return made(world)
+
+        target.communicator = communicator
+    found = judged(target, suite, target.calls)
+    assert not failures(found)
+    assert "passed" in statuses(found)
+
+
+@pytest.mark.parametrize("missing", ["lacks", pytest.param("does not implement", marks=pytest.mark.proof)])
+@pytest.mark.parametrize(
+    "suite", [name for name in suites(["kernels", "comm_ops"]) if name.values[0] not in ("codec", "collectives")]
+)
+def test_a_single_method_fails_nothing(suite: str, missing: str) -> None:
+    def raises(part: Any, *arguments: Any, **options: Any) -> Any:
+        raise NotImplementedError("not here")
+
+    make, other, passed = real(suite), None if missing == "lacks" else raises, set[str]()
+    for only_one in METHODS_OF[suite]:
+        target = Target(suite, lambda name, one=only_one: make(name) if name == one else other)
+        found = judged(target, suite, target.calls)
+        assert not failures(found), only_one
+        passed |= {check for check, (status, _) in found.items() if status == "passed"}
+    assert passed
+
+
+@pytest.mark.parametrize("codec", each_of(["OneBit"], [name for name in CODECS if name != "OneBit"]))
+def test_a_single_codec_fails_nothing(codec: str) -> None:
+    target = Narrow(codecs=[codec])
+    found = judged(target, "codec", target.calls)
+    assert not failures(found)
+    assert "passed" in statuses(found)
+    others = judged(target, "comm_ops", target.calls)
+    assert not failures(others)
+    assert (statuses(others) == {"skipped"}) == (codec != "MinMaxUInt8")
+
+
+@pytest.mark.parametrize(
+    "name", each_of(["alltoall_v", "barrier"], [name for name in COLLECTIVES if name not in ("alltoall_v", "barrier")])
+)
+def test_a_communicator_without_one_method_fails_nothing(name: str) -> None:
+    make = real("collectives")
+    target = Target("collectives", lambda each: None if each == name else make(each))
+    found = judged(target, "collectives", target.calls)
+    assert not failures(found)
+    assert any(f"the target's communicator has no {name}" in message for _, message in found.values())
+    assert "passed" in statuses(found)
+
+
+# Programs
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The requests about parts of programs."""
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}:{ROOT}")
+    seen, ask = list[str](), Link.ask
+
+    def recorded(link: Link, call: str, *arguments: Any, **options: Any) -> Any:
+        seen.extend([call] if call not in ("hello", "world") else [])
+        return ask(link, call, *arguments, **options)
+
+    monkeypatch.setattr(Link, "ask", recorded)
+    return seen
+
+
+def judged_program(fault: str, suites: Iterable[str], asked: list[str], **capabilities: Any) -> dict[str, tuple[str, str]]:
+    target = ProcessTarget(f"{shlex.quote(sys.executable)} {ROOT}/tests/process_program.py {fault}")
+    target.capabilities |= capabilities
+    try:
+        return {name: result for suite in suites for name, result in judged(target, suite, asked).items()}
+    finally:
+        target.end()
+
+
+PROGRAMS = each_of([("kernels", "codec", "samplers")], [("collectives",)])
+
+
+@pytest.mark.parametrize("suites", PROGRAMS)
+def test_a_program_that_answers_with_errors_passes_nothing(suites: tuple[str, ...], asked: list[str]) -> None:
+    found = judged_program("errors", suites, asked)
+    assert failures(found)
+    assert "passed" not in statuses(found)
+
+
+@pytest.mark.parametrize("suites", PROGRAMS)
+def test_what_the_adapter_refuses_is_not_passed(suites: tuple[str, ...], asked: list[str]) -> None:
+    found = judged_program("", suites, asked)
+    assert not failures(found)
+    skipped = {name.partition("[")[0] for name, (status, _) in found.items() if status == "skipped"}
+    adapters = ("refuses", "inputs_unchanged", "position", "other_settings", "S7.6", "S7.7")  # positions are no requests
+    assert skipped == {name for name in checks_of(suites) if any(word in name for word in adapters) and "codec" in suites}
+
+
+@pytest.mark.parametrize("dtype", each_of(["float32"], ["float16", "bfloat16", "float64", "int64", "bool"]))
+@pytest.mark.parametrize("suites", PROGRAMS)
+def test_a_program_of_one_dtype_fails_nothing(suites: tuple[str, ...], dtype: str, asked: list[str]) -> None:
+    found = judged_program("", suites, asked, dtypes=[dtype])
+    assert not failures(found)
+    assert "passed" in statuses(found)

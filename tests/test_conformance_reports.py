@@ -1,0 +1,155 @@
+"""Tests of what leads from a failure to its cause: crashes, shrinking, fields, scripts in files, and what was not tried."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from tests.wrong_target import Wrong, WrongKernels, healed
+
+from bagua_ref.backends.reference import ReferenceBackend
+from bagua_ref.cli import main
+from bagua_ref.conformance import Report, Result, run_conformance
+from bagua_ref.conformance.expected.codecs_scalar import MINMAX, field_at, payload_size
+from bagua_ref.conformance.run.scripts import write_scripts
+from bagua_ref.conformance.suites.checks import checks_of
+
+
+class CrashesOnThree(ReferenceBackend):
+    def _add_(self, x, y):
+        if x.numel() >= 3:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        super()._add_(x, y)
+
+
+class CrashesOnce(ReferenceBackend):
+    mark = Path()
+
+    def _add_(self, x, y):
+        if x.numel() >= 3 and not self.mark.exists():
+            self.mark.touch()
+            os._exit(3)
+        super()._add_(x, y)
+
+
+def only(target, check, **options):
+    (failed,) = run_conformance(target, checks=[check], jobs=1, time_limit=60.0, **options).failures()
+    return failed
+
+
+@pytest.mark.slow
+def test_a_crash_that_repeats_is_called_one_and_made_smaller():
+    failed = only(CrashesOnThree(), "kernels.S1.add[float32]")
+    assert failed.message == "add_ crashed: signal SIGSEGV"
+    (x,) = re.findall(r"x = torch.tensor\(\[(.*)\], dtype", failed.counterexample)
+    assert len(x.split(",")) == 3
+    assert "kernels.add_(x, y)  # crashed: signal SIGSEGV" in failed.counterexample
+
+
+@pytest.mark.slow
+def test_a_crash_that_does_not_repeat_fails_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(CrashesOnce, "mark", tmp_path / "crashed")
+    failed = only(CrashesOnce(), "kernels.S1.add[float32]")
+    assert failed.message == "add_: the process died: exit code 3, but not when all inputs were tried again"
+    assert "# ends the process" in failed.counterexample
+
+
+class WrongInTwo(ReferenceBackend):
+    def _reduce_chunks_(self, x, num_chunks, target_chunk, average):
+        super()._reduce_chunks_(x, num_chunks, target_chunk, average)
+        if num_chunks >= 2 and x.numel():
+            x[0] = 12345
+
+
+@pytest.mark.slow
+def test_shrinking_goes_on_to_the_smallest_number_of_chunks():
+    failed = only(WrongKernels(), "kernels.S3.7.reduce_chunks[float32]")
+    assert "num_chunks = 1\n" in failed.counterexample
+    failed = only(WrongInTwo(), "kernels.S3.7.reduce_chunks[float32]")
+    assert "num_chunks = 2\n" in failed.counterexample
+
+
+def test_a_payload_that_differs_names_the_field():
+    failed = run_conformance(WrongKernels(), checks=["codec.S4.2.levels[float16]"], jobs=0, shrink=False).failures()[0]
+    assert "compress: result, minimum of chunk 0: " in failed.message
+
+
+@pytest.mark.parametrize(
+    ("codec", "place", "field"),
+    [
+        (MINMAX, 0, "minimum of chunk 0"),
+        (MINMAX, 7, "maximum of chunk 0"),
+        (MINMAX, 8, "gap after the maximum of chunk 0"),
+        (MINMAX, 32, "level of element 0 of chunk 0"),
+        (MINMAX, payload_size(MINMAX, 33) - 1, "padding of chunk 0"),
+        ("MXFP8", 1, "scale of block 1 of chunk 0"),
+        ("MXFP8", 2, "code of element 0 of chunk 0"),
+        ("MXFP4", payload_size("MXFP4", 33) + 2 + 16, "code of element 32 of chunk 1"),
+        ("OneBit", 3, "scale of chunk 0"),
+        ("OneBit", 31, "gap after the scale of chunk 0"),
+        ("OneBit", 33, "signs of elements 8 to 15 of chunk 0"),
+        ("OneBit", 36, "signs of element 32 of chunk 0"),
+    ],
+)
+def test_S4_S12_every_byte_belongs_to_a_field(codec, place, field):
+    assert field_at(codec, place, 33, "float32") == field
+
+
+@pytest.mark.parametrize(
+    "row", ["codec.S12.2.target_chunk_OneBit[float16]", "codec.S12.3.bound_MXFP8[float16]", "codec.S4.5.refuses[int32]"]
+)
+def test_a_script_fails_by_itself_and_passes_on_the_reference(row):
+    script = run_conformance(Wrong(), checks=[row], jobs=0, shrink=False).failures()[0].counterexample
+    with pytest.raises(AssertionError):
+        exec(script, {})
+    exec(healed(script), {})
+
+
+def test_a_clause_stands_for_its_parts():
+    report = run_conformance(SimpleNamespace(cache=object()), ["codec"], checks=["S4"])
+    assert {result.id.partition("[")[0] for result in report.results} == {
+        name for name, check in checks_of(["codec"]).items() if check.clause.startswith("S4.")
+    }
+
+
+def test_scripts_are_written_whole(tmp_path):
+    text = "x = 1\n" * 60
+    failed = Result("kernels.S1.add[float32]", "kernels", "S1", "failed", counterexample=text)
+    report = Report("mine", [failed], "quick", 0)
+    assert write_scripts(Report("mine", [], "quick", 0)) is None
+    assert "script: " not in str(report)
+    assert write_scripts(report, tmp_path / "new" / "folder") == tmp_path / "new" / "folder"
+    path = tmp_path / "new" / "folder" / "kernels.S1.add.float32.py"
+    assert path.read_text() == text
+    assert f"  script: {path}" in str(report)
+    folder = write_scripts(report)
+    assert folder is not None
+    assert [path.name for path in folder.iterdir()] == ["kernels.S1.add.float32.py"]
+    (folder / "kernels.S1.add.float32.py").unlink()
+    folder.rmdir()
+
+
+def test_the_last_lines_say_what_was_not_tried(capsys):
+    assert main(["verify", "--backend", "reference", "--suite", "samplers", "cache"]) == 2
+    *_, last, offer = capsys.readouterr().out.splitlines()
+    assert last == "not tried, as the target lacks these parts: samplers, cache"
+    assert offer.startswith("--backend reference has kernels only; --target reference checks")
+    assert main(["verify", "--target", "reference", "--check", "samplers.S7.1.lengths", "--jobs", "0"]) == 0
+    assert "not tried" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("more", [["--backend", "reference"], ["--command", "true"]])
+def test_a_target_is_named_once(capsys, more):
+    with pytest.raises(SystemExit):
+        main(["verify", "--target", "reference", *more])
+    assert "one of --backend, --target" in capsys.readouterr().err
+
+
+def test_only_programs_get_requests(capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        main(["verify", "--target", "reference", "--requests", str(tmp_path)])
+    assert "--requests: needs --command" in capsys.readouterr().err
