@@ -168,15 +168,16 @@ class BudgetBatchSampler(ResumableSampler[list[int], "Steps"]):
         """Cut samples into batches, each as long as its price allows; return their ends and prices (S7.7.2)."""
         ends, prices, largest_costs = [], [], []
         size, largest, total, price = 0, 0.0, 0.0, 0.0
-        price_of = _padded_price if self.padded is True else self._price
+        by_largest = self.padded is True  # its price is in line, as a call for each sample would double the time
         for place, cost in enumerate(self._costs[samples].tolist()):
             joined = cost if cost > largest else largest
-            more = price_of(size + 1, joined, total + cost)
+            more = (size + 1) * joined if by_largest else self._price(size + 1, joined, total + cost)
             if size and more > self.max_cost:
                 ends.append(place)
                 prices.append(price)
                 largest_costs.append(largest)
-                size, total, joined, more = 0, 0.0, cost, price_of(1, cost, float(cost))
+                size, total, joined = 0, 0.0, cost
+                more = cost if by_largest else self._price(1, cost, float(cost))
             elif size and more < price:
                 raise ValueError(
                     f"padded must not decrease: padded({size}, {largest}) is {price}, and padded({size + 1}, {joined}) {more}"
@@ -215,9 +216,12 @@ class BudgetBatchSampler(ResumableSampler[list[int], "Steps"]):
 
     def _price(self, size: int, largest: Any, total: float) -> Any:
         """Return the cost of a batch: of ``size`` samples, the largest and the sum of whose costs are given (S7.7.1)."""
-        if self.padded is True:
-            return _padded_price(size, largest, total)
-        return total if self.padded is False else to_number(f"padded({size}, {largest})", self.padded(size, largest))
+        if isinstance(self.padded, bool):
+            return size * largest if self.padded else total
+        price = self.padded(size, largest)
+        if type(price) in (int, float) and price == price:  # it is not NaN
+            return price
+        return to_number(f"padded({size}, {largest})", price)
 
     def _settings(self) -> dict[str, Any]:
         """Return the settings on which a saved position depends."""
@@ -260,10 +264,6 @@ class Steps:
         for number, turn in enumerate(self._turns[start:].tolist(), start):
             first, end = self._batches[turn * self._replicas + (self._rank + number) % self._replicas].tolist()
             yield self._samples[first:end].tolist()
-
-
-def _padded_price(size: int, largest: Any, _total: float) -> Any:
-    return size * largest
 
 
 def _check_increasing(sizes: Sequence[int], largest: Sequence[Any], prices: Sequence[Any]) -> None:
