@@ -761,6 +761,44 @@ def test_balance_takes_a_column_and_what_can_be_imported(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize(
+    ("code", "complaint"),
+    [
+        ("[{'ids': [1, 2], 'label': 3}]", "sample 0, is a dict of several parts; write a function that returns the lengths"),
+        ("[([1, 2], 3)]", "sample 0, is a tuple of several parts"),
+        ("[1, None]", "sample 1, must have a length or be a number"),
+        ("lambda: open('nowhere')", "FileNotFoundError"),
+        ("iter([1, 2])", "TypeError: .*no len"),
+    ],
+)
+def test_balance_takes_no_samples_whose_length_it_would_guess(
+    code: str, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "another_corpus.py").write_text(f"samples = {code}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "another_corpus", raising=False)
+    with pytest.raises(ValueError, match=complaint):
+        read_lengths("another_corpus:samples")
+
+
+def test_balance_reads_tensors_and_what_spreadsheets_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tensors_here.py").write_text(f"import torch\nlengths = torch.tensor({LENGTHS})\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert read_lengths("tensors_here:lengths") == LENGTHS
+    path = tmp_path / "samples.csv"
+    path.write_bytes('\ufefftokens,text\r\n3,"a\r\nb"\r\n4,c\u2028d\r\n'.encode())
+    assert read_lengths(path, "tokens") == [3, 4]
+    for content, complaint in (
+        ("tokens,text\n3,a\n,b\n", "line 3: '' is not a number"),
+        ("text,tokens\na\n", "line 2: '' is not a number"),
+        ("tokens\n2,000\n", "line 2: there are more fields than columns"),
+        ('tokens,text\n3,"a\n', "unexpected end of data"),
+    ):
+        path.write_text(content)
+        with pytest.raises(ValueError, match=complaint):
+            read_lengths(path, "tokens")
+
+
+@pytest.mark.parametrize(
     ("content", "more", "complaint"),
     [
         ("1\ntwo\n", [], "line 2: 'two' is not a number"),
