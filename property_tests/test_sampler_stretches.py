@@ -111,7 +111,7 @@ def test_S7_7_steps_are_those_of_the_clause_whatever_the_history(case, data, att
     costs, most, options = case
     options["drop_last"] = False
     if attention:
-        most, options["padded"] = most * max(costs), _quadratic
+        most, options["padded"] = max(1, most * max(costs)), _quadratic
     given = {name: value for name, value in options.items() if name != "epoch"}
 
     def start(replicas: int, rank: int) -> BudgetBatchSampler:

@@ -660,7 +660,7 @@ def test_ranks_with_other_samplers_are_told_apart() -> None:
         ({"max_cost": float("nan")}, ValueError, "max_cost is NaN"),
         ({"max_cost": float("inf")}, ValueError, "max_cost=inf"),
         ({"max_cost": "9"}, TypeError, "max_cost='9' is a str"),
-        ({"max_cost": 8}, ValueError, r"costs\[5\]=9 makes a batch of sample 5 alone cost 9, over self.max_cost=8"),
+        ({"max_cost": 8}, ValueError, r"costs\[5\]=9 makes a batch of sample 5 alone cost 9, over max_cost=8"),
         ({"costs": []}, ValueError, "costs is empty"),
         ({"costs": [1, 0]}, ValueError, r"costs\[1\]=0 must be positive and finite"),
         ({"costs": [1.0, float("inf")]}, ValueError, r"costs\[1\]=inf must be positive and finite"),
@@ -697,6 +697,21 @@ def test_S7_7_the_epochs_differ_and_the_dropped_are_counted() -> None:
     assert repr(sampler).startswith(
         "BudgetBatchSampler(23 samples, max_cost=20, padded=True, rank 0 of 3, shuffle=True, seed=0, mix=8"
     )
+
+
+def test_S7_7_a_state_of_another_cost_is_refused() -> None:
+    state = budget_of(padded=lambda m, h: m * h).state_dict(batches=1)
+    budget_of(padded=lambda m, h: h * m).load_state_dict(state)
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"padded": lambda m, h: m * h + (m > 2)}, "padded=a function, .* and here it is a function"),
+        ({"padded": True}, "padded=a function, .* and here it is True"),
+        ({"max_cost": 19}, "max_cost=18, and here it is 19"),
+        ({"mix": 1}, "mix=8, and here it is 1"),
+        ({"costs": LENGTHS[::-1]}, "other costs"),
+    ]
+    for change, message in changes:
+        with pytest.raises(ValueError, match=message):
+            budget_of(**{"padded": lambda m, h: m * h, **change}).load_state_dict(state)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -809,6 +824,10 @@ def test_balance_reads_tensors_and_what_spreadsheets_write(tmp_path: Path, monke
         ("1\n2\n", ["--replicas", "0"], "replicas=0 must be at least 1"),
         ("1\n2\n", ["--batch-size", "0"], "batch_size=0"),
         ("1\n2\n", ["--random-level", "2"], "random_level=2.0"),
+        ("1\n2\n", ["--max-cost", "1.5"], "costs[1]=2 makes a batch of sample 1 alone cost 2, over max_cost=1.5"),
+        ("1\n2\n", ["--per-second", "0"], "per_second=0.0"),
+        ("1\n2\n", ["--then", "0"], "then=0 must be at least 1"),
+        ("1\n2\n", ["--seed", str(2**64)], "must fit into 64 bits"),
         ("1\n2\n", ["--output", f"{__file__}/picture.png"], "must be a writable image file"),
         ("1\n2\n", ["--output", "/tmp/picture.cdr"], "must be a writable image file"),
         (None, [], "No such file"),

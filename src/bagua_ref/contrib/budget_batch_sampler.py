@@ -86,6 +86,7 @@ class BudgetBatchSampler(ResumableSampler[list[int], "Steps"]):
             raise ValueError(f"mix={self.mix} must be at least 1")
         self._costs = self._checked_costs(costs)
         self.length = len(self._costs)
+        self._formula: bool | str = padded if isinstance(padded, bool) else self._formula_of_prices()
         self._start_epoch(self._checked_epoch(0))
 
     @property
@@ -125,7 +126,9 @@ class BudgetBatchSampler(ResumableSampler[list[int], "Steps"]):
         kinds, places = np.unique(costs, return_index=True)
         for cost, place in zip(kinds.tolist(), places.tolist(), strict=True):
             if (alone := self._price(1, cost, float(cost))) > self.max_cost:
-                raise ValueError(f"costs[{place}]={cost} makes a batch of sample {place} alone cost {alone}, over {self.max_cost=}")
+                raise ValueError(
+                    f"costs[{place}]={cost} makes a batch of sample {place} alone cost {alone}, over max_cost={self.max_cost}"
+                )
         return costs
 
     def _checked_epoch(self, epoch: int) -> int:
@@ -223,12 +226,17 @@ class BudgetBatchSampler(ResumableSampler[list[int], "Steps"]):
             return price
         return to_number(f"padded({size}, {largest})", price)
 
+    def _formula_of_prices(self) -> str:
+        """Return the checksum of a function's prices, as functions cannot be saved or compared."""
+        _, prices = self._cut(self._costs.argsort(kind="stable"))
+        return f"a function, {zlib.crc32(prices.tobytes()):08x}"
+
     def _settings(self) -> dict[str, Any]:
         """Return the settings on which a saved position depends."""
         return {
             "length": self.length,
             "max_cost": self.max_cost,
-            "padded": self.padded if isinstance(self.padded, bool) else "a function",
+            "padded": self._formula,
             "shuffle": self.shuffle,
             "seed": self.seed,
             "mix": self.mix,
