@@ -111,10 +111,7 @@ class BudgetBatchSampler(ResumableSampler[list[int], "Steps"]):
 
     def _checked_costs(self, given: Any) -> Places:
         """Return the costs as int64 or float64; raise unless each is positive, finite and within the budget."""
-        given = given if hasattr(given, "__len__") else list(given)
-        if len(given) == 0:
-            raise ValueError("costs is empty; it must have one number per sample")
-        numbers = numbers_of(given, len(given), "costs")
+        numbers = numbers_of(given, None, "costs")
         try:
             costs = numbers.numpy() if isinstance(numbers, Tensor) else np.array(numbers, dtype=np.float64)
         except OverflowError:
