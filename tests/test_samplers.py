@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import pickle
@@ -595,7 +596,90 @@ def test_S7_6_a_state_of_before_has_one_stretch() -> None:
         assert list(old) == list(new)
 
 
-@pytest.mark.parametrize("make", [sampler_of, lambda rank, replicas: batches_of(rank, replicas=replicas), budget_of])
+every_sampler = pytest.mark.parametrize(
+    "make",
+    [sampler_of, lambda rank, replicas: batches_of(rank, replicas=replicas), budget_of],
+    ids=["samples", "batches", "budget"],
+)
+
+
+def continued(make: Any, replicas: int = 2, drawn: int = 2) -> Any:
+    """Return the sampler of the last rank, that goes on after three ranks have drawn."""
+    saving, sampler = make(0, 3), make(replicas - 1, replicas)
+    sampler.load_state_dict(saving.state_dict(**{saving.unit: drawn}))
+    return sampler
+
+
+@every_sampler
+def test_S7_6_copies_go_on_at_the_same_place(make: Any) -> None:
+    sampler = continued(make)
+    begun = take(sampler, 1)
+    copies = [copy.deepcopy(sampler)]
+    if not isinstance(sampler, LoadBalancingDistributedBatchSampler):  # its batch_fn may be local, as here
+        copies.append(pickle.loads(pickle.dumps(sampler)))
+    for copied in copies:
+        assert copied.state_dict() == sampler.state_dict()
+        resumed = make(1, 2)
+        resumed.load_state_dict(copied.state_dict())
+        assert begun + list(resumed) == list(continued(make))
+
+
+@every_sampler
+@pytest.mark.parametrize("workers", [0, 2])
+def test_S7_6_a_loader_begins_the_epochs_after_it_at_their_starts(make: Any, workers: int) -> None:
+    sampler, fresh = continued(make), make(1, 2)
+    options = {"batch_size": 1, "sampler": sampler} if sampler.unit == "samples" else {"batch_sampler": sampler}
+    if workers:
+        options |= {"num_workers": workers, "persistent_workers": True, "prefetch_factor": 3}
+    loader = DataLoader(range(len(LENGTHS)), collate_fn=lambda batch: batch if sampler.unit == "batches" else batch[0], **options)
+    assert list(loader) == list(continued(make))
+    assert list(loader) == list(fresh)
+    for each in (sampler, fresh):
+        each.set_epoch(1)
+    assert list(loader) == list(fresh)
+
+
+@every_sampler
+def test_S7_6_an_iterator_keeps_its_stretch_in_the_next_epoch(make: Any) -> None:
+    sampler, fresh = continued(make), make(1, 2)
+    iterator = iter(sampler)
+    begun = next(iterator)
+    for each in (sampler, fresh):
+        each.set_epoch(1)
+    assert [begun, *iterator] == list(continued(make))
+    assert sampler.state_dict() == fresh.state_dict()
+    assert list(sampler) == list(fresh)
+
+
+@every_sampler
+def test_S7_6_a_stretch_that_drew_nothing_leaves_no_trace(make: Any) -> None:
+    state = make(0, 3).state_dict(**{make(0, 3).unit: 2})
+    for replicas in (3, 2, 5):
+        sampler, wanted = make(0, replicas), make(0, replicas)
+        sampler.load_state_dict(continued(make).state_dict())
+        wanted.load_state_dict(state)
+        assert list(sampler) == list(wanted)
+
+
+@every_sampler
+def test_S7_6_more_replicas_than_samples_are_left(make: Any) -> None:
+    drawn = [continued(make, replicas, 2) for replicas in (100, 1)]
+    assert len(drawn[0]) == len(list(drawn[0])) == 1
+    ended = continued(make, 1, len(make(0, 3)))
+    assert (len(ended), list(ended)) == (0, [])
+
+
+@every_sampler
+def test_S7_6_a_refused_state_changes_nothing(make: Any) -> None:
+    sampler = continued(make)
+    for change in ({"seed": 5}, {"stretches": [[2, 1], [2, 1]]}, {"epoch": "1"}):
+        with pytest.raises((ValueError, TypeError)):
+            sampler.load_state_dict({**make(0, 3).state_dict(), **change})
+    assert sampler.state_dict() == continued(make).state_dict()
+    assert list(sampler) == list(continued(make))
+
+
+@every_sampler
 def test_S7_6_the_end_of_an_epoch_is_its_end_for_any_number_of_replicas(make: Any) -> None:
     first, second = make(0, 3), make(1, 2)
     first.set_epoch(4)
