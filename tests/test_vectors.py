@@ -310,7 +310,7 @@ def drawn(
     samplers, costs = TARGET.samplers, x["costs"] if "costs" in x else x["complexities"]
     cut = partial(samplers_plain.filled_batches, costs.tolist(), max_cost)
     if "padded" in options:
-        options["padded"] = answers.PRICES.get(options["padded"], options["padded"])
+        options["padded"] = samplers_plain.FORMULAS.get(options["padded"], options["padded"])
 
     def start(replicas: int, rank: int) -> Any:
         if name == "budget_batches":

@@ -124,6 +124,10 @@ def stretches_of(
     return found
 
 
+FORMULAS: dict[Any, Any] = {"m * h * h": lambda m, h: m * h * h}
+"""Costs of a batch of m samples, the largest of cost h, by the names that golden vectors use."""
+
+
 def batch_cost(costs: list[Any], batch: list[int], padded: Any) -> Any:
     """S7.7.1."""
     if padded is False:

@@ -26,10 +26,7 @@ from bagua_ref.conformance.expected import (
     samplers_plain,
 )
 
-__all__ = ["PRICES", "Given", "answer", "stretches_of"]
-
-PRICES: dict[Any, Callable[[int, Any], Any]] = {"m * h * h": lambda m, h: m * h * h}
-"""Functions that ``padded`` of `budget_batches` names (S7.7.1)."""
+__all__ = ["Given", "answer", "stretches_of"]
 
 Tensors = dict[str, Tensor]
 
@@ -329,21 +326,20 @@ def stretches_of(c: Given, draws: samplers_plain.Draws) -> list[list[list[Any]]]
     """Return what each replica draws in each stretch of a case's epoch (S7.6, S7.7)."""
     costs, options = c.costs.tolist(), {**c.options("shuffle", "seed", "epoch", "drop_last"), "draws": draws}
     if c.operation == "budget_batches":
-        options |= {"padded": PRICES.get(c.padded, c.padded), "mix": c.mix}
+        options |= {"padded": samplers_plain.FORMULAS.get(c.padded, c.padded), "mix": c.mix}
         return samplers_plain.budget_stretches(costs, c.max_cost, c.history, c.num_replicas, **options)
-    options["random_level"] = c.random_level
     if c.operation == "sampler_stretch_batches":
         options |= {"cut": partial(samplers_plain.filled_batches, costs, c.max_cost), "drop_batches": c.drop_last_batch}
-    return samplers_plain.stretches_of(costs, c.history, c.num_replicas, **options)
+    return samplers_plain.stretches_of(costs, c.history, c.num_replicas, random_level=c.random_level, **options)
 
 
 def _stretches(c: Given) -> Tensors:
     stretches = stretches_of(c, samplers_plain.RecordedDraws(c.noise.tolist(), c.permutations.tolist()))
     items = [item for shares in stretches for share in shares for item in share]
     found = {"counts": _integers(len(shares[0]) for shares in stretches)}
-    if c.operation == "sampler_stretches":
-        return {**found, "indices": _integers(items)}
-    return {**found, "sizes": _integers(map(len, items)), "indices": _integers(index for batch in items for index in batch)}
+    if c.operation != "sampler_stretches":
+        found["sizes"], items = _integers(map(len, items)), [index for batch in items for index in batch]
+    return {**found, "indices": _integers(items)}
 
 
 def _cache_store(c: Given) -> Tensors:
