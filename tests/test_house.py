@@ -47,7 +47,7 @@ LINES: dict[str, int] = {
     "integrations": 934,
     "observe": 228,
     "package": 439,
-    "property_tests": 2824,
+    "property_tests": 2844,
     "rounds": 241,
     "scheduling": 578,
     "simulation": 452,
