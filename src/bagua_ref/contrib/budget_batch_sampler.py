@@ -168,16 +168,19 @@ class BudgetBatchSampler(ResumableSampler[list[int], "Steps"]):
         """Cut samples into batches, each as long as its price allows; return their ends and prices (S7.7.2)."""
         ends, prices, largest_costs = [], [], []
         size, largest, total, price = 0, 0.0, 0.0, 0.0
-        by_largest = self.padded is True  # its price is in line, as a call for each sample would double the time
+        by_function, by_largest = callable(self.padded), self.padded is True  # a call for each sample would double the time
         for place, cost in enumerate(self._costs[samples].tolist()):
             joined = cost if cost > largest else largest
-            more = (size + 1) * joined if by_largest else self._price(size + 1, joined, total + cost)
+            if by_function:
+                more = self._price(size + 1, joined, total)
+            else:
+                more = (size + 1) * joined if by_largest else total + cost
             if size and more > self.max_cost:
                 ends.append(place)
                 prices.append(price)
                 largest_costs.append(largest)
                 size, total, joined = 0, 0.0, cost
-                more = cost if by_largest else self._price(1, cost, float(cost))
+                more = self._price(1, cost, float(cost)) if by_function else cost
             elif size and more < price:
                 raise ValueError(
                     f"padded must not decrease: padded({size}, {largest}) is {price}, and padded({size + 1}, {joined}) {more}"
