@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from property_tests.test_samplers import make
 
@@ -111,7 +111,7 @@ def test_S7_7_steps_are_those_of_the_clause_whatever_the_history(case, data, att
     costs, most, options = case
     options["drop_last"] = False
     if attention:
-        most, options["padded"] = most * max(costs), _quadratic
+        most, options["padded"] = max(1, most * max(costs)), _quadratic
     given = {name: value for name, value in options.items() if name != "epoch"}
 
     def start(replicas: int, rank: int) -> BudgetBatchSampler:
@@ -145,3 +145,23 @@ def test_S7_7_each_sample_once_within_the_budget_and_equal_counts(case, replicas
             assert len(drawn) == len(costs)
             assert drawn.total() - len(costs) < replicas
             assert drawn.total() == len(costs) or all(len(batch) == 1 for own in batches for batch in own)
+
+
+@given(case=budgets(), before=replica_counts, replicas=replica_counts, data=st.data())
+def test_S7_7_a_later_stretch_drops_what_its_replicas_cannot_share(case, before, replicas, data):
+    costs, most, options = case
+    options |= {"drop_last": True, "epoch": 0}
+    first = samplers_plain.budget_stretches(costs, most, [], before, **options)[0]
+    assume(before != replicas and first[0] and samplers_plain.budget_stretches(costs, most, [], replicas, **options)[0][0])
+    taken = data.draw(st.integers(1, len(first[0])))
+    wanted = samplers_plain.budget_stretches(costs, most, [(before, taken)], replicas, **options)[-1]
+    del options["epoch"]
+    state = BudgetBatchSampler(costs, most, num_replicas=before, rank=0, **options).state_dict(batches=taken)
+    samplers = [BudgetBatchSampler(costs, most, num_replicas=replicas, rank=rank, **options) for rank in range(replicas)]
+    for sampler, own in zip(samplers, wanted, strict=True):
+        if not own and taken < len(first[0]):
+            with pytest.raises(ValueError, match="leaves no batch"):
+                sampler.load_state_dict(state)
+        else:
+            sampler.load_state_dict(state)
+            assert list(sampler) == own
