@@ -47,16 +47,16 @@ LINES: dict[str, int] = {
     "integrations": 934,
     "observe": 228,
     "package": 439,
-    "property_tests": 2822,  # what deleted examples demanded
+    "property_tests": 2825,  # what deleted examples demanded
     "rounds": 241,
     "scheduling": 578,
     "simulation": 452,
-    "tests": 35308,
+    "tests": 35324,
     "tests/cuda_emulation": 483,
     "tests/integrations": 899,
     "tests/meta": 1156,
     "tests/outside": 243,
-    "tests/proof": 608,
+    "tests/proof": 613,
 }
 """The most lines of each room of src, and of the folders of tests."""
 
