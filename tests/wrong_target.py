@@ -170,6 +170,20 @@ class _Batches(contrib.LoadBalancingDistributedBatchSampler):
         return super().__len__() + 1
 
 
+class _Budget(contrib.BudgetBatchSampler):
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        try:
+            super().__init__(*arguments, **options)
+        except ValueError:
+            super().__init__([1], 1, num_replicas=1, rank=0)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(spoiled(list(super().__iter__())))
+
+    def __len__(self) -> int:
+        return super().__len__() + 1
+
+
 class _Fuse:
     """Fuses any optimizer, and steps further."""
 
@@ -196,7 +210,9 @@ class Wrong:
     def __init__(self) -> None:
         right = ReferenceTarget()
         self.kernels, self.comm_ops, self.algorithms = WrongKernels(), _Part(right.comm_ops), _Part(right.algorithms)
-        self.samplers = SimpleNamespace(LoadBalancingDistributedSampler=_Sampler, LoadBalancingDistributedBatchSampler=_Batches)
+        self.samplers = SimpleNamespace(
+            LoadBalancingDistributedSampler=_Sampler, LoadBalancingDistributedBatchSampler=_Batches, BudgetBatchSampler=_Budget
+        )
         self.cache, self.fuse_optimizer = SimpleNamespace(CacheLoader=_Loader, CachedDataset=_Dataset), _Fuse()
         self.communicator = _Part(own_communicator)
 
