@@ -35,7 +35,7 @@ class CudaOnCopies(KernelBackend):
     device = "cuda"
 
     def __init__(self) -> None:
-        if self.device == "cuda" and torch.cuda.is_available():
+        if self.device == "cuda" and torch.cuda.device_count():
             torch.cuda.init()  # so that checks run on threads: a process that is forked after a look at the devices cannot use them
 
     @contextmanager
