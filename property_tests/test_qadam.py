@@ -77,7 +77,8 @@ def test_S5_5_every_step_is_that_of_the_second_implementation_to_the_bit(
         for seen in results:
             for tensors, numbers in zip(seen[step], (model.weights, model.m, model.v), strict=True):
                 for tensor, expected in zip(tensors, numbers, strict=True):
-                    assert_equal(tensor, torch.tensor(expected).view(tensor.shape), EXACT)
+                    # + 0: whether a mean of zeros is -0 is left to the all-reduce (S3.1)
+                    assert_equal(tensor + 0, torch.tensor(expected).view(tensor.shape) + 0, EXACT)
 
 
 @st.composite
