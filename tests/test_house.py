@@ -47,7 +47,7 @@ LINES: dict[str, int] = {
     "integrations": 934,
     "observe": 228,
     "package": 439,
-    "property_tests": 2846,
+    "property_tests": 2848,
     "rounds": 241,
     "scheduling": 578,
     "simulation": 452,
@@ -56,7 +56,7 @@ LINES: dict[str, int] = {
     "tests/integrations": 899,
     "tests/meta": 1156,
     "tests/outside": 246,
-    "tests/proof": 617,
+    "tests/proof": 620,
 }
 """The most lines of each room of src, and of the folders of tests."""
 
