@@ -101,7 +101,7 @@ def stretches_of(
     random_level: float,
     draws: Draws | None = None,
 ) -> list[list[list[Any]]]:
-    """S7.6: for each (R, number drawn) of a history, and for ``replicas`` after it, what each replica draws in the stretch.
+    """Return each replica's items in each stretch: one for each (R, number drawn) of a history, then one for ``replicas`` (S7.6).
 
     Items are samples; with ``cut``, a batch_fn, they are batches (S7.4).
     """

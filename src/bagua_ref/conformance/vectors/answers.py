@@ -323,7 +323,7 @@ def _sampler_batches(c: Given) -> Tensors:
 
 
 def stretches_of(c: Given, draws: samplers_plain.Draws) -> list[list[list[Any]]]:
-    """Return what each replica draws in each stretch of a case's epoch (S7.6, S7.7)."""
+    """Return each replica's samples or batches in each stretch of a case's epoch (S7.6, S7.7)."""
     costs, options = c.costs.tolist(), {**c.options("shuffle", "seed", "epoch", "drop_last"), "draws": draws}
     if c.operation == "budget_batches":
         options |= {"padded": samplers_plain.FORMULAS.get(c.padded, c.padded), "mix": c.mix}
