@@ -51,7 +51,7 @@ LINES: dict[str, int] = {
     "rounds": 241,
     "scheduling": 578,
     "simulation": 452,
-    "tests": 35645,
+    "tests": 35644,
     "tests/cuda_emulation": 487,
     "tests/integrations": 899,
     "tests/meta": 1156,
