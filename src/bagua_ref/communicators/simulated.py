@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,65 +13,209 @@ from torch import Tensor
 
 from bagua_ref.communicators import collectives
 from bagua_ref.communicators.base import Communicator
+from bagua_ref.communicators.call_sites import call_site
 from bagua_ref.communicators.scheduler import Scheduler, Ticket, format_ranks
-from bagua_ref.errors import CommunicationError, CommunicationTimeoutError, SimulationError
+from bagua_ref.errors import CommunicationError, CommunicationTimeoutError, RankCall, SimulationError
 from bagua_ref.types import ReduceOp
 
-__all__ = ["SimulatedCommunicator", "SimulatedNetwork", "SimulatedTransport"]
+__all__ = ["Call", "SimulatedCommunicator", "SimulatedGroup", "SimulatedNetwork", "SimulatedTransport"]
 
 
-class _Call:
-    """One rank's part in a collective: the call and its tensors."""
+class Call:
+    """One rank's part in a collective, or one side of a message.
 
-    def __init__(self, ticket: Ticket, what: str, send: Tensor | None, recv: Tensor | None, alike: Tensor | None) -> None:
-        self.ticket, self.what, self.send, self.recv, self.alike = ticket, what, send, recv, alike
+    Args:
+        group: the group.
+        rank: the calling rank, in the group.
+        operation: the call and the arguments on which all ranks must agree.
+        send: what this rank sends, as its function expects it; None for nothing.
+        recv: receives the result.
+        alike: the tensor that must have the same size and dtype on all ranks, or None.
+    """
+
+    def __init__(self, group: SimulatedGroup, rank: int, operation: str, send: Any, recv: Any, alike: Tensor | None = None) -> None:
+        group.scheduler.calling()  # raises outside of the run
+        self.group, self.rank, self.operation, self.send, self.recv, self.alike = group, rank, operation, send, recv, alike
+        self.file, self.line = call_site(sys._getframe(1))
         self.error: Exception | None = None
+        self.done = False
+        self.source: int | None = None
+        """The rank of the group from which a message is received; None for any."""
+        self.missing: Callable[[], list[int]] = list
+        self._waiting: list[Ticket] = []
 
     def __str__(self) -> str:
-        return self.what if self.alike is None else f"{self.what} of {collectives.describe(self.alike)}"
+        return self.operation if self.alike is None else f"{self.operation} of {collectives.describe(self.alike)}"
+
+    @property
+    def group_name(self) -> str:
+        """The group's name."""
+        return self.group.name
+
+    def finish(self, error: Exception | None = None) -> None:
+        """Let those who wait for this call go on, as its result is there or ``error`` occurred."""
+        self.done, self.error = True, error
+        for ticket in self._waiting:
+            self.group.scheduler.grant(ticket)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until the call is finished; raise its error.
+
+        What other ranks have completed counts even if the group is aborted before this rank runs again.
+        """
+        if not self.done:
+            ticket = self.group.scheduler.ticket(f"in {self} of group {self.group.name!r}", collective=True, call=self)
+            self._waiting.append(ticket)
+            self.group.wait(ticket, self.rank, timeout)
+        if self.error is not None:
+            raise self.error
+
+    def facts(self) -> RankCall:
+        """Return the call for an error's report."""
+        rank = self.group.ranks[self.rank]
+        return RankCall(rank, "", str(self), self.group.name, self.file, self.line, tuple(self.missing()))
 
 
-class _Board:
-    """The integers of one exchange, and the ranks that wait for the others'."""
-
-    def __init__(self) -> None:
-        self.values: dict[int, list[int]] = {}
-        self.waiting: list[Ticket] = []
+Function = Callable[[list[Any], list[Any]], None]
+"""A collective: takes what each rank sends, and each rank's receiver, in rank order."""
 
 
-class _Group:
-    """State shared by the communicators of one group: arrivals at the next collective, and messages in flight."""
+class SimulatedGroup:
+    """State shared by a group's ranks: calls of collectives that are not complete, and messages in flight.
 
-    def __init__(self, network: SimulatedNetwork, name: str, ranks: tuple[int, ...], timeout: float) -> None:
+    Args:
+        network: of the run.
+        name: the group's.
+        ranks: the global rank of each rank of the group.
+        timeout: virtual seconds that a call waits for other ranks.
+    """
+
+    def __init__(self, network: SimulatedNetwork, name: str, ranks: Sequence[int], timeout: float) -> None:
         self.scheduler, self.name, self.ranks, self.timeout = network.scheduler, name, ranks, timeout
         self.messages_sent = network.messages_sent
-        self.calls: dict[int, _Call] = {}
-        self.messages: dict[tuple[int, int], deque[Tensor]] = {}
-        self.receiving: dict[tuple[int, int], Ticket] = {}
-        self.boards: dict[int, _Board] = {}
+        self.under_way: dict[tuple[str, int], dict[int, Call]] = {}
+        """The calls of each incomplete collective, by its stream and number in it, and by rank."""
+        self._numbers: dict[tuple[str, int], int] = {}
+        self.sends: dict[tuple[int, int], deque[Call]] = {}
+        """Messages that have not been received, by receiver and tag, in the order of sending."""
+        self.recvs: dict[tuple[int, int], deque[Call]] = {}
         self.broken: str | None = None
 
     def give_up(self, reason: str) -> None:
         """Make all operations raise, including those in progress."""
         self.broken = self.broken or reason
-        tickets = [ticket for board in self.boards.values() for ticket in board.waiting]
-        for ticket in [*(call.ticket for call in self.calls.values()), *self.receiving.values(), *tickets]:
-            self.scheduler.grant(ticket, self.broken)
-        self.calls, self.receiving, self.boards = {}, {}, {}
+        waiting = [call for calls in self.under_way.values() for call in calls.values()]
+        waiting += [call for calls in self.recvs.values() for call in calls] + [c for calls in self.sends.values() for c in calls]
+        self.under_way, self.sends, self.recvs = {}, {}, {}
+        for call in waiting:
+            call.finish(CommunicationError(self.broken))
 
     def check(self) -> None:
         """Raise if the group has been given up."""
         if self.broken is not None:
             raise CommunicationError(self.broken)
 
-    def wait(self, ticket: Ticket, rank: int) -> None:
-        """Wait for other ranks. What they complete counts even if the group is aborted before this rank runs again."""
-        if not self.scheduler.wait(ticket, None if self.timeout == math.inf else self.timeout):
-            why = f"rank {self.ranks[rank]} timed out after {self.timeout} s waiting {ticket.what}"
+    def wait(self, ticket: Ticket, rank: int, timeout: float | None = None) -> None:
+        """Wait for other ranks; give the group up after ``timeout`` virtual seconds, or the group's timeout if it is None."""
+        limit = self.timeout if timeout is None else timeout
+        if not self.scheduler.wait(ticket, None if limit == math.inf else limit):
+            why = f"rank {self.ranks[rank]} timed out after {limit} s waiting {ticket.what}"
             self.give_up(f"group {self.name!r} was given up: {why}")
             raise CommunicationTimeoutError(why)
-        if ticket.value is not None:
-            raise CommunicationError(ticket.value)
+
+    def post(self, call: Call, function: Function, stream: str = "") -> None:
+        """Take a rank's part in its next collective; the last one runs ``function`` for all of them.
+
+        If ranks call different collectives, or pass arguments that do not match, all of them get the same error.
+
+        Args:
+            call: the rank's part.
+            function: one of `collectives`, or the like.
+            stream: collectives of different streams do not wait for each other.
+        """
+        self.check()
+        number = self._numbers.get((stream, call.rank), 0)
+        self._numbers[stream, call.rank] = number + 1
+        calls = self.under_way.setdefault((stream, number), {})
+        calls[call.rank] = call
+        call.missing = lambda: [rank for r, rank in enumerate(self.ranks) if r not in calls]
+        if len(calls) == len(self.ranks):
+            del self.under_way[stream, number]
+            self._complete([calls[rank] for rank in range(len(self.ranks))], function)
+
+    def post_send(self, call: Call, dst: int, tag: int = 0) -> None:
+        """Take a message to rank ``dst`` of the group; ``call.send`` is read when the receiver is there."""
+        self.check()
+        waiting = self.recvs.get((dst, tag), ())
+        for receiver in waiting:
+            if receiver.source in (None, call.rank):
+                waiting.remove(receiver)
+                self._deliver(call, receiver)
+                return
+        self.sends.setdefault((dst, tag), deque()).append(call)
+        call.missing = lambda: [self.ranks[dst]]
+
+    def post_recv(self, call: Call, src: int | None, tag: int = 0) -> None:
+        """Take a rank's wish for a message of rank ``src`` of the group, or of any rank if that is None."""
+        self.check()
+        call.source = src
+        call.missing = lambda: [rank for r, rank in enumerate(self.ranks) if r == src or (src is None and r != call.rank)]
+        waiting = self.sends.get((call.rank, tag), ())
+        for sender in waiting:
+            if src in (None, sender.rank):
+                waiting.remove(sender)
+                self._deliver(sender, call)
+                return
+        self.recvs.setdefault((call.rank, tag), deque()).append(call)
+
+    def _complete(self, calls: list[Call], function: Function) -> None:
+        error = self._disagreement(calls)
+        if error is None:
+            sends = [call.send for call in calls]
+            if self.messages_sent is not None and all(isinstance(send, Tensor) for send in sends):
+                self.messages_sent.append((calls[0].operation, [send.clone() for send in sends]))
+            try:
+                function(sends, [call.recv for call in calls])
+            except (RuntimeError, ValueError, TypeError) as raised:
+                error = raised
+        for call in calls:
+            call.finish(copy.copy(error))
+
+    def _disagreement(self, calls: list[Call]) -> Exception | None:
+        first = calls[0]
+        for call in calls:
+            if call.operation != first.operation:
+                return self.mismatch(first, call)
+            if call.alike is not None and first.alike is not None:
+                if call.alike.dtype != first.alike.dtype:
+                    return TypeError(self._both(first, call, "use the same dtype"))
+                if call.alike.numel() != first.alike.numel():
+                    return ValueError(self._both(first, call, "pass equally many elements"))
+        return None
+
+    def mismatch(self, first: Call, second: Call, rule: str = "call the same collective with the same arguments") -> SimulationError:
+        """Return the error of two calls that do not fit together."""
+        return SimulationError(self._both(first, second, rule), kind="mismatch", calls=(first.facts(), second.facts()))
+
+    def _both(self, first: Call, second: Call, rule: str) -> str:
+        who, other = self.ranks[first.rank], self.ranks[second.rank]
+        return f"in group {self.name!r} rank {who} calls {first}, but rank {other} calls {second}; all ranks must {rule}"
+
+    def _deliver(self, sender: Call, receiver: Call) -> None:
+        message, tensor = sender.send, receiver.recv
+        sent, received = collectives.describe(message), collectives.describe(tensor)
+        source, target = self.ranks[sender.rank], self.ranks[receiver.rank]
+        receiver.source = sender.rank
+        sentence = f"in group {self.name!r} rank {source} sent {sent}, but rank {target} receives {received}"
+        error: Exception | None = None
+        if message.dtype != tensor.dtype:
+            error = TypeError(f"{sentence}; the dtypes must be equal")
+        elif message.numel() != tensor.numel():
+            error = ValueError(f"{sentence}; the numbers of elements must be equal")
+        else:
+            tensor.data.copy_(message.detach().reshape(tensor.shape))
+        sender.finish()
+        receiver.finish(error)
 
 
 class SimulatedCommunicator(Communicator):
@@ -81,10 +226,10 @@ class SimulatedCommunicator(Communicator):
     usable. Messages are buffered: `send` never waits.
     """
 
-    def __init__(self, group: _Group, rank: int) -> None:
+    def __init__(self, group: SimulatedGroup, rank: int) -> None:
         super().__init__(rank, len(group.ranks), group.name)
         self._group = group
-        self._exchanges = 0
+        self._running: Call | None = None
         self._closed = False
 
     def abort(self, reason: str = "") -> None:
@@ -103,21 +248,14 @@ class SimulatedCommunicator(Communicator):
     def exchange_ints(self, values: Sequence[int]) -> Callable[[], list[list[int]]]:
         """Send ``values`` to every rank; return a function that waits for all ranks' values."""
         self._check_open()
-        group, self._exchanges = self._group, self._exchanges + 1
-        serial, board = self._exchanges, group.boards.setdefault(self._exchanges, _Board())
-        board.values[self._rank] = list(values)
-        if len(board.values) == self._nranks:
-            for ticket in board.waiting:
-                group.scheduler.grant(ticket)
-        group.scheduler.yield_()
+        received: list[list[int]] = []
+        call = Call(self._group, self._rank, "agreement", list(values), received)
+        self._group.post(call, lambda sends, recvs: [recv.extend(map(list, sends)) for recv in recvs], stream="agreement")
+        self._group.scheduler.yield_()
 
         def receive() -> list[list[int]]:
-            if len(board.values) < self._nranks:
-                group.check()
-                board.waiting.append(group.scheduler.ticket(f"in agreement of group {self.name!r}", collective=True))
-                group.wait(board.waiting[-1], self._rank)
-            group.boards.pop(serial, None)
-            return [board.values[rank] for rank in range(self._nranks)]
+            call.wait()
+            return received
 
         return receive
 
@@ -153,7 +291,7 @@ class SimulatedCommunicator(Communicator):
         what: str,
         send: Tensor | None,
         recv: Tensor | None,
-        function: Callable[[list[Any], list[Any]], None],
+        function: Function,
         *,
         alike: Tensor | None = None,
     ) -> None:
@@ -169,50 +307,22 @@ class SimulatedCommunicator(Communicator):
         group = self._group
         self._check_open()
         group.scheduler.yield_()
-        group.check()
-        ticket = group.scheduler.ticket("", collective=True)
         # Bypass autograd, as a communication library does: leaves that require grad are written, too, and versions stay.
         sent, received = (None if t is None else t.data for t in (send, recv))
-        call = _Call(ticket, what, sent, received, send if alike is None else alike)
-        ticket.what = f"in {call} of group {self.name!r}"
-        if self._rank in group.calls:
+        call = Call(group, self._rank, what, sent, received, send if alike is None else alike)
+        if self._running is not None:
             raise SimulationError(
                 f"two threads of rank {group.ranks[self._rank]} use group {self.name!r} at once: "
-                f"one is in {group.calls[self._rank]}, one calls {call}"
+                f"one is in {self._running}, one calls {call}"
             )
-        group.calls[self._rank] = call
-        if len(group.calls) < self._nranks:
-            group.wait(ticket, self._rank)
-        else:
-            calls = [group.calls[rank] for rank in range(self._nranks)]
-            group.calls = {}
-            error = self._disagreement(calls)
-            if error is None:
-                if group.messages_sent is not None and sent is not None:
-                    group.messages_sent.append((what, [c.send.clone() for c in calls if c.send is not None]))
-                function([c.send for c in calls], [c.recv for c in calls])
-            for other in calls:
-                other.error = copy.copy(error)
-                group.scheduler.grant(other.ticket)
-            group.scheduler.yield_()
-        if call.error is not None:
-            raise call.error
-
-    def _disagreement(self, calls: list[_Call]) -> Exception | None:
-        first = calls[0]
-        for rank, call in enumerate(calls):
-            if call.what == first.what and call.alike is not None and first.alike is not None:
-                if call.alike.dtype != first.alike.dtype:
-                    return TypeError(self._both(calls, rank, "use the same dtype"))
-                if call.alike.numel() != first.alike.numel():
-                    return ValueError(self._both(calls, rank, "pass equally many elements"))
-            elif call.what != first.what:
-                return SimulationError(self._both(calls, rank, "call the same collective with the same arguments"))
-        return None
-
-    def _both(self, calls: list[_Call], rank: int, rule: str) -> str:
-        who, other = self._group.ranks[0], self._group.ranks[rank]
-        return f"in group {self.name!r} rank {who} calls {calls[0]}, but rank {other} calls {calls[rank]}; all ranks must {rule}"
+        self._running = call
+        try:
+            group.post(call, function)
+            if call.done:
+                group.scheduler.yield_()
+            call.wait()
+        finally:
+            self._running = None
 
     def _send(self, tensor: Tensor, dst: int) -> None:
         self._exchange([(tensor, dst)], [])
@@ -229,31 +339,17 @@ class SimulatedCommunicator(Communicator):
             self._take(tensor, src)
 
     def _post(self, tensor: Tensor, dst: int) -> None:
-        group, path = self._group, (self._rank, dst)
-        group.messages.setdefault(path, deque()).append(tensor.detach().clone())
-        ticket = group.receiving.pop(path, None)
-        if ticket is not None:
-            group.scheduler.grant(ticket)
+        self._group.post_send(Call(self._group, self._rank, f"send(dst={dst})", tensor.detach().clone(), None), dst)
 
     def _take(self, tensor: Tensor, src: int) -> None:
-        group, path = self._group, (src, self._rank)
-        group.check()
-        messages = group.messages.setdefault(path, deque())
-        receiver = f"rank {group.ranks[self._rank]}"
-        while not messages:
-            if path in group.receiving:
-                raise SimulationError(f"two threads of {receiver} receive from {src} of group {self.name!r} at once")
-            what = f"in recv(src={src}) of {collectives.describe(tensor)} of group {self.name!r}"
-            group.receiving[path] = group.scheduler.ticket(what, collective=True)
-            group.wait(group.receiving[path], self._rank)
-        message = messages.popleft()
-        sent, received = collectives.describe(message), collectives.describe(tensor)
-        sentence = f"in group {self.name!r} rank {group.ranks[src]} sent {sent}, but {receiver} receives {received}"
-        if message.dtype != tensor.dtype:
-            raise TypeError(f"{sentence}; the dtypes must be equal")
-        if message.numel() != tensor.numel():
-            raise ValueError(f"{sentence}; the numbers of elements must be equal")
-        tensor.data.copy_(message.view(tensor.shape))
+        group = self._group
+        if any(other.source == src for other in group.recvs.get((self._rank, 0), ())):
+            raise SimulationError(
+                f"two threads of rank {group.ranks[self._rank]} receive from {src} of group {self.name!r} at once"
+            )
+        call = Call(group, self._rank, f"recv(src={src})", None, tensor, tensor)
+        group.post_recv(call, src)
+        call.wait()
 
     def _check_open(self) -> None:
         self._group.check()
@@ -274,8 +370,42 @@ class SimulatedNetwork:
         self, scheduler: Scheduler, node_of: tuple[int, ...], messages_sent: list[tuple[str, list[Tensor]]] | None = None
     ) -> None:
         self.scheduler, self.node_of, self.messages_sent = scheduler, node_of, messages_sent
-        self.everyone = _Group(self, "simulated", tuple(range(len(node_of))), math.inf)
-        self.connecting: dict[str, tuple[_Group, dict[int, Ticket]]] = {}
+        self.everyone = SimulatedGroup(self, "simulated", tuple(range(len(node_of))), math.inf)
+        self._connecting: dict[str, SimulatedGroup] = {}
+
+    def connect(self, name: str, rank: int, place: int, ranks: Sequence[int], timeout: float, what: str = "") -> SimulatedGroup:
+        """Return the group that the ranks make by calling this; wait until all of them have.
+
+        Args:
+            name: the group's, equal on all of its ranks.
+            rank: the calling rank.
+            place: its rank in the group.
+            ranks: global ranks, in group order.
+            timeout: of the group.
+            what: the call, for messages.
+
+        Raises:
+            SimulationError: the ranks disagree about ``ranks``.
+        """
+        self.scheduler.yield_()
+        group = self._connecting.setdefault(name, SimulatedGroup(self, name, tuple(ranks), timeout))
+        group.check()
+        if group.ranks != tuple(ranks):
+            others = [call.facts() for calls in group.under_way.values() for call in calls.values()]
+            mine = RankCall(rank, "", what, name, *call_site(sys._getframe(1)))
+            raise SimulationError(
+                f"group {name!r} is being connected by {format_ranks(sorted(other.rank for other in others))} for ranks {group.ranks}, "
+                f"but rank {rank} connects it for ranks {tuple(ranks)}",
+                kind="mismatch",
+                calls=(*others, mine),
+            )
+        call = Call(group, place, what or f"connect(ranks={tuple(ranks)})", None, None)
+        group.post(call, lambda sends, recvs: None, stream="connect")
+        if call.done:
+            del self._connecting[name]
+            self.scheduler.yield_()
+        call.wait()
+        return group
 
 
 class SimulatedTransport:
@@ -307,28 +437,12 @@ class SimulatedTransport:
             ValueError: ranks are not distinct ranks of this world, or this rank is not among them.
             SimulationError: the ranks disagree about ``ranks``.
         """
-        ranks, scheduler = tuple(ranks), self._network.scheduler
+        ranks = tuple(ranks)
         if len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(len(self.node_of))):
             raise ValueError(f"ranks={ranks} must be distinct ranks of this world, 0 to {len(self.node_of) - 1}")
         if self._rank not in ranks:
             raise ValueError(f"ranks={ranks} must contain the calling rank {self._rank}")
-        scheduler.yield_()
-        group, waiting = self._network.connecting.setdefault(name, (_Group(self._network, name, ranks, timeout), {}))
-        if group.ranks != ranks:
-            raise SimulationError(
-                f"group {name!r} is being connected by {format_ranks(sorted(waiting))} for ranks {group.ranks}, "
-                f"but rank {self._rank} connects it for ranks {ranks}"
-            )
-        group.check()
-        ticket = scheduler.ticket(f"in connect({name!r}, ranks={ranks})", collective=True)
-        waiting[self._rank] = ticket
-        if len(waiting) == len(ranks):
-            del self._network.connecting[name]
-            for other in waiting.values():
-                scheduler.grant(other)
-            scheduler.yield_()
-        else:
-            group.wait(ticket, ranks.index(self._rank))
+        group = self._network.connect(name, self._rank, ranks.index(self._rank), ranks, timeout)
         self._communicators.append(SimulatedCommunicator(group, ranks.index(self._rank)))
         return self._communicators[-1]
 

@@ -1,0 +1,40 @@
+"""Lines of the user's code, as opposed to those of libraries, on a thread's stack."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sysconfig
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+__all__ = ["call_site", "is_user_code"]
+
+_LIBRARIES = tuple(
+    {str(Path(folder).resolve()) + os.sep for folder in (*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")),)}
+    | {str(Path(torch.__file__).resolve().parent) + os.sep, str(Path(__file__).resolve().parents[1]) + os.sep}
+)
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+
+
+@functools.lru_cache(maxsize=None)
+def is_user_code(file: str) -> bool:
+    """Return whether a file belongs neither to Python, nor to an installed package, nor to this one."""
+    if file.startswith("<"):
+        return not file.startswith("<frozen ")
+    return not file.startswith(_LIBRARIES) and not any(part in file for part in _INSTALLED) and not _in_library(file)
+
+
+def _in_library(file: str) -> bool:
+    return str(Path(file).resolve()).startswith(_LIBRARIES)
+
+
+def call_site(frame: FrameType | None) -> tuple[str, int]:
+    """Return file and line of the innermost frame of the user's code, from ``frame`` outwards; ("", 0) if there is none."""
+    while frame is not None:
+        if is_user_code(frame.f_code.co_filename):
+            return frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+    return "", 0
